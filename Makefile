@@ -1,0 +1,34 @@
+# Each target makes the virtual environment that it needs; pyproject.toml decides when to renew it.
+
+BIN := .venv/bin
+export MAKECMDGOALS
+
+.PHONY: help demo test test-fast lint format clean
+
+help: ## Shows the targets.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: .venv/installed ## Completes code with and without the tree, and draws a tree.
+	@$(BIN)/dyntree demo $(ARGS)
+
+test: lint ## Checks style and types and runs every test.
+	$(BIN)/pytest $(ARGS)
+
+test-fast: .venv/installed ## Runs the tests that start no engine.
+	$(BIN)/pytest -m "not e2e and not gpu and not monitoring" $(ARGS)
+
+lint: .venv/installed ## Checks style and types.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: .venv/installed ## Formats the code.
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Removes the virtual environment and every cache.
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+
+.venv/installed: pyproject.toml scripts/install.sh
+	@scripts/install.sh
+	@touch $@

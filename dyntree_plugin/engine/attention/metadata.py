@@ -1,0 +1,36 @@
+"""What a tree adds to the attention metadata of a batch, through vLLM's own channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """Who sees what among the newest rows of a batch of R requests and T query rows.
+
+    ``ctx_lens`` int32 [R]: cache positions that every row of the request sees; ``-1`` marks a
+    request without a tree, which stays on the stock kernel. ``ancestor_bits`` int32 [T, words]:
+    bit ``c`` of a row lets it see cache position ``ctx_len + c``. ``has_plain``: whether any
+    request is without a tree, known on the host.
+    """
+
+    ctx_lens: torch.Tensor
+    ancestor_bits: torch.Tensor
+    has_plain: bool
+
+
+class TreeAttnMetadata(ModelSpecificAttnMetadata):
+    """Hands a TreeMask to the metadata builders that take one."""
+
+    def __init__(self, mask: TreeMask) -> None:
+        self._mask = mask
+
+    def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+        if getattr(attn_metadata_builder, "takes_tree_mask", False):
+            return {"tree_mask": self._mask}
+        return {}

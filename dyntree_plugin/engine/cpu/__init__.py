@@ -1,0 +1,21 @@
+"""vLLM's V2 model runner on a CPU without Triton.
+
+``install()`` gives the runner's Triton kernels native implementations, ``warm_up()`` compiles them.
+"""
+
+from __future__ import annotations
+
+from dyntree_plugin.engine.cpu.install import hide_llvmlite_from_kernel_scan, install
+
+__all__ = ["hide_llvmlite_from_kernel_scan", "install", "warm_up"]
+
+
+def warm_up() -> None:
+    """Compile the kernels before the first request; call it after ``install()``.
+
+    The first process on a machine takes tens of seconds, later ones load numba's cache.
+    """
+    # It imports the V2 runner's modules, which install() has to prepare.
+    from dyntree_plugin.engine.cpu.compilation import compile_kernels
+
+    compile_kernels()

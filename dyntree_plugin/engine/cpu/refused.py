@@ -1,0 +1,58 @@
+"""Triton kernels of the V2 runner without a CPU implementation, by the feature that needs them."""
+
+from __future__ import annotations
+
+_AR = "spec_decode.target_dependent_ar.speculator."
+_MTP = "spec_decode.multi_module_mtp.speculator."
+_ESTIMATOR = "spec_decode.acceptance_estimator."
+_REJECTION = "spec_decode.rejection_sampler_utils."
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "decode context parallelism": ("cp_utils._dcp_local_seq_lens_kernel",),
+    "a multimodal rotary embedding": ("mm.rope._prepare_rope_positions_kernel",),
+    "trace replay": ("sample.trace_replay._trace_replay_kernel",),
+    "return_sampling_mask": ("sample.output._compact_sampling_mask_kernel",),
+    "batch-sharded sampling": ("sample.batch_shard._unpack_gathered_output_kernel",),
+    "watermarking": (
+        "sample.watermark._repeated_context_mask_kernel",
+        "sample.watermark._philox_gumbel_kernel",
+    ),
+    "a hybrid state-space model": (
+        "model_states.recoverssm._postprocess_recoverssm_align_kernel",
+        "model_states.mamba_hybrid._scatter_num_accepted_kernel",
+        "model_states.mamba_hybrid._fill_num_accepted_kernel",
+    ),
+    "a prompt given as embeddings": ("model_states.prompt_embeds._apply_prompt_embeds_kernel",),
+    "a drafter that reads the target's hidden states (EAGLE, MTP)": (
+        _AR + "_prepare_prefill_inputs_kernel",
+        _AR + "_prepare_decode_inputs_kernel",
+        _AR + "_update_draft_inputs_kernel",
+    ),
+    "a drafter with several MTP modules": (
+        _MTP + "_prepare_input_buffers_kernel",
+        _MTP + "_prepare_input_hidden_states_and_embeddings_kernel",
+        _MTP + "_pad_trailing_draft_slots_kernel",
+        _MTP + "_cache_inputs_kernel",
+        _MTP + "_shift_input_ids_kernel",
+        _MTP + "_shift_input_embeds_kernel",
+    ),
+    "a DFlash drafter": (
+        "spec_decode.dflash.speculator._prepare_dflash_inputs_kernel",
+        "spec_decode.dflash2.speculator._selector_walk_kernel",
+        "spec_decode.dflash2.speculator._cache_draft_logits_kernel",
+    ),
+    "adaptive verification": (
+        _ESTIMATOR + "_accumulate_kernel",
+        _ESTIMATOR + "_refit_kernel",
+        _ESTIMATOR + "_local_max_sumexp_kernel",
+        _ESTIMATOR + "_predict_kernel",
+    ),
+    "an n-gram drafter": (
+        "spec_decode.ngram.speculator._ngram_scan_kernel",
+        "spec_decode.ngram.speculator._ngram_finalize_kernel",
+    ),
+    "rejection_sample_method='block'": (
+        _REJECTION + "_compute_cumulative_log_p_kernel",
+        _REJECTION + "_compute_local_residual_mass_kernel",
+    ),
+}

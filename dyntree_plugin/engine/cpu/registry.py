@@ -1,0 +1,68 @@
+"""Registration of the CPU implementations of the V2 model runner's Triton kernels.
+
+vLLM launches a kernel as ``kernel[grid](...)``. Its override registry rebinds every reference to
+the kernel and forwards the launch arguments, without the grid, to the implementation registered
+here, so an implementation derives every size from its tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+Implementation = Callable[..., None]
+
+RUNNER = "vllm.v1.worker.gpu."
+IMPLEMENTATIONS: dict[str, Implementation] = {}
+
+_LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages"})
+
+
+def implements(kernel: str) -> Callable[[Implementation], Implementation]:
+    """Register the decorated function for ``vllm.v1.worker.gpu.<kernel>``.
+
+    Its parameters must be the kernel's, by name and order: the signature is the version check.
+    """
+
+    def register(function: Implementation) -> Implementation:
+        @functools.wraps(function)
+        def launch(*args: Any, **kwargs: Any) -> None:
+            if kwargs:
+                kwargs = {k: v for k, v in kwargs.items() if k not in _LAUNCH_OPTIONS}
+            function(*args, **kwargs)
+
+        IMPLEMENTATIONS[RUNNER + kernel] = launch
+        return function
+
+    return register
+
+
+def refuse(kernel: str, feature: str) -> Implementation:
+    """An implementation that raises NotImplementedError naming the kernel and the feature."""
+
+    def launch(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{feature} is not supported by the CPU model runner: "
+            f"it needs the Triton kernel {kernel}, which has no CPU implementation"
+        )
+
+    return launch
+
+
+def check_arguments(name: str, implementation: Implementation) -> None:
+    """Raise RuntimeError unless vLLM's kernel ``name`` has the implementation's arguments."""
+    module, attribute = name.rsplit(".", 1)
+    kernel = getattr(importlib.import_module(module), attribute, None)
+    if kernel is None:
+        raise RuntimeError(f"the installed vLLM has no Triton kernel {name}")
+    names = getattr(kernel, "arg_names", None)
+    found = tuple(inspect.signature(kernel).parameters if names is None else names)
+    expected = tuple(inspect.signature(implementation).parameters)
+    if found != expected:
+        raise RuntimeError(
+            f"the installed vLLM changed the Triton kernel {name}: "
+            f"expected arguments {expected}, found {found}"
+        )

@@ -1,0 +1,34 @@
+"""Move the accepted path's KV to where a chain would have put it, in every target layer."""
+
+from __future__ import annotations
+
+import torch
+from dyntree_kernels.cpu.kv_move import kv_move
+from vllm.model_executor.layers.attention import Attention
+
+from dyntree_plugin.engine.attention.cpu import split_kv_cache
+
+
+class CPUPathMover:
+    """Moves accepted rows within the CPU cache of one KV cache group's target layers."""
+
+    def __init__(self, layers: list[Attention]) -> None:
+        isas = {layer.isa for layer in layers}  # type: ignore[attr-defined]
+        if len(isas) != 1:
+            raise RuntimeError(f"one KV cache group holds layers of several layouts: {isas}")
+        self._isa = isas.pop()
+        caches = [split_kv_cache(layer.kv_cache) for layer in layers]
+        self._keys = [keys for keys, _ in caches]
+        self._values = [values for _, values in caches]
+
+    def __call__(self, path: torch.Tensor, roots: torch.Tensor, slots: torch.Tensor) -> None:
+        """Bring node ``path[r, k]`` of every request to the place of depth ``k + 1``.
+
+        ``path`` int64 [R, D], ``-1`` after the last accepted node; ``roots`` int64 [R]: batch row
+        of each root, followed by its nodes' rows; ``slots`` int64 [T]: cache slot of every row.
+        """
+        step = torch.arange(path.shape[1], device=path.device)
+        target = slots[(roots[:, None] + 1 + step).clamp(max=slots.shape[0] - 1)]
+        source = slots[roots[:, None] + 1 + path.clamp(min=0)]
+        source = torch.where((path >= 0) & (path != step), source, -1)
+        kv_move(self._keys, self._values, self._isa, source, target)

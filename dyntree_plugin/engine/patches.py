@@ -1,0 +1,241 @@
+"""Every symbol of vLLM that is replaced when the plugin loads, one function each.
+
+Each is idempotent and leaves engines without dyntree options as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dyntree_plugin import options, plugin
+from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+FLAG = f"--{NAMESPACE}"
+
+
+def add_flag() -> None:
+    """``EngineArgs.add_cli_args``: adds ``--dyntree``, which fills ``additional_config``.
+
+    Why: vLLM has no hook for a plugin's own flags, but loads plugins before it builds its parser.
+    Remove when vLLM lets plugins add arguments.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def adding_flag(stock: Any) -> Any:
+        @functools.wraps(stock.__func__)
+        def add_cli_args(parser: Any) -> Any:
+            parser = stock.__func__(parser)
+            for action in parser._actions:
+                if "--additional-config" in action.option_strings:
+                    action.__class__ = _keeping_options(type(action))
+            parser.add_argument_group(NAMESPACE, "Dynamic token tree.").add_argument(
+                FLAG,
+                action=_OptionsAction,
+                type=_json_object,
+                dest="additional_config",
+                default=argparse.SUPPRESS,
+                metavar="JSON",
+                help=options.help_text().replace("%", "%%"),
+            )
+            return parser
+
+        return staticmethod(add_cli_args)
+
+    _replace(EngineArgs, "add_cli_args", adding_flag)
+
+
+def admit_configs() -> None:
+    """``Platform.check_and_update_config``: admits or refuses a configuration with a tree.
+
+    Why: it is the platform's last word on a finished ``VllmConfig``, in the process that builds
+    it and before any weights load, and where the worker class is chosen. There is no hook for
+    general plugins. Remove when vLLM lets them check and update the configuration.
+    """
+    from vllm.platforms import current_platform
+
+    def admitting(stock: Any) -> Any:
+        @functools.wraps(stock.__func__)
+        def check_and_update_config(cls: Any, vllm_config: VllmConfig) -> None:
+            tree = DynTreeOptions.of(vllm_config.additional_config)
+            if tree is not None:
+                plugin.admit(vllm_config, tree, cls.device_type)
+            stock.__func__(cls, vllm_config)
+            if tree is not None:
+                plugin.settle(vllm_config)
+
+        return classmethod(check_and_update_config)
+
+    _replace(type(current_platform), "check_and_update_config", admitting)
+
+
+def select_v2_runner() -> None:
+    """``VllmConfig.use_v2_model_runner`` and ``_validate_v2_model_runner``: V2 for trees on CPU.
+
+    Why: without Triton, vLLM falls back to the V1 runner, and 0.32 also refuses V2, though
+    ``vllm.triton_utils.dispatcher`` takes native kernels in Triton's place and our worker
+    registers them. Remove when the choice of runner looks at the registered kernels.
+    """
+    from vllm.config import VllmConfig
+
+    def choosing_v2(stock: Any) -> Any:
+        return property(lambda self: _wants_tree(self) or stock.fget(self), doc=stock.__doc__)
+
+    def without_triton(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def _validate_v2_model_runner(self: VllmConfig) -> None:
+            if not _wants_tree(self):
+                stock(self)
+            elif unsupported := self._get_v2_model_runner_unsupported_features():
+                raise ValueError(
+                    f"{NAMESPACE} needs vLLM's V2 model runner, which does not support: "
+                    + ", ".join(unsupported)
+                )
+
+        return _validate_v2_model_runner
+
+    _replace(VllmConfig, "use_v2_model_runner", choosing_v2)
+    _replace(VllmConfig, "_validate_v2_model_runner", without_triton)
+
+
+def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    """Sets `owner.name` to `make` of the stock attribute; does nothing the second time."""
+    marker = f"_{NAMESPACE}_replaced_{name}"
+    if marker not in vars(owner):
+        setattr(owner, marker, True)
+        setattr(owner, name, make(inspect.getattr_static(owner, name)))
+
+
+def reserve_scratch_slots() -> None:
+    """``VllmConfig.num_lookahead_tokens``: KV slots for the nodes that drafting expands.
+
+    Why: vLLM reserves one slot per draft token; a tree expands nodes that its budget then leaves
+    out, and every expanded node needs a slot in the draft's cache. Remove when a speculator can
+    say how many slots it needs.
+    """
+    from vllm.config import VllmConfig
+
+    from dyntree_plugin.engine import config
+
+    def reserving_scratch(stock: Any) -> Any:
+        def num_lookahead_tokens(self: VllmConfig) -> int:
+            tokens: int = stock.fget(self)
+            if self.speculative_config is None or not config.is_marked(self.speculative_config):
+                return tokens
+            # One more: the last emitted token, which the draft reads before the target does.
+            return max(tokens, config.scratch_slots(self.speculative_config) + 1)
+
+        return property(num_lookahead_tokens)
+
+    _replace(VllmConfig, "num_lookahead_tokens", reserving_scratch)
+
+
+def admit_sampling_parameters() -> None:
+    """``SamplingParams._validate_spec_decode``: min-p and logit bias with trees.
+
+    Why: vLLM refuses them with any speculation, for its rejection sampler's sake; matching the
+    target's own samples serves them exactly. Remove when vLLM refuses by the rule in use.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    from dyntree_plugin.engine import config
+
+    def admitting(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
+            if speculative_config is None or not config.is_marked(speculative_config):
+                stock(self, speculative_config)
+
+        return _validate_spec_decode
+
+    _replace(SamplingParams, "_validate_spec_decode", admitting)
+
+
+def carry_tree_stats() -> None:
+    """``SchedulerStats`` and ``PrometheusStatLogger``: our counts in vLLM's stats channel.
+
+    Why: the channel decodes statistics by their declared type, and the logger makes the class of
+    speculation metrics that it names, which vLLM itself replaces for Ray. Engines without trees
+    keep what they had: our types then hold nothing of ours. Remove when a plugin can register
+    statistics.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from dyntree_plugin.engine.prometheus import TreeSpecDecodingProm
+    from dyntree_plugin.engine.stats import TreeSpecDecodingStats
+
+    SchedulerStats.__annotations__["spec_decoding_stats"] = TreeSpecDecodingStats | None
+    PrometheusStatLogger._spec_decoding_cls = TreeSpecDecodingProm
+
+
+def _wants_tree(vllm_config: VllmConfig) -> bool:
+    config = vllm_config.additional_config
+    return isinstance(config, Mapping) and NAMESPACE in config
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not JSON ({error}); an example is '{{\"node_budget\": 16}}'"
+        ) from None
+    try:
+        DynTreeOptions.parse(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return dict(value)
+
+
+def _merge(action: argparse.Action, first: Any, second: Any) -> Any:
+    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
+        return second
+    try:
+        return options.merge_options(first, second)
+    except ValueError as error:
+        raise argparse.ArgumentError(action, str(error)) from None
+
+
+class _OptionsAction(argparse.Action):
+    """Merges its options into those that the namespace's ``additional_config`` holds already."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        config = dict(getattr(namespace, self.dest, None) or {})
+        config[NAMESPACE] = _merge(self, config.get(NAMESPACE), values)
+        setattr(namespace, self.dest, config)
+
+
+def _keeping_options(stock: Any) -> type[argparse.Action]:
+    """The class of vLLM's own ``--additional-config``, made to keep options given before it.
+
+    In vLLM a second ``--additional-config`` replaces the first, and each dotted one is a second.
+    """
+
+    def __call__(
+        self: argparse.Action,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        earlier = getattr(namespace, self.dest, None) or {}
+        if NAMESPACE in earlier and isinstance(values, Mapping):
+            merged = _merge(self, earlier[NAMESPACE], values.get(NAMESPACE, {}))
+            values = {**values, NAMESPACE: merged}
+        stock.__call__(self, parser, namespace, values, option_string)
+
+    return type(f"KeepingOptions{stock.__name__}", (stock,), {"__call__": __call__})

@@ -1,0 +1,153 @@
+"""vLLM's V2 model runner with trees: one mixin over the stock runner of each platform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dyntree_kernels.cpu.gumbel import perturbed_logits
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from dyntree_plugin.engine import cpu
+from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
+from dyntree_plugin.engine.config import tree_shape
+from dyntree_plugin.engine.kv import CPUPathMover
+from dyntree_plugin.engine.requests import chain_reason
+from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.engine.stats import CountedOutput, StepRecord
+from dyntree_plugin.engine.timing import StageClock
+from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.engine.verifier import TreeVerifier, Verification
+
+
+class TreeRunnerMixin(GPUModelRunner):
+    """Gives tree rows their positions, mask and verification; the rest is the stock runner's.
+
+    vLLM lays a request's drafts out in consecutive rows and cache slots. Node ``j`` takes row and
+    slot ``root + 1 + j``, but the position ``root + depth``: of its RoPE, and of the sampler's
+    noise.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        shape = tree_shape(vllm_config)
+        if shape is None:
+            raise RuntimeError("the tree runner was chosen for an engine without dyntree options")
+        self.clock = StageClock()
+        self.trees = TreeStore(self.max_num_reqs, shape, device)
+        self.chained = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
+        # vLLM has no registry of speculators; the stock one of this method is dropped unused.
+        self.speculator: TreeSpeculator = TreeSpeculator(
+            vllm_config, device, self.trees, self.chained, perturbed_logits, self.clock
+        )
+        self._custom_processors = bool(self.model_config.logits_processors)
+        self._mask: TreeMask | None = None
+        self._slots: torch.Tensor
+        self._record = StepRecord()
+        self._movers: list[tuple[int, CPUPathMover]] = []
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.sampler is None:
+            raise RuntimeError("vLLM made no sampler for a generating model")
+        cpu.warm_up()
+        self.rejection_sampler = TreeVerifier(
+            self.sampler, self.trees, self.clock, self._on_verified
+        )
+        stock_prepare_attn = self.model_state.prepare_attn
+
+        def prepare_attn(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            mask, self._mask = self._mask, None
+            if mask is not None:
+                kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(mask)
+            metadata: dict[str, Any] = stock_prepare_attn(*args, **kwargs)
+            self.clock.start("target")
+            return metadata
+
+        self.model_state.prepare_attn = prepare_attn
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kw: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kw)
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        drafts = self.speculator.draft_attn_layer_names
+        self._movers = []
+        for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            own = [layers[name] for name in group.layer_names if name not in drafts]
+            if own:
+                self._movers.append((index, CPUPathMover(own)))
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            slot = self.req_states.req_id_to_index[request.req_id]
+            self.trees.clear(slot)
+            reason = chain_reason(request.sampling_params, self._custom_processors)
+            self.chained[slot] = reason is not None
+
+    def prepare_attn(
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        self._slots = slot_mappings
+        if input_batch.num_draft_tokens:
+            self._mask = self._place_nodes(input_batch)
+        return block_tables, slot_mappings
+
+    def _place_nodes(self, batch: InputBatch) -> TreeMask:
+        """Turn the rows' linear positions into those of their nodes, and make the mask."""
+        slot, row = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
+        depth = self.trees.depths[slot, (row - 1).clamp(min=0)]
+        rows = batch.logits_indices
+        batch.positions[rows] += torch.where(row > 0, depth - row, 0)
+
+        num_reqs = batch.num_reqs
+        lengths = batch.query_start_loc[1 : num_reqs + 1] - batch.query_start_loc[:num_reqs]
+        num_logits = torch.diff(batch.cu_num_logits)
+        is_tree = (num_logits > 1) & (lengths == num_logits)
+        bits = torch.zeros(
+            batch.num_tokens, self.trees.words, dtype=torch.int32, device=rows.device
+        )
+        bits[rows] = self.trees.ancestors[slot, row]
+        ctx_lens = torch.where(is_tree, batch.seq_lens[:num_reqs] - lengths, -1)
+        drafts = batch.num_draft_tokens_per_req
+        plain = (drafts == 0) | (batch.num_scheduled_tokens[:num_reqs] != drafts + 1)
+        return TreeMask(ctx_lens, bits, bool(plain.any()))
+
+    def sample(
+        self,
+        hidden_states: torch.Tensor,
+        input_batch: InputBatch,
+        grammar_output: GrammarOutput | None,
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        self.clock.stop()
+        with self.clock("sample"):
+            return super().sample(hidden_states, input_batch, grammar_output)
+
+    def _on_verified(self, verification: Verification, batch: InputBatch) -> None:
+        accepted = verification.accepted
+        with self.clock("move"):
+            for group, move in self._movers:
+                move(accepted.path, verification.roots, self._slots[group])
+        self.speculator.emitted = accepted.tokens
+        self._record.verified(verification, self.trees.depths[batch.idx_mapping])
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        drafted = self.execute_model_state is not None
+        output = super().sample_tokens(grammar_output)
+        if not drafted:
+            return output
+        record, self._record = self._record, StepRecord()
+        record.draft_forwards = self.trees.shape.max_depth
+        record.stage_seconds = self.clock.take()
+        return CountedOutput(output, record)
+
+
+class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
+    """On the CPU."""

@@ -1,0 +1,54 @@
+"""Where a step's time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STAGES = ("target", "sample", "walk", "move", "draft", "grow")
+"""target: the target's forward; sample: its sampler on all rows; walk: matching samples against
+the tree; move: KV of the accepted path; draft: draft forwards; grow: everything else of drafting."""
+
+
+class StageClock:
+    """Adds up wall seconds by stage until they are taken. A stage within another pauses it.
+
+    Right where calls are synchronous, as they are on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._running: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self.start(stage)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def start(self, stage: str) -> None:
+        self._credit()
+        self._running.append(stage)
+
+    def stop(self) -> None:
+        """End the innermost stage, if any."""
+        self._credit()
+        if self._running:
+            self._running.pop()
+
+    def take(self) -> dict[str, float]:
+        """Seconds by stage since the last call. Ends whatever still runs."""
+        self._credit()
+        self._running.clear()
+        taken, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)
+        return taken
+
+    def _credit(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self._seconds[self._running[-1]] += now - self._since
+        self._since = now

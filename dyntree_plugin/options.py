@@ -1,0 +1,186 @@
+"""The options of the plugin: the only source of the ``--dyntree`` flag, its help and the README's
+table."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+
+from dyntree_plugin.tree.shape import TreeShape
+
+NAMESPACE = "dyntree"
+"""The key of our options in vLLM's ``additional_config``, and the name of the flag."""
+
+Switch = Literal["on", "off"]
+
+DEFAULT_MAX_DEPTH = 8
+MAX_DERIVED_WIDTH = 8
+
+
+class DynTreeOptions(BaseModel):
+    """What a user may set. Bounds that depend on the engine are checked by `resolve`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    node_budget: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Most nodes in one request's tree, and so the draft tokens that the target "
+        "verifies per step. At most num_speculative_tokens.",
+        json_schema_extra={"derived": "num_speculative_tokens"},
+    )
+    max_depth: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Depth of the deepest node: the most draft tokens that one step can accept, "
+        "and the number of draft forwards per step. At most node_budget.",
+        json_schema_extra={"derived": f"{DEFAULT_MAX_DEPTH}, at most node_budget"},
+    )
+    width: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Frontier nodes that each draft forward expands per request.",
+        json_schema_extra={"derived": f"node_budget / 4, 1 to {MAX_DERIVED_WIDTH}"},
+    )
+    children: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="Candidate children kept of each expanded node. 1 makes the tree a chain.",
+    )
+    coupling: Switch = Field(
+        default="on",
+        description="At temperature > 0, rank candidates with the target sampler's own noise, so "
+        "that the tree follows the very draw that the target will make. The output is the same "
+        "either way; off is for comparison.",
+    )
+
+    @field_validator("coupling", mode="before")
+    @classmethod
+    def _switch_from_bool(cls, value: object) -> object:
+        # YAML reads a bare `on` or `off` in a --config file as a boolean.
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    @classmethod
+    def of(cls, additional_config: object) -> DynTreeOptions | None:
+        """The options in an engine's ``additional_config``, or None where it asks for no tree.
+
+        Raises:
+            ValueError: as `parse`.
+        """
+        if isinstance(additional_config, Mapping) and NAMESPACE in additional_config:
+            return cls.parse(additional_config[NAMESPACE])
+        return None
+
+    @classmethod
+    def parse(cls, value: object) -> DynTreeOptions:
+        """Validates what stands under ``additional_config["dyntree"]``.
+
+        Raises:
+            ValueError: naming each wrong option, its value and what is allowed.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"{NAMESPACE}={value!r} must be a JSON object of options, for example "
+                f'{{"node_budget": 16}}; the options are {_known_options()}'
+            )
+        try:
+            return cls.model_validate(dict(value))
+        except ValidationError as error:
+            raise ValueError("; ".join(_explain(e) for e in error.errors())) from None
+
+    def resolve(self, num_speculative_tokens: int) -> TreeShape:
+        """Fills in every default for an engine with `num_speculative_tokens`.
+
+        Raises:
+            ValueError: naming the options that do not fit this engine or each other.
+        """
+        slots = num_speculative_tokens
+        node_budget = slots if self.node_budget is None else self.node_budget
+        if node_budget > slots:
+            raise ValueError(
+                f"{NAMESPACE}.node_budget={node_budget} exceeds num_speculative_tokens={slots}: "
+                f"lower it to at most {slots}, or raise num_speculative_tokens in "
+                f"--speculative-config to at least {node_budget}"
+            )
+        if self.max_depth is not None and self.max_depth > node_budget:
+            raise ValueError(
+                f"{NAMESPACE}.max_depth={self.max_depth} cannot be reached with "
+                f"{NAMESPACE}.node_budget={node_budget}: lower max_depth to at most {node_budget}, "
+                "or raise node_budget"
+            )
+        max_depth = self.max_depth or min(DEFAULT_MAX_DEPTH, node_budget)
+        width = self.width or min(max(node_budget // 4, 1), MAX_DERIVED_WIDTH)
+        return TreeShape(node_budget, max_depth, width, self.children, self.coupling == "on")
+
+
+def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of both; the same option with two different values is a ValueError."""
+    for name in first.keys() & second.keys():
+        if first[name] != second[name]:
+            raise ValueError(
+                f"{NAMESPACE}.{name} is given twice, as {first[name]!r} and as {second[name]!r}: "
+                "give it once"
+            )
+    return {**first, **second}
+
+
+def help_text() -> str:
+    """The help of the flag, with every option."""
+    lines = [
+        f"- {name} ({_allowed(field)}; default {_default(field)}): {field.description}"
+        for name, field in DynTreeOptions.model_fields.items()
+    ]
+    return (
+        "Speculate with a dynamic token tree. Takes a JSON object of options, {} for the "
+        "defaults, and needs --speculative-config with method draft_model.\n\n" + "\n".join(lines)
+    )
+
+
+def markdown_table() -> str:
+    """The options as a Markdown table, for the README."""
+    rows = [
+        f"| `{name}` | {_allowed(field)} | {_default(field)} | {field.description} |"
+        for name, field in DynTreeOptions.model_fields.items()
+    ]
+    return "\n".join(["| option | allowed | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _known_options() -> str:
+    return ", ".join(DynTreeOptions.model_fields)
+
+
+def _allowed(field: FieldInfo) -> str:
+    for type_ in (field.annotation, *get_args(field.annotation)):
+        if type_ is int:
+            low = next(m.ge for m in field.metadata if hasattr(m, "ge"))
+            high = next(m.le for m in field.metadata if hasattr(m, "le"))
+            return f"an integer from {low} to {high}"
+    return " or ".join(str(value) for value in get_args(field.annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    return str(extra["derived"] if isinstance(extra, dict) else field.default)
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    name = str(error["loc"][0])
+    field = DynTreeOptions.model_fields.get(name)
+    if field is None:
+        close = difflib.get_close_matches(name, DynTreeOptions.model_fields, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        return (
+            f"{NAMESPACE}.{name}={error['input']!r} is not an option: {hint}"
+            f"The options are {_known_options()}"
+        )
+    return f"{NAMESPACE}.{name}={error['input']!r} must be {_allowed(field)}"

@@ -1,0 +1,130 @@
+"""The text of the embedded pair: the running interpreter's standard library.
+
+A fixed list of modules is held out. Neither they nor their tests are ever trained on, so they
+measure the models and supply the prompts of demonstrations and benchmarks.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT: tuple[str, ...] = (
+    "bisect", "calendar", "cmd", "configparser", "fnmatch", "fractions", "getopt", "graphlib",
+    "gzip", "heapq", "mailbox", "netrc", "plistlib", "pprint", "queue", "sched", "shelve",
+    "shlex", "statistics", "tabnanny", "textwrap", "timeit", "trace", "wave", "zipapp",
+)  # fmt: skip
+"""Modules of every CPython from 3.10 to 3.13, present also in installations without tests."""
+
+# Not library code: packages installed beside it, tables of code points, generated help text.
+_SKIPPED_DIRECTORIES = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "encodings", "pydoc_data"}
+)
+_TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test", "turtledemo"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: `name` is its path inside the library, with forward slashes."""
+
+    name: str
+    text: str
+
+    @property
+    def is_test(self) -> bool:
+        return not _TEST_DIRECTORIES.isdisjoint(self.name.split("/")[:-1])
+
+
+def library_root() -> Path:
+    """The standard library of the running interpreter."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the file `name` belongs to a held-out module: itself, its tests or its helpers.
+
+    Any path component with a held-out module's name as one of its words counts, as in
+    `test/test_cmd_line.py` for `cmd`: too much is excluded rather than too little.
+    """
+    words = re.split(r"[/_.\-]+", name)
+    return not set(HELD_OUT).isdisjoint(words)
+
+
+def training_sources(root: Path | None = None) -> list[Source]:
+    """Every file to train on, in a fixed order."""
+    root = library_root() if root is None else root
+    names = (path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    wanted = sorted(
+        name
+        for name in names
+        if _SKIPPED_DIRECTORIES.isdisjoint(name.split("/")) and not is_held_out(name)
+    )
+    sources = (_read(root, name) for name in wanted)
+    return [source for source in sources if source is not None and source.text]
+
+
+def held_out_sources(root: Path | None = None) -> list[Source]:
+    """The held-out modules themselves, in the order of `HELD_OUT`."""
+    root = library_root() if root is None else root
+    sources = []
+    for module in HELD_OUT:
+        source = _read(root, f"{module}.py")
+        if source is None:
+            raise ValueError(f"root={str(root)!r} holds no readable {module}.py")
+        sources.append(source)
+    return sources
+
+
+def held_out_prompts(
+    count: int, *, seed: int = 0, characters: tuple[int, int] = (160, 400), root: Path | None = None
+) -> list[str]:
+    """Code-completion prompts: spans of whole lines from the held-out modules.
+
+    Each ends at the end of a non-blank line without its newline, where the tokenizer's boundary
+    falls in running text too. The spans do not overlap, modules take turns, and the same `seed`
+    gives the same prompts; a larger `count` extends the list of a smaller one.
+
+    `characters` bounds the length: the default is 30 to 200 tokens of the pair's tokenizer.
+    """
+    if count < 0:
+        raise ValueError(f"count={count} must not be negative")
+    low, high = characters
+    if not 1 <= low <= high:
+        raise ValueError(f"characters={characters} must be an ascending pair of positive lengths")
+    spans = []
+    for source in held_out_sources(root):
+        generator = random.Random(f"{seed} {source.name}")
+        found = _spans(source.text, low, high, generator)
+        generator.shuffle(found)
+        spans.append(found)
+    longest = max(len(found) for found in spans)
+    prompts = [found[turn] for turn in range(longest) for found in spans if turn < len(found)]
+    if count > len(prompts):
+        raise ValueError(f"count={count} exceeds the {len(prompts)} held-out prompts there are")
+    return prompts[:count]
+
+
+def _spans(text: str, low: int, high: int, generator: random.Random) -> list[str]:
+    """Disjoint spans of whole lines, each `low` to `high` characters long."""
+    found = []
+    span, wanted = "", generator.randint(low, high)
+    for line in text.splitlines(keepends=True):
+        span = (span + line) if span.strip() else line
+        stripped = span.rstrip()
+        if len(stripped) > high:
+            span, wanted = "", generator.randint(low, high)
+        elif len(stripped) >= wanted and line.strip():
+            found.append(stripped)
+            span, wanted = "", generator.randint(low, high)
+    return found
+
+
+def _read(root: Path, name: str) -> Source | None:
+    """The file `name`, or None if it does not exist or is not UTF-8."""
+    try:
+        return Source(name, (root / name).read_text(encoding="utf-8"))
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None

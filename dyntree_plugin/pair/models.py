@@ -1,0 +1,94 @@
+"""Shapes, tokenizer and storage of the embedded pair."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+CONTEXT = 2048  # tokens the position encoding is declared for
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama of heads of `head_dim` channels with tied embeddings."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 32
+
+
+TARGET = Shape(hidden=256, intermediate=704, layers=6, heads=8, kv_heads=4)
+# Two wide layers rather than three narrow ones: drafting is a chain of calls, each of which costs
+# the more the more layers it has, and two suffice to copy from the context.
+DRAFT = Shape(hidden=128, intermediate=288, layers=2, heads=4, kv_heads=2)
+
+
+def new_model(shape: Shape, vocabulary: int, seed: int) -> LlamaForCausalLM:
+    """A model with fresh fp32 weights, the same for the same `seed`."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def new_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with `vocabulary` entries, the first of which is the end of a text."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write `model` in bfloat16 and `tokenizer` in Hugging Face format."""
+    stored = copy.deepcopy(model).to(torch.bfloat16)
+    stored.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def load(directory: Path) -> LlamaForCausalLM:
+    """The stored model in fp32, for evaluation."""
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def parameter_count(model: LlamaForCausalLM) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

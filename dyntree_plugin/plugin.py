@@ -1,0 +1,90 @@
+"""The entry point `dyntree` of vLLM's plugin group ``vllm.general_plugins``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+from dyntree_plugin import __version__
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from dyntree_plugin.options import DynTreeOptions
+
+WORKER = "dyntree_plugin.engine.worker.TreeCPUWorker"
+
+
+def register() -> None:
+    """Teaches this process's vLLM the dyntree options.
+
+    vLLM calls it in every process, at times more than once; it is idempotent. Without dyntree
+    options in an engine's configuration nothing of vLLM's behaviour changes.
+    """
+    from dyntree_plugin import compat
+    from dyntree_plugin.engine import patches
+
+    patches.add_flag()
+    patches.admit_configs()
+    if compat.version_refusal() is None:
+        patches.select_v2_runner()
+        patches.reserve_scratch_slots()
+        patches.admit_sampling_parameters()
+
+
+def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) -> None:
+    """Refuses a configuration that a tree cannot serve exactly, and sets up one that it can.
+
+    Raises:
+        ValueError: naming every option in the way, its value and what to do.
+    """
+    from vllm.logger import init_logger
+
+    from dyntree_plugin import compat, preload
+    from dyntree_plugin.engine import config, patches
+
+    if _is_drafts_own(vllm_config):
+        return
+    compat.check(vllm_config, options, device_type, WORKER)
+    shape = options.resolve(vllm_config.num_speculative_tokens)
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls == WORKER:
+        return  # Admitted before; vLLM checks a configuration again when it derives another.
+    parallel.worker_cls = WORKER
+    config.claim(vllm_config.speculative_config, shape)
+    patches.carry_tree_stats()
+
+    # vLLM shows only what is logged below the name of its own package.
+    logger = init_logger("vllm.dyntree")
+    in_force = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(shape).items())
+    logger.info("dyntree %s is active: %s", __version__, in_force)
+    if advice := compat.token_budget_advice(vllm_config):
+        logger.info("%s", advice)
+    preload.set_for_children()
+    in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
+    if in_process and preload.library() is not None and not preload.loaded():
+        logger.warning(
+            "The model runs in this process, which has started without Intel's OpenMP: small "
+            "models decode several times slower. Start it with LD_PRELOAD=%s, or leave "
+            "VLLM_ENABLE_V1_MULTIPROCESSING at 1.",
+            preload.library(),
+        )
+
+
+def _is_drafts_own(vllm_config: VllmConfig) -> bool:
+    """Whether this is the configuration that vLLM loads the draft with, after an admitted one."""
+    speculation = vllm_config.speculative_config
+    return (
+        speculation is not None
+        and speculation.method == "draft_model"
+        and vllm_config.model_config is speculation.draft_model_config
+    )
+
+
+def settle(vllm_config: VllmConfig) -> None:
+    """Sets up what depends on the platform's own choices."""
+    from dyntree_plugin.engine import config
+
+    if vllm_config.parallel_config.worker_cls == WORKER:
+        config.choose_scheduler(vllm_config)

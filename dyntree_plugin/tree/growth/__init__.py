@@ -1,0 +1,1 @@
+"""Ways to grow a tree, one file each."""

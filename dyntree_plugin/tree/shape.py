@@ -1,0 +1,33 @@
+"""How large a tree may grow, and what growing it may cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """The numbers in force for an engine: options with every default filled in.
+
+    ``node_budget``: nodes per tree and request. ``max_depth``: depth of the deepest node (the
+    root has depth 0), and draft forwards per step. ``width``: frontier nodes that each draft
+    forward after the first expands per request. ``children``: candidates kept below each
+    expanded node. ``coupling``: rank candidates at temperature > 0 with the target sampler's own
+    noise.
+    """
+
+    node_budget: int
+    max_depth: int
+    width: int
+    children: int
+    coupling: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("node_budget", "max_depth", "width", "children"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TreeShape.{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def scratch_slots(self) -> int:
+        """Nodes expanded in one step, each of which needs a KV slot in the draft's cache."""
+        return (self.max_depth - 1) * self.width

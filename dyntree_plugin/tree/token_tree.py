@@ -1,0 +1,68 @@
+"""The tree as flat arrays, one row of nodes per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from dyntree_kernels.ancestors import ancestor_bits
+
+NO_VALUE = float("-inf")
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Token trees of R requests, N node slots each; parents stand before their children.
+
+    The root is the last token that the target has emitted. It is no node: parent ``-1`` names
+    it. A request's nodes are the first ``counts[r]`` slots; what follows is padding that hangs
+    below the root and is never accepted.
+
+    Shapes: ``tokens``, ``parents``, ``depths`` int64 [R, N] (children of the root have depth 1);
+    ``values`` float32 [R, N], the log of the estimated chance that the whole path is accepted,
+    ``-inf`` for padding; ``counts`` int64 [R].
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+
+    def __post_init__(self) -> None:
+        shape = self.tokens.shape
+        if len(shape) != 2:
+            raise ValueError(f"tokens must be [requests, nodes], got {tuple(shape)}")
+        for name in ("parents", "depths", "values"):
+            got = getattr(self, name).shape
+            if got != shape:
+                raise ValueError(f"{name} must have the shape of tokens {tuple(shape)}, got {got}")
+        if self.counts.shape != shape[:1]:
+            raise ValueError(f"counts must be [{shape[0]}], got {tuple(self.counts.shape)}")
+
+    def ancestors(self) -> torch.Tensor:
+        """Ancestors-or-self as bits, int32 [R, N + 1, words].
+
+        Row and bit 0 are the root, row and bit ``j + 1`` node ``j``: row ``i`` may see cache
+        position ``context + c`` exactly if bit ``c`` of row ``i`` is set.
+        """
+        return ancestor_bits(torch.nn.functional.pad(self.parents + 1, (1, 0), value=-1))
+
+    def check(self) -> None:
+        """Raise ValueError unless every tree is well formed. Waits for the device: for tests."""
+        for row in range(self.tokens.shape[0]):
+            count = int(self.counts[row])
+            seen: set[tuple[int, int]] = set()
+            for node in range(count):
+                parent = int(self.parents[row, node])
+                if not -1 <= parent < node:
+                    raise ValueError(f"request {row}: node {node} stands before its parent {parent}")
+                above = 0 if parent < 0 else int(self.depths[row, parent])
+                if int(self.depths[row, node]) != above + 1:
+                    raise ValueError(f"request {row}: node {node} is not one below its parent")
+                if parent >= 0 and self.values[row, node] > self.values[row, parent]:
+                    raise ValueError(f"request {row}: node {node} has more value than its parent")
+                edge = (parent, int(self.tokens[row, node]))
+                if edge in seen:
+                    raise ValueError(f"request {row}: two children of {parent} carry one token")
+                seen.add(edge)

@@ -1,0 +1,1 @@
+"""Ways to verify a tree, one file each."""

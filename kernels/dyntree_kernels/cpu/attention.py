@@ -1,0 +1,253 @@
+"""Tree attention over vLLM's packed CPU cache."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+
+from dyntree_kernels.cpu.layout import flat, is_paired
+from dyntree_kernels.cpu.simd import LANES, ROWS, accumulate, as_numpy, exp, from_float, to_float
+from dyntree_kernels.cpu.threads import use_torch_threads
+
+_TILE = 32  # cache positions per step of the online softmax; a row's view of them is one word
+_CHUNK = 64  # most query rows (tree rows times query heads of one KV head) per task
+_MASKED = np.float32(-1e30)
+_ZERO = np.float32(0)
+_ALL = np.uint32(0xFFFFFFFF)
+_UNROLLED = {"reassoc", "contract", "nsz", "nnan"}  # lets max and sum vectorise
+
+
+@numba.njit(cache=True)  # type: ignore[misc]
+def _load_keys(dst, block, n, start, paired):  # type: ignore[no-untyped-def]
+    """Copy the _TILE positions from `start` of a block's keys into dst[D, _TILE]."""
+    d = dst.shape[0]
+    if not paired:
+        for i in range(d):
+            row = block[i * n + start : i * n + start + _TILE]
+            for j in range(_TILE):
+                dst[i, j] = to_float(row[j])
+        return
+    for group in range(_TILE // LANES):
+        base = (start // LANES + group) * d * LANES
+        for pair in range(d // 2):
+            row = block[base + pair * 2 * LANES : base + (pair + 1) * 2 * LANES]
+            for e in range(2):
+                for j in range(LANES):
+                    dst[2 * pair + e, group * LANES + j] = to_float(row[2 * j + e])
+
+
+@numba.njit(cache=True)  # type: ignore[misc]
+def _load_values(dst, block, n, start, paired, seen):  # type: ignore[no-untyped-def]
+    """Copy the _TILE positions from `start` of a block's values into dst[_TILE, D].
+
+    Positions outside the bit mask `seen` become zero, so that their weight of zero stays zero.
+    """
+    d = dst.shape[1]
+    if not paired:
+        for j in range(_TILE):
+            row = block[(start + j) * d : (start + j + 1) * d]
+            for i in range(d):
+                dst[j, i] = to_float(row[i])
+    else:
+        for group in range(d // LANES):
+            base = (group * n + start) * LANES
+            for pair in range(_TILE // 2):
+                row = block[base + pair * 2 * LANES : base + (pair + 1) * 2 * LANES]
+                for e in range(2):
+                    for i in range(LANES):
+                        dst[2 * pair + e, group * LANES + i] = to_float(row[2 * i + e])
+    if seen != _ALL:
+        for j in range(_TILE):
+            if (seen >> np.uint32(j)) & np.uint32(1) == 0:
+                dst[j, :] = _ZERO
+
+
+@numba.njit(cache=True)  # type: ignore[misc]
+def _seen_word(bits, column):  # type: ignore[no-untyped-def]
+    """The _TILE bits from `column` on; columns before 0 are context, which every row sees."""
+    if column <= -_TILE:
+        return _ALL
+    word, shift = column >> 5, np.uint32(column & 31)
+    low = bits[word] if word >= 0 else _ALL
+    high = bits[word + 1] if word + 1 < bits.shape[0] else np.uint32(0)
+    if shift == 0:
+        return low
+    return np.uint32((low >> shift) | (high << (np.uint32(32) - shift)))
+
+
+@numba.njit(cache=True)  # type: ignore[misc]
+def _mask_scores(scores, words):  # type: ignore[no-untyped-def]
+    for i in range(scores.shape[0]):
+        word = words[i]
+        for j in range(_TILE):
+            if (word >> np.uint32(j)) & np.uint32(1) == 0:
+                scores[i, j] = _MASKED
+
+
+@numba.njit(cache=True, fastmath=_UNROLLED)  # type: ignore[misc]
+def _softmax_step(scores, sums, state):  # type: ignore[no-untyped-def]
+    """Turn a tile of scores into weights, rescaling the running sums to the new maxima.
+
+    A row that has seen nothing yet gathers weights of masked scores, which the first real score
+    rescales to exactly zero.
+    """
+    for i in range(scores.shape[0]):
+        high = state[i, 0]
+        top = high
+        for j in range(_TILE):
+            top = max(top, scores[i, j])
+        if top > high:
+            shrink = exp(high - top)
+            state[i, 0] = top
+            state[i, 1] *= shrink
+            for j in range(sums.shape[1]):
+                sums[i, j] *= shrink
+        total = _ZERO
+        for j in range(_TILE):
+            weight = exp(scores[i, j] - top)
+            scores[i, j] = weight
+            total += weight
+        state[i, 1] += total
+
+
+@numba.njit(cache=True)  # type: ignore[misc]
+def _chunk_attention(  # type: ignore[no-untyped-def]
+    q, keys, values, n, paired, k_steps, v_steps, table, ctx, bits, heads, out, workspace, words
+):
+    """Attention of the rows of one chunk over one KV head.
+
+    q, out: [rows, D], tree rows times the `heads` query heads; q is scaled.
+    bits: [rows / heads, words]. k_steps, v_steps: block stride and offset of the head.
+    """
+    rows, d = q.shape
+    tile_size = d * _TILE
+    tile_keys = workspace[:tile_size].reshape(d, _TILE)
+    tile_values = workspace[tile_size : 2 * tile_size].reshape(_TILE, d)
+    at = 2 * tile_size
+    scores = workspace[at : at + rows * _TILE].reshape(rows, _TILE)
+    at += rows * _TILE
+    state = workspace[at : at + 2 * rows].reshape(rows, 2)  # maximum and sum of the weights
+    state[:, 0] = _MASKED
+    state[:, 1] = _ZERO
+    out[:, :] = _ZERO
+    for start in range(0, ctx + 32 * bits.shape[1], _TILE):
+        seen = _ALL
+        if start + _TILE > ctx:
+            seen = np.uint32(0)
+            for i in range(bits.shape[0]):
+                word = _seen_word(bits[i], start - ctx)
+                seen |= word
+                words[i * heads : (i + 1) * heads] = word
+            if seen == 0:
+                continue
+        block = np.int64(table[start // n])
+        k_block = keys[block * k_steps[0] + k_steps[1] :]
+        v_block = values[block * v_steps[0] + v_steps[1] :]
+        _load_keys(tile_keys, k_block, n, start % n, paired)
+        _load_values(tile_values, v_block, n, start % n, paired, seen)
+        scores[:, :] = _ZERO
+        accumulate(scores, q, tile_keys)
+        if start + _TILE > ctx:
+            _mask_scores(scores, words)
+        _softmax_step(scores, out, state)
+        accumulate(out, scores, tile_values)
+    for i in range(rows):
+        inverse = np.float32(1) / state[i, 1]
+        for j in range(d):
+            out[i, j] *= inverse
+
+
+@numba.njit(cache=True)  # type: ignore[misc]
+def _load_rows(dst, q, step, first, head, heads, rows, scale):  # type: ignore[no-untyped-def]
+    d = dst.shape[1]
+    for i in range(rows):
+        at = (first + i // heads) * step + (head + i % heads) * d
+        row = q[at : at + d]
+        for j in range(d):
+            dst[i, j] = to_float(row[j]) * scale
+    dst[rows:] = _ZERO
+
+
+@numba.njit(cache=True)  # type: ignore[misc]
+def _store_rows(src, out, step, first, head, heads, rows):  # type: ignore[no-untyped-def]
+    d = src.shape[1]
+    for i in range(rows):
+        at = (first + i // heads) * step + (head + i % heads) * d
+        row = out[at : at + d]
+        for j in range(d):
+            row[j] = from_float(src[i, j], row[j])
+
+
+@numba.njit(cache=True, parallel=True, nogil=True)  # type: ignore[misc]
+def _tree_attention(  # type: ignore[no-untyped-def]
+    q, q_step, keys, values, steps, n, d, paired, block_table, ctx_lens, qo_indptr, bits,
+    kv_heads, heads, chunk, out, out_step, scale, workspace, words,
+):  # fmt: skip
+    threads = workspace.shape[0]
+    for thread in numba.prange(threads):
+        task = 0
+        for r in range(ctx_lens.shape[0]):
+            ctx = np.int64(ctx_lens[r])
+            if ctx < 0:
+                continue
+            for first in range(qo_indptr[r], qo_indptr[r + 1], chunk):
+                count = min(chunk, qo_indptr[r + 1] - first)
+                rows = (count * heads + ROWS - 1) // ROWS * ROWS
+                for h in range(kv_heads):
+                    task += 1
+                    if task % threads != thread:
+                        continue
+                    space = workspace[thread]
+                    queries = space[: rows * d].reshape(rows, d)
+                    result = space[rows * d : 2 * rows * d].reshape(rows, d)
+                    _load_rows(queries, q, q_step, first, h * heads, heads, count * heads, scale)
+                    _chunk_attention(
+                        queries, keys, values, n, paired, (steps[0], h * steps[1]),
+                        (steps[2], h * steps[3]), block_table[r], ctx,
+                        bits[first : first + count], heads, result, space[2 * rows * d :],
+                        words[thread],
+                    )  # fmt: skip
+                    _store_rows(result, out, out_step, first, h * heads, heads, count * heads)
+
+
+def tree_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    isa: str,
+    block_table: torch.Tensor,
+    ctx_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    ancestor_bits: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    """Attention of tree rows over a packed CPU cache, written to `out`.
+
+    See `dyntree_kernels` for the arguments. The two caches are the halves that vLLM's CPU backend
+    takes from its cache tensor, in float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: for an unsupported layout, dtype or shape.
+    """
+    paired = is_paired(isa)
+    _, kv_heads, n, d = key_cache.shape
+    if n % _TILE or d % LANES:
+        raise ValueError(
+            f"block size {n} and head size {d} must be multiples of {_TILE} and {LANES}"
+        )
+    if q.stride()[1:] != (d, 1) or out.stride()[1:] != (d, 1):
+        raise ValueError(f"q and out must be dense within a row, not {q.stride()}, {out.stride()}")
+    tokens, heads = q.shape[0], q.shape[1] // kv_heads
+    threads = use_torch_threads(1 << 30)
+    chunk = max(1, min(_CHUNK // heads, tokens * kv_heads // threads))
+    rows = -(-chunk * heads // ROWS) * ROWS
+    size = rows * (2 * d + _TILE + 2) + 2 * d * _TILE
+    _tree_attention(
+        as_numpy(flat(q)), q.stride(0), as_numpy(flat(key_cache)), as_numpy(flat(value_cache)),
+        (*key_cache.stride()[:2], *value_cache.stride()[:2]), n, d, paired, block_table.numpy(),
+        ctx_lens.numpy(), qo_indptr.numpy(), ancestor_bits.view(torch.uint32).numpy(), kv_heads,
+        heads, chunk, as_numpy(flat(out)), out.stride(0), np.float32(scale),
+        np.empty((threads, size), np.float32), np.zeros((threads, rows), np.uint32),
+    )  # fmt: skip

@@ -1,0 +1,289 @@
+"""Gumbel noise of vLLM's V2 sampler on the CPU: a pure function of (seed, position, token).
+
+Source of the definition: ``vllm/v1/worker/gpu/sample/gumbel.py``. Four 32-bit words (low and high
+half of the seed, the position, the token id) go through MurmurHash3-32; the hash becomes a uniform
+number u in (0, 1), and the noise is -log(-log1p(-u)), where log1p is a degree-8 series below 0.25.
+
+Because the noise of a row is known before its logits are, a drafter that ranks tokens by
+``draft_logits / temperature + noise`` prefers the tokens that the target will sample with the same
+noise (Gumbel coupling).
+
+The logarithm is written out below so that the compiler can vectorise it: a libm call per token is
+about ten times slower. It agrees with a correctly rounded logarithm to 2 ulp.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+import torch
+
+from dyntree_kernels.cpu.threads import use_torch_threads
+
+BLOCK = 1024  # tokens per task: large enough to hide scheduling, small enough to stay in L1
+
+_OPERATIONS = 2  # nanoseconds per element, which is how use_torch_threads counts
+
+_LOW32 = np.int64(0xFFFFFFFF)
+_FP64_HIGH_DOMAIN = np.uint32(0x9E3779B9)
+_ZERO32 = np.uint32(0)
+_F0, _F1, _HALF, _QUARTER = np.float32(0), np.float32(1), np.float32(0.5), np.float32(0.25)
+_TWO_M16 = np.float32(2.0**-16)
+_TWO_M32 = np.float32(2.0**-32)
+_LOG1P_FLOOR = np.float32(2.0**-24)
+_D2, _D3, _D4, _D5, _D6, _D7, _D8 = (np.float32(1 / d) for d in (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+# ln 2 as a sum whose first part has trailing zeros, so exponent * _LN2_HIGH is exact.
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(math.log(2.0) - 0.693359375)
+_SQRT_HALF_BITS = np.int32(np.float32(math.sqrt(0.5)).view(np.int32))
+_MANTISSA = np.int32(0x007FFFFF)
+_INT32_MIN, _INT32_MAX = np.int32(-(2**31)), np.int32(2**31 - 1)
+_EXPONENT_SHIFT = np.int32(23)
+_A3, _A5, _A7, _A9 = (np.float32(2 / d) for d in (3.0, 5.0, 7.0, 9.0))
+
+_jit = numba.njit(inline="always", error_model="numpy")
+
+
+@_jit
+def _log32(x):
+    """Natural logarithm of a positive normal float32."""
+    # x = 2**e * m with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)).
+    offset = np.int32(np.float32(x).view(np.int32) - _SQRT_HALF_BITS)
+    exponent = np.float32(np.int32(offset >> _EXPONENT_SHIFT))
+    m = np.int32((offset & _MANTISSA) + _SQRT_HALF_BITS).view(np.float32)
+    f = m - _F1
+    s = f / (m + _F1)
+    z = s * s
+    # 2 atanh(s) = 2 s + s z (2/3 + ...), and 2 s = f - s f keeps the leading term exact.
+    tail = z * (_A3 + z * (_A5 + z * (_A7 + z * _A9)))
+    return exponent * _LN2_HIGH + (f - (s * (f - tail) - exponent * _LN2_LOW))
+
+
+@_jit
+def _mix(h, key):
+    k = np.uint32(key * np.uint32(0xCC9E2D51))
+    k = np.uint32(np.uint32(k << np.uint32(15)) | np.uint32(k >> np.uint32(17)))
+    k = np.uint32(k * np.uint32(0x1B873593))
+    h = np.uint32(h ^ k)
+    h = np.uint32(np.uint32(h << np.uint32(13)) | np.uint32(h >> np.uint32(19)))
+    return np.uint32(np.uint32(h * np.uint32(5)) + np.uint32(0xE6546B64))
+
+
+@_jit
+def _row_hash(seed, position, domain):
+    """Hash state after the words that all tokens of a row share."""
+    h = _mix(domain, np.uint32(seed & _LOW32))
+    h = _mix(h, np.uint32((seed >> np.int64(32)) & _LOW32))
+    return _mix(h, np.uint32(position & _LOW32))
+
+
+@_jit
+def _token_hash(row_hash, token):
+    h = np.uint32(_mix(row_hash, np.uint32(token)) ^ np.uint32(16))
+    h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    return np.uint32(h ^ np.uint32(h >> np.uint32(16)))
+
+
+@_jit
+def _noise32(bits):
+    high = np.float32(np.int32(bits >> np.uint32(16)))
+    low = np.float32(np.int32(bits & np.uint32(0xFFFF)))
+    u = high * _TWO_M16 + (low + _HALF) * _TWO_M32
+    p = _D7 + u * _D8
+    p = _D6 + u * p
+    p = _D5 + u * p
+    p = _D4 + u * p
+    p = _D3 + u * p
+    p = _D2 + u * p
+    p = _F1 + u * p
+    complement = _F1 - u
+    floored = complement if complement > _LOG1P_FLOOR else _LOG1P_FLOOR
+    log1p = -u * p if u < _QUARTER else _log32(floored)
+    return -_log32(-log1p)
+
+
+@_jit
+def _noise64(low_bits, high_bits):
+    bits = ((np.uint64(high_bits) << np.uint64(32)) | np.uint64(low_bits)) >> np.uint64(11)
+    u = (np.float64(bits) + 0.5) * 2.0**-53
+    if u == 1.0:
+        u -= 2.0**-53
+    return -math.log(-math.log(u))
+
+
+@_jit
+def _add_noise(out, seed, position, first):
+    """out[i] += noise of token first + i."""
+    h = _row_hash(seed, position, _ZERO32)
+    for i in range(out.shape[0]):
+        out[i] += _noise32(_token_hash(h, np.uint32(np.uint32(first) + np.uint32(i))))
+
+
+@_jit
+def _add_noise_fp64(out, seed, position, first):
+    low, high = _row_hash(seed, position, _ZERO32), _row_hash(seed, position, _FP64_HIGH_DOMAIN)
+    for i in range(out.shape[0]):
+        token = np.uint32(np.uint32(first) + np.uint32(i))
+        out[i] += _noise64(_token_hash(low, token), _token_hash(high, token))
+
+
+@_jit
+def _block_argmax(values):
+    """Index of the first maximum of a float32 block. NaN counts as larger than any number."""
+    # Integer maxima vectorise without relaxing float semantics: the bits of a float, with the
+    # magnitude of negative numbers inverted, order like the float. Adding 0 turns -0 into +0.
+    best = _INT32_MIN
+    for i in range(values.shape[0]):
+        bits = np.float32(values[i] + _F0).view(np.int32)
+        best = max(best, np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & _INT32_MAX)))
+    first = _INT32_MAX
+    for i in range(values.shape[0]):
+        bits = np.float32(values[i] + _F0).view(np.int32)
+        key = np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & _INT32_MAX))
+        first = min(first, np.int32(i) if key == best else _INT32_MAX)
+    return first
+
+
+@numba.njit(parallel=True, cache=True, error_model="numpy")
+def _perturb(out, logits, temperatures, seeds, positions):
+    rows, vocab = logits.shape
+    blocks = (vocab + BLOCK - 1) // BLOCK
+    for task in numba.prange(rows * blocks):
+        row = task // blocks
+        first = (task % blocks) * BLOCK
+        last = min(vocab, first + BLOCK)
+        source, target = logits[row, first:last], out[row, first:last]
+        t = temperatures[row]
+        if t == _F0:
+            target[:] = source
+        else:
+            for i in range(last - first):
+                target[i] = source[i] / t
+            _add_noise(target, seeds[row], positions[row], first)
+
+
+@numba.njit(parallel=True, cache=True, error_model="numpy")
+def _sample(argmax, maximum, logits, requests, temperatures, seeds, positions, block, divide):
+    rows, vocab = logits.shape
+    blocks = (vocab + block - 1) // block
+    for task in numba.prange(rows * blocks):
+        row, column = task // blocks, task % blocks
+        first = column * block
+        last = min(vocab, first + block)
+        values = logits[row, first:last]
+        request = requests[row]
+        t = temperatures[request] if request >= 0 else _F0
+        best = _block_argmax(values)
+        # A block that top-k or top-p has masked out entirely keeps its -inf: no noise to draw.
+        if t != _F0 and values[best] != -np.inf:
+            scale = t if divide else _F1
+            noised = np.empty(last - first, np.float32)
+            for i in range(last - first):
+                noised[i] = values[i] / scale
+            _add_noise(noised, seeds[request], positions[row], first)
+            best = _block_argmax(noised)
+            maximum[row, column] = noised[best]
+        else:
+            maximum[row, column] = values[best]
+        argmax[row, column] = first + best
+
+
+@numba.njit(parallel=True, cache=True, error_model="numpy")
+def _sample_fp64(argmax, maximum, logits, requests, temperatures, seeds, positions, block, divide):
+    rows, vocab = logits.shape
+    blocks = (vocab + block - 1) // block
+    for task in numba.prange(rows * blocks):
+        row, column = task // blocks, task % blocks
+        first = column * block
+        last = min(vocab, first + block)
+        request = requests[row]
+        t = temperatures[request] if request >= 0 else _F0
+        scale = t if divide and t != _F0 else _F1
+        values = np.empty(last - first, np.float64)
+        for i in range(last - first):
+            values[i] = np.float64(np.float32(logits[row, first + i] / scale))
+        if t != _F0:
+            _add_noise_fp64(values, seeds[request], positions[row], first)
+        best = np.argmax(values)
+        maximum[row, column] = values[best]
+        argmax[row, column] = first + best
+
+
+def perturbed_logits(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``logits / temperature + noise``, whose row-wise argmax is a sample of the softmax.
+
+    logits: float32 [T, V]; temperatures: float32 [T]; seeds, positions: int64 [T]. A row at
+    temperature 0 is copied without noise. ``out`` may be ``logits`` itself; it must be contiguous.
+    """
+    logits = logits.contiguous()
+    if out is None:
+        out = torch.empty_like(logits)
+    _require_rows("perturbed_logits", out, logits.shape)
+    arrays = (out, logits, temperatures.contiguous(), seeds.contiguous(), positions.contiguous())
+    use_torch_threads(_OPERATIONS * logits.numel())
+    _perturb(*(tensor.numpy() for tensor in arrays))
+    return out
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
+    """float32 [T, vocab] noise of the rows (seeds[i], positions[i]), both int64 [T]."""
+    noise = torch.zeros(seeds.shape[0], vocab)
+    return perturbed_logits(noise, torch.ones(seeds.shape[0]), seeds, positions, out=noise)
+
+
+def sample_blocks(
+    argmax: torch.Tensor,
+    maximum: torch.Tensor,
+    logits: torch.Tensor,
+    requests: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    block: int,
+    divide: bool,
+) -> None:
+    """Per block of ``block`` tokens, the argmax of the perturbed logits and its value.
+
+    argmax: int64 [T, ceil(V / block)] token ids, and maximum, of the same shape, are written; a
+    float64 ``maximum`` selects the float64 noise. logits: float32 [T, V]; requests: int64 [T] index
+    into temperatures float32 and seeds int64, -1 for a row without either; positions: int64 [T].
+    ``divide`` is False if the logits are already divided by the temperature.
+    """
+    logits = logits.contiguous()
+    shape = torch.Size((logits.shape[0], -(-logits.shape[1] // block)))
+    _require_rows("sample_blocks", argmax, shape)
+    _require_rows("sample_blocks", maximum, shape)
+    arrays = (argmax, maximum, logits, requests, temperatures, seeds, positions)
+    kernel = _sample_fp64 if maximum.dtype == torch.float64 else _sample
+    use_torch_threads(_OPERATIONS * logits.numel())
+    kernel(*(tensor.numpy() for tensor in arrays), block, divide)
+
+
+def _require_rows(function: str, tensor: torch.Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{function}: output has shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
+            f"need a contiguous {tuple(shape)}"
+        )
+
+
+def warm_up() -> None:
+    """Compile every kernel, or load it from numba's cache, so that no request waits for it."""
+    seeds, positions, temperatures = torch.zeros(1).long(), torch.zeros(1).long(), torch.ones(1)
+    logits = torch.zeros(1, 8)
+    gumbel_noise(seeds, positions, 8)
+    for dtype in (torch.float32, torch.float64):
+        argmax, maximum = torch.empty(1, 1).long(), torch.empty(1, 1, dtype=dtype)
+        rows = (logits, torch.zeros(1).long(), temperatures, seeds, positions)
+        sample_blocks(argmax, maximum, *rows, block=8, divide=True)

@@ -1,0 +1,184 @@
+"""Building blocks of the compiled CPU kernels: type conversion, exp and a small matrix product.
+
+numba has no 16-bit floats and no explicit vectors, so these emit LLVM IR. 16-bit caches are passed
+as integer arrays: uint16 holds bfloat16, int16 holds float16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+ROWS = 4  # rows per call of a product below; callers pad to a multiple
+
+_F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a CPU tensor as a numpy array in the dtype convention of this module.
+
+    Raises:
+        ValueError: for a dtype other than float32, bfloat16 and float16.
+    """
+    if tensor.dtype == torch.float32:
+        return tensor.numpy()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy()
+    if tensor.dtype == torch.float16:
+        return tensor.view(torch.int16).numpy()
+    raise ValueError(
+        f"dtype {tensor.dtype} is not supported; allowed: float32, bfloat16, float16"
+    )
+
+
+@intrinsic  # type: ignore[misc]
+def to_float(typingctx: Any, x: Any) -> Any:
+    """float32 value of an element (float32, or the bits of a 16-bit float)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if x == types.float32:
+            return args[0]
+        if x == types.uint16:
+            wide = builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16))
+            return builder.bitcast(wide, _F32)
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _F32)
+
+    return types.float32(x), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def from_float(typingctx: Any, x: Any, like: Any) -> Any:
+    """`x` rounded to the nearest element of the type of `like`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == types.float32:
+            return args[0]
+        if like == types.uint16:
+            bits = builder.bitcast(args[0], _I32)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+            rounded = builder.add(builder.add(bits, ir.Constant(_I32, 0x7FFF)), odd)
+            return builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), _I16)
+
+    return like(types.float32, like), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def _float_bits(typingctx: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _I32)
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def _bits_float(typingctx: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _F32)
+
+    return types.float32(types.int32), codegen
+
+
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_TO_INTEGER = np.float32(1.5 * 2**23)  # adding it rounds to an integer held in the low bits
+_C2, _C3, _C4 = np.float32(0.5), np.float32(1 / 6), np.float32(1 / 24)
+_C5, _C6 = np.float32(1 / 120), np.float32(1 / 720)
+_ONE, _ZERO, _LOWEST = np.float32(1), np.float32(0), np.float32(-87.3)
+
+
+@numba.njit(fastmath={"contract"})  # type: ignore[misc]
+def exp(x: float) -> float:
+    """exp of a non-positive float32 that a loop can vectorise; 0 below the normal range.
+
+    The relative error is below 2e-7.
+    """
+    y = max(x, _LOWEST)
+    shifted = y * _LOG2E + _TO_INTEGER
+    whole = shifted - _TO_INTEGER
+    f = y - whole * _LN2_HIGH - whole * _LN2_LOW
+    p = _ONE + f * (_ONE + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
+    scaled = _bits_float(_float_bits(p) + (_float_bits(shifted) << np.int32(23)))
+    return scaled if x > _LOWEST else _ZERO
+
+
+def _product(vectors: int) -> Any:
+    """Compile c[i : i + ROWS, j : j + vectors * LANES] += a[i : i + ROWS] @ b[:, j : ...].
+
+    The operands are contiguous float32 matrices. The sums stay in registers over the whole inner
+    dimension, which numba loops do not achieve.
+    """
+
+    @intrinsic  # type: ignore[misc]
+    def product(typingctx: Any, c: Any, a: Any, b: Any, i: Any, j: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector, index = ir.VectorType(_F32, LANES), ir.IntType(64)
+            c_array, a_array, b_array = (
+                context.make_array(signature.args[n])(context, builder, args[n]) for n in range(3)
+            )
+            inner = cgutils.unpack_tuple(builder, a_array.shape)[1]
+
+            def element(array: Any, row: Any, column: Any) -> Any:
+                width = cgutils.unpack_tuple(builder, array.shape)[1]
+                offset = builder.add(builder.mul(row, width), column)
+                return builder.gep(array.data, [offset])
+
+            def lanes(array: Any, row: Any, v: int) -> Any:
+                column = builder.add(args[4], ir.Constant(index, v * LANES))
+                return builder.bitcast(element(array, row, column), vector.as_pointer())
+
+            def spread(x: Any) -> Any:
+                undefined = ir.Constant(vector, ir.Undefined)
+                first = builder.insert_element(undefined, x, ir.Constant(_I32, 0))
+                zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+                return builder.shuffle_vector(first, undefined, zeros)
+
+            rows = [builder.add(args[3], ir.Constant(index, n)) for n in range(ROWS)]
+            sums = [
+                [cgutils.alloca_once(builder, vector) for _ in range(vectors)] for _ in rows
+            ]
+            for n, row in enumerate(rows):
+                for v in range(vectors):
+                    builder.store(builder.load(lanes(c_array, row, v), align=4), sums[n][v])
+            with cgutils.for_range(builder, inner, intp=index) as loop:
+                right = [
+                    builder.load(lanes(b_array, loop.index, v), align=4) for v in range(vectors)
+                ]
+                for n, row in enumerate(rows):
+                    left = spread(builder.load(element(a_array, row, loop.index)))
+                    for v in range(vectors):
+                        term = builder.fmul(left, right[v], flags=["contract"])
+                        total = builder.fadd(builder.load(sums[n][v]), term, flags=["contract"])
+                        builder.store(total, sums[n][v])
+            for n, row in enumerate(rows):
+                for v in range(vectors):
+                    builder.store(builder.load(sums[n][v]), lanes(c_array, row, v), align=4)
+            return context.get_dummy_value()
+
+        return types.void(c, a, b, types.intp, types.intp), codegen
+
+    return product
+
+
+_product_1 = _product(1)
+_product_2 = _product(2)
+
+
+@numba.njit  # type: ignore[misc]
+def accumulate(c, a, b):  # type: ignore[no-untyped-def]
+    """c += a @ b for contiguous float32 matrices with c.shape multiples of (ROWS, LANES)."""
+    columns = c.shape[1]
+    even = columns // (2 * LANES) * (2 * LANES)
+    for i in range(0, c.shape[0], ROWS):
+        for j in range(0, even, 2 * LANES):
+            _product_2(c, a, b, i, j)
+        if even < columns:
+            _product_1(c, a, b, i, even)

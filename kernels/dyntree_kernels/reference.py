@@ -1,0 +1,53 @@
+"""Slow, plain oracles of tree attention over token-major keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+
+def masked_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Dense masked softmax in float64.
+
+    Args:
+        q: [n, H, D]; keys, values: [L, Hkv, D], positions in cache order.
+        mask: bool [n, L], whether a row sees a position. Hidden positions may hold anything.
+
+    Returns:
+        float64 [n, H, D].
+    """
+    group = q.shape[1] // keys.shape[1]
+    used = mask.any(0)
+    k = keys[used].double().repeat_interleave(group, 1)
+    v = values[used].double().repeat_interleave(group, 1)
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * scale
+    weights = scores.masked_fill(~mask[:, used], float("-inf")).softmax(-1)
+    return torch.einsum("hnl,lhd->nhd", weights, v)
+
+
+def path_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, parents: list[int], scale: float
+) -> torch.Tensor:
+    """Every node as the last token of a chain: the context followed by its root path. No mask.
+
+    Args:
+        q: [n, H, D], one row per node.
+        keys, values: [ctx + n, Hkv, D], the context followed by one position per node.
+        parents: parent of each node within 0..n-1, negative for a root.
+
+    Returns:
+        float64 [n, H, D].
+    """
+    ctx = keys.shape[0] - len(parents)
+    group = q.shape[1] // keys.shape[1]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for node in range(len(parents)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        chain = [*range(ctx), *(ctx + step for step in path)]
+        for head in range(q.shape[1]):
+            k, v = keys[chain, head // group].double(), values[chain, head // group].double()
+            out[node, head] = torch.softmax(k @ q[node, head].double() * scale, 0) @ v
+    return out

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Makes the virtual environment .venv with the package, the engine for this machine and the tools.
+#
+#   PYTHON   the Python to use; else the first of the usual names that vLLM's PyTorch is there for
+#   ENGINE   cpu or gpu; else gpu where the NVIDIA driver finds one
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=.venv
+log=$PWD/.install.log
+engine=${ENGINE:-}
+if [[ -z $engine ]]; then
+    if nvidia-smi -L >/dev/null 2>&1; then engine=gpu; else engine=cpu; fi
+fi
+
+in_range() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
+}
+
+# 0: installed; 1: this Python has no build of PyTorch; the script ends on anything else.
+install_with() {
+    echo "Installing with $("$1" --version), engine: $engine. This takes some minutes."
+    rm -rf "$venv" "$log"
+    "$1" -m venv "$venv"
+    if "$venv/bin/pip" install --log "$log" --editable ".[$engine,dev]"; then return 0; fi
+    grep -q "No matching distribution found for torch" "$log" && return 1
+    echo "The installation failed; pip's log is $log" >&2
+    exit 1
+}
+
+tried=()
+for python in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    in_range "$python" || continue
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    [[ " ${tried[*]-} " == *" $version "* ]] && continue
+    tried+=("$version")
+    if install_with "$python"; then installed=yes; break; fi
+done
+
+if [[ ${#tried[@]} == 0 ]]; then
+    echo "No Python from 3.11 to 3.13 was found; name one with PYTHON=..." >&2
+    exit 1
+fi
+if [[ -z ${installed-} ]]; then
+    rm -rf "$venv"
+    cat >&2 <<MESSAGE
+
+pip finds no CPU build of PyTorch for Python ${tried[*]}. It lies on the PyTorch CPU wheel index:
+see pytorch.org, Get started, pip, CPU, for its address, and add it to pip's own index:
+
+    PIP_EXTRA_INDEX_URL=<address> make ${MAKECMDGOALS:-test}
+
+or, for every pip install by itself, with --extra-index-url <address>.
+MESSAGE
+    exit 1
+fi
+
+# vLLM's CPU build asks for these without saying which build. Their CUDA builds do not load beside
+# a CPU build of PyTorch, and transformers fails on a package that is there and does not load.
+for package in torchvision torchaudio torchcodec; do
+    "$venv/bin/python" -c "import $package" >/dev/null 2>&1 ||
+        "$venv/bin/pip" uninstall --quiet --yes "$package"
+done
+rm -f "$log"

@@ -1,0 +1,130 @@
+"""Installation of the CPU kernels: complete, checked against the installed vLLM, repeatable."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import vllm.triton_utils
+from vllm.triton_utils import dispatcher
+
+from dyntree_plugin.engine import cpu
+from dyntree_plugin.engine.cpu.refused import REFUSED
+from dyntree_plugin.engine.cpu.registry import IMPLEMENTATIONS, RUNNER
+
+REFUSED_KERNELS = {RUNNER + kernel for kernels in REFUSED.values() for kernel in kernels}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    cpu.install()
+
+
+@pytest.fixture
+def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    registry: dict[str, object] = {}
+    monkeypatch.setattr(dispatcher, "_registry", registry)
+    return registry
+
+
+def triton_kernels() -> set[str]:
+    """Qualified names of the functions that the V2 runner's modules declare and launch as kernels."""
+    folder = Path(next(iter(importlib.import_module("vllm.v1.worker.gpu").__path__)))
+    names = set()
+    for path in folder.rglob("*.py"):
+        module = ".".join(path.relative_to(folder).with_suffix("").parts)
+        tree = ast.parse(path.read_text())
+        launched = {
+            node.func.value.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Subscript)
+            and isinstance(node.func.value, ast.Name)
+        }
+        names |= {
+            f"{RUNNER}{module}.{node.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name in launched
+        }
+    return names
+
+
+def test_every_kernel_of_the_runner_is_ported_or_refused() -> None:
+    assert triton_kernels() == set(IMPLEMENTATIONS) | REFUSED_KERNELS
+    assert not set(IMPLEMENTATIONS) & REFUSED_KERNELS
+
+
+def test_installing_again_changes_nothing() -> None:
+    before = dict(dispatcher._registry)
+    cpu.install()
+    assert dispatcher._registry == before
+
+
+@pytest.mark.parametrize("kernel", sorted(REFUSED_KERNELS))
+def test_an_unported_kernel_is_refused_by_name_and_feature(kernel: str) -> None:
+    module, attribute = kernel.rsplit(".", 1)
+    feature = next(f for f, kernels in REFUSED.items() if kernel.removeprefix(RUNNER) in kernels)
+    with pytest.raises(NotImplementedError) as error:
+        getattr(importlib.import_module(module), attribute)[(1,)](0, num_warps=1)
+    assert attribute in str(error.value)
+    assert feature in str(error.value)
+
+
+def test_context_parallel_slot_mappings_are_refused() -> None:
+    import torch
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    tables = BlockTables([4], 1, 4, [1], torch.device("cpu"), cp_size=2)
+    with pytest.raises(NotImplementedError, match="context parallelism of size 2"):
+        tables.compute_slot_mappings(torch.zeros(1).long(), torch.tensor([0, 1]).int(),
+                                     torch.zeros(1).long(), 1)  # fmt: skip
+
+
+def with_an_extra_argument(kernel: object, extra: object) -> None: ...
+
+
+@pytest.mark.parametrize("change", ["extra argument", "missing kernel"])
+def test_a_changed_kernel_stops_the_installation_and_is_named(
+    change: str, monkeypatch: pytest.MonkeyPatch, fresh_registry: dict[str, object]
+) -> None:
+    from vllm.v1.worker.gpu import input_batch
+
+    if change == "extra argument":
+        monkeypatch.setattr(input_batch, "_post_update_kernel", with_an_extra_argument)
+    else:
+        monkeypatch.delattr(input_batch, "_post_update_kernel")
+    with pytest.raises(RuntimeError, match=r"input_batch\._post_update_kernel") as error:
+        cpu.install()
+    assert not fresh_registry
+    if change == "extra argument":
+        assert "expected arguments ('idx_mapping_ptr'," in str(error.value)
+        assert "found ('kernel', 'extra')" in str(error.value)
+
+
+def test_nothing_is_replaced_where_triton_works(
+    monkeypatch: pytest.MonkeyPatch, fresh_registry: dict[str, object]
+) -> None:
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)
+    cpu.install()
+    assert not fresh_registry
+
+
+def test_vllm_can_register_kernels_after_numba_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from llvmlite.binding import ffi
+
+    monkeypatch.delitem(ffi.lib._fntab, "__dict__")
+    with pytest.raises(AttributeError, match="no attribute 'get'"):
+        dispatcher.register_kernels({})
+    cpu.hide_llvmlite_from_kernel_scan()
+    dispatcher.register_kernels({})
+
+
+@pytest.mark.parametrize(("number", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024)])
+def test_the_placeholder_of_triton_rounds_up_to_powers_of_two(number: int, power: int) -> None:
+    next_power_of_2: Callable[[int], int] = vllm.triton_utils.triton.next_power_of_2
+    assert next_power_of_2(number) == power

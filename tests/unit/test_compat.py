@@ -1,0 +1,295 @@
+"""Refusals: each names its option, its value and what to do, and comes before any weights load."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from functools import reduce
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from dyntree_plugin import compat, plugin
+from dyntree_plugin.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Build = Callable[..., "VllmConfig"]
+WIDTH = 16
+
+
+@pytest.fixture(scope="session")
+def build(model_folder: Callable[..., str]) -> Build:
+    """Builds vLLM's configuration for the tiny pair, as the server does; arguments override."""
+    plugin.register()
+    from vllm.engine.arg_utils import EngineArgs
+
+    target = model_folder("target")
+    draft = model_folder("draft", num_hidden_layers=1)
+
+    def make(dyntree: object = None, speculative: Any = None, **arguments: Any) -> VllmConfig:
+        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": WIDTH}
+        before = dict(os.environ)
+        try:
+            return EngineArgs(
+                **{
+                    "model": target,
+                    "skip_tokenizer_init": True,
+                    "dtype": "float32",
+                    "speculative_config": speculation | (speculative or {}),
+                    "additional_config": {"dyntree": {} if dyntree is None else dyntree},
+                }
+                | arguments
+            ).create_engine_config()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def admitted(build: Build) -> VllmConfig:
+    return build()
+
+
+def refusal_of(config: VllmConfig, **options: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        compat.check(config, DynTreeOptions(**options), "cpu", plugin.WORKER)
+    return str(error.value)
+
+
+def changed(config: VllmConfig, path: str, value: Any) -> VllmConfig:
+    """A copy of the configuration that differs in one attribute, however deep."""
+    *owners, name = path.split(".")
+    root = copy.copy(config)
+    owner: Any = root
+    for step in owners:
+        setattr(owner, step, copy.copy(getattr(owner, step)))
+        owner = getattr(owner, step)
+    if isinstance(getattr(type(owner), name, None), property):
+        owner.__class__ = type("Changed", (type(owner),), {name: value})
+    else:
+        setattr(owner, name, value)
+    return root
+
+
+ENGINE: dict[str, tuple[str, Any]] = {
+    "pipeline_parallel_size": ("parallel_config.pipeline_parallel_size", 2),
+    "decode_context_parallel_size": ("parallel_config.decode_context_parallel_size", 2),
+    "prefill_context_parallel_size": ("parallel_config.prefill_context_parallel_size", 2),
+    "enable_dbo": ("parallel_config.enable_dbo", True),
+    "ubatch_size": ("parallel_config.ubatch_size", 2),
+    "enable_batch_sharded_sampling": ("parallel_config.enable_batch_sharded_sampling", True),
+    "kv_transfer_config": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector")),
+    "kv_cache_dtype (cache, model)": ("cache_config.cache_dtype", "fp8"),
+    "kv_sharing_fast_prefill": ("cache_config.kv_sharing_fast_prefill", True),
+    "return_sampling_mask": ("model_config.return_sampling_mask", True),
+    "enable_return_routed_experts": ("aux_output_config", SimpleNamespace(enabled=True)),
+    "watermark_config": ("watermark_config", SimpleNamespace()),
+}
+SPECULATION: dict[str, tuple[str, Any]] = {
+    "use_heterogeneous_vocab": ("use_heterogeneous_vocab", True),
+    "parallel_drafting": ("parallel_drafting", True),
+    "num_speculative_tokens_per_batch_size": ("num_speculative_tokens_per_batch_size", [(1, 4, 8)]),
+    "enable_adaptive_verification": ("enable_adaptive_verification", True),
+    "rejection_sample_method": ("rejection_sample_method", "block"),
+    "draft_sample_method": ("draft_sample_method", "probabilistic"),
+    "kv_cache_dtype": ("kv_cache_dtype", "fp8"),
+    "draft_tensor_parallel_size (draft, target)": ("draft_tensor_parallel_size", 2),
+    "vocab_size (target, draft)": ("draft_model_config.model_arch_config.vocab_size", 127),
+    "max_model_len (target, draft)": ("draft_model_config.max_model_len", 128),
+}
+MODEL: dict[str, tuple[str, Any]] = {
+    "runner": ("runner_type", "pooling"),
+    "is_encoder_decoder": ("is_encoder_decoder", True),
+    "is_diffusion": ("is_diffusion", True),
+    "is_hybrid": ("is_hybrid", True),
+    "has_inner_state": ("has_inner_state", True),
+    "use_mla": ("use_mla", True),
+    "sliding_window": ("hf_text_config.sliding_window", 64),
+    "attention_chunk_size": ("attention_chunk_size", 64),
+    "attn_logit_softcapping": ("hf_text_config.attn_logit_softcapping", 50.0),
+    "uses_mrope": ("uses_mrope", True),
+    "dtype": ("dtype", torch.float16),
+}
+CHANGES = [
+    *((option, path, value) for option, (path, value) in ENGINE.items()),
+    *((option, f"speculative_config.{p}", v) for option, (p, v) in SPECULATION.items()),
+    *((option, f"model_config.{p}", v) for option, (p, v) in MODEL.items()),
+    *(
+        (option, f"speculative_config.draft_model_config.{p}", v)
+        for option, (p, v) in MODEL.items()
+    ),
+]
+
+
+def test_a_configuration_that_a_tree_can_serve_is_admitted(admitted: VllmConfig) -> None:
+    compat.check(admitted, DynTreeOptions(), "cpu", plugin.WORKER)
+
+
+@pytest.mark.parametrize(("option", "path", "value"), CHANGES, ids=[p for _, p, _ in CHANGES])
+def test_one_change_is_refused_with_its_option_and_advice(
+    admitted: VllmConfig, option: str, path: str, value: Any
+) -> None:
+    reason = refusal_of(changed(admitted, path, value))
+    assert f"{option}=" in reason
+    tables = (*compat.OF_ENGINE, *compat.OF_SPECULATION, *compat.OF_MODEL)
+    assert any(r.option == option and r.advice in reason for r in tables)
+
+
+def test_every_refusal_of_the_tables_is_tested() -> None:
+    assert {r.option for r in compat.OF_ENGINE} == ENGINE.keys() | {"VLLM_USE_V2_MODEL_RUNNER"}
+    assert {r.option for r in compat.OF_SPECULATION} == SPECULATION.keys()
+    assert {r.option for r in compat.OF_MODEL} == MODEL.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"dyntree": {"node_budget": 17}}, "dyntree.node_budget=17 exceeds num_speculative_tokens"),
+        ({"dyntree": {"budget": 4}}, "dyntree.budget=4 is not an option"),
+        ({"dyntree": {"width": 65}}, "dyntree.width=65 must be an integer from 1 to 64"),
+        ({"speculative_config": None}, "speculative_config is missing"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+            "speculative_config.method='ngram'",
+        ),
+        ({"worker_cls": "my.Worker"}, "worker_cls='my.Worker'"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype (cache, model)=('fp8', 'float32')"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"speculative": {"rejection_sample_method": "block"}}, "rejection_sample_method='block'"),
+        (
+            {"max_num_batched_tokens": WIDTH + 1, "max_num_seqs": 2, "max_model_len": 16},
+            f"max_num_batched_tokens={WIDTH + 1} is too small",
+        ),
+    ],
+)
+def test_the_engine_does_not_start_with(
+    build: Build, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        build(**arguments)
+    assert named in str(error.value)
+
+
+def test_a_draft_with_another_vocabulary_is_refused(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    other = model_folder("other", vocab_size=64)
+    with pytest.raises(ValueError, match="vocab"):
+        build(speculative={"model": other})
+    with pytest.raises(ValueError, match=r"vocab_size \(target, draft\)=\(128, 64\)"):
+        build(speculative={"model": other, "use_heterogeneous_vocab": True})
+
+
+def test_a_draft_with_a_shorter_context_is_refused_until_the_target_is_cut_to_it(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    short = {"model": model_folder("short", max_position_embeddings=128)}
+    with pytest.raises(ValueError, match=r"max_model_len \(target, draft\)=\(256, 128\)"):
+        build(speculative=short)
+    build(speculative=short, max_model_len=128)
+
+
+def test_the_v1_runner_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER='0'"):
+        build()
+
+
+def test_more_children_than_tokens_are_refused(admitted: VllmConfig) -> None:
+    config = changed(admitted, "model_config.model_arch_config.vocab_size", 8)
+    assert "dyntree.children=9 exceeds the vocabulary of 8" in refusal_of(config, children=9)
+
+
+def test_several_reasons_are_given_at_once(admitted: VllmConfig) -> None:
+    changes = [("parallel_config.ubatch_size", 2), ("speculative_config.parallel_drafting", True)]
+    reason = refusal_of(reduce(lambda c, change: changed(c, *change), changes, admitted))
+    assert "ubatch_size=2" in reason
+    assert "speculative_config.parallel_drafting=True" in reason
+
+
+def test_the_smallest_token_budget_that_holds_a_tree_is_admitted(build: Build) -> None:
+    small = {"max_num_seqs": 2, "max_model_len": 16}
+    assert compat.token_budget_advice(build(max_num_batched_tokens=WIDTH + 2, **small))
+    roomy = build(max_num_batched_tokens=2 * (WIDTH + 2), **small)
+    assert compat.token_budget_advice(roomy) is None
+
+
+@pytest.mark.parametrize("slots", [16, 64])
+def test_vllms_defaults_hold_a_tree(build: Build, slots: int) -> None:
+    build(speculative={"num_speculative_tokens": slots})
+
+
+def test_following_the_advice_on_the_token_budget_ends_it(build: Build) -> None:
+    small = {"max_num_seqs": 8, "max_model_len": 16}
+    advice = compat.token_budget_advice(build(max_num_batched_tokens=60, **small))
+    assert advice is not None
+    assert "set max_num_seqs to 3 or max_num_batched_tokens to 144" in advice
+    for change in (
+        {"max_num_seqs": 3, "max_num_batched_tokens": 60},
+        {"max_num_batched_tokens": 144},
+    ):
+        assert compat.token_budget_advice(build(**(small | change))) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.31.2", False),
+        ("0.32.0", True),
+        ("0.32.0+cpu", True),
+        ("0.33.1.dev7+gabcdef", True),
+        ("0.34.0rc1", False),
+        ("1.0", False),
+    ],
+)
+def test_only_the_supported_versions_of_vllm_are_served(
+    admitted: VllmConfig, monkeypatch: pytest.MonkeyPatch, version: str, supported: bool
+) -> None:
+    monkeypatch.setattr(compat, "installed_vllm", lambda: ("vllm", version))
+    if supported:
+        compat.check(admitted, DynTreeOptions(), "cpu", plugin.WORKER)
+    else:
+        assert f"vllm={version} is not supported" in refusal_of(admitted)
+
+
+def test_a_platform_without_a_worker_is_refused(admitted: VllmConfig) -> None:
+    with pytest.raises(ValueError, match="device='cuda' is not supported"):
+        compat.check(admitted, DynTreeOptions(), "cuda", plugin.WORKER)
+
+
+def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
+    model_folder: Callable[..., str],
+) -> None:
+    from vllm.config import ModelConfig
+
+    hybrid = {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "mamba_dt_rank": 4,
+    }
+    mla = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    }
+    for changes, option in ((hybrid, "is_hybrid"), (mla, "use_mla")):
+        config = ModelConfig(
+            model=model_folder(option, **changes), skip_tokenizer_init=True, dtype="float32"
+        )
+        assert [r.option for r in compat.OF_MODEL if r(config)] == [option]

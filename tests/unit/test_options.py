@@ -1,0 +1,141 @@
+"""The options: what is accepted, what is refused and how, and what the defaults come to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dyntree_plugin import options
+from dyntree_plugin.options import DynTreeOptions, merge_options
+
+BUDGETS = st.integers(min_value=1, max_value=1024)
+
+
+@given(slots=BUDGETS)
+def test_the_defaults_fit_every_number_of_speculative_tokens(slots: int) -> None:
+    shape = DynTreeOptions().resolve(slots)
+    assert shape.node_budget == slots
+    assert 1 <= shape.max_depth <= slots
+    assert shape.scratch_slots <= slots
+
+
+@given(slots=BUDGETS, node_budget=BUDGETS)
+def test_the_defaults_fit_every_node_budget_that_is_allowed(slots: int, node_budget: int) -> None:
+    chosen = DynTreeOptions(node_budget=node_budget)
+    if node_budget > slots:
+        with pytest.raises(ValueError, match=f"dyntree.node_budget={node_budget} .*{slots}"):
+            chosen.resolve(slots)
+    else:
+        shape = chosen.resolve(slots)
+        assert shape.node_budget == node_budget
+        assert shape.max_depth <= node_budget
+        assert shape.scratch_slots <= slots
+
+
+@given(slots=BUDGETS, max_depth=st.integers(1, 64), width=st.integers(1, 64))
+def test_an_explicit_depth_and_width_are_kept_or_refused(
+    slots: int, max_depth: int, width: int
+) -> None:
+    chosen = DynTreeOptions(max_depth=max_depth, width=width)
+    if max_depth > slots or width > slots or (max_depth - 1) * width > slots:
+        with pytest.raises(ValueError, match=r"num_speculative_tokens|node_budget"):
+            chosen.resolve(slots)
+    else:
+        shape = chosen.resolve(slots)
+        assert (shape.max_depth, shape.width) == (max_depth, width)
+
+
+@given(slots=BUDGETS, width=st.integers(1, 64))
+def test_a_width_alone_makes_the_tree_less_deep_where_it_must(slots: int, width: int) -> None:
+    if width <= slots:
+        shape = DynTreeOptions(width=width).resolve(slots)
+        assert shape.width == width
+        assert shape.scratch_slots <= slots
+
+
+def test_the_advice_on_too_many_scratch_slots_works_when_followed() -> None:
+    with pytest.raises(ValueError, match=r"width to at most 2 or max_depth to at most 5") as error:
+        DynTreeOptions(max_depth=8, width=4).resolve(16)
+    assert "at least 28" in str(error.value)
+    for max_depth, width, slots in ((8, 2, 16), (5, 4, 16), (8, 4, 28)):
+        DynTreeOptions(max_depth=max_depth, width=width).resolve(slots)
+
+
+@pytest.mark.parametrize(
+    ("given_options", "named"),
+    [
+        ({"node_budget": 0}, "dyntree.node_budget=0 must be an integer from 1 to 1024"),
+        ({"node_budget": 1025}, "dyntree.node_budget=1025 must be an integer from 1 to 1024"),
+        ({"node_budget": "16"}, "dyntree.node_budget='16' must be an integer"),
+        ({"node_budget": True}, "dyntree.node_budget=True must be an integer"),
+        ({"max_depth": 65}, "dyntree.max_depth=65 must be an integer from 1 to 64"),
+        ({"width": 1.5}, "dyntree.width=1.5 must be an integer"),
+        ({"children": None}, "dyntree.children=None must be an integer"),
+        ({"coupling": "maybe"}, "dyntree.coupling='maybe' must be on or off"),
+        ({"coupling": 1}, "dyntree.coupling=1 must be on or off"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_option_and_what_is_allowed(
+    given_options: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        DynTreeOptions.parse(given_options)
+    assert named in str(error.value)
+
+
+def test_every_wrong_option_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"dyntree.width=0.*dyntree.children=0"):
+        DynTreeOptions.parse({"width": 0, "children": 0})
+
+
+def test_an_unknown_option_is_refused_with_the_closest_and_all_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"dyntree.nodebudget=3 .*did you mean node_budget") as e:
+        DynTreeOptions.parse({"nodebudget": 3})
+    assert all(name in str(e.value) for name in DynTreeOptions.model_fields)
+
+
+@pytest.mark.parametrize("value", [16, None, "on", [1]])
+def test_something_else_than_an_object_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        DynTreeOptions.parse(value)
+
+
+def test_a_yaml_boolean_switches_the_coupling() -> None:
+    assert DynTreeOptions.parse({"coupling": True}).resolve(4).coupling
+    assert not DynTreeOptions.parse({"coupling": False}).resolve(4).coupling
+
+
+def test_no_options_are_found_where_none_are_given() -> None:
+    assert DynTreeOptions.of({"other": {}}) is None
+    assert DynTreeOptions.of(None) is None
+    assert DynTreeOptions.of({"dyntree": {}}) == DynTreeOptions()
+
+
+def test_merging_keeps_what_both_agree_on_and_refuses_what_they_do_not() -> None:
+    assert merge_options({"width": 2}, {"width": 2, "children": 3}) == {"width": 2, "children": 3}
+    with pytest.raises(ValueError, match=r"dyntree.width .*2 .*3"):
+        merge_options({"width": 2}, {"width": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "begin"), [(options.help_text(), "- {} ("), (options.markdown_table(), "| `{}` |")]
+)
+def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, begin: str) -> None:
+    lines = text.splitlines()
+    for name, field in DynTreeOptions.model_fields.items():
+        (line,) = [line for line in lines if line.startswith(begin.format(name))]
+        assert str(field.description) in line
+        bounds = ("from 1 to", "on or off")
+        assert any(bound in line for bound in bounds)
+
+
+def test_the_options_load_without_vllm_or_torch() -> None:
+    code = (
+        "import sys, dyntree_plugin.options, dyntree_plugin.plugin, dyntree_plugin.compat;"
+        "sys.exit(sorted({'vllm', 'torch'} & sys.modules.keys()) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from dyntree_plugin import pair
+from dyntree_plugin.pair import corpus, evaluate, models, train
+from dyntree_plugin.pair.build import build
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+TOY = train.Recipe(
+    vocabulary=300,
+    length=16,
+    target=models.Shape(hidden=32, intermediate=32, layers=1, heads=1, kv_heads=1),
+    draft=models.Shape(hidden=16, intermediate=16, layers=1, heads=1, kv_heads=1),
+    target_schedule=train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1),
+    draft_schedule=train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1),
+    written_rows=5,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(pair.paths()["target"])
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return models.load(pair.paths()["target"])
+
+
+@pytest.fixture(scope="module")
+def draft() -> LlamaForCausalLM:
+    return models.load(pair.paths()["draft"])
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small library: three modules and one test to train on, the held-out modules shortened."""
+    root = tmp_path_factory.mktemp("library")
+    for name in ("abc.py", "keyword.py", "copy.py"):
+        shutil.copy(corpus.library_root() / name, root / name)
+    for source in corpus.held_out_sources():
+        (root / source.name).write_text(source.text[:4000], encoding="utf-8")
+    (root / "test").mkdir()
+    shutil.copy(corpus.library_root() / "contextlib.py", root / "test" / "test_contextlib.py")
+    (root / "test" / "test_heapq.py").write_text("secret = 'of the held-out heapq'\n")
+    return root
+
+
+def test_the_draft_has_at_most_a_tenth_of_the_targets_parameters(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    assert models.parameter_count(target) >= 4_000_000
+    assert 10 * models.parameter_count(draft) <= models.parameter_count(target)
+
+
+def test_the_shipped_files_are_small_and_in_bfloat16() -> None:
+    files = [path for path in pair.packaged_directory().rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 12e6
+    for directory in pair.paths().values():
+        tensors = load_file(directory / "model.safetensors").values()
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+
+
+def test_both_models_share_one_tokenizer_that_restores_any_text(
+    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    other = AutoTokenizer.from_pretrained(pair.paths()["draft"])
+    assert tokenizer.get_vocab() == other.get_vocab()
+    assert len(tokenizer) == target.config.vocab_size == draft.config.vocab_size
+    assert target.config.head_dim % 32 == draft.config.head_dim % 32 == 0
+    text = "def größe(x):\n\treturn '→', x  # 漢字\r\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer(text)["input_ids"] == other(text)["input_ids"]
+
+
+def test_training_never_sees_a_held_out_module_or_its_tests() -> None:
+    assert pair.provenance()["held_out"] == list(corpus.HELD_OUT)
+    sources = corpus.training_sources()
+    assert sources
+    stems = {Path(source.name).stem for source in sources}
+    for module in corpus.HELD_OUT:
+        assert not {module, f"test_{module}"} & stems
+    trained_on = {source.text for source in sources}
+    assert not trained_on & {source.text for source in corpus.held_out_sources()}
+
+
+@pytest.mark.parametrize(
+    ("name", "held_out"),
+    [
+        ("heapq.py", True),
+        ("test/test_heapq.py", True),
+        ("test/test_shlex/__init__.py", True),
+        ("distutils/cmd.py", True),
+        ("asyncio/queues.py", False),
+        ("test/test_string.py", False),
+        ("string.py", False),
+    ],
+)
+def test_any_path_naming_a_held_out_module_is_held_out(name: str, held_out: bool) -> None:
+    assert corpus.is_held_out(name) is held_out
+
+
+def test_held_out_files_are_left_out_wherever_the_library_lies(library: Path) -> None:
+    names = [source.name for source in corpus.training_sources(library)]
+    assert names == ["abc.py", "copy.py", "keyword.py", "test/test_contextlib.py"]
+    # The control: the files are there, and only the rule keeps them out.
+    assert (library / "test" / "test_heapq.py").exists()
+
+
+def test_the_loss_on_held_out_modules_is_what_the_provenance_says(
+    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    texts = [source.text for source in corpus.held_out_sources()]
+    random = models.new_model(models.TARGET, len(tokenizer), seed=1).eval()
+    known = pair.provenance()
+    for model, name in ((target, "target"), (draft, "draft")):
+        loss = evaluate.held_out_loss(model, tokenizer, texts, rows=48)
+        # 48 of some 700 rows: the standard error is about 0.05, and modules differ by release.
+        assert loss.nats_per_token == pytest.approx(
+            known[name]["held_out_nats_per_token"], abs=0.25
+        )
+    # The control: untrained weights are no better than a uniform guess.
+    untrained = evaluate.held_out_loss(random, tokenizer, texts, rows=8)
+    assert untrained.nats_per_token > known["target"]["held_out_nats_per_token"] + 2
+
+
+def test_the_draft_follows_the_target_on_held_out_prompts(
+    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, draft: LlamaForCausalLM
+) -> None:
+    prompts = corpus.held_out_prompts(8, seed=1)
+    found = evaluate.agreement(target, draft, tokenizer, prompts, tokens=32)
+    assert found.top1 > 0.5
+    assert found.chain_accepted > 1
+    # The control: a draft with its layers' outputs scrambled follows nobody.
+    scrambled = models.new_model(models.DRAFT, len(tokenizer), seed=1).eval()
+    lost = evaluate.agreement(target, scrambled, tokenizer, prompts[:2], tokens=16)
+    assert lost.top1 < 0.2
+    assert lost.total_variation > 0.5 > found.total_variation
+
+
+def test_a_target_agrees_with_itself_completely(
+    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM
+) -> None:
+    prompts = corpus.held_out_prompts(2)
+    same = evaluate.agreement(target, target, tokenizer, prompts, tokens=15, chain=4)
+    assert same.top1 == 1
+    assert same.chain_accepted == 4
+    assert same.total_variation == 0
+
+
+@pytest.mark.parametrize(
+    ("match", "steps"),
+    [("", 0), ("0000", 4), ("11110", 1), ("111111", 2), ("0110", 2), ("1101101", 3)],
+)
+def test_a_chain_stops_at_its_first_miss(match: str, steps: int) -> None:
+    assert evaluate.chain_steps([mark == "1" for mark in match], chain=4) == steps
+
+
+def test_prompts_are_deterministic_disjoint_and_of_useful_length(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    prompts = corpus.held_out_prompts(250, seed=3)
+    assert prompts == corpus.held_out_prompts(250, seed=3)
+    assert prompts[:40] == corpus.held_out_prompts(40, seed=3)
+    assert set(prompts) != set(corpus.held_out_prompts(250, seed=4))
+    assert len(set(prompts)) == 250
+    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    assert min(lengths) >= 30
+    assert max(lengths) <= 200
+    held_out = [source.text for source in corpus.held_out_sources()]
+    for prompt in prompts:
+        assert any(prompt + "\n" in text for text in held_out)
+    # Modules take turns, so a few prompts already come from many of them.
+    assert len({next(i for i, t in enumerate(held_out) if p in t) for p in prompts[:25]}) > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": -1}, "count=-1"),
+        ({"count": 10**6}, "held-out prompts there are"),
+        ({"count": 1, "characters": (9, 3)}, "characters="),
+    ],
+)
+def test_impossible_prompts_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        corpus.held_out_prompts(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_missing_pair_is_reported_with_the_command_that_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="dyntree pair --retrain"):
+        pair.paths(tmp_path)
+
+
+def test_the_user_directory_is_not_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/somewhere")
+    assert pair.user_directory() == Path("/somewhere/dyntree/pair")
+
+
+def test_a_toy_pair_trains_from_text_to_stored_models(library: Path, tmp_path: Path) -> None:
+    said = build(tmp_path, TOY, root=library, prompts=2)
+    directories = pair.paths(tmp_path)
+    assert json.loads((tmp_path / "provenance.json").read_text()) == json.loads(json.dumps(said))
+    assert models.parameter_count(models.load(directories["draft"])) == said["draft"]["parameters"]
+    assert len(AutoTokenizer.from_pretrained(directories["target"])) == TOY.vocabulary
+    assert str(tmp_path) not in (tmp_path / "provenance.json").read_text()
+
+
+def test_training_is_repeatable_and_depends_on_the_seed(library: Path) -> None:
+    sources = corpus.training_sources(library)
+    tokenizer = models.new_tokenizer([source.text for source in sources], TOY.vocabulary)
+    tokens = train.tokenize(sources, tokenizer)
+
+    def weights(recipe: train.Recipe) -> torch.Tensor:
+        target = train.train_target(tokens, recipe)
+        written = train.write_rows(target, tokens, recipe)
+        draft = train.distil_draft(target, tokens, written, recipe)
+        return torch.cat([p.detach().flatten() for m in (target, draft) for p in m.parameters()])
+
+    first = weights(TOY)
+    assert torch.equal(first, weights(TOY))
+    assert not torch.equal(first, weights(replace(TOY, seed=1)))
+
+
+def test_an_interrupted_training_resumes_to_the_same_weights(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = corpus.training_sources(library)
+    tokenizer = models.new_tokenizer([source.text for source in sources], TOY.vocabulary)
+    tokens = train.tokenize(sources, tokenizer)
+    whole = train.train_target(tokens, TOY)
+
+    monkeypatch.setattr(train, "CHECKPOINT_STEPS", 4)
+    checkpoint = tmp_path / "target.ckpt"
+    train.train_target(tokens, TOY, checkpoint)
+    assert torch.load(checkpoint)["step"] == 4
+    resumed = train.train_target(tokens, TOY, checkpoint)
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_target_loss_falls(library: Path) -> None:
+    sources = corpus.training_sources(library)
+    tokenizer = models.new_tokenizer([source.text for source in sources], TOY.vocabulary)
+    tokens = train.tokenize(sources, tokenizer)
+    texts = [source.text for source in sources]
+    untrained = models.new_model(TOY.target, TOY.vocabulary, TOY.seed).eval()
+    longer = replace(TOY, target_schedule=replace(TOY.target_schedule, steps=40))
+    trained = train.train_target(tokens, longer)
+    before, after = (
+        evaluate.held_out_loss(model, tokenizer, texts, length=16, rows=32).nats_per_token
+        for model in (untrained, trained)
+    )
+    assert after < before - 0.3

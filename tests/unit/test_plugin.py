@@ -1,0 +1,292 @@
+"""The plugin in vLLM: the flag, what options change, and that without them nothing changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyntree_plugin import options, plugin, preload
+
+STOCK = """
+import json, os, sys
+arguments = json.loads(sys.argv[1])
+before = dict(os.environ)
+if arguments["register"]:
+    from dyntree_plugin.plugin import register
+    register()
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+parsed = parser.parse_args(arguments["line"])
+config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+found = {
+    "parsed": {name: str(value) for name, value in vars(parsed).items()},
+    "config": str(config),
+    "worker_cls": config.parallel_config.worker_cls,
+    "v2": config.use_v2_model_runner,
+    "environment": {k: v for k, v in os.environ.items() if before.get(k) != v},
+    "flag": any("--dyntree" in action.option_strings for action in parser._actions),
+}
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Callable[..., str]) -> tuple[str, str]:
+    return model_folder("target"), model_folder("draft", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def parse() -> Callable[..., Any]:
+    """Parses the arguments of `vllm serve`; the plugin registers twice, as vLLM may do."""
+    plugin.register()
+    plugin.register()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+    return lambda *line: parser.parse_args(list(line))
+
+
+def test_the_entry_point_is_declared() -> None:
+    try:
+        metadata.distribution("dyntree")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the package is on the path and not installed")
+    (found,) = metadata.entry_points(group="vllm.general_plugins", name="dyntree")
+    assert found.load() is plugin.register
+
+
+def test_registering_twice_adds_one_flag_whose_help_has_every_option(
+    parse: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help=dyntree")
+    help_text = capsys.readouterr().out
+    assert help_text.count("--dyntree JSON") == 1
+    assert all(f"- {name} (" in help_text for name in options.DynTreeOptions.model_fields)
+
+
+FLAG = ["--dyntree", '{"node_budget": 8, "width": 2}']
+WHOLE = ["--additional-config", '{"dyntree": {"children": 3, "width": 2}, "other": 1}']
+DOTTED = ["--additional-config.dyntree.max_depth", "5"]
+DOTTED_FLAG = ["--dyntree.coupling", "off"]
+
+
+@pytest.mark.parametrize(
+    ("line", "merged"),
+    [
+        ([], {}),
+        (["--dyntree", "{}"], {"dyntree": {}}),
+        (FLAG, {"dyntree": {"node_budget": 8, "width": 2}}),
+        (WHOLE, {"dyntree": {"children": 3, "width": 2}, "other": 1}),
+        (DOTTED, {"dyntree": {"max_depth": 5}}),
+        (DOTTED_FLAG, {"dyntree": {"coupling": "off"}}),
+        (
+            FLAG + DOTTED_FLAG + DOTTED,
+            {"dyntree": {"node_budget": 8, "width": 2, "coupling": "off", "max_depth": 5}},
+        ),
+        (
+            FLAG + WHOLE,
+            {"dyntree": {"node_budget": 8, "width": 2, "children": 3}, "other": 1},
+        ),
+        (WHOLE + DOTTED, {"dyntree": {"children": 3, "width": 2, "max_depth": 5}}),
+        (["--additional-config", '{"other": 1}'], {"other": 1}),
+        (
+            ["--additional-config", '{"other": 1}', "--additional-config", '{"more": 2}'],
+            {"more": 2},
+        ),
+    ],
+)
+def test_options_given_in_several_ways_merge_in_any_order(
+    parse: Callable[..., Any], line: list[str], merged: dict[str, Any]
+) -> None:
+    pairs = [line[i : i + 2] for i in range(0, len(line), 2)]
+    assert parse(*line).additional_config == merged
+    if "other" not in merged and "more" not in merged:
+        assert parse(*[word for p in reversed(pairs) for word in p]).additional_config == merged
+
+
+def test_the_flag_before_and_after_additional_config_is_the_same(
+    parse: Callable[..., Any],
+) -> None:
+    assert parse(*FLAG, *WHOLE).additional_config == parse(*WHOLE, *FLAG).additional_config
+
+
+def test_parsing_leaves_no_options_behind(parse: Callable[..., Any]) -> None:
+    parse(*FLAG)
+    assert parse().additional_config == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [*FLAG, "--dyntree", '{"node_budget": 9}'],
+        [*FLAG, "--additional-config", '{"dyntree": {"node_budget": 9}}'],
+        ["--additional-config", '{"dyntree": {"node_budget": 9}}', *FLAG],
+        [*FLAG, "--additional-config.dyntree.node_budget", "9"],
+        [*FLAG, "--dyntree.node_budget", "9"],
+    ],
+)
+def test_an_option_given_twice_with_different_values_is_an_error(
+    parse: Callable[..., Any], line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*line)
+    error = capsys.readouterr().err
+    assert "dyntree.node_budget is given twice" in error
+    assert "8" in error
+    assert "9" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("node_budget=3", "is not JSON"),
+        ("3", "must be a JSON object"),
+        ('{"node_budget": 0}', "dyntree.node_budget=0 must be an integer from 1 to 1024"),
+        ('{"budget": 3}', "dyntree.budget=3 is not an option"),
+    ],
+)
+def test_the_flag_refuses_what_is_wrong_while_parsing(
+    parse: Callable[..., Any], text: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--dyntree", text)
+    assert named in capsys.readouterr().err
+
+
+def speculation(pair: tuple[str, str]) -> str:
+    return json.dumps({"method": "draft_model", "model": pair[1], "num_speculative_tokens": 16})
+
+
+def build_in_fresh_process(pair: tuple[str, str], **environment: str) -> dict[str, Any]:
+    register = "VLLM_PLUGINS" not in environment
+    line = ["--model", pair[0], "--skip-tokenizer-init", "--speculative-config", speculation(pair)]
+    done = subprocess.run(
+        [sys.executable, "-c", STOCK, json.dumps({"line": line, "register": register})],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LD_PRELOAD": "", **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
+    return {**json.loads(found.removeprefix("FOUND")), "log": done.stdout + done.stderr}
+
+
+def test_without_options_nothing_of_vllm_changes(pair: tuple[str, str]) -> None:
+    stock = build_in_fresh_process(pair, VLLM_PLUGINS="")
+    ours = build_in_fresh_process(pair)
+    for found in (stock, ours):
+        # The one thing in a configuration that differs from run to run.
+        found["config"] = found["config"].split("instance_id")[0]
+    assert not stock["flag"]
+    assert ours["flag"]
+    assert "is active" not in ours["log"]
+    for key in ("parsed", "config", "worker_cls", "v2", "environment"):
+        assert ours[key] == stock[key], key
+
+
+@pytest.fixture
+def build(pair: tuple[str, str], environment: None) -> Callable[[], Any]:
+    """Builds the configuration of an engine with 8 nodes in this process."""
+    os.environ.pop("LD_PRELOAD", None)
+    plugin.register()
+    from vllm.engine.arg_utils import EngineArgs
+
+    return lambda: EngineArgs(
+        model=pair[0],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        speculative_config=json.loads(speculation(pair)),
+        additional_config={"dyntree": {"node_budget": 8}},
+    ).create_engine_config()
+
+
+def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
+    build: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = build()
+    assert config.parallel_config.worker_cls == plugin.WORKER
+    assert config.use_v2_model_runner
+    (line,) = [r.getMessage() for r in caplog.records if "is active" in r.getMessage()]
+    assert "node_budget=8" in line
+
+
+def test_a_process_that_vllm_starts_runs_with_intels_openmp(build: Callable[[], Any]) -> None:
+    if preload.library() is None:
+        pytest.skip("this platform has no Intel OpenMP")
+    build()
+    code = "from dyntree_plugin import preload; print(preload.loaded())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "True\n"
+    # vLLM binds threads for one OpenMP runtime and stops where it finds two.
+    assert "libgomp" not in os.environ["LD_PRELOAD"]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_model_in_this_process_without_intels_openmp_is_warned_about(
+    build: Callable[[], Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    loaded: bool,
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr(preload, "library", lambda: Path("/env/lib/libiomp5.so"))
+    monkeypatch.setattr(preload, "loaded", lambda: loaded)
+    build()
+    assert ("Start it with LD_PRELOAD=/env/lib/libiomp5.so" in caplog.text) is not loaded
+
+
+def test_a_configuration_that_vllm_derives_is_not_admitted_again(
+    build: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.config.utils import replace
+
+    config = build()
+    caplog.clear()
+    draft = replace(
+        config,
+        model_config=config.speculative_config.draft_model_config,
+        parallel_config=replace(config.speculative_config.draft_parallel_config, rank=0),
+    )
+    assert draft.use_v2_model_runner
+    assert replace(config).parallel_config.worker_cls == plugin.WORKER
+    assert "is active" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "OURS"),
+        ("/lib/mine.so", "OURS:/lib/mine.so"),
+        ("/env/torch/lib/libgomp.so.1", "OURS"),
+        ("/usr/lib/libgomp.so.1", "/usr/lib/libgomp.so.1"),
+        ("/opt/libiomp5.so", "/opt/libiomp5.so"),
+        ("/opt/libomp.so:/lib/mine.so", "/opt/libomp.so:/lib/mine.so"),
+    ],
+)
+def test_the_users_own_openmp_is_kept(
+    monkeypatch: pytest.MonkeyPatch, before: str, after: str
+) -> None:
+    monkeypatch.setattr(preload, "library", lambda: Path("OURS"))
+    monkeypatch.setenv("LD_PRELOAD", before)
+    preload.set_for_children()
+    assert os.environ["LD_PRELOAD"] == after
+
+
+def test_nothing_is_preloaded_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "library", lambda: None)
+    monkeypatch.setenv("LD_PRELOAD", "/env/torch/lib/libgomp.so.1")
+    preload.set_for_children()
+    assert os.environ["LD_PRELOAD"] == "/env/torch/lib/libgomp.so.1"
