@@ -56,19 +56,18 @@ def serve(context: typer.Context) -> None:
 
 @app.command()
 def pair(
-    retrain: Annotated[bool, typer.Option(help="Train both models again first.")] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Train both models again.")] = False,
     output: Annotated[
-        Path, typer.Option(help="Where --retrain puts the models and their provenance.")
-    ] = Path("pair"),
+        Path | None,
+        typer.Option(help="Where --retrain puts them; else into the user's data folder."),
+    ] = None,
 ) -> None:
     """Prints the paths of the embedded target and draft model as JSON."""
-    embedded = import_module("dyntree_plugin.pair")
-    if retrain:
-        preload.restart_with_library()
-        embedded.retrain(output)
-        paths = {"target": output / "target", "draft": output / "draft"}
-    else:
-        paths = embedded.paths()
+    from dyntree_plugin import pair as embedded
+
+    if output is not None and not retrain:
+        raise typer.BadParameter("--output is for --retrain")
+    paths = embedded.retrain(output) if retrain else embedded.paths()
     typer.echo(json.dumps({name: str(path) for name, path in paths.items()}))
 
 

@@ -329,6 +329,9 @@ def _refusals(vllm_config: VllmConfig, options: DynTreeOptions, own_worker: str)
     worker = vllm_config.parallel_config.worker_cls
     if worker not in ("auto", own_worker):
         yield f"worker_cls={worker!r} is not supported: dyntree brings its own; leave it out"
+    scheduler = vllm_config.scheduler_config.scheduler_cls
+    if scheduler is not None:
+        yield f"scheduler_cls={scheduler!r} is not supported: dyntree brings its own; leave it out"
     checked: list[tuple[tuple[Refusal, ...], Any, str]] = [
         (OF_ENGINE, vllm_config, ""),
         (OF_SPECULATION, speculation, "speculative_config."),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dyntree_plugin import __version__
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
     from dyntree_plugin.options import DynTreeOptions
 
 WORKER = "dyntree_plugin.engine.worker.TreeCPUWorker"
+PLAIN_WORKER = "dyntree_plugin.engine.worker.PlainCPUWorker"
+"""For ``worker_cls``: vLLM's V2 runner on the CPU without trees, to compare them with."""
 
 
 def register() -> None:
@@ -44,15 +46,13 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     from dyntree_plugin import compat, preload
     from dyntree_plugin.engine import config, patches
 
-    if _is_drafts_own(vllm_config):
-        return
+    speculation = vllm_config.speculative_config
+    if speculation is not None and config.is_marked(speculation):
+        return  # vLLM checks a configuration again when it derives another, as for the draft.
     compat.check(vllm_config, options, device_type, WORKER)
     shape = options.resolve(vllm_config.num_speculative_tokens)
-    parallel = vllm_config.parallel_config
-    if parallel.worker_cls == WORKER:
-        return  # Admitted before; vLLM checks a configuration again when it derives another.
-    parallel.worker_cls = WORKER
-    config.claim(vllm_config.speculative_config, shape)
+    vllm_config.parallel_config.worker_cls = WORKER
+    config.claim(cast("SpeculativeConfig", speculation), shape)
     patches.carry_tree_stats()
 
     # vLLM shows only what is logged below the name of its own package.
@@ -70,16 +70,6 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
             "VLLM_ENABLE_V1_MULTIPROCESSING at 1.",
             preload.library(),
         )
-
-
-def _is_drafts_own(vllm_config: VllmConfig) -> bool:
-    """Whether this is the configuration that vLLM loads the draft with, after an admitted one."""
-    speculation = vllm_config.speculative_config
-    return (
-        speculation is not None
-        and speculation.method == "draft_model"
-        and vllm_config.model_config is speculation.draft_model_config
-    )
 
 
 def settle(vllm_config: VllmConfig) -> None:

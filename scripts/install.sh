@@ -21,9 +21,9 @@ in_range() {
 install_with() {
     echo "Installing with $("$1" --version), engine: $engine. This takes some minutes."
     rm -rf "$venv" "$log"
-    "$1" -m venv "$venv"
+    "$1" -m venv "$venv" || exit 1
     if "$venv/bin/pip" install --log "$log" --editable ".[$engine,dev]"; then return 0; fi
-    grep -q "No matching distribution found for torch" "$log" && return 1
+    grep -Eq "No matching distribution found for torch|depends on torch==[0-9.]+\+cpu" "$log" && return 1
     echo "The installation failed; pip's log is $log" >&2
     exit 1
 }

@@ -28,7 +28,8 @@ class CPUPathMover:
         of each root, followed by its nodes' rows; ``slots`` int64 [T]: cache slot of every row.
         """
         step = torch.arange(path.shape[1], device=path.device)
-        target = slots[(roots[:, None] + 1 + step).clamp(max=slots.shape[0] - 1)]
-        source = slots[roots[:, None] + 1 + path.clamp(min=0)]
+        first, last = roots[:, None] + 1, slots.shape[0] - 1
+        target = slots[(first + step).clamp(max=last)]
+        source = slots[(first + path.clamp(min=0)).clamp(max=last)]
         source = torch.where((path >= 0) & (path != step), source, -1)
         kv_move(self._keys, self._values, self._isa, source, target)

@@ -77,7 +77,8 @@ def admit_configs() -> None:
 
 
 def select_v2_runner() -> None:
-    """``VllmConfig.use_v2_model_runner`` and ``_validate_v2_model_runner``: V2 for trees on CPU.
+    """``VllmConfig.use_v2_model_runner`` and ``_validate_v2_model_runner``: V2 on CPU, for trees
+    and for `plugin.PLAIN_WORKER`.
 
     Why: without Triton, vLLM falls back to the V1 runner, and 0.32 also refuses V2, though
     ``vllm.triton_utils.dispatcher`` takes native kernels in Triton's place and our worker
@@ -86,12 +87,12 @@ def select_v2_runner() -> None:
     from vllm.config import VllmConfig
 
     def choosing_v2(stock: Any) -> Any:
-        return property(lambda self: _wants_tree(self) or stock.fget(self), doc=stock.__doc__)
+        return property(lambda self: _wants_v2(self) or stock.fget(self), doc=stock.__doc__)
 
     def without_triton(stock: Any) -> Any:
         @functools.wraps(stock)
         def _validate_v2_model_runner(self: VllmConfig) -> None:
-            if not _wants_tree(self):
+            if not _wants_v2(self):
                 stock(self)
             elif unsupported := self._get_v2_model_runner_unsupported_features():
                 raise ValueError(
@@ -176,9 +177,10 @@ def carry_tree_stats() -> None:
     PrometheusStatLogger._spec_decoding_cls = TreeSpecDecodingProm
 
 
-def _wants_tree(vllm_config: VllmConfig) -> bool:
+def _wants_v2(vllm_config: VllmConfig) -> bool:
     config = vllm_config.additional_config
-    return isinstance(config, Mapping) and NAMESPACE in config
+    with_tree = isinstance(config, Mapping) and NAMESPACE in config
+    return with_tree or vllm_config.parallel_config.worker_cls == plugin.PLAIN_WORKER
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -23,6 +24,7 @@ from dyntree_plugin.engine.requests import chain_reason
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.stats import CountedOutput, StepRecord
 from dyntree_plugin.engine.timing import StageClock
+from dyntree_plugin.engine.trace import TreeTrace
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
 
@@ -47,6 +49,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self.speculator: TreeSpeculator = TreeSpeculator(
             vllm_config, device, self.trees, self.chained, perturbed_logits, self.clock
         )
+        self.trace: TreeTrace | None = None
         self._custom_processors = bool(self.model_config.logits_processors)
         self._mask: TreeMask | None = None
         self._slots: torch.Tensor
@@ -137,6 +140,8 @@ class TreeRunnerMixin(GPUModelRunner):
                 move(accepted.path, verification.roots, self._slots[group])
         self.speculator.emitted = accepted.tokens
         self._record.verified(verification, self.trees.depths[batch.idx_mapping])
+        if self.trace is not None:
+            self.trace.add(verification, batch, self.trees)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         drafted = self.execute_model_state is not None
@@ -151,3 +156,17 @@ class TreeRunnerMixin(GPUModelRunner):
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     """On the CPU."""
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Each request's drafts for the scheduler, without the padding behind small trees.
+
+        Scheduling is synchronous on the CPU, and the counts are at hand. One row stays of an empty
+        tree, so that the scheduler sees, and counts, that there was one.
+        """
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        slots = [self.req_states.req_id_to_index[req_id] for req_id in drafts.req_ids]
+        counts = self.trees.counts[slots].clamp(min=1).tolist()  # sync: host memory on the CPU
+        cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, counts, strict=True)]
+        return DraftTokenIds(drafts.req_ids, cut)

@@ -203,57 +203,47 @@ class TreeSpeculator(StandaloneARSpeculator):
 
         of_root = _Rows(temperature, seeds, chained)
         of_frontier = of_root.repeat(shape.width)
-        scratch = self._scratch_slot_mappings(batch, roots)
         growth = TopKGrowth(num_reqs, shape, self.max_model_len - 1 - roots)
-        growth.add(*children(logits, roots, of_root))
+        growth.add(*children(logits, roots[:, None], of_root))
+        if shape.max_depth > 1:
+            scratch = self._scratch_slot_mappings(batch, roots)
+            inputs = self._expansion_inputs(batch, roots)
         for step in range(shape.max_depth - 1):
             frontier = growth.frontier()
             positions = (roots[:, None] + frontier.depths).clamp(max=self.max_model_len - 1)
-            columns = slice(step * shape.width, (step + 1) * shape.width)
-            slots = scratch[:, :, columns].masked_fill(~frontier.valid, PAD_SLOT).flatten(1)
-            logits = self._expand(batch, frontier, positions, roots, slots)
+            slots = scratch[:, :, step * shape.width : (step + 1) * shape.width]
+            logits = self._expand(inputs, frontier, positions, slots)
             growth.add(*children(logits, positions, of_frontier))
         return growth.finish()
 
     def _scratch_slot_mappings(self, batch: InputBatch, roots: torch.Tensor) -> torch.Tensor:
         """Cache slots behind the roots, int64 [groups, R, scratch_slots]."""
         num_reqs, scratch = batch.num_reqs, self.shape.scratch_slots
-        if scratch == 0:
-            return roots.new_empty(0, num_reqs, 0)
         behind = roots[:, None] + 1 + torch.arange(scratch, device=roots.device)
-        starts = self.arange_gpu[: num_reqs + 1] * scratch
         slots = self.block_tables.compute_slot_mappings(
             batch.idx_mapping,
-            starts,
+            self.arange_gpu[: num_reqs + 1] * scratch,
             behind.clamp(max=self.max_model_len - 1).flatten(),
             num_reqs * scratch,
             out=self._scratch_slots,
         )
         return slots.view(-1, num_reqs, scratch)
 
-    def _expand(
-        self,
-        batch: InputBatch,
-        frontier: Frontier,
-        positions: torch.Tensor,
-        roots: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """One draft forward over the frontier of every request: logits [R * width, V]."""
-        num_reqs, width = positions.shape
+    def _expansion_inputs(self, batch: InputBatch, roots: torch.Tensor) -> _ExpansionInputs:
+        """What all expansions of a step run on: buffers that each fills anew, and one metadata."""
+        num_reqs, width = batch.num_reqs, self.shape.width
         rows = num_reqs * width
-        self._input_ids[:rows] = frontier.tokens.flatten()
-        self._positions[:rows] = positions.flatten()
-        starts = self.arange_np[: num_reqs + 1] * width
-        seq_lens = self.input_buffers.seq_lens[:num_reqs]
-        seq_lens.copy_((roots + 1 + self.shape.scratch_slots).clamp(max=self.max_model_len))
-        mask = TreeMask((roots + 1).int(), frontier.ancestors.flatten(0, 1), has_plain=False)
+        words = max(1, -(-self.shape.scratch_slots // 32))
+        bits = torch.zeros(rows, words, dtype=torch.int32, device=roots.device)
+        slots = self._slots[:, :rows]
+        seq_lens = (roots + 1 + self.shape.scratch_slots).clamp(max=self.max_model_len).int()
+        mask = TreeMask((roots + 1).int(), bits, has_plain=False)
         metadata = build_attn_metadata(
             attn_groups=self.attn_groups,
             num_reqs=num_reqs,
             num_tokens=rows,
             query_start_loc_gpu=self.arange_gpu[: num_reqs + 1] * width,
-            query_start_loc_cpu=torch.from_numpy(starts),
+            query_start_loc_cpu=torch.from_numpy(self.arange_np[: num_reqs + 1] * width),
             max_query_len=width,
             seq_lens=seq_lens,
             max_seq_len=self.max_model_len,
@@ -265,15 +255,40 @@ class TreeSpeculator(StandaloneARSpeculator):
             is_prefilling=self.draft_is_prefilling[:num_reqs],
             model_specific_attn_metadata=TreeAttnMetadata(mask),
         )
+        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
+        ids, positions = self._input_ids[:rows], self._positions[:rows]
+        return _ExpansionInputs(ids, positions, bits, slots, metadata, by_layer)
+
+    def _expand(
+        self,
+        inputs: _ExpansionInputs,
+        frontier: Frontier,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """One draft forward over the frontier of every request: logits [R * width, V]."""
+        inputs.ids.view(positions.shape).copy_(frontier.tokens)
+        inputs.positions.view(positions.shape).copy_(positions)
+        inputs.ancestor_bits.view(frontier.ancestors.shape).copy_(frontier.ancestors)
+        written = slots.masked_fill(~frontier.valid, PAD_SLOT)
+        inputs.slots.copy_(written.flatten(1))
         with self._clock("draft"):
             hidden = self._run_model(
-                self._input_ids[:rows],
-                self._positions[:rows],
-                metadata,
-                build_slot_mappings_by_layer(slots, self.kv_cache_config),
-                None,
+                inputs.ids, inputs.positions, inputs.metadata, inputs.slots_by_layer, None
             )
             return self.compute_draft_logits(hidden, 0)
+
+
+@dataclass(frozen=True)
+class _ExpansionInputs:
+    """Buffers of R * width rows, and the attention metadata that reads them."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    ancestor_bits: torch.Tensor
+    slots: torch.Tensor
+    metadata: dict[str, Any]
+    slots_by_layer: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.token_tree import TokenTree
+from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
 
 class TreeStore:
@@ -21,6 +21,7 @@ class TreeStore:
         self.words = -(-(nodes + 1) // 32)
         self.parents = torch.full((num_slots, nodes), -1, dtype=torch.int64, device=device)
         self.depths = torch.ones_like(self.parents)
+        self.values = torch.full((num_slots, nodes), NO_VALUE, device=device)
         self.counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.ancestors = torch.zeros(
             num_slots, nodes + 1, self.words, dtype=torch.int32, device=device
@@ -30,6 +31,7 @@ class TreeStore:
         """Store ``tree`` of R requests at ``slots`` int64 [R]."""
         self.parents[slots] = tree.parents
         self.depths[slots] = tree.depths
+        self.values[slots] = tree.values
         self.counts[slots] = tree.counts
         self.ancestors[slots] = tree.ancestors()
 

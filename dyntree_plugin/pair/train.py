@@ -42,7 +42,7 @@ class Schedule:
     peak: float  # learning rate, on AdamW's scale
     rows: int = 8  # per step
     warmup: int = 50  # steps
-    decay: float = 0.35  # share of the steps
+    decay: float = 0.2  # share of the steps
 
     def rate(self, step: int) -> float:
         rising = (step + 1) / self.warmup
@@ -59,10 +59,10 @@ class Recipe:
     library_share: float = 0.65  # of the rows; the rest are from the library's tests
     target: Shape = TARGET
     draft: Shape = DRAFT
-    target_schedule: Schedule = field(default_factory=lambda: Schedule(steps=4500, peak=5e-3))
-    draft_schedule: Schedule = field(default_factory=lambda: Schedule(steps=4500, peak=5e-3))
-    written_rows: int = 512  # rows that the target writes for the draft
-    written_share: float = 0.3  # of the draft's rows
+    target_schedule: Schedule = field(default_factory=lambda: Schedule(steps=1560, peak=5e-3))
+    draft_schedule: Schedule = field(default_factory=lambda: Schedule(steps=400, peak=5e-3))
+    written_rows: int = 256  # rows that the target writes for the draft
+    written_share: float = 0.25  # of the draft's rows
     seed: int = 0
 
 

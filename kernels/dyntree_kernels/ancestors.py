@@ -11,7 +11,7 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     words = -(-columns // 32)
     padded = torch.nn.functional.pad(mask, (0, words * 32 - columns))
     shifts = torch.arange(32, device=mask.device)
-    return (padded.unflatten(-1, (words, 32)).long() << shifts).sum(-1).to(torch.int32)
+    return (padded.view(*mask.shape[:-1], words, 32).long() << shifts).sum(-1).to(torch.int32)
 
 
 def unpack_bits(bits: torch.Tensor, columns: int) -> torch.Tensor:

@@ -47,7 +47,8 @@ def path_attention(
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
         chain = [*range(ctx), *(ctx + step for step in path)]
-        for head in range(q.shape[1]):
-            k, v = keys[chain, head // group].double(), values[chain, head // group].double()
-            out[node, head] = torch.softmax(k @ q[node, head].double() * scale, 0) @ v
+        k = keys[chain].double().repeat_interleave(group, 1)
+        v = values[chain].double().repeat_interleave(group, 1)
+        weights = torch.softmax(torch.einsum("hd,lhd->lh", q[node].double(), k) * scale, 0)
+        out[node] = torch.einsum("lh,lhd->hd", weights, v)
     return out

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dyntree_plugin import __version__, cli, compat, preload
+from dyntree_plugin import __version__, cli, compat, pair, preload
 
 runner = CliRunner()
 
@@ -40,35 +40,25 @@ def test_the_version_comes_without_loading_vllm_or_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-class Pair(ModuleType):
-    """Stands in for the embedded pair."""
-
-    retrained: Path | None = None
-
-    def paths(self) -> dict[str, Path]:
-        return {"target": Path("/weights/target"), "draft": Path("/weights/draft")}
-
-    def retrain(self, output: Path) -> None:
-        self.retrained = output
-
-
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
-    module = Pair("dyntree_plugin.pair")
-    monkeypatch.setitem(sys.modules, "dyntree_plugin.pair", module)
-    return module
-
-
-def test_the_pair_is_printed_as_json(pair: Pair) -> None:
+def test_the_pair_is_printed_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"target": Path("/weights/target"), "draft": Path("/weights/draft")}
+    monkeypatch.setattr(pair, "paths", lambda: found)
     done = runner.invoke(cli.app, ["pair"])
     assert json.loads(done.output) == {"target": "/weights/target", "draft": "/weights/draft"}
-    assert pair.retrained is None
 
 
-def test_a_retrained_pair_is_printed_where_it_was_put(pair: Pair, tmp_path: Path) -> None:
+def test_a_retrained_pair_is_printed_where_it_was_put(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pair, "retrain", lambda output: {"draft": output / "draft"})
     done = runner.invoke(cli.app, ["pair", "--retrain", "--output", str(tmp_path)])
-    assert pair.retrained == tmp_path
-    assert json.loads(done.output)["draft"] == str(tmp_path / "draft")
+    assert json.loads(done.output) == {"draft": str(tmp_path / "draft")}
+
+
+def test_an_output_folder_without_retraining_is_refused(tmp_path: Path) -> None:
+    done = runner.invoke(cli.app, ["pair", "--output", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "--output is for --retrain" in done.output
 
 
 def test_the_demo_gets_its_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,8 @@ def build(model_folder: Callable[..., str]) -> Build:
 
 @pytest.fixture(scope="session")
 def admitted(build: Build) -> VllmConfig:
-    return build()
+    """A configuration that a tree can serve, as it is when it is checked."""
+    return changed(build(), "scheduler_config.scheduler_cls", None)
 
 
 def refusal_of(config: VllmConfig, **options: Any) -> str:
@@ -160,6 +161,7 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
             "speculative_config.method='ngram'",
         ),
         ({"worker_cls": "my.Worker"}, "worker_cls='my.Worker'"),
+        ({"scheduler_cls": "my.Scheduler"}, "scheduler_cls='my.Scheduler'"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype (cache, model)=('fp8', 'float32')"),
         ({"dtype": "float16"}, "dtype='float16'"),

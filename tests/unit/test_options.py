@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,25 +16,19 @@ from dyntree_plugin.options import DynTreeOptions, merge_options
 BUDGETS = st.integers(min_value=1, max_value=1024)
 
 
-@given(slots=BUDGETS)
-def test_the_defaults_fit_every_number_of_speculative_tokens(slots: int) -> None:
-    shape = DynTreeOptions().resolve(slots)
-    assert shape.node_budget == slots
-    assert 1 <= shape.max_depth <= slots
-    assert shape.scratch_slots <= slots
-
-
-@given(slots=BUDGETS, node_budget=BUDGETS)
-def test_the_defaults_fit_every_node_budget_that_is_allowed(slots: int, node_budget: int) -> None:
+@given(slots=BUDGETS, node_budget=st.none() | BUDGETS)
+def test_the_defaults_fit_every_node_budget_that_is_allowed(
+    slots: int, node_budget: int | None
+) -> None:
     chosen = DynTreeOptions(node_budget=node_budget)
-    if node_budget > slots:
+    if node_budget is not None and node_budget > slots:
         with pytest.raises(ValueError, match=f"dyntree.node_budget={node_budget} .*{slots}"):
             chosen.resolve(slots)
     else:
         shape = chosen.resolve(slots)
-        assert shape.node_budget == node_budget
-        assert shape.max_depth <= node_budget
-        assert shape.scratch_slots <= slots
+        assert shape.node_budget == (node_budget or slots)
+        assert shape.max_depth <= shape.node_budget
+        assert shape.width <= shape.node_budget
 
 
 @given(slots=BUDGETS, max_depth=st.integers(1, 64), width=st.integers(1, 64))
@@ -41,28 +36,17 @@ def test_an_explicit_depth_and_width_are_kept_or_refused(
     slots: int, max_depth: int, width: int
 ) -> None:
     chosen = DynTreeOptions(max_depth=max_depth, width=width)
-    if max_depth > slots or width > slots or (max_depth - 1) * width > slots:
-        with pytest.raises(ValueError, match=r"num_speculative_tokens|node_budget"):
+    if max_depth > slots:
+        with pytest.raises(ValueError, match=f"dyntree.max_depth={max_depth} .*at most {slots}"):
             chosen.resolve(slots)
     else:
         shape = chosen.resolve(slots)
         assert (shape.max_depth, shape.width) == (max_depth, width)
 
 
-@given(slots=BUDGETS, width=st.integers(1, 64))
-def test_a_width_alone_makes_the_tree_less_deep_where_it_must(slots: int, width: int) -> None:
-    if width <= slots:
-        shape = DynTreeOptions(width=width).resolve(slots)
-        assert shape.width == width
-        assert shape.scratch_slots <= slots
-
-
-def test_the_advice_on_too_many_scratch_slots_works_when_followed() -> None:
-    with pytest.raises(ValueError, match=r"width to at most 2 or max_depth to at most 5") as error:
-        DynTreeOptions(max_depth=8, width=4).resolve(16)
-    assert "at least 28" in str(error.value)
-    for max_depth, width, slots in ((8, 2, 16), (5, 4, 16), (8, 4, 28)):
-        DynTreeOptions(max_depth=max_depth, width=width).resolve(slots)
+def test_a_budget_that_the_depth_does_not_fit_is_refused_below_the_engines() -> None:
+    with pytest.raises(ValueError, match=r"max_depth=5 cannot be reached with .*node_budget=4"):
+        DynTreeOptions(max_depth=5, node_budget=4).resolve(16)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +115,11 @@ def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, beg
         assert str(field.description) in line
         bounds = ("from 1 to", "on or off")
         assert any(bound in line for bound in bounds)
+
+
+def test_the_readme_has_the_table_of_options() -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    assert options.markdown_table() in readme.read_text()
 
 
 def test_the_options_load_without_vllm_or_torch() -> None:

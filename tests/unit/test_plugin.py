@@ -198,23 +198,24 @@ def test_without_options_nothing_of_vllm_changes(pair: tuple[str, str]) -> None:
 
 
 @pytest.fixture
-def build(pair: tuple[str, str], environment: None) -> Callable[[], Any]:
+def build(pair: tuple[str, str], environment: None) -> Callable[..., Any]:
     """Builds the configuration of an engine with 8 nodes in this process."""
     os.environ.pop("LD_PRELOAD", None)
     plugin.register()
     from vllm.engine.arg_utils import EngineArgs
 
-    return lambda: EngineArgs(
+    return lambda **arguments: EngineArgs(
         model=pair[0],
         skip_tokenizer_init=True,
         dtype="float32",
         speculative_config=json.loads(speculation(pair)),
         additional_config={"dyntree": {"node_budget": 8}},
+        **arguments,
     ).create_engine_config()
 
 
 def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
-    build: Callable[[], Any], caplog: pytest.LogCaptureFixture
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = build()
     assert config.parallel_config.worker_cls == plugin.WORKER
@@ -223,7 +224,12 @@ def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
     assert "node_budget=8" in line
 
 
-def test_a_process_that_vllm_starts_runs_with_intels_openmp(build: Callable[[], Any]) -> None:
+def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
+    config = build(worker_cls=plugin.WORKER)
+    assert config.scheduler_config.scheduler_cls == build().scheduler_config.scheduler_cls
+
+
+def test_a_process_that_vllm_starts_runs_with_intels_openmp(build: Callable[..., Any]) -> None:
     if preload.library() is None:
         pytest.skip("this platform has no Intel OpenMP")
     build()
@@ -236,7 +242,7 @@ def test_a_process_that_vllm_starts_runs_with_intels_openmp(build: Callable[[], 
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_model_in_this_process_without_intels_openmp_is_warned_about(
-    build: Callable[[], Any],
+    build: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     loaded: bool,
@@ -249,7 +255,7 @@ def test_a_model_in_this_process_without_intels_openmp_is_warned_about(
 
 
 def test_a_configuration_that_vllm_derives_is_not_admitted_again(
-    build: Callable[[], Any], caplog: pytest.LogCaptureFixture
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm.config.utils import replace
 

@@ -4,6 +4,8 @@ Block tables of several KV cache groups reach a kernel as an array of addresses 
 stride per group.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -56,7 +58,7 @@ def apply_write(
         write_contents_ptr.numpy(),
         write_cu_lens_ptr.numpy(),
     )
-    if write_group_ids_ptr is None:
+    if write_group_ids_ptr is None or isinstance(output_stride, int):
         _write_rows(output_ptr.view(-1).numpy(), output_stride, *writes)
     else:
         strides = output_stride.numpy()

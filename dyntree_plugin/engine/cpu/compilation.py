@@ -7,7 +7,6 @@ every wrapper of vLLM, on the smallest inputs of the runner's types, therefore c
 from __future__ import annotations
 
 import torch
-from dyntree_kernels.cpu import gumbel
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
 from vllm.v1.worker.gpu.sample import (
     bad_words,
@@ -18,8 +17,8 @@ from vllm.v1.worker.gpu.sample import (
     thinking_budget,
 )
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
-from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator
 
+from dyntree_kernels.cpu import gumbel
 from dyntree_plugin.engine.cpu.constraints import apply_grammar_bitmask
 from dyntree_plugin.engine.cpu.drafting import flatten_sampled, prepare_draft_prefill
 
@@ -112,8 +111,8 @@ def _logits_processors() -> None:
     thinking_budget.apply_thinking_budget(
         logits, request, request, _int32(0), _token_ids(), one, one, local, *markers
     )
-    for dtype in (torch.float32, torch.bfloat16):
-        rows = logits.to(dtype)
+    padded = torch.zeros(2, _VOCAB + 1)  # the model's own logits may be a slice of padded ones
+    for rows in (logits, logits.bfloat16(), padded[:, :-1], padded.bfloat16()[:, :-1]):
         apply_grammar_bitmask(
             rows, _VOCAB, _int32(0), _int32(0, 1), mask, 1, _VOCAB, MASK_STRIDE=1, BLOCK_SIZE=0
         )

@@ -1,5 +1,7 @@
 """Allowed tokens, logit bias, minimum length, bad words and grammar bitmasks."""
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,7 @@
 """Input batch bookkeeping: token ids, positions, sequence lengths and request state."""
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

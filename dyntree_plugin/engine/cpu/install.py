@@ -64,7 +64,7 @@ def hide_llvmlite_from_kernel_scan() -> None:
     """
     from llvmlite.binding import ffi
 
-    ffi.lib._fntab.setdefault("__dict__", {})
+    ffi.lib._fntab["__dict__"] = {}
 
 
 def _next_power_of_2(n: int) -> int:

@@ -1,5 +1,7 @@
 """Repetition, frequency and presence penalties."""
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -12,7 +12,13 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "a multimodal rotary embedding": ("mm.rope._prepare_rope_positions_kernel",),
     "trace replay": ("sample.trace_replay._trace_replay_kernel",),
     "return_sampling_mask": ("sample.output._compact_sampling_mask_kernel",),
-    "batch-sharded sampling": ("sample.batch_shard._unpack_gathered_output_kernel",),
+    "batch-sharded sampling": (
+        "sample.batch_shard._build_shard_plan_kernel",
+        "sample.batch_shard._pack_sampler_output_kernel",
+        "sample.batch_shard._unpack_gathered_output_kernel",
+        "sample.batch_shard._pack_logprobs_kernel",
+        "sample.batch_shard._unpack_logprobs_kernel",
+    ),
     "watermarking": (
         "sample.watermark._repeated_context_mask_kernel",
         "sample.watermark._philox_gumbel_kernel",

@@ -4,15 +4,17 @@ Statistics are kept per block of the vocabulary, as the kernels exchange them. B
 and watermarks are refused.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from dyntree_kernels.cpu import gumbel
 from numba import njit
 
+from dyntree_kernels.cpu import gumbel
 from dyntree_plugin.engine.cpu.arrays import optional
 from dyntree_plugin.engine.cpu.registry import implements
 
@@ -128,11 +130,11 @@ def _reject(
     target_lse_out,
     draft_lse_out,
     target_logits,
+    draft_logits,
     target_argmax,
     target_max,
     target_sum,
     drafts,
-    draft_logits,
     draft_max,
     draft_sum,
     cu_num_logits,
@@ -142,6 +144,7 @@ def _reject(
     positions,
     rates,
 ):
+    """target_logits and draft_logits are those of the draft that each row verifies."""
     for i in range(requests.shape[0]):
         request, first = requests[i], cu_num_logits[i]
         temperature, accepted_length = temperatures[request], 0
@@ -160,11 +163,11 @@ def _reject(
                 draft_logprob = np.float32(0)
                 if draft_logits.size:
                     draft_lse = _log_sum(draft_max[row], draft_sum[row])
-                    draft_logprob = draft_logits[request, step, token] / temperature - draft_lse
+                    draft_logprob = draft_logits[row] / temperature - draft_lse
                 if rates.size:
                     accepted = u < rates[step]
                 else:
-                    accepted = target_logits[row, token] - target_lse > np.log(u) + draft_logprob
+                    accepted = target_logits[row] - target_lse > np.log(u) + draft_logprob
                 sampled[i, step] = token
             if not accepted:
                 break
@@ -211,18 +214,26 @@ def rejection(
     SYNTHETIC_MODE: bool,
     USE_BLOCK_VERIFICATION: bool,
 ) -> None:
-    draft_logits = None if draft_logits_ptr is None else draft_logits_ptr.to(torch.float32)
+    tokens = draft_sampled_ptr.roll(-1).clamp_(min=0).long()
+    target_logits = target_logits_ptr.gather(1, tokens.unsqueeze(1)).view(-1).to(torch.float32)
+    draft_logits = None
+    if draft_logits_ptr is not None:
+        counts = cu_num_logits_ptr.diff()
+        steps = torch.arange(tokens.shape[0]) - cu_num_logits_ptr[:-1].repeat_interleave(counts)
+        steps.clamp_(max=draft_logits_ptr.shape[1] - 1)  # of the bonus row, which verifies nothing
+        owners = idx_mapping_ptr.repeat_interleave(counts)
+        draft_logits = draft_logits_ptr[owners, steps, tokens].to(torch.float32)
     _reject(
         sampled_ptr.numpy(),
         rejected_steps_ptr.numpy(),
         target_rejected_logsumexp_ptr.numpy(),
         draft_rejected_logsumexp_ptr.numpy(),
-        target_logits_ptr.numpy(),
+        target_logits.numpy(),
+        optional(draft_logits, np.float32),
         target_local_argmax_ptr.numpy(),
         target_local_max_ptr.numpy(),
         target_local_sumexp_ptr.numpy(),
         draft_sampled_ptr.numpy(),
-        optional(draft_logits, np.float32, 3),
         draft_local_max_ptr.numpy(),
         draft_local_sumexp_ptr.numpy(),
         cu_num_logits_ptr.numpy(),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from dyntree_kernels.cpu import gumbel
 
+from dyntree_kernels.cpu import gumbel
 from dyntree_plugin.engine.cpu.registry import implements
 
 # vLLM shifts the position of a draft's own draw by this much, which keeps it independent of the
@@ -54,6 +54,8 @@ def gumbel_sample(
 ) -> None:
     """A row whose request is -1 is a placeholder: it has no temperature, seed or cache entry."""
     if logits_cache_ptr is not None:
+        if logits_cache_col_ptr is None or logits_cache_source_ptr is None:
+            raise ValueError("a cache of logits needs a column and a source")
         valid = expanded_idx_mapping_ptr >= 0
         columns = logits_cache_col_ptr.expand_as(valid)[valid].long()
         cache_rows = (expanded_idx_mapping_ptr[valid], columns)

@@ -39,24 +39,25 @@ class TopKGrowth:
         device = columns.device
         self.shape = shape
         self._room = columns[:, None]
-        self._forwards = 0
         scratch = shape.scratch_slots
         size = shape.children * (1 + scratch)
+        self._size = 0
         self._values = torch.full((num_requests, size), NO_VALUE, device=device)
-        self._open = torch.zeros(num_requests, size, dtype=torch.bool, device=device)
+        # The values of candidates that may still be expanded.
+        self._open = self._values.clone()
         self._tokens = torch.zeros(num_requests, size, dtype=torch.int64, device=device)
         self._depths = torch.ones_like(self._tokens)
         self._parents = torch.full_like(self._tokens, -1)
-        # A candidate's scratch column once it is expanded. The column behind the last one stands
-        # for the root, which belongs to the context and needs no bit.
-        self._column_of = torch.full_like(self._tokens, scratch)
+        # The parent's scratch column. The column behind the last one stands for the root, which
+        # belongs to the context and needs no bit.
+        self._above = torch.full_like(self._tokens, scratch)
         self._columns = torch.arange(scratch, device=device)
         self._own_bits = _own_bits(self._columns)
         self._bits = torch.zeros(
             num_requests, scratch + 1, self._own_bits.shape[1], dtype=torch.int32, device=device
         )
-        self._expanded: torch.Tensor
-        self._valid: torch.Tensor
+        self._step = 0
+        self._expanded: _Expanded | None = None
 
     def add(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
         """Add the children of the last frontier, or first of the root (width 1).
@@ -64,46 +65,45 @@ class TopKGrowth:
         ``tokens`` int64, ``log_probs`` float32 (``-inf``: no such child), both
         [R, width, children].
         """
-        k, width = self.shape.children, self.shape.width
-        begin = k * (1 + (self._forwards - 1) * width) if self._forwards else 0
-        new = slice(begin, begin + k * tokens.shape[1])
-        self._tokens[:, new] = tokens.flatten(1)
-        if self._forwards == 0:
-            self._values[:, new] = log_probs.flatten(1)
-            self._open[:, new] = self.shape.max_depth > 1
-        else:
-            parent = self._expanded
-            above = torch.where(self._valid, self._values.gather(1, parent), NO_VALUE)
-            depth = self._depths.gather(1, parent) + 1
-            by_parent = (-1, -1, k)
-            self._values[:, new] = (above[:, :, None] + log_probs).flatten(1)
-            self._parents[:, new] = parent[:, :, None].expand(by_parent).flatten(1)
-            self._depths[:, new] = depth[:, :, None].expand(by_parent).flatten(1)
-            may_grow = depth < self.shape.max_depth
-            self._open[:, new] = may_grow[:, :, None].expand(by_parent).flatten(1)
-        self._forwards += 1
+        num_requests, width, k = tokens.shape
+        new = slice(self._size, self._size + width * k)
+        self._size = new.stop
+        by_parent = (num_requests, width, k)
+        self._tokens[:, new].view(by_parent).copy_(tokens)
+        values, opened = self._values[:, new].view(by_parent), self._open[:, new].view(by_parent)
+        at = self._expanded
+        if at is None:
+            values.copy_(log_probs)
+            if self.shape.max_depth > 1:
+                opened.copy_(log_probs)
+            return
+        values.copy_(at.values[:, :, None] + log_probs)
+        may_grow = (at.depths < self.shape.max_depth - 1)[:, :, None]
+        opened.copy_(torch.where(may_grow, values, NO_VALUE))
+        self._parents[:, new].view(by_parent).copy_(at.nodes[:, :, None])
+        self._depths[:, new].view(by_parent).copy_(at.depths[:, :, None] + 1)
+        self._above[:, new].view(by_parent).copy_(at.columns[:, None])
 
     def frontier(self) -> Frontier:
         """Pick the most valuable nodes that may still have children."""
         width = self.shape.width
-        now = slice((self._forwards - 1) * width, self._forwards * width)
-        column = self._columns[now]
-        best = torch.where(self._open, self._values, NO_VALUE).topk(width, dim=1)
-        node = best.indices
-        valid = (best.values > NO_VALUE) & (column < self._room)
+        now = slice(self._step * width, (self._step + 1) * width)
+        self._step += 1
+        columns = self._columns[now]
+        best = self._open.topk(width, dim=1)
+        nodes = best.indices
+        valid = (best.values > NO_VALUE) & (columns < self._room)
+        self._open.scatter_(1, nodes, NO_VALUE)
 
-        parent = self._parents.gather(1, node)
-        column_above = self._column_of.gather(1, parent.clamp(min=0))
-        above = torch.where(parent < 0, self.shape.scratch_slots, column_above)
-        bits = self._bits.gather(1, above[:, :, None].expand(-1, -1, self._bits.shape[2]))
-        bits = torch.where(valid[:, :, None], bits | self._own_bits[now], 0)
+        above = self._above.gather(1, nodes)[:, :, None].expand(-1, -1, self._bits.shape[2])
+        bits = self._bits.gather(1, above) | self._own_bits[now]
+        bits.masked_fill_(~valid[:, :, None], 0)
         self._bits[:, now] = bits
 
-        self._open.scatter_(1, node, False)
-        column_of = torch.where(valid, column, self._column_of.gather(1, node))
-        self._column_of.scatter_(1, node, column_of)
-        self._expanded, self._valid = node, valid
-        return Frontier(self._tokens.gather(1, node), self._depths.gather(1, node), bits, valid)
+        depths = self._depths.gather(1, nodes)
+        values = torch.where(valid, best.values, NO_VALUE)
+        self._expanded = _Expanded(nodes, depths, columns, values)
+        return Frontier(self._tokens.gather(1, nodes), depths, bits, valid)
 
     def finish(self) -> TokenTree:
         """Keep the ``node_budget`` most valuable candidates.
@@ -129,6 +129,17 @@ class TopKGrowth:
             depths = torch.nn.functional.pad(depths, (0, pad), value=1)
             values = torch.nn.functional.pad(values, (0, pad), value=NO_VALUE)
         return TokenTree(tokens, parents, depths, values, kept.sum(dim=1))
+
+
+@dataclass(frozen=True)
+class _Expanded:
+    """The last frontier: candidates [R, width], their columns [width], and the values that their
+    children start from."""
+
+    nodes: torch.Tensor
+    depths: torch.Tensor
+    columns: torch.Tensor
+    values: torch.Tensor
 
 
 def _own_bits(columns: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Tree attention over vLLM's packed CPU cache."""
 
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# Compiled functions take what numba infers; their docstrings give shapes.
+
 from __future__ import annotations
 
 import numba
@@ -18,8 +21,8 @@ _ALL = np.uint32(0xFFFFFFFF)
 _UNROLLED = {"reassoc", "contract", "nsz", "nnan"}  # lets max and sum vectorise
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _load_keys(dst, block, n, start, paired):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _load_keys(dst, block, n, start, paired):
     """Copy the _TILE positions from `start` of a block's keys into dst[D, _TILE]."""
     d = dst.shape[0]
     if not paired:
@@ -37,8 +40,8 @@ def _load_keys(dst, block, n, start, paired):  # type: ignore[no-untyped-def]
                     dst[2 * pair + e, group * LANES + j] = to_float(row[2 * j + e])
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _load_values(dst, block, n, start, paired, seen):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _load_values(dst, block, n, start, paired, seen):
     """Copy the _TILE positions from `start` of a block's values into dst[_TILE, D].
 
     Positions outside the bit mask `seen` become zero, so that their weight of zero stays zero.
@@ -63,8 +66,8 @@ def _load_values(dst, block, n, start, paired, seen):  # type: ignore[no-untyped
                 dst[j, :] = _ZERO
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _seen_word(bits, column):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _seen_word(bits, column):
     """The _TILE bits from `column` on; columns before 0 are context, which every row sees."""
     if column <= -_TILE:
         return _ALL
@@ -76,8 +79,8 @@ def _seen_word(bits, column):  # type: ignore[no-untyped-def]
     return np.uint32((low >> shift) | (high << (np.uint32(32) - shift)))
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _mask_scores(scores, words):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _mask_scores(scores, words):
     for i in range(scores.shape[0]):
         word = words[i]
         for j in range(_TILE):
@@ -85,8 +88,8 @@ def _mask_scores(scores, words):  # type: ignore[no-untyped-def]
                 scores[i, j] = _MASKED
 
 
-@numba.njit(cache=True, fastmath=_UNROLLED)  # type: ignore[misc]
-def _softmax_step(scores, sums, state):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True, fastmath=_UNROLLED)
+def _softmax_step(scores, sums, state):
     """Turn a tile of scores into weights, rescaling the running sums to the new maxima.
 
     A row that has seen nothing yet gathers weights of masked scores, which the first real score
@@ -111,8 +114,8 @@ def _softmax_step(scores, sums, state):  # type: ignore[no-untyped-def]
         state[i, 1] += total
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _chunk_attention(  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _chunk_attention(
     q, keys, values, n, paired, k_steps, v_steps, table, ctx, bits, heads, out, workspace, words
 ):
     """Attention of the rows of one chunk over one KV head.
@@ -158,8 +161,8 @@ def _chunk_attention(  # type: ignore[no-untyped-def]
             out[i, j] *= inverse
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _load_rows(dst, q, step, first, head, heads, rows, scale):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _load_rows(dst, q, step, first, head, heads, rows, scale):
     d = dst.shape[1]
     for i in range(rows):
         at = (first + i // heads) * step + (head + i % heads) * d
@@ -169,8 +172,8 @@ def _load_rows(dst, q, step, first, head, heads, rows, scale):  # type: ignore[n
     dst[rows:] = _ZERO
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _store_rows(src, out, step, first, head, heads, rows):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _store_rows(src, out, step, first, head, heads, rows):
     d = src.shape[1]
     for i in range(rows):
         at = (first + i // heads) * step + (head + i % heads) * d
@@ -179,8 +182,8 @@ def _store_rows(src, out, step, first, head, heads, rows):  # type: ignore[no-un
             row[j] = from_float(src[i, j], row[j])
 
 
-@numba.njit(cache=True, parallel=True, nogil=True)  # type: ignore[misc]
-def _tree_attention(  # type: ignore[no-untyped-def]
+@numba.njit(cache=True, parallel=True, nogil=True)
+def _tree_attention(
     q, q_step, keys, values, steps, n, d, paired, block_table, ctx_lens, qo_indptr, bits,
     kv_heads, heads, chunk, out, out_step, scale, workspace, words,
 ):  # fmt: skip
@@ -237,17 +240,28 @@ def tree_attention(
         raise ValueError(
             f"block size {n} and head size {d} must be multiples of {_TILE} and {LANES}"
         )
+    if q.shape != out.shape or q.shape[1] % kv_heads or q.shape[2] != d:
+        raise ValueError(
+            f"q {tuple(q.shape)} and out {tuple(out.shape)} must both be [T, H, {d}] with H a "
+            f"multiple of the {kv_heads} KV heads"
+        )
     if q.stride()[1:] != (d, 1) or out.stride()[1:] != (d, 1):
         raise ValueError(f"q and out must be dense within a row, not {q.stride()}, {out.stride()}")
     tokens, heads = q.shape[0], q.shape[1] // kv_heads
-    threads = use_torch_threads(1 << 30)
+    if tokens == 0:
+        return
+    mean_ctx = int(ctx_lens.sum()) // len(ctx_lens)
+    threads = use_torch_threads(2 * tokens * q.shape[1] * d // LANES * mean_ctx)
     chunk = max(1, min(_CHUNK // heads, tokens * kv_heads // threads))
     rows = -(-chunk * heads // ROWS) * ROWS
     size = rows * (2 * d + _TILE + 2) + 2 * d * _TILE
+    # One dtype and memory order per argument: another one would compile another kernel.
     _tree_attention(
         as_numpy(flat(q)), q.stride(0), as_numpy(flat(key_cache)), as_numpy(flat(value_cache)),
-        (*key_cache.stride()[:2], *value_cache.stride()[:2]), n, d, paired, block_table.numpy(),
-        ctx_lens.numpy(), qo_indptr.numpy(), ancestor_bits.view(torch.uint32).numpy(), kv_heads,
-        heads, chunk, as_numpy(flat(out)), out.stride(0), np.float32(scale),
+        (*key_cache.stride()[:2], *value_cache.stride()[:2]), n, d, paired,
+        block_table.int().contiguous().numpy(), ctx_lens.long().contiguous().numpy(),
+        qo_indptr.int().contiguous().numpy(),
+        ancestor_bits.contiguous().view(torch.uint32).numpy(), kv_heads, heads, chunk,
+        as_numpy(flat(out)), out.stride(0), np.float32(scale),
         np.empty((threads, size), np.float32), np.zeros((threads, rows), np.uint32),
     )  # fmt: skip

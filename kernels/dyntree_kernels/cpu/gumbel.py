@@ -12,6 +12,8 @@ The logarithm is written out below so that the compiler can vectorise it: a libm
 about ten times slower. It agrees with a correctly rounded logarithm to 2 ulp.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,8 @@
 """Compaction of accepted tree rows in vLLM's packed CPU cache."""
 
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# Compiled functions take what numba infers; their docstrings give shapes.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from dyntree_kernels.cpu.layout import offsets
 from dyntree_kernels.cpu.threads import use_torch_threads
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def _pointer(typingctx: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
@@ -24,8 +27,8 @@ def _pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(address), codegen
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _element_moves(src, dst, block_step, position, moves):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _element_moves(src, dst, block_step, position, moves):
     """Fill `moves` [2, count] with the element offsets of source and destination rows."""
     n = position.shape[0]
     count = 0
@@ -39,8 +42,8 @@ def _element_moves(src, dst, block_step, position, moves):  # type: ignore[no-un
     return count
 
 
-@numba.njit(cache=True)  # type: ignore[misc]
-def _move_head(cache, base, moves, count, lane):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _move_head(cache, base, moves, count, lane):
     d = lane.shape[0]
     if lane[d - 1] == d - 1:  # a row is contiguous
         for i in range(count):
@@ -56,8 +59,8 @@ def _move_head(cache, base, moves, count, lane):  # type: ignore[no-untyped-def]
             cache[moves[1, i] + at] = cache[moves[0, i] + at]
 
 
-@numba.njit(cache=True, parallel=True, nogil=True)  # type: ignore[misc]
-def _move(  # type: ignore[no-untyped-def]
+@numba.njit(cache=True, parallel=True, nogil=True)
+def _move(
     addresses, span, like, heads, steps, src, dst, key_position, key_lane, value_position,
     value_lane,
 ):  # fmt: skip
@@ -117,8 +120,9 @@ class KVMover:
         """
         use_torch_threads(src_slots.numel() * self._row_elements)
         _move(
-            self._addresses, self._span, self._like, self._heads, self._steps, src_slots.numpy(),
-            dst_slots.numpy(), *self._offsets,
+            self._addresses, self._span, self._like, self._heads, self._steps,
+            src_slots.long().contiguous().numpy(), dst_slots.long().contiguous().numpy(),
+            *self._offsets,
         )  # fmt: skip
 
 

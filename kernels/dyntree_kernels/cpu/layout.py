@@ -69,9 +69,7 @@ def unpack(
     at = offsets(isa, block_size, head_size)
 
     def gather(cache: torch.Tensor, position: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
-        block = cache.as_strided(
-            (blocks, heads, block_size * head_size), (*cache.stride()[:2], 1)
-        )
+        block = cache.as_strided((blocks, heads, block_size * head_size), (*cache.stride()[:2], 1))
         return block[..., position[:, None] + lane].transpose(1, 2).flatten(0, 1)
 
     return (
@@ -82,5 +80,7 @@ def unpack(
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """One-dimensional view of the memory from a tensor's first to its last element."""
-    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    span = 1 + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.as_strided((span,), (1,))

@@ -2,7 +2,13 @@
 
 numba has no 16-bit floats and no explicit vectors, so these emit LLVM IR. 16-bit caches are passed
 as integer arrays: uint16 holds bfloat16, int16 holds float16.
+
+numba's on-disk cache watches only the file of the kernel that is called: after a change in this
+file, delete the `__pycache__` directory.
 """
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# Compiled functions take what numba infers; their docstrings give shapes.
 
 from __future__ import annotations
 
@@ -34,12 +40,10 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         return tensor.view(torch.uint16).numpy()
     if tensor.dtype == torch.float16:
         return tensor.view(torch.int16).numpy()
-    raise ValueError(
-        f"dtype {tensor.dtype} is not supported; allowed: float32, bfloat16, float16"
-    )
+    raise ValueError(f"dtype {tensor.dtype} is not supported; allowed: float32, bfloat16, float16")
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def to_float(typingctx: Any, x: Any) -> Any:
     """float32 value of an element (float32, or the bits of a 16-bit float)."""
 
@@ -54,7 +58,7 @@ def to_float(typingctx: Any, x: Any) -> Any:
     return types.float32(x), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def from_float(typingctx: Any, x: Any, like: Any) -> Any:
     """`x` rounded to the nearest element of the type of `like`."""
 
@@ -71,7 +75,7 @@ def from_float(typingctx: Any, x: Any, like: Any) -> Any:
     return like(types.float32, like), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def _float_bits(typingctx: Any, x: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _I32)
@@ -79,7 +83,7 @@ def _float_bits(typingctx: Any, x: Any) -> Any:
     return types.int32(types.float32), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def _bits_float(typingctx: Any, x: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _F32)
@@ -95,8 +99,8 @@ _C5, _C6 = np.float32(1 / 120), np.float32(1 / 720)
 _ONE, _ZERO, _LOWEST = np.float32(1), np.float32(0), np.float32(-87.3)
 
 
-@numba.njit(fastmath={"contract"})  # type: ignore[misc]
-def exp(x: float) -> float:
+@numba.njit(fastmath={"contract"})
+def exp(x):
     """exp of a non-positive float32 that a loop can vectorise; 0 below the normal range.
 
     The relative error is below 2e-7.
@@ -117,7 +121,7 @@ def _product(vectors: int) -> Any:
     dimension, which numba loops do not achieve.
     """
 
-    @intrinsic  # type: ignore[misc]
+    @intrinsic
     def product(typingctx: Any, c: Any, a: Any, b: Any, i: Any, j: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             vector, index = ir.VectorType(_F32, LANES), ir.IntType(64)
@@ -142,9 +146,7 @@ def _product(vectors: int) -> Any:
                 return builder.shuffle_vector(first, undefined, zeros)
 
             rows = [builder.add(args[3], ir.Constant(index, n)) for n in range(ROWS)]
-            sums = [
-                [cgutils.alloca_once(builder, vector) for _ in range(vectors)] for _ in rows
-            ]
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(vectors)] for _ in rows]
             for n, row in enumerate(rows):
                 for v in range(vectors):
                     builder.store(builder.load(lanes(c_array, row, v), align=4), sums[n][v])
@@ -172,8 +174,8 @@ _product_1 = _product(1)
 _product_2 = _product(2)
 
 
-@numba.njit  # type: ignore[misc]
-def accumulate(c, a, b):  # type: ignore[no-untyped-def]
+@numba.njit
+def accumulate(c, a, b):
     """c += a @ b for contiguous float32 matrices with c.shape multiples of (ROWS, LANES)."""
     columns = c.shape[1]
     even = columns // (2 * LANES) * (2 * LANES)

@@ -7,7 +7,7 @@ start a second pool, whose waiting threads compete with torch's for the cores.
 
 from __future__ import annotations
 
-import numba
+import numba  # type: ignore[import-untyped]
 import torch  # before the first parallel numba kernel, so that its OpenMP runtime is the one found
 
 numba.config.THREADING_LAYER = "omp"

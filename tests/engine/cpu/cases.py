@@ -393,7 +393,7 @@ def grammar_bitmask(parameters: tuple[torch.dtype, int]) -> Results:
     from vllm.v1.worker.gpu.structured_outputs import _apply_grammar_bitmask_kernel
 
     dtype, vocab = parameters
-    logits, words = torch.randn(6, vocab).to(dtype), -(-vocab // 32)
+    logits, words = torch.randn(6, vocab + 3).to(dtype)[:, :vocab], -(-vocab // 32)
     bitmask = torch.randint(-(2**31), 2**31, (4, words), dtype=torch.int32)
     # (request, local position) pairs; request 2 has one row, so its second mask is inactive.
     mapping = int32(0, 1, 3 * 2, 3 * 2 + 1)
@@ -477,7 +477,7 @@ def rejection_sampling(variant: str) -> Results:
     rows = requests.repeat_interleave(int64(4, 4, 1, 3))
     temperatures = torch.zeros(4) if variant == "synthetic greedy" else TEMPERATURES
     for trial in range(3):
-        target = torch.randn(12, vocab) * 7
+        target = (torch.randn(12, vocab + 5) * 7)[:, :vocab]
         drafts = target.argmax(1).roll(1).int()
         drafts[3 * trial], drafts[trial + 4] = -1, 0
         draft_logits = None

@@ -31,7 +31,7 @@ def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def triton_kernels() -> set[str]:
-    """Qualified names of the functions that the V2 runner's modules declare and launch as kernels."""
+    """Qualified names of the functions that the V2 runner's modules launch as kernels."""
     folder = Path(next(iter(importlib.import_module("vllm.v1.worker.gpu").__path__)))
     names = set()
     for path in folder.rglob("*.py"):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.triton_utils.dispatcher import KernelOverride
 
 from dyntree_plugin.engine import cpu
+from dyntree_plugin.engine.cpu.registry import IMPLEMENTATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases
@@ -32,9 +34,20 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Res
     return torch.load(path)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def native() -> None:
+@pytest.fixture(scope="module")
+def native() -> tuple[dict[str, cases.Results], set[object]]:
+    """Results of all cases from the CPU kernels, and the implementations that were launched."""
     cpu.install()
+    launched: set[object] = set()
+    stock = KernelOverride._launch
+
+    def launch(self: KernelOverride, *args: object, **kwargs: object) -> object:
+        launched.add(self._impl)
+        return stock(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelOverride, "_launch", launch)
+        return {name: run() for name, run in cases.CASES.items()}, launched
 
 
 def differences(expected: cases.Results, actual: cases.Results, tolerance: float) -> list[str]:
@@ -43,9 +56,7 @@ def differences(expected: cases.Results, actual: cases.Results, tolerance: float
     found = []
     for name, tensor in expected.items():
         try:
-            torch.testing.assert_close(
-                actual[name], tensor, rtol=0, atol=tolerance, equal_nan=True
-            )
+            torch.testing.assert_close(actual[name], tensor, rtol=0, atol=tolerance, equal_nan=True)
         except AssertionError as error:
             found.append(f"{name}: {error}")
     return found
@@ -53,10 +64,17 @@ def differences(expected: cases.Results, actual: cases.Results, tolerance: float
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_cpu_kernel_equals_the_interpreted_triton_kernel(
-    name: str, interpreted: dict[str, cases.Results]
+    name: str,
+    interpreted: dict[str, cases.Results],
+    native: tuple[dict[str, cases.Results], set[object]],
 ) -> None:
-    actual = cases.CASES[name]()
-    assert not differences(interpreted[name], actual, cases.TOLERANCES[name])
+    assert not differences(interpreted[name], native[0][name], cases.TOLERANCES[name])
+
+
+def test_the_cases_reach_every_ported_kernel(
+    native: tuple[dict[str, cases.Results], set[object]],
+) -> None:
+    assert [name for name, impl in IMPLEMENTATIONS.items() if impl not in native[1]] == []
 
 
 def test_the_comparison_notices_noise_at_a_wrong_position(
@@ -64,26 +82,10 @@ def test_the_comparison_notices_noise_at_a_wrong_position(
 ) -> None:
     from dyntree_plugin.engine.cpu import sampling
 
+    cpu.install()
     monkeypatch.setattr(sampling, "_DRAFT_POSITION_OFFSET", 1)
-    found = differences(interpreted["gumbel[(512, False)]"], cases.CASES["gumbel[(512, False)]"](), 0)
-    # Draws of drafts only: names are "trial, drafting, scale".
+    name = "gumbel[(512, False)]"
+    found = differences(interpreted[name], cases.CASES[name](), 0)
+    # Only draws of drafts are at fault; the names are "trial, drafting, scale".
     assert found
     assert all(" True " in line.split(":")[0] for line in found)
-
-
-def test_the_cases_reach_every_ported_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.triton_utils.dispatcher import KernelOverride
-
-    from dyntree_plugin.engine.cpu.registry import IMPLEMENTATIONS
-
-    launched: set[object] = set()
-    stock = KernelOverride._launch
-
-    def launch(self: KernelOverride, *args: object, **kwargs: object) -> object:
-        launched.add(self._impl)
-        return stock(self, *args, **kwargs)
-
-    monkeypatch.setattr(KernelOverride, "_launch", launch)
-    for run in cases.CASES.values():
-        run()
-    assert [name for name, impl in IMPLEMENTATIONS.items() if impl not in launched] == []

@@ -1,0 +1,68 @@
+"""One verified tree on the host, to be looked at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStep:
+    """One request's tree in one step, and what the target made of it.
+
+    The root is the token at position ``context_length - 1``, the last of the context; parent
+    ``-1`` names it. Node ``j`` has ``tokens[j]``, ``parents[j]`` < j, and ``values[j]``, the log
+    of the estimated chance that the whole path down to it is accepted. ``accepted`` are the nodes
+    of the accepted path from the root down, ``emitted`` their tokens and the bonus token. ``step``
+    counts the verifications since tracing began.
+
+    Raises:
+        ValueError: if these do not describe one tree and a path in it.
+    """
+
+    request_id: str
+    step: int
+    context_length: int
+    root_token: int
+    tokens: list[int]
+    parents: list[int]
+    values: list[float]
+    accepted: list[int]
+    emitted: list[int]
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.parents) == len(self.values):
+            raise ValueError(
+                f"tokens, parents and values must have one entry per node, got "
+                f"{len(self.tokens)}, {len(self.parents)} and {len(self.values)}"
+            )
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"parents[{node}]={parent} must be -1 or a node before it")
+        above = -1
+        for node in self.accepted:
+            if not 0 <= node < len(self.tokens) or self.parents[node] != above:
+                raise ValueError(f"accepted={self.accepted} is no path from the root")
+            above = node
+        if self.emitted[:-1] != [self.tokens[node] for node in self.accepted]:
+            raise ValueError(
+                f"emitted={self.emitted} must be the accepted tokens and one bonus token"
+            )
+
+    @property
+    def bonus_token(self) -> int:
+        return self.emitted[-1]
+
+    def children(self, node: int) -> list[int]:
+        """The nodes right below ``node`` (-1: the root), most valuable first."""
+        below = [child for child, parent in enumerate(self.parents) if parent == node]
+        return sorted(below, key=lambda child: -self.values[child])
+
+    def value(self, node: int) -> float:
+        """The estimated chance that the path down to ``node`` is accepted; 1 for the root."""
+        return 1.0 if node < 0 else math.exp(self.values[node])
+
+    def probability(self, node: int) -> float:
+        """The estimated chance that ``node`` is accepted if its parent is."""
+        parent = self.parents[node]
+        return math.exp(self.values[node] - (self.values[parent] if parent >= 0 else 0.0))

@@ -1,0 +1,23 @@
+"""Compile the CPU kernels before the first step."""
+
+from __future__ import annotations
+
+import torch
+
+from dyntree_kernels.cpu.attention import tree_attention
+from dyntree_kernels.cpu.kv_move import kv_move
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile tree attention and KV moves for caches and queries of `dtype`.
+
+    Takes about 10 s the first time on a machine; later processes load numba's on-disk cache
+    (next to the package, or in NUMBA_CACHE_DIR) in a fraction of a second.
+    """
+    key, value = torch.zeros(2, 1, 1, 32, 16, dtype=dtype)
+    q = torch.zeros(1, 1, 16, dtype=dtype)
+    slot = torch.zeros(1, 1, dtype=torch.int64)
+    one = torch.ones(1, 1, dtype=torch.int32)
+    rows = torch.tensor([0, 1], dtype=torch.int32)
+    tree_attention(q, key, value, "vec", slot, slot[0], rows, one, torch.empty_like(q), 1.0)
+    kv_move([key], [value], "vec", slot + 1, slot)

@@ -1,0 +1,99 @@
+"""Compare what engines gave to the same requests, and say how close a difference was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from dyntree_kernels.cpu.gumbel import gumbel_noise
+from engine_process import Output, Request, Result, Run, serve
+from workload import without_tree
+
+Outputs = Mapping[str, Output]
+"""By the request's key."""
+
+
+def by_request(run: Run, result: Result) -> Outputs:
+    """The outputs of a run, without those of aborted requests."""
+    pairs = zip(run.requests, result.outputs, strict=True)
+    return {request.key: output for request, output in pairs if output is not None}
+
+
+def mismatches(run: Run, result: Result, plain: Outputs) -> list[tuple[Request, Output, Output]]:
+    """Requests with another output than without trees: request, output, the one without."""
+    pairs = zip(run.requests, result.outputs, strict=True)
+    return [
+        (request, output, plain[request.key])
+        for request, output in pairs
+        if output is not None and not same(output, plain[request.key])
+    ]
+
+
+def same(first: Output, second: Output) -> bool:
+    """Whether prompts, tokens, texts and the reasons to finish are equal."""
+    return (first.prompt, first.tokens, first.texts, first.reasons) == (
+        second.prompt,
+        second.tokens,
+        second.texts,
+        second.reasons,
+    )
+
+
+def explain(found: list[tuple[Request, Output, Output]], most: int = 6) -> str:
+    """Each difference, with the margin between the two tokens at the first that differs."""
+    shown = [difference for difference in found[:most] if _first_difference(*difference[1:])]
+    margins = _margins(shown) if shown else {}
+    lines = [f"{len(found)} outputs differ:"]
+    for request, output, plain in found[:most]:
+        at = _first_difference(output, plain)
+        lines.append(f"- {request.params}, prompt of {len(output.prompt)} tokens")
+        if at is None:
+            lines.append(f"  {output.texts, output.reasons} != {plain.texts, plain.reasons}")
+            continue
+        sequence, index = at
+        got, wanted = output.tokens[sequence], plain.tokens[sequence]
+        lines.append(f"  token {index}: {got[index:][:6]} != {wanted[index:][:6]}")
+        lines.append(f"  {margins[request.key]}")
+    return "\n".join(lines)
+
+
+def _first_difference(first: Output, second: Output) -> tuple[int, int] | None:
+    """Sequence and index of the first token that differs; None where one ends or none differs."""
+    for sequence, pair in enumerate(zip(first.tokens, second.tokens, strict=True)):
+        for index, (a, b) in enumerate(zip(*pair, strict=False)):
+            if a != b:
+                return sequence, index
+    return None
+
+
+def _margins(differences: list[tuple[Request, Output, Output]]) -> dict[str, str]:
+    """By request: the model's scores of both tokens, with the sampler's noise where it is known."""
+    requests, places = [], []
+    for request, output, plain in differences:
+        place = _first_difference(output, plain)
+        if place is None:
+            continue
+        sequence, index = place
+        context = plain.prompt + plain.tokens[sequence][:index]
+        both = plain.tokens[sequence][index], output.tokens[sequence][index]
+        places.append((request, len(context) - 1, both))
+        # Sampling is restricted after the logprobs are taken.
+        requests += [
+            Request(context, {"allowed_token_ids": [token], "max_tokens": 1, "logprobs": 0})
+            for token in both
+        ]
+    result = serve(without_tree(), {"scores": Run(requests)})["scores"]
+    scores = [output.logprobs[0][0][0] for output in result.outputs if output is not None]
+    found = {}
+    for number, (request, position, both) in enumerate(places):
+        own = scores[2 * number], scores[2 * number + 1]
+        temperature = request.params.get("temperature", 1.0)
+        if temperature and request.params.get("seed") is not None:
+            seed = torch.tensor([request.params["seed"]])
+            noise = gumbel_noise(seed, torch.tensor([position]), max(both) + 1)[0]
+            own = tuple(x / temperature + float(noise[t]) for x, t in zip(own, both, strict=True))
+        found[request.key] = (
+            f"scores {own[0]:.7f} of the token without trees and {own[1]:.7f} of the other: "
+            f"margin {own[0] - own[1]:.2e}"
+        )
+    return found

@@ -1,0 +1,286 @@
+"""One vLLM engine in a process of its own, working through a list of runs.
+
+A process starts with Intel's OpenMP loaded, which the test's own may not have. As a program it
+takes the file of a job and the file to write the results to, both JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+Metrics = dict[str, float]
+"""By name and labels beside the model's and engine's, as in ``name{depth=1}``."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and the keyword arguments of its SamplingParams.
+
+    The prompt is a text or its tokens; ``keep``: use only so many of them. ``turns``: after an answer, ask again with
+    prompt and answer as the prompt; only the last answer is the output.
+    """
+
+    prompt: str | list[int]
+    params: Mapping[str, Any]
+    keep: int | None = None
+    turns: int = 1
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Requests served ``batch`` at a time: all of a batch must end before the next begins.
+
+    ``abort_after``: engine steps after which a request, by its number, is aborted. ``sabotage``:
+    a function of sabotage.py that is in force during the run. ``replay``: afterwards, let the
+    engine read every prompt with its output in one piece, as a chain without speculation.
+    """
+
+    requests: list[Request]
+    batch: int = 16
+    abort_after: dict[int, int] = field(default_factory=dict)
+    sabotage: str | None = None
+    replay: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a request got for a ``prompt`` of tokens. With n > 1 ``tokens``, ``texts`` and the others have n entries.
+
+    ``logprobs`` by sequence and token: of the sampled token first, then of the best, descending.
+    ``cached``: prompt tokens found in the prefix cache. ``replayed``: the logprobs of the first
+    sequence's tokens in the run's replay.
+    """
+
+    prompt: list[int]
+    tokens: list[list[int]]
+    texts: list[str]
+    reasons: list[str | None]
+    logprobs: list[list[list[float]]]
+    prompt_logprobs: list[float]
+    cached: int
+    replayed: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Result:
+    """``outputs`` by request, None for an aborted one; ``metrics`` gained during the run;
+    ``seconds`` of every engine step."""
+
+    outputs: list[Output | None]
+    metrics: Metrics
+    seconds: list[float]
+
+
+def serve(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Result]:
+    """Start an engine with these arguments of ``LLM`` and work through the runs, in their order."""
+    from dyntree_plugin import preload
+
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if (library := preload.library()) is not None:
+        environment["LD_PRELOAD"] = str(library)
+    job = {"engine": engine, "runs": {name: asdict(run) for name, run in runs.items()}}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder, "job.json"), Path(folder, "results.json")
+        paths[0].write_text(json.dumps(job))
+        finished = subprocess.run(
+            [sys.executable, __file__, *map(str, paths)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if finished.returncode:
+            raise RuntimeError(f"the engine {engine} failed:\n{finished.stdout[-8000:]}")
+        results = json.loads(paths[1].read_text())
+    return {name: _result(result) for name, result in results.items()}
+
+
+def _result(value: dict[str, Any]) -> Result:
+    outputs = [output and Output(**output) for output in value.pop("outputs")]
+    return Result(outputs, **value)
+
+
+def _run_of(value: dict[str, Any]) -> Run:
+    requests = [Request(**request) for request in value.pop("requests")]
+    abort_after = {int(number): steps for number, steps in value.pop("abort_after").items()}
+    return Run(requests, abort_after=abort_after, **value)
+
+
+class Engine:
+    """An in-process engine, driven step by step."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        defaults = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 1024,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 64 << 20,
+            "disable_log_stats": False,
+        }
+        self.llm = LLM(**defaults | arguments)
+        self._tokenizer = self.llm.get_tokenizer()
+        self._begun = 0
+
+    @property
+    def runner(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def work(self, run: Run) -> Result:
+        before = read_metrics()
+        outputs: list[Output | None] = [None] * len(run.requests)
+        seconds: list[float] = []
+        for first in range(0, len(run.requests), run.batch):
+            numbers = range(first, min(first + run.batch, len(run.requests)))
+            prompts = {number: self._prompt(run.requests[number]) for number in numbers}
+            for turn in range(max(run.requests[number].turns for number in numbers)):
+                asked = [number for number in numbers if turn < run.requests[number].turns]
+                for number, output in self._batch(run, asked, prompts, seconds):
+                    outputs[number] = output
+                    prompts[number] = prompts[number] + output.tokens[0]
+        after = read_metrics()
+        gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        if run.replay:
+            outputs = [
+                self._replay(*pair) for pair in zip(run.requests, outputs, strict=True)
+            ]
+        return Result(outputs, gained, seconds)
+
+    def _prompt(self, request: Request) -> list[int]:
+        prompt = request.prompt
+        tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if request.keep is not None and len(tokens) < request.keep:
+            raise ValueError(f"the prompt has only {len(tokens)} of {request.keep} tokens")
+        return tokens[: request.keep]
+
+    def _batch(
+        self,
+        run: Run,
+        numbers: list[int],
+        prompts: Mapping[int, list[int]],
+        seconds: list[float],
+    ) -> Iterator[tuple[int, Output]]:
+        engine = self.llm.llm_engine
+        number_of, internal = {}, {}
+        for number in numbers:
+            name, self._begun = str(self._begun), self._begun + 1
+            prompt = {"prompt_token_ids": prompts[number]}
+            params = sampling_params(run.requests[number].params)
+            number_of[name], internal[number] = number, engine.add_request(name, prompt, params)
+        steps = 0
+        while engine.has_unfinished_requests():
+            began = time.perf_counter()
+            found = engine.step()
+            seconds.append(time.perf_counter() - began)
+            steps += 1
+            for output in found:
+                if output.finished:
+                    yield number_of[output.request_id], _output(output)
+            for number in numbers:
+                if run.abort_after.get(number) == steps:
+                    engine.abort_request([internal[number]], internal=True)
+
+    def _replay(self, request: Request, output: Output | None) -> Output:
+        if output is None:
+            raise ValueError("an aborted request cannot be replayed")
+        params = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0}
+        read = Run([replace(request, params=params)])
+        tokens = {0: output.prompt + output.tokens[0]}
+        ((_, found),) = self._batch(read, [0], tokens, [])
+        return replace(output, replayed=found.prompt_logprobs[len(output.prompt) - 1 :])
+
+
+def sampling_params(arguments: Mapping[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    arguments = dict(arguments)
+    if structure := arguments.pop("structured_outputs", None):
+        arguments["structured_outputs"] = StructuredOutputsParams(**structure)
+    if bias := arguments.pop("logit_bias", None):  # JSON has made its tokens text
+        arguments["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
+
+
+def _output(output: Any) -> Output:
+    sequences = sorted(output.outputs, key=lambda sequence: sequence.index)
+    return Output(
+        prompt=list(output.prompt_token_ids),
+        tokens=[list(sequence.token_ids) for sequence in sequences],
+        texts=[sequence.text for sequence in sequences],
+        reasons=[sequence.finish_reason for sequence in sequences],
+        logprobs=[
+            [
+                [at[token].logprob, *sorted((x.logprob for x in at.values()), reverse=True)]
+                for token, at in zip(sequence.token_ids, sequence.logprobs or (), strict=False)
+            ]
+            for sequence in sequences
+        ],
+        prompt_logprobs=[
+            at[token].logprob
+            for token, at in zip(
+                output.prompt_token_ids, output.prompt_logprobs or (), strict=False
+            )
+            if at is not None
+        ],
+        cached=output.num_cached_tokens or 0,
+    )
+
+
+def read_metrics() -> Metrics:
+    """vLLM's metrics of this process. ``LLM.get_metrics()`` cuts counters to whole numbers."""
+    from prometheus_client import REGISTRY
+
+    found: Metrics = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.startswith("vllm:") and not sample.name.endswith("_created"):
+                found[series(sample.name, sample.labels)] = sample.value
+    return found
+
+
+def series(name: str, labels: Mapping[str, str]) -> str:
+    own = [f"{k}={v}" for k, v in labels.items() if k not in ("model_name", "engine")]
+    return name + ("{" + ",".join(own) + "}" if own else "")
+
+
+def main(job_path: str, results_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    engine = Engine(job["engine"])
+    results = {}
+    for name, value in job["runs"].items():
+        run = _run_of(value)
+        if run.sabotage is None:
+            results[name] = asdict(engine.work(run))
+            continue
+        import sabotage
+
+        with getattr(sabotage, run.sabotage)(engine.runner):
+            results[name] = asdict(engine.work(run))
+        engine.llm.reset_prefix_cache()
+    Path(results_path).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

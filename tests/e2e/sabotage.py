@@ -1,0 +1,67 @@
+"""Ways to break the mechanism that a tree's output rests on, one at a time.
+
+Each takes the engine's model runner and is in force within its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
+
+
+@contextmanager
+def without_kv_move(runner: Any) -> Iterator[None]:
+    """The accepted path's keys and values stay where the tree put them."""
+    with mock.patch.object(runner, "_movers", []):
+        yield
+
+
+@contextmanager
+def chain_positions(runner: Any) -> Iterator[None]:
+    """Every node has the position of its row, as in a chain."""
+    stock = runner._place_nodes
+
+    def place(batch: Any) -> Any:
+        linear = batch.positions.clone()
+        mask = stock(batch)
+        batch.positions.copy_(linear)
+        return mask
+
+    with mock.patch.object(runner, "_place_nodes", place):
+        yield
+
+
+@contextmanager
+def wrong_ancestor_bit(runner: Any) -> Iterator[None]:
+    """The second node of every tree sees the first if it should not, and the other way round."""
+    stock = runner._place_nodes
+
+    def place(batch: Any) -> Any:
+        mask = stock(batch)
+        second = batch.logits_indices[batch.expanded_local_pos == 2]
+        mask.ancestor_bits[second, 0] ^= 1 << 1
+        return mask
+
+    with mock.patch.object(runner, "_place_nodes", place):
+        yield
+
+
+@contextmanager
+def wrong_child(runner: Any) -> Iterator[None]:
+    """Verification accepts every tree's first node, whatever its token is."""
+    from dyntree_plugin.engine import verifier
+
+    stock = verifier.match
+
+    def match(tokens: torch.Tensor, *others: Any) -> Any:
+        sampled = others[4]
+        return stock(torch.cat([sampled[:, :1], tokens[:, 1:]], dim=1), *others)
+
+    with mock.patch.object(verifier, "match", match):
+        yield

@@ -1,0 +1,132 @@
+"""Trees never change what is generated: the same tokens as vLLM without them, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import sabotage
+import workload
+from comparison import Outputs, by_request
+from engine_process import Result, serve
+
+pytestmark = pytest.mark.e2e
+
+Served = Callable[[str], Mapping[str, Result]]
+Differing = Callable[[str, str], str]
+
+RUNS = [
+    (engine, name)
+    for engine, (_, runs) in workload.ENGINES.items()
+    for name, run in runs.items()
+    if run.sabotage is None
+]
+
+
+@pytest.mark.parametrize(("engine", "name"), RUNS)
+def test_the_tokens_are_those_without_trees(engine: str, name: str, differing: Differing) -> None:
+    assert not (difference := differing(engine, name)), difference
+
+
+@pytest.mark.parametrize("name", sabotage.NAMES)
+def test_a_broken_mechanism_changes_tokens(name: str, differing: Differing) -> None:
+    assert "token" in differing("tree", name)
+
+
+def test_the_plain_engine_agrees_with_the_v1_runner_at_temperature_0(plain: Outputs) -> None:
+    run = workload.GREEDY_SAMPLE
+    stock = {"model": workload.without_tree()["model"]}
+    result = serve(stock, {"greedy": run})["greedy"]
+    for key, output in by_request(run, result).items():
+        assert output.tokens == plain[key].tokens
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), [("tree", "logprobs"), ("tree", "prompt_logprobs"), ("tree", "mixed")]
+)
+def test_logprobs_are_those_without_trees(
+    engine: str, name: str, served: Served, plain: Outputs
+) -> None:
+    compared = 0
+    run = workload.ENGINES[engine][1][name]
+    for key, output in by_request(run, served(engine)[name]).items():
+        wanted = plain[key]
+        assert output.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=1e-4)
+        for sequence, wanted_sequence in zip(output.logprobs, wanted.logprobs, strict=True):
+            for token, wanted_token in zip(sequence, wanted_sequence, strict=True):
+                assert token == pytest.approx(wanted_token, abs=1e-4)
+                compared += len(token)
+    assert compared > 100
+
+
+def test_a_repeated_prompt_is_served_from_the_prefix_cache(served: Served) -> None:
+    results = served("tree")
+    for cold, warm in zip(results["cold"].outputs, results["warm"].outputs, strict=True):
+        assert cold.cached == 0
+        assert warm.cached >= 256
+
+
+def test_a_conversation_reads_the_kv_that_trees_left_in_the_prefix_cache(served: Served) -> None:
+    run = workload.TREE_RUNS["continued"]
+    result = served("tree")["continued"]
+    assert result.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
+    from_output = 0
+    for request, output in zip(run.requests, result.outputs, strict=True):
+        answers = (request.turns - 1) * request.params["max_tokens"]
+        from_output += output.cached > len(output.prompt) - answers
+    assert from_output >= len(run.requests) // 2
+
+
+def test_a_tiny_cache_preempts_requests_and_the_prompts_come_in_chunks(served: Served) -> None:
+    metrics = served("tight")["demanding"].metrics
+    assert metrics["vllm:num_preemptions_total"] > 0
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_the_edges_of_the_context_are_reached(served: Served) -> None:
+    for output in served("tree")["max_model_len"].outputs:
+        assert len(output.prompt) + len(output.tokens[0]) == workload.MAX_MODEL_LEN
+        assert output.reasons == ["length"]
+
+
+def test_stop_strings_end_some_texts_early(served: Served) -> None:
+    reasons = [output.reasons[0] for output in served("tree")["stop"].outputs]
+    assert reasons.count("stop") >= len(reasons) // 2
+
+
+def test_min_tokens_holds_back_an_end_that_comes_at_once_without_it(served: Served) -> None:
+    for output in served("tree")["min_tokens"].outputs:
+        assert len(output.tokens[0]) >= 12
+        assert output.reasons == ["stop"]
+
+
+def test_allowed_tokens_are_kept_to(served: Served) -> None:
+    for output in served("tree")["allowed_token_ids"].outputs:
+        assert set(output.tokens[0]) <= set(range(60, 400))
+
+
+def test_sequences_of_one_request_differ(served: Served) -> None:
+    for output in served("tree")["several"].outputs:
+        assert len({tuple(tokens) for tokens in output.tokens}) == 3
+
+
+def test_aborted_requests_end_and_the_others_finish(served: Served) -> None:
+    run = workload.TREE_RUNS["aborted"]
+    ended = [output is None for output in served("tree")["aborted"].outputs]
+    assert ended == [number in run.abort_after for number in range(len(run.requests))]
+
+
+@pytest.mark.parametrize("reason", workload.CHAINS)
+def test_what_needs_chain_order_gets_chains_and_is_counted(reason: str, served: Served) -> None:
+    metrics = served("tree")[reason].metrics
+    verified = metrics["vllm:dyntree_tree_nodes_count"]
+    assert metrics[f"vllm:dyntree_fallback_steps_total{{reason={reason}}}"] == verified > 0
+    assert metrics["vllm:dyntree_tree_depth_sum"] == metrics["vllm:dyntree_tree_nodes_sum"] > 0
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_requests_with_free_trees_are_not_counted_as_falling_back(served: Served) -> None:
+    metrics = served("tree")["greedy"].metrics
+    counted = {name: n for name, n in metrics.items() if "fallback" in name and n}
+    assert counted.keys() <= {"vllm:dyntree_fallback_steps_total{reason=empty_tree}"}
+    assert metrics["vllm:dyntree_tree_depth_sum"] < metrics["vllm:dyntree_tree_nodes_sum"]

@@ -1,0 +1,190 @@
+"""What the engines of these tests serve."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import sabotage
+from engine_process import Request, Run
+
+from dyntree_plugin import pair, plugin
+
+PROMPTS = pair.held_out_prompts(200)
+MAX_MODEL_LEN = 512
+END = 0  # the token that ends a text, as the pair's configuration has it
+
+SEEDS = [number * 7919 - (number % 3) * (1 << 40) for number in range(len(PROMPTS))]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "nucleus": {"temperature": 0.8, "top_p": 0.95},
+    "full": {"temperature": 1.0},
+}
+
+
+def ask(number: int, kind: str, **params: Any) -> Request:
+    """One of the prompts; every request with these arguments is the same."""
+    seed = {} if kind == "greedy" else {"seed": SEEDS[number]}
+    return Request(PROMPTS[number], {"max_tokens": 40} | KINDS[kind] | seed | params)
+
+
+def each_kind(numbers: range, **params: Any) -> list[Request]:
+    kinds = list(KINDS)
+    return [ask(number, kinds[number % len(kinds)], **params) for number in numbers]
+
+
+def long(number: int, kind: str, tokens: int, **params: Any) -> Request:
+    """A prompt of so many tokens, made of several."""
+    text = "\n".join(PROMPTS[(number * 7 + at) % len(PROMPTS)] for at in range(12))
+    seed = {} if kind == "greedy" else {"seed": SEEDS[number]}
+    return Request(text, {"max_tokens": 24} | KINDS[kind] | seed | params, keep=tokens)
+
+
+def long_each_kind(numbers: range, tokens: int, **params: Any) -> list[Request]:
+    kinds = list(KINDS)
+    return [long(number, kinds[number % len(kinds)], tokens, **params) for number in numbers]
+
+
+FEATURES: dict[str, list[Request]] = {
+    "min_p": [ask(n, "full", min_p=0.1) for n in range(6)],
+    "top_k": [ask(n, "full", top_k=3) for n in range(6)],
+    "logit_bias": [
+        ask(n, kind, logit_bias={"5": 4.0, "300": 3.5, "17": -50.0})
+        for n, kind in enumerate(("greedy", "nucleus", "full") * 2)
+    ],
+    "min_tokens": [
+        ask(n, kind, min_tokens=12, logit_bias={str(END): 25.0})
+        for n, kind in enumerate(("greedy", "nucleus", "full"))
+    ],
+    "allowed_token_ids": each_kind(range(20, 26), allowed_token_ids=list(range(60, 400))),
+    "logprobs": each_kind(range(26, 35), logprobs=3),
+    "prompt_logprobs": each_kind(range(35, 38), prompt_logprobs=1, logprobs=0),
+    "several": [ask(n, "full", n=3) for n in range(38, 41)],
+    "low and high temperatures": [
+        ask(n, "full", temperature=t) for n, t in enumerate((0.05, 0.3, 1.7, 2.0), start=41)
+    ],
+    "stop": [
+        *each_kind(range(45, 57), stop=["\n", "self"]),
+        *each_kind(range(57, 60), stop=["("], include_stop_str_in_output=True),
+        *each_kind(range(60, 63), stop_token_ids=list(range(200, 300))),
+    ],
+    "max_tokens": [
+        ask(n, kind, max_tokens=tokens)
+        for n, tokens in enumerate((1, 2, 3, 5, 8, 9, 10, 17, 18))
+        for kind in KINDS
+    ],
+    "max_model_len": [
+        long(n, kind, MAX_MODEL_LEN - left, max_tokens=None, ignore_eos=True)
+        for n, left in enumerate((1, 2, 3, 5, 9, 10, 17, 18, 24))
+        for kind in KINDS
+    ],
+}
+
+CHAINS: dict[str, list[Request]] = {
+    "penalties": [
+        *each_kind(range(70, 73), repetition_penalty=1.3),
+        *each_kind(range(73, 76), presence_penalty=0.8, frequency_penalty=0.4),
+    ],
+    "bad_words": each_kind(range(76, 82), bad_words=["self", " the", "return"]),
+    "structured_output": [
+        *each_kind(range(82, 85), structured_outputs={"regex": r"(ab|cd){3,9}[0-9]{2,5}!"}),
+        *each_kind(range(85, 88), structured_outputs={"json": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+        }}),
+    ],
+}  # fmt: skip
+
+EVERYTHING = [
+    *(request for requests in (*FEATURES.values(), *CHAINS.values()) for request in requests),
+    *each_kind(range(90, 102)),
+]
+random.Random(5).shuffle(EVERYTHING)
+
+DEMANDING = long_each_kind(range(100, 132), 200)
+"""More than a small cache holds at once."""
+
+ACCEPTANCE = Run([ask(number, "full") for number in range(64)])
+
+TREE_RUNS: dict[str, Run] = {
+    **{kind: Run([ask(n, kind) for n in range(len(PROMPTS))]) for kind in KINDS},
+    "batches of 4": Run(each_kind(range(24)), batch=4),
+    "batches of 1": Run(each_kind(range(6, 15)), batch=1),
+    "acceptance": ACCEPTANCE,
+    "cold": Run(long_each_kind(range(140, 152), 300)),
+    "warm": Run(long_each_kind(range(140, 152), 300)),
+    "continued": Run(
+        [Request(r.prompt, r.params, turns=3) for r in each_kind(range(152, 164), max_tokens=40)]
+    ),
+    **{name: Run(requests) for name, requests in FEATURES.items()},
+    **{name: Run(requests) for name, requests in CHAINS.items()},
+    "mixed": Run(EVERYTHING),
+    "aborted": Run(each_kind(range(164, 180)), abort_after={0: 1, 3: 2, 5: 3, 6: 3, 11: 5, 15: 7}),
+    "after the aborted": Run(each_kind(range(164, 180))),
+    **{
+        name: Run(each_kind(range(0, 32), max_tokens=24), sabotage=name) for name in sabotage.NAMES
+    },
+    "after the sabotage": Run(each_kind(range(0, 32), max_tokens=24)),
+}
+
+GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
+
+SAMPLE = Run([*each_kind(range(24)), *EVERYTHING])
+
+
+def _pair():
+    import os
+    from pathlib import Path
+    return pair.paths(Path(os.environ["E2E_PAIR"]) if "E2E_PAIR" in os.environ else None)
+
+
+def tree(nodes: int = 16, slots: int | None = None, **options: Any) -> dict[str, Any]:
+    """Arguments of ``LLM`` for an engine with trees of the embedded pair."""
+    models = _pair()
+    return {
+        "model": str(models["target"]),
+        "speculative_config": {
+            "method": "draft_model",
+            "model": str(models["draft"]),
+            "num_speculative_tokens": slots or nodes,
+        },
+        "additional_config": {"dyntree": {"node_budget": nodes, **options}},
+    }
+
+
+def without_tree(**arguments: Any) -> dict[str, Any]:
+    """Arguments of ``LLM`` for vLLM's V2 runner on the same target."""
+    target = str(_pair()["target"])
+    return {"model": target, "worker_cls": plugin.PLAIN_WORKER, **arguments}
+
+
+ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
+    "tree": (tree(), TREE_RUNS),
+    "uncoupled": (tree(coupling="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
+    "chain": (
+        tree(width=1, children=1, max_depth=16),
+        {"acceptance": ACCEPTANCE, "sample": SAMPLE},
+    ),
+    "wide": (tree(64, width=8, max_depth=6, children=8), {"sample": SAMPLE}),
+    "tight": (
+        tree(10, slots=16, width=3, max_depth=4, children=3)
+        | {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
+        {"demanding": Run(DEMANDING), "sample": SAMPLE},
+    ),
+}  # fmt: skip
+"""Arguments and runs of the engines with trees."""
+
+PLAIN_RUN = Run(
+    list(
+        {
+            request.key: request
+            for _, runs in ENGINES.values()
+            for run in runs.values()
+            for request in run.requests
+        }.values()
+    )
+)
+"""Every request of those engines once."""
