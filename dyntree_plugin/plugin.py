@@ -33,6 +33,7 @@ def register() -> None:
         patches.select_v2_runner()
         patches.reserve_scratch_slots()
         patches.admit_sampling_parameters()
+        patches.carry_tree_stats()
 
 
 def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) -> None:
@@ -53,7 +54,6 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     shape = options.resolve(vllm_config.num_speculative_tokens)
     vllm_config.parallel_config.worker_cls = WORKER
     config.claim(cast("SpeculativeConfig", speculation), shape)
-    patches.carry_tree_stats()
 
     # vLLM shows only what is logged below the name of its own package.
     logger = init_logger("vllm.dyntree")

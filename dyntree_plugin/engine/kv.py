@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dyntree_kernels.cpu.kv_move import kv_move
+from dyntree_kernels.cpu.kv_move import KVMover
 from vllm.model_executor.layers.attention import Attention
 
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
@@ -16,10 +16,8 @@ class CPUPathMover:
         isas = {layer.isa for layer in layers}  # type: ignore[attr-defined]
         if len(isas) != 1:
             raise RuntimeError(f"one KV cache group holds layers of several layouts: {isas}")
-        self._isa = isas.pop()
-        caches = [split_kv_cache(layer.kv_cache) for layer in layers]
-        self._keys = [keys for keys, _ in caches]
-        self._values = [values for _, values in caches]
+        keys, values = zip(*(split_kv_cache(layer.kv_cache) for layer in layers), strict=True)
+        self._move = KVMover(keys, values, isas.pop())
 
     def __call__(self, path: torch.Tensor, roots: torch.Tensor, slots: torch.Tensor) -> None:
         """Bring node ``path[r, k]`` of every request to the place of depth ``k + 1``.
@@ -32,4 +30,4 @@ class CPUPathMover:
         target = slots[(first + step).clamp(max=last)]
         source = slots[(first + path.clamp(min=0)).clamp(max=last)]
         source = torch.where((path >= 0) & (path != step), source, -1)
-        kv_move(self._keys, self._values, self._isa, source, target)
+        self._move(source, target)

@@ -164,7 +164,8 @@ def carry_tree_stats() -> None:
 
     Why: the channel decodes statistics by their declared type, and the logger makes the class of
     speculation metrics that it names, which vLLM itself replaces for Ray. Engines without trees
-    keep what they had: our types then hold nothing of ours. Remove when a plugin can register
+    keep what they had: our types then hold nothing of ours. It must come before a process's first
+    engine: msgspec reads the declared type once and for all. Remove when a plugin can register
     statistics.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger

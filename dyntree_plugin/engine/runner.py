@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from dyntree_kernels.cpu.gumbel import perturbed_logits
+from dyntree_kernels.cpu.warm_up import warm_up
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -61,6 +62,7 @@ class TreeRunnerMixin(GPUModelRunner):
         if self.sampler is None:
             raise RuntimeError("vLLM made no sampler for a generating model")
         cpu.warm_up()
+        warm_up(self.kv_cache_dtype)
         self.rejection_sampler = TreeVerifier(
             self.sampler, self.trees, self.clock, self._on_verified
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Patches torch.cuda and the runner's buffers for the CPU; vLLM's V2 modules must see it first.
-import vllm.v1.worker.cpu.shm  # noqa: F401, I001  isort: skip
+import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ class TreeCPUWorker(CPUWorker):
 
         # The stock method names the runner's class in its body.
         with mock.patch.object(model_runner, "CPUModelRunner", TreeCPUModelRunner):
-            super().init_device()
+            super().init_device()  # type: ignore[no-untyped-call]
 
     def trace_trees(self, wanted: bool) -> None:
         """Start, or end, keeping every verified tree."""
@@ -61,7 +61,7 @@ class PlainCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         cpu.install()
-        super().init_device()
+        super().init_device()  # type: ignore[no-untyped-call]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dyntree_plugin.pair import corpus, evaluate, models, train
 
@@ -84,7 +84,7 @@ def _describe(
 
 
 def _measure(
-    model: models.LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, root: Path | None
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, root: Path | None
 ) -> dict[str, Any]:
     texts = [source.text for source in corpus.held_out_sources(root)]
     loss = evaluate.held_out_loss(model, tokenizer, texts)

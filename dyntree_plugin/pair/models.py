@@ -54,7 +54,7 @@ def new_model(shape: Shape, vocabulary: int, seed: int) -> LlamaForCausalLM:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 def new_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -69,7 +69,7 @@ def new_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerF
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -78,16 +78,25 @@ def new_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerF
     )
 
 
+def in_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy with bfloat16 weights; the frequencies of the position encoding stay in fp32."""
+    duplicate = copy.deepcopy(model)
+    for parameter in duplicate.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return duplicate
+
+
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write `model` in bfloat16 and `tokenizer` in Hugging Face format."""
-    stored = copy.deepcopy(model).to(torch.bfloat16)
-    stored.save_pretrained(directory)
+    in_bfloat16(model).save_pretrained(directory)
+    (directory / "model.safetensors").chmod(0o644)  # written for the owner alone
     tokenizer.save_pretrained(directory)
 
 
 def load(directory: Path) -> LlamaForCausalLM:
     """The stored model in fp32, for evaluation."""
-    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model
 
 
 def parameter_count(model: LlamaForCausalLM) -> int:

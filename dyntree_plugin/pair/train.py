@@ -6,7 +6,6 @@ wrote itself, which is what a draft reads in use.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dyntree_plugin.pair.corpus import Source
-from dyntree_plugin.pair.models import DRAFT, TARGET, Shape, new_model
+from dyntree_plugin.pair.models import DRAFT, TARGET, Shape, in_bfloat16, new_model
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class Recipe:
     target: Shape = TARGET
     draft: Shape = DRAFT
     target_schedule: Schedule = field(default_factory=lambda: Schedule(steps=1560, peak=5e-3))
-    draft_schedule: Schedule = field(default_factory=lambda: Schedule(steps=400, peak=5e-3))
+    draft_schedule: Schedule = field(default_factory=lambda: Schedule(steps=3000, peak=5e-3))
     written_rows: int = 256  # rows that the target writes for the draft
     written_share: float = 0.25  # of the draft's rows
     seed: int = 0
@@ -112,7 +111,7 @@ def distil_draft(
 
     `written` are rows (count, length + 1) of the target's own text, from `write_rows`.
     """
-    teacher = copy.deepcopy(target).to(torch.bfloat16).eval()
+    teacher = in_bfloat16(target)
     model = new_model(recipe.draft, recipe.vocabulary, recipe.seed + 2)
 
     def loss(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
@@ -138,7 +137,7 @@ def write_rows(
     Each starts with a sixteenth to a half row of library text. A third are greedy, the others
     sampled at temperatures 0.8 and 1.
     """
-    model = copy.deepcopy(target).to(torch.bfloat16).eval()
+    model = in_bfloat16(target)
     corpus = _corpus_rows(tokens, recipe, recipe.seed + 5)
     generator = torch.Generator().manual_seed(recipe.seed + 6)
     starts = [max(1, recipe.length // part) for part in (16, 8, 4, 2)]
@@ -219,11 +218,11 @@ def _optimize(
     name: str,
     checkpoint: Path | None,
 ) -> LlamaForCausalLM:
-    """Train the fp32 `model` through a bfloat16 copy, a sixth faster here than autocast.
+    """Train the fp32 `model` through bfloat16 copies, a sixth faster than autocast on a Zen 4.
 
-    Muon for the matrices halves the steps that AdamW needs to the same loss.
+    Muon updates the matrices: the target's loss after 300 steps of AdamW took it under 200.
     """
-    copies = [copy.deepcopy(model).to(torch.bfloat16).train() for _ in range(_COPIES)]
+    copies = [in_bfloat16(model) for _ in range(_COPIES)]
     optimizers = _optimizers(model)
     first = _resume(checkpoint, model, optimizers, rows, schedule)
     average = math.nan
@@ -241,13 +240,14 @@ def _optimize(
             current = sum(losses) / len(losses)
             average = current if math.isnan(average) else 0.98 * average + 0.02 * current
             progress.update(bar, advance=1, note=f"{average:.3f} nats")
-            if (step + 1) % 50 == 0:
+            if (step + 1) % 100 == 0:
                 logger.info("%s: step %d, %.4f nats per token", name, step + 1, average)
             if checkpoint is not None and (step + 1) % CHECKPOINT_STEPS == 0:
                 states = [optimizer.state_dict() for optimizer in optimizers]
                 state = {"step": step + 1, "model": model.state_dict(), "optimizers": states}
-                torch.save(state, checkpoint)
-    return model.eval()
+                torch.save(state, checkpoint.with_suffix(".part"))
+                checkpoint.with_suffix(".part").replace(checkpoint)
+    return model
 
 
 def _gradient(
@@ -259,7 +259,7 @@ def _gradient(
             copied.copy_(weight)
             copied.grad = None
     value = loss(working, rows)
-    value.backward()
+    value.backward()  # type: ignore[no-untyped-call]
     return value.item()
 
 

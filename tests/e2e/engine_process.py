@@ -77,11 +77,14 @@ class Output:
 @dataclass(frozen=True)
 class Result:
     """``outputs`` by request, None for an aborted one; ``metrics`` gained during the run;
-    ``seconds`` of every engine step."""
+    ``seconds`` of every engine step; ``shown``: names that ``LLM.get_metrics()`` gives;
+    ``layout``: of the KV cache, as vLLM names it."""
 
     outputs: list[Output | None]
     metrics: Metrics
     seconds: list[float]
+    shown: list[str]
+    layout: str
 
 
 def serve(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Result]:
@@ -165,7 +168,15 @@ class Engine:
             outputs = [
                 self._replay(*pair) for pair in zip(run.requests, outputs, strict=True)
             ]
-        return Result(outputs, gained, seconds)
+        shown = sorted({metric.name for metric in self.llm.get_metrics()})
+        return Result(outputs, gained, seconds, shown, self._layout())
+
+    def _layout(self) -> str:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+
+        layers = get_layers_from_vllm_config(self.llm.llm_engine.vllm_config, Attention)
+        return str(next(iter(layers.values())).isa)
 
     def _prompt(self, request: Request) -> list[int]:
         prompt = request.prompt

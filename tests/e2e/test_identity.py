@@ -77,10 +77,17 @@ def test_a_conversation_reads_the_kv_that_trees_left_in_the_prefix_cache(served:
     assert from_output >= len(run.requests) // 2
 
 
-def test_a_tiny_cache_preempts_requests_and_the_prompts_come_in_chunks(served: Served) -> None:
+def test_a_tiny_cache_preempts_requests(served: Served) -> None:
     metrics = served("tight")["demanding"].metrics
     assert metrics["vllm:num_preemptions_total"] > 0
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_prompts_longer_than_a_step_come_in_chunks(served: Served) -> None:
+    arguments, runs = workload.ENGINES["tight"]
+    result = served("tight")["long prompts"]
+    assert all(len(o.prompt) > arguments["max_num_batched_tokens"] for o in result.outputs)
+    assert result.metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
 def test_the_edges_of_the_context_are_reached(served: Served) -> None:

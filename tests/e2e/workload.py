@@ -104,8 +104,14 @@ EVERYTHING = [
 ]
 random.Random(5).shuffle(EVERYTHING)
 
-DEMANDING = long_each_kind(range(100, 132), 200)
-"""More than a small cache holds at once."""
+DEMANDING = long_each_kind(range(100, 124), 60, max_tokens=100, ignore_eos=True)
+"""Texts that outgrow a small cache together."""
+
+LONG_PROMPTS = long_each_kind(range(120, 126), 250)
+
+CONTINUED = Run(
+    [Request(r.prompt, r.params, turns=3) for r in each_kind(range(152, 164), max_tokens=40)]
+)
 
 ACCEPTANCE = Run([ask(number, "full") for number in range(64)])
 
@@ -116,9 +122,7 @@ TREE_RUNS: dict[str, Run] = {
     "acceptance": ACCEPTANCE,
     "cold": Run(long_each_kind(range(140, 152), 300)),
     "warm": Run(long_each_kind(range(140, 152), 300)),
-    "continued": Run(
-        [Request(r.prompt, r.params, turns=3) for r in each_kind(range(152, 164), max_tokens=40)]
-    ),
+    "continued": CONTINUED,
     **{name: Run(requests) for name, requests in FEATURES.items()},
     **{name: Run(requests) for name, requests in CHAINS.items()},
     "mixed": Run(EVERYTHING),
@@ -135,20 +139,16 @@ GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
 SAMPLE = Run([*each_kind(range(24)), *EVERYTHING])
 
 
-def _pair():
-    import os
-    from pathlib import Path
-    return pair.paths(Path(os.environ["E2E_PAIR"]) if "E2E_PAIR" in os.environ else None)
-
-
-def tree(nodes: int = 16, slots: int | None = None, **options: Any) -> dict[str, Any]:
+def tree(
+    nodes: int = 16, slots: int | None = None, draft: str = "draft", **options: Any
+) -> dict[str, Any]:
     """Arguments of ``LLM`` for an engine with trees of the embedded pair."""
-    models = _pair()
+    models = pair.paths()
     return {
         "model": str(models["target"]),
         "speculative_config": {
             "method": "draft_model",
-            "model": str(models["draft"]),
+            "model": str(models[draft]),
             "num_speculative_tokens": slots or nodes,
         },
         "additional_config": {"dyntree": {"node_budget": nodes, **options}},
@@ -157,8 +157,13 @@ def tree(nodes: int = 16, slots: int | None = None, **options: Any) -> dict[str,
 
 def without_tree(**arguments: Any) -> dict[str, Any]:
     """Arguments of ``LLM`` for vLLM's V2 runner on the same target."""
-    target = str(_pair()["target"])
+    target = str(pair.paths()["target"])
     return {"model": target, "worker_cls": plugin.PLAIN_WORKER, **arguments}
+
+
+def _untruncated(requests: list[Request]) -> list[Request]:
+    """Those whose tokens are drawn from the whole vocabulary, as the draft's are."""
+    return [request for request in requests if "top_p" not in request.params]
 
 
 ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
@@ -171,11 +176,29 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "wide": (tree(64, width=8, max_depth=6, children=8), {"sample": SAMPLE}),
     "tight": (
         tree(10, slots=16, width=3, max_depth=4, children=3)
-        | {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
-        {"demanding": Run(DEMANDING), "sample": SAMPLE},
+        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 40},
+        {"demanding": Run(DEMANDING), "long prompts": Run(LONG_PROMPTS), "sample": SAMPLE},
+    ),
+    "twin": (
+        # Two children everywhere down to depth 3: every path that there can be is in the tree.
+        tree(14, draft="target", width=8, max_depth=3, children=2),
+        {
+            "batches of 16": Run(_untruncated(each_kind(range(48)))),
+            "batches of 3": Run(_untruncated(each_kind(range(9))), batch=3),
+            "again": Run(_untruncated(each_kind(range(48)))),
+            "continued": Run(_untruncated(CONTINUED.requests)),
+        },
+    ),
+    "tight twin": (
+        tree(5, draft="target", width=1, max_depth=5, children=1)
+        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 40},
+        {
+            "demanding": Run(_untruncated(DEMANDING)),
+            "long prompts": Run(_untruncated(LONG_PROMPTS)),
+        },
     ),
 }  # fmt: skip
-"""Arguments and runs of the engines with trees."""
+"""Arguments and runs of the engines with trees. In a twin the target is its own draft."""
 
 PLAIN_RUN = Run(
     list(

@@ -1,6 +1,6 @@
 """Views of kernel arguments as NumPy arrays."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Block tables of several KV cache groups reach a kernel as an array of addresses 
 stride per group.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Allowed tokens, logit bias, minimum length, bad words and grammar bitmasks."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
 from __future__ import annotations
 

@@ -37,6 +37,8 @@ def install() -> None:
     from vllm.triton_utils import dispatcher
 
     hide_llvmlite_from_kernel_scan()
+    # Before vLLM binds its threads: numba's must not overwrite their number.
+    importlib.import_module("dyntree_kernels.cpu.threads")
     from dyntree_plugin.engine.cpu.refused import REFUSED
     from dyntree_plugin.engine.cpu.registry import IMPLEMENTATIONS, RUNNER, check_arguments, refuse
 
@@ -53,6 +55,7 @@ def install() -> None:
                 pending[RUNNER + kernel] = refuse(kernel, feature)
     if pending:
         dispatcher.register_kernels(pending)
+        logger.info("Replaced %d Triton kernels of the V2 model runner.", len(pending))
 
 
 def hide_llvmlite_from_kernel_scan() -> None:
@@ -62,7 +65,7 @@ def hide_llvmlite_from_kernel_scan() -> None:
     attribute as a symbol of the library, ``__dict__`` included, and the scan fails on the result
     (AttributeError: '_lib_fn_wrapper' object has no attribute 'get'; vLLM 0.32, llvmlite 0.47).
     """
-    from llvmlite.binding import ffi
+    from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
     ffi.lib._fntab["__dict__"] = {}
 

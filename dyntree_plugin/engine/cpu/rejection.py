@@ -4,7 +4,7 @@ Statistics are kept per block of the vocabulary, as the kernels exchange them. B
 and watermarks are refused.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
 from __future__ import annotations
 

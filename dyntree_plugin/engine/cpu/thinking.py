@@ -1,6 +1,6 @@
 """Thinking budgets: a request that has reasoned long enough is made to end its reasoning."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +14,12 @@ import pytest
 import vllm.triton_utils
 from vllm.triton_utils import dispatcher
 
+from dyntree_plugin import preload
 from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.cpu.refused import REFUSED
 from dyntree_plugin.engine.cpu.registry import IMPLEMENTATIONS, RUNNER
 
+ROOT = Path(__file__).parents[3]
 REFUSED_KERNELS = {RUNNER + kernel for kernels in REFUSED.values() for kernel in kernels}
 
 
@@ -128,3 +133,32 @@ def test_vllm_can_register_kernels_after_numba_is_imported(
 def test_the_placeholder_of_triton_rounds_up_to_powers_of_two(number: int, power: int) -> None:
     next_power_of_2: Callable[[int], int] = vllm.triton_utils.triton.next_power_of_2
     assert next_power_of_2(number) == power
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no count to overwrite")
+@pytest.mark.parametrize("preloaded", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_numba_leaves_torchs_thread_count_alone_once_our_kernels_are_imported(
+    preloaded: bool, ours: bool
+) -> None:
+    library = preload.library() if preloaded else None
+    if preloaded and library is None:
+        pytest.skip("no libiomp5 in this environment")
+    program = f"""
+import torch
+import numba
+if {ours}:
+    import dyntree_kernels.cpu.threads
+numba.config.THREADING_LAYER = "omp"
+numba.get_num_threads()
+print("threads", torch.get_num_threads())
+"""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "2",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "LD_PRELOAD": str(library or ""),
+    }
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ("threads 1\n" in done.stdout) == ours

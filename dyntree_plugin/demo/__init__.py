@@ -1,0 +1,145 @@
+"""`dyntree demo`: held-out code completed without and with the tree, in one run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from dyntree_plugin import __version__, compat, pair
+from dyntree_plugin.demo.engines import Announce, Settings, compare
+from dyntree_plugin.demo.quiet import quiet
+from dyntree_plugin.demo.screen import show
+from dyntree_plugin.options import DynTreeOptions
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run it with the arguments behind ``dyntree demo``; ends the process.
+
+    Exit status: 0 if the text is the same with and without the tree, 1 if it is not, 2 if the
+    arguments or the models do not fit.
+    """
+    app(list(arguments), prog_name="dyntree demo")
+
+
+def _options(value: str) -> dict[str, Any]:
+    try:
+        options = json.loads(value)
+        DynTreeOptions.parse(options)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"{value!r} is not JSON: {error}") from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return dict(options)
+
+
+@app.command()
+def demo(
+    target: Annotated[str | None, typer.Option(help="Target model: a folder or a name.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model of the same vocabulary.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to complete.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each completion.")] = 128,
+    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Nodes of a tree.")] = 16,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1)] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the first prompt; each next has one more.")
+    ] = 0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Weights and arithmetic of both models.")
+    ] = "float32",
+    options: Annotated[str, typer.Option(metavar="JSON", help="Further dyntree options.")] = "{}",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own messages.")] = False,
+) -> None:
+    """Completes held-out Python code with the target alone and with a tree of draft tokens, shows
+    that the text is the same and where the time goes, and draws one step's tree.
+
+    Without --target and --draft it takes the pair of tiny models that comes with dyntree.
+    """
+    if (target is None) != (draft is None):
+        raise typer.BadParameter("--target and --draft go together: give both or neither")
+    parsed = _options(options)
+    console = Console(highlight=False)
+    try:
+        if target is None or draft is None:
+            target, draft = (str(path) for path in pair.paths().values())
+        settings = Settings(
+            target=target,
+            draft=draft,
+            dtype=dtype,
+            nodes=nodes,
+            options=parsed,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            prompts=pair.held_out_prompts(prompts),
+        )
+        console.print(_heading(settings))
+        for model in (target, draft):
+            _fetch(model)
+        with (
+            nullcontext(sys.stdout) if verbose else quiet() as screen,
+            _announcing(Console(file=screen)) as announce,
+        ):
+            comparison = compare(settings, announce)
+    except (ValueError, OSError) as error:
+        if verbose:
+            raise
+        print(f"dyntree demo: {error}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(2) from None
+    raise typer.Exit(show(console, settings, comparison))
+
+
+def _heading(settings: Settings) -> Text:
+    name, version = compat.installed_vllm() or ("vllm", "")
+    drawing = (
+        f"temperature {settings.temperature:g}, top-p {settings.top_p:g}"
+        if settings.temperature
+        else "greedy"
+    )
+    return Text.assemble(
+        (f"dyntree {__version__}", "bold"),
+        f" on {name} {version}, {settings.dtype}, {drawing}, {settings.nodes} nodes\n",
+        (f"target {settings.target}\ndraft  {settings.draft}", "dim"),
+    )
+
+
+def _fetch(model: str) -> None:
+    """Downloads a model that is no folder, with Hugging Face's own progress bars."""
+    if not Path(model).is_dir():
+        from huggingface_hub import snapshot_download
+
+        snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
+
+
+@contextmanager
+def _announcing(console: Console) -> Iterator[Announce]:
+    """Shows what takes long with a spinner, and with a bar where its parts are known."""
+    columns = (
+        SpinnerColumn(finished_text="✓"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, redirect_stdout=False, redirect_stderr=False
+    ) as progress:
+
+        @contextmanager
+        def announce(what: str, parts: int | None) -> Iterator[Callable[[], None]]:
+            task = progress.add_task(what, total=parts)
+            yield lambda: progress.advance(task)
+            progress.update(task, total=parts or 1, completed=parts or 1)
+
+        yield announce

@@ -1,0 +1,1 @@
+"""CUDA kernels: Triton (no compiler needed), FlashInfer's JIT, and what chooses between them."""

@@ -1,0 +1,347 @@
+"""Tree attention over vLLM's paged cache in Triton: one kernel, no compiler, any tree.
+
+Query heads that share a KV head are rows of one tile, so the context is read once per group. The
+context needs no mask. Behind it come the tree's columns in tiles of `block_n`; the ancestor bits of
+a tile's rows say which of them any row sees, and the others are skipped without touching the cache
+(block-sparse tree attention of DySpec, arXiv 2410.11744). Nodes in heavy-path order leave the
+fewest tiles.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+MAX_TILES = 64
+"""Tree tiles per request, one bit of an int64 each."""
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _load_rows(base, offsets, wanted, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, DP] at base + offsets; zero where not wanted and beyond D."""
+    d = tl.arange(0, DP)
+    at = base + offsets[:, None] + d[None, :]
+    if D != DP:
+        return tl.load(at, mask=wanted[:, None] & (d < D)[None, :], other=0.0)
+    if MASKED:
+        return tl.load(at, mask=wanted[:, None], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _cache_offsets(TABLE, position, wanted, s_block, s_slot, PAGE: tl.constexpr):
+    block = tl.load(TABLE + position // PAGE, mask=wanted, other=0).to(tl.int64)
+    return block * s_block + (position % PAGE) * s_slot
+
+
+@triton.jit
+def _accumulate(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr):
+    """One step of the online softmax in base 2, over the columns of k and v."""
+    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    new = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen nothing yet keeps -inf, which must not meet itself in a difference.
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - shift[:, None])
+    fade = tl.exp2(m - shift)
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+    return new, l * fade + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _used_tiles(
+    BITS, first, nodes, s_bits, words, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
+    NODES: tl.constexpr, WORDS: tl.constexpr, tile,
+):  # fmt: skip
+    """Bit j: some row of query tile `tile` sees a column of tree tile j."""
+    node = tile * BM // G + tl.arange(0, NODES)
+    word = tl.arange(0, WORDS)
+    wanted = (node < nodes)[:, None] & (word < words)[None, :]
+    bits = tl.load(BITS + (first + node)[:, None] * s_bits + word[None, :], mask=wanted, other=0)
+    seen = tl.reduce(bits, 0, _or) != 0
+    one = tl.full([WORDS], 1, tl.int64)
+    return tl.reduce(tl.where(seen, one << (word * 32 // BN), 0), 0, _or)
+
+
+@triton.jit
+def _tree_attention(
+    Q, KV, O, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, v_scale, words,
+    packed_rows, sq_t, sq_h, s_block, s_head, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
+    SPLITS: tl.constexpr, SEEDED: tl.constexpr, WANT_LSE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    request = tl.program_id(2) // SPLITS
+    split = tl.program_id(2) % SPLITS
+    first = tl.load(INDPTR + request)
+    nodes = tl.load(INDPTR + request + 1) - first
+    ctx = tl.load(CTX + request).to(tl.int32)
+    if (tile * BM >= nodes * G) | (ctx < 0):
+        return
+
+    row = tile * BM + tl.arange(0, BM)
+    node = row // G
+    query_head = head * G + row % G
+    real = row < nodes * G
+    token = first.to(tl.int64)
+    q = _load_rows(Q + token * sq_t, node * sq_t + query_head * sq_h, real, D, DP, True)
+
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    context_tiles = ctx // BN
+    tail = tl.where(ctx % BN != 0, 1, 0)
+    if SEEDED:
+        # Go on from the context's own softmax. What a kernel leaves for an empty context differs.
+        if ctx > 0:
+            logs = tl.load(LSE + token * sl_t + node * sl_t + query_head * sl_h, mask=real, other=0.0)
+            m = logs * 1.4426950408889634
+            l = tl.full([BM], 1.0, tl.float32)
+            rows = node * so_t + query_head * so_h
+            acc = _load_rows(O + token * so_t, rows, real, D, DP, True).to(tl.float32) / v_scale
+        context_tiles = context_tiles * 0
+        tail = tail * 0
+
+    used = _used_tiles(BITS, first, nodes, s_bits, words, BM, BN, G, NODES, WORDS, tile)
+    tiles = context_tiles + tail + tl.cdiv(words * 32, BN)
+    share = tl.cdiv(tiles, SPLITS)
+    lo = split * share
+    hi = tl.minimum(lo + share, tiles)
+    keys = KV + head * s_head
+    table = TABLE + request.to(tl.int64) * s_table
+    column = tl.arange(0, BN)
+
+    if not SEEDED:
+        for j in range(lo, tl.minimum(hi, context_tiles)):
+            position = j * BN + column
+            every = position >= 0
+            at = _cache_offsets(table, position, every, s_block, s_slot, PAGE)
+            k = _load_rows(keys, at, every, D, DP, False)
+            v = _load_rows(keys + D, at, every, D, DP, False)
+            m, l, acc = _accumulate(q, k, v, every, m, l, acc, scale, False)
+
+    # What is left of the context is a tile of its own, numbered -1, before the tree's.
+    start = context_tiles + tail
+    for j in tl.range(tl.maximum(lo, context_tiles) - start, hi - start, num_stages=1):
+        if (j < 0) | (((used >> tl.maximum(j, 0)) & 1) != 0):
+            c = j * BN + column
+            of_tree = (c >= 0) & (c < words * 32)
+            bits = tl.load(
+                BITS + token * s_bits + (node * s_bits)[:, None] + (c // 32)[None, :],
+                mask=real[:, None] & of_tree[None, :],
+                other=0,
+            )
+            position = tl.where(j < 0, context_tiles * BN + column, ctx + c)
+            sees = ((bits >> (c & 31)[None, :]) & 1) | (position < ctx).to(tl.int32)[None, :]
+            seen = tl.max(sees, 0) != 0
+            at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE)
+            k = _load_rows(keys, at, seen, D, DP, True)
+            v = _load_rows(keys + D, at, seen, D, DP, True)
+            m, l, acc = _accumulate(q, k, v, sees != 0, m, l, acc, scale, True)
+
+    if SPLITS > 1:
+        # Partial results lie in packed row order, so that their place needs no division.
+        part = (split * H + head).to(tl.int64) * packed_rows + first * G + tile * BM
+        r = tl.arange(0, BM)
+        at = PARTIAL + part * DP + (r * DP)[:, None] + tl.arange(0, DP)[None, :]
+        tl.store(at, acc, mask=real[:, None])
+        tl.store(PARTIAL_M + part + r, m, mask=real)
+        tl.store(PARTIAL_L + part + r, l, mask=real)
+    else:
+        acc = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+        d = tl.arange(0, DP)
+        out = O + token * so_t + (node * so_t + query_head * so_h)[:, None] + d[None, :]
+        tl.store(out, acc.to(O.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+        if WANT_LSE:
+            natural = (m + tl.log2(l)) / 1.4426950408889634
+            tl.store(LSE + token * sl_t + node * sl_t + query_head * sl_h, natural, mask=real)
+
+
+@triton.jit
+def _reduce_splits(
+    O, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, CTX, INDPTR, v_scale, packed_rows, so_t, so_h, sl_t, sl_h,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+    BH: tl.constexpr, WANT_LSE: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(1)
+    first = tl.load(INDPTR + request)
+    node = tl.program_id(0)
+    if (node >= tl.load(INDPTR + request + 1) - first) | (tl.load(CTX + request) < 0):
+        return
+    token = (first + node).to(tl.int64)
+    head = tl.program_id(2) * BH + tl.arange(0, BH)
+    real = head < H * G
+    d = tl.arange(0, DP)
+    at = (head // G).to(tl.int64) * packed_rows + token * G + head % G
+    step = packed_rows.to(tl.int64) * H
+    m = tl.full([BH], float("-inf"), tl.float32)
+    for split in range(SPLITS):
+        m = tl.maximum(m, tl.load(PARTIAL_M + at + split * step, mask=real, other=float("-inf")))
+    shift = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.zeros([BH], tl.float32)
+    acc = tl.zeros([BH, DP], tl.float32)
+    for split in range(SPLITS):
+        part = tl.load(PARTIAL_M + at + split * step, mask=real, other=float("-inf"))
+        weight = tl.exp2(part - shift)
+        l += tl.load(PARTIAL_L + at + split * step, mask=real, other=0.0) * weight
+        part = tl.load(PARTIAL + (at + split * step)[:, None] * DP + d[None, :], mask=real[:, None], other=0.0)
+        acc += part * weight[:, None]
+    acc = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+    out = O + token * so_t + head[:, None] * so_h + d[None, :]
+    tl.store(out, acc.to(O.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    if WANT_LSE:
+        natural = (m + tl.log2(l)) / 1.4426950408889634
+        tl.store(LSE + token * sl_t + head * sl_h, natural, mask=real)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Launch parameters: rows and columns of a tile, warps and pipeline stages."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
+    """Tiles for `rows` packed rows per request and KV head; these do not spill on sm_90."""
+    padded = triton.next_power_of_2(head_size)
+    if element_size == 4 or padded > 128:
+        return Tiling(32 if rows <= 32 else 64, 32, 4 if rows <= 32 else 8, 2)
+    if rows <= 32:
+        return Tiling(max(16, triton.next_power_of_2(rows)), 64, 4, 3)
+    return Tiling(64, 64, 4, 3) if rows <= 64 else Tiling(128, 64, 8, 3)
+
+
+def _nodes_per_tile(block_m: int, group: int) -> int:
+    return block_m // group if block_m % group == 0 else (block_m + group - 2) // group + 1
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def tree_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    ctx_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    ancestor_bits: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    lse: torch.Tensor | None = None,
+    seeded: bool = False,
+    max_rows: int | None = None,
+    splits: int | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    tiles: Tiling | None = None,
+) -> None:
+    """Attention of tree rows over a paged cache, written to `out`.
+
+    The arguments that are not listed are those of `dyntree_kernels`. Lengths, trees and tables are
+    read on the device: a captured graph stays valid when their contents change.
+
+    Args:
+        kv_cache: [blocks, Hkv, N, 2 * D] in any physical order with the last dimension dense, keys
+            before values. An 8-bit float cache is converted and scaled by the two scales.
+        lse: float32 [T, H], written with the natural logarithm of the softmax denominators.
+        seeded: `out` and `lse` hold the attention over the context alone, and only the tree's
+            columns are added. `lse` is left as it is.
+        max_rows: no request has more rows. Default: T, which launches programs that do nothing.
+        splits: programs that share the columns of a tile; 1 makes the order of the sums
+            independent of the batch. Default: as many as fill the device.
+
+    Raises:
+        ValueError: for shapes or strides that the kernel does not read.
+    """
+    tokens, heads, d = q.shape
+    kv_heads, page = kv_cache.shape[1:3]
+    _check(q, kv_cache, ancestor_bits, out, lse, seeded)
+    if tokens == 0:
+        return
+    group, requests, words = heads // kv_heads, len(ctx_lens), ancestor_bits.shape[1]
+    max_rows = min(max_rows or tokens, tokens)
+    tile = tiles or tiling(d, max_rows * group, kv_cache.element_size())
+    if words * 32 > MAX_TILES * tile.block_n:
+        raise ValueError(f"{words * 32} tree columns, at most {MAX_TILES * tile.block_n} are served")
+    grid = triton.cdiv(max_rows * group, tile.block_m), kv_heads, requests
+    if seeded:
+        splits = 1
+    elif splits is None:
+        splits = max(1, min(32, 2 * _processors(q.device) // (grid[0] * grid[1] * grid[2])))
+    padded = triton.next_power_of_2(d)
+    partial = sums = maxima = out
+    if splits > 1:
+        partial = torch.empty(splits * tokens * heads, padded, dtype=torch.float32, device=q.device)
+        maxima, sums = torch.empty(2, len(partial), dtype=torch.float32, device=q.device)
+    logs = out if lse is None else lse
+    log_strides = (0, 0) if lse is None else lse.stride()
+    shape = {"D": d, "DP": padded, "SPLITS": splits}
+    _tree_attention[(grid[0], grid[1], requests * splits)](
+        q, kv_cache, out, logs, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
+        ancestor_bits, scale * key_scale * LOG2_E, value_scale, words, tokens * group,
+        q.stride(0), q.stride(1),
+        *kv_cache.stride()[:3], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
+        ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page, BM=tile.block_m,
+        BN=tile.block_n, NODES=triton.next_power_of_2(_nodes_per_tile(tile.block_m, group)),
+        WORDS=triton.next_power_of_2(words), SEEDED=seeded, WANT_LSE=lse is not None and not seeded,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        heads_per_program = min(8, triton.next_power_of_2(heads))
+        _reduce_splits[(max_rows, requests, triton.cdiv(heads, heads_per_program))](
+            out, logs, partial, maxima, sums, ctx_lens, qo_indptr, value_scale, tokens * group,
+            out.stride(0), out.stride(1), *log_strides, H=kv_heads, G=group, BH=heads_per_program, WANT_LSE=lse is not None,
+            **shape,
+        )  # fmt: skip
+
+
+def _check(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    ancestor_bits: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    seeded: bool,
+) -> None:
+    tokens, heads, d = q.shape
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * d or heads % kv_cache.shape[1]:
+        raise ValueError(
+            f"kv_cache {tuple(kv_cache.shape)} must be [blocks, Hkv, N, {2 * d}] with Hkv a divisor "
+            f"of the {heads} heads of q"
+        )
+    if out.shape != q.shape:
+        raise ValueError(f"q {tuple(q.shape)} and out {tuple(out.shape)} must have one shape")
+    if any(x.stride(-1) != 1 for x in (q, out, kv_cache, ancestor_bits)):
+        raise ValueError("the last dimension of q, out, kv_cache and ancestor_bits must be dense")
+    if ancestor_bits.dtype != torch.int32 or ancestor_bits.shape[0] < tokens:
+        raise ValueError(
+            f"ancestor_bits {ancestor_bits.dtype} {tuple(ancestor_bits.shape)} must be int32 "
+            f"[{tokens}, words]"
+        )
+    if seeded and lse is None:
+        raise ValueError("seeded attention needs the lse of the context")
+    if lse is not None and (lse.shape != (tokens, heads) or lse.dtype != torch.float32):
+        raise ValueError(f"lse {lse.dtype} {tuple(lse.shape)} must be float32 [{tokens}, {heads}]")

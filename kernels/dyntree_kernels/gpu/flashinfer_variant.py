@@ -1,0 +1,154 @@
+"""FlashInfer's FA2 prefill kernel with ancestor bits for a mask, built ahead of time.
+
+The kernel is compiled by nvcc, which takes one to four minutes per dtype and head size. `build`
+does that once; the result stays in FlashInfer's cache directory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HEAD_SIZES = (64, 128, 256)
+
+# `ctx_lens` and `ancestor_bits` are read on the device at run time, so that neither the plan nor a
+# captured graph depends on them; the planned KV length need only be an upper bound.
+_SOURCE = r"""
+struct TreeAttention : AttentionVariantBase {
+  static constexpr bool use_softmax = true;
+  uint32_t window_left, qo_len, kv_len, visible, words;
+  bool is_tree;
+  const uint32_t* bits;
+  float sm_scale_log2;
+
+  template <typename Params>
+  __device__ __host__ TreeAttention(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
+    qo_len = params.get_qo_len(batch_idx);
+    kv_len = params.get_kv_len(batch_idx);
+    window_left = kv_len;
+    const int32_t ctx = params.ctx_lens[batch_idx];
+    is_tree = ctx >= 0;
+    visible = is_tree ? ctx : -1 - ctx;
+    words = static_cast<uint32_t>(params.words);
+    bits = reinterpret_cast<const uint32_t*>(params.ancestor_bits) +
+           static_cast<uint64_t>(params.q_indptr[batch_idx]) * words;
+    sm_scale_log2 = params.sm_scale * math::log2e;
+  }
+
+  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    if (kv_idx < visible) return true;
+    const uint32_t column = kv_idx - visible;
+    if (!is_tree) return column <= qo_idx;
+    const uint32_t word = column >> 5;
+    if (word >= words || qo_idx >= qo_len) return false;
+    return (bits[qo_idx * words + word] >> (column & 31u)) & 1u;
+  })
+};
+"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled module: activations of `dtype`, a cache of `kv_dtype`."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_size: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype={self.dtype} is not served; allowed: float16, bfloat16")
+        if self.kv_dtype not in (self.dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype} is not served with {self.dtype}; allowed: {self.dtype}, "
+                "float8_e4m3fn, float8_e5m2"
+            )
+        if self.head_size not in HEAD_SIZES:
+            raise ValueError(f"head_size={self.head_size} is not served; allowed: {HEAD_SIZES}")
+
+    @property
+    def name(self) -> str:
+        names = (str(x).removeprefix("torch.") for x in (self.dtype, self.kv_dtype))
+        return f"dyntree_attention_{'_'.join(names)}_{self.head_size}"
+
+    def jit_args(self) -> list[Any]:
+        """What FlashInfer's wrapper takes as `jit_args`."""
+        return [
+            self.name, self.dtype, self.kv_dtype, self.dtype, torch.int32, self.head_size,
+            self.head_size, ["ancestor_bits", "ctx_lens"], ["int32_t", "int32_t"],
+            ["words", "sm_scale"], ["int64_t", "double"], "TreeAttention", _SOURCE,
+        ]  # fmt: skip
+
+    def jit_kwargs(self) -> dict[str, str]:
+        """Keys and values of vLLM's cache have the same strides; from 0.7 on that is an option."""
+        from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
+
+        known = inspect.signature(gen_customize_batch_prefill_module).parameters
+        return {"paged_kv_stride_mode": "equal"} if "paged_kv_stride_mode" in known else {}
+
+    def spec(self) -> Any:
+        """FlashInfer's description of the module; writes the generated sources."""
+        from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
+
+        return gen_customize_batch_prefill_module("fa2", *self.jit_args(), **self.jit_kwargs())
+
+    def is_built(self) -> bool:
+        return bool(self.spec().jit_library_path.exists())
+
+
+def build(variant: Variant, report: Callable[[str], None]) -> float:
+    """Compile `variant` unless it is there, and return the seconds that took.
+
+    `report` gets a line of progress about once a second.
+
+    Raises:
+        RuntimeError: without nvcc, or when the compilation fails.
+    """
+    spec = variant.spec()
+    if spec.jit_library_path.exists():
+        report(f"{variant.name}: built before")
+        return 0.0
+    _find_cuda_home()
+    failure: list[BaseException] = []
+
+    def compile_module() -> None:
+        try:
+            spec.build(verbose=False)
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
+            failure.append(error)
+
+    start = time.monotonic()
+    worker = threading.Thread(target=compile_module, daemon=True)
+    worker.start()
+    objects = sum(1 for source in spec.sources if str(source).endswith(".cu"))
+    while worker.is_alive():
+        worker.join(1.0)
+        done = sum(1 for _ in spec.jit_library_path.parent.glob("*.o"))
+        report(f"{variant.name}: {done} of {objects} objects, {time.monotonic() - start:.0f} s")
+    if failure:
+        raise RuntimeError(f"{variant.name} does not compile: {failure[0]}") from failure[0]
+    return time.monotonic() - start
+
+
+def _find_cuda_home() -> None:
+    """Set CUDA_HOME where nvcc is found through a link or a wrapper beside the toolkit."""
+    if "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
+        return
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise RuntimeError("FlashInfer's kernels need nvcc; it is not on the PATH, set CUDA_HOME")
+    home = Path(nvcc).resolve().parents[1]
+    if not (home / "include" / "cuda.h").exists():
+        home = Path("/usr/local/cuda")
+    if not (home / "include" / "cuda.h").exists():
+        raise RuntimeError(f"no CUDA toolkit around {nvcc}; set CUDA_HOME")
+    os.environ["CUDA_HOME"] = str(home)

@@ -1,0 +1,105 @@
+"""vLLM's own counters stay true with trees, and ours agree with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import workload
+from engine_process import Metrics, Result
+
+from dyntree_plugin.metrics.names import METRICS, PREFIX
+
+pytestmark = pytest.mark.e2e
+
+Served = Callable[[str], Mapping[str, Result]]
+
+
+def by_label(metrics: Metrics, name: str, label: str) -> dict[str, float]:
+    start = f"{name}{{{label}="
+    return {k.removeprefix(start)[:-1]: v for k, v in metrics.items() if k.startswith(start)}
+
+
+def check_consistency(metrics: Metrics) -> None:
+    """Drafted are nodes, accepted is the path, position is depth - 1."""
+    counted = {
+        name: metrics[f"vllm:spec_decode_num_{name}_total"]
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    }
+    trees = metrics[f"{PREFIX}tree_nodes_count"]
+    without_nodes = metrics[f"{PREFIX}tree_nodes_bucket{{le=0.0}}"]
+    assert counted["drafts"] == trees - without_nodes
+    assert counted["draft_tokens"] == metrics[f"{PREFIX}tree_nodes_sum"]
+    assert counted["accepted_tokens"] == metrics[f"{PREFIX}accepted_path_tokens_sum"]
+    for name in ("tree_depth", "accepted_path_tokens"):
+        assert metrics[f"{PREFIX}{name}_count"] == trees
+
+    by_depth = by_label(metrics, f"{PREFIX}proposed_nodes_total", "depth")
+    assert sum(by_depth.values()) == counted["draft_tokens"]
+
+    by_position = by_label(
+        metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"
+    )
+    assert sum(by_position.values()) == counted["accepted_tokens"]
+    for position, accepted in by_position.items():
+        # As many paths reach a depth as are not shorter.
+        shorter = metrics[f"{PREFIX}accepted_path_tokens_bucket{{le={float(position)}}}"]
+        assert accepted == trees - shorter
+        assert accepted <= by_depth.get(str(int(position) + 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("tree", "greedy"),
+        ("tree", "mixed"),
+        ("tree", "aborted"),
+        ("tree", "max_model_len"),
+        ("tree", "structured_output"),
+        ("uncoupled", "acceptance"),
+        ("tight", "sample"),
+        ("tight", "demanding"),
+    ],
+)
+def test_the_counters_agree_with_each_other(engine: str, name: str, served: Served) -> None:
+    metrics = served(engine)[name].metrics
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    check_consistency(metrics)
+
+
+def test_every_token_is_accepted_or_a_bonus(served: Served) -> None:
+    """Nothing ends a text early here, so each step emits its path and one token."""
+    result = served("tree")["max_model_len"]
+    metrics = result.metrics
+    emitted = sum(len(output.tokens[0]) for output in result.outputs)
+    assert metrics["vllm:generation_tokens_total"] == emitted
+    # The first token comes from the prompt; the last path may lead beyond the context.
+    steps = metrics[f"{PREFIX}tree_nodes_count"]
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    assert len(result.outputs) + steps + accepted >= emitted
+
+
+def test_kv_moves_are_counted_where_trees_branch_and_never_for_chains(served: Served) -> None:
+    moved = f"{PREFIX}kv_moved_tokens_total"
+    assert served("tree")["greedy"].metrics[moved] > 0
+    assert served("chain")["acceptance"].metrics[moved] == 0
+
+
+def test_the_stages_account_for_most_of_the_time(served: Served) -> None:
+    result = served("tree")["greedy"]
+    stages = by_label(result.metrics, f"{PREFIX}stage_seconds_total", "stage")
+    assert all(seconds > 0 for seconds in stages.values())
+    assert 0.5 * sum(result.seconds) < sum(stages.values()) < sum(result.seconds)
+
+
+def test_an_engine_without_trees_exports_none_of_our_metrics(
+    plain_result: Result, served: Served
+) -> None:
+    assert not [name for name in plain_result.metrics if name.startswith(PREFIX)]
+    with_trees = served("tree")["greedy"].metrics
+    for metric in METRICS:
+        assert any(name.startswith(metric.name) for name in with_trees)
+
+
+def test_offline_metrics_show_ours(served: Served) -> None:
+    assert {metric.name for metric in METRICS} <= set(served("tree")["greedy"].shown)

@@ -1,0 +1,168 @@
+"""Batches over vLLM's paged cache in every physical layout, for kernels that run on a device.
+
+Where there is no GPU the kernels run in Triton's interpreter, which TRITON_INTERPRET=1 selects
+before triton is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from dyntree_kernels.ancestors import ancestor_bits, pack_bits, unpack_bits
+from dyntree_kernels.reference import masked_attention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+LAYOUTS = {  # the physical order of layers, blocks, heads, positions; the content is innermost
+    "LBHNC": (0, 1, 2, 3),
+    "LBNHC": (0, 1, 3, 2),
+    "LHBNC": (0, 2, 1, 3),
+    "BLHNC": (1, 0, 2, 3),
+    "BLNHC": (1, 0, 3, 2),
+    "BHLNC": (1, 2, 0, 3),
+}
+
+
+def paged_layers(
+    layout: str, layers: int, blocks: int, heads: int, block_size: int, content: int
+) -> torch.Tensor:
+    """Bytes of a cache as the logical view [layers, blocks, heads, block_size, content]."""
+    order = LAYOUTS[layout]
+    sizes = (layers, blocks, heads, block_size)
+    raw = torch.zeros(*(sizes[i] for i in order), content, dtype=torch.uint8, device=DEVICE)
+    return raw.permute(*(order.index(i) for i in range(4)), 4)
+
+
+def random_tree(nodes: int, generator: torch.Generator) -> list[int]:
+    picks = torch.rand(nodes, generator=generator)
+    return [-1, *(int(picks[i] * i) for i in range(1, nodes))]
+
+
+def chain(nodes: int) -> list[int]:
+    return list(range(-1, nodes - 1))
+
+
+def star(nodes: int) -> list[int]:
+    return [-1] + [0] * (nodes - 1)
+
+
+def tree_mask(parents: list[int]) -> torch.Tensor:
+    return unpack_bits(ancestor_bits(torch.tensor([parents]))[0], len(parents))
+
+
+@dataclass
+class Case:
+    """Requests over one layer's cache, in which every slot that nobody sees is NaN."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    ctx_lens: torch.Tensor
+    qo_indptr: torch.Tensor
+    bits: torch.Tensor
+    scale: float
+    masks: list[torch.Tensor] = field(repr=False)
+    keys: list[torch.Tensor] = field(repr=False)  # token-major, context before tree
+    values: list[torch.Tensor] = field(repr=False)
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.q, self.kv_cache, self.block_table, self.ctx_lens, self.qo_indptr, self.bits,
+        )  # fmt: skip
+
+    def rows(self, request: int) -> slice:
+        return slice(*self.qo_indptr[request : request + 2].tolist())
+
+    def expected(self) -> torch.Tensor:
+        """The oracle in float64 on the CPU; NaN in the rows of requests without a tree."""
+        out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
+        for r, (mask, keys, values) in enumerate(
+            zip(self.masks, self.keys, self.values, strict=True)
+        ):
+            ctx = int(self.ctx_lens[r])
+            if ctx >= 0:
+                visible = torch.nn.functional.pad(mask, (ctx, 0), value=True)
+                rows = self.rows(r)
+                out[rows] = masked_attention(
+                    self.q[rows].cpu(), keys, values, visible, self.scale
+                )
+        return out
+
+    def expected_lse(self) -> torch.Tensor:
+        """Natural logarithm of the softmax denominators, float64 [T, H]."""
+        lse = torch.full(self.q.shape[:2], torch.nan, dtype=torch.float64)
+        for r, (mask, keys) in enumerate(zip(self.masks, self.keys, strict=True)):
+            visible = torch.nn.functional.pad(mask, (int(self.ctx_lens[r]), 0), value=True)
+            q = self.q[self.rows(r)].cpu().double()
+            k = keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)
+            scores = torch.einsum("nhd,lhd->nhl", q, k) * self.scale
+            lse[self.rows(r)] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(-1)
+        return lse
+
+
+def make_case(
+    masks: list[torch.Tensor],
+    ctx_lens: list[int],
+    *,
+    group: int = 2,
+    kv_heads: int = 2,
+    head_size: int = 32,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "LBNHC",
+    seed: int = 0,
+    poison: float = torch.nan,
+) -> Case:
+    """A case from bool masks [rows, columns], one per request, over permuted blocks.
+
+    Columns that no row sees, unused slots and the cache's other layer hold `poison`.
+    """
+    g = torch.Generator().manual_seed(seed)
+    width = max(mask.shape[1] for mask in masks)
+    lengths = [ctx + mask.shape[1] for ctx, mask in zip(ctx_lens, masks, strict=True)]
+    table_width = max(-(-length // block_size) for length in lengths)
+    blocks = 1 + table_width * len(masks)
+    table = torch.randperm(blocks - 1, generator=g).view(len(masks), table_width) + 1
+    content = 2 * head_size * dtype.itemsize
+    layers = paged_layers(layout, 2, blocks, kv_heads, block_size, content).view(dtype)
+    layers.fill_(poison)
+    cache = layers[1]
+    keys, values, bits = [], [], []
+    for mask, ctx, of_request, length in zip(masks, ctx_lens, table, lengths, strict=True):
+        position = torch.arange(length)
+        k, v = torch.randn(2, length, kv_heads, head_size, generator=g).to(dtype)
+        seen = torch.nn.functional.pad(mask.any(0), (ctx, 0), value=True)
+        at = position[seen]
+        blocks_at, slots_at = of_request[at // block_size].to(DEVICE), (at % block_size).to(DEVICE)
+        cache[blocks_at, :, slots_at] = torch.cat([k, v], -1)[seen].to(DEVICE)
+        keys.append(k)
+        values.append(v)
+        bits.append(torch.nn.functional.pad(mask, (0, width - mask.shape[1])))
+    counts = torch.tensor([0] + [mask.shape[0] for mask in masks])
+    shape = (int(counts.sum()), group * kv_heads, head_size)
+    return Case(
+        q=torch.randn(shape, generator=g).to(dtype).to(DEVICE),
+        kv_cache=cache,
+        block_table=table.int().to(DEVICE),
+        ctx_lens=torch.tensor(ctx_lens, dtype=torch.int32, device=DEVICE),
+        qo_indptr=counts.cumsum(0).int().to(DEVICE),
+        bits=pack_bits(torch.cat(bits)).to(DEVICE),
+        scale=head_size**-0.5,
+        masks=masks,
+        keys=keys,
+        values=values,
+    )
+
+
+def draft_masks() -> list[torch.Tensor]:
+    """Few rows over many columns, most of which nobody sees."""
+    g = torch.Generator().manual_seed(3)
+    masks = []
+    for rows, columns in ((4, 100), (2, 64), (3, 7)):
+        mask = torch.rand(rows, columns, generator=g) < 0.1
+        mask[:, 0] = True
+        masks.append(mask)
+    return masks
