@@ -3,7 +3,7 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast lint format clean
+.PHONY: help demo test test-fast gpu-kernels lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -16,6 +16,9 @@ test: lint ## Checks style and types and runs every test.
 
 test-fast: .venv/installed ## Runs the tests that start no engine.
 	$(BIN)/pytest -m "not e2e and not gpu and not monitoring" $(ARGS)
+
+gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... says where results go.
+	@scripts/gpu_kernels.sh
 
 lint: .venv/installed ## Checks style and types.
 	$(BIN)/ruff check

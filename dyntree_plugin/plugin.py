@@ -45,7 +45,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     from vllm.logger import init_logger
 
     from dyntree_plugin import compat, preload
-    from dyntree_plugin.engine import config, patches
+    from dyntree_plugin.engine import config
 
     speculation = vllm_config.speculative_config
     if speculation is not None and config.is_marked(speculation):

@@ -2,16 +2,13 @@
 # Makes the virtual environment .venv with the package, the engine for this machine and the tools.
 #
 #   PYTHON   the Python to use; else the first of the usual names that vLLM's PyTorch is there for
-#   ENGINE   cpu or gpu; else gpu where the NVIDIA driver finds one
+#   ENGINE   cpu or gpu: vLLM's build; trees are served on the CPU so far, which is the default
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=.venv
 log=$PWD/.install.log
-engine=${ENGINE:-}
-if [[ -z $engine ]]; then
-    if nvidia-smi -L >/dev/null 2>&1; then engine=gpu; else engine=cpu; fi
-fi
+engine=${ENGINE:-cpu}
 
 in_range() {
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -32,14 +33,16 @@ def main(arguments: Sequence[str]) -> None:
     app(list(arguments), prog_name="dyntree demo")
 
 
-def _options(value: str) -> dict[str, Any]:
+def _options(value: str, nodes: int) -> dict[str, Any]:
     try:
         options = json.loads(value)
-        DynTreeOptions.parse(options)
     except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"{value!r} is not JSON: {error}") from None
+        raise typer.BadParameter(f"--options {value!r} is not JSON: {error}") from None
+    try:
+        DynTreeOptions.parse(options).resolve(nodes)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        message = f"--options, with num_speculative_tokens set by --nodes: {error}"
+        raise typer.BadParameter(message) from None
     return dict(options)
 
 
@@ -68,7 +71,7 @@ def demo(
     """
     if (target is None) != (draft is None):
         raise typer.BadParameter("--target and --draft go together: give both or neither")
-    parsed = _options(options)
+    parsed = _options(options, nodes)
     console = Console(highlight=False)
     try:
         if target is None or draft is None:
@@ -96,9 +99,15 @@ def demo(
     except (ValueError, OSError) as error:
         if verbose:
             raise
-        print(f"dyntree demo: {error}", file=sys.stderr)  # noqa: T201
+        print(f"dyntree demo: {_message(error)}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
     raise typer.Exit(show(console, settings, comparison))
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ValidationError):  # vLLM's, around what its check or ours has said
+        return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+    return str(error)
 
 
 def _heading(settings: Settings) -> Text:
@@ -133,7 +142,11 @@ def _announcing(console: Console) -> Iterator[Announce]:
         TimeElapsedColumn(),
     )
     with Progress(
-        *columns, console=console, redirect_stdout=False, redirect_stderr=False
+        *columns,
+        console=console,
+        refresh_per_second=4,
+        redirect_stdout=False,
+        redirect_stderr=False,
     ) as progress:
 
         @contextmanager

@@ -88,16 +88,19 @@ Announce = Callable[[str, int | None], AbstractContextManager[Callable[[], None]
 def compare(settings: Settings, announce: Announce) -> Comparison:
     """Complete the prompts with the target alone, then with trees, in engines of their own."""
     with announce("Loading vLLM", None):
-        import vllm  # noqa: F401
+        from vllm import EngineArgs
+
+        # A pair that trees cannot serve is refused here, before anything takes long.
+        EngineArgs(**_with_trees(settings)).create_engine_config()
     count = len(settings.prompts)
     with ExitStack() as stack:
         with announce("Starting the target alone", None):
-            llm = stack.enter_context(_engine(settings, **_alone()))
+            llm = stack.enter_context(_engine(_alone(settings)))
         with announce("Completing without the tree", count) as done:
             plain = _complete(llm, settings, done)
     with ExitStack() as stack:
         with announce("Starting target and draft", None):
-            llm = stack.enter_context(_engine(settings, **_with_trees(settings)))
+            llm = stack.enter_context(_engine(_with_trees(settings)))
         with announce("Completing with the tree", count) as done:
             tree = _complete(llm, settings, done)
         with announce("Looking at the trees", count) as done:
@@ -105,47 +108,52 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
         return Comparison(plain, tree, traces, _text_of_tokens(llm))
 
 
-def _alone() -> dict[str, Any]:
+def _alone(settings: Settings) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     from dyntree_plugin import plugin
 
-    return {"worker_cls": plugin.PLAIN_WORKER} if current_platform.is_cpu() else {}
+    worker = {"worker_cls": plugin.PLAIN_WORKER} if current_platform.is_cpu() else {}
+    return _of_both(settings) | worker
 
 
 def _with_trees(settings: Settings) -> dict[str, Any]:
-    return {
-        "speculative_config": {
-            "method": "draft_model",
-            "model": settings.draft,
-            "num_speculative_tokens": settings.nodes,
-        },
+    speculation = {
+        "method": "draft_model",
+        "model": settings.draft,
+        "num_speculative_tokens": settings.nodes,
+    }
+    return _of_both(settings) | {
+        "speculative_config": speculation,
         "additional_config": {NAMESPACE: dict(settings.options)},
     }
 
 
-@contextmanager
-def _engine(settings: Settings, **arguments: Any) -> Iterator[LLM]:
-    from vllm import LLM
-
+def _of_both(settings: Settings) -> dict[str, Any]:
     # A token is a byte of the prompt at least; a beginning of sequence and a space may come first.
     longest = max(len(prompt.encode()) + 2 for prompt in settings.prompts)
     length = longest + settings.max_tokens + settings.nodes
-    llm = LLM(
-        settings.target,
-        dtype=settings.dtype,
-        max_model_len=length,
-        max_num_batched_tokens=length,
-        max_num_seqs=1,
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
+    return {
+        "model": settings.target,
+        "dtype": settings.dtype,
+        "max_model_len": length,
+        "max_num_batched_tokens": length,
+        "max_num_seqs": 1,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
         # Every run reads its prompts itself.
-        enable_prefix_caching=False,
+        "enable_prefix_caching": False,
         # Compiling would take longer than the demonstration.
-        enforce_eager=True,
-        disable_log_stats=False,
-        use_tqdm_on_load=False,
-        **arguments,
-    )
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "use_tqdm_on_load": False,
+    }
+
+
+@contextmanager
+def _engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
+    from vllm import LLM
+
+    llm = LLM(**arguments)
     try:
         yield llm
     finally:

@@ -18,7 +18,7 @@ def quiet() -> Iterator[TextIO]:
     """Takes this process's and its children's output; gives what still leads to the screen.
 
     Of what was printed, errors that vLLM has logged are shown at the end, on stderr; all of it if
-    the block raises.
+    the block raises, but for a ValueError, which names the user's mistake itself.
     """
     warnings.simplefilter("ignore")
     os.environ.update({k: v for k, v in _LEVELS.items() if k not in os.environ})
@@ -30,10 +30,12 @@ def quiet() -> Iterator[TextIO]:
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        everything = True
+        everything = False
         try:
             yield screen
-            everything = False
+        except BaseException as error:
+            everything = not isinstance(error, ValueError)
+            raise
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

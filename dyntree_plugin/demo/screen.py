@@ -17,7 +17,7 @@ from dyntree_plugin.tree.render import ACCEPTED, Detokenise, rich_tree, visible
 from dyntree_plugin.tree.step import TreeStep
 
 _SLOWER = Text(
-    "Slower here: the target's forwards that the tree saves cost less than drafting does. A tree "
+    "Slower here: the target's forwards that the tree saves cost less than the tree itself. A tree "
     "pays with a target that is much larger than its draft.\n",
     style="yellow",
 )
@@ -102,7 +102,7 @@ def code(prompt: str, completion: str) -> RenderableType:
 
 def tree(step: TreeStep, before: str, text: Detokenise) -> RenderableType:
     """One step's tree below the last lines of ``before``, the text up to its root."""
-    lines = before.splitlines()[-_CODE_LINES:]
+    lines = "\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n")
     legend = Text.assemble(
         (f"{ACCEPTED} accepted", "bold green"),
         "   numbers: estimated chance of the token, and of its whole path\n",
@@ -112,7 +112,7 @@ def tree(step: TreeStep, before: str, text: Detokenise) -> RenderableType:
         " ".join(visible(text(token)) for token in step.emitted), style="bold"
     )
     return Panel(
-        Group(legend, Text("\n".join(lines), style="dim"), rich_tree(step, text), emitted),
+        Group(legend, Text(lines, style="dim"), rich_tree(step, text), emitted),
         title=f"One step: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
         title_align="left",
         padding=(0, 1),

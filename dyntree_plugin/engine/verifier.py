@@ -12,7 +12,6 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from dyntree_plugin.engine.timing import StageClock
 from dyntree_plugin.engine.trees import TreeStore
@@ -39,7 +38,8 @@ class Verification:
 class TreeVerifier:
     """Stands in for the runner's rejection sampler, with its signature.
 
-    ``on_verified`` is called with every Verification and its batch before the output is copied to the host.
+    ``on_verified`` is called with every Verification and its batch before the output is copied to
+    the host.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class TreeVerifier:
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        sampled, processed = self._sample(logits, input_batch, num_logprobs != NO_LOGPROBS)
+        wanted = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        sampled, processed = self._sample(logits, input_batch, wanted is not None)
         with self._clock("walk"):
             accepted, first, counts = self._walk(sampled, input_batch, invalid_drafts)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
@@ -74,9 +74,9 @@ class TreeVerifier:
             self.sampler.req_states.prefill_len.gpu,
         )
         logprobs = None
-        if num_logprobs != NO_LOGPROBS:
+        if wanted is not None:
             scores = logits if processed is None else processed
-            logprobs = self._logprobs(scores, input_batch, accepted, first, num_logprobs)
+            logprobs = self._logprobs(scores, input_batch, accepted, first, *wanted)
         roots = input_batch.logits_indices[first]
         self._on_verified(Verification(accepted, roots, counts, num_sampled), input_batch)
         return SamplerOutput(
@@ -162,6 +162,7 @@ class TreeVerifier:
         accepted: Accepted,
         first: torch.Tensor,
         num_logprobs: int,
+        num_token_ids: int,
     ) -> LogprobsTensors:
         """Logprobs of the emitted tokens: vLLM's code, on rows brought into path order."""
         num_rows = scores.shape[0]
@@ -178,5 +179,8 @@ class TreeVerifier:
             num_logprobs,
             accepted.tokens[request, step],
             batch.cu_num_logits_np.tolist(),
+            self.sampler.logprob_token_ids_state,
+            batch.expanded_idx_mapping,
+            num_token_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )

@@ -67,7 +67,7 @@ def retrain(
     """Train a pair on the running interpreter's library; its paths, as from `paths`.
 
     `output` defaults to `user_directory()`, `recipe` to the one of the shipped pair, which takes
-    about an hour on two cores. With `checkpoints` an interrupted training resumes.
+    about half an hour on two idle cores. With `checkpoints` an interrupted training resumes.
     """
     from dyntree_plugin.pair.build import build
     from dyntree_plugin.pair.train import Recipe

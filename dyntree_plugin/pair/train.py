@@ -59,7 +59,9 @@ class Recipe:
     target: Shape = TARGET
     draft: Shape = DRAFT
     target_schedule: Schedule = field(default_factory=lambda: Schedule(steps=1560, peak=5e-3))
-    draft_schedule: Schedule = field(default_factory=lambda: Schedule(steps=3000, peak=5e-3))
+    draft_schedule: Schedule = field(
+        default_factory=lambda: Schedule(steps=3750, peak=5e-3, decay=0.4)
+    )
     written_rows: int = 256  # rows that the target writes for the draft
     written_share: float = 0.25  # of the draft's rows
     seed: int = 0

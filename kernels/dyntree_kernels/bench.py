@@ -1,5 +1,7 @@
 """Time the CPU kernels: python -m dyntree_kernels.bench [float32|bfloat16|float16]
 
+Without a dtype, where there is a CUDA device, it runs `dyntree_kernels.gpu.bench` instead.
+
 Prints the lower quartile of the milliseconds per layer of tree attention, next to gathering the
 cache into a dense tensor for torch's attention with a mask, and of a KV move over all layers.
 """
@@ -80,6 +82,12 @@ def _move(layers: int, kv_heads: int, d: int, dtype: torch.dtype) -> float:
 
 
 def main() -> None:
+    wants_cpu = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+    if torch.cuda.is_available() and not wants_cpu:
+        from dyntree_kernels.gpu.bench import main as on_gpu
+
+        on_gpu()
+        return
     dtype = getattr(torch, sys.argv[1] if len(sys.argv) > 1 else "float32")
     write = sys.stdout.write
     write(f"{dtype}, {torch.get_num_threads()} threads, ms\n")

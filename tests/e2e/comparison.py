@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from dyntree_kernels.cpu.gumbel import gumbel_noise
 from engine_process import Output, Request, Result, Run, serve
 from workload import without_tree
+
+from dyntree_kernels.cpu.gumbel import gumbel_noise
 
 Outputs = Mapping[str, Output]
 """By the request's key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -46,3 +47,14 @@ def differing(served: Callable[[str], Served], plain: Outputs) -> Callable[[str,
         return explain(found) if found else ""
 
     return differences
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Shows measured figures among pytest's own output."""
+
+    def show(text: str) -> None:
+        with capsys.disabled():
+            sys.stdout.write(f"\n{text}\n")
+
+    return show

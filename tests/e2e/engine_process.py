@@ -25,8 +25,8 @@ Metrics = dict[str, float]
 class Request:
     """A prompt and the keyword arguments of its SamplingParams.
 
-    The prompt is a text or its tokens; ``keep``: use only so many of them. ``turns``: after an answer, ask again with
-    prompt and answer as the prompt; only the last answer is the output.
+    The prompt is a text or its tokens; ``keep``: use only so many of them. ``turns``: after an
+    answer, ask again with prompt and answer as the prompt; only the last answer is the output.
     """
 
     prompt: str | list[int]
@@ -57,8 +57,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Output:
-    """What a request got for a ``prompt`` of tokens. With n > 1 ``tokens``, ``texts`` and the others have n entries.
+    """What a request got for a ``prompt`` of tokens.
 
+    With n > 1 ``tokens``, ``texts``, ``reasons`` to finish and ``logprobs`` have n entries.
     ``logprobs`` by sequence and token: of the sampled token first, then of the best, descending.
     ``cached``: prompt tokens found in the prefix cache. ``replayed``: the logprobs of the first
     sequence's tokens in the run's replay.
@@ -77,12 +78,13 @@ class Output:
 @dataclass(frozen=True)
 class Result:
     """``outputs`` by request, None for an aborted one; ``metrics`` gained during the run;
-    ``seconds`` of every engine step; ``shown``: names that ``LLM.get_metrics()`` gives;
-    ``layout``: of the KV cache, as vLLM names it."""
+    ``seconds`` of every engine step, and with trees of its ``stages``; ``shown``: names that
+    ``LLM.get_metrics()`` gives; ``layout``: of the KV cache, as vLLM names it."""
 
     outputs: list[Output | None]
     metrics: Metrics
     seconds: list[float]
+    stages: list[dict[str, float]]
     shown: list[str]
     layout: str
 
@@ -145,6 +147,18 @@ class Engine:
         self.llm = LLM(**defaults | arguments)
         self._tokenizer = self.llm.get_tokenizer()
         self._begun = 0
+        self._stages: list[dict[str, float]] = []
+        if hasattr(self.runner, "clock"):
+            self._note_stages(self.runner.clock)
+
+    def _note_stages(self, clock: Any) -> None:
+        stock = clock.take
+
+        def take() -> dict[str, float]:
+            self._stages.append(stock())
+            return self._stages[-1]
+
+        clock.take = take
 
     @property
     def runner(self) -> Any:
@@ -152,6 +166,7 @@ class Engine:
 
     def work(self, run: Run) -> Result:
         before = read_metrics()
+        self._stages.clear()
         outputs: list[Output | None] = [None] * len(run.requests)
         seconds: list[float] = []
         for first in range(0, len(run.requests), run.batch):
@@ -165,11 +180,9 @@ class Engine:
         after = read_metrics()
         gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
         if run.replay:
-            outputs = [
-                self._replay(*pair) for pair in zip(run.requests, outputs, strict=True)
-            ]
+            outputs = [self._replay(*pair) for pair in zip(run.requests, outputs, strict=True)]
         shown = sorted({metric.name for metric in self.llm.get_metrics()})
-        return Result(outputs, gained, seconds, shown, self._layout())
+        return Result(outputs, gained, seconds, self._stages[:], shown, self._layout())
 
     def _layout(self) -> str:
         from vllm.config import get_layers_from_vllm_config

@@ -5,6 +5,7 @@ As a program it prints the report.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from statistics import median
 
@@ -14,7 +15,7 @@ from engine_process import Request, Result, Run, serve
 BATCHES = (1, 16)
 REPEATS = 4
 NODES = 16
-STAGE = "vllm:dyntree_stage_seconds_total{stage=%s}"
+STEPS = 12  # of a run with trees: later the first requests end, and the batch is smaller
 
 
 def _run(batch: int) -> Run:
@@ -24,31 +25,23 @@ def _run(batch: int) -> Run:
 
 @dataclass(frozen=True)
 class Speed:
-    """Milliseconds per engine step at one batch size.
+    """Milliseconds per decoding step at one batch size, medians.
 
-    ``v1``, ``v2``: plain decode on vLLM's V1 runner and on V2 with our kernels, median step.
-    ``step``: of an engine with trees, on average; ``stages``: what the worker spent of it;
-    ``tokens``: per step and request.
+    ``v1``, ``v2``: plain decode on vLLM's V1 runner and on V2 with our kernels. ``step``: of an
+    engine with trees, ``stages``: what its worker spent of it, ``machinery``: all of it but model
+    forwards and their attention. ``tokens``: accepted and bonus, per tree.
     """
 
     v1: float
     v2: float
     step: float
     stages: dict[str, float]
+    machinery: float
     tokens: float
-
-    @property
-    def forwards(self) -> float:
-        return self.stages["target"] + self.stages["draft"]
-
-    @property
-    def machinery(self) -> float:
-        """Everything but model forwards and their attention."""
-        return self.step - self.forwards
 
 
 def measure() -> dict[int, Speed]:
-    """By batch size. Of several runs the fastest counts: a busy machine only ever adds time."""
+    """By batch size."""
     runs = {f"{batch}, {turn}": _run(batch) for turn in range(REPEATS) for batch in BATCHES}
     target = workload.without_tree()["model"]
     engines = {
@@ -59,33 +52,37 @@ def measure() -> dict[int, Speed]:
     results = {name: serve(arguments, runs) for name, arguments in engines.items()}
 
     def turns(engine: str, batch: int) -> list[Result]:
-        # The first warms caches up.
         return [results[engine][f"{batch}, {turn}"] for turn in range(1, REPEATS)]
 
     def plain_step(engine: str, batch: int) -> float:
-        return min(1e3 * median(result.seconds) for result in turns(engine, batch))
+        return median(1e3 * s for result in turns(engine, batch) for s in result.seconds[2:])
 
-    found = {}
-    for batch in BATCHES:
-        speeds = [_tree_speed(result, batch) for result in turns("tree", batch)]
-        step, stages, tokens = min(speeds, key=lambda s: s[0] - s[1]["target"] - s[1]["draft"])
-        found[batch] = Speed(
-            plain_step("v1", batch), plain_step("v2", batch), step, stages, tokens
+    return {
+        batch: Speed(
+            plain_step("v1", batch), plain_step("v2", batch), *_of_tree(turns("tree", batch))
         )
-    return found
+        for batch in BATCHES
+    }
 
 
-def _tree_speed(result: Result, batch: int) -> tuple[float, dict[str, float], float]:
-    from dyntree_plugin.engine.timing import STAGES
-
-    steps = len(result.seconds)
-    stages = {stage: 1e3 * result.metrics[STAGE % stage] / steps for stage in STAGES}
-    tokens = result.metrics["vllm:generation_tokens_total"] / steps / batch
-    return 1e3 * sum(result.seconds) / steps, stages, tokens
+def _of_tree(results: list[Result]) -> tuple[float, dict[str, float], float, float]:
+    steps, machinery = [], []
+    stages: dict[str, list[float]] = {}
+    for result in results:
+        for seconds, of_step in list(zip(result.seconds, result.stages, strict=True))[2:STEPS]:
+            steps.append(1e3 * seconds)
+            machinery.append(1e3 * (seconds - of_step["target"] - of_step["draft"]))
+            for stage, spent in of_step.items():
+                stages.setdefault(stage, []).append(1e3 * spent)
+    trees = sum(r.metrics["vllm:spec_decode_num_drafts_total"] for r in results)
+    accepted = sum(r.metrics["vllm:spec_decode_num_accepted_tokens_total"] for r in results)
+    medians = {stage: median(spent) for stage, spent in stages.items()}
+    return median(steps), medians, median(machinery), 1 + accepted / trees
 
 
 def report(speeds: dict[int, Speed]) -> str:
-    lines = ["", f"milliseconds per step, {NODES} nodes, greedy, 64 tokens"]
+    load = os.getloadavg()[0]
+    lines = [f"milliseconds per step, {NODES} nodes, greedy (load of the machine {load:.1f})"]
     for batch, speed in speeds.items():
         stages = ", ".join(f"{stage} {time:.2f}" for stage, time in speed.stages.items())
         engine = speed.step - sum(speed.stages.values())
@@ -93,8 +90,8 @@ def report(speeds: dict[int, Speed]) -> str:
             f"batch {batch}:",
             f"  plain decode: V1 {speed.v1:.2f}, V2 with our kernels {speed.v2:.2f} "
             f"({speed.v2 / speed.v1:.2f}x)",
-            f"  trees: step {speed.step:.2f} for {speed.tokens:.2f} tokens per request: "
-            f"{stages}, scheduler and engine {engine:.2f}",
+            f"  trees: {speed.step:.2f} for {speed.tokens:.2f} tokens per request: {stages}, "
+            f"scheduler and engine {engine:.2f}",
             f"  machinery (all but forwards): {speed.machinery:.2f}",
         ]
     return "\n".join(lines)

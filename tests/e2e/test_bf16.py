@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import mean
 
 import pytest
@@ -47,14 +48,13 @@ def distances(result: Result) -> list[float]:
 
 
 def test_scores_on_the_tree_are_within_rounding_of_the_chain(
-    trees: dict[str, Result], rounding: list[float], capsys: pytest.CaptureFixture[str]
+    trees: dict[str, Result], rounding: list[float], tell: Callable[[str], None]
 ) -> None:
     found, broken = distances(trees["tree"]), distances(trees["broken"])
-    with capsys.disabled():
-        print(
-            f"\nbf16 logprobs, mean and largest distance: trees from the chain {_both(found)}, "
-            f"the chain from fp32 {_both(rounding)}, with chain positions {_both(broken)}"
-        )
+    tell(
+        f"bf16 logprobs, mean and largest distance: trees from the chain {_both(found)}, "
+        f"the chain from fp32 {_both(rounding)}, with chain positions {_both(broken)}"
+    )
     assert mean(found) <= mean(rounding)
     assert max(found) <= max(rounding)
     assert mean(broken) > 3 * mean(rounding)

@@ -34,15 +34,22 @@ def test_a_draft_that_is_the_target_is_accepted_to_the_last_level(
 
 
 def test_coupled_drafting_gains_accepted_tokens_at_temperature_1(
-    served: Served, capsys: pytest.CaptureFixture[str]
+    served: Served, tell: Callable[[str], None]
 ) -> None:
     coupled, uncoupled, chain = (
         accepted_per_step(served(engine)["acceptance"]) for engine in ("tree", "uncoupled", "chain")
     )
-    with capsys.disabled():
-        print(
-            "\naccepted draft tokens per step at temperature 1 with 16 nodes: "
-            f"coupled tree {coupled:.2f}, uncoupled tree {uncoupled:.2f} "
-            f"({coupled / uncoupled:.2f}x), coupled chain {chain:.2f}"
-        )
+    tell(
+        "accepted draft tokens per step at temperature 1 with 16 nodes: "
+        f"coupled tree {coupled:.2f}, uncoupled tree {uncoupled:.2f} "
+        f"({coupled / uncoupled:.2f}x), coupled chain {chain:.2f}"
+    )
     assert coupled >= 1.4 * uncoupled
+
+
+def test_a_tree_step_yields_several_tokens_at_temperature_0(
+    served: Served, tell: Callable[[str], None]
+) -> None:
+    tokens = 1 + accepted_per_step(served("tree")["greedy"])
+    tell(f"tokens per target step at temperature 0 with 16 nodes: {tokens:.2f}")
+    assert tokens >= 2.5

@@ -41,15 +41,11 @@ def test_the_plain_engine_agrees_with_the_v1_runner_at_temperature_0(plain: Outp
         assert output.tokens == plain[key].tokens
 
 
-@pytest.mark.parametrize(
-    ("engine", "name"), [("tree", "logprobs"), ("tree", "prompt_logprobs"), ("tree", "mixed")]
-)
-def test_logprobs_are_those_without_trees(
-    engine: str, name: str, served: Served, plain: Outputs
-) -> None:
+@pytest.mark.parametrize("name", ["logprobs", "logprob_token_ids", "prompt_logprobs", "mixed"])
+def test_logprobs_are_those_without_trees(name: str, served: Served, plain: Outputs) -> None:
     compared = 0
-    run = workload.ENGINES[engine][1][name]
-    for key, output in by_request(run, served(engine)[name]).items():
+    run = workload.TREE_RUNS[name]
+    for key, output in by_request(run, served("tree")[name]).items():
         wanted = plain[key]
         assert output.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=1e-4)
         for sequence, wanted_sequence in zip(output.logprobs, wanted.logprobs, strict=True):
@@ -84,9 +80,9 @@ def test_a_tiny_cache_preempts_requests(served: Served) -> None:
 
 
 def test_prompts_longer_than_a_step_come_in_chunks(served: Served) -> None:
-    arguments, runs = workload.ENGINES["tight"]
+    step = workload.ENGINES["tight"][0]["max_num_batched_tokens"]
     result = served("tight")["long prompts"]
-    assert all(len(o.prompt) > arguments["max_num_batched_tokens"] for o in result.outputs)
+    assert all(len(output.prompt) > step for output in result.outputs)
     assert result.metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 

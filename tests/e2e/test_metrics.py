@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
-import workload
 from engine_process import Metrics, Result
 
 from dyntree_plugin.metrics.names import METRICS, PREFIX

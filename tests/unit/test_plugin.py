@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -204,6 +205,8 @@ def build(pair: tuple[str, str], environment: None) -> Callable[..., Any]:
     plugin.register()
     from vllm.engine.arg_utils import EngineArgs
 
+    # vLLM's logger keeps its records from the root's handlers, caplog's among them.
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return lambda **arguments: EngineArgs(
         model=pair[0],
         skip_tokenizer_init=True,

@@ -31,6 +31,9 @@ class TreeAttnMetadata(ModelSpecificAttnMetadata):
         self._mask = mask
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
-        if getattr(attn_metadata_builder, "takes_tree_mask", False):
-            return {"tree_mask": self._mask}
-        return {}
+        if not getattr(attn_metadata_builder, "takes_tree_mask", False):
+            raise RuntimeError(
+                f"{type(attn_metadata_builder).__name__} takes no tree mask: its layers would see "
+                "the rows of a tree as a chain"
+            )
+        return {"tree_mask": self._mask}

@@ -47,7 +47,7 @@ def _cache_offsets(TABLE, position, wanted, s_block, s_slot, PAGE: tl.constexpr)
 
 
 @triton.jit
-def _accumulate(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr):
+def _accumulate(q, k, v, visible, m, total, acc, scale, MASKED: tl.constexpr):
     """One step of the online softmax in base 2, over the columns of k and v."""
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
     if MASKED:
@@ -58,7 +58,7 @@ def _accumulate(q, k, v, visible, m, l, acc, scale, MASKED: tl.constexpr):
     p = tl.exp2(s - shift[:, None])
     fade = tl.exp2(m - shift)
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-    return new, l * fade + tl.sum(p, 1), acc
+    return new, total * fade + tl.sum(p, 1), acc
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _used_tiles(
 
 @triton.jit
 def _tree_attention(
-    Q, KV, O, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, v_scale, words,
+    Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, v_scale, words,
     packed_rows, sq_t, sq_h, s_block, s_head, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
@@ -102,18 +102,18 @@ def _tree_attention(
     q = _load_rows(Q + token * sq_t, node * sq_t + query_head * sq_h, real, D, DP, True)
 
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     context_tiles = ctx // BN
     tail = tl.where(ctx % BN != 0, 1, 0)
     if SEEDED:
         # Go on from the context's own softmax. What a kernel leaves for an empty context differs.
         if ctx > 0:
-            logs = tl.load(LSE + token * sl_t + node * sl_t + query_head * sl_h, mask=real, other=0.0)
-            m = logs * 1.4426950408889634
-            l = tl.full([BM], 1.0, tl.float32)
+            logs = LSE + token * sl_t + node * sl_t + query_head * sl_h
+            m = tl.load(logs, mask=real, other=0.0) * 1.4426950408889634
+            total = tl.full([BM], 1.0, tl.float32)
             rows = node * so_t + query_head * so_h
-            acc = _load_rows(O + token * so_t, rows, real, D, DP, True).to(tl.float32) / v_scale
+            acc = _load_rows(OUT + token * so_t, rows, real, D, DP, True).to(tl.float32) / v_scale
         context_tiles = context_tiles * 0
         tail = tail * 0
 
@@ -133,7 +133,7 @@ def _tree_attention(
             at = _cache_offsets(table, position, every, s_block, s_slot, PAGE)
             k = _load_rows(keys, at, every, D, DP, False)
             v = _load_rows(keys + D, at, every, D, DP, False)
-            m, l, acc = _accumulate(q, k, v, every, m, l, acc, scale, False)
+            m, total, acc = _accumulate(q, k, v, every, m, total, acc, scale, False)
 
     # What is left of the context is a tile of its own, numbered -1, before the tree's.
     start = context_tiles + tail
@@ -152,7 +152,7 @@ def _tree_attention(
             at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE)
             k = _load_rows(keys, at, seen, D, DP, True)
             v = _load_rows(keys + D, at, seen, D, DP, True)
-            m, l, acc = _accumulate(q, k, v, sees != 0, m, l, acc, scale, True)
+            m, total, acc = _accumulate(q, k, v, sees != 0, m, total, acc, scale, True)
 
     if SPLITS > 1:
         # Partial results lie in packed row order, so that their place needs no division.
@@ -161,22 +161,22 @@ def _tree_attention(
         at = PARTIAL + part * DP + (r * DP)[:, None] + tl.arange(0, DP)[None, :]
         tl.store(at, acc, mask=real[:, None])
         tl.store(PARTIAL_M + part + r, m, mask=real)
-        tl.store(PARTIAL_L + part + r, l, mask=real)
+        tl.store(PARTIAL_L + part + r, total, mask=real)
     else:
-        acc = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+        acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
         d = tl.arange(0, DP)
-        out = O + token * so_t + (node * so_t + query_head * so_h)[:, None] + d[None, :]
-        tl.store(out, acc.to(O.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+        out = OUT + token * so_t + (node * so_t + query_head * so_h)[:, None] + d[None, :]
+        tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
         if WANT_LSE:
-            natural = (m + tl.log2(l)) / 1.4426950408889634
+            natural = (m + tl.log2(total)) / 1.4426950408889634
             tl.store(LSE + token * sl_t + node * sl_t + query_head * sl_h, natural, mask=real)
 
 
 @triton.jit
 def _reduce_splits(
-    O, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, CTX, INDPTR, v_scale, packed_rows, so_t, so_h, sl_t, sl_h,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    BH: tl.constexpr, WANT_LSE: tl.constexpr,
+    OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, CTX, INDPTR, v_scale, packed_rows, so_t, so_h,
+    sl_t, sl_h, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SPLITS: tl.constexpr, BH: tl.constexpr, WANT_LSE: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1)
     first = tl.load(INDPTR + request)
@@ -193,19 +193,19 @@ def _reduce_splits(
     for split in range(SPLITS):
         m = tl.maximum(m, tl.load(PARTIAL_M + at + split * step, mask=real, other=float("-inf")))
     shift = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.zeros([BH], tl.float32)
+    total = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BH, DP], tl.float32)
     for split in range(SPLITS):
         part = tl.load(PARTIAL_M + at + split * step, mask=real, other=float("-inf"))
         weight = tl.exp2(part - shift)
-        l += tl.load(PARTIAL_L + at + split * step, mask=real, other=0.0) * weight
-        part = tl.load(PARTIAL + (at + split * step)[:, None] * DP + d[None, :], mask=real[:, None], other=0.0)
-        acc += part * weight[:, None]
-    acc = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
-    out = O + token * so_t + head[:, None] * so_h + d[None, :]
-    tl.store(out, acc.to(O.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+        total += tl.load(PARTIAL_L + at + split * step, mask=real, other=0.0) * weight
+        rows = PARTIAL + (at + split * step)[:, None] * DP + d[None, :]
+        acc += tl.load(rows, mask=real[:, None], other=0.0) * weight[:, None]
+    acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    out = OUT + token * so_t + head[:, None] * so_h + d[None, :]
+    tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
     if WANT_LSE:
-        natural = (m + tl.log2(l)) / 1.4426950408889634
+        natural = (m + tl.log2(total)) / 1.4426950408889634
         tl.store(LSE + token * sl_t + head * sl_h, natural, mask=real)
 
 
@@ -229,7 +229,8 @@ def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
     return Tiling(64, 64, 4, 3) if rows <= 64 else Tiling(128, 64, 8, 3)
 
 
-def _nodes_per_tile(block_m: int, group: int) -> int:
+def nodes_per_tile(block_m: int, group: int) -> int:
+    """The most nodes whose rows, `group` each, share a tile of `block_m` rows."""
     return block_m // group if block_m % group == 0 else (block_m + group - 2) // group + 1
 
 
@@ -285,7 +286,8 @@ def tree_attention(
     max_rows = min(max_rows or tokens, tokens)
     tile = tiles or tiling(d, max_rows * group, kv_cache.element_size())
     if words * 32 > MAX_TILES * tile.block_n:
-        raise ValueError(f"{words * 32} tree columns, at most {MAX_TILES * tile.block_n} are served")
+        limit = MAX_TILES * tile.block_n
+        raise ValueError(f"{words * 32} tree columns, at most {limit} are served")
     grid = triton.cdiv(max_rows * group, tile.block_m), kv_heads, requests
     if seeded:
         splits = 1
@@ -305,7 +307,7 @@ def tree_attention(
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
         ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page, BM=tile.block_m,
-        BN=tile.block_n, NODES=triton.next_power_of_2(_nodes_per_tile(tile.block_m, group)),
+        BN=tile.block_n, NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
         WORDS=triton.next_power_of_2(words), SEEDED=seeded, WANT_LSE=lse is not None and not seeded,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -313,8 +315,8 @@ def tree_attention(
         heads_per_program = min(8, triton.next_power_of_2(heads))
         _reduce_splits[(max_rows, requests, triton.cdiv(heads, heads_per_program))](
             out, logs, partial, maxima, sums, ctx_lens, qo_indptr, value_scale, tokens * group,
-            out.stride(0), out.stride(1), *log_strides, H=kv_heads, G=group, BH=heads_per_program, WANT_LSE=lse is not None,
-            **shape,
+            out.stride(0), out.stride(1), *log_strides, H=kv_heads, G=group, BH=heads_per_program,
+            WANT_LSE=lse is not None, **shape,
         )  # fmt: skip
 
 
@@ -329,8 +331,8 @@ def _check(
     tokens, heads, d = q.shape
     if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * d or heads % kv_cache.shape[1]:
         raise ValueError(
-            f"kv_cache {tuple(kv_cache.shape)} must be [blocks, Hkv, N, {2 * d}] with Hkv a divisor "
-            f"of the {heads} heads of q"
+            f"kv_cache {tuple(kv_cache.shape)} must be [blocks, Hkv, N, {2 * d}] with Hkv a "
+            f"divisor of the {heads} heads of q"
         )
     if out.shape != q.shape:
         raise ValueError(f"q {tuple(q.shape)} and out {tuple(out.shape)} must have one shape")

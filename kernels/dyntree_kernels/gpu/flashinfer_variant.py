@@ -4,8 +4,11 @@ The kernel is compiled by nvcc, which takes one to four minutes per dtype and he
 does that once; the result stays in FlashInfer's cache directory.
 """
 
+# mypy: disable-error-code="import-not-found,import-untyped"
+
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import shutil
@@ -77,8 +80,10 @@ class Variant:
 
     @property
     def name(self) -> str:
-        names = (str(x).removeprefix("torch.") for x in (self.dtype, self.kv_dtype))
-        return f"dyntree_attention_{'_'.join(names)}_{self.head_size}"
+        """Names the source too, so that a module built from another one is not taken for it."""
+        types = "_".join(str(x).removeprefix("torch.") for x in (self.dtype, self.kv_dtype))
+        version = hashlib.sha256(_SOURCE.encode()).hexdigest()[:8]
+        return f"dyntree_attention_{types}_{self.head_size}_{version}"
 
     def jit_args(self) -> list[Any]:
         """What FlashInfer's wrapper takes as `jit_args`."""
@@ -102,6 +107,7 @@ class Variant:
         return gen_customize_batch_prefill_module("fa2", *self.jit_args(), **self.jit_kwargs())
 
     def is_built(self) -> bool:
+        """Whether `build` has been here, for this GPU's architecture."""
         return bool(self.spec().jit_library_path.exists())
 
 
@@ -117,7 +123,7 @@ def build(variant: Variant, report: Callable[[str], None]) -> float:
     if spec.jit_library_path.exists():
         report(f"{variant.name}: built before")
         return 0.0
-    _find_cuda_home()
+    find_cuda_home()
     failure: list[BaseException] = []
 
     def compile_module() -> None:
@@ -139,7 +145,7 @@ def build(variant: Variant, report: Callable[[str], None]) -> float:
     return time.monotonic() - start
 
 
-def _find_cuda_home() -> None:
+def find_cuda_home() -> None:
     """Set CUDA_HOME where nvcc is found through a link or a wrapper beside the toolkit."""
     if "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
         return

@@ -86,9 +86,7 @@ class Case:
             if ctx >= 0:
                 visible = torch.nn.functional.pad(mask, (ctx, 0), value=True)
                 rows = self.rows(r)
-                out[rows] = masked_attention(
-                    self.q[rows].cpu(), keys, values, visible, self.scale
-                )
+                out[rows] = masked_attention(self.q[rows].cpu(), keys, values, visible, self.scale)
         return out
 
     def expected_lse(self) -> torch.Tensor:

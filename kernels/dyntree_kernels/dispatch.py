@@ -1,0 +1,224 @@
+"""Which implementation of tree attention to use, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+TWO_PASS_ROWS = 256
+"""Rows per KV head from which two passes are the default on Hopper: there attention is bound by
+arithmetic, in which FlashAttention 3 exceeds the kernels that take masks."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked for: `rows` per request behind a context of about `context` positions.
+
+    `capability` is that of the CUDA device, None on the CPU.
+    """
+
+    device: str
+    capability: tuple[int, int] | None
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    rows: int
+    context: int
+
+    @property
+    def packed_rows(self) -> int:
+        """Rows that read the same KV head."""
+        return self.rows * self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation's name, and the reason in words."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One entry of a result file of `python -m dyntree_kernels.bench`."""
+
+    implementation: str
+    device: str
+    group: int
+    head_size: int
+    dtype: str
+    rows: int
+    context: int
+    microseconds: float
+
+
+def load_table(path: Path) -> list[Measurement]:
+    """The tree attention times of a result file.
+
+    Raises:
+        ValueError: for a file of another form.
+    """
+    fields = Measurement.__dataclass_fields__
+    try:
+        entries = json.loads(path.read_text())["attention"]
+        return [Measurement(**{name: entry[name] for name in fields}) for entry in entries]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no result file of dyntree_kernels.bench: {error!r}") from error
+
+
+def _cpu(p: Problem) -> str | None:
+    if p.capability is not None:
+        return "it runs on the CPU"
+    if p.dtype not in (torch.float32, *_HALF) or p.kv_dtype != p.dtype:
+        return f"{p.dtype} with a cache of {p.kv_dtype}"
+    return None if p.head_size % 16 == 0 else f"head size {p.head_size} is no multiple of 16"
+
+
+def _triton(p: Problem) -> str | None:
+    if p.capability is None or p.capability < (8, 0):
+        return "it needs a GPU of capability 8.0"
+    if p.dtype not in (torch.float32, *_HALF):
+        return f"{p.dtype}"
+    if p.kv_dtype in _FLOAT8 and p.capability < (8, 9):
+        return f"a cache of {p.kv_dtype} needs capability 8.9"
+    if p.kv_dtype != p.dtype and p.kv_dtype not in _FLOAT8:
+        return f"{p.dtype} with a cache of {p.kv_dtype}"
+    return None if p.head_size <= 256 else f"head size {p.head_size} is above 256"
+
+
+def _flashinfer(p: Problem) -> str | None:
+    if p.capability is None or p.capability < (8, 0):
+        return "it needs a GPU of capability 8.0"
+    if p.dtype not in _HALF or p.kv_dtype not in (p.dtype, *_FLOAT8):
+        return f"{p.dtype} with a cache of {p.kv_dtype}"
+    return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
+
+
+def _two_pass(p: Problem) -> str | None:
+    if p.capability is None or p.capability[0] != 9:
+        return "FlashAttention 3 needs a Hopper GPU"
+    if p.dtype not in _HALF or p.kv_dtype != p.dtype:
+        return f"{p.dtype} with a cache of {p.kv_dtype}"
+    return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
+
+
+def _xformers(p: Problem) -> str | None:
+    if p.capability is None:
+        return "it needs a GPU"
+    if p.dtype not in (torch.float32, *_HALF) or p.kv_dtype != p.dtype:
+        return f"{p.dtype} with a cache of {p.kv_dtype}"
+    return None
+
+
+_OBSTACLE: dict[str, Callable[[Problem], str | None]] = {
+    "cpu": _cpu,
+    "two_pass": _two_pass,
+    "flashinfer": _flashinfer,
+    "triton": _triton,
+    "xformers": _xformers,
+}
+"""What keeps an implementation from serving a problem, None if nothing does. Best first."""
+
+
+def installed() -> set[str]:
+    """Implementations whose packages are there.
+
+    Not two_pass: whoever has FlashAttention 3 to run its first pass adds it.
+    """
+    needs = {"cpu": "numba", "triton": "triton", "flashinfer": "flashinfer", "xformers": "xformers"}
+    return {name for name, module in needs.items() if importlib.util.find_spec(module) is not None}
+
+
+def choose(
+    problem: Problem, available: Collection[str], table: Collection[Measurement] = ()
+) -> Choice:
+    """The fastest of the `available` implementations in `table`, else a rule's.
+
+    Of the table, measurements of this device, head size, dtype and head group count, at the
+    nearest rows and context.
+
+    Raises:
+        ValueError: when none of them serves the problem; names what keeps each from it.
+    """
+    unknown = set(available) - set(_OBSTACLE)
+    if unknown:
+        raise ValueError(f"unknown implementations {sorted(unknown)}; there are {list(_OBSTACLE)}")
+    obstacles = {
+        name: obstacle(problem) if name in available else "not installed"
+        for name, obstacle in _OBSTACLE.items()
+    }
+    serving = [name for name, obstacle in obstacles.items() if obstacle is None]
+    if not serving:
+        told = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+        raise ValueError(f"no kernel serves tree attention of {problem} ({told})")
+    choice = _fastest(problem, serving, table) or _default(problem, serving)
+    logger.info("tree attention by %s: %s", choice.name, choice.reason)
+    return choice
+
+
+def _fastest(p: Problem, serving: list[str], table: Collection[Measurement]) -> Choice | None:
+    dtype, group = str(p.dtype).removeprefix("torch."), p.heads // p.kv_heads
+    key = (p.device, p.head_size, dtype, group)
+    alike = [
+        m
+        for m in table
+        if m.implementation in serving and (m.device, m.head_size, m.dtype, m.group) == key
+    ]
+    if not alike:
+        return None
+
+    def distance(m: Measurement) -> float:
+        rows = math.log2(m.rows / p.rows)
+        context = math.log2(max(m.context, 1) / max(p.context, 1))
+        return rows * rows + context * context
+
+    nearest = min(distance(m) for m in alike)
+    there = [m for m in alike if distance(m) == nearest]
+    best = min(there, key=lambda m: m.microseconds)
+    others = ", ".join(
+        f"{m.implementation} {m.microseconds:.1f} µs" for m in there if m is not best
+    )
+    reason = f"measured {best.microseconds:.1f} µs at {best.rows} rows behind {best.context}"
+    return Choice(best.implementation, f"{reason} (others: {others or 'none'})")
+
+
+def _default(p: Problem, serving: list[str]) -> Choice:
+    rows = f"{p.packed_rows} rows per KV head"
+    if serving[0] == "two_pass":
+        if p.packed_rows >= TWO_PASS_ROWS:
+            return Choice("two_pass", f"{rows}, and no measurement of this shape")
+        if len(serving) > 1:
+            return Choice(serving[1], f"{rows} are below {TWO_PASS_ROWS}; no measurement")
+    return Choice(serving[0], "the first that serves; no measurement of this shape")
+
+
+def problem_of(q: torch.Tensor, kv_cache: torch.Tensor, rows: int, context: int) -> Problem:
+    """The problem that these tensors of the contract pose."""
+    cuda: Any = torch.cuda if q.device.type == "cuda" else None
+    return Problem(
+        device=cuda.get_device_name(q.device) if cuda else q.device.type,
+        capability=cuda.get_device_capability(q.device) if cuda else None,
+        heads=q.shape[1],
+        kv_heads=kv_cache.shape[1],
+        head_size=q.shape[2],
+        dtype=q.dtype,
+        kv_dtype=kv_cache.dtype,
+        rows=rows,
+        context=context,
+    )

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# On a machine with a CUDA device: checks every kernel, then measures. About 8 minutes at most.
+#
+#   PYTHON   the Python to use; else .venv's, else python3
+#   OUT      where results go; else benchmarks/results
+#   FLASH_ATTENTION   module of flash_attn_varlen_func; else vLLM's where it is installed
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-}
+if [[ -z $python ]]; then
+    if [[ -x .venv/bin/python ]]; then python=.venv/bin/python; else python=python3; fi
+fi
+out=${OUT:-benchmarks/results}
+export PYTHONPATH=$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p "$out"
+
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "make gpu-kernels needs a CUDA device, and $python sees none" >&2
+    exit 1
+fi
+has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
+flash=${FLASH_ATTENTION:-flash_attn_interface}
+if [[ -z ${FLASH_ATTENTION:-} ]] && has vllm; then flash=vllm.vllm_flash_attn; fi
+
+if has flashinfer; then
+    timeout 200 "$python" -m dyntree_kernels.gpu.build ||
+        echo "FlashInfer's kernel was not built; it is left out below"
+fi
+
+echo "== correctness"
+timeout 200 "$python" -m pytest -q -p no:cacheprovider --junitxml "$out/kernels-checks.xml" \
+    tests/kernels/device/check_*.py tests/kernels/test_xformers_attention.py 2>&1 |
+    tee "$out/kernels-checks.txt" | tail -40
+checks=${PIPESTATUS[0]}
+
+echo "== times"
+timeout 300 "$python" -m dyntree_kernels.bench --out "$out/kernels.json" --seconds 150 \
+    --flash-attention "$flash" | tee "$out/kernels.txt"
+times=${PIPESTATUS[0]}
+
+echo "checks exited with $checks, the benchmark with $times; results are in $out"
+((checks == 0 && times == 0))

@@ -1,0 +1,61 @@
+"""The rows of the draft's catch-up forward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dyntree_plugin.engine.cpu import install
+
+install()  # the runner's modules need it before they are imported
+
+from dyntree_plugin.engine.speculator import CatchUpPlan  # noqa: E402
+
+
+def plan(
+    scheduled: list[int], prefilling: list[bool], drafts: list[int] | None, max_depth: int = 3
+) -> CatchUpPlan:
+    batch: Any = SimpleNamespace(
+        num_reqs=len(scheduled),
+        num_scheduled_tokens=np.array(scheduled),
+        is_prefilling_np=np.array(prefilling),
+        num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
+    )
+    return CatchUpPlan.of(batch, max_depth)
+
+
+def rows(plan: CatchUpPlan) -> list[list[str]]:
+    """Per request what each row runs on: prompt token i as "p<i>", emitted token i as "e<i>"."""
+    request, offset, starts, carried = plan.to(torch.device("cpu"))
+    found: list[list[str]] = [[] for _ in plan.carried]
+    for r, i in zip(request.tolist(), offset.tolist(), strict=True):
+        prompt = int(carried[r])
+        found[r].append(f"p{i}" if i < prompt else f"e{i - prompt}")
+    assert starts.tolist() == np.cumsum([0, *map(len, found)]).tolist()
+    return found
+
+
+def test_a_request_in_its_prompt_brings_its_chunk_and_the_token_sampled_after_it() -> None:
+    assert rows(plan([4, 1], [True, True], None)) == [["p0", "p1", "p2", "p3", "e0"], ["p0", "e0"]]
+
+
+def test_a_decoding_request_brings_what_its_tree_may_have_emitted() -> None:
+    assert rows(plan([10], [False], [9])) == [["e0", "e1", "e2", "e3"]]
+
+
+def test_a_tree_cut_below_its_depth_emits_no_more_than_its_nodes_and_a_bonus_token() -> None:
+    assert rows(plan([2, 1], [False, False], [1, 0])) == [["e0", "e1"], ["e0"]]
+
+
+def test_prompts_and_trees_share_a_batch() -> None:
+    found = rows(plan([10, 3, 1], [False, True, False], [9, 0, 0]))
+    assert found == [["e0", "e1", "e2", "e3"], ["p0", "p1", "p2", "e0"], ["e0"]]
+
+
+@pytest.mark.parametrize("drafts", [None, [0, 0]])
+def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | None) -> None:
+    assert plan([1, 1], [False, False], drafts).num_rows == 2

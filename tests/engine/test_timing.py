@@ -1,0 +1,82 @@
+"""The clock that splits a step's time into stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from dyntree_plugin.engine import timing
+from dyntree_plugin.engine.timing import STAGES, StageClock
+
+
+class Time:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    fake = Time()
+    monkeypatch.setattr(timing, "time", fake)
+    return fake
+
+
+def spent(clock: StageClock) -> dict[str, float]:
+    return {stage: seconds for stage, seconds in clock.take().items() if seconds}
+
+
+def test_a_stage_within_another_pauses_it(time: Time) -> None:
+    clock = StageClock()
+    with clock("grow"):
+        time.now += 1
+        with clock("draft"):
+            time.now += 10
+        time.now += 2
+        with clock("draft"):
+            time.now += 20
+        time.now += 4
+    assert spent(clock) == {"grow": 7, "draft": 30}
+
+
+def test_time_outside_every_stage_counts_nowhere(time: Time) -> None:
+    clock = StageClock()
+    time.now += 5
+    with clock("walk"):
+        time.now += 1
+    time.now += 5
+    assert spent(clock) == {"walk": 1}
+
+
+def test_a_stage_that_fails_ends_all_the_same(time: Time) -> None:
+    clock = StageClock()
+
+    def fail() -> None:
+        with clock("move"):
+            time.now += 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    time.now += 1
+    assert spent(clock) == {"move": 1}
+
+
+def test_taking_ends_what_runs_and_starts_again_from_zero(time: Time) -> None:
+    clock = StageClock()
+    clock.start("target")
+    time.now += 3
+    assert clock.take() == dict.fromkeys(STAGES, 0.0) | {"target": 3}
+    time.now += 3
+    assert spent(clock) == {}
+
+
+def test_ending_a_stage_that_never_began_changes_nothing(time: Time) -> None:
+    clock = StageClock()
+    clock.stop()
+    with clock("walk"):
+        time.now += 1
+    assert spent(clock) == {"walk": 1}

@@ -1,0 +1,65 @@
+"""The store of trees that wait to be verified."""
+
+from __future__ import annotations
+
+import torch
+
+from dyntree_kernels.ancestors import unpack_bits
+from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
+
+SHAPE = TreeShape(node_budget=40, max_depth=3, width=2, children=2)
+NODES = SHAPE.node_budget
+
+
+def forked_tree(token: int) -> TokenTree:
+    """Nodes 0 and 1 below the root, node 2 below node 1, and padding."""
+    padding = NODES - 3
+    return TokenTree(
+        tokens=torch.tensor([[token, token + 1, token + 2, *[0] * padding]]),
+        parents=torch.tensor([[-1, -1, 1, *[-1] * padding]]),
+        depths=torch.tensor([[1, 1, 2, *[1] * padding]]),
+        values=torch.tensor([[-0.5, -0.7, -0.9, *[NO_VALUE] * padding]]),
+        counts=torch.tensor([3]),
+    )
+
+
+def store() -> TreeStore:
+    return TreeStore(4, SHAPE, torch.device("cpu"))
+
+
+def test_a_tree_is_found_at_its_slot_and_nowhere_else() -> None:
+    trees = store()
+    before = trees.ancestors.clone()
+    trees.put(torch.tensor([2]), forked_tree(5))
+    assert trees.counts.tolist() == [0, 0, 3, 0]
+    assert trees.parents[2, :3].tolist() == [-1, -1, 1]
+    assert trees.depths[2, :3].tolist() == [1, 1, 2]
+    assert torch.equal(trees.ancestors[[0, 1, 3]], before[[0, 1, 3]])
+
+
+def test_rows_of_a_stored_tree_see_the_root_themselves_and_their_ancestors() -> None:
+    trees = store()
+    trees.put(torch.tensor([1]), forked_tree(5))
+    seen = unpack_bits(trees.ancestors[1, :4], NODES + 1)
+    assert [row.nonzero().flatten().tolist() for row in seen] == [[0], [0, 1], [0, 2], [0, 2, 3]]
+
+
+def test_a_slot_that_a_new_request_takes_over_has_no_nodes() -> None:
+    trees = store()
+    trees.put(torch.tensor([0, 3]), TokenTree(*(
+        torch.cat([getattr(forked_tree(5), name)] * 2)
+        for name in ("tokens", "parents", "depths", "values", "counts")
+    )))  # fmt: skip
+    trees.clear(3)
+    assert trees.counts.tolist() == [3, 0, 0, 0]
+
+
+def test_bits_have_room_for_the_root_beside_a_full_tree() -> None:
+    shape = TreeShape(node_budget=32, max_depth=32, width=1, children=1)
+    trees = TreeStore(1, shape, torch.device("cpu"))
+    nodes = torch.arange(32)[None]
+    values = -nodes.float()
+    trees.put(torch.tensor([0]), TokenTree(nodes, nodes - 1, nodes + 1, values, torch.tensor([32])))
+    assert unpack_bits(trees.ancestors[0, 32], 33).all()

@@ -1,0 +1,42 @@
+"""What the CUDA benchmark counts, as far as that needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the benchmark runs Triton kernels")
+
+from dyntree_kernels.ancestors import ancestor_bits
+from dyntree_kernels.gpu.bench_cases import active_tiles, heavy_path_tree, reordered
+
+
+def tiles(parents: list[int]) -> int:
+    return active_tiles(ancestor_bits(torch.tensor([parents]))[0], len(parents))
+
+
+def test_a_chain_fills_the_lower_triangle_of_tiles_and_a_star_a_column_and_the_diagonal() -> None:
+    assert tiles(list(range(-1, 127))) == 4 * 5 // 2
+    assert tiles([-1] + [0] * 127) == 4 + 3
+    assert tiles(list(range(-1, 32))) == 3
+
+
+def test_heavy_path_order_keeps_the_tree_and_needs_fewer_tiles() -> None:
+    picks = torch.rand(768, generator=torch.Generator().manual_seed(0))
+    shuffled = [-1, *(int(picks[i] * i) for i in range(1, 768))]
+    ordered = reordered(shuffled)
+    assert all(parent < node for node, parent in enumerate(ordered))
+
+    def depths(parents: list[int]) -> list[int]:
+        depth = [0] * len(parents)
+        for node in range(1, len(parents)):
+            depth[node] = depth[parents[node]] + 1
+        return sorted(depth)
+
+    assert depths(ordered) == depths(shuffled)
+    assert tiles(ordered) < tiles(shuffled) / 2
+
+
+def test_reordering_an_ordered_tree_changes_nothing() -> None:
+    tree = heavy_path_tree(100, torch.Generator().manual_seed(1))
+    assert reordered(tree) == tree

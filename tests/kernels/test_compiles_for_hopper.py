@@ -1,0 +1,111 @@
+"""Every Triton kernel compiles for sm_90 ahead of time, and attention does not spill registers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="these kernels are written in Triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from dyntree_kernels.gpu import ancestors, attention, gumbel, kv_move, walk  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+pytestmark = pytest.mark.skipif(
+    not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump")),
+    reason="this build of Triton brings no ptxas and cuobjdump",
+)
+
+POINTERS = {
+    **dict.fromkeys(("Q", "KV", "OUT", "LOGITS"), "*bf16"),
+    **dict.fromkeys(("LSE", "PARTIAL", "PARTIAL_M", "PARTIAL_L", "TEMPERATURES"), "*fp32"),
+    **dict.fromkeys(("SCORES", "SUMS"), "*fp32"),
+    **dict.fromkeys(("TABLE", "CTX", "INDPTR", "BITS"), "*i32"),
+    **dict.fromkeys(("LAYERS", "SRC", "DST", "TOKENS", "PARENTS", "SAMPLED"), "*i64"),
+    **dict.fromkeys(("PATH", "LENGTHS", "EMITTED", "SEEDS", "POSITIONS"), "*i64"),
+    "VALID": "*i1",
+    "scale": "fp32",
+    "v_scale": "fp32",
+}
+ODD = {
+    *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits", "s_table"]
+}
+
+
+def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, int]:
+    """Registers and bytes of stack per thread, and the bytes of shared memory."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if signature[n].startswith("*") or (signature[n] == "i32" and n not in ODD)
+    }
+    values = {(names.index(n),): value for n, value in constants.items()}
+    result = triton.compile(
+        ASTSource(kernel, signature, values, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "num_stages": stages},
+    )
+    return {**resources(result.asm["cubin"]), "shared": result.metadata.shared}
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        dump = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("group", "splits", "seeded", "words"), [(4, 4, False, 2), (4, 1, True, 8), (8, 4, False, 32)]
+)
+def test_attention_at_head_size_128_does_not_spill(
+    rows: int, group: int, splits: int, seeded: bool, words: int
+) -> None:
+    tile = attention.tiling(128, rows, 2)
+    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, group))
+    used = compiled(
+        attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, PAGE=16,
+        BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words, SPLITS=splits, SEEDED=seeded,
+        WANT_LSE=False,
+    )  # fmt: skip
+    assert used["stack"] == 0, used
+    assert used["shared"] <= 227 * 1024, used
+
+
+def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
+    used = compiled(
+        attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, PAGE=16, BM=128, BN=64, NODES=32,
+        WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False,
+    )  # fmt: skip
+    assert used["stack"] > 0, used
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (attention._reduce_splits, {"H": 8, "G": 4, "D": 128, "DP": 128, "SPLITS": 4, "BH": 8,
+                                    "WANT_LSE": True}),
+        (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": 16, "WORDS": 128}),
+        (walk._walk, {"NODES": 64}),
+        (ancestors._climb, {"NODES": 32, "WORDS": 4}),
+        (gumbel._perturb, {"BLOCK": 1024}),
+        (gumbel._rank, {"BLOCK": 4096, "K": 8, "NOISE": True}),
+    ],
+)  # fmt: skip
+def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any]) -> None:
+    used = compiled(kernel, 8 if "K" in constants else 4, **constants)
+    assert used["stack"] == 0, used

@@ -1,0 +1,37 @@
+"""Runs the checks of the Triton kernels: on the GPU if there is one, else in the interpreter.
+
+Each file of checks has a process of its own, because the interpreter is chosen when triton is
+imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+DEVICE = Path(__file__).parent / "device"
+ROOT = DEVICE.parents[2]
+
+
+@pytest.mark.parametrize("checks", sorted(path.stem for path in DEVICE.glob("check_*.py")))
+def test_checks_pass(checks: str) -> None:
+    pytest.importorskip("triton", reason="these kernels are written in Triton")
+    path = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    environment.pop("TRITON_INTERPRET", None)
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", DEVICE / f"{checks}.py"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,96 @@
+"""The choice of an implementation: by measurement, by rule, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dyntree_kernels.dispatch import Measurement, Problem, choose, load_table, problem_of
+
+HOPPER = Problem(
+    device="NVIDIA H200", capability=(9, 0), heads=32, kv_heads=8, head_size=128,
+    dtype=torch.bfloat16, kv_dtype=torch.bfloat16, rows=64, context=4096,
+)  # fmt: skip
+GPU = ("flashinfer", "triton", "two_pass", "xformers")
+
+
+def measured(implementation: str, rows: int, microseconds: float, **other: object) -> Measurement:
+    known = Measurement(implementation, "NVIDIA H200", 4, 128, "bfloat16", rows, 4096, microseconds)
+    return dataclasses.replace(known, **other)
+
+
+def test_the_fastest_measurement_of_the_nearest_shape_decides() -> None:
+    table = [
+        measured("triton", 64, 20.0), measured("flashinfer", 64, 30.0),
+        measured("triton", 1024, 200.0), measured("flashinfer", 1024, 150.0),
+    ]  # fmt: skip
+    for rows, name in ((50, "triton"), (900, "flashinfer")):
+        choice = choose(dataclasses.replace(HOPPER, rows=rows), GPU, table)
+        assert choice.name == name
+        assert "measured" in choice.reason
+
+
+@pytest.mark.parametrize(
+    "other", [{"device": "NVIDIA A100"}, {"head_size": 64}, {"dtype": "float16"}, {"group": 8}]
+)
+def test_measurements_of_something_else_do_not_count(other: dict[str, object]) -> None:
+    choice = choose(HOPPER, ("flashinfer", "triton"), [measured("triton", 64, 1.0, **other)])
+    assert choice.name == "flashinfer"
+    assert "no measurement" in choice.reason
+
+
+def test_what_is_fast_but_not_available_is_not_chosen() -> None:
+    table = [measured("flashinfer", 64, 1.0), measured("triton", 64, 9.0)]
+    assert choose(HOPPER, ("triton",), table).name == "triton"
+
+
+def test_two_passes_are_the_default_for_many_rows_on_hopper_only() -> None:
+    many, few = dataclasses.replace(HOPPER, rows=128), dataclasses.replace(HOPPER, rows=16)
+    assert choose(many, GPU).name == "two_pass"
+    assert choose(few, GPU).name == "flashinfer"
+    assert choose(few, ("two_pass",)).name == "two_pass"
+    assert choose(dataclasses.replace(many, capability=(8, 0)), GPU).name == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"head_size": 80}, "triton"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "triton"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "flashinfer"),
+        ({"capability": (7, 5)}, "xformers"),
+        ({"capability": None, "device": "cpu"}, "cpu"),
+    ],
+)
+def test_a_kernel_that_serves_the_shape_is_found(change: dict[str, object], name: str) -> None:
+    assert choose(dataclasses.replace(HOPPER, **change), (*GPU, "cpu")).name == name
+
+
+def test_a_problem_that_nobody_serves_is_refused_with_every_reason() -> None:
+    odd = dataclasses.replace(HOPPER, head_size=512)
+    with pytest.raises(ValueError, match=r"triton: head size 512 is above 256; xformers: not inst"):
+        choose(odd, ("triton", "flashinfer"))
+    with pytest.raises(ValueError, match=r"unknown implementations \['cuda'\]"):
+        choose(HOPPER, ("cuda",))
+
+
+def test_a_result_file_is_a_table(tmp_path: Path) -> None:
+    entry = measured("triton", 64, 20.0)
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"attention": [{**dataclasses.asdict(entry), "tflops": 3.0}]}))
+    assert load_table(file) == [entry]
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"result\.json is no result file"):
+        load_table(file)
+
+
+def test_the_problem_is_read_off_the_tensors() -> None:
+    q, cache = torch.empty(6, 8, 32), torch.empty(3, 2, 16, 64)
+    problem = problem_of(q, cache, 6, 100)
+    assert (problem.capability, problem.heads, problem.kv_heads) == (None, 8, 2)
+    assert problem.packed_rows == 24
+    assert choose(problem, {"cpu"}).name == "cpu"

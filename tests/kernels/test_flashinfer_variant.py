@@ -1,0 +1,78 @@
+"""FlashInfer's kernel with ancestor bits compiles, and its inputs are what FlashInfer expects."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+
+from dyntree_kernels.gpu.flashinfer_attention import _block_list, _halves  # noqa: E402
+from dyntree_kernels.gpu.flashinfer_variant import Variant  # noqa: E402
+
+PAGED_WITH_BITS = "paged_kernel_mask_2"
+COMPILE = f"""
+import subprocess, torch
+from dyntree_kernels.gpu.flashinfer_variant import Variant, find_cuda_home
+find_cuda_home()
+spec = Variant(torch.bfloat16, torch.bfloat16, 128).spec()
+spec.write_ninja()
+rules = spec.jit_library_path.parent / "build.ninja"
+targets = subprocess.run(["ninja", "-f", rules, "-t", "targets", "all"], capture_output=True,
+                         text=True, check=True).stdout
+target, = (line.split(":")[0] for line in targets.splitlines() if "{PAGED_WITH_BITS}" in line)
+subprocess.run(["ninja", "-f", rules, target], check=True)
+print(target)
+"""
+
+
+@pytest.mark.skipif(
+    "DYNTREE_TEST_NVCC" not in os.environ or shutil.which("nvcc") is None,
+    reason="takes a minute or two per architecture: needs nvcc and DYNTREE_TEST_NVCC=1",
+)
+@pytest.mark.parametrize("architecture", ["8.0", "9.0a"])
+def test_the_kernel_that_reads_bits_compiles(architecture: str, tmp_path: Path) -> None:
+    binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {
+        **os.environ,
+        "PATH": binaries,
+        "FLASHINFER_CUDA_ARCH_LIST": architecture,
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert Path(done.stdout.splitlines()[-1]).stat().st_size > 10_000
+
+
+def test_the_block_list_holds_the_used_part_of_every_table_row() -> None:
+    table = torch.arange(12).int().view(3, 4)
+    assert _block_list(table, torch.tensor([0, 2, 2, 5]).int()).tolist() == [0, 1, 8, 9, 10]
+
+
+def test_keys_and_values_have_the_same_strides_in_a_blocks_heads_positions_cache() -> None:
+    cache = torch.arange(2 * 3 * 4 * 8).view(2, 3, 4, 8)
+    keys, values = _halves(cache)
+    assert keys.stride() == values.stride()
+    assert keys[1, 2, 0].tolist() == cache[1, 0, 2, :4].tolist()
+    assert values[1, 2, 0].tolist() == cache[1, 0, 2, 4:].tolist()
+
+
+def test_dtypes_and_head_sizes_without_a_kernel_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype=torch\.float32"):
+        Variant(torch.float32, torch.float32, 128)
+    with pytest.raises(ValueError, match=r"kv_dtype=torch\.int8"):
+        Variant(torch.bfloat16, torch.int8, 128)
+    with pytest.raises(ValueError, match="head_size=80"):
+        Variant(torch.bfloat16, torch.bfloat16, 80)

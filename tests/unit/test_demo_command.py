@@ -1,0 +1,193 @@
+"""The demonstration, without engines."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dyntree_plugin import demo, pair
+from dyntree_plugin.demo import screen
+from dyntree_plugin.demo.engines import Comparison, Completion, Run, Settings
+from dyntree_plugin.tree.step import TreeStep
+
+PROMPTS = ["def f(x):", "class C:"]
+
+
+def run(*completions: Sequence[int], seconds: float = 1.0, steps: int = 4) -> Run:
+    made = [Completion([1], list(tokens), "text") for tokens in completions]
+    return Run(made, seconds, steps, {"target": 0.5, "draft": 0.25, "grow": 0.1})
+
+
+def step(parents: list[int], accepted: list[int]) -> TreeStep:
+    """A tree whose nodes fall in value in their order."""
+    tokens = list(range(len(parents)))
+    values = [-float(node) for node in tokens]
+    return TreeStep("r", 0, 1, 50, tokens, parents, values, accepted, [*accepted, 51])
+
+
+def shown(plain: Run, tree: Run, traces: list[list[TreeStep]] | None = None) -> tuple[int, str]:
+    settings = Settings("t", "d", "float32", 16, {}, 0.0, 1.0, 0, 8, PROMPTS)
+    comparison = Comparison(plain, tree, traces or [[], []], lambda token: f"<{token}>")
+    file = io.StringIO()
+    status = screen.show(Console(file=file, width=200), settings, comparison)
+    return status, file.getvalue()
+
+
+def test_the_same_tokens_end_with_status_0() -> None:
+    status, text = shown(run([3, 4, 5], [6]), run([3, 4, 5], [6]))
+    assert status == 0
+    assert "The text is the same" in text
+    assert "2 completions, 4 tokens" in text
+
+
+def test_a_wrong_token_ends_with_status_1_and_is_named() -> None:
+    status, text = shown(run([3, 4, 5], [6, 7]), run([3, 4, 5], [6, 8]))
+    assert status == 1
+    assert "The text is the same" not in text
+    assert "differs with the tree in 1 of 2 completions" in text
+    assert "completion 2, token 2: <7> without the tree, <8> with it" in text
+
+
+@pytest.mark.parametrize(("plain", "tree"), [([3], [3, 4]), ([3, 4], [3])])
+def test_a_completion_that_ends_early_differs_where_it_ends(
+    plain: list[int], tree: list[int]
+) -> None:
+    status, text = shown(run(plain), run(tree))
+    assert status == 1
+    assert "completion 1, token 2:" in text
+    assert "the end" in text
+
+
+def test_the_step_to_draw_leaves_the_first_guess_and_is_accepted_far() -> None:
+    first_guesses = step([-1, 0, 1, -1], accepted=[0, 1, 2])
+    turned = step([-1, -1, 1], accepted=[1])
+    turned_further = step([-1, -1, 1], accepted=[1, 2])
+    traces = [[first_guesses, turned], [turned_further]]
+    assert screen.most_telling(traces) == (1, turned_further)
+
+
+def test_without_a_turn_the_longest_accepted_path_is_drawn() -> None:
+    short, long = step([-1, 0], accepted=[0]), step([-1, 0], accepted=[0, 1])
+    assert screen.most_telling([[short, long]]) == (0, long)
+
+
+def test_without_trees_there_is_nothing_to_draw() -> None:
+    assert screen.most_telling([[], []]) is None
+
+
+def test_tokens_per_step_leave_out_what_the_prompts_forward_gave() -> None:
+    assert run([1] * 9, [1] * 9, steps=4).tokens_per_step == 4.0
+
+
+def test_a_tree_that_is_slower_is_said_to_be() -> None:
+    tokens = [1, 2, 3]
+    _, slower = shown(run(tokens, seconds=1.0), run(tokens, seconds=2.0))
+    _, faster = shown(run(tokens, seconds=2.0), run(tokens, seconds=1.0))
+    assert "0.50×" in slower
+    assert "Slower here" in slower
+    assert "2.00×" in faster
+    assert "Slower here" not in faster
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*args: Any) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(demo, "compare", compare)
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "a"], "--target and --draft go together"),
+        (["--options", "{"], "is not JSON"),
+        (["--options", '{"wdith": 2}'], "width"),
+        (["--options", '{"node_budget": 32}'], "node_budget=32"),
+        (["--nodes", "0"], "--nodes"),
+        (["--prompts", "100000"], "count=100000"),
+    ],
+)
+def test_a_users_mistake_ends_with_status_2_before_any_engine_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        demo.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+QUIET = """
+import os, subprocess, sys
+from dyntree_plugin.demo.quiet import quiet
+with quiet() as screen:
+    print("from python")
+    subprocess.run(["echo", "from a child"])
+    print("ERROR 01-01 something broke", file=sys.stderr)
+    os.write(2, b"from C++\\n")
+    print("on the screen", file=screen)
+    {end}
+print("afterwards")
+"""
+
+
+def quietly(end: str) -> subprocess.CompletedProcess[str]:
+    code = QUIET.format(end=end)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_only_errors_get_past_the_quiet() -> None:
+    done = quietly("pass")
+    assert done.stdout == "on the screen\nafterwards\n"
+    assert done.stderr == "ERROR 01-01 something broke\n"
+
+
+def test_everything_is_shown_where_the_quiet_ends_in_an_exception() -> None:
+    done = quietly("raise RuntimeError('engine died')")
+    for part in ("from python", "from a child", "from C++", "engine died"):
+        assert part in done.stderr
+
+
+def test_a_users_mistake_is_told_without_the_noise() -> None:
+    done = quietly("raise ValueError('dyntree.width=0')")
+    assert "dyntree.width=0" in done.stderr
+    assert "from C++" not in done.stderr
+
+
+def test_a_name_that_is_no_folder_is_fetched_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+
+    def snapshot_download(model: str, **kwargs: Any) -> None:
+        fetched.append(model)
+
+    class Stop(Exception):
+        pass
+
+    def compare(*args: Any) -> None:
+        raise Stop
+
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(demo, "compare", compare)
+    folder = str(pair.paths()["draft"])
+    with pytest.raises(Stop):
+        demo.main(["--target", "some/name", "--draft", folder, "--verbose"])
+    assert fetched == ["some/name"]
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    quietly("pass")
+    code = QUIET.format(end="print(os.environ['VLLM_LOGGING_LEVEL'], file=screen)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "DEBUG" in done.stdout
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"

@@ -1,0 +1,227 @@
+"""Trees as text: what is drawn, and what is left out."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dyntree_plugin.tree.render import dot, plain_text, rich_tree, visible
+from dyntree_plugin.tree.step import TreeStep
+
+#          root
+#      0         1
+#    2   3       4
+#        5
+TREE: dict[str, Any] = {
+    "request_id": "a",
+    "step": 0,
+    "context_length": 7,
+    "root_token": 99,
+    "tokens": [10, 11, 12, 13, 14, 15],
+    "parents": [-1, -1, 0, 0, 1, 3],
+    "values": [math.log(x) for x in (0.5, 0.4, 0.3, 0.2, 0.1, 0.05)],
+    "accepted": [0, 3],
+    "emitted": [10, 13, 77],
+}
+STEP = TreeStep(**TREE)
+
+
+def name(token: int) -> str:
+    return f"t{token}"
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> TreeStep:
+    count = draw(st.integers(0, 24))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(count)]
+    values: list[float] = []
+    for parent in parents:
+        above = values[parent] if parent >= 0 else 0.0
+        values.append(above - draw(st.floats(0, 5)))
+    accepted: list[int] = []
+    end = -1
+    while below := [node for node in range(count) if parents[node] == end]:
+        if not draw(st.booleans()):
+            break
+        end = draw(st.sampled_from(below))
+        accepted.append(end)
+    tokens = list(range(count))
+    return TreeStep("r", 0, 5, 900, tokens, parents, values, accepted, [*accepted, 901])
+
+
+def indentation(text: str) -> dict[int, int]:
+    """Column at which every drawn token stands, by token."""
+    return {
+        int(found[1]): found.start(1)
+        for line in text.splitlines()
+        if (found := re.search(r"\bt(\d+)\b", line))
+    }
+
+
+@settings(deadline=None)
+@given(steps())
+def test_every_node_is_drawn_once_and_right_of_its_parent(step: TreeStep) -> None:
+    text = plain_text(step, name, max_siblings=None, width=400)
+    drawn = re.findall(r"\bt(\d+)\b", text)
+    assert sorted(map(int, drawn)) == [*step.tokens, step.root_token, step.bonus_token]
+    column = indentation(text.replace("✓ ", ""))
+    for node, parent in enumerate(step.parents):
+        above = step.tokens[parent] if parent >= 0 else step.root_token
+        assert column[node] > column[above]
+
+
+@settings(deadline=None)
+@given(steps())
+def test_exactly_the_accepted_nodes_are_marked_without_colour(step: TreeStep) -> None:
+    text = plain_text(step, name, max_siblings=None, width=400)
+    marked = [int(token) for token in re.findall(r"✓ t(\d+)", text)]
+    assert marked == [step.tokens[node] for node in step.accepted]
+
+
+def test_siblings_stand_in_the_order_of_their_values() -> None:
+    step = replace(STEP, values=[math.log(x) for x in (0.3, 0.6, 0.1, 0.2, 0.1, 0.05)])
+    drawn = [int(token) for token in re.findall(r"\bt(\d+)\b", plain_text(step, name))]
+    assert drawn.index(11) < drawn.index(10)
+    assert drawn.index(13) < drawn.index(12)
+
+
+def test_a_node_shows_the_chance_of_its_token_and_of_its_path() -> None:
+    (line,) = [line for line in plain_text(STEP, name).splitlines() if "t13" in line]
+    assert re.findall(r"\d\.\d+", line) == ["0.400", "0.200"]
+
+
+def test_the_bonus_token_hangs_below_the_last_accepted_node() -> None:
+    lines = plain_text(STEP, name).splitlines()
+    end = next(i for i, line in enumerate(lines) if "t13" in line)
+    (bonus,) = [i for i, line in enumerate(lines) if "t77" in line]
+    assert bonus > end
+    assert lines[bonus].index("t77") > lines[end].index("t13")
+    assert not any("t14" in line or "t11" in line for line in lines[end:bonus])
+
+
+def test_with_nothing_accepted_the_bonus_token_hangs_below_the_root() -> None:
+    text = plain_text(replace(STEP, accepted=[], emitted=[77]), name)
+    column = indentation(text)
+    assert "✓" not in text
+    assert column[77] == column[10] + len("+ ")
+
+
+def wide(count: int, accepted: int) -> TreeStep:
+    """A root with ``count`` children of falling value, and one node below the last."""
+    return TreeStep(
+        "r",
+        0,
+        5,
+        900,
+        tokens=list(range(count + 1)),
+        parents=[-1] * count + [count - 1],
+        values=[-1.0 - child for child in range(count)] + [-100.0],
+        accepted=[accepted],
+        emitted=[accepted, 901],
+    )
+
+
+def test_a_long_list_of_siblings_keeps_the_best_and_the_accepted_and_counts_the_rest() -> None:
+    text = plain_text(wide(20, accepted=13), name, max_siblings=4)
+    drawn = {int(token) for token in re.findall(r"\bt(\d+)\b", text)} - {900, 901}
+    assert drawn == {0, 1, 2, 13}
+    assert "16 more with 1 below, value at most 0.018" in text
+
+
+def test_an_accepted_node_among_the_best_costs_no_other_its_place() -> None:
+    text = plain_text(wide(20, accepted=2), name, max_siblings=4)
+    drawn = {int(token) for token in re.findall(r"\bt(\d+)\b", text)} - {900, 901}
+    assert drawn == {0, 1, 2, 3}
+
+
+def test_a_list_that_fits_is_not_shortened() -> None:
+    assert "more" not in plain_text(wide(4, accepted=3), name, max_siblings=4)
+
+
+def test_spaces_and_control_characters_can_be_seen() -> None:
+    shown = visible(" a\tb\r\n\x07")
+    assert not re.search(r"\s|\x07", shown)
+    assert shown.replace("·", " ").replace("⇥", "\t").replace("↵", "\n") == " a\tb␍\n\\x07"
+
+
+def test_no_text_and_long_text_have_a_label_of_one_line() -> None:
+    assert visible("")
+    assert len(visible("x" * 1000)) < 80
+    assert visible("x" * 1000) != visible("x" * 30)
+
+
+def test_brackets_of_a_token_are_no_markup() -> None:
+    assert "[bold]x[/bold]" in plain_text(STEP, lambda token: "[bold]x[/bold]")
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    system = "truecolor" if terminal else None
+    return Console(file=file, force_terminal=terminal, color_system=system, width=100), file
+
+
+def test_off_a_terminal_there_are_no_escape_codes_and_on_one_there_are() -> None:
+    for terminal in (False, True):
+        to, file = console(terminal=terminal)
+        to.print(rich_tree(STEP, name))
+        assert ("\x1b[" in file.getvalue()) is terminal
+    assert "\x1b" not in plain_text(STEP, name)
+
+
+def test_accepted_nodes_alone_are_bold_among_the_nodes() -> None:
+    to, file = console(terminal=True)
+    to.print(rich_tree(STEP, name))
+    bold = re.findall(r"\x1b\[1;32m✓ t(\d+)\x1b", file.getvalue())
+    assert bold == ["10", "13"]
+
+
+def test_dot_has_every_node_and_edge_and_fills_the_accepted() -> None:
+    source = dot(STEP, name)
+    edges = set(re.findall(r"(\w+) -> (\w+)", source))
+    assert edges == {
+        *(("root" if p < 0 else f"n{p}", f"n{node}") for node, p in enumerate(STEP.parents)),
+        ("n3", "bonus"),
+    }
+    filled = re.findall(r"^  (n\d+) \[.*filled", source, re.MULTILINE)
+    assert filled == ["n0", "n3"]
+
+
+def test_dot_escapes_quotes_and_backslashes() -> None:
+    source = dot(STEP, lambda token: '"\\')
+    labels = re.findall(r'label="((?:[^"\\]|\\.)*)"', source)
+    assert len(labels) == len(STEP.tokens) + 2
+    assert all(label.startswith('\\"\\\\') for label in labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parents": [-1, -1, 0, 3, 1, 3]}, r"parents\[3\]=3"),
+        ({"values": [0.0]}, "one entry per node"),
+        ({"accepted": [0, 4]}, "no path from the root"),
+        ({"accepted": [3], "emitted": [13, 77]}, "no path from the root"),
+        ({"emitted": [10, 13]}, "accepted tokens and one bonus"),
+        ({"emitted": []}, "accepted tokens and one bonus"),
+    ],
+)
+def test_what_is_no_tree_with_a_path_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeStep(**TREE | change)
+
+
+def test_drawing_a_tree_loads_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys, dyntree_plugin.tree.render\n"
+        "sys.exit(sorted({'vllm', 'torch'} & sys.modules.keys()) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
