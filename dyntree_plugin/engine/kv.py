@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from dyntree_kernels.cpu.kv_move import KVMover
 from vllm.model_executor.layers.attention import Attention
 
+from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
 
 
@@ -13,7 +15,7 @@ class CPUPathMover:
     """Moves accepted rows within the CPU cache of one KV cache group's target layers."""
 
     def __init__(self, layers: list[Attention]) -> None:
-        isas = {layer.isa for layer in layers}  # type: ignore[attr-defined]
+        isas: set[Any] = {layer.isa for layer in layers}
         if len(isas) != 1:
             raise RuntimeError(f"one KV cache group holds layers of several layouts: {isas}")
         keys, values = zip(*(split_kv_cache(layer.kv_cache) for layer in layers), strict=True)

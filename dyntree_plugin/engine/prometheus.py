@@ -37,6 +37,7 @@ class TreeSpecDecodingProm(SpecDecodingProm):
             return
         for metric in METRICS:
             names = [*labelnames, *metric.labels]
+            family: Counter | Histogram
             if metric.kind == "histogram":
                 family = Histogram(metric.name, metric.meaning, names, buckets=metric.buckets)
             else:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_kernels.cpu.warm_up import warm_up
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -17,6 +15,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from dyntree_kernels.cpu.gumbel import perturbed_logits
+from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.config import tree_shape
@@ -62,8 +62,9 @@ class TreeRunnerMixin(GPUModelRunner):
         if self.sampler is None:
             raise RuntimeError("vLLM made no sampler for a generating model")
         cpu.warm_up()
-        warm_up(self.kv_cache_dtype)
-        self.rejection_sampler = TreeVerifier(
+        warm_up(self.model_config.dtype)
+        # vLLM calls it by its signature and nothing else.
+        self.rejection_sampler: Any = TreeVerifier(
             self.sampler, self.trees, self.clock, self._on_verified
         )
         stock_prepare_attn = self.model_state.prepare_attn
@@ -76,7 +77,7 @@ class TreeRunnerMixin(GPUModelRunner):
             self.clock.start("target")
             return metadata
 
-        self.model_state.prepare_attn = prepare_attn
+        self.model_state.prepare_attn = prepare_attn  # type: ignore[method-assign]
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kw: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kw)
@@ -122,6 +123,8 @@ class TreeRunnerMixin(GPUModelRunner):
         bits[rows] = self.trees.ancestors[slot, row]
         ctx_lens = torch.where(is_tree, batch.seq_lens[:num_reqs] - lengths, -1)
         drafts = batch.num_draft_tokens_per_req
+        if drafts is None:
+            raise RuntimeError("vLLM scheduled drafts without saying whose they are")
         plain = (drafts == 0) | (batch.num_scheduled_tokens[:num_reqs] != drafts + 1)
         return TreeMask(ctx_lens, bits, bool(plain.any()))
 

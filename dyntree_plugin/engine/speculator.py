@@ -185,7 +185,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         temperature: torch.Tensor,
         seeds: torch.Tensor,
     ) -> TokenTree:
-        """Grow R trees below the roots at positions ``roots`` [R]; ``logits`` [R, V] follow them."""
+        """Grow R trees below the roots at positions ``roots`` [R]; ``logits`` [R, V] follow."""
         shape, num_reqs = self.shape, batch.num_reqs
         chained = self._chained[batch.idx_mapping]
 

@@ -55,8 +55,9 @@ class StepRecord:
 
     def counts(self) -> WorkerCounts:
         tensors = self._tensors or (torch.empty(0, dtype=torch.int64),) * 4
-        lists = [x.tolist() for x in tensors]  # sync: when the output is fetched, after the step
-        return WorkerCounts(*lists, self.draft_forwards, self.stage_seconds)
+        # sync: when the output is fetched, after the step
+        nodes, depths, moved, by_depth = (x.tolist() for x in tensors)
+        return WorkerCounts(nodes, depths, moved, by_depth, self.draft_forwards, self.stage_seconds)
 
 
 class CountedOutput(AsyncModelRunnerOutput):

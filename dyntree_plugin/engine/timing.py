@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 STAGES = ("target", "sample", "walk", "move", "draft", "grow")
 """target: the target's forward; sample: its sampler on all rows; walk: matching samples against
-the tree; move: KV of the accepted path; draft: draft forwards; grow: everything else of drafting."""
+the tree; move: KV of the accepted path; draft: draft forwards; grow: the rest of drafting."""
 
 
 class StageClock:

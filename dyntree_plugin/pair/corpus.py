@@ -79,7 +79,7 @@ def held_out_sources(root: Path | None = None) -> list[Source]:
 
 
 def held_out_prompts(
-    count: int, *, seed: int = 0, characters: tuple[int, int] = (160, 400), root: Path | None = None
+    count: int, *, seed: int = 0, characters: tuple[int, int] = (150, 300), root: Path | None = None
 ) -> list[str]:
     """Code-completion prompts: spans of whole lines from the held-out modules.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from dyntree_kernels.ancestors import ancestor_bits
 
 NO_VALUE = float("-inf")
@@ -56,7 +57,9 @@ class TokenTree:
             for node in range(count):
                 parent = int(self.parents[row, node])
                 if not -1 <= parent < node:
-                    raise ValueError(f"request {row}: node {node} stands before its parent {parent}")
+                    raise ValueError(
+                        f"request {row}: node {node} stands before its parent {parent}"
+                    )
                 above = 0 if parent < 0 else int(self.depths[row, parent])
                 if int(self.depths[row, node]) != above + 1:
                     raise ValueError(f"request {row}: node {node} is not one below its parent")

@@ -6,7 +6,8 @@ Every implementation of tree attention shares one contract::
                    ancestor_bits, out, scale)
 
 - q, out: [T, H, D]. The cache already holds every row, context and tree.
-- key_cache, value_cache: [blocks, Hkv, N, D], packed as `isa` says (CPU only).
+- key_cache, value_cache, isa: [blocks, Hkv, N, D], packed as `isa` says. On CUDA one `kv_cache`
+  [blocks, Hkv, N, 2 * D] stands in their place, keys before values, in any physical order.
 - block_table: int32 [R, max_blocks].
 - ctx_lens: int [R], leading cache positions of a request that all of its rows see; -1 marks a
   request without a tree, whose rows of `out` are left untouched.

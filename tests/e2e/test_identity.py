@@ -58,8 +58,7 @@ def test_logprobs_are_those_without_trees(name: str, served: Served, plain: Outp
 def test_a_repeated_prompt_is_served_from_the_prefix_cache(served: Served) -> None:
     results = served("tree")
     for cold, warm in zip(results["cold"].outputs, results["warm"].outputs, strict=True):
-        assert cold.cached == 0
-        assert warm.cached >= 256
+        assert cold.cached < 256 <= warm.cached
 
 
 def test_a_conversation_reads_the_kv_that_trees_left_in_the_prefix_cache(served: Served) -> None:

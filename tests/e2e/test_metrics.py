@@ -40,11 +40,12 @@ def check_consistency(metrics: Metrics) -> None:
         metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"
     )
     assert sum(by_position.values()) == counted["accepted_tokens"]
+    shorter = by_label(metrics, f"{PREFIX}accepted_path_tokens_bucket", "le")
     for position, accepted in by_position.items():
-        # As many paths reach a depth as are not shorter.
-        shorter = metrics[f"{PREFIX}accepted_path_tokens_bucket{{le={float(position)}}}"]
-        assert accepted == trees - shorter
         assert accepted <= by_depth.get(str(int(position) + 1), 0)
+        if (bucket := str(float(position))) in shorter:
+            # As many paths reach a depth as are not shorter.
+            assert accepted == trees - shorter[bucket]
 
 
 @pytest.mark.parametrize(
@@ -67,15 +68,14 @@ def test_the_counters_agree_with_each_other(engine: str, name: str, served: Serv
 
 
 def test_every_token_is_accepted_or_a_bonus(served: Served) -> None:
-    """Nothing ends a text early here, so each step emits its path and one token."""
-    result = served("tree")["max_model_len"]
-    metrics = result.metrics
+    result = served("tree")["batches of 4"]
     emitted = sum(len(output.tokens[0]) for output in result.outputs)
-    assert metrics["vllm:generation_tokens_total"] == emitted
-    # The first token comes from the prompt; the last path may lead beyond the context.
-    steps = metrics[f"{PREFIX}tree_nodes_count"]
-    accepted = metrics["vllm:spec_decode_num_accepted_tokens_total"]
-    assert len(result.outputs) + steps + accepted >= emitted
+    assert result.metrics["vllm:generation_tokens_total"] == emitted
+    # The first token comes from the prompt; the last path may lead beyond max_tokens.
+    trees = result.metrics[f"{PREFIX}tree_nodes_count"]
+    accepted = result.metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    requests = len(result.outputs)
+    assert emitted <= requests + trees + accepted <= emitted + 8 * requests
 
 
 def test_kv_moves_are_counted_where_trees_branch_and_never_for_chains(served: Served) -> None:

@@ -50,11 +50,7 @@ def walk(parents: list[int], tokens: list[int], sampled: list[int]) -> list[int]
     path, at = [], -1
     while True:
         child = next(
-            (
-                j
-                for j in range(len(parents))
-                if parents[j] == at and tokens[j] == sampled[at + 1]
-            ),
+            (j for j in range(len(parents)) if parents[j] == at and tokens[j] == sampled[at + 1]),
             None,
         )
         if child is None:
@@ -69,7 +65,9 @@ def random_trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     parents, tokens, edges = [], [], set()
     for node in range(size):
         parent = draw(st.integers(max(-1, node - 6), node - 1))
-        token = next(t for t in itertools.count(draw(st.integers(0, 2))) if (parent, t) not in edges)
+        token = next(
+            t for t in itertools.count(draw(st.integers(0, 2))) if (parent, t) not in edges
+        )
         edges.add((parent, token))
         parents.append(parent)
         tokens.append(token)
@@ -107,18 +105,20 @@ def target_law(path: Path) -> list[Fraction]:
     return [Fraction(w, sum(weights)) for w in weights]
 
 
-def emitted_law(tree: TokenTree, rule: Callable[[TokenTree, list[int]], Path]) -> dict[Path, Fraction]:
+def emitted_law(
+    tree: TokenTree, rule: Callable[[TokenTree, list[int]], Path]
+) -> dict[Path, Fraction]:
     """Law of the first two tokens when ``rule`` turns draws at every node into tokens and the
     target goes on where they are fewer."""
     parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
     prefixes: list[Path] = [()]
-    for parent, token in zip(parents, tokens):
+    for parent, token in zip(parents, tokens, strict=True):
         prefixes.append((*prefixes[parent + 1], token))
     laws = [target_law(prefix) for prefix in prefixes]
     result: dict[Path, Fraction] = defaultdict(Fraction)
     for draws in itertools.product(range(3), repeat=len(prefixes)):
         chance = Fraction(1)
-        for law, token in zip(laws, draws):
+        for law, token in zip(laws, draws, strict=True):
             chance *= law[token]
         emitted = rule(tree, list(draws))
         if len(emitted) >= 2:
@@ -140,9 +140,7 @@ def first_child_taken(tree: TokenTree, draws: list[int]) -> Path:
 
 
 def distance_to_target(law: dict[Path, Fraction]) -> Fraction:
-    exact = {
-        (a, b): target_law(())[a] * target_law((a,))[b] for a in range(3) for b in range(3)
-    }
+    exact = {(a, b): target_law(())[a] * target_law((a,))[b] for a in range(3) for b in range(3)}
     return sum((abs(law.get(k, Fraction(0)) - p) for k, p in exact.items()), Fraction(0)) / 2
 
 

@@ -199,14 +199,35 @@ def test_without_options_nothing_of_vllm_changes(pair: tuple[str, str]) -> None:
 
 
 @pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """What the plugin has logged since the last call.
+
+    vLLM sets its own loggers up anew for every engine, without the handlers that they had.
+    """
+    from vllm import logger
+
+    ours = logging.getLogger("logged by the plugin")
+    ours.setLevel(logging.INFO)
+    stock = logger.init_logger
+    monkeypatch.setattr(
+        logger, "init_logger", lambda name: ours if name == "vllm.dyntree" else stock(name)
+    )
+
+    def take() -> str:
+        text = caplog.text
+        caplog.clear()
+        return text
+
+    return take
+
+
+@pytest.fixture
 def build(pair: tuple[str, str], environment: None) -> Callable[..., Any]:
     """Builds the configuration of an engine with 8 nodes in this process."""
     os.environ.pop("LD_PRELOAD", None)
     plugin.register()
     from vllm.engine.arg_utils import EngineArgs
 
-    # vLLM's logger keeps its records from the root's handlers, caplog's among them.
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return lambda **arguments: EngineArgs(
         model=pair[0],
         skip_tokenizer_init=True,
@@ -218,12 +239,12 @@ def build(pair: tuple[str, str], environment: None) -> Callable[..., Any]:
 
 
 def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
-    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    build: Callable[..., Any], logged: Callable[[], str]
 ) -> None:
     config = build()
     assert config.parallel_config.worker_cls == plugin.WORKER
     assert config.use_v2_model_runner
-    (line,) = [r.getMessage() for r in caplog.records if "is active" in r.getMessage()]
+    (line,) = [line for line in logged().splitlines() if "is active" in line]
     assert "node_budget=8" in line
 
 
@@ -246,7 +267,7 @@ def test_a_process_that_vllm_starts_runs_with_intels_openmp(build: Callable[...,
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_model_in_this_process_without_intels_openmp_is_warned_about(
     build: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
+    logged: Callable[[], str],
     monkeypatch: pytest.MonkeyPatch,
     loaded: bool,
 ) -> None:
@@ -254,16 +275,16 @@ def test_a_model_in_this_process_without_intels_openmp_is_warned_about(
     monkeypatch.setattr(preload, "library", lambda: Path("/env/lib/libiomp5.so"))
     monkeypatch.setattr(preload, "loaded", lambda: loaded)
     build()
-    assert ("Start it with LD_PRELOAD=/env/lib/libiomp5.so" in caplog.text) is not loaded
+    assert ("Start it with LD_PRELOAD=/env/lib/libiomp5.so" in logged()) is not loaded
 
 
 def test_a_configuration_that_vllm_derives_is_not_admitted_again(
-    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    build: Callable[..., Any], logged: Callable[[], str]
 ) -> None:
     from vllm.config.utils import replace
 
     config = build()
-    caplog.clear()
+    assert "is active" in logged()
     draft = replace(
         config,
         model_config=config.speculative_config.draft_model_config,
@@ -271,7 +292,7 @@ def test_a_configuration_that_vllm_derives_is_not_admitted_again(
     )
     assert draft.use_v2_model_runner
     assert replace(config).parallel_config.worker_cls == plugin.WORKER
-    assert "is active" not in caplog.text
+    assert "is active" not in logged()
 
 
 @pytest.mark.parametrize(

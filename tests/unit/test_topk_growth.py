@@ -56,7 +56,10 @@ def grow(seeds: list[int], shape: TreeShape, room: list[int] | None = None) -> T
                 columns[row].extend(expanded)
                 paths.append(expanded)
         logits = torch.stack(
-            [torch.stack([logits_after(s, p) for p in ps]) for s, ps in zip(seeds, paths)]
+            [
+                torch.stack([logits_after(s, p) for p in ps])
+                for s, ps in zip(seeds, paths, strict=True)
+            ]
         )
         tokens, log_probs = top_children(logits.flatten(0, 1), shape.children)
         size = (len(seeds), -1, shape.children)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dyntree_kernels.cpu.attention import tree_attention
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -15,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_plugin.engine.attention.metadata import TreeMask
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from dyntree_kernels.ancestors import pack_bits
 
 
@@ -55,4 +56,3 @@ def match(
     path = path[:, :max_depth]
     rows = torch.nn.functional.pad(path + 1, (1, 0))
     return Accepted(path, accepted.sum(dim=1), sampled.gather(1, rows))
-

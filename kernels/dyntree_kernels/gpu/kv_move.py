@@ -16,7 +16,7 @@ _ROWS = 16  # moves that are in flight at once
 
 @triton.jit
 def _move(
-    LAYERS, SRC, DST, depth, words, s_moves, s_block, s_slot, s_head,
+    LAYERS, SRC, DST, depth, words, s_src, s_dst, s_block, s_slot, s_head,
     PAGE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -24,8 +24,8 @@ def _move(
     cache = tl.multiple_of(tl.load(LAYERS + tl.program_id(2)), ALIGN).to(tl.pointer_type(tl.int32))
     for first in range(0, depth, ROWS):
         move = first + tl.arange(0, ROWS)
-        src = tl.load(SRC + request * s_moves + move, mask=move < depth, other=-1)
-        dst = tl.load(DST + request * s_moves + move, mask=move < depth, other=-1)
+        src = tl.load(SRC + request * s_src + move, mask=move < depth, other=-1)
+        dst = tl.load(DST + request * s_dst + move, mask=move < depth, other=-1)
         moves = (src >= 0) & (src != dst)
         if tl.max(moves.to(tl.int32), 0) != 0:
             at = src // PAGE * s_block + src % PAGE * s_slot
@@ -86,15 +86,17 @@ class KVMover:
                 accepted rows only move forward, so neither happens.
         """
         requests, depth = src_slots.shape
-        if src_slots.stride() != dst_slots.stride() or src_slots.stride(1) != 1:
+        if dst_slots.shape != src_slots.shape or {src_slots.stride(1), dst_slots.stride(1)} != {1}:
             raise ValueError(
-                f"src_slots {src_slots.stride()} and dst_slots {dst_slots.stride()} must be dense"
+                f"src_slots {tuple(src_slots.shape)} {src_slots.stride()} and dst_slots "
+                f"{tuple(dst_slots.shape)} {dst_slots.stride()} must be [R, depth] with dense rows"
             )
         if requests == 0 or depth == 0:
             return
         rows = min(_ROWS, triton.next_power_of_2(depth))
         _move[(self._heads, requests, len(self._caches))](
             self._layers, src_slots, dst_slots, depth, self._words, src_slots.stride(0),
-            self._s_block, self._s_slot, self._s_head, PAGE=self._page, ALIGN=self._align,
-            ROWS=rows, WORDS=min(_WORDS, triton.next_power_of_2(self._words)), num_warps=4,
+            dst_slots.stride(0), self._s_block, self._s_slot, self._s_head, PAGE=self._page,
+            ALIGN=self._align, ROWS=rows,
+            WORDS=min(_WORDS, triton.next_power_of_2(self._words)), num_warps=4,
         )  # fmt: skip
