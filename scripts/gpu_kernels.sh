@@ -3,6 +3,7 @@
 #
 #   PYTHON   the Python to use; else .venv's, else python3
 #   OUT      where results go; else benchmarks/results
+#   LIMIT    seconds that all of it may take; 470
 #   FLASH_ATTENTION   module of flash_attn_varlen_func; else vLLM's where it is installed
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +13,7 @@ if [[ -z $python ]]; then
     if [[ -x .venv/bin/python ]]; then python=.venv/bin/python; else python=python3; fi
 fi
 out=${OUT:-benchmarks/results}
+limit=${LIMIT:-470}
 export PYTHONPATH=$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out"
 
@@ -24,18 +26,20 @@ flash=${FLASH_ATTENTION:-flash_attn_interface}
 if [[ -z ${FLASH_ATTENTION:-} ]] && has vllm; then flash=vllm.vllm_flash_attn; fi
 
 if has flashinfer; then
-    timeout 200 "$python" -m dyntree_kernels.gpu.build ||
+    timeout 150 "$python" -m dyntree_kernels.gpu.build ||
         echo "FlashInfer's kernel was not built; it is left out below"
 fi
 
 echo "== correctness"
-timeout 200 "$python" -m pytest -q -p no:cacheprovider --junitxml "$out/kernels-checks.xml" \
+timeout 220 "$python" -m pytest -q -p no:cacheprovider --junitxml "$out/kernels-checks.xml" \
     tests/kernels/device/check_*.py tests/kernels/test_xformers_attention.py 2>&1 |
     tee "$out/kernels-checks.txt" | tail -40
 checks=${PIPESTATUS[0]}
 
 echo "== times"
-timeout 300 "$python" -m dyntree_kernels.bench --out "$out/kernels.json" --seconds 150 \
+left=$((limit - SECONDS)) # the parts after the shapes take about 40 s
+timeout "$left" "$python" -m dyntree_kernels.bench --out "$out/kernels.json" \
+    --seconds $((left > 60 ? left - 50 : 10)) \
     --flash-attention "$flash" | tee "$out/kernels.txt"
 times=${PIPESTATUS[0]}
 

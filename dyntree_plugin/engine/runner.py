@@ -62,7 +62,7 @@ class TreeRunnerMixin(GPUModelRunner):
         if self.sampler is None:
             raise RuntimeError("vLLM made no sampler for a generating model")
         cpu.warm_up()
-        warm_up(self.model_config.dtype)
+        warm_up(self.dtype)  # type: ignore[arg-type]  # vLLM has resolved its name by now
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = TreeVerifier(
             self.sampler, self.trees, self.clock, self._on_verified

@@ -55,8 +55,8 @@ class StepRecord:
 
     def counts(self) -> WorkerCounts:
         tensors = self._tensors or (torch.empty(0, dtype=torch.int64),) * 4
-        # sync: when the output is fetched, after the step
-        nodes, depths, moved, by_depth = (x.tolist() for x in tensors)
+        # The output is fetched after the step.
+        nodes, depths, moved, by_depth = (x.tolist() for x in tensors)  # sync: for the host
         return WorkerCounts(nodes, depths, moved, by_depth, self.draft_forwards, self.stage_seconds)
 
 
