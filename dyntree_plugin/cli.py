@@ -67,6 +67,8 @@ def pair(
 
     if output is not None and not retrain:
         raise typer.BadParameter("--output is for --retrain")
+    if retrain:
+        preload.restart_with_library()
     paths = embedded.retrain(output) if retrain else embedded.paths()
     typer.echo(json.dumps({name: str(path) for name, path in paths.items()}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -48,7 +49,13 @@ class TreeRunnerMixin(GPUModelRunner):
         self.chained = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         # vLLM has no registry of speculators; the stock one of this method is dropped unused.
         self.speculator: TreeSpeculator = TreeSpeculator(
-            vllm_config, device, self.trees, self.chained, perturbed_logits, self.clock
+            vllm_config,
+            device,
+            self.trees,
+            self.chained,
+            perturbed_logits,
+            self._all_greedy,
+            self.clock,
         )
         self.trace: TreeTrace | None = None
         self._custom_processors = bool(self.model_config.logits_processors)
@@ -56,6 +63,11 @@ class TreeRunnerMixin(GPUModelRunner):
         self._slots: torch.Tensor
         self._record = StepRecord()
         self._movers: list[tuple[int, CPUPathMover]] = []
+
+    def _all_greedy(self, slots: np.ndarray) -> bool:
+        if self.sampler is None:
+            raise RuntimeError("drafting has begun before the sampler was made")
+        return not self.sampler.sampling_states.temperature.np[slots].any()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,14 +54,17 @@ class TreeSpeculator(StandaloneARSpeculator):
         trees: TreeStore,
         chained: torch.Tensor,
         perturb: Perturb,
+        all_greedy: Callable[[np.ndarray], bool],
         clock: StageClock,
     ) -> None:
-        """``chained`` bool [slots]: requests that need a chain-shaped tree."""
+        """``chained`` bool [slots]: requests that need a chain-shaped tree. ``all_greedy`` says
+        of request slots whether all of them have temperature 0; the host knows."""
         super().__init__(vllm_config, device)
         self.trees = trees
         self.shape = trees.shape
         self._chained = chained
         self._perturb = perturb
+        self._all_greedy = all_greedy
         self._clock = clock
         size = self.max_num_reqs * max(self.shape.width, self.shape.max_depth + 1)
         rows = self.max_num_tokens + size
@@ -188,11 +192,14 @@ class TreeSpeculator(StandaloneARSpeculator):
         """Grow R trees below the roots at positions ``roots`` [R]; ``logits`` [R, V] follow."""
         shape, num_reqs = self.shape, batch.num_reqs
         chained = self._chained[batch.idx_mapping]
+        greedy = self._all_greedy(batch.idx_mapping_np)
 
         def children(
             logits: torch.Tensor, positions: torch.Tensor, rows: _Rows
         ) -> tuple[torch.Tensor, ...]:
-            if shape.coupling:
+            if greedy:
+                scores = logits.float()
+            elif shape.coupling:
                 scores = self._perturb(
                     logits.float(), rows.temperature, rows.seeds, positions.flatten()
                 )

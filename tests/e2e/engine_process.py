@@ -89,8 +89,13 @@ class Result:
     layout: str
 
 
-def serve(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Result]:
-    """Start an engine with these arguments of ``LLM`` and work through the runs, in their order."""
+def serve(
+    engine: Mapping[str, Any], runs: Mapping[str, Run], threads: int | None = None
+) -> dict[str, Result]:
+    """Start an engine with these arguments of ``LLM`` and work through the runs, in their order.
+
+    ``threads``: of OpenMP; by default vLLM takes every core.
+    """
     from dyntree_plugin import preload
 
     environment = os.environ | {
@@ -100,6 +105,8 @@ def serve(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Resul
     }
     if (library := preload.library()) is not None:
         environment["LD_PRELOAD"] = str(library)
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     job = {"engine": engine, "runs": {name: asdict(run) for name, run in runs.items()}}
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder, "job.json"), Path(folder, "results.json")

@@ -103,7 +103,7 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (walk._walk, {"NODES": 64}),
         (ancestors._climb, {"NODES": 32, "WORDS": 4}),
         (gumbel._perturb, {"BLOCK": 1024}),
-        (gumbel._rank, {"BLOCK": 4096, "K": 8, "NOISE": True}),
+        (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
     ],
 )  # fmt: skip
 def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-_CANDIDATES = 4096  # tokens that one program ranks
+_CANDIDATES = 2048  # tokens that one program ranks
 MAX_CHILDREN = 64
 
 
