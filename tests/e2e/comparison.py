@@ -83,7 +83,7 @@ def _margins(differences: list[tuple[Request, Output, Output]]) -> dict[str, str
             Request(context, {"allowed_token_ids": [token], "max_tokens": 1, "logprobs": 0})
             for token in both
         ]
-    result = serve(without_tree(), {"scores": Run(requests)})["scores"]
+    result = serve(without_tree(), {"scores": Run(requests)}, threads=1)["scores"]
     scores = [output.logprobs[0][0][0] for output in result.outputs if output is not None]
     found = {}
     for number, (request, position, both) in enumerate(places):

@@ -1,33 +1,51 @@
-"""The engines that these tests share. Each starts once, when a test first asks for it."""
+"""The engines that these tests share. Each starts once, several at a time with one thread each."""
 
 from __future__ import annotations
 
-import functools
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import workload
 from comparison import Outputs, by_request, explain, mismatches
 from engine_process import Result, serve
 
-Served = dict[str, Result]
+Served = Callable[[str], Mapping[str, Result]]
+
+PARALLEL = min(os.cpu_count() or 1, 4)
+PLAIN = "plain"
 
 
 @pytest.fixture(scope="session")
-def served() -> Callable[[str], Served]:
-    """The results of one of `workload.ENGINES`, by the names of its runs."""
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """The results of one of `workload.ENGINES`, or the one without trees, by names of runs."""
+    jobs = {PLAIN: (workload.without_tree(), {"all": workload.PLAIN_RUN}), **workload.ENGINES}
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {spec.params.get("engine") for spec in parameters if spec is not None}
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        started: dict[str, Future[dict[str, Result]]] = {}
 
-    @functools.cache
-    def results(engine: str) -> Served:
-        return serve(*workload.ENGINES[engine])
+        def start(engine: str) -> None:
+            threads = workload.THREADS.get(engine, 1)
+            started[engine] = pool.submit(serve, *jobs[engine], threads=threads)
 
-    return results
+        def results(engine: str) -> dict[str, Result]:
+            if engine not in started:
+                start(engine)
+            return started[engine].result()
+
+        for engine in jobs:
+            if engine in wanted or (engine == PLAIN and wanted - {None}):
+                start(engine)
+        yield results
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session")
-def plain_result() -> Result:
-    return serve(workload.without_tree(), {"all": workload.PLAIN_RUN})["all"]
+def plain_result(served: Served) -> Result:
+    return served(PLAIN)["all"]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +55,7 @@ def plain(plain_result: Result) -> Outputs:
 
 
 @pytest.fixture(scope="session")
-def differing(served: Callable[[str], Served], plain: Outputs) -> Callable[[str, str], str]:
+def differing(served: Served, plain: Outputs) -> Callable[[str, str], str]:
     """Says how an engine's run differs from the same requests without trees; empty if it does
     not."""
 

@@ -19,7 +19,7 @@ BROKEN = Run(RUN.requests, replay=True, sabotage="chain_positions")
 
 @pytest.fixture(scope="module")
 def trees() -> dict[str, Result]:
-    return serve(workload.tree() | BF16, {"tree": RUN, "broken": BROKEN})
+    return serve(workload.tree() | BF16, {"tree": RUN, "broken": BROKEN}, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def rounding(trees: dict[str, Result]) -> list[float]:
     texts = [output.prompt + output.tokens[0] for output in trees["tree"].outputs]
     params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
     run = Run([Request(text, params) for text in texts])
-    exact = serve(workload.without_tree(), {"fp32": run})["fp32"]
+    exact = serve(workload.without_tree(), {"fp32": run}, threads=1)["fp32"]
     return [
         abs(in_bf16 - in_fp32)
         for output, read in zip(trees["tree"].outputs, exact.outputs, strict=True)

@@ -175,7 +175,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "wide": (tree(64, width=8, max_depth=6, children=8), {"sample": SAMPLE}),
     "tight": (
         tree(10, slots=16, width=3, max_depth=4, children=3)
-        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 40},
+        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
         {"demanding": Run(DEMANDING), "long prompts": Run(LONG_PROMPTS), "sample": SAMPLE},
     ),
     "twin": (
@@ -190,7 +190,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "tight twin": (
         tree(5, draft="target", width=1, max_depth=5, children=1)
-        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 40},
+        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
         {
             "demanding": Run(_untruncated(DEMANDING)),
             "long prompts": Run(_untruncated(LONG_PROMPTS)),
@@ -198,6 +198,9 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
 }  # fmt: skip
 """Arguments and runs of the engines with trees. In a twin the target is its own draft."""
+
+THREADS: Mapping[str, int | None] = {"wide": None}
+"""OpenMP threads of engines that have other than one; None: as vLLM chooses."""
 
 PLAIN_RUN = Run(
     list(

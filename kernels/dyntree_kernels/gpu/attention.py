@@ -220,7 +220,10 @@ class Tiling:
 
 
 def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
-    """Tiles for `rows` packed rows per request and KV head; these do not spill on sm_90."""
+    """Tiles for `rows` packed rows per request and KV head.
+
+    With 16-bit caches and head groups of a power of two they do not spill on sm_90.
+    """
     padded = triton.next_power_of_2(head_size)
     if element_size == 4 or padded > 128:
         return Tiling(32 if rows <= 32 else 64, 32, 4 if rows <= 32 else 8, 2)

@@ -123,16 +123,16 @@ class FlashInferContext:
     """The first of two passes by FlashInfer's own kernels, FA3 on Hopper: no mask at all.
 
     Without a mask the planned lengths must be the exact ones, so this serves where the host knows
-    the contexts. See `dyntree_kernels.gpu.two_pass`.
+    the contexts; and FlashInfer compiles its kernel at the first plan, minutes the first time on a
+    machine. See `dyntree_kernels.gpu.two_pass`.
     """
 
     def __init__(
         self, variant: Variant, heads: int, kv_heads: int, block_size: int, device: torch.device,
-        *, backend: str = "fa3", causal: bool = False,
+        *, backend: str = "fa3",
     ) -> None:  # fmt: skip
         self._shape = heads, kv_heads, variant.head_size, block_size
         self._variant = variant
-        self._causal = causal
         self._wrapper = _wrapper(backend, device, None, None, False)
 
     def plan(
@@ -143,16 +143,15 @@ class FlashInferContext:
         scale: float,
     ) -> None:
         """As for `FlashInferTreeAttention`, with exact lengths."""
-        options = {"causal": self._causal, "sm_scale": scale}
+        options = {"causal": False, "sm_scale": scale}
         _plan(self._wrapper, self._shape, self._variant, qo_indptr, kv_lens, block_table, options)
 
     def run(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+        self, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """One layer: writes `out` and, if given, `lse` [T, H] in natural logarithms."""
-        self._wrapper.run(q, _halves(kv_cache), out=out, lse=lse, return_lse=lse is not None)
-        if lse is not None:
-            lse.mul_(math.log(2))
+        """One layer: writes `out` and `lse` float32 [T, H], natural logarithms."""
+        self._wrapper.run(q, _halves(kv_cache), out=out, lse=lse, return_lse=True)
+        lse.mul_(math.log(2))
 
 
 def _owns_mask() -> bool:

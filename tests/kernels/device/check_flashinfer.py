@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+
 import torch
 from paged_cases import DEVICE, LAYOUTS, Case, chain, draft_masks, make_case, random_tree, tree_mask
 
-pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 if DEVICE.type != "cuda":
     pytest.skip("FlashInfer needs a GPU", allow_module_level=True)
 
