@@ -66,7 +66,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     if in_process and preload.library() is not None and not preload.loaded():
         logger.warning(
             "The model runs in this process, which has started without Intel's OpenMP: small "
-            "models decode several times slower. Start it with LD_PRELOAD=%s, or leave "
+            "models decode slower. Start it with LD_PRELOAD=%s, or leave "
             "VLLM_ENABLE_V1_MULTIPROCESSING at 1.",
             preload.library(),
         )

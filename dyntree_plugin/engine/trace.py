@@ -29,16 +29,17 @@ class TreeTrace:
         slots = batch.idx_mapping
         nodes = torch.arange(trees.shape.node_budget, device=slots.device)
         rows = (verification.roots[:, None] + 1 + nodes).clamp(max=batch.num_tokens - 1)
+        # Every list below waits for the device: only while trees are traced.
         columns = zip(
             batch.req_ids,
-            verification.counts.tolist(),
-            (batch.positions[verification.roots] + 1).tolist(),
-            batch.input_ids[verification.roots].tolist(),
-            batch.input_ids[rows].tolist(),
-            trees.parents[slots].tolist(),
-            trees.values[slots].tolist(),
-            verification.accepted.path.tolist(),
-            verification.accepted.tokens.tolist(),
+            verification.counts.tolist(),  # sync: tracing
+            (batch.positions[verification.roots] + 1).tolist(),  # sync: tracing
+            batch.input_ids[verification.roots].tolist(),  # sync: tracing
+            batch.input_ids[rows].tolist(),  # sync: tracing
+            trees.parents[slots].tolist(),  # sync: tracing
+            trees.values[slots].tolist(),  # sync: tracing
+            verification.accepted.path.tolist(),  # sync: tracing
+            verification.accepted.tokens.tolist(),  # sync: tracing
             strict=False,  # a batch may be padded behind its requests
         )
         for request, count, context, root, tokens, parents, values, path, emitted in columns:
