@@ -12,6 +12,22 @@ NO_VALUE = float("-inf")
 
 
 @dataclass(frozen=True)
+class Draws:
+    """How the children of a sampled tree were drawn: what a rule must know that reasons about it.
+
+    ``nodes`` int64 [R, N + 1, K]: the node that the k-th draw below the root (row 0) or below
+    node ``j`` (row ``j + 1``) gave, ``-1`` behind the last draw. Draws with replacement may give
+    one node several times. ``columns`` int64 [R, N + 1]: the row of ``log_probs`` that the draws
+    below the root or node were made from. ``log_probs`` float32 [R, E, V]: the draft's
+    distributions at the E nodes that were expanded.
+    """
+
+    nodes: torch.Tensor
+    columns: torch.Tensor
+    log_probs: torch.Tensor
+
+
+@dataclass(frozen=True)
 class TokenTree:
     """Token trees of R requests, N node slots each; parents stand before their children.
 
@@ -21,7 +37,9 @@ class TokenTree:
 
     Shapes: ``tokens``, ``parents``, ``depths`` int64 [R, N] (children of the root have depth 1);
     ``values`` float32 [R, N], the log of the estimated chance that the whole path is accepted,
-    ``-inf`` for padding; ``counts`` int64 [R].
+    ``-inf`` for padding; ``counts`` int64 [R]; ``grown`` int64 [R], candidates that the nodes were
+    chosen from, None where all of them were kept. ``draws``: of a tree whose children were sampled
+    from the draft, not picked as its best.
     """
 
     tokens: torch.Tensor
@@ -29,6 +47,8 @@ class TokenTree:
     depths: torch.Tensor
     values: torch.Tensor
     counts: torch.Tensor
+    draws: Draws | None = None
+    grown: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape

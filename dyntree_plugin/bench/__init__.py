@@ -1,0 +1,1 @@
+"""Measurements: acceptance in the laboratory, speed in the engine."""

