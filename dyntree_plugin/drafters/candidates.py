@@ -27,6 +27,44 @@ def top_children(
     """
     best = scores.topk(count, dim=1)
     log_probs = best.values - scores.logsumexp(dim=1, keepdim=True)
+    return best.indices, only_first(log_probs, chain)
+
+
+def sampled_children(
+    log_probs: torch.Tensor, count: int, noise: torch.Tensor, chain: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``count`` draws per row without replacement, in draw order, and log D of each.
+
+    ``log_probs`` float32 [M, V] is log D; ``noise`` [M, V] independent Gumbel noise: the largest
+    sums are draws one after another, each from what the earlier left (arXiv 1903.06059). Where
+    nothing is left to draw the log probability is ``-inf``. ``chain`` as in `top_children`.
+    Returns tokens int64 and log probabilities float32, both [M, count].
+    """
+    drawn = (log_probs + noise).topk(min(count, log_probs.shape[1]), dim=1).indices
+    found = log_probs.gather(1, drawn)
+    short = count - drawn.shape[1]
+    if short > 0:
+        drawn = torch.nn.functional.pad(drawn, (0, short))
+        found = torch.nn.functional.pad(found, (0, short), value=float("-inf"))
+    return drawn, only_first(found, chain)
+
+
+def drawn_children(
+    log_probs: torch.Tensor, count: int, noise: torch.Tensor, chain: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``count`` independent draws per row, and log D of each; a token may come several times.
+
+    ``log_probs`` float32 [M, V] is log D; ``noise`` [M, count, V] independent Gumbel noise.
+    ``chain`` as in `top_children`. Returns as `sampled_children`.
+    """
+    if noise.shape[1] != count:
+        raise ValueError(f"noise {tuple(noise.shape)} must be [rows, {count}, vocabulary]")
+    drawn = (log_probs[:, None] + noise).argmax(dim=2)
+    return drawn, only_first(log_probs.gather(1, drawn), chain)
+
+
+def only_first(log_probs: torch.Tensor, chain: torch.Tensor | None) -> torch.Tensor:
+    """Leave rows of ``chain`` their first child only."""
     if chain is not None:
         log_probs[:, 1:].masked_fill_(chain[:, None], float("-inf"))
-    return best.indices, log_probs
+    return log_probs

@@ -69,12 +69,15 @@ def plain_text(
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
 
-def dot(step: TreeStep, text: Detokenise) -> str:
-    """The tree in Graphviz's language, every node of it; accepted nodes are filled."""
+def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
+    """The tree in Graphviz's language, every node of it; accepted nodes are filled.
+
+    ``name``: of the graph, an identifier of that language.
+    """
     accepted = set(step.accepted)
     end = step.accepted[-1] if step.accepted else -1
     lines = [
-        "digraph tree {",
+        f"digraph {name} {{",
         "  node [shape=box, style=rounded, fontname=monospace];",
         f"  root [label={_quoted(text(step.root_token))}, penwidth=2];",
     ]

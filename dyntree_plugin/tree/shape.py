@@ -28,6 +28,11 @@ class TreeShape:
                 raise ValueError(f"TreeShape.{name}={getattr(self, name)} must be at least 1")
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Frontier nodes of each draft forward after the root's."""
+        return (self.width,) * (self.max_depth - 1)
+
+    @property
     def scratch_slots(self) -> int:
         """Nodes expanded in one step, each of which needs a KV slot in the draft's cache."""
-        return (self.max_depth - 1) * self.width
+        return sum(self.widths)

@@ -39,7 +39,8 @@ class TokenTree:
     ``values`` float32 [R, N], the log of the estimated chance that the whole path is accepted,
     ``-inf`` for padding; ``counts`` int64 [R]; ``grown`` int64 [R], candidates that the nodes were
     chosen from, None where all of them were kept. ``draws``: of a tree whose children were sampled
-    from the draft, not picked as its best.
+    from the draft, not picked as its best. ``candidates`` int64 [R, N]: the candidate that each
+    node was, in the order in which they were added to the growth; any for padding.
     """
 
     tokens: torch.Tensor
@@ -49,6 +50,7 @@ class TokenTree:
     counts: torch.Tensor
     draws: Draws | None = None
     grown: torch.Tensor | None = None
+    candidates: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape

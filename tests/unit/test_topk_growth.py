@@ -6,100 +6,16 @@ import itertools
 
 import pytest
 import torch
+from growing import VOCAB, draft_of, grow, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_plugin.drafters.candidates import top_children
-from dyntree_plugin.tree.growth.topk import TopKGrowth
+from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
+from dyntree_plugin.tree.growth.base import Slot
+from dyntree_plugin.tree.growth.topk import TopKGrowth, reference
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
-
-Path = tuple[int, ...]
-VOCAB = 7
-
-
-def logits_after(seed: int, path: Path) -> torch.Tensor:
-    """A draft model: logits that depend on the whole path."""
-    code = seed
-    for token in path:
-        code = (code * 31 + token + 1) % 1_000_003
-    generator = torch.Generator().manual_seed(code)
-    return torch.randn(VOCAB, generator=generator) * 2
-
-
-def grow(seeds: list[int], shape: TreeShape, room: list[int] | None = None) -> TokenTree:
-    """The batched growth, driven as the engine drives it."""
-    room_of = torch.tensor(room or [shape.scratch_slots] * len(seeds))
-    growth = TopKGrowth(len(seeds), shape, room_of)
-    paths: list[list[Path]] = [[()] for _ in seeds]
-    columns: list[list[Path]] = [[] for _ in seeds]
-    for forward in range(shape.max_depth):
-        if forward:
-            frontier = growth.frontier()
-            paths = []
-            for row in range(len(seeds)):
-                expanded = []
-                for w in range(shape.width):
-                    seen = [
-                        c
-                        for c in range(shape.scratch_slots)
-                        if int(frontier.ancestors[row, w, c // 32]) >> (c % 32) & 1
-                    ]
-                    # The path that attention would see: the ancestors' columns, then the own one.
-                    token = int(frontier.tokens[row, w])
-                    above = [columns[row][c] for c in seen if c < len(columns[row])]
-                    parent = max(above, key=len, default=())
-                    path = (*parent, token) if bool(frontier.valid[row, w]) else (-1,)
-                    if bool(frontier.valid[row, w]):
-                        assert len(path) == int(frontier.depths[row, w])
-                    expanded.append(path)
-                columns[row].extend(expanded)
-                paths.append(expanded)
-        logits = torch.stack(
-            [
-                torch.stack([logits_after(s, p) for p in ps])
-                for s, ps in zip(seeds, paths, strict=True)
-            ]
-        )
-        tokens, log_probs = top_children(logits.flatten(0, 1), shape.children)
-        size = (len(seeds), -1, shape.children)
-        growth.add(tokens.view(size), log_probs.view(size))
-    return growth.finish()
-
-
-def reference(seed: int, shape: TreeShape, room: int) -> list[tuple[Path, float]]:
-    """The same by the book: a dictionary of candidates, and one expansion after another."""
-    values: dict[Path, float] = {}
-    opened: set[Path] = set()
-
-    def expand(path: Path, value: float) -> None:
-        log_probs = logits_after(seed, path).log_softmax(0)
-        for token in log_probs.topk(shape.children).indices.tolist():
-            values[(*path, token)] = value + float(log_probs[token])
-
-    expand((), 0.0)
-    columns = 0
-    for _ in range(shape.max_depth - 1):
-        closed = [p for p in values if p not in opened and len(p) < shape.max_depth]
-        chosen = sorted(closed, key=lambda p: -values[p])[: shape.width]
-        for path in chosen:
-            opened.add(path)
-            if columns < room:
-                expand(path, values[path])
-            columns += 1
-        columns += shape.width - len(chosen)
-    best = sorted(values.items(), key=lambda item: -item[1])
-    return best[: shape.node_budget]
-
-
-def paths_of(tree: TokenTree, row: int) -> list[Path]:
-    paths: list[Path] = []
-    for node in range(int(tree.counts[row])):
-        parent = int(tree.parents[row, node])
-        above = paths[parent] if parent >= 0 else ()
-        paths.append((*above, int(tree.tokens[row, node])))
-    return paths
-
 
 shapes = st.builds(
     TreeShape,
@@ -110,16 +26,24 @@ shapes = st.builds(
 )
 
 
+def grow_topk(seeds: list[int], shape: TreeShape, room: list[int] | None = None) -> TokenTree:
+    return grow(plan_growth(GrowthConfig("topk"), shape), seeds, room)
+
+
+def assert_tree(tree: TokenTree, row: int, expected: list[Slot]) -> None:
+    expected = [node for node in expected if node.value > 0]
+    assert paths_of(tree, row) == [node.path for node in expected]
+    values = torch.tensor([node.value for node in expected], dtype=torch.float64)
+    torch.testing.assert_close(tree.values[row, : len(expected)].exp(), values)
+
+
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
 def test_batched_growth_makes_the_trees_of_the_reference(shape: TreeShape, seeds: list[int]):
-    tree = grow(seeds, shape)
+    tree = grow_topk(seeds, shape)
     tree.check()
     for row, seed in enumerate(seeds):
-        expected = reference(seed, shape, shape.scratch_slots)
-        assert paths_of(tree, row) == [path for path, _ in expected]
-        values = torch.tensor([value for _, value in expected])
-        torch.testing.assert_close(tree.values[row, : len(expected)], values)
+        assert_tree(tree, row, reference(draft_of(seed), shape, shape.scratch_slots))
 
 
 @settings(max_examples=30, deadline=None)
@@ -127,25 +51,25 @@ def test_batched_growth_makes_the_trees_of_the_reference(shape: TreeShape, seeds
 def test_a_request_with_little_room_expands_no_further_and_keeps_its_other_nodes(
     shape: TreeShape, seed: int, room: int
 ):
-    tree = grow([seed, seed], shape, [room, shape.scratch_slots])
+    tree = grow_topk([seed, seed], shape, [room, shape.scratch_slots])
     tree.check()
-    assert paths_of(tree, 0) == [path for path, _ in reference(seed, shape, room)]
-    assert paths_of(tree, 1) == [path for path, _ in reference(seed, shape, shape.scratch_slots)]
+    assert_tree(tree, 0, reference(draft_of(seed), shape, room))
+    assert_tree(tree, 1, reference(draft_of(seed), shape, shape.scratch_slots))
 
 
 def test_no_other_tree_over_the_candidates_has_more_value():
     shape = TreeShape(node_budget=4, max_depth=3, width=3, children=2)
     for seed in range(20):
-        everything = dict(
-            reference(seed, TreeShape(10_000, shape.max_depth, shape.width, shape.children), 99)
+        everything = reference(
+            draft_of(seed), TreeShape(10_000, shape.max_depth, shape.width, shape.children), 99
         )
-        probability = {path: float(torch.tensor(v).exp()) for path, v in everything.items()}
+        probability = {node.path: node.value for node in everything}
         best = max(
             sum(probability[p] for p in nodes)
-            for nodes in itertools.combinations(everything, shape.node_budget)
+            for nodes in itertools.combinations(probability, shape.node_budget)
             if all(p[:-1] in nodes or len(p) == 1 for p in nodes)
         )
-        tree = grow([seed], shape)
+        tree = grow_topk([seed], shape)
         assert float(tree.values.exp().sum()) == pytest.approx(best)
 
 

@@ -1,1 +1,60 @@
-"""Ways to grow a tree, one file each."""
+"""Ways to grow a tree, one file each; `GROWTHS` is the list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dyntree_plugin.tree.growth import (
+    chain,
+    dynamic_threshold,
+    dyspec,
+    expansion,
+    sequoia,
+    threshold,
+    topk,
+)
+from dyntree_plugin.tree.growth.base import Frontier, Growth, GrowthConfig, GrowthPlan
+from dyntree_plugin.tree.names import Sampling
+from dyntree_plugin.tree.shape import TreeShape
+
+__all__ = [
+    "GROWTHS",
+    "Frontier",
+    "Growth",
+    "GrowthConfig",
+    "GrowthPlan",
+    "Sampling",
+    "grow_with",
+    "plan_growth",
+]
+
+GROWTHS: dict[str, Callable[[GrowthConfig, TreeShape], GrowthPlan]] = {
+    "topk": topk.plan,
+    "dyspec": dyspec.plan,
+    "threshold": threshold.plan,
+    "dynamic_threshold": dynamic_threshold.plan,
+    "expansion": expansion.plan,
+    "sequoia": sequoia.plan,
+    "chain": chain.plan,
+}
+
+
+def plan_growth(config: GrowthConfig, shape: TreeShape) -> GrowthPlan:
+    """The growth for an engine, to be made once.
+
+    Raises:
+        ValueError: if there is no such growth, or its parameters do not fit it or ``shape``.
+    """
+    if config.name not in GROWTHS:
+        raise ValueError(f"growth={config.name} must be one of {', '.join(GROWTHS)}")
+    return GROWTHS[config.name](config, shape)
+
+
+def grow_with(
+    name: str, num_requests: int, shape: TreeShape, columns: torch.Tensor, **parameters: Any
+) -> Growth:
+    """One step's growth by name; ``parameters`` are those of `GrowthConfig`."""
+    return plan_growth(GrowthConfig(name, **parameters), shape).start(num_requests, columns)

@@ -1,0 +1,151 @@
+"""The chance that a candidate child is accepted, learned from verifications while serving.
+
+A draft's probability is not that chance: under ``match`` a child is accepted if it is the target's
+draw, which a good draft foresees far more surely than its own distribution says, and a poor one
+less. The estimate is a logistic regression of acceptance on two numbers that are at hand for every
+candidate without another pass over the vocabulary (Platt, "Probabilistic Outputs for Support
+Vector Machines", 1999, with a margin beside the score):
+
+    chance = sigmoid(bias + a * logit(draft probability) + b * margin)
+
+where the margin is the score's lead over the best other candidate. If the target's scores are the
+draft's plus noise, the truth is close to ``sigmoid(margin / scale)`` where two candidates matter
+and to a multiple of the logit where many do. Weights are kept per class of temperature and follow
+the workload by Newton steps on each verification, with what was learned before as the prior and
+forgetting towards the uncalibrated estimate ``(0, 1, 0)``: the draft probability itself.
+
+Nothing here can change the output: verification never looks at values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dyntree_plugin.tree.token_tree import NO_VALUE
+
+FEATURES = 2
+"""Numbers kept per node: logit of the draft probability, margin."""
+
+TEMPERATURE_STEP = 0.25
+CLASSES = 6
+"""Greedy; temperatures below 0.25, 0.5, 0.75 and 1; from 1 on."""
+
+MAX_FEATURE = 20.0  # a logit of 20 is a chance of 1 within float32
+PRIOR_WEIGHTS = (0.0, 1.0, 0.0)
+PRIOR_STRENGTH = 0.1
+NEWTON_STEPS = 2  # per verification; the first batches are far from quadratic
+LOWEST_WEIGHTS = (-5.0, 0.0, 0.0)  # slopes of 0 or more: a better score is never worth less
+HIGHEST_WEIGHTS = (5.0, 20.0, 20.0)
+
+
+def temperature_class(temperature: torch.Tensor) -> torch.Tensor:
+    """Which weights serve requests of this ``temperature`` float [R]: int64 [R]."""
+    warm = 1 + (temperature / TEMPERATURE_STEP).long().clamp(max=CLASSES - 2)
+    return torch.where(temperature > 0, warm, 0)
+
+
+def features(log_probs: torch.Tensor) -> torch.Tensor:
+    """What the estimate looks at, float32 [..., K, FEATURES].
+
+    ``log_probs`` float32 [..., K]: the K best candidates of a node, best first, by log softmax of
+    their scores; K of at least 2 gives a margin. A candidate of ``-inf`` gets finite features.
+    """
+    log_probs = torch.nan_to_num(log_probs, nan=NO_VALUE).clamp(-MAX_FEATURE, -1e-7)
+    logit = log_probs - torch.log(-torch.expm1(log_probs))
+    if log_probs.shape[-1] == 1:
+        margin = logit
+    else:
+        best, second = log_probs[..., :1], log_probs[..., 1:2]
+        margin = torch.cat([best - second, log_probs[..., 1:] - best], dim=-1)
+    return torch.stack([logit, margin], dim=-1).clamp(-MAX_FEATURE, MAX_FEATURE)
+
+
+def outcomes(
+    parents: torch.Tensor, path: torch.Tensor, valid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which nodes the target has judged, and which of them it took: two bool [R, N].
+
+    A node is judged if its parent is the root or accepted. ``parents`` int64 [R, N], ``path``
+    int64 [R, D] as in ``Accepted``, ``valid`` bool [R, N]: nodes that were verified.
+    """
+    rows, nodes = parents.shape
+    taken = torch.zeros(rows, nodes + 1, dtype=torch.bool, device=parents.device)
+    taken.scatter_(1, path.masked_fill(path < 0, nodes), True)
+    taken = taken[:, :nodes]
+    judged = valid & ((parents < 0) | taken.gather(1, parents.clamp(min=0)))
+    return judged, taken
+
+
+class AcceptanceEstimate:
+    """Weights of the logistic regression by temperature class, and how they follow the workload."""
+
+    def __init__(self, device: torch.device | str, memory: float = 2048.0) -> None:
+        """``memory``: judged nodes of one class after which an observation counts for 1/e."""
+        self.memory = memory
+        self._prior = torch.tensor(PRIOR_WEIGHTS, device=device)
+        self._low = torch.tensor(LOWEST_WEIGHTS, device=device)
+        self._high = torch.tensor(HIGHEST_WEIGHTS, device=device)
+        self._prior_information = PRIOR_STRENGTH * torch.eye(1 + FEATURES, device=device)
+        self._classes = torch.arange(CLASSES, device=device)
+        self.weights = self._prior.repeat(CLASSES, 1)
+        """float32 [CLASSES, 1 + FEATURES]: bias, then a weight per feature."""
+        self.information = self._prior_information.repeat(CLASSES, 1, 1)
+        """float32 [CLASSES, 1 + FEATURES, 1 + FEATURES]: the inverse of the weights' covariance."""
+
+    def log_chance(self, features: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        """Log of the chance that the target takes each candidate if it gets there, at most 0.
+
+        ``features`` [R, ..., FEATURES], ``classes`` int64 [R]; float32 [R, ...].
+        """
+        weights = self.weights[classes].view(-1, *[1] * (features.dim() - 2), 1 + FEATURES)
+        logit = weights[..., 0] + (weights[..., 1:] * features).sum(dim=-1)
+        return torch.nn.functional.logsigmoid(logit)
+
+    def observe(
+        self,
+        features: torch.Tensor,
+        judged: torch.Tensor,
+        taken: torch.Tensor,
+        classes: torch.Tensor,
+    ) -> None:
+        """Learn from one verification.
+
+        ``features`` float32 [R, N, FEATURES] of the nodes when they were proposed; ``judged`` and
+        ``taken`` bool [R, N] from `outcomes`; ``classes`` int64 [R].
+        """
+        x = torch.nn.functional.pad(features, (1, 0), value=1.0)
+        x = torch.where(judged[:, :, None], x, 0.0)
+        of_class = (classes == self._classes[:, None]).float()
+        # A request without judged nodes counts for one, so that an estimate so low that it leaves
+        # trees empty, and nothing to learn from, fades.
+        seen = of_class @ judged.sum(dim=1).clamp(min=1).float()
+        kept = torch.exp(-seen / self.memory)[:, None]
+        remembered = kept[:, :, None] * self.information
+        reverting = (1 - kept[:, :, None]) * self._prior_information
+
+        weights = self.weights
+        for _ in range(NEWTON_STEPS):
+            chance = torch.sigmoid((x * weights[classes][:, None]).sum(dim=-1))
+            surprise = (taken.float() - chance)[:, :, None] * x
+            curvature = (chance * (1 - chance))[:, :, None] * x
+            gradient = (
+                of_class @ surprise.sum(dim=1)
+                + _times(remembered, self.weights - weights)
+                + _times(reverting, self._prior - weights)
+            )
+            learned = of_class @ (curvature.transpose(1, 2) @ x).flatten(1)
+            information = remembered + reverting + learned.view_as(remembered)
+            # solve_ex: unlike solve it does not wait for the device to report singular matrices,
+            # which these, with a prior in them, are not.
+            step, _ = torch.linalg.solve_ex(information, gradient)
+            weights = (weights + step).clamp(self._low, self._high)
+        sound = weights.isfinite().all(dim=1) & information.isfinite().flatten(1).all(dim=1)
+        self.weights.copy_(torch.where(sound[:, None], weights, self._prior))
+        self.information.copy_(
+            torch.where(sound[:, None, None], information, self._prior_information)
+        )
+
+
+def _times(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Each of ``matrices`` [C, F, F] times its vector [C, F]."""
+    return (matrices @ vectors[:, :, None])[:, :, 0]

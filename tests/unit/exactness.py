@@ -1,0 +1,332 @@
+"""Exact laws of what a growth and a rule emit, by enumerating every draw and every decision.
+
+Models are tables over a tiny vocabulary. A growth is run once over all outcomes of the draws, one
+request per outcome; the shipped walk is driven through every combination of accepting and
+rejecting, each weighted with the chances that the rule itself states.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+
+from dyntree_kernels.ancestors import unpack_bits
+from dyntree_plugin.drafters.candidates import drawn_children, sampled_children, top_children
+from dyntree_plugin.tree.growth import GrowthPlan
+from dyntree_plugin.tree.token_tree import Draws, TokenTree
+from dyntree_plugin.tree.verify.drawn import DrawnRule, Odds
+from dyntree_plugin.tree.verify.match import match
+
+
+@dataclass(frozen=True)
+class Model:
+    """``laws[d]`` float64 [V**d, V]: the next token after each path of d tokens, paths read as
+    numbers in base V."""
+
+    laws: tuple[torch.Tensor, ...]
+
+    @property
+    def vocab(self) -> int:
+        return self.laws[0].shape[1]
+
+    def after(self, depths: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        """The laws [..., V] after paths given by length and code."""
+        offsets = torch.tensor([0, *(law.shape[0] for law in self.laws)]).cumsum(0)
+        known = depths.clamp(max=len(self.laws) - 1)
+        return torch.cat(self.laws)[torch.where(depths == known, offsets[known] + codes, 0)]
+
+    def tails(self) -> torch.Tensor:
+        """[length + 1, V**length]: the chance of every full sequence given its first i tokens."""
+        length, vocab = len(self.laws), self.vocab
+        steps = [
+            law.reshape(-1, 1).expand(-1, vocab ** (length - d - 1)).reshape(-1)
+            for d, law in enumerate(self.laws)
+        ]
+        tails = [torch.ones(vocab**length, dtype=torch.float64)]
+        for step in reversed(steps):
+            tails.append(tails[-1] * step)
+        return torch.stack(tails[::-1])
+
+
+def random_model(
+    seed: int, vocab: int, length: int, zeros: float = 0.0, sharpness: float = 1.0
+) -> Model:
+    """Random laws; about ``zeros`` of the chances are 0; a large ``sharpness`` makes one-hots."""
+    generator = torch.Generator().manual_seed(seed)
+    laws = []
+    for depth in range(length):
+        scores = torch.randn(vocab**depth, vocab, generator=generator, dtype=torch.float64)
+        gone = torch.rand(scores.shape, generator=generator) < zeros
+        gone.scatter_(1, scores.argmax(1, keepdim=True), False)
+        laws.append((scores * sharpness).masked_fill(gone, float("-inf")).softmax(1))
+    return Model(tuple(laws))
+
+
+def one_hot(model: Model) -> Model:
+    return Model(
+        tuple(
+            torch.nn.functional.one_hot(law.argmax(1), model.vocab).double() for law in model.laws
+        )
+    )
+
+
+def uniform(model: Model) -> Model:
+    return Model(tuple(torch.full_like(law, 1 / model.vocab) for law in model.laws))
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Trees of all outcomes of the draws: ``chances`` [R], and the path ``codes`` [R, N + 1] and
+    ``depths`` [R, N + 1] of the root and the nodes."""
+
+    tree: TokenTree
+    chances: torch.Tensor
+    codes: torch.Tensor
+    depths: torch.Tensor
+
+
+def grow_every_way(plan: GrowthPlan, draft: Model) -> Grown:
+    """Run ``plan`` over everything that may be drawn below the root and at every scratch column."""
+    vocab, sequences = draft.vocab, _sequences(plan, draft.vocab)
+    expansions = 1 + plan.scratch_slots
+    # The sequence that each request draws at each expansion.
+    drawn = torch.cartesian_prod(*[torch.arange(len(sequences))] * expansions)
+    drawn = drawn.view(-1, expansions)
+    num_requests = drawn.shape[0]
+    chances = torch.ones(num_requests, dtype=torch.float64)
+    growth = plan.start(num_requests, torch.full((num_requests,), plan.scratch_slots))
+    depths = codes = torch.zeros(num_requests, 1, dtype=torch.int64)
+    valid = torch.ones_like(codes, dtype=torch.bool)
+    column_codes = torch.zeros(num_requests, 0, dtype=torch.int64)
+    known = 0
+    for width in (*plan.widths, None):
+        laws = draft.after(depths, codes)
+        here = drawn[:, known : known + codes.shape[1]]
+        known += codes.shape[1]
+        each = _chances(laws, sequences, plan.sampling).gather(2, here[:, :, None])[..., 0]
+        # Below a node that is none, one outcome stands for all.
+        chances *= torch.where(valid, each, (here == 0).double()).prod(1)
+        growth.add(*_children(plan, laws.log(), torch.tensor(sequences)[here]))
+        if width is None:
+            break
+        frontier = growth.frontier()
+        valid, depths = frontier.valid, torch.where(frontier.valid, frontier.depths, 0)
+        parents = _parent_codes(frontier.ancestors, column_codes, plan.scratch_slots)
+        codes = torch.where(valid, parents * vocab + frontier.tokens, 0)
+        column_codes = torch.cat([column_codes, codes], dim=1)
+    tree = growth.finish()
+    tree.check()
+    return _possible(Grown(tree, chances, *_paths(tree, vocab)))
+
+
+def _parent_codes(ancestors: torch.Tensor, known: torch.Tensor, columns: int) -> torch.Tensor:
+    """Path codes of the parents of a frontier, from its ancestor bits over the scratch columns."""
+    seen = unpack_bits(ancestors, columns)[:, :, : known.shape[1]]
+    # Codes never fall along a path, so the parent's is the largest; the root's is 0.
+    return torch.nn.functional.pad(seen * known[:, None], (1, 0)).amax(2)
+
+
+def _possible(grown: Grown) -> Grown:
+    """Without outcomes of chance 0."""
+    alive = grown.chances > 0
+    tree = grown.tree
+    draws = tree.draws
+    if draws is not None:
+        draws = Draws(draws.nodes[alive], draws.columns[alive], draws.log_probs[alive])
+    parts = (tree.tokens, tree.parents, tree.depths, tree.values, tree.counts)
+    trees = TokenTree(*(part[alive] for part in parts), draws)
+    return Grown(trees, grown.chances[alive], grown.codes[alive], grown.depths[alive])
+
+
+def _sequences(plan: GrowthPlan, vocab: int) -> list[tuple[int, ...]]:
+    """Everything that may be drawn below one node."""
+    if plan.sampling == "best":
+        return [tuple(range(plan.children))]
+    if plan.sampling == "without_replacement":
+        return list(itertools.permutations(range(vocab), plan.children))
+    return list(itertools.product(range(vocab), repeat=plan.children))
+
+
+def _chances(laws: torch.Tensor, sequences: list[tuple[int, ...]], sampling: str) -> torch.Tensor:
+    """The chance [R, W, sequences] of drawing each sequence from ``laws`` [R, W, V]."""
+    chances = torch.ones(*laws.shape[:2], len(sequences), dtype=torch.float64)
+    if sampling == "best":
+        return chances
+    for column, sequence in enumerate(sequences):
+        left = laws.clone()
+        for place, token in enumerate(sequence):
+            mass = left.sum(2)
+            # Behind the last token that the draft knows nothing is drawn, in one way.
+            rest = [t for t in range(laws.shape[2]) if t not in sequence[:place]]
+            one_way = torch.full_like(mass, float(token == min(rest, default=None)))
+            chances[..., column] *= torch.where(mass > 0, left[..., token] / mass, one_way)
+            if sampling == "without_replacement":
+                left[..., token] = 0.0
+    return chances
+
+
+def _children(
+    plan: GrowthPlan, log_probs: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What a drafter gives `Growth.add`, with noise that brings about ``order`` [R, W, K]."""
+    rows, count = log_probs.flatten(0, 1), plan.children
+    shape = (*log_probs.shape[:2], count)
+    if plan.sampling == "best":
+        tokens, scores = top_children(rows, count)
+        return tokens.view(shape), scores.view(shape)
+    wanted = order.flatten(0, 1)
+    if plan.sampling == "without_replacement":
+        noise = torch.full_like(rows, -1e6)
+        rank = torch.arange(count, 0, -1, dtype=rows.dtype) * 1e3
+        noise.scatter_(1, wanted, rank.expand_as(wanted)).sub_(rows.clamp(min=-100))
+        tokens, scores = sampled_children(rows, count, noise)
+    else:
+        noise = torch.full((*wanted.shape, rows.shape[1]), -1e6, dtype=rows.dtype)
+        noise.scatter_(2, wanted[:, :, None], 0.0)
+        tokens, scores = drawn_children(rows, count, noise)
+    return tokens.view(shape), scores.view(shape), log_probs
+
+
+def _paths(tree: TokenTree, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.zeros(tree.tokens.shape[0], tree.tokens.shape[1] + 1, dtype=torch.int64)
+    for node in range(tree.tokens.shape[1]):
+        above = codes.gather(1, tree.parents[:, node : node + 1] + 1)[:, 0]
+        codes[:, node + 1] = above * vocab + tree.tokens[:, node]
+    return codes, torch.nn.functional.pad(tree.depths, (1, 0))
+
+
+def emitted_by_draws(
+    rule: DrawnRule, grown: Grown, target: Model, scheduled: int | torch.Tensor
+) -> torch.Tensor:
+    """Law of the first tokens that a rule for drawn children emits, over draws and uniforms."""
+    tree, draws = grown.tree, grown.tree.draws
+    if draws is None:
+        raise ValueError("this tree does not say how its children were drawn")
+    p = target.after(grown.depths, grown.codes)
+    request = torch.arange(p.shape[0])
+    stated: list[Odds] = []
+
+    def odds(*arguments: torch.Tensor) -> Odds:
+        stated.append(rule.odds(*arguments))
+        return stated[-1]
+
+    listening = replace(rule, odds=odds)
+    levels, tries = int(tree.depths.max()), draws.nodes.shape[2]
+    law = torch.zeros_like(target.tails()[0])
+    for outcome in itertools.product(range(tries + 1), repeat=levels):
+        # A uniform below 0 accepts whatever the chance, one of 2 rejects.
+        uniforms = torch.full((p.shape[0], levels, tries + 1), 2.0)
+        uniforms[:, torch.arange(levels), torch.tensor(outcome)] = -1.0
+        stated.clear()
+        walk = listening.walk(
+            tree.tokens,
+            draws,
+            torch.zeros_like(tree.counts) + scheduled,
+            lambda at: p[request, at + 1],
+            uniforms[:, :, :tries],
+        )
+        weights = grown.chances.clone()
+        for k, level in zip(outcome, stated, strict=True):
+            reached = torch.nn.functional.pad(1 - level.accept, (1, 0), value=1.0).cumprod(1)
+            weights *= reached[:, k] * (level.accept[:, k] if k < tries else 1.0)
+        law += _continued(weights, walk.path, walk.lengths, walk.residual, tree.tokens, target)
+    return law
+
+
+def emitted_by_match(grown: Grown, target: Model, scheduled: int | torch.Tensor) -> torch.Tensor:
+    """Law of the first tokens that sample-and-match emits, over trees and the target's draws."""
+    grown = _different_trees(grown)
+    tree, vocab = grown.tree, target.vocab
+    p = target.after(grown.depths, grown.codes)
+    rows = p.shape[1]
+    every = torch.cartesian_prod(*[torch.arange(vocab)] * rows).view(-1, rows)
+    sampled = every.repeat(p.shape[0], 1)
+
+    def per_draw(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(len(every), dim=0)
+
+    chances = per_draw(p).gather(2, sampled[:, :, None]).squeeze(2).prod(1)
+    accepted = match(
+        per_draw(tree.tokens),
+        per_draw(tree.parents),
+        per_draw(tree.depths),
+        per_draw(tree.ancestors()),
+        torch.arange(rows - 1) < per_draw(tree.counts)[:, None].clamp(max=scheduled),
+        sampled,
+        int(tree.depths.max()),
+    )
+    bonus = accepted.tokens.gather(1, accepted.lengths[:, None])[:, 0]
+    return _continued(
+        per_draw(grown.chances) * chances,
+        accepted.path,
+        accepted.lengths,
+        torch.nn.functional.one_hot(bonus, vocab).double(),
+        per_draw(tree.tokens),
+        target,
+    )
+
+
+def _different_trees(grown: Grown) -> Grown:
+    """Each tree once, with the chance of all outcomes that make it."""
+    tree = grown.tree
+    looks = torch.cat([tree.tokens, tree.parents, tree.counts[:, None]], dim=1)
+    different, which = looks.unique(dim=0, return_inverse=True)
+    chances = torch.zeros(len(different), dtype=torch.float64).index_add_(0, which, grown.chances)
+    first = torch.zeros(len(different), dtype=torch.int64)
+    first[which.flip(0)] = torch.arange(len(which)).flip(0)
+    parts = (tree.tokens, tree.parents, tree.depths, tree.values, tree.counts)
+    trees = TokenTree(*(part[first] for part in parts))
+    return Grown(trees, chances, grown.codes[first], grown.depths[first])
+
+
+def _continued(
+    weights: torch.Tensor,
+    path: torch.Tensor,
+    lengths: torch.Tensor,
+    last: torch.Tensor,
+    tokens: torch.Tensor,
+    target: Model,
+) -> torch.Tensor:
+    """Law over full sequences: the accepted tokens, one of law ``last``, then the target's own."""
+    length, vocab = len(target.laws), target.vocab
+    alive = weights > 0
+    weights, path, lengths, last, tokens = (
+        x[alive] for x in (weights, path, lengths, last, tokens)
+    )
+    chosen = tokens.gather(1, path.clamp(min=0))
+    places = torch.arange(path.shape[1])
+    digits = torch.where(path >= 0, chosen * vocab ** (length - 1 - places), 0).sum(1)
+    # The full sequences that start with the accepted tokens and each next token: fold the
+    # requests into a table [lengths, prefix and next token] before spreading them.
+    law = torch.zeros(vocab**length, dtype=torch.float64)
+    tails = target.tails()
+    for accepted in range(min(path.shape[1], length - 1) + 1):
+        here = lengths == accepted
+        span = vocab ** (length - accepted - 1)
+        table = torch.zeros(vocab**accepted, vocab, dtype=torch.float64)
+        prefix = digits[here] // (span * vocab)
+        table.index_add_(0, prefix, weights[here, None] * last[here])
+        law += table.reshape(-1).repeat_interleave(span) * tails[accepted + 1]
+    return law
+
+
+def distance(law: torch.Tensor, target: Model) -> float:
+    """Total-variation distance of ``law`` to the target's law of the first tokens."""
+    return float((law - target.tails()[0]).abs().sum()) / 2
+
+
+def drawn_as_listed(tree: TokenTree, distributions: torch.Tensor) -> TokenTree:
+    """Pretend that the nodes below each node were drawn, in the order in which they stand.
+
+    ``distributions`` [R, N + 1, V]: log probabilities at the root and the nodes. What a rule for
+    drawn children would be told if it were used with a tree that it is not for.
+    """
+    num_requests, size = tree.tokens.shape
+    real = torch.arange(size) < tree.counts[:, None]
+    below = (tree.parents[:, None] == torch.arange(-1, size)[:, None]) & real[:, None]
+    nodes = torch.where(below, torch.arange(size), size).sort(dim=2).values
+    nodes = torch.where(nodes < size, nodes, -1)[:, :, : int(below.sum(2).max())]
+    columns = torch.arange(size + 1).expand(num_requests, -1)
+    return replace(tree, draws=Draws(nodes, columns, distributions))

@@ -1,0 +1,132 @@
+"""A draft model over a few tokens, and a driver that grows as the engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+
+from dyntree_kernels.ancestors import unpack_bits
+from dyntree_plugin.drafters.candidates import drawn_children, sampled_children, top_children
+from dyntree_plugin.tree.growth import Frontier, GrowthPlan
+from dyntree_plugin.tree.growth.base import Draft, Draw, Path
+from dyntree_plugin.tree.token_tree import TokenTree
+
+VOCAB = 7
+NOWHERE: Path = (-1,)
+"""Stands for what a frontier without anything to expand runs on."""
+
+
+def generator(seed: int, path: Path) -> torch.Generator:
+    code = seed
+    for token in path:
+        code = (code * 31 + token + 1) % 1_000_003
+    return torch.Generator().manual_seed(code)
+
+
+@cache
+def log_probs_after(seed: int, path: Path) -> torch.Tensor:
+    """log D(· | path); some distributions are sharp, and some lack tokens."""
+    logits = torch.randn(VOCAB, generator=generator(seed, path), dtype=torch.float64)
+    kind = (seed + len(path)) % 4
+    if kind == 1:
+        logits[logits < logits.max() - 1.5] = float("-inf")
+    return (logits * (5 if kind == 2 else 1.5)).log_softmax(0)
+
+
+@cache
+def noise_after(seed: int, path: Path, count: int) -> torch.Tensor:
+    uniform = torch.rand(count, VOCAB, generator=generator(seed + 1, path), dtype=torch.float64)
+    return -uniform.log().neg().log()
+
+
+def draft_of(seed: int) -> Draft:
+    return lambda path: log_probs_after(seed, path).exp().tolist()
+
+
+def draw_of(seed: int, replacement_draws: int = 0) -> Draw:
+    """Draws with the driver's noise; with replacement, so many per node in turn."""
+    made: dict[Path, int] = {}
+
+    def draw(path: Path, residual: Sequence[float]) -> int:
+        noise = noise_after(seed, path, max(1, replacement_draws))
+        turn = made.get(path, 0)
+        made[path] = turn + 1
+        row = noise[turn if replacement_draws else 0]
+        return int((torch.tensor(residual, dtype=torch.float64).log() + row).argmax())
+
+    return draw
+
+
+def grow(
+    plan: GrowthPlan,
+    seeds: list[int],
+    room: list[int] | None = None,
+    distributions: bool = False,
+    at_frontier: Callable[[Frontier], None] = lambda frontier: None,
+) -> TokenTree:
+    """Grow one tree per seed, in double precision so that no ranking is a matter of rounding."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        columns = torch.tensor([plan.scratch_slots] * len(seeds) if room is None else room)
+        growth = plan.start(len(seeds), columns)
+        grown: list[list[Path]] = [[] for _ in seeds]
+        paths: list[list[Path]] = [[()] for _ in seeds]
+        for width in (*plan.widths, None):
+            growth.add(*_children(plan, seeds, paths, distributions))
+            if width is None:
+                return growth.finish()
+            frontier = growth.frontier()
+            at_frontier(frontier)
+            assert frontier.tokens.shape == (len(seeds), width)
+            paths = [_paths_at(frontier, row, grown[row]) for row in range(len(seeds))]
+        raise AssertionError("unreachable")
+    finally:
+        torch.set_default_dtype(default)
+
+
+def paths_of(tree: TokenTree, row: int) -> list[Path]:
+    paths: list[Path] = []
+    for node in range(int(tree.counts[row])):
+        parent = int(tree.parents[row, node])
+        above = paths[parent] if parent >= 0 else ()
+        paths.append((*above, int(tree.tokens[row, node])))
+    return paths
+
+
+def _paths_at(frontier: Frontier, row: int, columns: list[Path]) -> list[Path]:
+    """The paths that attention sees: the ancestors' columns, then the own one. Adds them to the
+    request's ``columns``."""
+    words = frontier.ancestors.shape[2]
+    paths = []
+    for w in range(frontier.tokens.shape[1]):
+        seen = unpack_bits(frontier.ancestors[row, w], 32 * words).tolist()
+        above = [path for path, bit in zip(columns, seen, strict=False) if bit]
+        path = (*max(above, key=len, default=()), int(frontier.tokens[row, w]))
+        if bool(frontier.valid[row, w]):
+            assert sum(seen) == len(path) == int(frontier.depths[row, w])
+            assert seen[len(columns) + w]
+        paths.append(path if bool(frontier.valid[row, w]) else NOWHERE)
+    columns.extend(paths)
+    return paths
+
+
+def _children(
+    plan: GrowthPlan, seeds: list[int], paths: list[list[Path]], distributions: bool
+) -> tuple[torch.Tensor, ...]:
+    places = [(seed, path) for seed, row in zip(seeds, paths, strict=True) for path in row]
+    log_probs = torch.stack([log_probs_after(seed, path) for seed, path in places])
+    shape = (len(seeds), len(paths[0]), -1)
+    if plan.sampling == "best":
+        found = top_children(log_probs, plan.children)
+    else:
+        each = plan.children if plan.sampling == "with_replacement" else 1
+        noise = torch.stack([noise_after(seed, path, each) for seed, path in places])
+        if plan.sampling == "with_replacement":
+            found = drawn_children(log_probs, plan.children, noise)
+        else:
+            found = sampled_children(log_probs, plan.children, noise[:, 0])
+    made = tuple(x.reshape(shape) for x in found)
+    return (*made, log_probs.view(shape)) if distributions else made

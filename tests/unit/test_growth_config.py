@@ -1,0 +1,103 @@
+"""Growths by name: what may be asked for, and that each can be driven."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from growing import grow, paths_of
+
+from dyntree_plugin.tree.growth import GROWTHS, GrowthConfig, grow_with, plan_growth
+from dyntree_plugin.tree.shape import TreeShape
+
+SHAPE = TreeShape(node_budget=12, max_depth=4, width=3, children=3)
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "expansion": {"expansion": (2, 1, 2)},
+    "sequoia": {"acceptance": (0.6, 0.2)},
+}
+every_growth = pytest.mark.parametrize("name", GROWTHS)
+
+
+@every_growth
+def test_a_growth_fills_its_budget_and_keeps_to_its_plan(name: str) -> None:
+    plan = plan_growth(GrowthConfig(name, **PARAMETERS.get(name, {})), SHAPE)
+    tree = grow(plan, list(range(5)))
+    tree.check()
+    assert tree.tokens.shape == (5, SHAPE.node_budget)
+    assert len(plan.widths) < SHAPE.max_depth
+    assert plan.scratch_slots == sum(plan.widths)
+    assert int(tree.depths.max()) <= len(plan.widths) + 1
+    assert (tree.counts > 0).all()
+    growth = grow_with(name, 5, SHAPE, torch.full((5,), 99), **PARAMETERS.get(name, {}))
+    assert (growth.sampling, growth.children, growth.widths) == (
+        plan.sampling,
+        plan.children,
+        plan.widths,
+    )
+
+
+@every_growth
+def test_a_configuration_travels_between_processes(name: str) -> None:
+    config = GrowthConfig(name, **PARAMETERS.get(name, {}))
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(config) == hash(GrowthConfig(name, **PARAMETERS.get(name, {})))
+
+
+@pytest.mark.parametrize("name", ["dyspec", "dynamic_threshold"])
+def test_a_flat_and_a_sharp_draft_both_fill_the_budget(name: str) -> None:
+    """What a fixed threshold does not: the trees of the same drafts differ in size there."""
+    counts = {
+        growth: grow(plan_growth(GrowthConfig(growth), SHAPE), list(range(40))).counts
+        for growth in (name, "threshold")
+    }
+    assert (counts[name] >= 0.95 * SHAPE.node_budget).float().mean() > 0.9
+    assert (counts["threshold"] < 0.95 * SHAPE.node_budget).any()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"name": "topdown"}, "growth=topdown must be one of topk, dyspec"),
+        ({"name": "threshold", "threshold": 0.0}, "threshold=0.0"),
+        ({"name": "threshold", "threshold": 1.5}, "threshold=1.5"),
+        ({"name": "topk", "threshold": 0.5}, "threshold=0.5 is for growth=threshold"),
+        ({"name": "expansion"}, "growth=expansion needs expansion"),
+        ({"name": "expansion", "expansion": ()}, "expansion="),
+        ({"name": "expansion", "expansion": (2, 0)}, "expansion="),
+        ({"name": "expansion", "expansion": (1,) * 5}, "max_depth=4"),
+        ({"name": "expansion", "expansion": (4, 4)}, "20 nodes.*node_budget=12"),
+        ({"name": "sequoia"}, "growth=sequoia needs acceptance"),
+        ({"name": "sequoia", "acceptance": (0.9, 0.3)}, "acceptance="),
+        ({"name": "chain", "acceptance": (0.9,)}, "is for growth=sequoia, not chain"),
+        ({"name": "topk", "sampling": "without_replacement"}, "sampling=without_replacement"),
+        ({"name": "dyspec", "sampling": "best"}, "sampling=best must be without_replacement"),
+        ({"name": "sequoia", "acceptance": (0.9,), "sampling": "with_replacement"}, "must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_growth(GrowthConfig(**config), SHAPE)
+
+
+def test_additions_out_of_turn_are_refused() -> None:
+    growth = grow_with("topk", 1, SHAPE, torch.tensor([99]))
+    tokens, log_probs = torch.arange(3).view(1, 1, 3), torch.tensor([[[-1.0, -2.0, -3.0]]])
+    with pytest.raises(ValueError, match=r"frontier\(\)"):
+        growth.frontier()
+    growth.add(tokens, log_probs)
+    with pytest.raises(ValueError, match="must be"):
+        growth.add(tokens, log_probs)
+    with pytest.raises(ValueError, match="takes the best"):
+        grow_with("topk", 1, SHAPE, torch.tensor([99])).add(tokens, log_probs, log_probs)
+    assert paths_of(growth.finish(), 0) == [(0,), (1,), (2,)]
+
+
+def test_distributions_come_with_every_addition_or_none() -> None:
+    growth = grow_with("dyspec", 1, SHAPE, torch.tensor([99]))
+    law = torch.tensor([0.5, 0.3, 0.2]).log()
+    growth.add(torch.arange(3).view(1, 1, 3), law.view(1, 1, 3), law.view(1, 1, 3))
+    growth.frontier()
+    with pytest.raises(ValueError, match="distributions"):
+        growth.add(torch.arange(3).expand(1, 3, 3), law.expand(1, 3, 3))

@@ -1,0 +1,203 @@
+"""Growths by slot value (dyspec, threshold, dynamic_threshold) against the paper's algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from growing import draft_of, draw_of, grow, log_probs_after, paths_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dyntree_kernels.ancestors import unpack_bits
+from dyntree_plugin.tree.growth import (
+    Frontier,
+    GrowthConfig,
+    GrowthPlan,
+    dynamic_threshold,
+    dyspec,
+    plan_growth,
+    threshold,
+)
+from dyntree_plugin.tree.growth.base import Slot
+from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.token_tree import TokenTree
+
+shapes = st.builds(
+    TreeShape,
+    node_budget=st.integers(1, 40),
+    max_depth=st.integers(1, 6),
+    width=st.integers(1, 5),
+    children=st.integers(1, 9),
+)
+seed_lists = st.lists(st.integers(0, 10_000), min_size=1, max_size=3)
+thresholds = st.floats(0.01, 1.0)
+
+
+def assert_tree(tree: TokenTree, row: int, expected: Sequence[Slot]) -> None:
+    assert paths_of(tree, row) == [node.path for node in expected]
+    values = torch.tensor([node.value for node in expected], dtype=torch.float64)
+    torch.testing.assert_close(tree.values[row, : len(expected)].exp(), values)
+
+
+def plan_of(name: str, shape: TreeShape, t: float) -> GrowthPlan:
+    return plan_growth(GrowthConfig(name, threshold=t if name == "threshold" else None), shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, seed_lists)
+def test_dyspec_grows_the_trees_of_the_heap(shape: TreeShape, seeds: list[int]) -> None:
+    tree = grow(plan_growth(GrowthConfig("dyspec"), shape), seeds)
+    tree.check()
+    for row, seed in enumerate(seeds):
+        assert_tree(tree, row, dyspec.reference(draft_of(seed), draw_of(seed), shape))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, seed_lists, thresholds)
+def test_threshold_grows_the_trees_of_algorithm_2(
+    shape: TreeShape, seeds: list[int], t: float
+) -> None:
+    tree = grow(plan_of("threshold", shape, t), seeds)
+    tree.check()
+    for row, seed in enumerate(seeds):
+        assert_tree(tree, row, threshold.reference(draft_of(seed), draw_of(seed), shape, t))
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, seed_lists)
+def test_the_dynamic_threshold_keeps_nothing_from_the_tree(
+    shape: TreeShape, seeds: list[int]
+) -> None:
+    """The reference expands what the threshold would pass over."""
+    tree = grow(plan_growth(GrowthConfig("dynamic_threshold"), shape), seeds)
+    tree.check()
+    for row, seed in enumerate(seeds):
+        assert_tree(tree, row, dynamic_threshold.reference(draft_of(seed), draw_of(seed), shape))
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes, seed_lists)
+def test_a_dynamic_threshold_of_enough_width_grows_the_trees_of_the_heap(
+    shape: TreeShape, seeds: list[int]
+) -> None:
+    wide = TreeShape(shape.node_budget, shape.max_depth, 64, shape.children)
+    tree = grow(plan_growth(GrowthConfig("dynamic_threshold"), wide), seeds)
+    for row, seed in enumerate(seeds):
+        assert_tree(tree, row, dyspec.reference(draft_of(seed), draw_of(seed), shape))
+
+
+def test_with_too_little_width_a_tree_is_another_than_the_heaps() -> None:
+    """The control of the test above."""
+    shape = TreeShape(node_budget=20, max_depth=5, width=1, children=4)
+    trees = grow(plan_growth(GrowthConfig("dynamic_threshold"), shape), list(range(10)))
+    differ = [
+        paths_of(trees, row)
+        != [node.path for node in dyspec.reference(draft_of(row), draw_of(row), shape)]
+        for row in range(10)
+    ]
+    assert any(differ)
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes, st.integers(0, 10_000), st.integers(0, 12))
+def test_a_request_with_little_room_takes_none_from_the_others(
+    shape: TreeShape, seed: int, room: int
+) -> None:
+    plan = plan_growth(GrowthConfig("dyspec"), shape)
+    tree = grow(plan, [seed, seed], [room, plan.scratch_slots])
+    tree.check()
+    expected = dyspec.reference(draft_of(seed), draw_of(seed), shape)
+    assert_tree(tree, 1, expected)
+    if room >= plan.scratch_slots:
+        assert_tree(tree, 0, expected)
+    if room == 0:
+        assert all(len(path) == 1 for path in paths_of(tree, 0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["dyspec", "threshold", "dynamic_threshold"]), shapes, seed_lists)
+def test_draws_say_which_draw_gave_which_node_and_from_what(
+    name: str, shape: TreeShape, seeds: list[int]
+) -> None:
+    tree = grow(plan_of(name, shape, 0.05), seeds, distributions=True)
+    draws = tree.draws
+    assert draws is not None
+    for row, seed in enumerate(seeds):
+        paths = paths_of(tree, row)
+        for j, path in enumerate([(), *paths]):
+            nodes = [int(node) for node in draws.nodes[row, j]]
+            count = sum(node >= 0 for node in nodes)
+            assert all(node >= 0 for node in nodes[:count])
+            # All nodes below, in draw order: that of their slots, and so of the tree.
+            assert nodes[:count] == [k for k, p in enumerate(paths) if p[:-1] == path]
+            if count:
+                law = draws.log_probs[row, int(draws.columns[row, j])]
+                torch.testing.assert_close(law, log_probs_after(seed, path))
+                tokens = [paths[node][-1] for node in nodes[:count]]
+                draw, residual = draw_of(seed), law.exp().tolist()
+                for token in tokens:
+                    assert draw(path, residual) == token
+                    residual = dyspec.without(residual, token)
+        assert (draws.nodes[row, len(paths) + 1 :] == -1).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["dyspec", "threshold", "dynamic_threshold"]), shapes, seed_lists)
+def test_trees_are_well_formed_and_their_ancestors_are_the_transitive_closure(
+    name: str, shape: TreeShape, seeds: list[int]
+) -> None:
+    tree = grow(plan_of(name, shape, 0.05), seeds)
+    tree.check()
+    assert tree.tokens.shape[1] == shape.node_budget
+    bits = unpack_bits(tree.ancestors(), shape.node_budget + 1)
+    for row in range(len(seeds)):
+        paths = [(), *paths_of(tree, row)]
+        assert all(path[:-1] in paths for path in paths[1:])
+        assert max(map(len, paths)) <= shape.max_depth
+        for i, path in enumerate(paths):
+            for j, other in enumerate(paths):
+                assert bool(bits[row, i, j]) == (path[: len(other)] == other)
+
+
+def test_frontiers_hold_only_nodes_that_may_still_matter() -> None:
+    """An expanded node's first child is worth a place among all that is known by then."""
+    shape = TreeShape(node_budget=12, max_depth=6, width=6, children=5)
+    for seed in range(20):
+        expanded: list[int] = []
+        grow(
+            plan_growth(GrowthConfig("dyspec"), shape),
+            [seed],
+            at_frontier=lambda frontier, to=expanded: to.append(int(frontier.valid.sum())),
+        )
+        tree = dyspec.reference(draft_of(seed), draw_of(seed), shape)
+        inner = {node.path[:-1] for node in tree} - {()}
+        assert len(inner) <= sum(expanded) <= sum(plan_growth(GrowthConfig("dyspec"), shape).widths)
+        assert all(2 * count <= shape.node_budget for count in expanded)
+
+
+def test_forwards_behind_the_last_layer_of_the_tree_expand_nothing() -> None:
+    shape = TreeShape(node_budget=4, max_depth=9, width=4, children=4)
+    forwards: list[bool] = []
+
+    def note(frontier: Frontier) -> None:
+        forwards.append(bool(frontier.valid.any()))
+
+    tree = grow(plan_growth(GrowthConfig("dynamic_threshold"), shape), [3], at_frontier=note)
+    deepest = int(tree.depths.max())
+    assert forwards[: deepest - 1] == [True] * (deepest - 1)
+    assert not any(forwards[shape.node_budget - 1 :])
+
+
+def test_a_distribution_on_one_token_is_drawn_once_and_goes_on() -> None:
+    """What is left of it is nothing, whatever rounding leaves."""
+    shape = TreeShape(node_budget=6, max_depth=4, width=2, children=3)
+    growth = plan_growth(GrowthConfig("dyspec"), shape).start(1, torch.tensor([99]))
+    for forward, width in enumerate((1, *growth.widths)):
+        if forward:
+            growth.frontier()
+        log_probs = torch.tensor([0.0, float("-inf"), float("-inf")]).expand(1, width, 3)
+        growth.add(torch.arange(3).expand(1, width, 3), log_probs)
+    tree = growth.finish()
+    tree.check()
+    assert paths_of(tree, 0) == [(0,) * depth for depth in range(1, len(growth.widths) + 2)]

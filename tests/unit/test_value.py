@@ -1,0 +1,308 @@
+"""The estimate of acceptance: learned from what a target with known chances takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dyntree_kernels.ancestors import ancestor_bits
+from dyntree_plugin.tree.value import (
+    CLASSES,
+    FEATURES,
+    AcceptanceEstimate,
+    features,
+    outcomes,
+    temperature_class,
+)
+from dyntree_plugin.tree.verify.match import match
+
+VOCAB, KEPT, REQUESTS = 64, 4, 16
+HOT = 4
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Children of judged nodes, with their true chance."""
+
+    features: torch.Tensor
+    taken: torch.Tensor
+    chance: torch.Tensor
+
+    @property
+    def all(self) -> torch.Tensor:
+        return torch.ones_like(self.taken)
+
+
+def judge(beta: float, seed: int, parents: int = 8) -> Judged:
+    """What a target takes whose scores are the draft's plus noise of scale ``beta``: the children
+    of ``parents`` nodes of each request, [R, parents * KEPT].
+
+    With Gumbel noise of that scale the chance of a child is softmax(scores / beta) exactly.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(REQUESTS, parents, VOCAB, generator=generator) * 2
+    best = scores.topk(KEPT, dim=-1)
+    log_probs = best.values - scores.logsumexp(dim=-1, keepdim=True)
+    uniform = torch.rand(scores.shape, generator=generator).clamp(1e-9, 1 - 1e-7)
+    drawn = (scores - beta * torch.log(-torch.log(uniform))).argmax(dim=-1)
+    chance = (scores / beta).softmax(dim=-1).gather(2, best.indices)
+    return Judged(
+        features(log_probs).flatten(1, 2),
+        (best.indices == drawn[:, :, None]).flatten(1),
+        chance.flatten(1),
+    )
+
+
+def classes_of(temperature_class: int) -> torch.Tensor:
+    return torch.full((REQUESTS,), temperature_class)
+
+
+def learn(
+    estimate: AcceptanceEstimate, beta: float, steps: int, of: int = 0, seed: int = 0
+) -> AcceptanceEstimate:
+    for step in range(steps):
+        seen = judge(beta, seed + step)
+        estimate.observe(seen.features, seen.all, seen.taken, classes_of(of))
+    return estimate
+
+
+def calibration_error(estimate: AcceptanceEstimate, beta: float, of: int = 0) -> float:
+    """Expected calibration error against the true chances, 15 bins of equal width."""
+    seen = judge(beta, seed=10_000, parents=200)
+    stated = estimate.log_chance(seen.features, classes_of(of)).exp().flatten()
+    truth = seen.chance.flatten()
+    bins = (stated * 15).long().clamp(max=14)
+    gaps = [(stated[bins == b] - truth[bins == b]).sum().abs() for b in bins.unique().tolist()]
+    return float(sum(gaps)) / len(stated)
+
+
+@pytest.mark.parametrize("beta", [0.3, 0.5, 1.0, 1.5])
+def test_it_becomes_calibrated_whatever_the_noise_between_draft_and_target(beta: float):
+    estimate = learn(AcceptanceEstimate("cpu"), beta, steps=60)
+    assert calibration_error(estimate, beta) < 0.025
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.5])
+def test_what_it_has_not_observed_it_does_not_know(beta: float):
+    """The control: without observations the draft's probability stays, and stays wrong."""
+    assert calibration_error(AcceptanceEstimate("cpu"), beta) > 0.05
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.5])
+def test_its_likelihood_is_close_to_that_of_the_true_law(beta: float):
+    def loss(chance: torch.Tensor) -> float:
+        chance = chance.clamp(1e-6, 1 - 1e-6)
+        truth = seen.chance
+        return -float((truth * chance.log() + (1 - truth) * (-chance).log1p()).mean())
+
+    seen = judge(beta, seed=10_000, parents=200)
+    known = loss(seen.chance)
+    estimate = AcceptanceEstimate("cpu")
+    before = loss(estimate.log_chance(seen.features, classes_of(0)).exp())
+    learn(estimate, beta, steps=60)
+    after = loss(estimate.log_chance(seen.features, classes_of(0)).exp())
+    assert after - known < 0.2 * (before - known)
+
+
+def test_it_starts_as_the_draft_probability():
+    log_probs = torch.randn(3, 5, VOCAB).log_softmax(dim=-1).topk(KEPT, dim=-1).values
+    stated = AcceptanceEstimate("cpu").log_chance(features(log_probs), torch.tensor([0, 1, 5]))
+    torch.testing.assert_close(stated, log_probs, atol=1e-4, rtol=1e-4)
+
+
+def test_it_follows_a_workload_that_changes():
+    estimate = learn(AcceptanceEstimate("cpu", memory=2048.0), 0.3, steps=60)
+    surprised = calibration_error(estimate, 1.5)
+    learn(estimate, 1.5, steps=60, seed=500)
+    assert calibration_error(estimate, 1.5) < 0.03 < 0.15 < surprised
+
+
+def test_without_forgetting_it_follows_much_later():
+    forgets = learn(AcceptanceEstimate("cpu", memory=2048.0), 0.3, steps=120)
+    clings = learn(AcceptanceEstimate("cpu", memory=1e9), 0.3, steps=120)
+    for estimate in (forgets, clings):
+        learn(estimate, 1.5, steps=40, seed=500)
+    assert 2 * calibration_error(forgets, 1.5) < calibration_error(clings, 1.5)
+
+
+def test_temperatures_learn_apart():
+    estimate = AcceptanceEstimate("cpu")
+    for step in range(60):
+        cold, hot = judge(0.3, step), judge(1.5, step + 500)
+        pairs = zip(vars(cold).values(), vars(hot).values(), strict=True)
+        x, taken, _ = (torch.cat(pair) for pair in pairs)
+        of = torch.cat([classes_of(0), classes_of(HOT)])
+        estimate.observe(x, torch.ones_like(taken), taken, of)
+    assert calibration_error(estimate, 0.3, of=0) < 0.025
+    assert calibration_error(estimate, 1.5, of=HOT) < 0.025
+    assert calibration_error(estimate, 1.5, of=0) > 0.1
+
+
+def test_a_temperature_has_one_class_and_only_greedy_has_the_first():
+    of = temperature_class(torch.tensor([0.0, 1e-6, 0.24, 0.25, 0.6, 0.99, 1.0, 1.9]))
+    assert of.tolist() == [0, 1, 1, 2, 3, 4, 5, 5]
+    assert int(of.max()) < CLASSES
+
+
+def test_a_batch_teaches_what_its_requests_teach_together():
+    """Requests of one step are one observation, whatever their order."""
+    seen = judge(0.5, seed=1)
+    forward, backward = AcceptanceEstimate("cpu"), AcceptanceEstimate("cpu")
+    forward.observe(seen.features, seen.all, seen.taken, classes_of(0))
+    backward.observe(seen.features.flip(0), seen.all, seen.taken.flip(0), classes_of(0))
+    torch.testing.assert_close(forward.weights, backward.weights)
+    again = AcceptanceEstimate("cpu")
+    again.observe(seen.features, seen.all, seen.taken, classes_of(0))
+    assert torch.equal(forward.weights, again.weights), "ranks of one engine must agree bit by bit"
+
+
+def test_nodes_that_were_not_judged_teach_nothing():
+    seen = judge(0.5, seed=1)
+    judged = seen.all.clone()
+    judged[:, ::2] = False
+    expected, estimate = AcceptanceEstimate("cpu"), AcceptanceEstimate("cpu")
+    expected.observe(seen.features, judged, seen.taken & judged, classes_of(0))
+    spoilt = torch.where(judged[:, :, None], seen.features, float("nan"))
+    estimate.observe(spoilt, judged, seen.taken | ~judged, classes_of(0))
+    assert torch.equal(estimate.weights, expected.weights)
+    assert not torch.equal(estimate.weights, AcceptanceEstimate("cpu").weights)
+
+
+def test_an_estimate_that_leaves_trees_empty_fades():
+    estimate, none = AcceptanceEstimate("cpu", memory=64.0), torch.zeros(REQUESTS, 0)
+    estimate.weights[0] = torch.tensor([-5.0, 0.0, 0.0])
+    empty = torch.zeros(REQUESTS, 0, FEATURES)
+    untouched = estimate.weights[1:].clone()
+    for _ in range(200):
+        estimate.observe(empty, none.bool(), none.bool(), classes_of(0))
+    torch.testing.assert_close(estimate.weights, AcceptanceEstimate("cpu").weights)
+    assert torch.equal(estimate.weights[1:], untouched)
+
+
+numbers = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(numbers, min_size=3, max_size=3), st.integers(0, 2**30), st.booleans())
+def test_no_state_and_no_score_makes_a_value_that_is_no_chance(
+    weights: list[float], seed: int, always: bool
+):
+    """However broken the weights or the draft: finite, at most 0, and sound after one step."""
+    generator = torch.Generator().manual_seed(seed)
+    estimate = AcceptanceEstimate("cpu")
+    estimate.weights[:] = torch.tensor(weights)
+    log_probs = torch.randn(2, 3, VOCAB, generator=generator).log_softmax(-1).topk(KEPT).values
+    log_probs[0, 0, 1:] = float("-inf")
+    log_probs[0, 1] = float("nan")
+    log_probs[1, 0, 0] = 0.0
+    x, of = features(log_probs), torch.tensor([0, 3])
+    assert x.isfinite().all()
+    taken = torch.full((2, 12), always)
+    estimate.observe(x.flatten(1, 2), torch.ones_like(taken), taken, of)
+    assert estimate.weights[of].isfinite().all()
+    assert estimate.information.isfinite().all()
+    stated = estimate.log_chance(x, of)
+    assert stated.isfinite().all()
+    assert (stated <= 0).all()
+
+
+def test_endless_agreement_and_endless_refusal_stay_bounded():
+    for taken in (True, False):
+        estimate = AcceptanceEstimate("cpu")
+        for step in range(200):
+            seen = judge(0.5, seed=step, parents=1)
+            estimate.observe(
+                seen.features, seen.all, torch.full_like(seen.taken, taken), classes_of(0)
+            )
+        stated = estimate.log_chance(seen.features, classes_of(0)).exp()
+        assert stated.isfinite().all()
+        assert bool((stated > 0.9).all() if taken else (stated < 0.1).all())
+
+
+def test_a_better_child_is_never_worth_less_than_its_sibling():
+    for beta, seed in ((0.3, 0), (1.5, 100)):
+        estimate = learn(AcceptanceEstimate("cpu"), beta, steps=40, seed=seed)
+        log_probs = torch.randn(REQUESTS, 50, VOCAB).log_softmax(-1).topk(KEPT).values
+        stated = estimate.log_chance(features(log_probs), classes_of(0))
+        assert (stated.diff(dim=-1) <= 1e-6).all()
+
+
+def test_children_of_the_root_and_of_accepted_nodes_are_judged():
+    #  root -> 0 (taken) -> 2 (taken) -> 4;  root -> 1 -> 3
+    parents = torch.tensor([[-1, -1, 0, 1, 2, -1]])
+    valid = torch.tensor([[True, True, True, True, True, False]])
+    judged, taken = outcomes(parents, torch.tensor([[0, 2, -1]]), valid)
+    assert judged.tolist() == [[True, True, True, False, True, False]]
+    assert taken.tolist() == [[True, False, True, False, False, False]]
+
+
+def test_empty_trees_and_chains_have_the_outcomes_they_should():
+    empty = torch.full((1, 3), -1)
+    none = torch.zeros(1, 3, dtype=torch.bool)
+    judged, taken = outcomes(empty, torch.full((1, 2), -1), none)
+    assert not judged.any()
+    assert not taken.any()
+    chain = torch.tensor([[-1, 0, 1]])
+    judged, taken = outcomes(chain, torch.tensor([[0, -1, -1]]), ~none)
+    assert judged.tolist() == [[True, True, False]]
+    assert taken.tolist() == [[True, False, False]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**30), st.integers(1, 40))
+def test_outcomes_agree_with_the_walk(seed: int, nodes: int):
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.tensor(
+        [[int(torch.randint(-1, n, (), generator=generator)) if n else -1 for n in range(nodes)]]
+    )
+    depths = torch.ones_like(parents)
+    for node in range(nodes):
+        if parents[0, node] >= 0:
+            depths[0, node] = depths[0, parents[0, node]] + 1
+    tokens = torch.arange(nodes)[None]
+    sampled = torch.randint(0, nodes, (1, nodes + 1), generator=generator)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    ancestors = ancestor_bits(torch.nn.functional.pad(parents + 1, (1, 0), value=-1))
+    accepted = match(tokens, parents, depths, ancestors, valid, sampled, int(depths.max()))
+    judged, taken = outcomes(parents, accepted.path, valid)
+    at, visited = -1, []
+    while True:
+        visited.append(at)
+        below = [n for n in range(nodes) if int(parents[0, n]) == at]
+        at = next((n for n in below if n == int(sampled[0, at + 1])), -2)
+        if at == -2:
+            break
+    assert taken[0].nonzero().flatten().tolist() == sorted(visited[1:])
+    assert judged[0].tolist() == [int(p) in visited for p in parents[0]]
+
+
+def test_one_candidate_has_its_logit_for_a_margin():
+    log_probs = torch.tensor([[-0.5]])
+    assert features(log_probs).shape == (1, 1, FEATURES)
+    logit, margin = features(log_probs)[0, 0].tolist()
+    assert logit == pytest.approx(margin)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    estimate = AcceptanceEstimate("cuda")
+    seen = judge(0.5, seed=1)
+    x, judged, taken = seen.features.cuda(), seen.all.cuda(), seen.taken.cuda()
+    of = classes_of(0).cuda()
+    parents = torch.full_like(taken, -1, dtype=torch.int64)
+    path = parents[:, :3].clone()
+    estimate.observe(x, judged, taken, of)  # loads libraries
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outcomes(parents, path, judged)
+        estimate.observe(x, judged, taken, temperature_class(of.float()))
+        stated = estimate.log_chance(features(-x[..., 0].abs()), of)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert stated.isfinite().all()

@@ -1,0 +1,324 @@
+"""The rules for drawn children: against the papers' algorithms, and their laws by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dyntree_plugin.tree.token_tree import Draws
+from dyntree_plugin.tree.verify import reference
+from dyntree_plugin.tree.verify.drawn import DrawnRule, Walk
+from dyntree_plugin.tree.verify.multi_step import MULTI_STEP
+from dyntree_plugin.tree.verify.reference import Law, NodeReference
+from dyntree_plugin.tree.verify.without_replacement import WITHOUT_REPLACEMENT
+
+RULES = {
+    "without_replacement": (WITHOUT_REPLACEMENT, reference.without_replacement),
+    "multi_step": (MULTI_STEP, reference.multi_step),
+}
+both_rules = pytest.mark.parametrize("name", RULES)
+
+LAWS = [
+    [Fraction(n, 10) for n in law]
+    for law in ([5, 3, 2], [1, 1, 8], [10, 0, 0], [0, 7, 3], [3, 3, 4], [0, 0, 10])
+]
+
+
+def log_of(laws: Sequence[Law]) -> torch.Tensor:
+    return torch.tensor([[float(x) for x in law] for law in laws], dtype=torch.float64).log()
+
+
+def draw_sequences(name: str, draft: Law, count: int) -> Iterator[tuple[list[int], Fraction]]:
+    """Every sequence of ``count`` draws from ``draft`` and its chance."""
+    for sequence in itertools.product(range(len(draft)), repeat=count):
+        chance, left = Fraction(1), list(draft)
+        for place, token in enumerate(sequence):
+            if sum(left) == 0:  # Sequoia's rule
+                left = [Fraction(t not in sequence[:place]) for t in range(len(draft))]
+            chance *= left[token] / sum(left)
+            if name == "without_replacement":
+                left[token] = Fraction(0)
+            if chance == 0:
+                break
+        if chance:
+            yield list(sequence), chance
+
+
+def emitted_at_a_node(
+    rule: DrawnRule, target: Law, draft: Law, sequences: list[tuple[list[int], Fraction]]
+) -> torch.Tensor:
+    """Law of the token that one node emits, over draws and uniforms."""
+    rows = len(sequences)
+    tokens = torch.tensor([tokens for tokens, _ in sequences])
+    p = log_of([target]).exp().expand(rows, -1)
+    odds = rule.odds(p, log_of([draft]).expand(rows, -1), tokens, torch.ones_like(tokens).bool())
+    law = torch.zeros(rows, 3, dtype=torch.float64)
+    reached = torch.ones(rows, 1, dtype=torch.float64)
+    for k in range(tokens.shape[1]):
+        accept = odds.accept[:, k : k + 1]
+        law.scatter_add_(1, tokens[:, k : k + 1], reached * accept)
+        reached = reached * (1 - accept)
+    law += reached * odds.residual
+    weights = torch.tensor([float(chance) for _, chance in sequences], dtype=torch.float64)
+    return weights @ law
+
+
+@both_rules
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_node_emits_the_targets_law_whatever_the_draft(name: str, count: int):
+    rule, _ = RULES[name]
+    for target, draft in itertools.product(LAWS, LAWS):
+        sequences = list(draw_sequences(name, draft, count))
+        assert sum(chance for _, chance in sequences) == 1
+        emitted = emitted_at_a_node(rule, target, draft, sequences)
+        torch.testing.assert_close(emitted, log_of([target]).exp()[0], rtol=0, atol=1e-14)
+
+
+def test_a_rule_with_the_other_rules_draws_is_biased():
+    target, draft = LAWS[0], LAWS[1]
+    wanted = log_of([target]).exp()[0]
+    for rule, other in ((WITHOUT_REPLACEMENT, "multi_step"), (MULTI_STEP, "without_replacement")):
+        emitted = emitted_at_a_node(rule, target, draft, list(draw_sequences(other, draft, 2)))
+        assert float((emitted - wanted).abs().sum()) / 2 > 0.01
+
+
+def test_leaving_out_repeated_draws_of_multi_step_is_biased():
+    target, draft = LAWS[0], LAWS[1]
+    law = torch.zeros(3, dtype=torch.float64)
+    for tokens, chance in draw_sequences("multi_step", draft, 2):
+        tries = [(list(dict.fromkeys(tokens)), Fraction(1))]
+        law += float(chance) * emitted_at_a_node(MULTI_STEP, target, draft, tries)
+    assert float((law - log_of([target]).exp()[0]).abs().sum()) / 2 > 0.01
+
+
+def test_a_draft_whose_mass_is_used_up_is_uniform_over_the_tokens_not_drawn():
+    target = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
+    one_hot = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).log()
+    tokens = torch.tensor([[0, 2]])
+    odds = WITHOUT_REPLACEMENT.odds(target, one_hot, tokens, torch.ones_like(tokens).bool())
+    # Token 0 is accepted with 0.2 / 1, which leaves (0, 5/8, 3/8); against 1/2 that is 3/4.
+    torch.testing.assert_close(odds.accept, torch.tensor([[0.2, 0.75]], dtype=torch.float64))
+    torch.testing.assert_close(odds.residual, torch.tensor([[0.0, 1, 0]], dtype=torch.float64))
+
+
+@st.composite
+def drawn_trees(draw: st.DrawFn, repeats: bool) -> dict[str, list[list[int]] | list[int]]:
+    """Children of every node, in drawing order, of a tree over 4 tokens, 3 levels deep."""
+    tokens: list[int] = []
+    depths = [0]
+    below: list[list[int]] = []
+    for row in itertools.count():
+        if row > len(tokens):
+            return {"tokens": tokens, "below": below}
+        room = 3 if depths[row] < 3 and len(tokens) < 9 else 0
+        if repeats:
+            drawn = draw(st.lists(st.integers(0, 3), max_size=room))
+        else:
+            drawn = draw(st.permutations(range(4)))[: draw(st.integers(0, room))]
+        nodes = {token: len(tokens) + i for i, token in enumerate(dict.fromkeys(drawn))}
+        tokens.extend(nodes)
+        depths.extend([depths[row] + 1] * len(nodes))
+        below.append([nodes[token] for token in drawn])
+    raise AssertionError
+
+
+def random_laws(*shape: int, least: int, generator: torch.Generator) -> list[list[Law]]:
+    weights = torch.randint(least, 6, (*shape, 4), generator=generator).double()
+    weights[..., 0] += weights.sum(-1) == 0
+    return (weights / weights.sum(-1, keepdim=True)).tolist()
+
+
+@both_rules
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_batched_walk_is_that_of_the_paper(name: str, data: st.DataObject):
+    rule, node_reference = RULES[name]
+    cases = [data.draw(drawn_trees(repeats=name == "multi_step")) for _ in range(3)]
+    size = max(len(case["tokens"]) for case in cases) or 1
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    # A draw of draft probability 0 is no draw of it, so every token has some.
+    target = random_laws(3, size + 1, least=0, generator=generator)
+    draft = random_laws(3, size + 1, least=1, generator=generator)
+    uniforms = torch.rand(3, 3, 3, generator=generator).double()
+    room = torch.full((len(cases),), size + 1)
+
+    walked = run(rule, cases, target, draft, uniforms, room)
+    for row, case in enumerate(cases):
+        path, law = by_reference(node_reference, case, target[row], draft[row], uniforms[row])
+        assert walked.path[row].tolist() == path + [-1] * (3 - len(path))
+        assert int(walked.lengths[row]) == len(path)
+        expected = torch.tensor(law, dtype=torch.float64)
+        torch.testing.assert_close(walked.residual[row], expected, rtol=0, atol=1e-9)
+
+
+def run(
+    rule: DrawnRule,
+    cases: list[dict],
+    target: list[list[Law]],
+    draft: list[list[Law]],
+    uniforms: torch.Tensor,
+    room: torch.Tensor,
+) -> Walk:
+    size = len(target[0]) - 1
+    nodes = torch.full((len(cases), size + 1, 3), -1)
+    tokens = torch.zeros(len(cases), size, dtype=torch.int64)
+    for row, case in enumerate(cases):
+        tokens[row, : len(case["tokens"])] = torch.tensor(case["tokens"], dtype=torch.int64)
+        for at, drawn in enumerate(case["below"]):
+            nodes[row, at, : len(drawn)] = torch.tensor(drawn, dtype=torch.int64)
+    # The distributions stand in another order than the nodes.
+    columns = torch.arange(size, -1, -1).expand(len(cases), -1)
+    log_probs = torch.tensor(draft, dtype=torch.float64).log().flip(1)
+    p = torch.tensor(target, dtype=torch.float64)
+    request = torch.arange(len(cases))
+    draws = Draws(nodes, columns, log_probs)
+    return rule.walk(tokens, draws, room, lambda at: p[request, at + 1], uniforms)
+
+
+def by_reference(
+    rule: NodeReference, case: dict, target: list[Law], draft: list[Law], uniforms: torch.Tensor
+) -> tuple[list[int], Law]:
+    return reference.walk(
+        rule,
+        lambda node: target[node + 1],
+        lambda node: draft[node + 1],
+        lambda node: case["below"][node + 1],
+        case["tokens"],
+        uniforms.tolist(),
+    )
+
+
+def test_the_references_are_exact_in_fractions():
+    target, draft = LAWS[0], LAWS[1]
+    place, left = reference.without_replacement(target, draft, [2, 1], [Fraction(9, 10)] * 2)
+    # 2 is rejected (2/10 of 8/10), which leaves (4/6, 2/6, 0); 1 is rejected (1/3 of 1/2).
+    assert (place, left) == (None, [1, 0, 0])
+    place, left = reference.multi_step(target, draft, [2, 2, 1], [Fraction(1, 2)] * 3)
+    # 2 is rejected twice: (2/3, 1/3, 0), then (17/24, 7/24, 0); then 1 has more than 1/10.
+    assert (place, left) == (2, [Fraction(17, 24), Fraction(7, 24), 0])
+
+
+@both_rules
+def test_at_temperature_zero_the_walk_is_greedy(name: str):
+    """One-hot targets: the walk takes the child that carries the best token, if there is one."""
+    rule, _ = RULES[name]
+    generator = torch.Generator().manual_seed(7)
+    tree = {"tokens": [0, 1, 2, 0, 3], "below": [[0, 1], [2, 3], [4], [], [], []]}
+    paths = {(): -1, (0,): 0, (1,): 1, (0, 2): 2, (0, 0): 3, (1, 3): 4}
+    for best in itertools.product(range(4), repeat=3):
+        target = [[float(token == best[0]) for token in range(4)]]
+        target += [[float(t == best[1]) for t in range(4)] for _ in range(2)]
+        target += [[float(t == best[2]) for t in range(4)] for _ in range(3)]
+        draft = (torch.rand(6, 4, generator=generator).double() + 0.01).log().softmax(1).tolist()
+        uniforms = torch.rand(1, 3, 3, generator=generator)
+        walked = run(rule, [tree], [target], [draft], uniforms, torch.tensor([5]))
+        gumbel = torch.randn(1, 4, generator=generator) * 100
+        accepted = walked.emit(torch.tensor([tree["tokens"]]), gumbel)
+        longest = max((p for p in paths if p == best[: len(p)]), key=len)
+        length = len(longest)
+        assert accepted.lengths.tolist() == [length]
+        assert accepted.tokens[0, : length + 1].tolist() == list(best[: length + 1])
+        if length:
+            assert int(accepted.path[0, length - 1]) == paths[longest]
+
+
+@both_rules
+def test_no_token_of_chance_zero_is_emitted_where_rounding_leaves_no_residual(name: str):
+    rule, _ = RULES[name]
+    # The draft's last token has next to no chance and the target forbids it; in fp32 nothing is
+    # left of the target after the rejection.
+    target = torch.tensor([[0.5, 0.5, 0.0]])
+    log_draft = torch.tensor([[0.5, 0.5, 1e-12]]).log()
+    tokens = torch.tensor([[2]])
+    for uniform in (0.0, 0.5):
+        made = rule.decide(
+            target,
+            log_draft,
+            tokens,
+            torch.zeros_like(tokens),
+            torch.full((1, 1), uniform),
+            torch.tensor([[0.0, 0.0, 1e9]]),
+        )
+        assert made.node.tolist() == [-1]
+        assert made.token.tolist() != [2]
+
+
+@both_rules
+def test_one_node_decides_as_the_walk_does(name: str):
+    rule, _ = RULES[name]
+    generator = torch.Generator().manual_seed(3)
+    rows, vocab, k = 200, 5, 3
+    target = torch.rand(rows, vocab, generator=generator).double().log().softmax(1)
+    log_draft = torch.rand(rows, vocab, generator=generator).double().log_softmax(1)
+    tokens = torch.rand(rows, vocab, generator=generator).argsort(1)[:, :k]
+    nodes = torch.arange(k).expand(rows, -1)
+    nodes = torch.where(nodes < torch.randint(0, k + 1, (rows, 1), generator=generator), nodes, -1)
+    uniforms = torch.rand(rows, k, generator=generator)
+    gumbel = -torch.rand(rows, vocab, generator=generator).log().neg().log()
+    decided = rule.decide(target, log_draft, tokens, nodes, uniforms, gumbel)
+
+    below = torch.full((rows, k + 1, k), -1)
+    below[:, 0] = nodes
+    draws = Draws(below, torch.zeros(rows, k + 1, dtype=torch.int64), log_draft[:, None])
+    counts = torch.full((rows,), k)
+    first_row = target[:, None].expand(-1, k + 1, -1)
+    request = torch.arange(rows)
+    walked = rule.walk(
+        tokens, draws, counts, lambda at: first_row[request, at + 1], uniforms[:, None]
+    )
+    assert walked.path[:, 0].equal(decided.node)
+    emitted = walked.emit(tokens, gumbel).tokens[:, 0]
+    assert emitted.equal(decided.token)
+    assert 0 < int((decided.node >= 0).sum()) < rows
+
+
+def test_nodes_that_were_not_verified_are_never_accepted():
+    tree = {"tokens": [0, 1, 2], "below": [[0, 0], [1], [2], []]}
+    uniform = [[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0], [0.25] * 4]
+    always = torch.zeros(1, 3, 3)
+    for name, (rule, _) in RULES.items():
+        case = tree if name == "multi_step" else tree | {"below": [[0], [1], [2], []]}
+        for count in range(4):
+            counts = torch.tensor([count])
+            walked = run(rule, [case], [uniform], [[[0.25] * 4] * 4], always, counts)
+            assert walked.lengths.tolist() == [count]
+
+
+def test_a_cut_drops_a_repeated_draw_where_it_would_drop_a_new_token():
+    draws = Draws(
+        torch.tensor([[[0, 1, 0], [2, 2, 3], [-1] * 3]]), torch.zeros(1, 3), torch.ones(1)
+    )
+    left = [MULTI_STEP.cut(draws, torch.tensor([n])).nodes[0].tolist() for n in range(5)]
+    nothing = [-1, -1, -1]
+    assert left == [
+        [nothing, nothing, nothing],
+        [[0, -1, -1], nothing, nothing],
+        [[0, 1, -1], nothing, nothing],
+        [[0, 1, 0], [2, -1, -1], nothing],
+        [[0, 1, 0], [2, 2, 3], nothing],
+    ]
+
+
+@both_rules
+def test_the_walk_never_waits_for_the_device(name: str):
+    """Tensors without data: whatever looks at a value, or at how many there are, raises."""
+    rule, _ = RULES[name]
+    size, vocab, depth, k = 6, 11, 3, 2
+
+    def blank(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    log_probs = blank(4, size + 1, vocab, dtype=torch.float32)
+    draws = Draws(blank(4, size + 1, k), blank(4, size + 1), log_probs)
+    p, uniforms = log_probs[:, 0], blank(4, depth, k, dtype=torch.float32)
+    walked = rule.walk(blank(4, size), draws, blank(4), lambda at: p[at], uniforms)
+    accepted = walked.emit(blank(4, size), p)
+    assert (accepted.path.shape, accepted.tokens.shape) == ((4, depth), (4, depth + 1))
+    with pytest.raises(RuntimeError):
+        accepted.lengths.tolist()

@@ -1,0 +1,63 @@
+"""Which rule goes with which growth."""
+
+from __future__ import annotations
+
+import pytest
+
+from dyntree_plugin.tree.growth import GROWTHS, GrowthConfig, plan_growth
+from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.verify.rules import (
+    SAMPLINGS,
+    all_pairs,
+    allowed_rules,
+    check_pair,
+    default_rule,
+    markdown_table,
+)
+
+
+def test_the_table_has_every_growth_with_every_sampling_that_it_offers():
+    needs = {"expansion": {"expansion": (2, 1)}, "sequoia": {"acceptance": (0.6, 0.3)}}
+    shape = TreeShape(node_budget=4, max_depth=2, width=2, children=2)
+    assert SAMPLINGS.keys() == GROWTHS.keys()
+    for name, offered in SAMPLINGS.items():
+        assert plan_growth(GrowthConfig(name, **needs.get(name, {})), shape).sampling == offered[0]
+        for sampling in ("best", "without_replacement", "with_replacement"):
+            config = {"sampling": sampling, **needs.get(name, {})}
+            if sampling in offered:
+                assert plan_growth(GrowthConfig(name, **config), shape).sampling == sampling
+            else:
+                with pytest.raises(ValueError, match="sampling"):
+                    plan_growth(GrowthConfig(name, **config), shape)
+
+
+def test_a_pair_is_refused_exactly_if_the_table_says_so():
+    for pair in all_pairs():
+        if pair.allowed:
+            check_pair(pair.growth, pair.sampling, pair.rule)
+        else:
+            with pytest.raises(ValueError) as refusal:
+                check_pair(pair.growth, pair.sampling, pair.rule)
+            for part in (pair.growth, pair.sampling, pair.rule, pair.reason):
+                assert part in str(refusal.value)
+            allowed = " or ".join(allowed_rules(pair.growth, pair.sampling))
+            assert f"use rule={allowed}" in str(refusal.value)
+
+
+def test_names_that_do_not_exist_are_refused_with_those_that_do():
+    with pytest.raises(ValueError, match=r"rule=greedy must be one of match, without_replacement"):
+        check_pair("topk", "best", "greedy")
+    with pytest.raises(ValueError, match=r"growth=bushy .* is not one of topk: best; dyspec"):
+        check_pair("bushy", "best", "match")
+
+
+def test_the_default_rule_is_always_allowed_and_named_first():
+    for name, samplings in SAMPLINGS.items():
+        for sampling in samplings:
+            assert allowed_rules(name, sampling)[0] == default_rule(sampling)
+
+
+def test_the_markdown_table_has_a_row_for_every_growth_and_sampling():
+    rows = markdown_table().splitlines()[2:]
+    assert len(rows) == sum(len(samplings) for samplings in SAMPLINGS.values())
+    assert all(row.count("**default**") == 1 for row in rows)
