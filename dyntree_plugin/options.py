@@ -3,14 +3,19 @@ table."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
+from dyntree_plugin.tree.names import GrowthName, Rule, Sampling
 from dyntree_plugin.tree.shape import TreeShape
+
+if TYPE_CHECKING:
+    from dyntree_plugin.tree.plan import TreePlan
 
 NAMESPACE = "dyntree"
 """The key of our options in vLLM's ``additional_config``, and the name of the flag."""
@@ -62,7 +67,59 @@ class DynTreeOptions(BaseModel):
         "either way; off is for comparison.",
     )
 
-    @field_validator("coupling", mode="before")
+    calibration: Switch = Field(
+        default="on",
+        description="Learn while serving how often the target takes a candidate of a given draft "
+        "score, and value nodes by that. The output is the same either way; off takes the draft's "
+        "probability.",
+    )
+    growth: GrowthName = Field(
+        default="topk",
+        description="How trees grow. topk is for serving; the papers' ways are for comparison: "
+        "DySpec's Algorithm 1, its fixed and a dynamic threshold, SpecInfer's expansion, Sequoia's "
+        "static tree, a chain.",
+    )
+    sampling: Sampling | None = Field(
+        default=None,
+        description="How children come from the draft: its best tokens, or draws with or without "
+        "replacement.",
+        json_schema_extra={"derived": "the growth's own"},
+    )
+    rule: Rule | None = Field(
+        default=None,
+        description="How trees are verified. match is exact with every growth and gives the very "
+        "tokens of decoding without speculation; the papers' rules give its distribution, and "
+        "store the draft's distributions (node_budget + 1 times the vocabulary, in fp32, per "
+        "request slot). A pair that would be biased is refused.",
+        json_schema_extra={"derived": "what fits the sampling"},
+    )
+    threshold: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="For growth threshold: the least slot value of a node.",
+        json_schema_extra={"derived": "1 / node_budget"},
+    )
+    expansion: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="For growth expansion: children of every node at depth 0, 1, …",
+        json_schema_extra={"derived": "none; growth expansion needs it"},
+    )
+    acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="For growth sequoia: how often the target takes a node's first child, its "
+        "second, …; `dyntree bench acceptance` measures it.",
+        json_schema_extra={"derived": "none; growth sequoia needs it"},
+    )
+
+    @field_validator("expansion", "acceptance", mode="before")
+    @classmethod
+    def _tuple_from_list(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("coupling", "calibration", mode="before")
     @classmethod
     def _switch_from_bool(cls, value: object) -> object:
         # YAML reads a bare `on` or `off` in a --config file as a boolean.
@@ -96,9 +153,10 @@ class DynTreeOptions(BaseModel):
         try:
             return cls.model_validate(dict(value))
         except ValidationError as error:
-            raise ValueError("; ".join(_explain(e) for e in error.errors())) from None
+            wrong = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
+            raise ValueError("; ".join(_explain(name, value[name]) for name in wrong)) from None
 
-    def resolve(self, num_speculative_tokens: int) -> TreeShape:
+    def resolve(self, num_speculative_tokens: int) -> TreePlan:
         """Fills in every default for an engine with `num_speculative_tokens`.
 
         Raises:
@@ -118,9 +176,29 @@ class DynTreeOptions(BaseModel):
                 f"{NAMESPACE}.node_budget={node_budget}: lower max_depth to at most {node_budget}, "
                 "or raise node_budget"
             )
-        max_depth = self.max_depth or min(DEFAULT_MAX_DEPTH, node_budget)
+        depth = DEFAULT_MAX_DEPTH if self.expansion is None else len(self.expansion)
+        max_depth = self.max_depth or min(depth, node_budget)
         width = self.width or min(max(node_budget // 4, 1), MAX_DERIVED_WIDTH)
-        return TreeShape(node_budget, max_depth, width, self.children, self.coupling == "on")
+        shape = TreeShape(node_budget, max_depth, width, self.children, self.coupling == "on")
+        try:
+            return self._plan(shape)
+        except ValueError as error:
+            raise ValueError(f"{NAMESPACE}.{error}") from None
+
+    def _plan(self, shape: TreeShape) -> TreePlan:
+        # With these torch is loaded, which a vLLM without dyntree options need not do for us.
+        from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
+        from dyntree_plugin.tree.plan import TreePlan
+        from dyntree_plugin.tree.verify.rules import default_rule
+
+        growth = GrowthConfig(
+            self.growth, self.threshold, self.expansion, self.acceptance, self.sampling
+        )
+        growing = plan_growth(growth, shape)
+        # Some growths stop before max_depth, whatever the draft says.
+        shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
+        rule = self.rule or default_rule(growing.sampling)
+        return TreePlan(shape, growth, rule, self.calibration == "on")
 
 
 def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,12 +238,17 @@ def _known_options() -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    for type_ in (field.annotation, *get_args(field.annotation)):
-        if type_ is int:
-            low = next(m.ge for m in field.metadata if hasattr(m, "ge"))
-            high = next(m.le for m in field.metadata if hasattr(m, "le"))
-            return f"an integer from {low} to {high}"
-    return " or ".join(str(value) for value in get_args(field.annotation))
+    type_ = next((t for t in get_args(field.annotation) if get_origin(t)), field.annotation)
+    if get_origin(type_) is Literal:
+        return " or ".join(str(value) for value in get_args(type_))
+    if get_origin(type_) is tuple:
+        of_what = "integers >= 1" if int in get_args(get_args(type_)[0]) else "numbers from 0 to 1"
+        return f"a list of {of_what}"
+    if type_ is float or float in get_args(type_):
+        return "a number above 0, at most 1"
+    low = next(m.ge for m in field.metadata if hasattr(m, "ge"))
+    high = next(m.le for m in field.metadata if hasattr(m, "le"))
+    return f"an integer from {low} to {high}"
 
 
 def _default(field: FieldInfo) -> str:
@@ -173,14 +256,13 @@ def _default(field: FieldInfo) -> str:
     return str(extra["derived"] if isinstance(extra, dict) else field.default)
 
 
-def _explain(error: Mapping[str, Any]) -> str:
-    name = str(error["loc"][0])
+def _explain(name: str, value: object) -> str:
     field = DynTreeOptions.model_fields.get(name)
     if field is None:
         close = difflib.get_close_matches(name, DynTreeOptions.model_fields, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         return (
-            f"{NAMESPACE}.{name}={error['input']!r} is not an option: {hint}"
+            f"{NAMESPACE}.{name}={value!r} is not an option: {hint}"
             f"The options are {_known_options()}"
         )
-    return f"{NAMESPACE}.{name}={error['input']!r} must be {_allowed(field)}"
+    return f"{NAMESPACE}.{name}={value!r} must be {_allowed(field)}"

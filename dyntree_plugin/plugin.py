@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING, cast
 
@@ -34,6 +33,7 @@ def register() -> None:
         patches.reserve_scratch_slots()
         patches.admit_sampling_parameters()
         patches.carry_tree_stats()
+        patches.log_drafts_alone()
 
 
 def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) -> None:
@@ -51,13 +51,13 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     if speculation is not None and config.is_marked(speculation):
         return  # vLLM checks a configuration again when it derives another, as for the draft.
     compat.check(vllm_config, options, device_type, WORKER)
-    shape = options.resolve(vllm_config.num_speculative_tokens)
+    plan = options.resolve(vllm_config.num_speculative_tokens)
     vllm_config.parallel_config.worker_cls = WORKER
-    config.claim(cast("SpeculativeConfig", speculation), shape)
+    config.claim(cast("SpeculativeConfig", speculation), plan)
 
     # vLLM shows only what is logged below the name of its own package.
     logger = init_logger("vllm.dyntree")
-    in_force = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(shape).items())
+    in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     logger.info("dyntree %s is active: %s", __version__, in_force)
     if advice := compat.token_budget_advice(vllm_config):
         logger.info("%s", advice)

@@ -178,6 +178,25 @@ def carry_tree_stats() -> None:
     PrometheusStatLogger._spec_decoding_cls = TreeSpecDecodingProm
 
 
+def log_drafts_alone() -> None:
+    """``SpecDecodingLogging.observe``: leaves out statistics of steps that verified nothing.
+
+    Why: ours come with every step, and vLLM's log line of an interval divides by its drafts. Remove
+    when the log line copes with none.
+    """
+    from vllm.v1.spec_decode.metrics import SpecDecodingLogging
+
+    def with_drafts(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def observe(self: SpecDecodingLogging, spec_decoding_stats: Any) -> None:
+            if spec_decoding_stats.num_drafts:
+                stock(self, spec_decoding_stats)
+
+        return observe
+
+    _replace(SpecDecodingLogging, "observe", with_drafts)
+
+
 def _wants_v2(vllm_config: VllmConfig) -> bool:
     config = vllm_config.additional_config
     with_tree = isinstance(config, Mapping) and NAMESPACE in config

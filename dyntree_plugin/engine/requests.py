@@ -7,6 +7,10 @@ from vllm.sampling_params import SamplingParams
 EMPTY_TREE = "empty_tree"
 """Reason of a step in which a request had no node to verify, such as at the end of its context."""
 
+BUDGET, SCHEDULER = "budget", "scheduler"
+"""Why nodes that were grown are not verified: others are worth more, or vLLM's scheduler had no
+room for them in the step or in the context."""
+
 CHAIN_REASONS = (
     "structured_output",
     "penalties",
@@ -14,6 +18,9 @@ CHAIN_REASONS = (
     "thinking_budget",
     "logits_processors",
 )
+
+FALLBACK_REASONS = (*CHAIN_REASONS, EMPTY_TREE)
+PRUNE_REASONS = (BUDGET, SCHEDULER)
 
 
 def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str | None:

@@ -18,10 +18,12 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.warm_up import warm_up
+from dyntree_plugin.drafters.children import ChildPicker
 from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
-from dyntree_plugin.engine.config import tree_shape
+from dyntree_plugin.engine.config import tree_plan
 from dyntree_plugin.engine.kv import CPUPathMover
+from dyntree_plugin.engine.plain_cost import PlainCost, measure
 from dyntree_plugin.engine.requests import chain_reason
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.stats import CountedOutput, StepRecord
@@ -29,6 +31,7 @@ from dyntree_plugin.engine.timing import StageClock
 from dyntree_plugin.engine.trace import TreeTrace
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
+from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
 
 
 class TreeRunnerMixin(GPUModelRunner):
@@ -41,11 +44,13 @@ class TreeRunnerMixin(GPUModelRunner):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        shape = tree_shape(vllm_config)
-        if shape is None:
+        plan = tree_plan(vllm_config)
+        if plan is None:
             raise RuntimeError("the tree runner was chosen for an engine without dyntree options")
         self.clock = StageClock()
-        self.trees = TreeStore(self.max_num_reqs, shape, device)
+        vocabulary = self.model_config.get_vocab_size()
+        self.trees = TreeStore(self.max_num_reqs, plan, vocabulary, device)
+        self.estimate = AcceptanceEstimate(device)
         self.chained = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         # vLLM has no registry of speculators; the stock one of this method is dropped unused.
         self.speculator: TreeSpeculator = TreeSpeculator(
@@ -53,7 +58,7 @@ class TreeRunnerMixin(GPUModelRunner):
             device,
             self.trees,
             self.chained,
-            perturbed_logits,
+            ChildPicker(plan, perturbed_logits, self.estimate),
             self._all_greedy,
             self.clock,
         )
@@ -61,6 +66,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self._custom_processors = bool(self.model_config.logits_processors)
         self._mask: TreeMask | None = None
         self._slots: torch.Tensor
+        self._plain_cost: PlainCost | None = None
         self._record = StepRecord()
         self._movers: list[tuple[int, CPUPathMover]] = []
 
@@ -77,7 +83,7 @@ class TreeRunnerMixin(GPUModelRunner):
         warm_up(self.dtype)  # type: ignore[arg-type]  # vLLM has resolved its name by now
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = TreeVerifier(
-            self.sampler, self.trees, self.clock, self._on_verified
+            self.sampler, self.trees, perturbed_logits, self.clock, self._on_verified
         )
         stock_prepare_attn = self.model_state.prepare_attn
 
@@ -100,6 +106,11 @@ class TreeRunnerMixin(GPUModelRunner):
             own = [layers[name] for name in group.layer_names if name not in drafts]
             if own:
                 self._movers.append((index, CPUPathMover(own)))
+
+    def measure_plain_cost(self) -> None:
+        """Learn what trees are compared with; call it before the first request."""
+        self._plain_cost = measure(self)
+        self._record = StepRecord(self._plain_cost)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
@@ -148,7 +159,10 @@ class TreeRunnerMixin(GPUModelRunner):
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         self.clock.stop()
         with self.clock("sample"):
-            return super().sample(hidden_states, input_batch, grammar_output)
+            output = super().sample(hidden_states, input_batch, grammar_output)
+        prefilling = input_batch.is_prefilling_np[: input_batch.num_reqs]
+        self._record.sampled(prefilling, self.trees, input_batch.idx_mapping)
+        return output
 
     def _on_verified(self, verification: Verification, batch: InputBatch) -> None:
         accepted = verification.accepted
@@ -156,17 +170,33 @@ class TreeRunnerMixin(GPUModelRunner):
             for group, move in self._movers:
                 move(accepted.path, verification.roots, self._slots[group])
         self.speculator.emitted = accepted.tokens
-        self._record.verified(verification, self.trees.depths[batch.idx_mapping])
+        self._record.verified(verification, self.trees, batch.idx_mapping)
+        if self.trees.plan.calibrated:
+            self._learn(verification, batch.idx_mapping)
         if self.trace is not None:
             self.trace.add(verification, batch, self.trees)
+
+    def _learn(self, verification: Verification, slots: torch.Tensor) -> None:
+        if self.sampler is None:
+            raise RuntimeError("trees were verified before the sampler was made")
+        nodes = torch.arange(self.trees.shape.node_budget, device=slots.device)
+        judged, taken = outcomes(
+            self.trees.parents[slots],
+            verification.accepted.path,
+            nodes < verification.counts[:, None],
+        )
+        temperature = self.sampler.sampling_states.temperature.gpu[slots]
+        classes = temperature_class(temperature)
+        self.estimate.observe(self.trees.features[slots], judged, taken, classes)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         drafted = self.execute_model_state is not None
         output = super().sample_tokens(grammar_output)
         if not drafted:
             return output
-        record, self._record = self._record, StepRecord()
+        record, self._record = self._record, StepRecord(self._plain_cost)
         record.draft_forwards = self.trees.shape.max_depth
+        record.node_budget = self.trees.shape.node_budget
         record.stage_seconds = self.clock.take()
         return CountedOutput(output, record)
 
@@ -177,13 +207,13 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Each request's drafts for the scheduler, without the padding behind small trees.
 
-        Scheduling is synchronous on the CPU, and the counts are at hand. One row stays of an empty
-        tree, so that the scheduler sees, and counts, that there was one.
+        Scheduling is synchronous on the CPU, and the counts are at hand. Of independent draws a
+        small tree tells which coincide, so the room for them must not depend on it.
         """
         drafts = super().take_draft_token_ids()
-        if drafts is None:
-            return None
+        if drafts is None or self.trees.plan.growing.sampling == "with_replacement":
+            return drafts
         slots = [self.req_states.req_id_to_index[req_id] for req_id in drafts.req_ids]
-        counts = self.trees.counts[slots].clamp(min=1).tolist()  # sync: host memory on the CPU
+        counts = self.trees.counts[slots].tolist()  # sync: host memory on the CPU
         cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, counts, strict=True)]
         return DraftTokenIds(drafts.req_ids, cut)

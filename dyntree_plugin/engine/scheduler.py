@@ -22,16 +22,50 @@ class TreeCounting(Scheduler):
         super().__init__(*args, **kwargs)
         self._counts: WorkerCounts | None = None
         self._rows: dict[str, int] = {}
-        # Counts of steps that verified nothing wait for the next one that does.
-        self._unreported: list[WorkerCounts] = []
+        self._stats: TreeSpecDecodingStats | None = None
         self._custom_processors = bool(self.vllm_config.model_config.logits_processors)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        self._counts = getattr(model_runner_output, ATTRIBUTE, None)
-        self._rows = model_runner_output.req_id_to_index
+        if self.log_stats:
+            self._take_counts(scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _take_counts(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Begin the step's statistics, with the requests that vLLM gave no draft to verify."""
+        counts: WorkerCounts | None = getattr(output, ATTRIBUTE, None)
+        self._counts, self._rows = counts, output.req_id_to_index
+        if counts is None:
+            self._stats = None
+            return
+        self._stats = TreeSpecDecodingStats.of_step(self.num_spec_tokens, counts)
+        for request_id, row in self._rows.items():
+            request = self.requests.get(request_id)
+            # vLLM counts neither what ended while the step ran nor what emitted nothing.
+            if request is None or request.is_finished() or not counts.decoding[row]:
+                continue
+            if not output.sampled_token_ids or not output.sampled_token_ids[row]:
+                continue
+            if not scheduled.scheduled_spec_decode_tokens.get(request_id):
+                self._observe(self._stats, request_id, 0, 0, 0, 0)
+
+    def _observe(
+        self,
+        stats: TreeSpecDecodingStats,
+        request_id: str,
+        nodes: int,
+        depth: int,
+        accepted: int,
+        moved: int,
+    ) -> None:
+        stats.observe_tree(nodes, depth, accepted, moved)
+        params = self.requests[request_id].sampling_params
+        reason = chain_reason(params, self._custom_processors)
+        if reason is None and nodes == 0:
+            reason = EMPTY_TREE
+        if reason is not None:
+            stats.fall_back(reason)
 
     def make_spec_decoding_stats(
         self,
@@ -41,38 +75,19 @@ class TreeCounting(Scheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> SpecDecodingStats | None:
-        counts = self._counts
-        if not self.log_stats or counts is None or not counts.nodes:
+        counts, stats = self._counts, self._stats
+        if counts is None or stats is None or not counts.nodes:
             return spec_decoding_stats
-        stats = spec_decoding_stats
-        if not isinstance(stats, TreeSpecDecodingStats):
-            stats = TreeSpecDecodingStats(
-                self.num_spec_tokens,
-                num_accepted_tokens_per_pos=[0] * self.num_spec_tokens,
-                num_draft_tokens_per_pos=[0] * self.num_spec_tokens,
-            )
         row = self._rows[request_id]
-        nodes = counts.nodes[row]
-        stats.observe_tree(nodes, counts.depths[row], num_accepted_tokens, counts.moved[row])
-        request = self.requests[request_id]
-        reason = chain_reason(request.sampling_params, self._custom_processors)
-        if reason is None and nodes == 0:
-            reason = EMPTY_TREE
-        if reason is not None:
-            stats.fall_back(reason)
+        nodes, depth, moved = counts.nodes[row], counts.depths[row], counts.moved[row]
+        self._observe(stats, request_id, nodes, depth, num_accepted_tokens, moved)
         return stats
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> SchedulerStats | None:
-        counts, self._counts = self._counts, None
-        if counts is not None and self.log_stats:
-            self._unreported.append(counts)
-        if isinstance(spec_decoding_stats, TreeSpecDecodingStats):
-            for counts in self._unreported:
-                spec_decoding_stats.observe_worker(counts)
-            self._unreported.clear()
-        return super().make_stats(spec_decoding_stats, *args, **kwargs)
+        stats, self._stats, self._counts = self._stats, None, None
+        return super().make_stats(stats or spec_decoding_stats, *args, **kwargs)
 
 
 class TreeScheduler(TreeCounting):

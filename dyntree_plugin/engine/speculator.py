@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,27 +17,14 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from dyntree_plugin.drafters.candidates import temperature_scaled, top_children
+from dyntree_plugin.drafters.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.timing import StageClock
 from dyntree_plugin.engine.trees import TreeStore
-from dyntree_plugin.tree.growth.topk import Frontier, TopKGrowth
+from dyntree_plugin.tree.growth.base import Frontier
 from dyntree_plugin.tree.token_tree import TokenTree
 
 PAD_SLOT = -1
-
-
-class Perturb(Protocol):
-    """Logits [M, V] over temperature [M] plus the target sampler's Gumbel noise of (seed,
-    position, token); rows at temperature 0 as they are. Returns float32."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        temperatures: torch.Tensor,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor: ...
 
 
 class TreeSpeculator(StandaloneARSpeculator):
@@ -53,20 +41,22 @@ class TreeSpeculator(StandaloneARSpeculator):
         device: torch.device,
         trees: TreeStore,
         chained: torch.Tensor,
-        perturb: Perturb,
+        pick: ChildPicker,
         all_greedy: Callable[[np.ndarray], bool],
         clock: StageClock,
     ) -> None:
-        """``chained`` bool [slots]: requests that need a chain-shaped tree. ``all_greedy`` says
-        of request slots whether all of them have temperature 0; the host knows."""
+        """``chained`` bool [slots]: requests that need a chain-shaped tree. ``pick`` makes children
+        of draft logits. ``all_greedy`` says of request slots whether all of them have temperature
+        0; the host knows."""
         super().__init__(vllm_config, device)
         self.trees = trees
-        self.shape = trees.shape
+        self.shape = trees.plan.shape
+        self.growing = trees.plan.growing
         self._chained = chained
-        self._perturb = perturb
+        self._pick = pick
         self._all_greedy = all_greedy
         self._clock = clock
-        size = self.max_num_reqs * max(self.shape.width, self.shape.max_depth + 1)
+        size = self.max_num_reqs * max(*self.growing.widths, self.shape.max_depth + 1)
         rows = self.max_num_tokens + size
         self._input_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -78,7 +68,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         super().set_attn(*args, **kwargs)
         groups = self.block_tables.num_kv_cache_groups
         rows = self._input_ids.shape[0]
-        scratch = self.max_num_reqs * max(1, self.shape.scratch_slots)
+        scratch = self.max_num_reqs * max(1, self.growing.scratch_slots)
         self._slots = torch.empty(groups, rows, dtype=torch.int64, device=self.device)
         self._scratch_slots = torch.empty(groups, scratch, dtype=torch.int64, device=self.device)
 
@@ -118,7 +108,6 @@ class TreeSpeculator(StandaloneARSpeculator):
         with self._clock("grow"):
             logits, roots = self._catch_up(input_batch, num_sampled, emitted)
             tree = self._grow(input_batch, logits, roots, temperature[slots], seeds[slots])
-            self.trees.put(slots, tree)
         return tree.tokens
 
     def _catch_up(
@@ -190,42 +179,45 @@ class TreeSpeculator(StandaloneARSpeculator):
         seeds: torch.Tensor,
     ) -> TokenTree:
         """Grow R trees below the roots at positions ``roots`` [R]; ``logits`` [R, V] follow."""
-        shape, num_reqs = self.shape, batch.num_reqs
+        num_reqs, growing = batch.num_reqs, self.growing
         chained = self._chained[batch.idx_mapping]
         greedy = self._all_greedy(batch.idx_mapping_np)
+        features: list[torch.Tensor] = []
 
-        def children(
-            logits: torch.Tensor, positions: torch.Tensor, rows: _Rows
-        ) -> tuple[torch.Tensor, ...]:
-            if greedy:
-                scores = logits.float()
-            elif shape.coupling:
-                scores = self._perturb(
-                    logits.float(), rows.temperature, rows.seeds, positions.flatten()
-                )
-            else:
-                scores = temperature_scaled(logits, rows.temperature)
-            found = top_children(scores, shape.children, rows.chained)
-            return tuple(x.view(num_reqs, -1, shape.children) for x in found)
+        def children(logits: torch.Tensor, positions: torch.Tensor, first: int) -> Children:
+            """Of nodes at ``positions`` [R, W], in columns from ``first`` on."""
+            width = positions.shape[1]
+            columns = torch.arange(first, first + width, device=positions.device).repeat(num_reqs)
+            rows = DraftRows(
+                temperature.repeat_interleave(width),
+                seeds.repeat_interleave(width),
+                chained.repeat_interleave(width),
+                positions.flatten(),
+                columns,
+            )
+            found = self._pick(logits, rows, greedy).by_request(num_reqs)
+            if found.features is not None:
+                features.append(found.features.flatten(1, 2))
+            return found
 
-        of_root = _Rows(temperature, seeds, chained)
-        of_frontier = of_root.repeat(shape.width)
-        growth = TopKGrowth(num_reqs, shape, self.max_model_len - 1 - roots)
-        growth.add(*children(logits, roots[:, None], of_root))
-        if shape.max_depth > 1:
+        growth = growing.start(num_reqs, self.max_model_len - 1 - roots)
+        growth.add(*children(logits, roots[:, None], 0)[:3])
+        if growing.widths:
             scratch = self._scratch_slot_mappings(batch, roots)
-            inputs = self._expansion_inputs(batch, roots)
-        for step in range(shape.max_depth - 1):
+        of_width = {w: self._expansion_inputs(batch, roots, w) for w in {*growing.widths}}
+        for width, end in zip(growing.widths, accumulate(growing.widths), strict=True):
             frontier = growth.frontier()
             positions = (roots[:, None] + frontier.depths).clamp(max=self.max_model_len - 1)
-            slots = scratch[:, :, step * shape.width : (step + 1) * shape.width]
-            logits = self._expand(inputs, frontier, positions, slots)
-            growth.add(*children(logits, positions, of_frontier))
-        return growth.finish()
+            slots = scratch[:, :, end - width : end]
+            logits = self._expand(of_width[width], frontier, positions, slots)
+            growth.add(*children(logits, positions, 1 + end - width)[:3])
+        tree = growth.finish()
+        self.trees.put(batch.idx_mapping, tree, torch.cat(features, dim=1) if features else None)
+        return tree
 
     def _scratch_slot_mappings(self, batch: InputBatch, roots: torch.Tensor) -> torch.Tensor:
         """Cache slots behind the roots, int64 [groups, R, scratch_slots]."""
-        num_reqs, scratch = batch.num_reqs, self.shape.scratch_slots
+        num_reqs, scratch = batch.num_reqs, self.growing.scratch_slots
         behind = roots[:, None] + 1 + torch.arange(scratch, device=roots.device)
         slots = self.block_tables.compute_slot_mappings(
             batch.idx_mapping,
@@ -236,14 +228,16 @@ class TreeSpeculator(StandaloneARSpeculator):
         )
         return slots.view(-1, num_reqs, scratch)
 
-    def _expansion_inputs(self, batch: InputBatch, roots: torch.Tensor) -> _ExpansionInputs:
-        """What all expansions of a step run on: buffers that each fills anew, and one metadata."""
-        num_reqs, width = batch.num_reqs, self.shape.width
+    def _expansion_inputs(
+        self, batch: InputBatch, roots: torch.Tensor, width: int
+    ) -> _ExpansionInputs:
+        """What expansions of ``width`` nodes run on: buffers that each fills anew, and metadata."""
+        num_reqs, scratch = batch.num_reqs, self.growing.scratch_slots
         rows = num_reqs * width
-        words = max(1, -(-self.shape.scratch_slots // 32))
+        words = max(1, -(-scratch // 32))
         bits = torch.zeros(rows, words, dtype=torch.int32, device=roots.device)
         slots = self._slots[:, :rows]
-        seq_lens = (roots + 1 + self.shape.scratch_slots).clamp(max=self.max_model_len).int()
+        seq_lens = (roots + 1 + scratch).clamp(max=self.max_model_len).int()
         mask = TreeMask((roots + 1).int(), bits, has_plain=False)
         metadata = build_attn_metadata(
             attn_groups=self.attn_groups,
@@ -296,18 +290,6 @@ class _ExpansionInputs:
     slots: torch.Tensor
     metadata: dict[str, Any]
     slots_by_layer: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """What the rows of a draft forward take from their requests."""
-
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    chained: torch.Tensor
-
-    def repeat(self, times: int) -> _Rows:
-        return _Rows(*(x.repeat_interleave(times) for x in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,14 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dyntree_plugin.engine.timing import STAGES
+from dyntree_plugin.engine.requests import BUDGET, SCHEDULER
+from dyntree_plugin.engine.timing import PLAIN, TREE
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from dyntree_plugin.engine.plain_cost import PlainCost
+    from dyntree_plugin.engine.trees import TreeStore
     from dyntree_plugin.engine.verifier import Verification
 
 ATTRIBUTE = "dyntree"
@@ -20,44 +25,99 @@ ATTRIBUTE = "dyntree"
 
 @dataclass(frozen=True)
 class WorkerCounts:
-    """One step's counts. Lists are by request of the batch; without drafts they are empty.
+    """One step's counts. Lists are by request of the batch; where nothing was verified, ``nodes``,
+    ``depths`` and ``moved`` are empty.
 
-    ``nodes``, ``depths``, ``moved``: nodes verified, depth of the deepest, KV rows moved.
-    ``by_depth``: nodes of all trees at depth 1, 2, …
+    ``decoding``: requests whose prompt was complete before the step. ``nodes``, ``depths``,
+    ``moved``: nodes verified, depth of the deepest, KV rows moved. ``by_depth``, ``estimated``:
+    nodes of all trees at depth 1, 2, …, and how many of them the trees' values expected to be
+    accepted. ``pruned``: nodes by reason. ``stage_seconds``: of the stages that the step had.
+    ``compared``: seconds of a step in which every request decoded, and those that the target alone
+    would have taken for the same tokens.
     """
 
-    nodes: list[int]
-    depths: list[int]
-    moved: list[int]
-    by_depth: list[int]
-    draft_forwards: int
-    stage_seconds: dict[str, float]
+    decoding: list[bool]
+    nodes: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    by_depth: list[int] = field(default_factory=list)
+    estimated: list[float] = field(default_factory=list)
+    pruned: dict[str, int] = field(default_factory=dict)
+    draft_forwards: int = 0
+    node_budget: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, float] = field(default_factory=dict)
 
 
 class StepRecord:
-    """What the worker notes of a step; becomes WorkerCounts when the output is fetched."""
+    """What the worker notes of a step; becomes WorkerCounts when the output is fetched.
 
-    def __init__(self) -> None:
+    Where the step has drafts ``verified`` comes first, then ``sampled``.
+    """
+
+    def __init__(self, plain_cost: PlainCost | None = None) -> None:
         self.draft_forwards = 0
+        self.node_budget = 0
         self.stage_seconds: dict[str, float] = {}
-        self._tensors: tuple[torch.Tensor, ...] | None = None
+        self._plain_cost = plain_cost
+        self._decoding: list[bool] = []
+        self._verified = torch.zeros(4, 0, dtype=torch.int64)
+        self._by_depth = torch.zeros(2, 0)
+        self._pruned = torch.zeros(2, dtype=torch.int64)
 
-    def verified(self, verification: Verification, depths: torch.Tensor) -> None:
-        """Note a verification; ``depths`` int64 [R, N] are those of all node slots."""
-        counts = verification.counts
-        nodes = torch.arange(depths.shape[1], device=depths.device)
-        depths = torch.where(nodes < counts[:, None], depths, 0)
-        levels = torch.arange(1, verification.accepted.path.shape[1] + 1, device=depths.device)
-        path = verification.accepted.path
-        moved = ((path >= 0) & (path != levels - 1)).sum(dim=1)
-        by_depth = (depths[:, :, None] == levels).sum(dim=(0, 1))
-        self._tensors = (counts, depths.amax(dim=1), moved, by_depth)
+    def verified(self, verification: Verification, trees: TreeStore, slots: torch.Tensor) -> None:
+        """Note a verification of the trees at request ``slots`` int64 [R]."""
+        counts, path = verification.counts, verification.accepted.path
+        nodes = torch.arange(trees.depths.shape[1], device=counts.device)
+        real = nodes < counts[:, None]
+        depths = torch.where(real, trees.depths[slots], 0)
+        places = torch.arange(path.shape[1], device=path.device)
+        moved = ((path >= 0) & (path != places)).sum(dim=1)
+        emitted = verification.emitted.long()
+        self._verified = torch.stack((counts, depths.amax(dim=1), moved, emitted))
+        chances = torch.where(real, trees.values[slots].double().exp(), 0.0)
+        sums = chances.new_zeros(2, path.shape[1] + 1)
+        added = torch.stack((real.double(), chances)).flatten(1)
+        # Padding has depth 0.
+        self._by_depth = sums.index_add_(1, depths.flatten(), added)[:, 1:]
+
+    def sampled(self, prefilling: np.ndarray, trees: TreeStore, slots: torch.Tensor) -> None:
+        """Note the step's requests: ``prefilling`` bool [R] on the host, their ``slots`` [R].
+
+        It must come before the next trees take the place of those that waited for this step.
+        """
+        self._decoding = (~prefilling).tolist()  # sync: host memory
+        decoding = torch.from_numpy(~prefilling).to(slots.device, non_blocking=True)
+        waiting = trees.counts[slots]
+        verified = self._verified[0] if self._verified.shape[1] else torch.zeros_like(waiting)
+        cut = torch.stack((trees.grown[slots] - waiting, waiting - verified))
+        self._pruned = torch.where(decoding, cut, 0).sum(dim=1)
 
     def counts(self) -> WorkerCounts:
-        tensors = self._tensors or (torch.empty(0, dtype=torch.int64),) * 4
         # The output is fetched after the step.
-        nodes, depths, moved, by_depth = (x.tolist() for x in tensors)  # sync: for the host
-        return WorkerCounts(nodes, depths, moved, by_depth, self.draft_forwards, self.stage_seconds)
+        nodes, depths, moved, emitted = self._verified.tolist()  # sync: for the host
+        by_depth, estimated = self._by_depth.tolist()  # sync: for the host
+        pruned = self._pruned.tolist()  # sync: for the host
+        return WorkerCounts(
+            self._decoding,
+            nodes,
+            depths,
+            moved,
+            [int(at_depth) for at_depth in by_depth],
+            estimated,
+            dict(zip((BUDGET, SCHEDULER), pruned, strict=True)),
+            self.draft_forwards,
+            self.node_budget,
+            {stage: seconds for stage, seconds in self.stage_seconds.items() if seconds},
+            self._compare(sum(emitted)),
+        )
+
+    def _compare(self, emitted: int) -> dict[str, float]:
+        requests = len(self._decoding)
+        if self._plain_cost is None or not requests or not all(self._decoding):
+            return {}
+        plain = self._plain_cost.seconds(requests) * (emitted or requests) / requests
+        return {TREE: sum(self.stage_seconds.values()), PLAIN: plain}
 
 
 class CountedOutput(AsyncModelRunnerOutput):
@@ -77,38 +137,53 @@ class CountedOutput(AsyncModelRunnerOutput):
 class TreeSpecDecodingStats(SpecDecodingStats):
     """vLLM's counts of a scheduler step, and ours; travels in vLLM's own stats channel.
 
-    ``tree_nodes``, ``tree_depths``, ``accepted_paths``: one entry per verified tree.
-    ``nodes_by_depth``: nodes at depth 1, 2, … ``fallbacks``: request steps without a free tree,
-    by reason.
+    ``tree_nodes``, ``tree_depths``, ``accepted_paths``: one entry per step of a decoding request,
+    zeros where it had no node to verify. ``nodes_by_depth``, ``accepted_by_depth``,
+    ``estimated_by_depth``: nodes at depth 1, 2, …: verified, accepted, and expected to be accepted.
+    ``fallbacks``: request steps without a free tree, by reason. The rest is as in WorkerCounts.
     """
 
     tree_nodes: list[int] = field(default_factory=list)
     tree_depths: list[int] = field(default_factory=list)
     accepted_paths: list[int] = field(default_factory=list)
     nodes_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    estimated_by_depth: list[float] = field(default_factory=list)
+    pruned: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
     kv_moved: int = 0
     draft_forwards: int = 0
-    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    node_budget: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_step(cls, num_spec_tokens: int, counts: WorkerCounts) -> TreeSpecDecodingStats:
+        """What the worker has counted of the step as a whole."""
+        return cls(
+            num_spec_tokens,
+            num_accepted_tokens_per_pos=[0] * num_spec_tokens,
+            num_draft_tokens_per_pos=[0] * num_spec_tokens,
+            nodes_by_depth=counts.by_depth,
+            accepted_by_depth=[0] * len(counts.by_depth),
+            estimated_by_depth=counts.estimated,
+            pruned=counts.pruned,
+            draft_forwards=counts.draft_forwards,
+            node_budget=counts.node_budget,
+            stage_seconds=counts.stage_seconds,
+            compared=counts.compared,
+        )
 
     def observe_tree(self, nodes: int, depth: int, accepted: int, moved: int) -> None:
-        """Count one verified tree; the accepted tokens beyond ``nodes`` cannot be."""
+        """Count a decoding request's step; with 0 ``nodes`` it has decoded plainly."""
         if nodes:
             self.observe_draft(num_draft_tokens=nodes, num_accepted_tokens=accepted)
         self.tree_nodes.append(nodes)
         self.tree_depths.append(depth)
         self.accepted_paths.append(accepted)
+        for above in range(accepted):
+            self.accepted_by_depth[above] += 1
         self.kv_moved += moved
 
     def fall_back(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
-
-    def observe_worker(self, counts: WorkerCounts) -> None:
-        """Count what belongs to the step as a whole."""
-        missing = len(counts.by_depth) - len(self.nodes_by_depth)
-        self.nodes_by_depth.extend([0] * missing)
-        for depth, nodes in enumerate(counts.by_depth):
-            self.nodes_by_depth[depth] += nodes
-        self.draft_forwards += counts.draft_forwards
-        for stage, seconds in counts.stage_seconds.items():
-            self.stage_seconds[stage] += seconds

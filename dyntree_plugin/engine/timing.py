@@ -10,6 +10,10 @@ STAGES = ("target", "sample", "walk", "move", "draft", "grow")
 """target: the target's forward; sample: its sampler on all rows; walk: matching samples against
 the tree; move: KV of the accepted path; draft: draft forwards; grow: the rest of drafting."""
 
+TREE, PLAIN = "tree", "plain"
+"""The two ways to decode that a step's time is compared between: as it was, and as it is estimated
+for the target alone."""
+
 
 class StageClock:
     """Adds up wall seconds by stage until they are taken. A stage within another pauses it.

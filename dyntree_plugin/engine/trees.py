@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
+from dyntree_plugin.tree.value import FEATURES
 
 
 class TreeStore:
@@ -15,26 +16,59 @@ class TreeStore:
     reads them from the rows that the model ran on, so tree and KV cache cannot disagree.
     """
 
-    def __init__(self, num_slots: int, shape: TreeShape, device: torch.device) -> None:
-        nodes = shape.node_budget
-        self.shape = shape
+    def __init__(
+        self, num_slots: int, plan: TreePlan, vocabulary: int, device: torch.device
+    ) -> None:
+        """``vocabulary``: entries of the draft's distributions, which some rules read."""
+        nodes = plan.shape.node_budget
+        self.plan = plan
+        self.shape = plan.shape
         self.words = -(-(nodes + 1) // 32)
         self.parents = torch.full((num_slots, nodes), -1, dtype=torch.int64, device=device)
         self.depths = torch.ones_like(self.parents)
         self.values = torch.full((num_slots, nodes), NO_VALUE, device=device)
         self.counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.grown = torch.zeros_like(self.counts)
         self.ancestors = torch.zeros(
             num_slots, nodes + 1, self.words, dtype=torch.int32, device=device
         )
+        self.features = torch.zeros(
+            num_slots, nodes if plan.calibrated else 0, FEATURES, device=device
+        )
+        rows = nodes + 1 if plan.reads_draws else 0
+        self._draws = torch.full(
+            (num_slots, rows, plan.growing.children), -1, dtype=torch.int64, device=device
+        )
+        self._log_draft = torch.zeros(num_slots, rows, vocabulary, device=device)
 
-    def put(self, slots: torch.Tensor, tree: TokenTree) -> None:
-        """Store ``tree`` of R requests at ``slots`` int64 [R]."""
+    def put(
+        self, slots: torch.Tensor, tree: TokenTree, features: torch.Tensor | None = None
+    ) -> None:
+        """Store ``tree`` of R requests at ``slots`` int64 [R].
+
+        ``features`` float32 [R, candidates, FEATURES]: of the candidates that it was grown from.
+        """
         self.parents[slots] = tree.parents
         self.depths[slots] = tree.depths
         self.values[slots] = tree.values
         self.counts[slots] = tree.counts
+        self.grown[slots] = tree.counts if tree.grown is None else tree.grown
         self.ancestors[slots] = tree.ancestors()
+        if features is not None and tree.candidates is not None:
+            index = tree.candidates[:, :, None].expand(-1, -1, FEATURES)
+            self.features[slots] = features.gather(1, index)
+        if tree.draws is not None:
+            request = torch.arange(len(slots), device=slots.device)[:, None]
+            self._draws[slots] = tree.draws.nodes
+            self._log_draft[slots] = tree.draws.log_probs[request, tree.draws.columns]
+
+    def draws(self, slots: torch.Tensor) -> Draws:
+        """How the trees at ``slots`` int64 [R] were drawn, for rules that read it."""
+        nodes = self._draws[slots]
+        columns = torch.arange(nodes.shape[1], device=slots.device).expand(nodes.shape[:2])
+        return Draws(nodes, columns, self._log_draft[slots])
 
     def clear(self, slot: int) -> None:
         """Forget the tree of a slot that a new request takes over."""
         self.counts[slot] = 0
+        self.grown[slot] = 0

@@ -1,4 +1,7 @@
-"""Verification in the engine: vLLM's own sampler on every tree row, then the walk."""
+"""Verification in the engine: vLLM's own sampler on every tree row, then the walk.
+
+Under the rules that read draws the walk takes the sampler's processed logits, and noise of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,12 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from dyntree_plugin.drafters.children import Perturb
+from dyntree_plugin.drafters.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.engine.timing import StageClock
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.verify.match import Accepted, match
+from dyntree_plugin.tree.verify.rules import DRAWN_RULES
 
 MAX_CHUNK_BYTES = 1 << 30
 """The sampler copies logits to fp32; this bounds the copy, as vLLM bounds its own."""
@@ -35,6 +41,29 @@ class Verification:
     emitted: torch.Tensor
 
 
+@dataclass(frozen=True)
+class TreeRows:
+    """Where the trees of R requests lie among the rows of logits.
+
+    ``roots`` int64 [R], ``nodes`` int64 [R, N]: rows. ``tokens`` int64 [R, N] of the nodes.
+    ``room`` int64 [R]: nodes that vLLM scheduled, whatever the tree holds. ``counts`` int64 [R]:
+    nodes that are verified, the first ones; ``valid`` bool [R, N] says so of each, and that no
+    grammar forbids it.
+    """
+
+    roots: torch.Tensor
+    nodes: torch.Tensor
+    tokens: torch.Tensor
+    room: torch.Tensor
+    counts: torch.Tensor
+    valid: torch.Tensor
+
+    @property
+    def root_and_nodes(self) -> torch.Tensor:
+        """Rows int64 [R, N + 1]."""
+        return torch.cat([self.roots[:, None], self.nodes], dim=1)
+
+
 class TreeVerifier:
     """Stands in for the runner's rejection sampler, with its signature.
 
@@ -46,11 +75,13 @@ class TreeVerifier:
         self,
         sampler: Sampler,
         trees: TreeStore,
+        perturb: Perturb,
         clock: StageClock,
         on_verified: Callable[[Verification, InputBatch], None],
     ) -> None:
         self.sampler = sampler
         self.trees = trees
+        self._perturb = perturb
         self._clock = clock
         self._on_verified = on_verified
 
@@ -65,7 +96,11 @@ class TreeVerifier:
         wanted = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         sampled, processed = self._sample(logits, input_batch, wanted is not None)
         with self._clock("walk"):
-            accepted, first, counts = self._walk(sampled, input_batch, invalid_drafts)
+            rows = self._rows(input_batch, invalid_drafts)
+            if self.trees.plan.reads_draws:
+                accepted = self._walk_draws(rows, processed, input_batch)
+            else:
+                accepted = self._match(rows, sampled, input_batch)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             (accepted.lengths + 1).to(input_batch.seq_lens.dtype),
             input_batch.seq_lens,
@@ -75,10 +110,11 @@ class TreeVerifier:
         )
         logprobs = None
         if wanted is not None:
-            scores = logits if processed is None else processed
-            logprobs = self._logprobs(scores, input_batch, accepted, first, *wanted)
-        roots = input_batch.logits_indices[first]
-        self._on_verified(Verification(accepted, roots, counts, num_sampled), input_batch)
+            of_processed = self.sampler.logprobs_mode.startswith("processed")
+            scores = processed if of_processed else logits
+            logprobs = self._logprobs(scores, input_batch, accepted, rows.roots, *wanted)
+        roots = input_batch.logits_indices[rows.roots]
+        self._on_verified(Verification(accepted, roots, rows.counts, num_sampled), input_batch)
         return SamplerOutput(
             sampled_token_ids=accepted.tokens,
             logprobs_tensors=logprobs,
@@ -89,12 +125,14 @@ class TreeVerifier:
 
     def _sample(
         self, logits: torch.Tensor, batch: InputBatch, want_logprobs: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's token at every row, and the processed logits where logprobs need them."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's token at every row, and the processed logits where something reads them."""
         positions = batch.positions[batch.logits_indices]
         input_ids = batch.input_ids[batch.logits_indices]
         bound = batch.seq_lens_cpu_upper_bound.numpy()
-        keep = want_logprobs and self.sampler.logprobs_mode.startswith("processed")
+        keep = self.trees.plan.reads_draws or (
+            want_logprobs and self.sampler.logprobs_mode.startswith("processed")
+        )
         cu = batch.cu_num_logits_np
         limit = max(1, MAX_CHUNK_BYTES // (4 * logits.shape[1]))
         tokens, kept = [], []
@@ -119,41 +157,77 @@ class TreeVerifier:
             if keep:
                 kept.append(processed)
             first = last
-        return torch.cat(tokens), torch.cat(kept) if keep else None
+        return torch.cat(tokens), torch.cat(kept) if keep else logits[:0]
 
-    def _walk(
-        self, sampled: torch.Tensor, batch: InputBatch, invalid_drafts: torch.Tensor | None
-    ) -> tuple[Accepted, torch.Tensor, torch.Tensor]:
-        """Match the samples against the trees: (accepted, first logits row, nodes verified)."""
+    def _rows(self, batch: InputBatch, invalid_drafts: torch.Tensor | None) -> TreeRows:
         trees, slots = self.trees, batch.idx_mapping
         bounds = batch.cu_num_logits.long()
-        first = bounds[: batch.num_reqs]
-        scheduled = bounds[1 : batch.num_reqs + 1] - first - 1
+        roots = bounds[: batch.num_reqs]
+        scheduled = bounds[1 : batch.num_reqs + 1] - roots - 1
         # A tree that was proposed while the prompt was incomplete starts from a token that was
         # never sampled.
         prefill_len = self.sampler.req_states.prefill_len.gpu[slots]
-        root_position = batch.positions[batch.logits_indices[first]]
-        decoding = root_position >= prefill_len
+        decoding = batch.positions[batch.logits_indices[roots]] >= prefill_len
         # The scheduler may cut a tree short; parents stand first, so what is left is a tree.
-        counts = torch.where(decoding, torch.minimum(scheduled, trees.counts[slots]), 0)
+        room = torch.where(decoding, scheduled, 0)
+        counts = torch.minimum(room, trees.counts[slots])
 
-        nodes = torch.arange(trees.shape.node_budget, device=sampled.device)
+        nodes = torch.arange(trees.shape.node_budget, device=roots.device)
+        rows = (roots[:, None] + 1 + nodes).clamp(max=batch.logits_indices.shape[0] - 1)
         valid = nodes < counts[:, None]
-        rows = (first[:, None] + 1 + nodes).clamp(max=sampled.shape[0] - 1)
         if invalid_drafts is not None:
             valid &= ~invalid_drafts[rows]
         tokens = batch.input_ids[batch.logits_indices[rows]].long()
-        root_and_nodes = torch.cat([first[:, None], rows], dim=1)
-        accepted = match(
-            tokens,
+        return TreeRows(roots, rows, tokens, room, counts, valid)
+
+    def _match(self, rows: TreeRows, sampled: torch.Tensor, batch: InputBatch) -> Accepted:
+        trees, slots = self.trees, batch.idx_mapping
+        return match(
+            rows.tokens,
             trees.parents[slots],
             trees.depths[slots],
             trees.ancestors[slots],
-            valid,
-            sampled[root_and_nodes],
+            rows.valid,
+            sampled[rows.root_and_nodes],
             trees.shape.max_depth,
         )
-        return accepted, first, counts
+
+    def _walk_draws(self, rows: TreeRows, logits: torch.Tensor, batch: InputBatch) -> Accepted:
+        """``logits`` [rows, V]: after temperature, top-k, penalties and whatever else applies.
+
+        A node that a grammar forbids needs no mask: its probability is 0, and it stays a try.
+        """
+        trees, slots = self.trees, batch.idx_mapping
+        temperature = self.sampler.sampling_states.temperature.gpu[slots]
+        seeds = self.sampler.sampling_states.seeds.gpu[slots]
+        request = torch.arange(batch.num_reqs, device=logits.device)
+        row_of = rows.root_and_nodes
+
+        def target(at: torch.Tensor) -> torch.Tensor:
+            here = logits[row_of[request, at + 1]].float()
+            best = torch.zeros_like(here).scatter_(1, here.argmax(dim=1, keepdim=True), 1.0)
+            return torch.where(temperature[:, None] > 0, here.softmax(dim=1), best)
+
+        depth, children = trees.shape.max_depth, trees.plan.growing.children
+        position = batch.positions[batch.logits_indices[rows.roots]]
+        levels = position[:, None] + 1 + torch.arange(depth, device=position.device)
+        tries = stream(seeds, ACCEPT)[:, None].expand(-1, depth)
+        uniforms = uniform(self._gumbel(tries.flatten(), levels.flatten(), children))
+        rule = DRAWN_RULES[trees.plan.rule]
+        walk = rule.walk(
+            rows.tokens,
+            trees.draws(slots),
+            # Not the trees' counts: where draws coincide these tell of the tokens.
+            rows.room,
+            target,
+            uniforms.view(batch.num_reqs, depth, children),
+        )
+        after = position + 1 + walk.lengths
+        return walk.emit(rows.tokens, self._gumbel(stream(seeds, BONUS), after, logits.shape[1]))
+
+    def _gumbel(self, seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+        zeros = torch.zeros(seeds.shape[0], count, device=seeds.device)
+        return self._perturb(zeros, torch.ones_like(zeros[:, 0]), seeds, positions)
 
     def _logprobs(
         self,

@@ -34,6 +34,11 @@ class TreeCPUWorker(CPUWorker):
         with mock.patch.object(model_runner, "CPUModelRunner", TreeCPUModelRunner):
             super().init_device()  # type: ignore[no-untyped-call]
 
+    def compile_or_warm_up_model(self) -> Any:
+        runner: Any = self.model_runner
+        runner.measure_plain_cost()
+        return super().compile_or_warm_up_model()
+
     def trace_trees(self, wanted: bool) -> None:
         """Start, or end, keeping every verified tree."""
         runner: Any = self.model_runner

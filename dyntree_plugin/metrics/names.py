@@ -2,55 +2,77 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from dyntree_plugin.tree.shape import TreeShape
+
 PREFIX = "vllm:dyntree_"
 """vLLM's `LLM.get_metrics()` shows only names that start with ``vllm:``."""
+
+CONFIG_LABELS = (
+    *("version", "growth", "sampling", "rule"),
+    *(field.name for field in dataclasses.fields(TreeShape)),
+    "calibration",
+)
+"""Of the configuration: the plugin's version, and the options in force."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One metric. Labels come after ``model_name`` and ``engine``, which all of them have.
 
-    ``source``: the field of TreeSpecDecodingStats that feeds it. The name that Prometheus shows
-    for a counter ends in ``_total``.
+    ``source``: the field of TreeSpecDecodingStats that feeds it; without one it never changes. The
+    name that Prometheus shows for a counter ends in ``_total``.
     """
 
     name: str
-    kind: Literal["counter", "histogram"]
-    source: str
+    kind: Literal["counter", "histogram", "gauge"]
+    source: str | None
     meaning: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[int, ...] = ()
+    buckets: tuple[float, ...] = ()
 
     @property
     def exposed_name(self) -> str:
         return self.name + ("_total" if self.kind == "counter" else "")
 
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names that can be queried."""
+        if self.kind == "histogram":
+            return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
+        return (self.exposed_name,)
+
 
 _DEPTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64)
+_SECONDS = (
+    *(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+)
 
 METRICS = (
     Metric(
         PREFIX + "tree_nodes",
         "histogram",
         "tree_nodes",
-        "Nodes of a verified tree, the root not counted.",
+        "Nodes verified for a decoding request in a step, the root not counted; 0 where it decoded "
+        "plainly. The count is that of such request steps.",
         buckets=(0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024),
     ),
     Metric(
         PREFIX + "tree_depth",
         "histogram",
         "tree_depths",
-        "Depth of the deepest node of a verified tree.",
+        "Depth of the deepest verified node, for the same request steps.",
         buckets=_DEPTHS,
     ),
     Metric(
         PREFIX + "accepted_path_tokens",
         "histogram",
         "accepted_paths",
-        "Accepted tokens of a verified tree, the bonus token not counted.",
+        "Accepted nodes, the bonus token not counted, for the same request steps.",
         buckets=_DEPTHS,
     ),
     Metric(
@@ -61,11 +83,34 @@ METRICS = (
         labels=("depth",),
     ),
     Metric(
+        PREFIX + "accepted_nodes",
+        "counter",
+        "accepted_by_depth",
+        "Nodes accepted at a depth.",
+        labels=("depth",),
+    ),
+    Metric(
+        PREFIX + "estimated_accepted_tokens",
+        "counter",
+        "estimated_by_depth",
+        "Accepted nodes at a depth as the trees' own values expected them: the sum of the "
+        "estimated chances of the verified nodes.",
+        labels=("depth",),
+    ),
+    Metric(
+        PREFIX + "pruned_nodes",
+        "counter",
+        "pruned",
+        "Nodes grown for a decoding request and not verified, by reason: others were worth more "
+        "(budget), or the step or the context had no room for them (scheduler).",
+        labels=("reason",),
+    ),
+    Metric(
         PREFIX + "fallback_steps",
         "counter",
         "fallbacks",
-        "Steps in which a request was not given a free tree, by reason: its sampling needs chain "
-        "order (the tree is a chain), or there was no node to verify.",
+        "Steps in which a decoding request was not given a free tree, by reason: its sampling "
+        "needs chain order (the tree is a chain), or there was no node to verify (empty_tree).",
         labels=("reason",),
     ),
     Metric(
@@ -82,10 +127,33 @@ METRICS = (
     ),
     Metric(
         PREFIX + "stage_seconds",
-        "counter",
+        "histogram",
         "stage_seconds",
-        "Time of the worker by stage: target, sample, walk, move, draft, grow.",
+        "Time of the worker per step by stage: target, sample, walk, move, draft, grow.",
         labels=("stage",),
+        buckets=_SECONDS,
+    ),
+    Metric(
+        PREFIX + "compared_seconds",
+        "counter",
+        "compared",
+        "Time of the stages of steps in which every request decoded (tree), and the time that the "
+        "target alone is estimated to take for the same tokens (plain), from plain steps that were "
+        "measured before the engine served.",
+        labels=("decoding",),
+    ),
+    Metric(
+        PREFIX + "node_budget",
+        "gauge",
+        "node_budget",
+        "Most nodes of one request's tree, as in force in the last step.",
+    ),
+    Metric(
+        PREFIX + "config_info",
+        "gauge",
+        None,
+        "1, with the plugin's version and the options in force as labels.",
+        labels=CONFIG_LABELS,
     ),
 )
 

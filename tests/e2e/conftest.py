@@ -21,7 +21,11 @@ PLAIN = "plain"
 @pytest.fixture(scope="session")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """The results of one of `workload.ENGINES`, or the one without trees, by names of runs."""
-    jobs = {PLAIN: (workload.without_tree(), {"all": workload.PLAIN_RUN}), **workload.ENGINES}
+    jobs = {
+        PLAIN: (workload.without_tree(), {"all": workload.PLAIN_RUN}),
+        **workload.ENGINES,
+        **workload.DRAWN,
+    }
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {spec.params.get("engine") for spec in parameters if spec is not None}
     with ThreadPoolExecutor(PARALLEL) as pool:

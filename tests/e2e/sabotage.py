@@ -65,3 +65,12 @@ def wrong_child(runner: Any) -> Iterator[None]:
 
     with mock.patch.object(verifier, "match", match):
         yield
+
+
+@contextmanager
+def always_accepted(runner: Any) -> Iterator[None]:
+    """A rule that reads draws accepts every child that has any chance."""
+    from dyntree_plugin.engine import verifier
+
+    with mock.patch.object(verifier, "uniform", torch.zeros_like):
+        yield

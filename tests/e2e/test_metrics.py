@@ -35,6 +35,13 @@ def check_consistency(metrics: Metrics) -> None:
 
     by_depth = by_label(metrics, f"{PREFIX}proposed_nodes_total", "depth")
     assert sum(by_depth.values()) == counted["draft_tokens"]
+    accepted_at = by_label(metrics, f"{PREFIX}accepted_nodes_total", "depth")
+    assert sum(accepted_at.values()) == counted["accepted_tokens"]
+    estimated = by_label(metrics, f"{PREFIX}estimated_accepted_tokens_total", "depth")
+    assert all(0 <= estimated[depth] <= by_depth[depth] for depth in by_depth)
+    # Without a node to verify a request decodes plainly, and is counted so.
+    empty = metrics[f"{PREFIX}fallback_steps_total{{reason=empty_tree}}"]
+    assert 0 <= empty <= without_nodes
 
     by_position = by_label(
         metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"
@@ -42,7 +49,8 @@ def check_consistency(metrics: Metrics) -> None:
     assert sum(by_position.values()) == counted["accepted_tokens"]
     shorter = by_label(metrics, f"{PREFIX}accepted_path_tokens_bucket", "le")
     for position, accepted in by_position.items():
-        assert accepted <= by_depth.get(str(int(position) + 1), 0)
+        depth = str(int(position) + 1)
+        assert accepted == accepted_at.get(depth, 0) <= by_depth.get(depth, 0)
         if (bucket := str(float(position))) in shorter:
             # As many paths reach a depth as are not shorter.
             assert accepted == trees - shorter[bucket]
@@ -86,9 +94,36 @@ def test_kv_moves_are_counted_where_trees_branch_and_never_for_chains(served: Se
 
 def test_the_stages_account_for_most_of_the_time(served: Served) -> None:
     result = served("tree")["greedy"]
-    stages = by_label(result.metrics, f"{PREFIX}stage_seconds_total", "stage")
+    stages = by_label(result.metrics, f"{PREFIX}stage_seconds_sum", "stage")
     assert all(seconds > 0 for seconds in stages.values())
     assert 0.5 * sum(result.seconds) < sum(stages.values()) < sum(result.seconds)
+
+
+def test_the_comparison_covers_the_steps_in_which_every_request_decodes(served: Served) -> None:
+    result = served("tree")["batches of 1"]
+    compared = by_label(result.metrics, f"{PREFIX}compared_seconds_total", "decoding")
+    stages = by_label(result.metrics, f"{PREFIX}stage_seconds_sum", "stage")
+    assert 0 < compared["tree"] < sum(stages.values())
+    assert compared["plain"] > 0
+
+
+def test_at_the_end_of_the_context_plain_steps_and_cut_trees_are_counted(served: Served) -> None:
+    metrics = served("tree")["max_model_len"].metrics
+    steps = metrics[f"{PREFIX}tree_nodes_count"]
+    drafts = metrics["vllm:spec_decode_num_drafts_total"]
+    empty = metrics[f"{PREFIX}fallback_steps_total{{reason=empty_tree}}"]
+    assert empty == steps - drafts > 0
+    assert metrics[f"{PREFIX}pruned_nodes_total{{reason=scheduler}}"] > 0
+    # A request of n tokens has one from its prompt, and one more than its path from every step.
+    emitted = sum(len(output.tokens[0]) for output in served("tree")["max_model_len"].outputs)
+    accepted = metrics[f"{PREFIX}accepted_path_tokens_sum"]
+    requests = len(served("tree")["max_model_len"].outputs)
+    assert emitted == requests + steps + accepted
+
+
+def test_candidates_beyond_the_budget_are_counted_as_pruned(served: Served) -> None:
+    pruned = f"{PREFIX}pruned_nodes_total{{reason=budget}}"
+    assert served("tree")["greedy"].metrics[pruned] > 0
 
 
 def test_an_engine_without_trees_exports_none_of_our_metrics(

@@ -138,6 +138,23 @@ GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
 SAMPLE = Run([*each_kind(range(12)), *EVERYTHING[::3]])
 
 
+LAW = Run(
+    [
+        Request(PROMPTS[3], {"temperature": 0.6, "max_tokens": 6, "seed": seed, "ignore_eos": True})
+        for seed in range(640)
+    ]
+)
+"""The same question many times, for the law of the answer."""
+
+DRAWN_RUNS: dict[str, Run] = {
+    "greedy": GREEDY_SAMPLE,
+    "law": LAW,
+    "again": Run(LAW.requests[:64]),
+    "everything": Run(EVERYTHING[::4]),
+    "always_accepted": Run(LAW.requests, sabotage="always_accepted"),
+}
+
+
 def tree(
     nodes: int = 16, slots: int | None = None, draft: str = "draft", **options: Any
 ) -> dict[str, Any]:
@@ -199,6 +216,12 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }  # fmt: skip
 """Arguments and runs of the engines with trees. In a twin the target is its own draft."""
 
+DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
+    "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
+    "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
+}
+"""Engines under the papers' rules: their output has the target's law, and other tokens."""
+
 THREADS: Mapping[str, int | None] = {"wide": None}
 """OpenMP threads of engines that have other than one; None: as vLLM chooses."""
 
@@ -206,7 +229,7 @@ PLAIN_RUN = Run(
     list(
         {
             request.key: request
-            for _, runs in ENGINES.values()
+            for _, runs in (*ENGINES.values(), *DRAWN.values())
             for run in runs.values()
             for request in run.requests
         }.values()

@@ -2,88 +2,162 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
 from dyntree_plugin.engine.cpu import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine.patches import carry_tree_stats  # noqa: E402
+from dyntree_plugin.engine.patches import carry_tree_stats, log_drafts_alone  # noqa: E402
+from dyntree_plugin.engine.plain_cost import PlainCost  # noqa: E402
 from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
 from dyntree_plugin.engine.stats import (  # noqa: E402
     StepRecord,
     TreeSpecDecodingStats,
     WorkerCounts,
 )
-from dyntree_plugin.engine.timing import STAGES  # noqa: E402
+from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.verifier import Verification  # noqa: E402
+from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.verify.match import Accepted  # noqa: E402
 
 
-def worker_counts(nodes: list[int], depths: list[int], moved: list[int]) -> WorkerCounts:
-    seconds = dict.fromkeys(STAGES, 0.5)
-    return WorkerCounts(nodes, depths, moved, [sum(nodes), 0], 3, seconds)
+def worker_counts(
+    nodes: list[int], depths: list[int], moved: list[int], **more: Any
+) -> WorkerCounts:
+    decoding = [True] * max(2, len(nodes))
+    return WorkerCounts(decoding, nodes, depths, moved, by_depth=[sum(nodes), 0, 0], **more)
 
 
 class Counting(TreeCounting):
     """The scheduler's counting without the scheduler."""
 
-    def __init__(self, counts: WorkerCounts | None, **sampling: Any) -> None:
+    def __init__(self, **sampling: Any) -> None:
         from vllm import SamplingParams
 
         self.log_stats = True
         self.num_spec_tokens = 8
         self._custom_processors = False
-        self._unreported: list[WorkerCounts] = []
-        self._counts = counts
-        self._rows = {"a": 0, "b": 1}
-        plain = SimpleNamespace(sampling_params=SamplingParams())
+        self._counts = self._stats = None
         self.requests: Any = {
-            "a": SimpleNamespace(sampling_params=SamplingParams(**sampling)),
-            "b": plain,
+            name: SimpleNamespace(sampling_params=SamplingParams(**own), is_finished=lambda: False)
+            for name, own in {"a": sampling, "b": {}}.items()
         }
 
-    def count(self, stats: Any, request: str, accepted: int) -> Any:
-        return self.make_spec_decoding_stats(stats, 8, accepted, None, request)
+    def step(
+        self,
+        counts: WorkerCounts,
+        accepted: dict[str, int],
+        tokens: tuple[list[int], list[int]] = ([1], [1]),
+    ) -> TreeSpecDecodingStats:
+        """The statistics of a step; ``accepted`` by request that had drafts to verify."""
+        output: Any = SimpleNamespace(
+            req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=list(tokens), dyntree=counts
+        )
+        drafts = {request: [1] for request in accepted}
+        self._take_counts(SimpleNamespace(scheduled_spec_decode_tokens=drafts), output)  # type: ignore[arg-type]
+        for request, count in accepted.items():
+            self.make_spec_decoding_stats(None, 8, count, None, request)
+        assert self._stats is not None
+        return self._stats
 
 
-def test_a_step_counts_nodes_of_a_depth_and_moved_tokens_from_its_tensors() -> None:
-    # Two trees of five slots: the first holds four nodes, the second two.
-    depths = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
-    accepted = Accepted(
-        path=torch.tensor([[1, 2, 3], [0, -1, -1]]),
-        lengths=torch.tensor([3, 1]),
-        tokens=torch.zeros(2, 4, dtype=torch.int64),
-    )
-    ones = torch.tensor([1, 1])
+def verification(
+    path: list[list[int]], nodes: list[int], emitted: list[int] | None = None
+) -> Verification:
+    paths = torch.tensor(path)
+    lengths = (paths >= 0).sum(dim=1)
+    accepted = Accepted(paths, lengths, torch.zeros(len(path), 4, dtype=torch.int64))
+    roots = torch.zeros(len(path), dtype=torch.int64)
+    got = lengths + 1 if emitted is None else torch.tensor(emitted)
+    return Verification(accepted, roots, torch.tensor(nodes), got)
+
+
+@pytest.fixture
+def trees() -> TreeStore:
+    """Two trees of five slots: the first holds five nodes, of which four are verified below, the
+    second two. Each was chosen from ten candidates."""
+    plan = DynTreeOptions(max_depth=3).resolve(5)
+    trees = TreeStore(3, plan, 8, torch.device("cpu"))
+    trees.depths[1:] = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
+    trees.values[1:] = torch.tensor([[0.5, 0.5, 0.25, 0.125, 0.1], [1.0, 0.5, 0, 0, 0]]).log()
+    trees.counts[1:] = torch.tensor([5, 2])
+    trees.grown[1:] = 10
+    return trees
+
+
+SLOTS = torch.tensor([1, 2])
+DECODING = np.array([False, False])
+
+
+def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     record = StepRecord()
-    record.verified(Verification(accepted, ones, torch.tensor([4, 2]), ones), depths)
+    record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
+    record.sampled(DECODING, trees, SLOTS)
     counts = record.counts()
     assert counts.nodes == [4, 2]
     assert counts.depths == [3, 2]
     assert counts.by_depth == [3, 2, 1]
+    assert counts.estimated == pytest.approx([0.5 + 0.5 + 1, 0.25 + 0.5, 0.125])
     # Nodes 1, 2, 3 come to the places of nodes 0, 1, 2; node 0 is in its place.
     assert counts.moved == [3, 0]
+    # Of 20 candidates 7 were kept, and one of these was not scheduled.
+    assert counts.pruned == {"budget": 13, "scheduler": 1}
 
 
-def test_a_step_without_verification_counts_no_trees() -> None:
-    counts = StepRecord().counts()
+def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
+    record = StepRecord()
+    record.sampled(np.array([True, False]), trees, SLOTS)
+    counts = record.counts()
+    assert counts.decoding == [False, True]
     assert counts.nodes == counts.depths == counts.moved == counts.by_depth == []
+    assert counts.pruned == {"budget": 8, "scheduler": 2}
+
+
+COST = PlainCost((1, 2, 4), (0.010, 0.012, 0.016))
+
+
+def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStore) -> None:
+    record = StepRecord(COST)
+    record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
+    record.sampled(DECODING, trees, SLOTS)
+    record.stage_seconds = {"target": 0.02, "draft": 0.01, "walk": 0.0}
+    counts = record.counts()
+    # Six tokens: three plain steps of two requests.
+    assert counts.compared == pytest.approx({"tree": 0.03, "plain": 3 * 0.012})
+    assert counts.stage_seconds == {"target": 0.02, "draft": 0.01}
+
+
+def test_a_step_that_reads_a_prompt_is_not_compared(trees: TreeStore) -> None:
+    record = StepRecord(COST)
+    record.verified(verification([[1, 2, 3], [-1, -1, -1]], [4, 0], [4, 1]), trees, SLOTS)
+    record.sampled(np.array([False, True]), trees, SLOTS)
+    assert record.counts().compared == {}
+
+
+def test_a_plain_step_between_two_that_were_measured_costs_what_lies_between() -> None:
+    assert COST.seconds(1) == 0.010
+    assert COST.seconds(3) == pytest.approx(0.014)
+    assert COST.seconds(9) == 0.016
 
 
 def test_drafted_are_the_nodes_verified_and_not_the_slots_scheduled() -> None:
-    scheduler = Counting(worker_counts([5, 3], [2, 3], [1, 0]))
-    stats = scheduler.count(scheduler.count(None, "a", 2), "b", 0)
+    stats = Counting().step(worker_counts([5, 3], [2, 3], [1, 0]), {"a": 2, "b": 0})
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (2, 8, 2)
     assert stats.num_accepted_tokens_per_pos[:3] == [1, 1, 0]
     assert stats.tree_nodes == [5, 3]
     assert stats.tree_depths == [2, 3]
     assert stats.accepted_paths == [2, 0]
+    assert stats.nodes_by_depth == [8, 0, 0]
+    assert stats.accepted_by_depth == [1, 1, 0]
     assert stats.kv_moved == 1
     assert stats.fallbacks == {}
 
@@ -100,34 +174,61 @@ def test_drafted_are_the_nodes_verified_and_not_the_slots_scheduled() -> None:
 def test_a_request_that_needs_chains_is_counted_with_its_reason(
     sampling: dict[str, Any], reason: str
 ) -> None:
-    scheduler = Counting(worker_counts([4, 4], [4, 2], [0, 0]), **sampling)
-    stats = scheduler.count(scheduler.count(None, "a", 4), "b", 1)
+    counts = worker_counts([4, 4], [4, 2], [0, 0])
+    stats = Counting(**sampling).step(counts, {"a": 3, "b": 1})
     assert stats.fallbacks == {reason: 1}
     assert stats.num_drafts == 2
 
 
-def test_an_empty_tree_is_no_draft_but_a_counted_fallback() -> None:
-    scheduler = Counting(worker_counts([0, 4], [0, 2], [0, 0]))
-    stats = scheduler.count(scheduler.count(None, "a", 0), "b", 1)
+@pytest.mark.parametrize("nodes", [[0, 4], []])
+def test_a_request_without_a_node_to_verify_is_no_draft_but_a_counted_fallback(
+    nodes: list[int],
+) -> None:
+    counts = worker_counts(nodes, nodes, [0] * len(nodes))
+    stats = Counting().step(counts, {"b": 1} if nodes else {})
+    assert stats.num_drafts == len(nodes) / 2
+    assert stats.tree_nodes == (nodes or [0, 0])
+    assert stats.fallbacks == {"empty_tree": 1 if nodes else 2}
+
+
+def test_an_empty_tree_whose_slots_were_scheduled_is_counted_once() -> None:
+    stats = Counting().step(worker_counts([0, 4], [0, 2], [0, 0]), {"a": 0, "b": 1})
     assert stats.num_drafts == 1
-    assert stats.tree_nodes == [0, 4]
     assert stats.fallbacks == {"empty_tree": 1}
 
 
-def test_without_logging_nothing_is_counted() -> None:
-    scheduler = Counting(worker_counts([5, 3], [2, 3], [1, 0]))
-    scheduler.log_stats = False
-    assert scheduler.count(None, "a", 2) is None
+def test_requests_in_their_prompt_or_without_a_token_are_no_fallback() -> None:
+    counts = replace(worker_counts([], [], []), decoding=[False, True])
+    stats = Counting().step(counts, {}, tokens=([1], []))
+    assert stats.tree_nodes == []
+    assert stats.fallbacks == {}
 
 
-def test_worker_counts_of_several_steps_add_up() -> None:
-    stats = TreeSpecDecodingStats.new(8)
-    first = WorkerCounts([2], [1], [0], [2], 1, dict.fromkeys(STAGES, 0.25))
-    stats.observe_worker(first)
-    stats.observe_worker(worker_counts([3], [2], [0]))
-    assert stats.nodes_by_depth == [5, 0]
-    assert stats.draft_forwards == 4
-    assert stats.stage_seconds == dict.fromkeys(STAGES, 0.75)
+def test_a_request_that_has_ended_meanwhile_is_not_counted() -> None:
+    scheduler = Counting()
+    scheduler.requests["a"].is_finished = lambda: True
+    del scheduler.requests["b"]
+    assert scheduler.step(worker_counts([], [], []), {}).tree_nodes == []
+
+
+def test_what_the_worker_counted_of_the_step_is_handed_on() -> None:
+    counts = worker_counts(
+        [2, 2],
+        [1, 1],
+        [0, 0],
+        estimated=[1.5, 0.25],
+        pruned={"budget": 3},
+        draft_forwards=8,
+        node_budget=16,
+        stage_seconds={"target": 0.5},
+        compared={"tree": 0.5},
+    )
+    stats = Counting().step(counts, {})
+    assert stats.estimated_by_depth == [1.5, 0.25]
+    assert stats.pruned == {"budget": 3}
+    assert (stats.draft_forwards, stats.node_budget) == (8, 16)
+    assert stats.stage_seconds == {"target": 0.5}
+    assert stats.compared == {"tree": 0.5}
 
 
 def test_the_counts_survive_vllms_stats_channel() -> None:
@@ -136,7 +237,8 @@ def test_the_counts_survive_vllms_stats_channel() -> None:
     before = dict(SchedulerStats.__annotations__)
     try:
         carry_tree_stats()
-        stats = TreeSpecDecodingStats.new(8)
+        counts = worker_counts([5], [2], [1], estimated=[0.5], pruned={"budget": 1})
+        stats = TreeSpecDecodingStats.of_step(8, counts)
         stats.observe_tree(nodes=5, depth=2, accepted=1, moved=1)
         stats.fall_back("penalties")
         sent = MsgpackEncoder().encode(SchedulerStats(spec_decoding_stats=stats))
@@ -145,3 +247,17 @@ def test_the_counts_survive_vllms_stats_channel() -> None:
         SchedulerStats.__annotations__.update(before)
     assert got == stats
     assert isinstance(got, TreeSpecDecodingStats)
+
+
+def test_vllms_log_line_is_of_steps_with_drafts_alone() -> None:
+    log_drafts_alone()
+    log = SpecDecodingLogging()
+    said: list[tuple[Any, ...]] = []
+    log.observe(TreeSpecDecodingStats.of_step(8, WorkerCounts([True])))
+    log.log(lambda *line: said.append(line))
+    assert said == []
+    stats = TreeSpecDecodingStats.of_step(8, worker_counts([2], [1], [0]))
+    stats.observe_tree(nodes=2, depth=1, accepted=1, moved=0)
+    log.observe(stats)
+    log.log(lambda *line: said.append(line))
+    assert [line[1] for line in said] == [2.0]

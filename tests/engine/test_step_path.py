@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,15 @@ from torch._subclasses.fake_tensor import (
 )
 
 import dyntree_plugin
-from dyntree_plugin.drafters.candidates import temperature_scaled, top_children
+from dyntree_plugin.drafters.children import ChildPicker, DraftRows
 from dyntree_plugin.engine.trees import TreeStore
-from dyntree_plugin.tree.growth.topk import TopKGrowth
+from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
+from dyntree_plugin.tree.names import Rule
+from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.token_tree import TokenTree
+from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
 from dyntree_plugin.tree.verify.match import Accepted, match
+from dyntree_plugin.tree.verify.rules import DRAWN_RULES, allowed_rules, default_rule
 
 PACKAGE = Path(dyntree_plugin.__file__).parent
 STEP_PATH = sorted(
@@ -29,6 +33,7 @@ STEP_PATH = sorted(
         *(PACKAGE / "tree" / "growth").glob("*.py"),
         *(PACKAGE / "tree" / "verify").glob("*.py"),
         *(PACKAGE / "drafters").glob("*.py"),
+        PACKAGE / "tree" / "value.py",
         *(PACKAGE / "engine" / f"{name}.py" for name in (
             "speculator", "runner", "verifier", "trees", "kv", "stats"
         )),
@@ -75,43 +80,90 @@ def test_the_search_for_waiting_calls_tells_them_apart(line: str, waits: bool) -
     assert bool(waiting_calls(line)) is waits
 
 
-def grow(shape: TreeShape, requests: int, vocab: int) -> TokenTree:
-    temperature = torch.ones(requests)
-    growth = TopKGrowth(requests, shape, torch.full((requests,), 100))
-    chain = torch.zeros(requests, dtype=torch.bool)
+SHAPE = TreeShape(node_budget=40, max_depth=4, width=3, children=5)
+VOCAB, REQUESTS = 50, 6
+GROWN: list[GrowthConfig] = [
+    GrowthConfig(),
+    GrowthConfig("dyspec"),
+    GrowthConfig("threshold"),
+    GrowthConfig("dynamic_threshold"),
+    GrowthConfig("expansion", expansion=(2, 3, 1)),
+    GrowthConfig("sequoia", acceptance=(0.6, 0.2, 0.1)),
+    GrowthConfig("sequoia", acceptance=(0.6, 0.2, 0.1), sampling="best"),
+    GrowthConfig("chain"),
+]
 
-    def children(rows: int) -> tuple[torch.Tensor, ...]:
-        scores = temperature_scaled(
-            torch.randn(requests * rows, vocab), temperature.repeat_interleave(rows)
-        )
-        found = top_children(scores, shape.children, chain.repeat_interleave(rows))
-        return tuple(x.view(requests, rows, shape.children) for x in found)
 
-    growth.add(*children(1))
-    for _ in range(shape.max_depth - 1):
+def plan_of(growth: GrowthConfig, rule: Rule | None = None) -> TreePlan:
+    growing = plan_growth(growth, SHAPE)
+    shape = replace(SHAPE, max_depth=len(growing.widths) + 1)
+    return TreePlan(shape, growth, rule or default_rule(growing.sampling), calibration=True)
+
+
+def noise(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return logits + torch.rand_like(logits)
+
+
+def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> TreeStore:
+    """Grow as the engine does, and store the trees."""
+    pick = ChildPicker(plan, noise, estimate)
+    growth = plan.growing.start(REQUESTS, torch.full((REQUESTS,), 100))
+    features = []
+
+    def add(width: int) -> None:
+        rows = torch.zeros(REQUESTS * width, dtype=torch.int64)
+        logits = torch.randn(REQUESTS * width, VOCAB)
+        of_rows = DraftRows(torch.ones_like(rows).float(), rows, rows.bool(), rows, rows)
+        found = pick(logits, of_rows, all_greedy=False).by_request(REQUESTS)
+        growth.add(*found[:3])
+        if found.features is not None:
+            features.append(found.features.flatten(1, 2))
+
+    add(1)
+    for width in plan.growing.widths:
         growth.frontier()
-        growth.add(*children(shape.width))
-    return growth.finish()
+        add(width)
+    trees = TreeStore(REQUESTS, plan, VOCAB, torch.device("cpu"))
+    slots = torch.arange(REQUESTS)
+    trees.put(slots, growth.finish(), torch.cat(features, dim=1) if features else None)
+    return trees
 
 
-def verify(shape: TreeShape, tree: TokenTree, vocab: int) -> Accepted:
-    requests = tree.tokens.shape[0]
-    trees = TreeStore(requests, shape, tree.tokens.device)
-    trees.put(torch.arange(requests), tree)
-    sampled = torch.randint(0, vocab, (requests, shape.node_budget + 1))
-    valid = torch.arange(shape.node_budget) < trees.counts[:, None]
-    return match(
-        tree.tokens, trees.parents, trees.depths, trees.ancestors, valid, sampled, shape.max_depth
+def verify(trees: TreeStore) -> Accepted:
+    plan, nodes = trees.plan, trees.shape.node_budget
+    tokens = torch.randint(0, VOCAB, (REQUESTS, nodes))
+    if not plan.reads_draws:
+        sampled = torch.randint(0, VOCAB, (REQUESTS, nodes + 1))
+        valid = torch.arange(nodes) < trees.counts[:, None]
+        of_tree = (trees.parents, trees.depths, trees.ancestors)
+        return match(tokens, *of_tree, valid, sampled, trees.shape.max_depth)
+    probs = torch.randn(REQUESTS, nodes + 1, VOCAB).softmax(dim=2)
+    request = torch.arange(REQUESTS)
+    uniforms = torch.rand(REQUESTS, trees.shape.max_depth, plan.growing.children)
+    walk = DRAWN_RULES[plan.rule].walk(
+        tokens, trees.draws(request), trees.counts, lambda at: probs[request, at + 1], uniforms
     )
+    return walk.emit(tokens, torch.rand(REQUESTS, VOCAB))
 
 
-def test_growing_and_verifying_need_no_value_on_the_host() -> None:
+@pytest.mark.parametrize("growth", GROWN, ids=lambda g: f"{g.name}-{g.sampling}")
+def test_growing_verifying_and_learning_need_no_value_on_the_host(growth: GrowthConfig) -> None:
     """On fake tensors, which have shapes and no values: what asks for a value raises."""
-    shape = TreeShape(node_budget=40, max_depth=4, width=3, children=5)
-    with FakeTensorMode():
-        accepted = verify(shape, grow(shape, 6, 50), 50)
-    assert accepted.path.shape == (6, 4)
-    assert accepted.tokens.shape == (6, 5)
+    # What is known before any token is worked out on the host, once.
+    plan_growth(growth, SHAPE).start(1, torch.zeros(1))
+    for rule in allowed_rules(growth.name, plan_of(growth).growing.sampling):
+        plan = plan_of(growth, rule)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            estimate = AcceptanceEstimate("cpu")
+            trees = propose(plan, estimate)
+            accepted = verify(trees)
+            if plan.calibrated:
+                valid = torch.arange(trees.shape.node_budget) < trees.counts[:, None]
+                seen = outcomes(trees.parents, accepted.path, valid)
+                classes = temperature_class(torch.ones(REQUESTS))
+                estimate.observe(trees.features, *seen, classes)
+        assert accepted.path.shape == (REQUESTS, plan.shape.max_depth)
+        assert accepted.tokens.shape == (REQUESTS, plan.shape.max_depth + 1)
 
 
 @pytest.mark.parametrize("waits", [lambda x: x.sum().item(), lambda x: x[x > 0]])

@@ -6,6 +6,8 @@ import torch
 
 from dyntree_kernels.ancestors import unpack_bits
 from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.tree.growth import GrowthConfig
+from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
@@ -25,8 +27,12 @@ def forked_tree(token: int) -> TokenTree:
     )
 
 
+def plan_of(shape: TreeShape) -> TreePlan:
+    return TreePlan(shape, GrowthConfig(), "match", calibration=False)
+
+
 def store() -> TreeStore:
-    return TreeStore(4, SHAPE, torch.device("cpu"))
+    return TreeStore(4, plan_of(SHAPE), 8, torch.device("cpu"))
 
 
 def test_a_tree_is_found_at_its_slot_and_nowhere_else() -> None:
@@ -58,7 +64,7 @@ def test_a_slot_that_a_new_request_takes_over_has_no_nodes() -> None:
 
 def test_bits_have_room_for_the_root_beside_a_full_tree() -> None:
     shape = TreeShape(node_budget=32, max_depth=32, width=1, children=1)
-    trees = TreeStore(1, shape, torch.device("cpu"))
+    trees = TreeStore(1, plan_of(shape), 8, torch.device("cpu"))
     nodes = torch.arange(32)[None]
     values = -nodes.float()
     trees.put(torch.tensor([0]), TokenTree(nodes, nodes - 1, nodes + 1, values, torch.tensor([32])))

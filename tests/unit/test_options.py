@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 
 from dyntree_plugin import options
 from dyntree_plugin.options import DynTreeOptions, merge_options
+from dyntree_plugin.tree.growth import GROWTHS
+from dyntree_plugin.tree.names import GrowthName
+from dyntree_plugin.tree.verify.rules import allowed_rules
 
 BUDGETS = st.integers(min_value=1, max_value=1024)
 
@@ -25,7 +29,7 @@ def test_the_defaults_fit_every_node_budget_that_is_allowed(
         with pytest.raises(ValueError, match=f"dyntree.node_budget={node_budget} .*{slots}"):
             chosen.resolve(slots)
     else:
-        shape = chosen.resolve(slots)
+        shape = chosen.resolve(slots).shape
         assert shape.node_budget == (node_budget or slots)
         assert shape.max_depth <= shape.node_budget
         assert shape.width <= shape.node_budget
@@ -40,7 +44,7 @@ def test_an_explicit_depth_and_width_are_kept_or_refused(
         with pytest.raises(ValueError, match=f"dyntree.max_depth={max_depth} .*at most {slots}"):
             chosen.resolve(slots)
     else:
-        shape = chosen.resolve(slots)
+        shape = chosen.resolve(slots).shape
         assert (shape.max_depth, shape.width) == (max_depth, width)
 
 
@@ -59,6 +63,9 @@ def test_a_budget_that_the_depth_does_not_fit_is_refused_below_the_engines() -> 
         ({"max_depth": 65}, "dyntree.max_depth=65 must be an integer from 1 to 64"),
         ({"width": 1.5}, "dyntree.width=1.5 must be an integer"),
         ({"children": None}, "dyntree.children=None must be an integer"),
+        ({"threshold": 2.0}, "dyntree.threshold=2.0 must be a number above 0"),
+        ({"expansion": [1, 0]}, "dyntree.expansion=[1, 0] must be a list of integers >= 1"),
+        ({"growth": "heap"}, "dyntree.growth='heap' must be topk or dyspec"),
         ({"coupling": "maybe"}, "dyntree.coupling='maybe' must be on or off"),
         ({"coupling": 1}, "dyntree.coupling=1 must be on or off"),
     ],
@@ -89,8 +96,46 @@ def test_something_else_than_an_object_is_refused(value: object) -> None:
 
 
 def test_a_yaml_boolean_switches_the_coupling() -> None:
-    assert DynTreeOptions.parse({"coupling": True}).resolve(4).coupling
-    assert not DynTreeOptions.parse({"coupling": False}).resolve(4).coupling
+    assert DynTreeOptions.parse({"coupling": True}).resolve(4).shape.coupling
+    assert not DynTreeOptions.parse({"coupling": False}).resolve(4).shape.coupling
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_every_growth_can_be_asked_for_and_gets_a_rule_that_is_exact(growth: str) -> None:
+    needs = {"expansion": {"expansion": [1, 1, 3, 1]}, "sequoia": {"acceptance": [0.6, 0.2]}}
+    plan = DynTreeOptions.parse({"growth": growth, **needs.get(growth, {})}).resolve(16)
+    assert plan.rule in allowed_rules(growth, plan.growing.sampling)
+    assert plan.shape.max_depth == len(plan.growing.widths) + 1
+
+
+def test_the_names_of_growths_are_those_that_there_are() -> None:
+    assert set(get_args(GrowthName)) == set(GROWTHS)
+
+
+@pytest.mark.parametrize(
+    ("given_options", "named"),
+    [
+        ({"growth": "topk", "rule": "multi_step"}, "dyntree.rule=multi_step is biased"),
+        ({"growth": "dyspec", "rule": "multi_step"}, "dyntree.rule=multi_step is biased"),
+        ({"growth": "expansion"}, "dyntree.growth=expansion needs expansion"),
+        ({"growth": "expansion", "expansion": [4, 4]}, "at most node_budget=16"),
+        ({"growth": "topk", "threshold": 0.1}, "dyntree.threshold=0.1 is for growth=threshold"),
+        ({"growth": "dyspec", "sampling": "best"}, "dyntree.sampling=best must be"),
+    ],
+)
+def test_growths_and_rules_that_do_not_fit_are_refused_by_name(
+    given_options: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        DynTreeOptions.parse(given_options).resolve(16)
+    assert named in str(error.value)
+
+
+def test_candidates_are_coupled_with_the_target_under_match_alone() -> None:
+    drawn = {"growth": "chain", "sampling": "without_replacement"}
+    assert DynTreeOptions.parse(drawn | {"rule": "match"}).resolve(4).coupled
+    assert not DynTreeOptions.parse(drawn).resolve(4).coupled
+    assert not DynTreeOptions.parse({"coupling": "off"}).resolve(4).coupled
 
 
 def test_no_options_are_found_where_none_are_given() -> None:
@@ -113,7 +158,7 @@ def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, beg
     for name, field in DynTreeOptions.model_fields.items():
         (line,) = [line for line in lines if line.startswith(begin.format(name))]
         assert str(field.description) in line
-        bounds = ("from 1 to", "on or off")
+        bounds = ("from 1 to", " or ", "a list of", "a number above")
         assert any(bound in line for bound in bounds)
 
 

@@ -1,0 +1,89 @@
+"""What the dashboards and rules compute, each formula once, as PromQL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dyntree_plugin.metrics.names import PREFIX
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Over which series, which time and which labels a formula sums."""
+
+    selector: str = ""
+    window: str = "5m"
+    by: tuple[str, ...] = ("model_name",)
+
+    def per(self, *labels: str) -> Scope:
+        """The same, told apart by more labels."""
+        return replace(self, by=(*self.by, *labels))
+
+    def series(self, metric: str, where: str = "") -> str:
+        conditions = ",".join(part for part in (self.selector, where) if part)
+        return f"{metric}{{{conditions}}}" if conditions else metric
+
+    def total(self, vector: str) -> str:
+        return f"sum by ({', '.join(self.by)}) ({vector})" if self.by else f"sum({vector})"
+
+    def rate(self, metric: str, where: str = "") -> str:
+        """Sum of the series' increase per second."""
+        return self.total(f"rate({self.series(metric, where)}[{self.window}])")
+
+
+def ratio(part: str, whole: str) -> str:
+    """Without a value where there is no whole, such as without traffic."""
+    return f"{part} / ({whole} > 0)"
+
+
+def request_steps(s: Scope) -> str:
+    return s.rate(f"{PREFIX}tree_nodes_count")
+
+
+def accepted(s: Scope) -> str:
+    return s.rate(f"{PREFIX}accepted_path_tokens_sum")
+
+
+def acceptance_length(s: Scope) -> str:
+    return f"1 + {ratio(accepted(s), request_steps(s))}"
+
+
+def tokens_per_step(s: Scope) -> str:
+    steps = s.rate(f"{PREFIX}stage_seconds_count", 'stage="target"')
+    return ratio(f"({accepted(s)} + {request_steps(s)})", steps)
+
+
+def speed(s: Scope) -> str:
+    seconds = f"{PREFIX}compared_seconds_total"
+    return ratio(s.rate(seconds, 'decoding="plain"'), s.rate(seconds, 'decoding="tree"'))
+
+
+def node_efficiency(s: Scope) -> str:
+    return ratio(accepted(s), s.rate(f"{PREFIX}tree_nodes_sum"))
+
+
+def calibration(s: Scope) -> str:
+    estimated = s.rate(f"{PREFIX}estimated_accepted_tokens_total")
+    return ratio(s.rate(f"{PREFIX}accepted_nodes_total"), estimated)
+
+
+def fallback_share(s: Scope) -> str:
+    return ratio(s.rate(f"{PREFIX}fallback_steps_total"), request_steps(s))
+
+
+def drafting_share(s: Scope) -> str:
+    seconds = f"{PREFIX}stage_seconds_sum"
+    return ratio(s.rate(seconds, 'stage=~"draft|grow"'), s.rate(seconds))
+
+
+RECORDED = {
+    "model_name:dyntree_acceptance_length:mean5m": acceptance_length,
+    "model_name:dyntree_tokens_per_step:mean5m": tokens_per_step,
+    "model_name:dyntree_speed:ratio5m": speed,
+    "model_name:dyntree_node_efficiency:ratio5m": node_efficiency,
+    "model_name:dyntree_calibration:ratio5m": calibration,
+    "model_name:dyntree_fallback_share:ratio5m": fallback_share,
+    "model_name:dyntree_drafting_share:ratio5m": drafting_share,
+    "model_name:dyntree_request_steps:rate5m": request_steps,
+}
+"""What Prometheus records for the alerts, over 5 minutes and by model."""

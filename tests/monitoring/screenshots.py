@@ -1,0 +1,140 @@
+"""Makes the README's pictures of a served pair: `dyntree top`, and a dashboard of Prometheus' data.
+
+Takes the folder to put them into. The server, its traffic and Prometheus are real and run for about
+a minute; what each panel shows is its query's answer. Commit and hardware stand in the pictures.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import stack
+import traffic
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from stack import GRAFANA, Prometheus
+
+from dyntree_plugin.bench.provenance import provenance
+from dyntree_plugin.top.figures import figures
+from dyntree_plugin.top.page import read
+from dyntree_plugin.top.screen import screen
+
+BOARD = "tree_at_a_glance"
+SECONDS = 75.0
+STEP = 1.0
+INCHES_PER_COLUMN, INCHES_PER_ROW = 0.62, 0.32
+HEADER_ROWS = 2
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        stack.server(Path(scratch)) as server,
+        stack.prometheus(Path(scratch), server.address) as prometheus,
+    ):
+        address = server.address
+        client = threading.Thread(target=_ask, args=(address, time.monotonic() + SECONDS))
+        client.start()
+        time.sleep(SECONDS - 5)
+        before = read(address)
+        time.sleep(2)
+        now = read(address)
+        picture_of_top(
+            folder / "top.svg", address, screen(address, figures(now), figures(now, before))
+        )
+        client.join()
+        time.sleep(2 * STEP)
+        picture_of_board(folder / "dashboard.png", prometheus)
+
+
+def _ask(address: str, until: float) -> None:
+    """Requests in waves of 1 to 16 at once, now and then some that need chains."""
+    wave = 0
+    while time.monotonic() < until:
+        count = 1 << wave % 5
+        chains = traffic.PENALISED if wave % 4 == 3 else []
+        stack.complete(address, [*traffic.free(count, max_tokens=120), *chains])
+        wave += 1
+
+
+def picture_of_top(path: Path, address: str, shown: Any) -> None:
+    console = Console(file=io.StringIO(), record=True, width=132)
+    console.print(shown)
+    path.write_text(console.export_svg(title=f"dyntree top {address}"))
+
+
+def picture_of_board(path: Path, prometheus: Prometheus) -> None:
+    """Every panel of the dashboard in its place."""
+    board = json.loads((GRAFANA / "dashboards" / f"{BOARD}.json").read_text())
+    panels = board["panels"]
+    rows = HEADER_ROWS + max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels)
+    with mpl.rc_context({"font.size": 8, "axes.titlesize": 9}):
+        figure = Figure(figsize=(24 * INCHES_PER_COLUMN, rows * INCHES_PER_ROW), dpi=110)
+        for panel in panels:
+            _panel(figure, rows, panel, prometheus)
+        made = provenance(["python", "tests/monitoring/screenshots.py"])
+        figure.text(0.01, 1 - 0.5 / rows, board["title"], fontsize=14, va="top", weight="bold")
+        origin = f"embedded pair on {made['cpu']}, {made['cores']} cores · {made['utc']}"
+        figure.text(0.99, 1 - 0.5 / rows, origin, fontsize=8, va="top", ha="right", color="gray")
+        figure.savefig(path, metadata={"Description": json.dumps(made)})
+
+
+def _panel(figure: Figure, rows: int, panel: dict[str, Any], prometheus: Prometheus) -> None:
+    place = panel["gridPos"]
+    top = 1 - (HEADER_ROWS + place["y"]) / rows
+    left, width, height = place["x"] / 24, place["w"] / 24, place["h"] / rows
+    inside = (left + 0.035, top - 0.82 * height, width - 0.05, 0.62 * height)
+    axes = figure.add_axes(inside)
+    axes.set_title(panel["title"], loc="left")
+    unit = panel["fieldConfig"]["defaults"]["unit"]
+    if panel["type"] == "stat":
+        _number(axes, prometheus.value(_filled_in(panel["targets"][0]["expr"])), unit)
+        return
+    top_value = 0.0
+    for target in panel["targets"]:
+        found = prometheus.over_time(_filled_in(target["expr"]), SECONDS, STEP)
+        for labels, points in found.items():
+            seconds = [at - points[-1][0] for at, _ in points]
+            values = [value * (100 if unit == "percentunit" else 1) for _, value in points]
+            axes.plot(seconds, values, label=_legend(target["legendFormat"], json.loads(labels)))
+            top_value = max(top_value, *values)
+    axes.set_xlim(-SECONDS, 0)
+    # Room for the legend above the lines.
+    axes.set_ylim(0, 1.3 * top_value or 1)
+    axes.grid(alpha=0.3)
+    axes.set_ylabel("%" if unit == "percentunit" else "" if unit == "short" else unit)
+    axes.legend(loc="upper left", fontsize=7, framealpha=0.6, ncols=3)
+
+
+def _number(axes: Axes, value: float, unit: str) -> None:
+    axes.set_axis_off()
+    form = "{:.1%}" if unit == "percentunit" else "{:.0f}" if value.is_integer() else "{:.2f}"
+    text = "No traffic" if math.isnan(value) else form.format(value)
+    axes.text(0.0, 0.35, text, fontsize=20, va="center")
+
+
+def _filled_in(expression: str) -> str:
+    for variable in ("model_name", "instance", "engine"):
+        expression = expression.replace(f"${variable}", ".+")
+    return expression.replace("$__rate_interval", "10s")
+
+
+def _legend(form: str, labels: dict[str, str]) -> str:
+    for name, value in labels.items():
+        form = form.replace(f"{{{{{name}}}}}", value)
+    return form
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

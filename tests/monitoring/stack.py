@@ -1,0 +1,258 @@
+"""A server and a Prometheus for the tests here, each a process of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dyntree_plugin import pair, preload
+
+ROOT = Path(__file__).parents[2]
+GRAFANA = ROOT / "grafana"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dyntree" / "prometheus"
+START_SECONDS = 300
+MODEL = "target"
+COUNTERS = "counters"
+"""The folder beside a server's log where its processes keep what they count, if told to."""
+
+
+class Unavailable(Exception):
+    """Prometheus cannot be had here; the message says why."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def fetch(url: str, **parameters: str) -> Any:
+    """What an address answers to GET, its JSON parsed, or its text."""
+    query = "?" + urllib.parse.urlencode(parameters) if parameters else ""
+    with urllib.request.urlopen(url + query, timeout=60) as response:
+        text = response.read().decode()
+    return json.loads(text) if "json" in response.headers.get("Content-Type", "") else text
+
+
+def wait_until(done: Callable[[], Any], seconds: float, what: str) -> Any:
+    """The first true answer of ``done``, asked again and again."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if answer := done():
+                return answer
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise TimeoutError(f"not within {seconds} s: {what}")
+
+
+@contextmanager
+def running(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends, with all that it has started, at the end of the block."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its address and the file that it logs to."""
+
+    address: str
+    log: Path
+
+
+@contextmanager
+def server(
+    folder: Path,
+    *arguments: str,
+    trees: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """A server of the embedded target, with trees of the embedded draft."""
+    models = pair.paths()
+    speculation = {
+        "method": "draft_model",
+        "model": str(models["draft"]),
+        "num_speculative_tokens": 16,
+    }
+    with_trees = ("--speculative-config", json.dumps(speculation), "--dyntree", "{}")
+    address = f"http://127.0.0.1:{free_port()}"
+    command = [
+        *(sys.executable, "-m", "dyntree_plugin.cli", "serve", str(models["target"])),
+        *("--served-model-name", MODEL, "--port", address.rpartition(":")[2]),
+        *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"),
+        *("--kv-cache-memory-bytes", str(64 << 20), "--gpu-memory-utilization", "0.3"),
+        *(with_trees if trees else ()),
+        *arguments,
+    ]
+    library = preload.library()
+    preloaded = {} if library is None else {"LD_PRELOAD": str(library)}
+    log = folder / "server.log"
+
+    def healthy() -> bool:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{log.read_text()[-8000:]}")
+        return fetch(f"{address}/health") is not None
+
+    with running(command, log, preloaded | dict(environment or {})) as process:
+        try:
+            wait_until(healthy, START_SECONDS, "a healthy server")
+        except TimeoutError as error:
+            raise RuntimeError(f"{error}:\n{log.read_text()[-8000:]}") from None
+        yield Server(address, log)
+
+
+def complete(address: str, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The server's answers to requests of /v1/completions, all asked at once."""
+
+    def one(request: Mapping[str, Any]) -> dict[str, Any]:
+        body = json.dumps({"model": MODEL, **request}).encode()
+        headers = {"Content-Type": "application/json"}
+        call = urllib.request.Request(f"{address}/v1/completions", body, headers)
+        with urllib.request.urlopen(call, timeout=300) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(one, requests))
+
+
+def binaries() -> Path:
+    """The folder with ``prometheus`` and ``promtool``, of Debian's package, kept in the cache.
+
+    Raises:
+        Unavailable: without apt, or without a package source.
+    """
+    found = CACHE / "usr" / "bin"
+    if (found / "prometheus").exists():
+        return found
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        raise Unavailable("Prometheus comes from Debian's package, and apt is not here")
+    CACHE.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE.parent) as folder:
+        package = _package(Path(folder))
+        unpacked = Path(folder, "unpacked")
+        subprocess.run(["dpkg-deb", "-x", package, unpacked], check=True)
+        unpacked.rename(CACHE)
+    return found
+
+
+def _package(folder: Path) -> Path:
+    """Debian's package of Prometheus, downloaded."""
+    for _ in range(2):
+        fetched = subprocess.run(
+            ["apt-get", "download", "prometheus"], cwd=folder, capture_output=True, text=True
+        )
+        if packages := list(folder.glob("prometheus_*.deb")):
+            return packages[0]
+        # A fresh container has no package lists.
+        subprocess.run(["apt-get", "update"], capture_output=True)
+    raise Unavailable(f"apt cannot download Prometheus: {fetched.stderr.strip()[-300:]}")
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A running Prometheus."""
+
+    address: str
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of every series that the expression gives now."""
+        answer = fetch(f"{self.address}/api/v1/query", query=expression)["data"]
+        if answer["resultType"] == "scalar":
+            return [({}, float(answer["result"][1]))]
+        return [(one["metric"], float(one["value"][1])) for one in answer["result"]]
+
+    def value(self, expression: str) -> float:
+        """The one value that the expression gives now; NaN if there is none."""
+        found = self.query(expression)
+        return found[0][1] if len(found) == 1 else math.nan
+
+    def over_time(
+        self, expression: str, seconds: float, step: float
+    ) -> dict[str, list[tuple[float, float]]]:
+        """Time and value by series, of the last ``seconds``."""
+        end = time.time()
+        answer = fetch(
+            f"{self.address}/api/v1/query_range",
+            query=expression,
+            start=str(end - seconds),
+            end=str(end),
+            step=str(step),
+        )["data"]["result"]
+        return {
+            json.dumps(one["metric"]): [(float(at), float(value)) for at, value in one["values"]]
+            for one in answer
+        }
+
+
+@contextmanager
+def prometheus(
+    folder: Path, server_address: str, other_address: str | None = None
+) -> Iterator[Prometheus]:
+    """A Prometheus with the configuration and the rules in grafana/, but quicker.
+
+    ``other_address``: of metrics to read twice, in the job ``relabelled`` as those of the server,
+    and in the job ``raw`` without relabelling.
+    """
+    configuration = yaml.safe_load((GRAFANA / "prometheus" / "prometheus.yml").read_text())
+    configuration["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    (job,) = configuration["scrape_configs"]
+    job["static_configs"] = [{"targets": [server_address.removeprefix("http://")]}]
+    if other_address is not None:
+        targets = [{"targets": [other_address.removeprefix("http://")]}]
+        other = {**job, "job_name": "relabelled", "static_configs": targets}
+        raw = {**other, "job_name": "raw"}
+        del raw["metric_relabel_configs"]
+        configuration["scrape_configs"] += [other, raw]
+    names = configuration["rule_files"]
+    configuration["rule_files"] = [str(GRAFANA / "prometheus" / name) for name in names]
+    path = folder / "prometheus.yml"
+    path.write_text(yaml.safe_dump(configuration))
+    port = free_port()
+    found = Prometheus(f"http://127.0.0.1:{port}")
+    command = [
+        str(binaries() / "prometheus"),
+        f"--config.file={path}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with running(command, folder / "prometheus.log"):
+        wait_until(lambda: fetch(f"{found.address}/-/ready"), 30, "a ready Prometheus")
+        yield found

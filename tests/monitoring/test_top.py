@@ -1,0 +1,168 @@
+"""`dyntree top`, on pages of metrics made here."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dyntree_plugin.cli import app
+from dyntree_plugin.metrics.names import PREFIX
+from dyntree_plugin.top import run
+from dyntree_plugin.top.figures import figures
+from dyntree_plugin.top.page import Page, parse
+
+PLAIN = 'vllm:generation_tokens_total{model_name="m",engine="0"} 5\n'
+
+
+def page(steps: int, engine: str = "0", seconds: float = 0.0) -> Page:
+    """Of an engine after so many request steps: 12 nodes each, 3 of them accepted."""
+    made = parse(text(steps, engine))
+    return Page(seconds, made.engines)
+
+
+def text(steps: int, engine: str = "0") -> str:
+    values = {
+        f'{PREFIX}config_info{{LABELS,version="1",node_budget="16"}}': 1,
+        f"{PREFIX}node_budget{{LABELS}}": 16,
+        f"{PREFIX}tree_nodes_count{{LABELS}}": steps,
+        f"{PREFIX}tree_nodes_sum{{LABELS}}": 12 * steps,
+        f"{PREFIX}accepted_path_tokens_sum{{LABELS}}": 3 * steps,
+        f'{PREFIX}accepted_nodes_total{{LABELS,depth="1"}}': 2 * steps,
+        f'{PREFIX}accepted_nodes_total{{LABELS,depth="2"}}': steps,
+        f'{PREFIX}estimated_accepted_tokens_total{{LABELS,depth="1"}}': 2 * steps,
+        f'{PREFIX}fallback_steps_total{{LABELS,reason="penalties"}}': steps / 10,
+        f'{PREFIX}fallback_steps_total{{LABELS,reason="bad_words"}}': 0,
+        f'{PREFIX}stage_seconds_sum{{LABELS,stage="target"}}': 0.02 * steps,
+        f'{PREFIX}stage_seconds_count{{LABELS,stage="target"}}': steps / 2,
+        f'{PREFIX}compared_seconds_total{{LABELS,decoding="tree"}}': 0.1 * steps,
+        f'{PREFIX}compared_seconds_total{{LABELS,decoding="plain"}}': 0.2 * steps,
+        "vllm:generation_tokens_total{LABELS}": 4 * steps,
+        "vllm:num_requests_running{LABELS}": 3,
+    }
+    labels = f'model_name="m",engine="{engine}"'
+    return "".join(f"{k.replace('LABELS', labels)} {v}\n" for k, v in values.items())
+
+
+def test_the_figures_are_ratios_of_the_counters() -> None:
+    (found,) = figures(page(100))
+    assert found.acceptance_length == 4
+    assert found.node_efficiency == 0.25
+    assert found.speed == pytest.approx(2)
+    assert found.calibration == 1.5
+    assert found.tokens_per_step == 8
+    assert found.fallbacks == {"penalties": pytest.approx(0.1)}
+    assert found.reached == [2, 1]
+    assert found.stage_seconds == {"target": pytest.approx(0.04)}
+    assert found.tokens_per_second is None
+
+
+def test_between_two_pages_only_what_happened_between_them_counts() -> None:
+    (found,) = figures(page(150, seconds=12.0), page(100, seconds=10.0))
+    assert found.request_steps == 50
+    assert found.tokens_per_second == 100
+    assert found.acceptance_length == 4
+
+
+def test_an_engine_that_did_nothing_has_no_figures_rather_than_wrong_ones() -> None:
+    (found,) = figures(page(100, seconds=12.0), page(100, seconds=10.0))
+    assert found.request_steps == 0
+    assert found.acceptance_length is found.speed is found.fallback_share is None
+    assert found.reached == []
+
+
+def test_every_engine_has_its_own_figures() -> None:
+    both = Page(0.0, page(100).engines | page(10, engine="1").engines)
+    assert [(f.engine, f.request_steps) for f in figures(both)] == [("0", 100), ("1", 10)]
+
+
+class Server(HTTPServer):
+    body = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.body.encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=found.serve_forever)
+    thread.start()
+    yield found
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+def address_of(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def test_once_shows_every_engine_and_ends(server: Server) -> None:
+    server.body = text(100) + text(10, engine="1")
+    console = Console(file=io.StringIO(), width=160)
+    run(console, address_of(server), 1.0, once=True, as_json=False)
+    shown = console.file.getvalue()
+    for part in ("m · engine 0", "m · engine 1", "4.00", "2.00 ×", "penalties", "node_budget=16"):
+        assert part in shown
+
+
+def test_the_command_gives_json(server: Server) -> None:
+    server.body = text(100)
+    done = CliRunner().invoke(app, ["top", address_of(server), "--once", "--json"])
+    assert done.exit_code == 0, done.output
+    (engine,) = json.loads(done.stdout)["engines"]
+    assert engine["acceptance_length"] == 4
+
+
+@pytest.mark.parametrize(("body", "says"), [(PLAIN, "without dyntree"), ("", "without dyntree")])
+def test_a_server_without_trees_is_told(body: str, says: str, server: Server) -> None:
+    server.body = body
+    done = CliRunner().invoke(app, ["top", address_of(server), "--once"])
+    assert done.exit_code != 0
+    assert says in " ".join(done.output.replace("│", "").split())
+
+
+def test_a_server_that_is_not_there_is_told() -> None:
+    done = CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"])
+    assert done.exit_code != 0
+    assert "cannot be read" in " ".join(done.output.replace("│", "").split())
+
+
+def test_it_looks_again_until_interrupted_and_tells_of_a_server_that_went_away(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.body = text(100)
+    looks: list[str] = []
+
+    def sleep(_: float) -> None:
+        looks.append("look")
+        if len(looks) == 2:
+            server.body = text(150)
+        if len(looks) == 3:
+            server.body = PLAIN
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("dyntree_plugin.top.time.sleep", sleep)
+    console = Console(file=io.StringIO(), width=160, force_terminal=True)
+    run(console, address_of(server), 1.0, once=False, as_json=False)
+    shown = console.file.getvalue()
+    assert "since start" in shown
+    assert "last 0 s" in shown
+    assert "without dyntree" in shown
