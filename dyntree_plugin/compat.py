@@ -270,6 +270,13 @@ OF_MODEL = (
 """Of ``ModelConfig``, the target's and the draft's."""
 
 
+class Refused(ValueError):
+    """A configuration that cannot be served; its arguments are the reasons, all of them."""
+
+    def __str__(self) -> str:
+        return "dyntree cannot serve this configuration. " + ". ".join(map(str, self.args))
+
+
 def installed_vllm() -> tuple[str, str] | None:
     """Distribution and version of the installed vLLM; None where it is under another name."""
     for name in DISTRIBUTIONS:
@@ -307,12 +314,12 @@ def platform_refusal(device_type: str) -> str | None:
 def check(
     vllm_config: VllmConfig, options: DynTreeOptions, device_type: str, own_worker: str
 ) -> None:
-    """Raises a ValueError with every reason why this configuration cannot be served."""
+    """Raises `Refused` with every reason why this configuration cannot be served."""
     reasons = [r for r in (version_refusal(), platform_refusal(device_type)) if r]
     if not reasons:
         reasons = list(_refusals(vllm_config, options, own_worker))
     if reasons:
-        raise ValueError("dyntree cannot serve this configuration. " + ". ".join(reasons))
+        raise Refused(*reasons)
 
 
 def _refusals(vllm_config: VllmConfig, options: DynTreeOptions, own_worker: str) -> Iterator[str]:
@@ -349,7 +356,7 @@ def _refusals(vllm_config: VllmConfig, options: DynTreeOptions, own_worker: str)
 
 def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> str | None:
     vocab_size = model_config.get_vocab_size()
-    if options.children <= vocab_size:
+    if options.children is None or options.children <= vocab_size:
         return None
     return (
         f"dyntree.children={options.children} exceeds the vocabulary of {vocab_size} tokens: "

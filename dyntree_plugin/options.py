@@ -24,6 +24,9 @@ Switch = Literal["on", "off"]
 
 DEFAULT_MAX_DEPTH = 8
 MAX_DERIVED_WIDTH = 8
+DEFAULT_CHILDREN = 4
+# Draws use places up on tokens of little chance.
+DRAWN_CHILDREN = 16
 
 
 class DynTreeOptions(BaseModel):
@@ -54,11 +57,14 @@ class DynTreeOptions(BaseModel):
         description="Frontier nodes that each draft forward expands per request.",
         json_schema_extra={"derived": f"node_budget / 4, 1 to {MAX_DERIVED_WIDTH}"},
     )
-    children: int = Field(
-        default=4,
+    children: int | None = Field(
+        default=None,
         ge=1,
         le=64,
         description="Candidate children kept of each expanded node. 1 makes the tree a chain.",
+        json_schema_extra={
+            "derived": f"{DEFAULT_CHILDREN}; {DRAWN_CHILDREN} for growths that draw by value"
+        },
     )
     coupling: Switch = Field(
         default="on",
@@ -179,7 +185,9 @@ class DynTreeOptions(BaseModel):
         depth = DEFAULT_MAX_DEPTH if self.expansion is None else len(self.expansion)
         max_depth = self.max_depth or min(depth, node_budget)
         width = self.width or min(max(node_budget // 4, 1), MAX_DERIVED_WIDTH)
-        shape = TreeShape(node_budget, max_depth, width, self.children, self.coupling == "on")
+        drawn = self.growth in ("dyspec", "threshold", "dynamic_threshold")
+        children = self.children or (DRAWN_CHILDREN if drawn else DEFAULT_CHILDREN)
+        shape = TreeShape(node_budget, max_depth, width, children, self.coupling == "on")
         try:
             return self._plan(shape)
         except ValueError as error:

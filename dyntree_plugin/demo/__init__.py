@@ -33,7 +33,8 @@ def main(arguments: Sequence[str]) -> None:
     app(list(arguments), prog_name="dyntree demo")
 
 
-def _options(value: str, nodes: int) -> dict[str, Any]:
+def tree_options(value: str, nodes: int) -> dict[str, Any]:
+    """The dyntree options in a command's ``--options``, for trees of ``--nodes``."""
     try:
         options = json.loads(value)
     except json.JSONDecodeError as error:
@@ -71,7 +72,7 @@ def demo(
     """
     if (target is None) != (draft is None):
         raise typer.BadParameter("--target and --draft go together: give both or neither")
-    parsed = _options(options, nodes)
+    parsed = tree_options(options, nodes)
     console = Console(highlight=False)
     try:
         if target is None or draft is None:
@@ -90,21 +91,22 @@ def demo(
         )
         console.print(_heading(settings))
         for model in (target, draft):
-            _fetch(model)
+            fetch(model)
         with (
             nullcontext(sys.stdout) if verbose else quiet() as screen,
-            _announcing(Console(file=screen)) as announce,
+            announcing(Console(file=screen)) as announce,
         ):
             comparison = compare(settings, announce)
     except (ValueError, OSError) as error:
         if verbose:
             raise
-        print(f"dyntree demo: {_message(error)}", file=sys.stderr)  # noqa: T201
+        print(f"dyntree demo: {message(error)}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
     raise typer.Exit(show(console, settings, comparison))
 
 
-def _message(error: Exception) -> str:
+def message(error: Exception) -> str:
+    """What to tell the user of an error that vLLM's check or ours has raised."""
     if isinstance(error, ValidationError):  # vLLM's, around what its check or ours has said
         return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
     return str(error)
@@ -124,7 +126,7 @@ def _heading(settings: Settings) -> Text:
     )
 
 
-def _fetch(model: str) -> None:
+def fetch(model: str) -> None:
     """Downloads a model that is no folder, with Hugging Face's own progress bars."""
     if not Path(model).is_dir():
         from huggingface_hub import snapshot_download
@@ -133,7 +135,7 @@ def _fetch(model: str) -> None:
 
 
 @contextmanager
-def _announcing(console: Console) -> Iterator[Announce]:
+def announcing(console: Console) -> Iterator[Announce]:
     """Shows what takes long with a spinner, and with a bar where its parts are known."""
     columns = (
         SpinnerColumn(finished_text="✓"),

@@ -13,7 +13,7 @@ from dyntree_plugin.tree.render import Detokenise
 from dyntree_plugin.tree.step import TreeStep
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
 KV_CACHE_BYTES = 1 << 30
 """For the KV cache. The pages of it that are never written take no memory."""
@@ -91,21 +91,21 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
         from vllm import EngineArgs
 
         # A pair that trees cannot serve is refused here, before anything takes long.
-        EngineArgs(**_with_trees(settings)).create_engine_config()
+        EngineArgs(**with_trees(settings)).create_engine_config()
     count = len(settings.prompts)
     with ExitStack() as stack:
         with announce("Starting the target alone", None):
-            llm = stack.enter_context(_engine(_alone(settings)))
+            llm = stack.enter_context(engine(_alone(settings)))
         with announce("Completing without the tree", count) as done:
             plain = _complete(llm, settings, done)
     with ExitStack() as stack:
         with announce("Starting target and draft", None):
-            llm = stack.enter_context(_engine(_with_trees(settings)))
+            llm = stack.enter_context(engine(with_trees(settings)))
         with announce("Completing with the tree", count) as done:
             tree = _complete(llm, settings, done)
         with announce("Looking at the trees", count) as done:
             traces = _trace(llm, settings, done)
-        return Comparison(plain, tree, traces, _text_of_tokens(llm))
+        return Comparison(plain, tree, traces, text_of_tokens(llm))
 
 
 def _alone(settings: Settings) -> dict[str, Any]:
@@ -117,7 +117,8 @@ def _alone(settings: Settings) -> dict[str, Any]:
     return _of_both(settings) | worker
 
 
-def _with_trees(settings: Settings) -> dict[str, Any]:
+def with_trees(settings: Settings) -> dict[str, Any]:
+    """Arguments of ``LLM`` for target and draft."""
     speculation = {
         "method": "draft_model",
         "model": settings.draft,
@@ -150,7 +151,8 @@ def _of_both(settings: Settings) -> dict[str, Any]:
 
 
 @contextmanager
-def _engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
+def engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
+    """An engine that is shut down at the end."""
     from vllm import LLM
 
     llm = LLM(**arguments)
@@ -199,17 +201,24 @@ def _trace(llm: LLM, settings: Settings, done: Callable[[], None]) -> list[list[
 def _generate(
     llm: LLM, settings: Settings, index: int, max_tokens: int | None = None
 ) -> Completion:
+    params = sampling_params(settings, index, max_tokens)
+    request = llm.generate(settings.prompts[index], params, use_tqdm=False)[0]
+    output = request.outputs[0]
+    return Completion(list(request.prompt_token_ids or ()), list(output.token_ids), output.text)
+
+
+def sampling_params(
+    settings: Settings, index: int, max_tokens: int | None = None
+) -> SamplingParams:
+    """Of the prompt with this number; ``max_tokens``: other than the settings'."""
     from vllm import SamplingParams
 
-    params = SamplingParams(
+    return SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
         seed=settings.seed + index,
         max_tokens=max_tokens or settings.max_tokens,
     )
-    request = llm.generate(settings.prompts[index], params, use_tqdm=False)[0]
-    output = request.outputs[0]
-    return Completion(list(request.prompt_token_ids or ()), list(output.token_ids), output.text)
 
 
 def _counts() -> dict[str, float]:
@@ -224,14 +233,15 @@ def _counts() -> dict[str, float]:
     counts: dict[str, float] = {}
     for family in get_prometheus_registry().collect():
         for sample in family.samples:
-            if sample.name == f"{PREFIX}stage_seconds_total":
+            if sample.name == f"{PREFIX}stage_seconds_sum":
                 counts[f"stage={sample.labels['stage']}"] = sample.value
             elif sample.name == f"{PREFIX}tree_nodes_count":
                 counts[sample.name] = sample.value
     return counts
 
 
-def _text_of_tokens(llm: LLM) -> Detokenise:
+def text_of_tokens(llm: LLM) -> Detokenise:
+    """The text of any one token."""
     tokenizer = llm.get_tokenizer()
     # Some tokenizers drop the space before the first token of a text.
     before = tokenizer.encode("a", add_special_tokens=False)

@@ -100,7 +100,7 @@ def code(prompt: str, completion: str) -> RenderableType:
     return Panel(syntax, title="❱ completed by the target", title_align="left", padding=(0, 1))
 
 
-def tree(step: TreeStep, before: str, text: Detokenise) -> RenderableType:
+def tree(step: TreeStep, before: str, text: Detokenise, title: str = "One step") -> RenderableType:
     """One step's tree below the last lines of ``before``, the text up to its root."""
     lines = "\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n")
     legend = Text.assemble(
@@ -113,7 +113,7 @@ def tree(step: TreeStep, before: str, text: Detokenise) -> RenderableType:
     )
     return Panel(
         Group(legend, Text(lines, style="dim"), rich_tree(step, text), emitted),
-        title=f"One step: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
+        title=f"{title}: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
         title_align="left",
         padding=(0, 1),
     )

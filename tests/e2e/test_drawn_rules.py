@@ -26,7 +26,7 @@ def least_p_value(one: list[list[int]], other: list[list[int]]) -> float:
     """Of the hypotheses that the tokens up to each place have one law in both."""
     values = []
     for place in range(1, len(one[0])):
-        counts = [Counter(tuple(tokens[: place + 1]) for tokens in sample) for sample in (one, other)]
+        counts = [Counter(tuple(tokens[: place + 1]) for tokens in each) for each in (one, other)]
         known = [begin for begin, _ in (counts[0] + counts[1]).most_common(FREQUENT)]
         table = [[*(c[b] for b in known), c.total() - sum(c[b] for b in known)] for c in counts]
         values.append(chi2_contingency(table).pvalue)

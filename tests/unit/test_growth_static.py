@@ -250,3 +250,10 @@ def test_a_static_tree_out_of_order_is_refused() -> None:
         StaticTree((0,), (0,))
     with pytest.raises(ValueError, match="child 1 of -1"):
         StaticTree((-1,), (1,))
+
+
+def test_children_that_are_never_accepted_do_not_hide_the_best_tree() -> None:
+    with_none = OptimalTrees((0.6, 0.2, 0.0), 12, 6)
+    without = OptimalTrees((0.6, 0.2), 12, 6)
+    assert with_none.expected_tokens(12) == pytest.approx(without.expected_tokens(12))
+    assert len(with_none.tree().parents) == 12

@@ -62,7 +62,7 @@ def test_a_budget_that_the_depth_does_not_fit_is_refused_below_the_engines() -> 
         ({"node_budget": True}, "dyntree.node_budget=True must be an integer"),
         ({"max_depth": 65}, "dyntree.max_depth=65 must be an integer from 1 to 64"),
         ({"width": 1.5}, "dyntree.width=1.5 must be an integer"),
-        ({"children": None}, "dyntree.children=None must be an integer"),
+        ({"children": 0}, "dyntree.children=0 must be an integer"),
         ({"threshold": 2.0}, "dyntree.threshold=2.0 must be a number above 0"),
         ({"expansion": [1, 0]}, "dyntree.expansion=[1, 0] must be a list of integers >= 1"),
         ({"growth": "heap"}, "dyntree.growth='heap' must be topk or dyspec"),

@@ -117,7 +117,7 @@ class _Layer:
         table[0, 1] = 1.0
         split = np.zeros(table.shape, dtype=np.int64)
         rest = sizes[:, None] - sizes
-        possible = (rest >= 1) & (sizes >= 1)
+        possible = (rest >= 1) & (sizes >= 1) & np.isfinite(below)
         for b, probability in enumerate(acceptance, start=1):
             sums = np.where(possible, table[b - 1][rest.clip(0)] + probability * below, -np.inf)
             split[b] = sums.argmax(axis=1)

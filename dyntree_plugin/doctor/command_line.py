@@ -1,0 +1,110 @@
+"""What vLLM and dyntree would make of the arguments of `dyntree serve`, without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from pydantic import ValidationError
+
+from dyntree_plugin import compat
+from dyntree_plugin.doctor import kernels
+from dyntree_plugin.doctor.checks import Check, device_type, memory
+from dyntree_plugin.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_NAME = "command line"
+
+
+def of_command_line(arguments: Sequence[str]) -> tuple[list[Check], VllmConfig | None]:
+    """Every refusal as a check of its own, or what the engine would be; its configuration."""
+    try:
+        config = configuration(arguments)
+    except (ValueError, NotImplementedError, OSError) as error:
+        return [Check(_NAME, "fail", reason) for reason in reasons(error)], None
+    return list(_admitted(config)), config
+
+
+def configuration(arguments: Sequence[str]) -> VllmConfig:
+    """As `vllm serve` makes it of its arguments.
+
+    Raises:
+        ValueError: for what vLLM or dyntree refuses.
+        OSError: for a model that is not found.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    load_general_plugins()  # type: ignore[no-untyped-call]
+    parser = Parser()  # type: ignore[no-untyped-call]
+    command = ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    parsed = parser.parse_args(["serve", *arguments])
+    if parsed.model_tag is not None:
+        parsed.model = parsed.model_tag
+    command.validate(parsed)
+    config: VllmConfig = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    return config
+
+
+def reasons(error: Exception) -> list[str]:
+    """Each thing that an error names."""
+    if isinstance(error, compat.Refused):
+        return list(map(str, error.args))
+    if not isinstance(error, ValidationError):
+        return [str(error)]
+    found = []
+    for each in error.errors():
+        cause = each.get("ctx", {}).get("error")
+        told = each["msg"].removeprefix("Value error, ")
+        where = "".join(f"{part}: " for part in each["loc"])
+        found += reasons(cause) if isinstance(cause, compat.Refused) else [where + told]
+    return found
+
+
+def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
+    """Head sizes and type of the models of a configuration, or the most usual ones."""
+    if config is None or config.speculative_config is None:
+        return {128}, torch.bfloat16
+    models = (config.model_config, config.speculative_config.draft_model_config)
+    return {model.get_head_size() for model in models}, _dtype(config.model_config)
+
+
+def _admitted(config: VllmConfig) -> Iterator[Check]:
+    options = DynTreeOptions.of(config.additional_config)
+    speculation = config.speculative_config
+    if options is None or speculation is None:
+        advice = f"for trees add --dyntree '{{}}' and --speculative-config '{compat.EXAMPLE}'"
+        yield Check(_NAME, "warn", "it asks for no trees: vLLM would run as it is", advice)
+        return
+    plan = options.resolve(config.num_speculative_tokens)
+    in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
+    advice = compat.token_budget_advice(config) or ""
+    yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
+    for name, model in (("target", config.model_config), ("draft", speculation.draft_model_config)):
+        yield from _of_model(name, model, plan.shape.node_budget + 1)
+    cache = config.cache_config
+    if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:
+        yield memory(cache.gpu_memory_utilization)
+
+
+def _of_model(name: str, model: ModelConfig, rows: int) -> Iterator[Check]:
+    architecture = model.model_arch_config
+    heads, kv_heads = architecture.total_num_attention_heads, model.get_total_num_kv_heads()
+    yield kernels.attention(heads, kv_heads, model.get_head_size(), _dtype(model), rows, model=name)
+    if device_type() == "cpu":
+        yield kernels.layout(model.get_head_size(), _dtype(model), model=name)
+
+
+def _dtype(model: ModelConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, str(model.dtype).removeprefix("torch."))
+    return dtype

@@ -1,0 +1,88 @@
+"""One request's trees, with all that it takes to draw them, and the file that keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from dyntree_plugin.tree.step import TreeStep
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt, its completion, and the tree of every step on the way.
+
+    ``pieces`` is the text of each token of prompt and completion; joined they are the whole text
+    (a token that ends inside a character has none). ``texts`` is the text of every token that
+    occurs in a tree, by its number. ``chances`` says what a node's probability is: the draft's own,
+    or an estimate of how likely the target is to take it.
+
+    Raises:
+        ValueError: if the trees do not belong to the text.
+    """
+
+    target: str
+    draft: str
+    dtype: str
+    temperature: float
+    top_p: float
+    seed: int | None
+    node_budget: int
+    options: dict[str, Any]
+    prompt_tokens: list[int]
+    tokens: list[int]
+    pieces: list[str]
+    texts: dict[int, str]
+    steps: list[TreeStep]
+    chances: Literal["draft", "estimated"]
+    format: Literal["dyntree-trace-1"] = "dyntree-trace-1"
+
+    def __post_init__(self) -> None:
+        text = [*self.prompt_tokens, *self.tokens]
+        if len(self.pieces) != len(text):
+            raise ValueError(f"{len(text)} tokens have {len(self.pieces)} pieces of text")
+        for number, step in enumerate(self.steps):
+            start = step.context_length
+            if not 1 <= start <= len(text) or step.root_token != text[start - 1]:
+                raise ValueError(f"steps[{number}] is not rooted in this text")
+            # The last step may go beyond the end of the completion.
+            continued = text[start : start + len(step.emitted)]
+            if step.emitted[: len(continued)] != continued:
+                raise ValueError(f"steps[{number}] does not emit this text")
+            missing = {step.root_token, *step.tokens, *step.emitted} - self.texts.keys()
+            if missing:
+                raise ValueError(f"steps[{number}] has tokens without a text: {sorted(missing)}")
+
+    def text(self, token: int) -> str:
+        return self.texts[token]
+
+    def context(self, step: TreeStep) -> str:
+        """The text up to a step's root, and the root's."""
+        return "".join(self.pieces[: step.context_length])
+
+
+_FORM = TypeAdapter(Generation)
+
+
+def save(generation: Generation, path: Path) -> None:
+    path.write_bytes(_FORM.dump_json(generation, indent=1))
+
+
+def load(path: Path) -> Generation:
+    """What `save` has written.
+
+    Raises:
+        ValueError: naming the file and what is wrong with it.
+        OSError: if it cannot be read.
+    """
+    try:
+        return _FORM.validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(
+            f"{path} is no trace that `dyntree show --trace` has saved: {where}: {first['msg']}"
+        ) from None

@@ -1,0 +1,171 @@
+"""Every example, on real engines."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_server import server  # noqa: F401  # a fixture
+
+from dyntree_plugin import pair, preload
+from dyntree_plugin.doctor.command_line import of_command_line
+from dyntree_plugin.show.generation import load
+
+pytestmark = pytest.mark.e2e
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODELS = {name: str(path) for name, path in pair.paths().items()}
+
+# Runs several examples in one process, where those that ask for the same engine share it.
+DRIVER = """
+import contextlib, io, json, runpy, sys
+import vllm
+
+stock, engines, printed = vllm.LLM, {}, {}
+
+def shared(model, **arguments):
+    asked = (model, arguments["speculative_config"], arguments["additional_config"])
+    key = json.dumps(asked, sort_keys=True)
+    if key not in engines:
+        engines[key] = stock(model, **arguments | {"disable_log_stats": False})
+    return engines[key]
+
+if __name__ == "__main__":
+    _, runs, results = sys.argv
+    vllm.LLM = shared
+    for path, *arguments in json.loads(runs):
+        sys.argv = [path, *arguments]
+        with contextlib.redirect_stdout(io.StringIO()) as stream:
+            runpy.run_path(path, run_name="__main__")
+        printed[path] = stream.getvalue()
+    with open(results, "w") as file:
+        json.dump(printed, file)
+"""
+DRIVEN = {
+    "metrics.py": ["--prompts", "3", "--max-tokens", "24"],
+    "draw_trees.py": ["--max-tokens", "24", "--output", "trees"],
+    "own_pair.py": [MODELS["target"], MODELS["draft"], "--dtype=float32", "--max-tokens=24"],
+}
+TESTED = {*DRIVEN, "offline.py", "streaming_client.py"}
+
+
+def run(command: list[str], cwd: Path, **variables: str) -> str:
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"} | variables
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("examples")
+    return made
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[str, str]:
+    """What the examples print that can share an engine."""
+    runs = [[str(EXAMPLES / name), *arguments] for name, arguments in DRIVEN.items()]
+    (folder / "driver.py").write_text(DRIVER)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if (library := preload.library()) is not None:
+        variables["LD_PRELOAD"] = str(library)
+    command = [sys.executable, "driver.py", json.dumps(runs), "printed.json"]
+    run(command, folder, **variables)
+    found: dict[str, str] = json.loads((folder / "printed.json").read_text())
+    return {Path(path).name: text for path, text in found.items()}
+
+
+def test_every_example_is_run_here_and_listed_in_the_readme() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == TESTED
+    listed = re.findall(r"^\| \[`(\w+\.py)`\]", (EXAMPLES / "README.md").read_text(), re.M)
+    assert sorted(listed) == sorted(TESTED)
+
+
+def test_offline_completes_its_prompts(folder: Path) -> None:
+    example = EXAMPLES / "offline.py"
+    prompts = runpy.run_path(str(example))["PROMPTS"]
+    shown = run([sys.executable, str(example), "--max-tokens", "16"], folder)
+    for prompt in prompts:
+        found = re.search(re.escape(prompt) + r"[^\n]*\S", shown)
+        assert found is not None, shown
+
+
+def test_metrics_tells_tokens_per_step_and_acceptance_by_depth(printed: dict[str, str]) -> None:
+    shown = printed["metrics.py"]
+    per_step = re.search(r"([\d.]+) tokens per step", shown)
+    assert per_step is not None
+    assert 1 < float(per_step[1]) < 9
+    depths = [int(share) for share in re.findall(r"at depth \d: +(\d+)%", shown)]
+    assert len(depths) == 8
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] > 0
+
+
+def test_draw_trees_writes_what_it_prints(printed: dict[str, str], folder: Path) -> None:
+    generation = load(folder / "trees" / "trees.json")
+    steps = len(generation.steps)
+    assert steps > 0
+    assert len(printed["draw_trees.py"].splitlines()) == steps
+    assert (folder / "trees" / "trees.dot").read_text().count("digraph") == steps
+    assert "<svg" in (folder / "trees" / "trees.html").read_text()
+
+
+def test_own_pair_tells_the_acceptance_of_a_pair(printed: dict[str, str]) -> None:
+    found = re.findall(r"temperature ([\d.]+): ([\d.]+) of at most 16", printed["own_pair.py"])
+    assert [temperature for temperature, _ in found] == ["0.0", "1.0"]
+    assert all(0 < float(accepted) <= 8 for _, accepted in found)
+
+
+def test_own_pair_refuses_another_vocabulary_before_any_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    def no_engine(*_: Any, **__: Any) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(vllm, "LLM", no_engine)
+    other = tmp_path / "draft"
+    shutil.copytree(MODELS["draft"], other, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    main = runpy.run_path(str(EXAMPLES / "own_pair.py"))["main"]
+    with pytest.raises(SystemExit, match="2 tokens differ"):
+        main([MODELS["target"], str(other)])
+    with pytest.raises(AssertionError, match="an engine was started"):
+        main([MODELS["target"], MODELS["draft"]])
+
+
+def test_the_client_streams_steps(server: str, folder: Path) -> None:  # noqa: F811
+    client = [sys.executable, str(EXAMPLES / "streaming_client.py"), "--url", f"{server}/v1"]
+    shown = run([*client, "--max-tokens", "32"], folder)
+    counts = re.search(r"(\d+) tokens in (\d+) pieces", shown)
+    assert counts is not None, shown
+    tokens, pieces = map(int, counts.groups())
+    assert tokens == 32
+    assert 1 < pieces < tokens
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_servers_command_line_in_the_client_is_one_that_is_served() -> None:
+    text = ast.get_docstring(ast.parse((EXAMPLES / "streaming_client.py").read_text()))
+    assert text is not None
+    (line,) = re.findall(r"dyntree serve (.*?)\n *python", text, re.S)
+    line = line.replace("TARGET", MODELS["target"]).replace("DRAFT", MODELS["draft"])
+    checks, config = of_command_line(shlex.split(line.replace("\\\n", " ")))
+    assert config is not None, checks
+    assert checks[0].found.startswith("admitted")

@@ -1,0 +1,221 @@
+"""`dyntree show` on a real engine, and its page in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from dyntree_plugin.show.generation import Generation, load
+
+pytestmark = pytest.mark.e2e
+
+NODES = 64
+TOKENS = 48
+COMMAND = [sys.executable, "-m", "dyntree_plugin.cli", "show"]
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace and a page of large trees, made by the command."""
+    made: Path = tmp_path_factory.mktemp("show")
+    line = [f"--nodes={NODES}", f"--max-tokens={TOKENS}", "--temperature=0.9", "--seed=3"]
+    line += ['--options={"children": 6}', "--trace", str(made / "trace.json")]
+    done = subprocess.run(
+        [*COMMAND, *line, "--output", str(made / "page.html")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stdout
+    return made
+
+
+@pytest.fixture(scope="module")
+def generation(folder: Path) -> Generation:
+    return load(folder / "trace.json")
+
+
+def test_the_trace_is_that_of_the_completion(generation: Generation) -> None:
+    assert len(generation.tokens) == TOKENS
+    # The first token comes from the prompt's own forward; a `Generation` checks the rest.
+    emitted = [token for step in generation.steps for token in step.emitted]
+    assert emitted[: TOKENS - 1] == generation.tokens[1:]
+    assert generation.node_budget == NODES
+    assert max(len(step.tokens) for step in generation.steps) == NODES
+
+
+def test_a_saved_trace_is_drawn_without_vllm(folder: Path, generation: Generation) -> None:
+    code = (
+        "import sys\nfrom dyntree_plugin import show\n"
+        "try: show.main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
+        "sys.exit('vllm' in sys.modules)"
+    )
+    line = ["--from", str(folder / "trace.json"), "--format", "dot"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *line], capture_output=True, text=True, check=True
+    )
+    assert len(re.findall(r"^digraph step\d+ \{", done.stdout, re.M)) == len(generation.steps)
+    edges = len(re.findall(r"^  \w+ -> \w+", done.stdout, re.M))
+    assert edges == sum(len(step.tokens) + 1 for step in generation.steps)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if found is None:
+        pytest.skip("no Chromium is installed; on Debian: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, folder: Path) -> Iterator[Page]:
+    """The page, which may neither print to the console nor ask for anything but itself."""
+    complaints: list[str] = []
+    asked: list[str] = []
+    with browser.new_context(viewport={"width": 1440, "height": 900}) as context:
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        address = (folder / "page.html").as_uri()
+        page.goto(address)
+        yield page
+        assert not complaints
+        assert set(asked) == {address}
+
+
+def tokens(page: Page, selector: str) -> list[int]:
+    """Of the nodes that are drawn so, in the order of the trace."""
+    nodes = page.locator(f"#tree .node{selector}")
+    return nodes.evaluate_all("nodes => nodes.map(node => Number(node.dataset.token))")
+
+
+def show_with_slider(page: Page, step: int) -> None:
+    page.locator("#slider").fill(str(step))
+
+
+def test_every_step_is_drawn_as_it_is_in_the_trace(page: Page, generation: Generation) -> None:
+    for number, step in enumerate(generation.steps, start=1):
+        show_with_slider(page, number)
+        assert page.locator("#step-number").inner_text() == str(number)
+        assert tokens(page, ".candidate") == step.tokens
+        assert tokens(page, ".accepted") == [step.tokens[node] for node in step.accepted]
+        assert tokens(page, ".bonus") == [step.bonus_token]
+        assert tokens(page, ".root") == [step.root_token]
+        assert page.locator("#tree .edge").count() == len(step.tokens) + 1
+        assert page.locator("#tree .edge.accepted").count() == len(step.accepted)
+        assert page.locator("#node-count").inner_text() == str(len(step.tokens))
+        assert page.locator("#accepted-count").inner_text() == str(len(step.accepted))
+
+
+def test_the_accepted_path_is_another_colour(page: Page, generation: Generation) -> None:
+    most = max(generation.steps, key=lambda step: len(step.accepted))
+    assert most.accepted
+    show_with_slider(page, generation.steps.index(most) + 1)
+
+    def fill(selector: str) -> set[str]:
+        boxes = page.locator(f"#tree .node.candidate{selector} rect")
+        return set(boxes.evaluate_all("boxes => boxes.map(b => getComputedStyle(b).fill)"))
+
+    accepted = fill(".accepted")
+    assert len(accepted) == 1
+    assert not accepted & fill(":not(.accepted)")
+
+
+def test_the_text_of_a_step_has_its_tokens_marked(page: Page, generation: Generation) -> None:
+    for number, step in enumerate(generation.steps, start=1):
+        show_with_slider(page, number)
+        start = step.context_length
+        before = page.locator("#text .prompt").text_content() or ""
+        before += page.locator("#text .before").text_content() or ""
+        assert before == generation.context(step)
+        marks = [mark.replace("↵\n", "\n") for mark in page.locator("mark").all_text_contents()]
+        assert marks == generation.pieces[start : start + len(step.emitted)]
+
+
+def test_no_node_lies_upon_another(page: Page, generation: Generation) -> None:
+    large = max(generation.steps, key=lambda step: len(step.tokens))
+    show_with_slider(page, generation.steps.index(large) + 1)
+    boxes = page.locator("#tree .node rect").evaluate_all(
+        "all => all.map(b => b.getBoundingClientRect()).map(r => [r.x, r.y, r.right, r.bottom])"
+    )
+    assert len(boxes) == NODES + 2
+    for at, a in enumerate(boxes):
+        for b in boxes[:at]:
+            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def test_keys_move_between_the_steps_and_stop_at_the_ends(
+    page: Page, generation: Generation
+) -> None:
+    def after(key: str) -> int:
+        page.keyboard.press(key)
+        return int(page.locator("#step-number").inner_text())
+
+    last = len(generation.steps)
+    keys = ["ArrowLeft", "ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", "Home"]
+    assert [after(key) for key in keys] == [1, 2, 3, 2, last, last, 1]
+    # One press is one step on a focused slider too.
+    page.locator("#slider").focus()
+    assert after("ArrowRight") == 2
+
+
+def test_a_node_tells_its_chances_and_its_fate(page: Page, generation: Generation) -> None:
+    number, step = next(
+        (number, step)
+        for number, step in enumerate(generation.steps, start=1)
+        if step.accepted and len(step.children(-1)) > 1
+    )
+    show_with_slider(page, number)
+    taken = step.accepted[0]
+    missed = next(node for node in step.children(-1) if node != taken)
+    for node, fate in ((taken, "Accepted"), (missed, "Not accepted: here the target took")):
+        page.locator("#tree .node.candidate").nth(node).hover()
+        tip = page.locator("#tip").inner_text()
+        assert fate in tip
+        assert f"{step.value(node):.4g}" in tip
+    page.mouse.move(1, 1)
+    assert page.locator("#tip").is_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_follows_the_systems_theme_until_it_is_turned(page: Page, scheme: Any) -> None:
+    def brightness() -> float:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
+
+    page.emulate_media(color_scheme=scheme)
+    assert (brightness() > 128) == (scheme == "light")
+    page.keyboard.press("t")
+    assert (brightness() > 128) == (scheme == "dark")
+
+
+def test_a_step_can_be_linked_to(page: Page) -> None:
+    page.evaluate("location.hash = '#step=2'")
+    page.wait_for_function("document.getElementById('step-number').textContent === '2'")
+
+
+def test_playing_goes_through_the_steps(page: Page, generation: Generation) -> None:
+    page.clock.install()
+    page.reload()
+    page.keyboard.press("Space")
+    page.clock.run_for(2 * 1600)
+    assert int(page.locator("#step-number").inner_text()) == 4
+    page.keyboard.press("Space")
+    page.clock.run_for(5 * 1600)
+    assert int(page.locator("#step-number").inner_text()) == 4

@@ -1,0 +1,69 @@
+"""Children from a draft's logits: draws that follow its distribution, and what they report."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from dyntree_plugin.drafters.candidates import drawn_children, sampled_children, top_children
+
+LAW = torch.tensor([0.5, 0.3, 0.2, 0.0])
+ROWS = 20_000
+
+
+def gumbel(*shape: int) -> torch.Tensor:
+    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return -uniform.log().neg().log()
+
+
+def frequencies(tokens: torch.Tensor) -> dict[tuple[int, ...], float]:
+    seen, counts = tokens.unique(dim=0, return_counts=True)
+    share = counts.double() / len(tokens)
+    return {tuple(row): float(f) for row, f in zip(seen.tolist(), share, strict=True)}
+
+
+def test_sampled_children_are_drawn_one_after_another_from_what_is_left() -> None:
+    tokens, _ = sampled_children(LAW.log().expand(ROWS, -1), 2, gumbel(ROWS, 4))
+    expected = {
+        (a, b): float(LAW[a] * LAW[b] / (1 - LAW[a]))
+        for a, b in itertools.permutations(range(3), 2)
+    }
+    assert frequencies(tokens) == pytest.approx(expected, abs=0.015)
+
+
+def test_drawn_children_are_independent_draws() -> None:
+    tokens, _ = drawn_children(LAW.log().expand(ROWS, -1), 2, gumbel(ROWS, 2, 4))
+    expected = {(a, b): float(LAW[a] * LAW[b]) for a, b in itertools.product(range(3), repeat=2)}
+    assert frequencies(tokens) == pytest.approx(expected, abs=0.015)
+
+
+def test_the_best_children_are_no_draws() -> None:
+    """The control of both tests above."""
+    tokens, _ = top_children(LAW.log().expand(ROWS, -1), 2)
+    assert frequencies(tokens) == {(0, 1): 1.0}
+
+
+@pytest.mark.parametrize("count", [3, 4, 6])
+def test_what_cannot_be_drawn_has_no_probability(count: int) -> None:
+    tokens, log_probs = sampled_children(LAW.log().expand(2, -1), count, gumbel(2, 4))
+    assert tokens.shape == log_probs.shape == (2, count)
+    assert sorted(tokens[0, :3].tolist()) == [0, 1, 2]
+    assert torch.equal(log_probs[:, :3], LAW.log()[tokens[:, :3]])
+    assert (log_probs[:, 3:] == float("-inf")).all()
+
+
+def test_rows_of_a_chain_have_one_child() -> None:
+    log_probs, chain = LAW.log().expand(2, -1), torch.tensor([True, False])
+    for _, found in (
+        top_children(log_probs, 2, chain),
+        sampled_children(log_probs, 2, gumbel(2, 4), chain),
+        drawn_children(log_probs, 2, gumbel(2, 2, 4), chain),
+    ):
+        assert found.isfinite().tolist() == [[True, False], [True, True]]
+
+
+def test_noise_for_another_number_of_draws_is_refused() -> None:
+    with pytest.raises(ValueError, match="noise"):
+        drawn_children(LAW.log().expand(2, -1), 3, gumbel(2, 2, 4))

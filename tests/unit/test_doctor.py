@@ -1,0 +1,334 @@
+"""`dyntree doctor`: what it finds, and what of a command line it names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dyntree_kernels import dispatch
+from dyntree_kernels.cpu import attention
+from dyntree_kernels.gpu import flashinfer_variant
+from dyntree_plugin import cli, compat, doctor, preload
+from dyntree_plugin.doctor import checks, command_line, kernels
+from dyntree_plugin.doctor.checks import Check
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+Line = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="session")
+def line(model_folder: Callable[..., str]) -> Line:
+    """The command line of a pair without weights; more arguments follow."""
+    target, draft = model_folder("target"), model_folder("draft", num_hidden_layers=1)
+
+    def make(*more: str, dyntree: str | None = "{}", **speculative: Any) -> list[str]:
+        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": 16}
+        options = ["--dyntree", dyntree] if dyntree is not None else []
+        return [
+            *(target, "--skip-tokenizer-init", "--dtype", "float32"),
+            *("--speculative-config", json.dumps(speculation | speculative)),
+            *("--kv-cache-memory-bytes", "1000000", *options, *more),
+        ]
+
+    return make
+
+
+def checked(arguments: list[str]) -> list[Check]:
+    return command_line.of_command_line(arguments)[0]
+
+
+def test_a_command_line_that_is_served_is_admitted_without_weights(line: Line) -> None:
+    found = checked(line("--max-num-seqs", "4", dyntree='{"node_budget": 6}'))
+    assert [check.status for check in found] == ["ok"] * len(found)
+    assert "node_budget=6" in found[0].found
+    assert [check.name for check in found[1:]] == [
+        "attention, target",
+        "KV layout, target",
+        "attention, draft",
+        "KV layout, draft",
+    ]
+    assert "2 heads, 1 of them with KV, of size 32 in float32" in found[1].found
+
+
+def test_every_refusal_is_a_check_of_its_own(line: Line) -> None:
+    more = ["-pp", "2", "--kv-cache-dtype", "fp8"]
+    found = checked(line(*more, draft_sample_method="probabilistic"))
+    assert {check.status for check in found} == {"fail"}
+    told = [check.found.partition(" is not supported")[0] for check in found]
+    assert told == [
+        "pipeline_parallel_size=2",
+        "kv_cache_dtype (cache, model)=('fp8', 'float32')",
+        "speculative_config.draft_sample_method='probabilistic'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "dyntree", "named"),
+    [
+        ([], '{"width": 65}', "dyntree.width=65"),
+        ([], '{"wdith": 6}', "dyntree.wdith=6"),
+        ([], '{"node_budget": 32}', "dyntree.node_budget=32 exceeds"),
+        (["--no-such-flag"], "{}", "--no-such-flag"),
+        (["--max-model-len", "100000"], "{}", "max_model_len"),
+    ],
+)
+def test_a_mistake_is_named(line: Line, more: list[str], dyntree: str, named: str) -> None:
+    (found,) = checked(line(*more, dyntree=dyntree))
+    assert found.status == "fail"
+    assert named in found.found
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    (found,) = checked(["/nowhere/model", "--dyntree", "{}"])
+    assert found.status == "fail"
+    assert "/nowhere/model" in found.found
+
+
+def test_without_the_options_it_says_how_to_get_trees(line: Line) -> None:
+    (found,) = checked(line(dyntree=None))
+    assert found.status == "warn"
+    assert "--dyntree" in found.advice
+
+
+def test_a_step_that_cuts_trees_short_is_warned_of(line: Line) -> None:
+    found = checked(line("--max-num-seqs", "8", "--max-num-batched-tokens", "256"))[0]
+    assert found.status == "ok"
+    found = checked(line("--max-num-seqs", "32", "--max-num-batched-tokens", "256"))[0]
+    assert found.status == "warn"
+    assert "cuts trees short" in found.advice
+
+
+def statuses(json_text: str) -> dict[str, str]:
+    return {check["name"]: check["status"] for check in json.loads(json_text)["checks"]}
+
+
+def run(command: list[str], **options: bool) -> int:
+    defaults = {"build_kernels": False, "as_json": True, "verbose": False}
+    return doctor.run(command, **defaults | options)
+
+
+def test_this_machine_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    report = capsys.readouterr().out
+    assert json.loads(report)["ok"] is True
+    assert {"vLLM", "device", "CPU kernels", "attention", "memory"} <= statuses(report).keys()
+
+
+def test_one_failure_is_told_by_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert run([]) == 1
+    report = capsys.readouterr().out
+    assert json.loads(report)["ok"] is False
+    failing = [name for name, status in statuses(report).items() if status == "fail"]
+    assert failing == ["plugin"]
+
+
+def test_without_vllm_it_says_so_and_stops(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
+    assert run(["model"]) == 1
+    assert list(statuses(capsys.readouterr().out)) == ["Python", "vLLM", "plugin"]
+
+
+def test_the_table_has_a_line_per_check_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Check("a", "ok", "[fine]"), Check("b", "fail", "broken", "mend it")]
+    monkeypatch.setattr(doctor, "_checks", lambda *_: iter(found))
+    assert run([], as_json=False) == 1
+    shown = capsys.readouterr().out
+    assert "[fine]" in shown
+    assert "→ mend it" in shown
+    assert "1 of 2 checks fail" in shown
+
+
+def test_the_command_takes_the_servers_arguments_behind_two_dashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    received: list[Any] = []
+
+    def stand_in(command: list[str], **options: bool) -> int:
+        received.append((command, options))
+        return 1
+
+    monkeypatch.setattr(doctor, "run", stand_in)
+    line = ["model", "--dyntree", "{}", "-tp", "2", "--json"]
+    done = CliRunner().invoke(cli.app, ["doctor", "--build-kernels", "--", *line])
+    assert done.exit_code == 1, done.output
+    options = {"build_kernels": True, "as_json": False, "verbose": False}
+    assert received == [(line, options)]
+
+
+def test_an_unsupported_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "installed_vllm", lambda: ("vllm", "0.31.0"))
+    assert checks.vllm().status == "fail"
+
+
+def test_the_v1_runner_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert checks.runner().status == "fail"
+
+
+def test_packages_for_a_gpu_are_missed_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise checks.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks.metadata, "version", version)
+    for kind, failing in (("cpu", ["numba"]), ("cuda", ["Triton"])):
+        found = [check.name for check in checks.packages(kind) if check.status == "fail"]
+        assert found == failing
+
+
+def test_kernels_that_forget_the_mask_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = attention.tree_attention
+
+    def forgetful(*arguments: Any) -> None:
+        bits = arguments[8]
+        stock(*arguments[:8], torch.full_like(bits, 127), *arguments[9:])
+
+    assert checks.native_kernels().status == "ok"
+    monkeypatch.setattr(attention, "tree_attention", forgetful)
+    found = checks.native_kernels()
+    assert found.status == "fail"
+    assert "wrong" in found.advice
+
+
+def test_kernels_that_do_not_compile_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no LLVM")
+
+    monkeypatch.setattr(attention, "tree_attention", broken)
+    found = checks.native_kernels()
+    assert found.status == "fail"
+    assert "no LLVM" in found.found
+
+
+@pytest.mark.parametrize(
+    ("library", "loaded", "chosen", "status", "told"),
+    [
+        (None, False, "", "ok", "PyTorch's own"),
+        ("/lib/libiomp5.so", True, "", "ok", "is loaded"),
+        ("/lib/libiomp5.so", False, "", "ok", "LD_PRELOAD=/lib/libiomp5.so"),
+        ("/lib/libiomp5.so", False, "/usr/lib/libgomp.so.1", "warn", "libgomp.so.1"),
+    ],
+)
+def test_the_openmp_of_the_engines_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    library: str | None,
+    loaded: bool,
+    chosen: str,
+    status: str,
+    told: str,
+) -> None:
+    monkeypatch.setattr(preload, "library", lambda: library and Path(library))
+    monkeypatch.setattr(preload, "loaded", lambda: loaded)
+    monkeypatch.setenv("LD_PRELOAD", chosen)
+    found = checks.openmp()
+    assert found.status == status
+    assert told in found.found + found.advice
+
+
+def test_too_little_free_memory_fails_with_a_share_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = SimpleNamespace(available=8 << 30, total=16 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: half)
+    assert checks.memory(0.4).status == "ok"
+    found = checks.memory(0.92)
+    assert found.status == "fail"
+    assert found.advice.endswith("at most 0.45")
+
+
+@pytest.mark.parametrize(("isa", "status"), [("vec", "ok"), ("amx", "warn"), ("neon", "fail")])
+def test_a_cache_layout_that_the_kernels_do_not_read_fails(
+    monkeypatch: pytest.MonkeyPatch, isa: str, status: str
+) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: isa)
+    assert kernels.layout().status == status
+
+
+def test_an_attention_that_no_kernel_serves_fails_with_the_reasons() -> None:
+    found = kernels.attention(head_size=24)
+    assert found.status == "fail"
+    assert "head size 24 is no multiple of 16" in found.advice
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_attention_of_a_gpu_is_what_the_dispatcher_chooses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for there, chosen in (({"triton"}, "triton"), ({"triton", "flashinfer"}, "flashinfer")):
+        monkeypatch.setattr(dispatch, "installed", lambda there=there: there)
+        assert kernels.attention().found.startswith(chosen)
+
+
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: importlib.util.find_spec("json"))
+    return list(kernels.build({64, 128}, torch.bfloat16, lambda line: None))
+
+
+def test_kernels_are_not_built_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    (found,) = kernels.build({128}, torch.bfloat16, lambda line: None)
+    assert found.status == "fail"
+    assert "no CUDA device" in found.found
+
+
+@pytest.mark.usefixtures("hopper")
+def test_kernels_are_not_built_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    (found,) = kernels.build({128}, torch.bfloat16, lambda line: None)
+    assert found.status == "fail"
+    assert "FlashInfer is not installed" in found.found
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_module_per_head_size_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def build(variant: Any, report: Callable[[str], None]) -> float:
+        asked.append((variant.head_size, variant.dtype))
+        return 61.0
+
+    monkeypatch.setattr(flashinfer_variant, "build", build)
+    found = built(monkeypatch)
+    assert asked == [(64, torch.bfloat16), (128, torch.bfloat16)]
+    assert [check.status for check in found] == ["ok", "ok"]
+    assert "61 s" in found[0].found
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: Any) -> float:
+        flashinfer_variant.find_cuda_home()
+        raise AssertionError("a compiler was found")
+
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(flashinfer_variant.shutil, "which", lambda name: None)
+    monkeypatch.setattr(flashinfer_variant, "build", build)
+    found = built(monkeypatch)
+    assert all(check.status == "fail" and "need nvcc" in check.found for check in found)

@@ -1,0 +1,127 @@
+"""`dyntree show` without engines."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generations import made
+
+from dyntree_plugin import show
+from dyntree_plugin.show import record
+from dyntree_plugin.show.generation import load, save
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.json"
+    save(made(), path)
+    return str(path)
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        show.main(arguments)
+    return int(ended.value.code or 0)
+
+
+def test_every_step_is_drawn_in_the_terminal(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--from", trace) == 0
+    shown = capsys.readouterr().out
+    assert "Step 1 of 2: 4 nodes, 2 accepted" in shown
+    assert "Step 2 of 2: 1 nodes, 0 accepted" in shown
+    assert "✓ x" in shown
+    assert "+ ):" in shown
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_one_step_is_drawn_alone(trace: str, step: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--from", trace, "--format", "dot", "--step", str(step)) == 0
+    assert re.findall(r"^digraph (\w+) \{", capsys.readouterr().out, re.M) == [f"step{step}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("a.html", "<!doctype html>"), ("a.gv", "digraph step1 {"), ("a.txt", "╭")],
+)
+def test_the_suffix_of_the_output_says_what_is_written(
+    trace: str, tmp_path: Path, name: str, start: str
+) -> None:
+    assert run("--from", trace, "--output", str(tmp_path / name)) == 0
+    assert (tmp_path / name).read_text().startswith(start)
+
+
+def test_the_given_format_comes_before_the_suffix(trace: str, tmp_path: Path) -> None:
+    run("--from", trace, "--output", str(tmp_path / "a.txt"), "--format", "dot")
+    assert (tmp_path / "a.txt").read_text().startswith("digraph")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings that a generation is recorded with; no engine starts."""
+    found: list[Any] = []
+
+    def recorded(settings: Any, announce: Any) -> Any:
+        found.append(settings)
+        return made()
+
+    monkeypatch.setattr(record, "record", recorded)
+    return found
+
+
+def test_a_recorded_generation_is_saved_and_drawn(
+    asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    line = ["def f", "--nodes", "8", "--temperature", "0.5", "--seed", "3", "--format", "dot"]
+    assert run(*line, "--trace", str(path)) == 0
+    (settings,) = asked
+    assert settings.prompts == ["def f"]
+    assert (settings.nodes, settings.temperature, settings.seed) == (8, 0.5, 3)
+    assert load(path) == made()
+    assert "digraph step2" in capsys.readouterr().out
+
+
+def test_the_prompt_comes_from_a_file_or_from_standard_input(
+    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt").write_text("from a file")
+    run("--file", str(tmp_path / "prompt"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    run("--file", "-")
+    assert [settings.prompts for settings in asked] == [["from a file"], ["from a pipe"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "a", "text"], "--target and --draft go together"),
+        (["--target", "a", "--draft", "b"], "give a prompt for these models"),
+        (["text", "--file", "-"], "a prompt is given twice"),
+        ([""], "the prompt is empty"),
+        (["--options", '{"wdith": 2}'], "width"),
+        (["--file", "/nowhere/prompt"], "/nowhere/prompt"),
+        (["--step", "1", "--format", "html"], "--step is for"),
+        (["--from", "/nowhere/trace"], "/nowhere/trace"),
+        (["text", "--from", "x"], "--from draws a saved trace"),
+    ],
+)
+def test_a_users_mistake_ends_with_status_2_before_anything_starts(
+    asked: list[Any], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    assert not asked
+    # typer breaks lines within a box.
+    told = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+    assert message in told
+
+
+def test_a_step_behind_the_last_is_refused(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--from", trace, "--step", "3") == 2
+    assert "there are 2 steps" in capsys.readouterr().err

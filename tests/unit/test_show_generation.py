@@ -1,0 +1,98 @@
+"""What a trace keeps, and what is no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from generations import made
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dyntree_plugin.show.generation import load, save
+from dyntree_plugin.show.record import pieces
+
+
+def test_a_saved_trace_is_what_was_saved(tmp_path: Path) -> None:
+    save(made(), tmp_path / "trace.json")
+    assert load(tmp_path / "trace.json") == made()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file"),
+        ("{}", "target"),
+        ('{"format": "dyntree-trace-0"}', "Field required"),
+    ],
+)
+def test_another_file_is_refused_by_its_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json is no trace") as error:
+        load(path)
+    assert message in str(error.value)
+
+
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    save(made(), path)
+    path.write_text(path.read_text().replace("dyntree-trace-1", "dyntree-trace-2"))
+    with pytest.raises(ValueError, match=r"format.*dyntree-trace-1"):
+        load(path)
+
+
+def test_a_broken_tree_in_a_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    save(made(), path)
+    text = path.read_text()
+    path.write_text(text.replace('"accepted": [\n    0,\n    2\n   ]', '"accepted": [3]'))
+    assert path.read_text() != text
+    with pytest.raises(ValueError, match="no path from the root"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pieces": ["def"]}, "6 tokens have 1 pieces"),
+        ({"prompt_tokens": [1, 3]}, r"steps\[0\] is not rooted"),
+        ({"tokens": [3, 4, 4, 6]}, r"steps\[0\] does not emit"),
+        ({"texts": {}}, r"steps\[0\] has tokens without a text: \[2, 3"),
+    ],
+)
+def test_trees_that_do_not_belong_to_the_text_are_refused(
+    change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(**change)
+
+
+def test_the_last_step_may_go_beyond_the_end() -> None:
+    cut = replace(made(), tokens=[3, 4], pieces=["def", " f", "(", "x"], steps=made().steps[:1])
+    assert cut.context(cut.steps[0]) == "def f"
+
+
+def as_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+@given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
+def test_pieces_of_bytes_join_to_the_text(text: str) -> None:
+    found = pieces(as_bytes, list(text.encode()))
+    assert "".join(found) == text
+    assert len(found) == len(text.encode())
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
+    assert pieces(as_bytes, list("aé€".encode())) == ["a", "", "é", "", "", "€"]
+
+
+def test_a_tokenizer_that_drops_the_first_space_loses_it_at_the_start_only() -> None:
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(f" w{token}" for token in tokens).removeprefix(" ")
+
+    count = 40
+    assert "".join(pieces(decode, range(count))) == decode(range(count))

@@ -1,0 +1,51 @@
+"""The page, without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from generations import made
+
+from dyntree_plugin.show import page
+
+HTML = page.render(made())
+
+
+def data(html: str = HTML) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    read: dict[str, Any] = json.loads(found)
+    return read
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    addresses = set(re.findall(r"https?://[^\s\"']+", HTML))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # the name of SVG, which no one fetches
+    assert not re.search(r"\b(src|href)\s*=|@import|url\(|fetch\(", HTML)
+
+
+def test_a_token_that_ends_a_script_does_not_end_the_data() -> None:
+    assert data()["steps"][0]["nodes"][1]["text"] == "</script>"
+    assert HTML.count("</script>") == 2
+
+
+def test_every_node_has_its_place_its_chances_and_its_fate() -> None:
+    generation = made()
+    for step, drawn in zip(generation.steps, data()["steps"], strict=True):
+        assert [node["token"] for node in drawn["nodes"]] == step.tokens
+        assert [node["parent"] for node in drawn["nodes"]] == step.parents
+        taken = [at for at, node in enumerate(drawn["nodes"]) if node["accepted"]]
+        assert taken == step.accepted
+        assert drawn["bonus"]["parent"] == (taken[-1] if taken else -1)
+        places = [(node["depth"], node["row"]) for node in (*drawn["nodes"], drawn["bonus"])]
+        assert len(set(places)) == len(places)
+
+
+def test_chances_are_of_the_token_and_of_its_path() -> None:
+    node = data()["steps"][0]["nodes"][2]
+    assert (node["probability"], node["value"]) == (0.8333, 0.5)
+
+
+def test_a_generation_without_trees_has_a_page() -> None:
+    assert data(page.render(made(steps=[])))["steps"] == []
