@@ -89,6 +89,15 @@ class DynTreeOptions(BaseModel):
         "score, and value nodes by that. The output is the same either way; off takes the draft's "
         "probability.",
     )
+    min_value: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="For growth topk: the least value of a node, the estimated chance that its "
+        "whole path is accepted. Nodes of less are not verified, and on the CPU drafting stops "
+        "where none are left to expand. Pays where the target's cost grows with its rows.",
+        json_schema_extra={"derived": "none: trees fill their budget"},
+    )
     growth: GrowthName = Field(
         default="topk",
         description="How trees grow. topk is for serving; the papers' ways are for comparison: "
@@ -216,7 +225,12 @@ class DynTreeOptions(BaseModel):
         from dyntree_plugin.tree.verify.rules import default_rule
 
         growth = GrowthConfig(
-            self.growth, self.threshold, self.expansion, self.acceptance, self.sampling
+            self.growth,
+            self.min_value,
+            self.threshold,
+            self.expansion,
+            self.acceptance,
+            self.sampling,
         )
         growing = plan_growth(growth, shape)
         # Some growths stop before max_depth, whatever the draft says.

@@ -15,11 +15,10 @@ BY_ENGINE = BY_MODEL.per("instance", "engine")
 SPEED = (
     "How much faster the target decodes with trees than alone, as estimated: the time of the "
     "stages of steps in which every request decoded, against the time that plain steps of as many "
-    "requests would have taken for the same tokens. The plain steps were measured before the "
-    "engine served: target forward and greedy sampling, each request behind 256 tokens of "
-    "context. It leaves out what vLLM spends around the worker's stages, in both. Longer contexts "
-    "and sampling cost the target alone more than that, so it errs against the tree. Below 1 the "
-    "tree does not pay."
+    "requests behind as much context would take for the same tokens. These are interpolated "
+    "between plain steps (target forward and greedy sampling) that were measured before the "
+    "engine served. What vLLM spends around the worker's stages is left out, of both. Below 1 "
+    "the tree does not pay."
 )
 
 

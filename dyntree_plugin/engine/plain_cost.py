@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from dyntree_plugin.engine.runner import TreeRunnerMixin
 
-CONTEXT = 256
-"""Tokens that every request of a measured step has behind it, or as many as the model allows."""
+CONTEXT = 1024
+"""Tokens that every request of the longer steps has behind it, or as many as the model allows."""
 REPETITIONS = 5
 
 
@@ -20,14 +20,19 @@ REPETITIONS = 5
 class PlainCost:
     """Seconds of the target's forward and sampler with one row for each of so many requests.
 
-    ``requests``: ascending numbers. Between them the cost is interpolated.
+    ``requests``: ascending numbers. ``alone``: seconds where no request has anything behind it;
+    ``behind``: where each has ``context`` tokens. The rest lies on the lines through them.
     """
 
     requests: tuple[int, ...]
-    measured: tuple[float, ...]
+    context: int
+    alone: tuple[float, ...]
+    behind: tuple[float, ...]
 
-    def seconds(self, requests: int) -> float:
-        return float(np.interp(requests, self.requests, self.measured))
+    def seconds(self, requests: int, context: float) -> float:
+        alone = np.interp(requests, self.requests, self.alone)
+        behind = np.interp(requests, self.requests, self.behind)
+        return float(alone + max(behind - alone, 0.0) * context / self.context)
 
 
 def measure(runner: TreeRunnerMixin) -> PlainCost:
@@ -37,18 +42,22 @@ def measure(runner: TreeRunnerMixin) -> PlainCost:
     """
     most = min(runner.max_num_reqs, runner.max_num_tokens)
     sizes = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+    context = max(1, min(CONTEXT, runner.max_model_len - 1))
     with mock.patch.object(runner, "speculator", None):
-        _step(runner, most)
-        return PlainCost(tuple(sizes), tuple(_usual(runner, size) for size in sizes))
+        _step(runner, most, context)
+        alone, behind = (
+            tuple(_usual(runner, size, length) for size in sizes) for length in (0, context)
+        )
+    return PlainCost(tuple(sizes), context, alone, behind)
 
 
-def _usual(runner: TreeRunnerMixin, requests: int) -> float:
-    return float(np.median([_step(runner, requests) for _ in range(REPETITIONS)]))
+def _usual(runner: TreeRunnerMixin, requests: int, context: int) -> float:
+    return float(np.median([_step(runner, requests, context) for _ in range(REPETITIONS)]))
 
 
-def _step(runner: TreeRunnerMixin, requests: int) -> float:
+def _step(runner: TreeRunnerMixin, requests: int, context: int) -> float:
     runner.clock.take()
-    _, hidden = runner._dummy_run(requests, context_len=CONTEXT)
+    _, hidden = runner._dummy_run(requests, context_len=context)
     if hidden is None:
         raise RuntimeError("this worker does not hold the last layer of the model")
     with runner.clock("sample"):

@@ -160,8 +160,13 @@ class TreeRunnerMixin(GPUModelRunner):
         self.clock.stop()
         with self.clock("sample"):
             output = super().sample(hidden_states, input_batch, grammar_output)
-        prefilling = input_batch.is_prefilling_np[: input_batch.num_reqs]
-        self._record.sampled(prefilling, self.trees, input_batch.idx_mapping)
+        requests = slice(input_batch.num_reqs)
+        self._record.sampled(
+            input_batch.is_prefilling_np[requests],
+            input_batch.num_computed_tokens_np[requests],
+            self.trees,
+            input_batch.idx_mapping,
+        )
         return output
 
     def _on_verified(self, verification: Verification, batch: InputBatch) -> None:
@@ -195,7 +200,7 @@ class TreeRunnerMixin(GPUModelRunner):
         if not drafted:
             return output
         record, self._record = self._record, StepRecord(self._plain_cost)
-        record.draft_forwards = self.trees.shape.max_depth
+        record.draft_forwards = self.speculator.forwards
         record.node_budget = self.trees.shape.node_budget
         record.stage_seconds = self.clock.take()
         return CountedOutput(output, record)

@@ -63,6 +63,8 @@ class TreeSpeculator(StandaloneARSpeculator):
         # Tokens that the step's verification emitted, [R, max_depth + 1]; None after a step
         # without drafts, when vLLM's sampler emitted one token per request.
         self.emitted: torch.Tensor | None = None
+        # Draft forwards of the last step, the catch-up's included.
+        self.forwards = 0
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -200,6 +202,7 @@ class TreeSpeculator(StandaloneARSpeculator):
                 features.append(found.features.flatten(1, 2))
             return found
 
+        self.forwards = 1
         growth = growing.start(num_reqs, self.max_model_len - 1 - roots)
         growth.add(*children(logits, roots[:, None], 0)[:3])
         if growing.widths:
@@ -207,6 +210,9 @@ class TreeSpeculator(StandaloneARSpeculator):
         of_width = {w: self._expansion_inputs(batch, roots, w) for w in {*growing.widths}}
         for width, end in zip(growing.widths, accumulate(growing.widths), strict=True):
             frontier = growth.frontier()
+            if self._nothing_left(frontier):
+                break
+            self.forwards += 1
             positions = (roots[:, None] + frontier.depths).clamp(max=self.max_model_len - 1)
             slots = scratch[:, :, end - width : end]
             logits = self._expand(of_width[width], frontier, positions, slots)
@@ -214,6 +220,11 @@ class TreeSpeculator(StandaloneARSpeculator):
         tree = growth.finish()
         self.trees.put(batch.idx_mapping, tree, torch.cat(features, dim=1) if features else None)
         return tree
+
+    def _nothing_left(self, frontier: Frontier) -> bool:
+        """Whether no request has a node to expand; False where the host cannot know."""
+        on_host = frontier.valid.device.type == "cpu"
+        return on_host and not frontier.valid.any().item()  # sync: host memory on the CPU
 
     def _scratch_slot_mappings(self, batch: InputBatch, roots: torch.Tensor) -> torch.Tensor:
         """Cache slots behind the roots, int64 [groups, R, scratch_slots]."""

@@ -61,6 +61,7 @@ class StepRecord:
         self.stage_seconds: dict[str, float] = {}
         self._plain_cost = plain_cost
         self._decoding: list[bool] = []
+        self._context = 0.0
         self._verified = torch.zeros(4, 0, dtype=torch.int64)
         self._by_depth = torch.zeros(2, 0)
         self._pruned = torch.zeros(2, dtype=torch.int64)
@@ -81,11 +82,19 @@ class StepRecord:
         # Padding has depth 0.
         self._by_depth = sums.index_add_(1, depths.flatten(), added)[:, 1:]
 
-    def sampled(self, prefilling: np.ndarray, trees: TreeStore, slots: torch.Tensor) -> None:
-        """Note the step's requests: ``prefilling`` bool [R] on the host, their ``slots`` [R].
+    def sampled(
+        self,
+        prefilling: np.ndarray,
+        contexts: np.ndarray,
+        trees: TreeStore,
+        slots: torch.Tensor,
+    ) -> None:
+        """Note the step's requests: ``prefilling`` bool [R] and ``contexts`` [R], the tokens behind
+        them, on the host, and their ``slots`` [R].
 
         It must come before the next trees take the place of those that waited for this step.
         """
+        self._context = float(contexts.mean())
         self._decoding = (~prefilling).tolist()  # sync: host memory
         decoding = torch.from_numpy(~prefilling).to(slots.device, non_blocking=True)
         waiting = trees.counts[slots]
@@ -116,7 +125,8 @@ class StepRecord:
         requests = len(self._decoding)
         if self._plain_cost is None or not requests or not all(self._decoding):
             return {}
-        plain = self._plain_cost.seconds(requests) * (emitted or requests) / requests
+        step = self._plain_cost.seconds(requests, self._context)
+        plain = step * (emitted or requests) / requests
         return {TREE: sum(self.stage_seconds.values()), PLAIN: plain}
 
 

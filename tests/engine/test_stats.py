@@ -96,12 +96,13 @@ def trees() -> TreeStore:
 
 SLOTS = torch.tensor([1, 2])
 DECODING = np.array([False, False])
+CONTEXTS = np.array([100, 300])
 
 
 def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     record = StepRecord()
     record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
-    record.sampled(DECODING, trees, SLOTS)
+    record.sampled(DECODING, CONTEXTS, trees, SLOTS)
     counts = record.counts()
     assert counts.nodes == [4, 2]
     assert counts.depths == [3, 2]
@@ -115,38 +116,40 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
 
 def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
     record = StepRecord()
-    record.sampled(np.array([True, False]), trees, SLOTS)
+    record.sampled(np.array([True, False]), CONTEXTS, trees, SLOTS)
     counts = record.counts()
     assert counts.decoding == [False, True]
     assert counts.nodes == counts.depths == counts.moved == counts.by_depth == []
     assert counts.pruned == {"budget": 8, "scheduler": 2}
 
 
-COST = PlainCost((1, 2, 4), (0.010, 0.012, 0.016))
+COST = PlainCost((1, 2, 4), 1000, (0.010, 0.012, 0.016), (0.020, 0.032, 0.056))
 
 
 def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStore) -> None:
     record = StepRecord(COST)
     record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
-    record.sampled(DECODING, trees, SLOTS)
+    record.sampled(DECODING, CONTEXTS, trees, SLOTS)
     record.stage_seconds = {"target": 0.02, "draft": 0.01, "walk": 0.0}
     counts = record.counts()
-    # Six tokens: three plain steps of two requests.
-    assert counts.compared == pytest.approx({"tree": 0.03, "plain": 3 * 0.012})
+    # Six tokens: three plain steps of two requests, behind 200 tokens each.
+    assert counts.compared == pytest.approx({"tree": 0.03, "plain": 3 * 0.016})
     assert counts.stage_seconds == {"target": 0.02, "draft": 0.01}
 
 
 def test_a_step_that_reads_a_prompt_is_not_compared(trees: TreeStore) -> None:
     record = StepRecord(COST)
     record.verified(verification([[1, 2, 3], [-1, -1, -1]], [4, 0], [4, 1]), trees, SLOTS)
-    record.sampled(np.array([False, True]), trees, SLOTS)
+    record.sampled(np.array([False, True]), CONTEXTS, trees, SLOTS)
     assert record.counts().compared == {}
 
 
 def test_a_plain_step_between_two_that_were_measured_costs_what_lies_between() -> None:
-    assert COST.seconds(1) == 0.010
-    assert COST.seconds(3) == pytest.approx(0.014)
-    assert COST.seconds(9) == 0.016
+    assert COST.seconds(1, 0) == 0.010
+    assert COST.seconds(3, 0) == pytest.approx(0.014)
+    assert COST.seconds(9, 0) == 0.016
+    assert COST.seconds(3, 1000) == pytest.approx(0.044)
+    assert COST.seconds(2, 2000) == pytest.approx(0.052)
 
 
 def test_drafted_are_the_nodes_verified_and_not_the_slots_scheduled() -> None:

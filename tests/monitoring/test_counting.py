@@ -56,6 +56,7 @@ class Step:
         self.trees.grown[:] = 100
         self.slots = torch.arange(self.requests)
         self.prefilling = np.zeros(self.requests, dtype=bool)
+        self.contexts = np.full(self.requests, 100)
         path = torch.arange(SHAPE.max_depth).repeat(self.requests, 1)
         path[:, ACCEPTED:] = -1
         lengths = torch.full((self.requests,), ACCEPTED)
@@ -66,9 +67,9 @@ class Step:
         self.encoder = MsgpackEncoder()
 
     def count(self) -> WorkerCounts:
-        record = StepRecord(PlainCost((1, 16), (0.003, 0.006)))
+        record = StepRecord(PlainCost((1, 16), 1024, (0.003, 0.006), (0.004, 0.009)))
         record.verified(self.verification, self.trees, self.slots)
-        record.sampled(self.prefilling, self.trees, self.slots)
+        record.sampled(self.prefilling, self.contexts, self.trees, self.slots)
         record.stage_seconds = dict.fromkeys(STAGES, 0.002)
         record.draft_forwards, record.node_budget = SHAPE.max_depth, SHAPE.node_budget
         return record.counts()

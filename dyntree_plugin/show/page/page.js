@@ -31,7 +31,7 @@ function html(name, className, ...children) {
   return made;
 }
 
-const chance = (p) => (p < 0.001 ? "<.001" : p >= 0.9995 ? "1" : p.toFixed(p < 0.01 ? 3 : 2));
+const chance = (p) => (p < 0.001 ? "<.001" : p.toFixed(p < 0.01 ? 3 : 2));
 const shortened = (text) => (text.length > MAX_LABEL ? text.slice(0, MAX_LABEL - 1) + "…" : text);
 
 function drawTree(step) {

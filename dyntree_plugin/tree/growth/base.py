@@ -67,7 +67,8 @@ class Growth(Protocol):
 class GrowthConfig:
     """Which growth, and its parameters; None is the growth's default.
 
-    ``threshold``: t of growth ``threshold``. ``expansion``: children of every node at depth 0, 1,
+    ``min_value``: the least value of a node of growth ``topk``. ``threshold``: t of growth
+    ``threshold``. ``expansion``: children of every node at depth 0, 1,
     … of growth ``expansion``. ``acceptance``: of growth ``sequoia``, how often the target's token
     is a node's first child, its second, …. ``sampling``: for growths that offer several.
 
@@ -76,14 +77,17 @@ class GrowthConfig:
     """
 
     name: str = "topk"
+    min_value: float | None = None
     threshold: float | None = None
     expansion: tuple[int, ...] | None = None
     acceptance: tuple[float, ...] | None = None
     sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold} must be above 0 and at most 1")
+        for name in ("min_value", "threshold"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name}={value} must be above 0 and at most 1")
         if self.expansion is not None and not (self.expansion and min(self.expansion) >= 1):
             raise ValueError(f"expansion={self.expansion} must be numbers of children, each >= 1")
         if self.acceptance is not None and not (
@@ -92,7 +96,7 @@ class GrowthConfig:
             raise ValueError(
                 f"acceptance={self.acceptance} must be probabilities, their sum in (0, 1]"
             )
-        for parameter in ("threshold", "expansion", "acceptance"):
+        for parameter in _PARAMETER.values():
             if getattr(self, parameter) is not None and parameter != _PARAMETER.get(self.name):
                 owner = next(name for name, its in _PARAMETER.items() if its == parameter)
                 raise ValueError(
@@ -114,7 +118,12 @@ class GrowthConfig:
         return self.sampling
 
 
-_PARAMETER = {"threshold": "threshold", "expansion": "expansion", "sequoia": "acceptance"}
+_PARAMETER = {
+    "topk": "min_value",
+    "threshold": "threshold",
+    "expansion": "expansion",
+    "sequoia": "acceptance",
+}
 """The parameter of each growth that has one."""
 
 

@@ -30,14 +30,17 @@ class BestFirstGrowth:
         node_budget: int,
         children: int,
         widths: tuple[int, ...],
+        least: float = 0.0,
     ) -> None:
-        """``columns`` int64 [R]: how many scratch columns each request has room for."""
+        """``columns`` int64 [R]: how many scratch columns each request has room for. ``least``:
+        the least value of a node, but for the root's first child, which may have any."""
         self.children = children
         self.widths = widths
         self._node_budget = node_budget
         self._pool = CandidatePool(num_requests, children, widths, columns)
         # The values of candidates that have not been expanded.
         self._open = self._pool.values.clone()
+        self._least = math.log(least) if least > 0 else NO_VALUE
 
     def add(
         self,
@@ -53,13 +56,25 @@ class BestFirstGrowth:
         self._open[:, start : pool.size] = pool.values[:, start : pool.size]
 
     def frontier(self) -> Frontier:
-        """Pick the most valuable nodes that have no children yet."""
+        """Pick the most valuable nodes that have no children yet.
+
+        A node of no more value than ``node_budget`` candidates, itself among them, or of less than
+        the least gets none: they would not be in the tree.
+        """
         nodes, values = self._take()
-        return self._pool.expand(nodes, values > NO_VALUE)
+        worthwhile = (values > NO_VALUE) & (values >= self._least)
+        known = self._pool.values[:, : self._pool.size]
+        if known.shape[1] >= self._node_budget:
+            best = known.topk(self._node_budget, dim=1, sorted=False).values
+            worthwhile &= values > best.amin(dim=1, keepdim=True)
+        return self._pool.expand(nodes, worthwhile)
 
     def finish(self) -> TokenTree:
         """Keep the ``node_budget`` most valuable candidates."""
-        return self._pool.tree(self._pool.values, self._node_budget)
+        values = self._pool.values
+        ranks = values.masked_fill(values < self._least, NO_VALUE)
+        ranks[:, 0] = values[:, 0]
+        return self._pool.tree(ranks, self._node_budget)
 
     def _take(self) -> tuple[torch.Tensor, torch.Tensor]:
         width = self._pool.width
@@ -97,9 +112,13 @@ class SlotGrowth(BestFirstGrowth):
     ) -> None:
         """``threshold``: the least slot value of a node."""
         super().__init__(
-            num_requests, columns, node_budget=node_budget, children=children, widths=widths
+            num_requests,
+            columns,
+            node_budget=node_budget,
+            children=children,
+            widths=widths,
+            least=threshold,
         )
-        self._least = math.log(threshold) if threshold > 0 else NO_VALUE
         self._slots = self._pool.values.clone()
 
     def add(
@@ -113,7 +132,8 @@ class SlotGrowth(BestFirstGrowth):
         pool.add(tokens, log_probs, distributions)
         # In double precision: what is left of D is a small difference of large numbers.
         drawn = log_probs.double().exp()
-        left = (1 - drawn.cumsum(dim=2) + drawn).clamp_(min=0).log_().type_as(pool.bases)
+        before = torch.nn.functional.pad(drawn[:, :, :-1].cumsum(dim=2), (1, 0))
+        left = (1 - before).clamp_(min=0).log_().type_as(pool.bases)
         slots = pool.bases[:, new, None] + left
         # Draws from nothing are none, and slots below the threshold do not exist.
         slots.masked_fill_((log_probs == NO_VALUE) | (slots < self._least), NO_VALUE)

@@ -142,6 +142,7 @@ class CandidatePool:
         parents = became.gather(1, self._nodes.gather(1, above)).masked_fill_(~kept, -1)
         depths = (self._depths.gather(1, above) + 1).masked_fill_(~kept, 1)
         tokens = self.tokens.gather(1, keep).masked_fill_(~kept, 0)
+        candidates = keep.masked_fill(~kept, 0)
         values = self.values.gather(1, keep).masked_fill_(~kept, NO_VALUE)
         pad = node_budget - kept.shape[1]
         if pad > 0:
@@ -149,10 +150,10 @@ class CandidatePool:
             parents = torch.nn.functional.pad(parents, (0, pad), value=-1)
             depths = torch.nn.functional.pad(depths, (0, pad), value=1)
             values = torch.nn.functional.pad(values, (0, pad), value=NO_VALUE)
-            keep = torch.nn.functional.pad(keep, (0, pad))
+            candidates = torch.nn.functional.pad(candidates, (0, pad))
         draws = self._draws(became, named, node_budget)
         counts, grown = kept.sum(dim=1), exists.sum(dim=1)
-        return TokenTree(tokens, parents, depths, values, counts, draws, grown, keep)
+        return TokenTree(tokens, parents, depths, values, counts, draws, grown, candidates)
 
     def _draws(
         self, became: torch.Tensor, named: torch.Tensor | None, node_budget: int

@@ -21,27 +21,32 @@ from dyntree_plugin.tree.shape import TreeShape
 class TopKGrowth(BestFirstGrowth):
     """One step's growth over R requests; see `Growth`."""
 
-    def __init__(self, num_requests: int, shape: TreeShape, columns: torch.Tensor) -> None:
-        """``columns`` int64 [R]: how many scratch columns each request has room for."""
+    def __init__(
+        self, num_requests: int, shape: TreeShape, columns: torch.Tensor, least: float = 0.0
+    ) -> None:
+        """``columns`` int64 [R]: how many scratch columns each request has room for; ``least``: the
+        least value of a node."""
         super().__init__(
             num_requests,
             columns,
             node_budget=shape.node_budget,
             children=shape.children,
             widths=shape.widths,
+            least=least,
         )
 
 
 def plan(config: GrowthConfig, shape: TreeShape) -> GrowthPlan:
     sampling = config.pick_sampling("best")
-    return GrowthPlan(sampling, shape.children, shape.widths, partial(_start, shape))
+    start = partial(_start, shape, config.min_value or 0.0)
+    return GrowthPlan(sampling, shape.children, shape.widths, start)
 
 
-def _start(shape: TreeShape, num_requests: int, columns: torch.Tensor) -> TopKGrowth:
-    return TopKGrowth(num_requests, shape, columns)
+def _start(shape: TreeShape, least: float, num_requests: int, columns: torch.Tensor) -> TopKGrowth:
+    return TopKGrowth(num_requests, shape, columns, least)
 
 
-def reference(draft: Draft, shape: TreeShape, room: int) -> list[Slot]:
+def reference(draft: Draft, shape: TreeShape, room: int, least: float = 0.0) -> list[Slot]:
     """The same by the book: a dictionary of candidates, and one expansion after another.
 
     ``room``: scratch columns of the request. Nodes from the most valuable down.
@@ -64,4 +69,5 @@ def reference(draft: Draft, shape: TreeShape, room: int) -> list[Slot]:
             if column < room:
                 expand(path, values[path])
     best = sorted(values, key=lambda path: -values[path])
+    best = [path for rank, path in enumerate(best) if rank == 0 or values[path] >= least]
     return [Slot(path, values[path], values[path]) for path in best[: shape.node_budget]]
