@@ -25,7 +25,7 @@ dashboards: .venv/installed ## Writes the Grafana dashboards and Prometheus' rec
 
 screenshots: .venv/installed ## Makes the README's pictures.
 	$(BIN)/python scripts/show_screenshot.py
-	$(BIN)/python tests/monitoring/screenshots.py docs/images
+	PYTHONPATH=tests $(BIN)/python tests/monitoring/screenshots.py docs/images
 
 lint: .venv/installed ## Checks style and types.
 	$(BIN)/ruff check

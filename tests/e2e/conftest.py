@@ -11,6 +11,7 @@ import pytest
 import workload
 from comparison import Outputs, by_request, explain, mismatches
 from engine_process import Result, serve
+from serving import server as serving_server
 
 Served = Callable[[str], Mapping[str, Result]]
 
@@ -69,6 +70,13 @@ def differing(served: Served, plain: Outputs) -> Callable[[str, str], str]:
         return explain(found) if found else ""
 
     return differences
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server with trees, as the README starts it."""
+    with serving_server(tmp_path_factory.mktemp("server")) as found:
+        yield found.address
 
 
 @pytest.fixture

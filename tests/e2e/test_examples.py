@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server import server  # noqa: F401  # a fixture
 
 from dyntree_plugin import pair, preload
 from dyntree_plugin.doctor.command_line import of_command_line
@@ -150,7 +149,7 @@ def test_own_pair_refuses_another_vocabulary_before_any_engine_starts(
         main([MODELS["target"], MODELS["draft"]])
 
 
-def test_the_client_streams_steps(server: str, folder: Path) -> None:  # noqa: F811
+def test_the_client_streams_steps(server: str, folder: Path) -> None:
     client = [sys.executable, str(EXAMPLES / "streaming_client.py"), "--url", f"{server}/v1"]
     shown = run([*client, "--max-tokens", "32"], folder)
     counts = re.search(r"(\d+) tokens in (\d+) pieces", shown)

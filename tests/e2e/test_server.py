@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -27,52 +18,7 @@ from dyntree_plugin.metrics.names import METRICS
 
 pytestmark = pytest.mark.e2e
 
-START_SECONDS = 240
 REQUESTS = workload.each_kind(range(16))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server with trees."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = workload.tree()
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [
-        *(sys.executable, "-m", "dyntree_plugin.cli", "serve", arguments["model"]),
-        *("--speculative-config", json.dumps(arguments["speculative_config"])),
-        *("--dyntree", "{}"),
-        *("--port", str(port), "--dtype", "float32", "--max-model-len", "512"),
-        *("--max-num-seqs", "16", "--kv-cache-memory-bytes", str(64 << 20)),
-    ]
-    # A process group of its own, so that the engine's processes end with it.
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(address, process, log)
-        yield address
-    finally:
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    began = time.monotonic()
-    while process.poll() is None and time.monotonic() - began < START_SECONDS:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"the server did not start:\n{log.read_text()[-8000:]}")
 
 
 async def _complete_all(address: str) -> list[tuple[str, int]]:

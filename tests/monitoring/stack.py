@@ -6,29 +6,25 @@ import json
 import math
 import os
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import serving
 import yaml
-
-from dyntree_plugin import pair, preload
+from serving import Server, fetch, free_port, running, wait_until
 
 ROOT = Path(__file__).parents[2]
 GRAFANA = ROOT / "grafana"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dyntree" / "prometheus"
-START_SECONDS = 300
 MODEL = "target"
 COUNTERS = "counters"
 """The folder beside a server's log where its processes keep what they count, if told to."""
@@ -38,104 +34,9 @@ class Unavailable(Exception):
     """Prometheus cannot be had here; the message says why."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def fetch(url: str, **parameters: str) -> Any:
-    """What an address answers to GET, its JSON parsed, or its text."""
-    query = "?" + urllib.parse.urlencode(parameters) if parameters else ""
-    with urllib.request.urlopen(url + query, timeout=60) as response:
-        text = response.read().decode()
-    return json.loads(text) if "json" in response.headers.get("Content-Type", "") else text
-
-
-def wait_until(done: Callable[[], Any], seconds: float, what: str) -> Any:
-    """The first true answer of ``done``, asked again and again."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if answer := done():
-                return answer
-        except OSError:
-            pass
-        time.sleep(0.5)
-    raise TimeoutError(f"not within {seconds} s: {what}")
-
-
-@contextmanager
-def running(
-    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends, with all that it has started, at the end of the block."""
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **(environment or {})},
-        )
-    try:
-        yield process
-    finally:
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server: its address and the file that it logs to."""
-
-    address: str
-    log: Path
-
-
-@contextmanager
-def server(
-    folder: Path,
-    *arguments: str,
-    trees: bool = True,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[Server]:
-    """A server of the embedded target, with trees of the embedded draft."""
-    models = pair.paths()
-    speculation = {
-        "method": "draft_model",
-        "model": str(models["draft"]),
-        "num_speculative_tokens": 16,
-    }
-    with_trees = ("--speculative-config", json.dumps(speculation), "--dyntree", "{}")
-    address = f"http://127.0.0.1:{free_port()}"
-    command = [
-        *(sys.executable, "-m", "dyntree_plugin.cli", "serve", str(models["target"])),
-        *("--served-model-name", MODEL, "--port", address.rpartition(":")[2]),
-        *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"),
-        *("--kv-cache-memory-bytes", str(64 << 20), "--gpu-memory-utilization", "0.3"),
-        *(with_trees if trees else ()),
-        *arguments,
-    ]
-    library = preload.library()
-    preloaded = {} if library is None else {"LD_PRELOAD": str(library)}
-    log = folder / "server.log"
-
-    def healthy() -> bool:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended:\n{log.read_text()[-8000:]}")
-        return fetch(f"{address}/health") is not None
-
-    with running(command, log, preloaded | dict(environment or {})) as process:
-        try:
-            wait_until(healthy, START_SECONDS, "a healthy server")
-        except TimeoutError as error:
-            raise RuntimeError(f"{error}:\n{log.read_text()[-8000:]}") from None
-        yield Server(address, log)
+def server(folder: Path, *arguments: str, **options: Any) -> AbstractContextManager[Server]:
+    """A server of the embedded pair under a short name."""
+    return serving.server(folder, "--served-model-name", MODEL, *arguments, **options)
 
 
 def complete(address: str, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
