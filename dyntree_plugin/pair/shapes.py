@@ -1,0 +1,296 @@
+"""The embedded target at the cost of a larger Llama: another shape, the same function.
+
+Speculation is worth what the target costs, and the embedded one is tiny. Here it is grown: what is
+added to a weight has no way into the logits, and still has to be multiplied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dyntree_plugin.pair.models import Shape
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+# Heads keep the 32 channels of the embedded target, on which the angles of its position encoding
+# depend; there are as many more of them as makes the projections and the KV cache those of the
+# real model: 64 heads of 32 channels for the 32 heads of 64 of Llama-3.2-1B.
+SHAPES = {
+    "llama-1b": Shape(hidden=2048, intermediate=8192, layers=16, heads=64, kv_heads=16),
+    "llama-3b": Shape(hidden=3072, intermediate=8192, layers=28, heads=96, kv_heads=32),
+    "llama-8b": Shape(hidden=4096, intermediate=14336, layers=32, heads=128, kv_heads=32),
+}
+"""Those of Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B."""
+
+PROOF = "proof.json"
+_DIGITS = 12  # of the digest in a folder's name, which no scratch folder has
+_NOISE = 0.02  # standard deviation, as that of fresh weights
+_PROOF_TOKENS = 48
+_FP32_LIMIT = 2_500_000_000  # parameters up to which the proof's arithmetic is fp32
+# Largest difference between two orders of summation, as a share of the largest logit.
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def limits(name: str) -> str:
+    """What a measurement with this shape says, in a line."""
+    return (
+        f"{name}: the cost of a step is that of this shape without its vocabulary, and the "
+        "acceptance is that of the embedded pair"
+    )
+
+
+def grown_target(name: str, target: Path) -> Path:
+    """The folder of the embedded `target` in one of `SHAPES`, made and proven on the first call.
+
+    Raises:
+        ValueError: if there is no such shape.
+        RuntimeError: if the grown model does not compute what the target computes.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"--target-shape {name!r} must be one of {', '.join(SHAPES)}")
+    code = Path(__file__).read_bytes() + (target / "model.safetensors").read_bytes()
+    folder = _cache_directory() / f"{name}-{hashlib.sha256(code).hexdigest()[:_DIGITS]}"
+    if not (folder / PROOF).exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as scratch:
+            made = Path(scratch) / "model"
+            grow(target, SHAPES[name], made)
+            (made / PROOF).write_text(json.dumps(prove(target, made), indent=2))
+            for earlier in folder.parent.glob(f"{name}-{'?' * _DIGITS}"):
+                shutil.rmtree(earlier)
+            made.rename(folder)
+    return folder
+
+
+def proof_of(folder: Path) -> dict[str, Any]:
+    """What the proof of a folder of `grown_target` has found."""
+    found: dict[str, Any] = json.loads((folder / PROOF).read_text())
+    return found
+
+
+def grow(source: Path, shape: Shape, destination: Path) -> None:
+    """Write the Llama of the folder `source`, grown to `shape`, as a folder of Hugging Face format.
+
+    The residual stream gets channels that stay zero, and as many copies of the old ones as leave a
+    power of four of the ratio of widths: RMSNorm over the wider stream is the old one times the
+    root of that power, which the norm's weights take back without rounding.
+
+    Raises:
+        ValueError: if the model does not fit into `shape`.
+    """
+    destination.mkdir(parents=True)
+    config = json.loads((source / "config.json").read_text())
+    growth = _Growth(config, shape)
+    index: dict[str, str] = {}
+    with safe_open(source / "model.safetensors", "pt") as weights:
+        for number, part in enumerate(growth.parts(weights)):
+            name = f"model-{number:03}.safetensors"
+            save_file(part, destination / name, metadata={"format": "pt"})
+            index |= dict.fromkeys(part, name)
+    written = {"metadata": {}, "weight_map": index}
+    (destination / "model.safetensors.index.json").write_text(json.dumps(written, indent=2))
+    (destination / "config.json").write_text(json.dumps(growth.config(), indent=2))
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (source / name).exists():
+            shutil.copy(source / name, destination / name)
+
+
+class _Growth:
+    def __init__(self, config: Mapping[str, Any], shape: Shape) -> None:
+        self._config, self._shape = config, shape
+        self._old = old = Shape(
+            config["hidden_size"],
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            config["num_attention_heads"],
+            config["num_key_value_heads"],
+            config["head_dim"],
+        )
+        ratio, rest = divmod(shape.hidden, old.hidden)
+        groups = old.heads // old.kv_heads, shape.heads // shape.kv_heads
+        smaller = [
+            field.name
+            for field in dataclasses.fields(Shape)
+            if getattr(shape, field.name) < getattr(old, field.name)
+        ]
+        if rest or smaller or shape.head_dim != old.head_dim or groups[1] < groups[0]:
+            raise ValueError(
+                f"{old} cannot become {shape}: hidden must be a multiple, head_dim the same, "
+                "queries per key no fewer, and nothing smaller"
+            )
+        self._copies = next(n for n in range(1, ratio + 1) if _is_power_of_four(ratio, n))
+        self._norm = math.isqrt(ratio // self._copies)
+        self._noise = torch.Generator().manual_seed(0)
+        heads = torch.arange(old.heads)
+        self._queries = self._channels(heads // groups[0] * groups[1] + heads % groups[0])
+        self._keys = self._channels(torch.arange(old.kv_heads))
+
+    def config(self) -> dict[str, Any]:
+        shape = self._shape
+        return {
+            **self._config,
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "rms_norm_eps": self._config["rms_norm_eps"] / self._norm**2,
+            # The head reads one of the copies in the stream, the embedding writes all of them.
+            "tie_word_embeddings": False,
+        }
+
+    def parts(self, weights: Any) -> Iterator[dict[str, torch.Tensor]]:
+        """Everything outside the layers, then a layer at a time."""
+        embedding = weights.get_tensor("model.embed_tokens.weight")
+        rows = torch.arange(embedding.shape[0])
+        yield {
+            "model.embed_tokens.weight": self._writing(embedding.T, rows, len(rows)).T.contiguous(),
+            "model.norm.weight": self._norm_weight(weights.get_tensor("model.norm.weight")),
+            "lm_head.weight": self._reading(embedding, rows, len(rows)),
+        }
+        for layer in range(self._shape.layers):
+            prefix = f"model.layers.{layer}."
+            # A layer behind the old ones reads the stream and adds zero to it.
+            source = prefix if layer < self._old.layers else "model.layers.0."
+            grown = self._layer(
+                {name: weights.get_tensor(f"{source}{name}.weight") for name in _LAYER}
+            )
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                if layer >= self._old.layers:
+                    grown[name].zero_()
+            yield {f"{prefix}{name}.weight": weight for name, weight in grown.items()}
+
+    def _layer(self, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        shape = self._shape
+        inner = torch.arange(self._old.intermediate)
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        reading = {
+            "self_attn.q_proj": (self._queries, queries),
+            "self_attn.k_proj": (self._keys, keys),
+            "self_attn.v_proj": (self._keys, keys),
+            "mlp.gate_proj": (inner, shape.intermediate),
+            "mlp.up_proj": (inner, shape.intermediate),
+        }
+        writing = {
+            "self_attn.o_proj": (self._queries, queries),
+            "mlp.down_proj": (inner, shape.intermediate),
+        }
+        return {
+            **{name: self._reading(old[name], *size) for name, size in reading.items()},
+            **{name: self._writing(old[name], *size) for name, size in writing.items()},
+            **{name: self._norm_weight(old[name]) for name in _NORMS},
+        }
+
+    def _reading(self, old: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """Of a projection from the stream: [count, hidden], with `old` in the given rows.
+
+        What cannot reach the logits is noise, as chips spend less on zeros.
+        """
+        grown = torch.empty(count, self._shape.hidden, dtype=old.dtype)
+        grown.normal_(std=_NOISE, generator=self._noise)
+        grown[rows, : self._old.hidden * self._copies] = 0
+        grown[rows, : self._old.hidden] = old
+        return grown
+
+    def _writing(self, old: torch.Tensor, columns: torch.Tensor, count: int) -> torch.Tensor:
+        """Of a projection to the stream: [hidden, count], with `old` in the given columns."""
+        grown = torch.zeros(self._shape.hidden, count, dtype=old.dtype)
+        grown[: self._old.hidden * self._copies, columns] = old.repeat(self._copies, 1)
+        return grown
+
+    def _norm_weight(self, old: torch.Tensor) -> torch.Tensor:
+        grown = torch.ones(self._shape.hidden, dtype=old.dtype)
+        grown[: self._old.hidden * self._copies] = old.repeat(self._copies) / self._norm
+        return grown
+
+    def _channels(self, heads: torch.Tensor) -> torch.Tensor:
+        size = self._shape.head_dim
+        return (heads[:, None] * size + torch.arange(size)).flatten()
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LAYER = (
+    *_NORMS,
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+
+def _is_power_of_four(ratio: int, copies: int) -> bool:
+    quotient, rest = divmod(ratio, copies)
+    return not rest and math.isqrt(quotient) ** 2 == quotient and quotient.bit_count() == 1
+
+
+@torch.no_grad()
+def prove(source: Path, grown: Path, *, seed: int = 0) -> dict[str, Any]:
+    """Compare the logits and the greedy text of the two models; what was found.
+
+    Raises:
+        RuntimeError: if the logits differ by more than rounding, or the greedy text does.
+    """
+    small = _model(source, torch.float32)
+    vocabulary = small.config.vocab_size
+    tokens = torch.randint(
+        vocabulary, (2, _PROOF_TOKENS), generator=torch.Generator().manual_seed(seed)
+    )
+    wanted = small(input_ids=tokens, use_cache=False).logits
+    text = _greedy(small, tokens[:1])
+    with torch.device("meta"):
+        count = sum(p.numel() for p in _empty_model(grown).parameters())
+    dtype = torch.float32 if count <= _FP32_LIMIT else torch.bfloat16
+    large = _model(grown, dtype)
+    found = large(input_ids=tokens, use_cache=False).logits.float()
+    difference = float((found - wanted).abs().max() / wanted.abs().max())
+    same = torch.equal(_greedy(large, tokens[:1]), text) if dtype == torch.float32 else None
+    if not difference <= _ROUNDING[dtype] or same is False:
+        raise RuntimeError(
+            f"the grown target in {grown} computes another function: its logits differ by "
+            f"{difference:.2e} of the largest, and its greedy text is "
+            f"{'the same' if same else 'another'}"
+        )
+    return {
+        "parameters": count,
+        "arithmetic": str(dtype).removeprefix("torch."),
+        "largest_logit_difference": difference,
+        "same_greedy_tokens": text.shape[1] if same else 0,
+    }
+
+
+def _greedy(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    from dyntree_plugin.pair.train import continue_rows
+
+    zero = torch.zeros(len(tokens), 1)
+    length = tokens.shape[1] + _PROOF_TOKENS
+    return continue_rows(model, tokens, length, zero, torch.Generator())[:, tokens.shape[1] :]
+
+
+def _model(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+    from transformers import LlamaForCausalLM
+
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model
+
+
+def _empty_model(folder: Path) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "dyntree" / "shapes"

@@ -1,0 +1,73 @@
+"""`dyntree bench serve` as a user runs it, with the embedded pair."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dyntree_plugin.bench.serve.results import Result, read
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder with the command's files, and what it has printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    command = [
+        *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--dtype", "float32"),
+        *("--requests", "2", "--max-tokens", "24", "--batch", "1", "--batch", "2"),
+        *("--chain", "2", "--tree", '{"node_budget": 8}', "--rounds", "2"),
+        *("--json", str(folder / "result.json"), "--plots", str(folder / "plots")),
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:]
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="module")
+def result(measured: tuple[Path, str]) -> Result:
+    return read(measured[0] / "result.json")
+
+
+def test_every_engine_is_measured_in_every_round_and_gives_the_same_text(result: Result) -> None:
+    names = ["no speculation", "chain of 2", "static tree of 8", "dynamic tree of 8"]
+    assert [engine.name for engine in result.engines] == names
+    for cell in result.cells():
+        for series in result.of(cell).values():
+            assert [run.round for run in series.runs] == [0, 1]
+            assert all(run.output_tokens == 48 for run in series.runs)
+            assert (series.differing_tokens, series.compared_tokens) == (0, 48)
+
+
+def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> None:
+    for cell in result.cells():
+        plain, chain, static, tree = result.of(cell).values()
+        for run in plain.runs:
+            assert run.speculation.drafts == 0
+            assert run.steps == 2 * 23 / cell.batch
+            assert 0 < run.stages_ms["target"] < run.step_ms
+        for series, most in ((chain, 2), (static, 8), (tree, 8)):
+            for run in series.runs:
+                drafts = run.speculation
+                assert drafts.accepted_tokens + drafts.drafts >= 2 * 23
+                assert 0 < drafts.accepted_tokens < drafts.draft_tokens <= most * drafts.drafts
+                assert run.steps < plain.runs[0].steps
+                spent = run.stages_ms
+                assert spent["target"] > 0
+                assert spent["draft"] > 0
+                assert sum(spent.values()) < run.step_ms
+
+
+def test_the_tables_and_pictures_are_there(measured: tuple[Path, str]) -> None:
+    folder, printed = measured
+    assert printed.count("dynamic tree of 8") >= 2 + 4  # in a table per cell, and of each run
+    assert "× best chain" in printed
+    assert len(list((folder / "plots").glob("*.png"))) == 3

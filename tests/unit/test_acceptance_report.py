@@ -1,0 +1,194 @@
+"""The command of the acceptance laboratory, from options to tables, pictures and files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from acceptance_models import VOCABULARY, in_rows, plain
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dyntree_plugin.bench.acceptance import command, report
+from dyntree_plugin.bench.acceptance.paper import REPORTED
+from dyntree_plugin.bench.acceptance.plots import draw
+
+REPOSITORY = Path(__file__).parents[2]
+PROMPTS = 6
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Target, draft and a file of prompts, as a user has them."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("acceptance")
+    for name, noise in (("target", 0.0), ("draft", 0.2)):
+        plain(noise).save_pretrained(root / name)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(root / "target")
+    lines = [json.dumps({"prompt": f"w{i} w{2 * i} w7"}) for i in range(1, PROMPTS + 1)]
+    (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return {name: root / name for name in ("target", "draft", "prompts.jsonl", "result.json")}
+
+
+def invoke(folders: dict[str, Path], *more: str) -> Any:
+    named = ["--target", str(folders["target"]), "--draft", str(folders["draft"])]
+    prompts = ["--prompt-file", str(folders["prompts.jsonl"]), "--prompts", "4"]
+    small = ["--calibration", "2", "--budgets", "8,32", "--tokens", "12", "--max-depth", "6"]
+    return CliRunner().invoke(command.app, [*named, *prompts, *small, *more])
+
+
+@pytest.fixture(scope="module")
+def result(folders: dict[str, Path]) -> dict[str, Any]:
+    done = invoke(
+        folders, "--temperatures", "0,0.8", "--thresholds", "0.1", "--output",
+        str(folders["result.json"]), "--plots", str(folders["target"] / "plots"),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "over Sequoia" in done.output
+    loaded: dict[str, Any] = json.loads(folders["result.json"].read_text())
+    return loaded
+
+
+def printed(renderable: Any) -> str:
+    console = Console(file=io.StringIO(), width=160, color_system="standard", force_terminal=True)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def test_every_method_is_measured_wherever_it_differs(result: dict[str, Any]) -> None:
+    cells = {(c["method"], c["temperature"], c["budget"]) for c in result["cells"]}
+    assert len(cells) == len(result["cells"]) == 2 * (8 + 9)
+    assert {method for method, t, _ in cells if t > 0} == set(command.METHODS)
+    assert ("coupled", 0.0, 8) not in cells
+    for cell in result["cells"]:
+        assert 1 <= cell["tokens_per_step"] <= 7
+        assert cell["nodes_per_step"] <= cell["budget"]
+        assert cell["draft_forwards_per_step"] <= 6
+    assert {c["label"] for c in result["threshold_sweep"]} == {
+        "DySpec threshold 0.1",
+        "dynamic threshold",
+    }
+
+
+def test_a_result_says_where_it_comes_from(result: dict[str, Any]) -> None:
+    assert result["provenance"]["commit"]
+    assert result["settings"]["prompts"] == 4
+    assert result["settings"]["max_depth"] == 6
+    assert {lesson["temperature"] for lesson in result["learned"]} == {0.0, 0.8}
+    assert all(lesson["sequoia_acceptance"] for lesson in result["learned"])
+    assert result["step_times"]["target"]["1"] > 0
+
+
+def test_the_markdown_table_holds_every_figure_and_the_ratios(result: dict[str, Any]) -> None:
+    table, caption = report.markdown_table(result).split("\n\n")
+    assert "4 prompts × 12 tokens" in caption
+    lines = table.splitlines()
+    head, rule, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    assert len(head) == len(rule) == 1 + 4
+    assert all(len(row) == len(head) for row in rows)
+    by_label = {row[0]: row[1:] for row in rows}
+    for place, column in enumerate(report.places(result)):
+        best = report.best_of_ours(result, *column)
+        sequoia = report.find(result["cells"], "sequoia", *column)
+        assert best is not None
+        assert sequoia is not None
+        assert by_label["Sequoia"][place] == f"{sequoia['tokens_per_step']:.2f}"
+        ratio = best["tokens_per_step"] / sequoia["tokens_per_step"]
+        assert by_label["our best / Sequoia"][place] == f"{ratio:.2f}×"
+    assert by_label["coupled"][:2] == ["–", "–"]
+
+
+def test_cells_that_fall_short_are_red(result: dict[str, Any]) -> None:
+    changed = json.loads(json.dumps(result))
+    for cell in changed["cells"]:
+        if cell["ours"]:
+            cell["tokens_per_step"] = 100.0
+    red = "\x1b[1;31m"
+    assert red not in printed(report.ratio_table(changed))
+    for cell in changed["cells"]:
+        if cell["method"] == "sequoia" and cell["budget"] == 8 and cell["temperature"] > 0:
+            cell["tokens_per_step"] = 100.0 / 1.2
+    assert printed(report.ratio_table(changed)).count(red) == 1
+
+
+def test_a_dear_or_half_empty_dynamic_threshold_is_red(result: dict[str, Any]) -> None:
+    changed = json.loads(json.dumps(result))
+    sweep = changed["threshold_sweep"]
+    for cell in sweep:
+        cell |= {"nodes_per_step": 0.97 * cell["budget"], "draft_forwards_per_step": 4.0}
+    assert "\x1b[1;31m" not in printed(report.threshold_table(changed))
+    next(c for c in sweep if c["method"] == "dynamic_threshold")["draft_forwards_per_step"] = 6.1
+    assert "\x1b[1;31m" in printed(report.threshold_table(changed))
+
+
+def test_the_papers_own_losing_case_is_shown(result: dict[str, Any]) -> None:
+    ratios = {(told.table, told.temperature): told.over_sequoia for told in REPORTED}
+    assert ratios[4, 0.6] < 1 < ratios[4, 0.0]
+    shown = printed(report.paper_table(result))
+    assert f"{ratios[4, 0.6]:.2f}×" in shown
+    assert shown.count("measured here") == 4
+
+
+def test_pictures_are_drawn(result: dict[str, Any], tmp_path: Path) -> None:
+    written = draw(result, tmp_path / "new")
+    assert len(written) == 4
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--methods", "chain,oak"], "--methods oak"),
+        (["--budgets", "0"], "--budgets 0"),
+        (["--budgets", "many"], "--budgets many"),
+        (["--temperatures", "-1"], "--temperatures -1"),
+        (["--prompts", "60"], "--prompts and --calibration"),
+        (["--step-times", "missing.json"], "--step-times missing.json"),
+    ],
+)
+def test_mistakes_are_refused_by_name_before_a_model_is_loaded(
+    folders: dict[str, Path],
+    arguments: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "load", lambda *_: pytest.fail("a model was loaded"))
+    done = invoke(folders, *arguments)
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+def test_one_model_alone_is_refused() -> None:
+    done = CliRunner().invoke(command.app, ["--target", "somewhere"])
+    assert done.exit_code == 2
+    assert "give both or neither" in done.stderr
+
+
+def test_models_of_different_vocabularies_are_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = in_rows()
+    config = type(model.config)(**(model.config.to_dict() | {"vocab_size": VOCABULARY + 1}))
+    type(plain())(config).save_pretrained(tmp_path)
+    done = invoke(folders | {"draft": tmp_path})
+    assert done.exit_code == 2
+    assert f"{VOCABULARY + 1}" in done.stderr
+
+
+def test_the_readme_shows_the_published_result() -> None:
+    published = sorted((REPOSITORY / "benchmarks" / "results").glob("acceptance-*.json"))
+    if not published:
+        pytest.skip("no result is published in benchmarks/results")
+    readme = (REPOSITORY / "README.md").read_text()
+    for path in published:
+        assert report.markdown_table(json.loads(path.read_text())) in readme, path.name

@@ -1,0 +1,207 @@
+"""Simulated decoding: what is counted, and what is measured before."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+import pytest
+import torch
+from acceptance_models import CPU, in_rows, some_prompts
+
+from dyntree_plugin.bench.acceptance import drafting
+from dyntree_plugin.bench.acceptance.calibrate import learn_values, positional_acceptance
+from dyntree_plugin.bench.acceptance.drafting import Grown, Requests, grow
+from dyntree_plugin.bench.acceptance.methods import METHODS, Setting, scaled_expansion
+from dyntree_plugin.bench.acceptance.models import Decoder
+from dyntree_plugin.bench.acceptance.noise import perturb_on
+from dyntree_plugin.bench.acceptance.simulate import Counts, simulate
+from dyntree_plugin.bench.acceptance.step_times import StepTimes
+from dyntree_plugin.bench.acceptance.texts import write
+from dyntree_plugin.bench.acceptance.verifying import Replay, Walk
+from dyntree_plugin.drafters.children import ChildPicker
+from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.growth.topk import TopKGrowth
+from dyntree_plugin.tree.value import AcceptanceEstimate
+from dyntree_plugin.tree.verify.match import Accepted
+from dyntree_plugin.tree.verify.rules import DRAWN_RULES
+
+TOKENS = 20
+DEPTH = 6
+
+
+def counts_of(method: str, temperature: float, noise: float, budget: int = 16) -> Counts:
+    """A cell with a draft that is the target with ``noise`` in its weights."""
+    prompts = some_prompts(5, 3, 8, 4)
+    setting = Setting(budget, temperature, DEPTH, (0.6, 0.2, 0.1))
+    plan = METHODS[method].plan(setting)
+    pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
+    text = write(in_rows(), prompts, temperature, TOKENS + DEPTH + 1)
+    verifier = (
+        Replay(text)
+        if plan.rule == "match"
+        else Walk(in_rows(), prompts, DRAWN_RULES[plan.rule], temperature, 60)
+    )
+    return simulate(plan, pick, in_rows(noise), prompts, verifier, temperature, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("chain", 0.0), ("chain", 1.0), ("sequoia", 0.7)]
+)
+def test_a_draft_that_is_the_target_is_accepted_down_to_the_last_node(
+    method: str, temperature: float
+) -> None:
+    counts = counts_of(method, temperature, noise=0.0)
+    reached = counts.lengths.nonzero().max()
+    assert counts.lengths[reached] == counts.steps, "every step goes equally deep"
+    assert counts.tokens == counts.steps * (int(reached) + 1)
+    assert counts.lengths[-1] == counts.steps or method == "sequoia"
+    far = counts_of(method, temperature, noise=3.0)
+    assert far.tokens / far.steps < 0.7 * counts.tokens / counts.steps
+
+
+def test_coupling_finds_the_draw_that_a_draft_alone_cannot_foretell() -> None:
+    coupled, alone = (counts_of(method, 1.0, noise=0.1) for method in ("coupled", "topk"))
+    assert coupled.tokens / coupled.steps > 1.3 * alone.tokens / alone.steps
+
+
+def test_what_is_counted_adds_up() -> None:
+    counts = counts_of("calibrated", 1.0, noise=0.2)
+    depths = torch.arange(DEPTH + 1)
+    assert counts.tokens == int((counts.lengths * (depths + 1)).sum())
+    assert counts.steps == int(counts.lengths.sum())
+    assert counts.nodes == int(counts.nodes_at.sum()) == int(counts.paths[:, 0].sum())
+    accepted = int((counts.lengths * depths).sum())
+    assert int(counts.edges[:, 2].sum()) == int(counts.paths[:, 2].sum()) == accepted
+    judged = int(counts.edges[:, 0].sum())
+    assert accepted < judged < counts.nodes
+    assert counts.steps <= counts.forwards <= DEPTH * counts.steps
+    assert counts.tokens >= 4 * (TOKENS - 1)
+    both = counts_of("calibrated", 1.0, noise=0.2)
+    both += counts
+    assert both.tokens == 2 * counts.tokens
+    assert torch.equal(both.edges, 2 * counts.edges)
+
+
+@pytest.mark.parametrize(
+    ("growth", "lean", "full"),
+    [("topk", "_ThriftyTopK", TopKGrowth), ("dyspec", None, None), ("threshold", None, None)],
+)
+@pytest.mark.parametrize("max_depth", [3, DEPTH])
+def test_rows_that_are_left_out_leave_the_tree_as_it_is(
+    growth: str,
+    lean: str | None,
+    full: type | None,
+    max_depth: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At temperature 0, where no noise depends on the order in which nodes are expanded."""
+    prompts = some_prompts(5, 3, 8, 4)
+    options = {"growth": growth, "rule": "match", "max_depth": max_depth, "width": 16}
+    plan = DynTreeOptions.parse(options | {"children": 6, "calibration": "off"}).resolve(64)
+    pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
+
+    def grown() -> Grown:
+        decoder = Decoder(in_rows(), len(prompts), 12)
+        logits = decoder.append(prompts.tokens, prompts.lengths)
+        with torch.inference_mode():
+            return grow(plan, pick, decoder, logits / 3, Requests(prompts.seeds, 0.0))
+
+    monkeypatch.setattr(drafting, "_SLOT_WIDTH", 5)
+    thrifty = grown()
+    if lean is None:
+        monkeypatch.setattr(drafting, "_thrifty", lambda plan: plan.growing)
+    else:
+        monkeypatch.setattr(drafting, lean, full)
+    ordinary = grown()
+    assert int(thrifty.expanded.sum()) <= int(ordinary.expanded.sum())
+    assert int(ordinary.tree.depths.max()) == min(max_depth, int(thrifty.tree.depths.max()))
+    assert nodes_of(thrifty) == nodes_of(ordinary)
+
+
+def nodes_of(grown: Grown) -> list[set[tuple[int, ...]]]:
+    """Every tree as the paths of its nodes."""
+    found = []
+    for row in range(len(grown.tree.counts)):
+        paths: list[tuple[int, ...]] = []
+        for node in range(int(grown.tree.counts[row])):
+            parent = int(grown.tree.parents[row, node])
+            above = paths[parent] if parent >= 0 else ()
+            paths.append((*above, int(grown.tree.tokens[row, node])))
+        found.append(set(paths))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_positional_acceptance_is_sure_of_a_perfect_draft_and_measures_another(
+    temperature: float,
+) -> None:
+    prompts = some_prompts(5, 3, 8, 4)
+    text = write(in_rows(), prompts, temperature, 30)
+    perfect = positional_acceptance(in_rows(), in_rows(), prompts, text, temperature)
+    assert perfect[0] == pytest.approx(1.0, abs=1e-4)
+    assert sum(perfect[1:]) < 1e-3
+    other = positional_acceptance(in_rows(), in_rows(0.4), prompts, text, temperature)
+    assert other[0] < 0.95
+    assert 0 < sum(other) <= 1 + 1e-6
+    assert list(other) == sorted(other, reverse=True)
+    assert min(other) > 0
+
+
+def test_positional_acceptance_foretells_how_often_the_first_child_is_accepted() -> None:
+    prompts = some_prompts(*[4] * 24)
+    text = write(in_rows(), prompts, 0.8, 60)
+    foretold = positional_acceptance(in_rows(), in_rows(0.3), prompts, text, 0.8)[0]
+    plan = METHODS["chain"].plan(Setting(1, 0.8, 1, ()))
+    pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
+    walk = Walk(in_rows(), prompts, DRAWN_RULES["without_replacement"], 0.8, 80)
+    counts = simulate(plan, pick, in_rows(0.3), prompts, walk, 0.8, 60)
+    assert int(counts.lengths[1]) / counts.steps == pytest.approx(foretold, abs=0.06)
+    assert 0.2 < foretold < 0.9
+
+
+def test_values_are_learned_from_what_was_accepted() -> None:
+    prompts, setting = some_prompts(5, 3, 8, 4), Setting(16, 1.0, DEPTH, ())
+    text = write(in_rows(), prompts, 1.0, TOKENS + DEPTH + 1)
+    sure, unsure = (
+        learn_values(in_rows(noise), prompts, text, setting, rounds=1) for noise in (0.0, 3.0)
+    )
+    even = torch.zeros(1, 1, 2)
+    kind = torch.tensor([5])
+    untaught = AcceptanceEstimate("cpu")
+    assert float(unsure.log_chance(even, kind)) < float(untaught.log_chance(even, kind))
+    assert float(sure.log_chance(even, kind)) > float(unsure.log_chance(even, kind))
+
+
+def test_a_step_behind_the_text_accepts_nothing() -> None:
+    prompts = some_prompts(5, 3)
+    plan = METHODS["chain"].plan(Setting(4, 0.0, 4, ()))
+    pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
+    decoder = Decoder(in_rows(), 2, 10)
+    with torch.inference_mode():
+        logits = decoder.append(prompts.tokens, prompts.lengths)
+        grown = grow(plan, pick, decoder, logits, Requests(prompts.seeds, 0.0))
+    text = grown.tree.tokens[:, :2]
+    accepted: Accepted = Replay(torch.cat([text[:, :1], text], 1)).verify(grown)
+    assert accepted.lengths.tolist() == [2, 2]
+
+
+def test_scaled_expansions_use_their_budget() -> None:
+    for budget in range(1, 1025):
+        sizes = scaled_expansion(budget, 24)
+        nodes = sum(accumulate(sizes, mul))
+        assert nodes <= budget
+        assert len(sizes) <= 8
+        assert nodes >= 0.6 * budget or budget < 14
+    assert scaled_expansion(16, 24) == (1, 1, 2, 1, 1, 1, 1, 1)
+    assert len(scaled_expansion(64, 5)) == 5
+
+
+def test_modelled_speedup_divides_the_tokens_by_the_time_of_their_step() -> None:
+    times = StepTimes({1: 10.0, 17: 12.0, 33: 20.0}, {1: 1.0, 5: 2.0}, "given")
+    assert times.speedup(tokens=4, nodes=16, forwards=3, expanded=9) == pytest.approx(
+        4 * 10 / (12 + 3 * 1.5)
+    )
+    assert times.speedup(tokens=1, nodes=0, forwards=1, expanded=1) == pytest.approx(10 / 11)
+    beyond = times.speedup(tokens=4, nodes=64, forwards=1, expanded=1)
+    assert beyond == pytest.approx(4 * 10 / (20 + 32 * 0.5 + 1))

@@ -1,0 +1,210 @@
+"""What the laboratory accepts without running the target over trees, against running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
+
+from dyntree_plugin.bench.acceptance.drafting import Grown, Requests, grow
+from dyntree_plugin.bench.acceptance.models import Decoder
+from dyntree_plugin.bench.acceptance.noise import perturb_on
+from dyntree_plugin.bench.acceptance.texts import Prompts, write
+from dyntree_plugin.bench.acceptance.verifying import Replay, Verifier, Walk
+from dyntree_plugin.drafters.children import ChildPicker
+from dyntree_plugin.drafters.noise import ACCEPT, BONUS, stream, uniform
+from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.token_tree import Draws
+from dyntree_plugin.tree.value import AcceptanceEstimate
+from dyntree_plugin.tree.verify.match import Accepted, match
+from dyntree_plugin.tree.verify.rules import DRAWN_RULES
+
+PROMPTS = (6, 3, 9, 5, 4, 7, 5, 8)
+DEPTH = 5
+PERTURB = perturb_on(CPU)
+
+Context = list[list[int]]
+
+
+def a_plan(**options: Any) -> TreePlan:
+    shape = {"max_depth": DEPTH, "width": 4, "children": 3, "calibration": "off"}
+    return DynTreeOptions.parse(shape | options).resolve(12)
+
+
+def grown_behind(plan: TreePlan, context: Context, prompts: Prompts, temperature: float) -> Grown:
+    read = Prompts.of(context, 0, CPU)
+    decoder = Decoder(in_rows(0.2), len(context), read.longest + 1)
+    logits = decoder.append(read.tokens, read.lengths)
+    pick = ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu"))
+    with torch.inference_mode():
+        return grow(plan, pick, decoder, logits, Requests(prompts.seeds, temperature))
+
+
+def dense_logits(grown: Grown, context: Context) -> torch.Tensor:
+    """The target's logits [R, N + 1, V] behind the root and every node, by one forward for each
+    request over context and tree under a dense mask."""
+    tree = grown.tree
+    nodes = tree.tokens.shape[1]
+    rows = []
+    for row, words in enumerate(context):
+        size = len(words)
+        mask = torch.zeros(size + nodes, size + nodes, dtype=torch.bool)
+        mask[:size, :size] = torch.ones(size, size, dtype=torch.bool).tril()
+        mask[size:, :size] = True
+        for node in range(nodes):
+            above = node
+            while above >= 0:
+                mask[size + node, size + above] = True
+                above = int(tree.parents[row, above])
+        bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        positions = torch.cat([torch.arange(size), size - 1 + tree.depths[row]])
+        with torch.inference_mode():
+            logits = plain()(
+                input_ids=torch.tensor([words + tree.tokens[row].tolist()]),
+                position_ids=positions[None],
+                attention_mask=bias[None, None],
+                use_cache=False,
+            ).logits[0]
+        rows.append(logits[size - 1 :])
+    return torch.stack(rows)
+
+
+def match_on(grown: Grown, context: Context, seeds: torch.Tensor, temperature: float) -> Accepted:
+    """The rule ``match`` with the target's draw at every node."""
+    tree = grown.tree
+    logits = dense_logits(grown, context)
+    sizes = torch.tensor([len(words) for words in context])
+    depths = torch.nn.functional.pad(tree.depths, (1, 0))
+    positions = (sizes[:, None] - 1 + depths).flatten()
+    everywhere = seeds[:, None].expand(-1, depths.shape[1]).flatten()
+    warm = torch.full((len(everywhere),), temperature)
+    sampled = PERTURB(logits.flatten(0, 1), warm, everywhere, positions).argmax(1)
+    return match(
+        tree.tokens,
+        tree.parents,
+        tree.depths,
+        tree.ancestors(),
+        torch.arange(tree.tokens.shape[1]) < tree.counts[:, None],
+        sampled.view_as(depths),
+        DEPTH,
+    )
+
+
+def walk_on(
+    plan: TreePlan, grown: Grown, context: Context, seeds: torch.Tensor, temperature: float
+) -> Accepted:
+    """A sampled rule on the target's distributions at every node, all draws at hand."""
+    tree, requests = grown.tree, torch.arange(len(context))
+    assert tree.draws is not None
+    assert grown.laws is not None
+    draws = Draws(tree.draws.nodes, tree.draws.columns, grown.laws.log_probs[grown.laws.rows])
+    law = (dense_logits(grown, context) / temperature).softmax(2)
+    roots = torch.tensor([len(words) - 1 for words in context])
+
+    def noise(purpose: int, positions: torch.Tensor, width: int) -> torch.Tensor:
+        zeros = torch.zeros(len(requests), width)
+        return PERTURB(zeros, torch.ones(len(requests)), stream(seeds, purpose), positions)
+
+    width = draws.nodes.shape[2]
+    uniforms = [uniform(noise(ACCEPT, roots + level, width)) for level in range(DEPTH)]
+    walk = DRAWN_RULES[plan.rule].walk(
+        tree.tokens,
+        draws,
+        tree.counts,
+        lambda at: law[requests, at + 1],
+        torch.stack(uniforms, 1),
+    )
+    return walk.emit(tree.tokens, noise(BONUS, roots + walk.lengths, VOCABULARY))
+
+
+def emitted(accepted: Accepted) -> list[list[int]]:
+    pairs = zip(accepted.tokens, accepted.lengths, strict=True)
+    return [tokens[: int(length) + 1].tolist() for tokens, length in pairs]
+
+
+def lazily_and_densely(
+    plan: TreePlan, verifier: Verifier, prompts: Prompts, temperature: float
+) -> list[tuple[Accepted, Accepted]]:
+    """Three steps of decoding; both verifications of each."""
+    context = [row[:n].tolist() for row, n in zip(prompts.tokens, prompts.lengths, strict=True)]
+    fresh = [[token] for token in verifier.first().tolist()]
+    steps = []
+    for _ in range(3):
+        context = [words + more for words, more in zip(context, fresh, strict=True)]
+        grown = grown_behind(plan, context, prompts, temperature)
+        if plan.rule == "match":
+            densely = match_on(grown, context, prompts.seeds, temperature)
+        else:
+            densely = walk_on(plan, grown, context, prompts.seeds, temperature)
+        steps.append((verifier.verify(grown), densely))
+        fresh = emitted(steps[-1][0])
+    return steps
+
+
+def assert_same(steps: list[tuple[Accepted, Accepted]]) -> None:
+    accepted = 0
+    for lazily, densely in steps:
+        assert lazily.lengths.tolist() == densely.lengths.tolist()
+        assert emitted(lazily) == emitted(densely)
+        depth = lazily.path.shape[1]
+        assert lazily.path.tolist() == densely.path[:, :depth].tolist()
+        accepted += int(lazily.lengths.sum())
+    assert accepted > len(PROMPTS), "trees of which next to nothing is accepted prove nothing"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "options"),
+    [
+        (0.0, {}),
+        (0.0, {"growth": "dyspec", "rule": "match"}),
+        (1.0, {}),
+        (0.7, {"coupling": "off"}),
+        (0.7, {"calibration": "on"}),
+    ],
+)
+def test_replaying_a_text_accepts_what_verifying_the_tree_does(
+    temperature: float, options: dict[str, Any]
+) -> None:
+    prompts = some_prompts(*PROMPTS)
+    text = write(in_rows(), prompts, temperature, 3 * (DEPTH + 1) + 1)
+    steps = lazily_and_densely(a_plan(**options), Replay(text), prompts, temperature)
+    assert_same(steps)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"growth": "dyspec"},
+        {"growth": "dynamic_threshold"},
+        {"growth": "sequoia", "acceptance": [0.6, 0.2, 0.1]},
+        {"growth": "chain", "sampling": "without_replacement"},
+        {"growth": "expansion", "expansion": [2, 2, 1], "max_depth": 3},
+    ],
+    ids=lambda options: str(options["growth"]),
+)
+def test_walking_lazily_accepts_what_walking_a_verified_tree_does(options: dict[str, Any]) -> None:
+    prompts, plan = some_prompts(*PROMPTS), a_plan(**options)
+    assert plan.rule != "match"
+    walk = Walk(in_rows(), prompts, DRAWN_RULES[plan.rule], 0.8, 60)
+    assert_same(lazily_and_densely(plan, walk, prompts, 0.8))
+
+
+def test_the_comparisons_notice_another_target() -> None:
+    prompts, plan = some_prompts(*PROMPTS), a_plan(growth="dyspec")
+    walk = Walk(in_rows(0.4), prompts, DRAWN_RULES[plan.rule], 0.8, 60)
+    with pytest.raises(AssertionError):
+        assert_same(lazily_and_densely(plan, walk, prompts, 0.8))
+    text = write(in_rows(0.4), prompts, 0.8, 3 * (DEPTH + 1) + 1)
+    with pytest.raises(AssertionError):
+        assert_same(lazily_and_densely(a_plan(), Replay(text), prompts, 0.8))
+
+
+def test_a_sampled_rule_refuses_trees_without_draws() -> None:
+    prompts = some_prompts(4, 4)
+    walk = Walk(in_rows(), prompts, DRAWN_RULES["without_replacement"], 1.0, 20)
+    context = [[*row.tolist(), 1] for row in prompts.tokens]
+    with pytest.raises(ValueError, match="drawn children"):
+        walk.verify(grown_behind(a_plan(), context, prompts, 1.0))

@@ -1,0 +1,425 @@
+"""`dyntree bench serve`: what is measured, in which order, and what follows from it."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from dyntree_plugin import pair
+from dyntree_plugin.bench.serve import command, counts, plan, prompts, server
+from dyntree_plugin.bench.serve.measure import differing, measure
+from dyntree_plugin.bench.serve.plan import Load, Models
+from dyntree_plugin.bench.serve.pool import Pool
+from dyntree_plugin.bench.serve.results import Cell, Engine, Run, Speculation, latencies_ms
+from dyntree_plugin.bench.serve.session import Contest, Settings
+
+CELL = Cell(prompts="code", temperature=0.0, batch=2)
+
+
+def engine(name: str) -> Engine:
+    return Engine(name=name, kind="chain", budget=2, arguments={})
+
+
+class FakeServer:
+    def __init__(self, answer: list[int], log: list[str], name: str = "") -> None:
+        self.answer, self.log, self.name = answer, log, name
+
+    def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
+        self.log.append(f"{self.name} {load.max_tokens}")
+        run = Run(round=0, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0)
+        return run, [self.answer for _ in load.prompts]
+
+
+def opener(answers: Mapping[str, list[int]], log: list[str]) -> Any:
+    @contextmanager
+    def opened(engine: Engine, warm_up: list[Load]) -> Iterator[FakeServer]:
+        yield FakeServer(answers[engine.name], log, engine.name)
+
+    return opened
+
+
+def test_rounds_are_interleaved_and_every_other_goes_backwards() -> None:
+    log: list[str] = []
+    names = ["plain", "chain", "tree"]
+    loads = {CELL: Load([[1]], 1, 0.0, 8)}
+    opened = opener({name: [1] for name in names}, log)
+    given = list(measure(list(map(engine, names)), loads, 2, opened))
+    assert [{len(series.runs) for series in after} for after in given] == [{1}, {2}]
+    assert log == [f"{name} 8" for name in [*names, *reversed(names)]]
+
+
+def test_at_temperature_0_answers_are_compared_with_those_of_the_first_engine() -> None:
+    answers = {"plain": [1, 2, 3], "same": [1, 2, 3], "other": [1, 9]}
+    cells = {CELL: Load([[1], [2]], 1, 0.0, 8)}
+    sampled = Cell(prompts="code", temperature=1.0, batch=2)
+    cells[sampled] = Load([[1], [2]], 1, 1.0, 8)
+    (found,) = measure(list(map(engine, answers)), cells, 1, opener(answers, []))
+    by_name = {series.engine: series for series in found if series.cell == CELL}
+    assert (by_name["same"].differing_tokens, by_name["same"].compared_tokens) == (0, 6)
+    assert (by_name["other"].differing_requests, by_name["other"].differing_tokens) == (2, 4)
+    assert all(s.differing_tokens is None for s in found if s.cell == sampled)
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "places"),
+    [([1, 2], [1, 2], 0), ([1, 3, 2], [1, 2, 2], 1), ([1], [1, 2, 3], 2), ([], [1], 1)],
+)
+def test_missing_and_changed_tokens_count_as_different(
+    own: list[int], wanted: list[int], places: int
+) -> None:
+    assert differing(own, wanted) == places
+
+
+def test_time_per_token_leaves_out_the_first_and_weighs_requests_by_their_tokens() -> None:
+    tpot, ttft = latencies_ms([(0.0, 1.0, 3.0, 3), (0.0, 2.0, 10.0, 9)])
+    assert tpot == pytest.approx(1e3 * 10 / 10)
+    assert ttft == pytest.approx(1500)
+
+
+def test_a_request_without_a_token_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="without a token"):
+        latencies_ms([(0.0, None, 0.0, 0)])
+
+
+class FakeProcess:
+    """In the place of a started engine: notes what happens to it."""
+
+    log: list[str]
+
+    def __init__(self, engine: Engine, log: Path) -> None:
+        self.name = engine.name
+        self.log.append(f"start {self.name}")
+
+    def serve(self, load: Load) -> None:
+        self.log.append(f"warm {self.name}")
+
+    def end(self) -> None:
+        self.log.append(f"end {self.name}")
+
+    def resident_bytes(self) -> int:
+        return 1 << 20
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    monkeypatch.setattr(FakeProcess, "log", log, raising=False)
+    return log
+
+
+def use(pool: Pool, *names: str) -> None:
+    for name in names:
+        with pool.engine(engine(name), [Load([[1]], 1, 0.0, 4)]):
+            pass
+
+
+def test_engines_that_fit_are_started_and_warmed_up_once(started: list[str]) -> None:
+    with Pool(3, FakeProcess) as pool:  # type: ignore[arg-type]
+        use(pool, "a", "b", "c", "c", "b", "a")
+    assert started[:6] == ["start a", "warm a", "start b", "warm b", "start c", "warm c"]
+    assert sorted(started[6:]) == ["end a", "end b", "end c"]
+
+
+def test_where_not_all_engines_fit_the_last_place_is_taken_in_turns(started: list[str]) -> None:
+    with Pool(2, FakeProcess) as pool:  # type: ignore[arg-type]
+        use(pool, "a", "b", "c", "c", "b", "a")
+        assert [entry for entry in started if not entry.startswith("warm")] == [
+            "start a", "start b", "end b", "start c", "end c", "start b",
+        ]  # fmt: skip
+
+
+def test_without_memory_for_a_second_engine_one_is_kept(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dyntree_plugin.bench.serve.pool._free_bytes", lambda: 1 << 20)
+    with Pool(None, FakeProcess) as pool:  # type: ignore[arg-type]
+        use(pool, "a", "b")
+        assert "end a" in started
+    monkeypatch.setattr("dyntree_plugin.bench.serve.pool._free_bytes", lambda: 4 << 20)
+    started.clear()
+    with Pool(None, FakeProcess) as pool:  # type: ignore[arg-type]
+        use(pool, "a", "b")
+        assert "end a" not in started
+
+
+def arguments_of(found: list[Engine]) -> dict[str, dict[str, Any]]:
+    return {engine.name: engine.arguments for engine in found}
+
+
+def test_engines_differ_in_their_speculation_alone() -> None:
+    found = plan.engines(
+        Models("T", "D", "bfloat16", {"swap_space": 0}),
+        [CELL, Cell(prompts="code", temperature=1.0, batch=8)],
+        100,
+        chains=(2, 5),
+        trees={
+            "dynamic tree of 16": (16, {"max_depth": 4}),
+            "static tree of 16": (16, {"growth": "sequoia", "acceptance": [0.6, 0.15, 0.05]}),
+        },
+    )
+    by_name = arguments_of(found)
+    kinds = ["plain", "chain", "chain", "dynamic tree", "static tree"]
+    assert [engine.kind for engine in found] == kinds
+    shared = by_name["no speculation"]
+    assert shared["max_num_seqs"] == 8
+    assert shared["max_model_len"] >= 117
+    assert shared["swap_space"] == 0
+    for name, arguments in by_name.items():
+        own = set(arguments) - set(shared)
+        assert own <= {"speculative_config", "additional_config"}, name
+        assert {key: arguments[key] for key in shared} == shared
+    assert by_name["chain of 5"]["speculative_config"]["num_speculative_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tree", '{"node_budget": 16, "max_depth": 32}'], "max_depth=32 cannot be reached"),
+        (["--tree", "16"], "--tree '16' must be a JSON object"),
+        (["--tree", "{"], "--tree '{' is not JSON"),
+        (["--engine-arguments", "[]"], "--engine-arguments '[]' must be a JSON object"),
+        (["--target", "T"], "--target and --draft go together"),
+        (["--target", "T", "--draft", "D", "--target-shape", "llama-1b"], "leave out --target"),
+        (["--target-shape", "llama-2b"], "'llama-2b' must be one of llama-1b"),
+        (["--base-url", "http://h:1", "--chain", "2"], "give no models"),
+        (["--base-url", "h:1"], "must be http://HOST:PORT"),
+        (["--base-url", "http://h:1", "--prompts", "none.jsonl"], "a JSONL file that exists"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(arguments: list[str], message: str) -> None:
+    ended = CliRunner().invoke(command.app, arguments)
+    assert ended.exit_code == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+def test_trees_are_named_by_what_tells_them_apart() -> None:
+    found = plan.named_trees(
+        [
+            {"node_budget": 8},
+            {"node_budget": 8, "max_depth": 4},
+            {"node_budget": 8, "growth": "sequoia", "acceptance": [0.6, 0.2]},
+        ]
+    )
+    assert list(found) == [
+        "dynamic tree of 8", "dynamic tree of 8, max_depth 4", "static tree of 8",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="must have a node_budget"):
+        plan.named_trees([{"max_depth": 4}])
+    with pytest.raises(ValueError, match="two have the name 'dynamic tree of 8'"):
+        plan.named_trees([{"node_budget": 8}, {"node_budget": 8}])
+
+
+def settings(**changes: Any) -> Settings:
+    values: dict[str, Any] = {
+        "sets": ["code"], "temperatures": [0.0, 1.0], "batches": [1, 3],
+        "requests": 2, "max_tokens": 8, "rounds": 2, "seed": 5,
+    }  # fmt: skip
+    return Settings(**values | changes)
+
+
+def test_every_set_is_served_at_every_temperature_with_every_batch() -> None:
+    loads = settings().loads({"x": [[1], [2], [3]], "y": [[4], [5], [6]]})
+    assert len(loads) == 8
+    assert [len(load.prompts) for load in loads.values()] == [2, 3] * 4
+    assert {load.concurrency for load in loads.values()} == {1, 3}
+    assert {load.seed for load in loads.values()} == {5}
+
+
+def test_a_set_with_fewer_prompts_than_the_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="--batch 3 needs as many prompts, and 'x' has 2"):
+        settings().loads({"x": [[1], [2]]})
+
+
+def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": "a"}, {"text": "b"}, {"turns": ["c", "later"]}, {"question": "d"}]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    name, found = prompts.read(str(path), 10, None)
+    assert name == "mine"
+    assert sorted(found) == ["a", "b", "c", "d"]
+    assert prompts.read(str(path), 2, None)[1] == found[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "mine.jsonl:1 is not JSON"), ('{"prompt": 3}', "as text in one of"), ("", "no lines")],
+)
+def test_a_file_that_holds_no_prompts_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        prompts.read(str(path), 10, None)
+
+
+def test_a_set_that_does_not_exist_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ValueError, match="must be 'code', a JSONL file that exists, or 'vllm:"):
+        prompts.read("nothing.jsonl", 1, None)
+
+
+def test_a_data_set_of_vllms_is_read_by_its_own_flags() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair.paths()["target"])
+    flags = "vllm:--dataset-name random --random-input-len 24"
+    name, found = prompts.read(flags, 3, tokenizer, seed=1)
+    assert name == "random"
+    assert [len(tokenizer.encode(prompt)) for prompt in found] == pytest.approx([24] * 3, abs=6)
+    assert prompts.read(flags, 3, tokenizer, seed=1)[1] == found
+    with pytest.raises(ValueError, match="--dataset-name: invalid choice"):
+        prompts.read("vllm:--dataset-name nothing", 3, tokenizer)
+
+
+def test_what_a_data_set_of_vllms_needs_is_said(tmp_path: Path) -> None:
+    (tmp_path / "question.jsonl").write_text(json.dumps({"category": "qa", "turns": ["Who?"]}))
+    flags = f"vllm:--dataset-name spec_bench --dataset-path {tmp_path / 'question.jsonl'}"
+    with pytest.raises(ValueError, match="take a JSONL file"):
+        prompts.read(flags, 1, None)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair.paths()["target"])
+    if find_spec("pandas") is None:
+        with pytest.raises(ValueError, match="pip install pandas"):
+            prompts.read(flags, 1, tokenizer)
+    else:
+        assert prompts.read(flags, 1, tokenizer) == ("spec_bench question.jsonl", ["Who?"])
+
+
+def test_prompts_that_do_not_fit_are_left_out_and_counted() -> None:
+    class Tokenizer:
+        def encode(self, text: str) -> list[int]:
+            return list(range(len(text)))
+
+    found, longer = prompts.tokens(["ab", "abcdef", "abc"], Tokenizer(), 3)
+    assert [len(ids) for ids in found] == [2, 3]
+    assert longer == 1
+
+
+def test_acceptance_is_the_growth_of_vllms_counters_over_all_engines() -> None:
+    page = """\
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0"} %d
+vllm:spec_decode_num_drafts_total{engine="1"} 5
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} %d
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 99
+"""
+    before, after = (
+        counts.read(text_string_to_metric_families(page % values)) for values in ((1, 2), (11, 32))
+    )
+    assert before == Speculation(drafts=6, accepted_tokens=2)
+    assert counts.growth(before, after) == Speculation(drafts=10, accepted_tokens=30)
+
+
+def test_servers_are_named_by_their_address_or_as_asked() -> None:
+    found = server.engines(["http://a:1/v1/", "tree=http://b:2"])
+    assert [(e.name, e.arguments["base_url"]) for e in found] == [
+        ("http://a:1/v1/", "http://a:1"),
+        ("tree", "http://b:2"),
+    ]
+
+
+@pytest.mark.parametrize("addresses", [["a:1"], ["x=a:1"], ["x=http://a", "x=http://b"]])
+def test_an_address_that_is_none_or_a_name_given_twice_is_refused(addresses: list[str]) -> None:
+    with pytest.raises(ValueError, match="--base-url"):
+        server.engines(addresses)
+
+
+REFUSED = 999
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Streams three pieces of two tokens each; every request adds to the counters."""
+
+    drafts = 0
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            body = (
+                "# TYPE vllm:spec_decode_num_drafts_total counter\n"
+                f"vllm:spec_decode_num_drafts_total {_Handler.drafts}\n"
+            )
+            self._reply(body, "text/plain")
+        else:
+            self._reply('{"object": "list", "data": [{"id": "m"}]}', "application/json")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["max_tokens"] == REFUSED:
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "too many"}}')
+            return
+        _Handler.drafts += 1
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        chat = "chat" in self.path
+        for piece in ("ab", "cd", "ef"):
+            choice: dict[str, Any] = {"index": 0, "finish_reason": None}
+            choice |= {"delta": {"content": piece}} if chat else {"text": piece}
+            self._event({"id": "1", "created": 0, "model": "m", "object": "x", "choices": [choice]})
+            time.sleep(0.05)
+        assert asked["stream_options"] == {"include_usage": True}
+        usage = {"completion_tokens": 6, "prompt_tokens": 1, "total_tokens": 7}
+        self._event(
+            {"id": "1", "created": 0, "model": "m", "object": "x", "choices": [], "usage": usage}
+        )
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, value: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+        self.wfile.flush()
+
+    def _reply(self, body: str, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_server_is_streamed_and_its_own_counters_are_read(address: str, chat: bool) -> None:
+    load = Load(["x", "y", "z"], 2, 0.0, 6)
+    run, texts = server.Client(address, chat=chat).serve(load)
+    assert texts == ["abcdef"] * 3
+    assert run.output_tokens == 18
+    assert run.speculation.drafts == 3
+    # Two pauses of 50 ms between the first piece and the last, over five tokens behind the first.
+    assert 15 < run.tpot_ms < 60
+
+
+def test_what_a_server_refuses_is_the_users_mistake(address: str) -> None:
+    with pytest.raises(ValueError, match=r"refuses: .*too many"):
+        server.Client(address, chat=False).serve(Load(["x"], 1, 0.0, REFUSED))
+
+
+def test_the_prompts_of_a_measurement_suffice_for_its_largest_batch() -> None:
+    assert settings(requests=2, batches=[1, 16]).prompts == 16
+    assert settings(requests=32, batches=[1]).prompts == 32
+    assert Contest(Models("T", "D", "bfloat16"), (), {}).places is None

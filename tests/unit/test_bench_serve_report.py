@@ -1,0 +1,179 @@
+"""What is shown of a result of `dyntree bench serve`, and that what is published is that."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dyntree_plugin.bench.serve import plots, summary, table
+from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, Series, Speculation, read
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "benchmarks" / "results").glob("serve-*.json"))
+CELL = Cell(prompts="code", temperature=0.0, batch=1)
+
+
+def run(number: int, tpot: float, accepted: int = 0, drafts: int = 0) -> Run:
+    return Run(
+        round=number,
+        requests=2,
+        seconds=1.0,
+        output_tokens=100,
+        tpot_ms=tpot,
+        ttft_ms=5.0,
+        steps=50,
+        step_ms=12.0,
+        stages_ms={"target": 8.0, "draft": 3.0},
+        speculation=Speculation(drafts=drafts, draft_tokens=4 * drafts, accepted_tokens=accepted),
+    )
+
+
+ENGINES = {
+    "no speculation": ("plain", 0, [20.0, 40.0, 30.0], 0),
+    "chain of 1": ("chain", 1, [15.0, 30.0, 20.0], 10),
+    "chain of 4": ("chain", 4, [10.0, 20.0, 15.0], 20),
+    "dynamic tree of 4": ("dynamic tree", 4, [8.0, 16.0, 10.0], 30),
+    "dynamic tree of 64": ("dynamic tree", 64, [25.0, 50.0, 33.0], 60),
+}
+
+
+def result(cells: tuple[Cell, ...] = (CELL,), **engines: Any) -> Result:
+    chosen = engines or ENGINES
+    return Result(
+        provenance={"commit": "abc"},
+        settings={},
+        notes=["a note"],
+        engines=[
+            Engine(name=name, kind=kind, budget=budget, arguments={})
+            for name, (kind, budget, _, _) in chosen.items()
+        ],
+        series=[
+            Series(
+                engine=name,
+                cell=cell,
+                runs=[
+                    run(number, tpot, accepted, 10 if accepted else 0)
+                    for number, tpot in enumerate(times)
+                ],
+                differing_requests=0,
+                differing_tokens=0,
+                compared_tokens=100,
+            )
+            for cell in cells
+            for name, (_, _, times, accepted) in chosen.items()
+        ],
+    )
+
+
+def by_engine(found: Result) -> dict[str, summary.Row]:
+    return {row.series.engine: row for row in summary.rows(found, CELL)}
+
+
+def test_ratios_are_taken_within_each_round_and_against_the_best_chain() -> None:
+    rows = by_engine(result())
+    best = summary.best_chain(result(), CELL)
+    assert best is not None
+    assert best.engine == "chain of 4"
+    tree = rows["dynamic tree of 4"]
+    # 20 / 8, 40 / 16 and 30 / 10; of the medians it would be 30 / 10 too, but with no spread.
+    assert (tree.over_first.median, tree.over_first.low, tree.over_first.high) == (2.5, 2.5, 3.0)
+    assert tree.over_chain is not None
+    assert tree.over_chain.median == pytest.approx(1.25)
+    assert rows["no speculation"].over_first.high == 1.0
+
+
+def test_tokens_per_step_are_one_and_the_accepted() -> None:
+    rows = by_engine(result())
+    assert rows["chain of 4"].tokens_per_step == pytest.approx(3.0)
+    assert rows["no speculation"].tokens_per_step == 1.0
+
+
+def test_losing_cells_are_red_and_none_is_dropped() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=200, color_system="standard")
+    table.show(console, result())
+    lines = {name: line for line in stream.getvalue().splitlines() for name in ENGINES
+             if f" {name} " in re.sub(r"\x1b\[[0-9;]*m", "", line)}  # fmt: skip
+    assert set(lines) == set(ENGINES)
+    red = re.compile(r"\x1b\[[0-9;]*31m")
+    losing = {name for name, line in lines.items() if red.search(line)}
+    assert losing == {"dynamic tree of 64"}
+    assert len(red.findall(lines["dynamic tree of 64"])) == 2  # against both
+
+
+def test_the_markdown_table_has_every_engine_and_says_which_loses() -> None:
+    text = table.markdown_table(result((CELL, CELL.model_copy(update={"batch": 8}))))
+    assert text.count("dynamic tree of 64 |") == 2
+    assert text.count("(loses)") == 4
+    assert "batch 8" in text
+    assert "- a note" in text
+
+
+def test_it_is_said_when_the_longest_chain_is_the_best() -> None:
+    assert "a longer one may be better" in table.markdown_table(result())
+    shorter = ENGINES | {"chain of 8": ("chain", 8, [30.0, 60.0, 45.0], 20)}
+    assert "a longer one may be better" not in table.markdown_table(result(**shorter))
+
+
+def test_of_servers_the_first_is_what_the_others_are_compared_with() -> None:
+    servers = {"a": ("server", 0, [20.0], 0), "b": ("server", 0, [10.0], 5)}
+    text = table.markdown_table(result(**servers))
+    assert "× a" in text
+    assert re.search(r"\| b \|.* 2\.00 ±0\.00 \|", text)
+
+
+def test_pictures_are_drawn_of_what_the_result_has(tmp_path: Path) -> None:
+    cells = (CELL, CELL.model_copy(update={"batch": 4}), CELL.model_copy(update={"prompts": "x"}))
+    written = plots.draw(result(cells), tmp_path)
+    assert [path.stem for path in written] == [
+        "speed_up_over_batch", "tokens_per_step_over_budget", "time_per_stage",
+    ]  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    assert not plots.draw(result(a=("server", 0, [20.0], 0)), tmp_path / "s")[1:]
+
+
+def test_stages_in_the_picture_add_up_to_the_step() -> None:
+    figure = plots.time_per_stage(result())
+    tops = {
+        round(bar.get_y() + bar.get_height(), 6)
+        for container in figure.axes[0].containers[-1:]
+        for bar in container
+    }
+    assert tops == {12.0}
+    shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert shown == ["no speculation", "chain of 4", "dynamic tree of 4", "dynamic tree of 64"]
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    from dyntree_plugin.bench.serve.results import write
+
+    write(result(), tmp_path / "deep" / "r.json")
+    assert read(tmp_path / "deep" / "r.json") == result()
+    (tmp_path / "other.json").write_text('{"provenance": {}}')
+    with pytest.raises(ValueError, match="settings"):
+        read(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_published_result_has_provenance_and_every_engine_in_every_cell(path: Path) -> None:
+    found = read(path)
+    assert found.provenance["commit"]
+    assert found.provenance["cpu"] or found.provenance["gpu"]
+    for cell in found.cells():
+        assert list(found.of(cell)) == [engine.name for engine in found.engines]
+        assert {len(series.runs) for series in found.of(cell).values()} == {
+            found.settings["rounds"]
+        }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_readme_shows_the_table_of_the_result_that_it_names(path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    if path.name not in readme:
+        pytest.skip(f"the README does not name {path.name}")
+    assert table.markdown_table(read(path)).strip() in readme

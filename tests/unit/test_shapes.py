@@ -1,0 +1,128 @@
+"""The embedded target in other shapes computes what it computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dyntree_plugin.pair import shapes
+from dyntree_plugin.pair.models import Shape
+
+SMALL = Shape(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8)
+WIDER = {
+    "ratio 4": Shape(hidden=128, intermediate=80, layers=3, heads=16, kv_heads=4, head_dim=8),
+    "ratio 8, with a copy": Shape(
+        hidden=256, intermediate=48, layers=2, heads=16, kv_heads=4, head_dim=8
+    ),
+    "ratio 12, with two": Shape(
+        hidden=384, intermediate=64, layers=4, heads=8, kv_heads=4, head_dim=8
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with random norms and tied embeddings, in bf16."""
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=SMALL.hidden,
+        intermediate_size=SMALL.intermediate,
+        num_hidden_layers=SMALL.layers,
+        num_attention_heads=SMALL.heads,
+        num_key_value_heads=SMALL.kv_heads,
+        head_dim=SMALL.head_dim,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-2,  # so large that forgetting it shows
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            low = 0.5 if "norm" in name else -0.3
+            parameter.data.uniform_(low, low + 1.0 if "norm" in name else 0.3)
+    folder = tmp_path_factory.mktemp("target")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", WIDER)
+def test_a_grown_target_gives_the_same_logits_and_greedy_text(
+    name: str, target: Path, tmp_path: Path
+) -> None:
+    shapes.grow(target, WIDER[name], tmp_path / "grown")
+    found = shapes.prove(target, tmp_path / "grown")
+    assert found["largest_logit_difference"] < 1e-5
+    assert found["same_greedy_tokens"] > 0
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "grown")
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert model.config.hidden_size == WIDER[name].hidden
+    assert len(model.model.layers) == WIDER[name].layers
+
+
+def test_what_cannot_reach_the_logits_is_not_zero_where_it_is_free(
+    target: Path, tmp_path: Path
+) -> None:
+    shapes.grow(target, WIDER["ratio 4"], tmp_path / "grown")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "grown")
+    for layer in model.model.layers:
+        assert (layer.mlp.gate_proj.weight != 0).float().mean() > 0.9
+        assert (layer.self_attn.q_proj.weight != 0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("wrong", ["norm", "eps", "head", "layer"])
+def test_the_proof_fails_for_a_wrong_norm_head_or_layer(
+    wrong: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "grown"
+    if wrong == "norm":
+        monkeypatch.setattr(shapes.math, "isqrt", lambda n: n)
+        monkeypatch.setattr(shapes, "_is_power_of_four", lambda ratio, copies: copies == 1)
+    shapes.grow(target, WIDER["ratio 4"], folder)
+    if wrong == "eps":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
+    if wrong in ("head", "layer"):
+        model = LlamaForCausalLM.from_pretrained(folder)
+        if wrong == "head":  # a query head moves to the next key's group
+            model.model.layers[0].self_attn.q_proj.weight.data = model.model.layers[
+                0
+            ].self_attn.q_proj.weight.data.roll(8 * 4, 0)
+        else:
+            model.model.layers[2].mlp.down_proj.weight.data.fill_(0.01)
+        model.save_pretrained(folder)
+    with pytest.raises(RuntimeError, match="computes another function"):
+        shapes.prove(target, folder)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"hidden": 33}, {"hidden": 96, "layers": 1}, {"head_dim": 16}, {"heads": 4, "kv_heads": 4}],
+)
+def test_a_shape_that_cannot_hold_the_target_is_refused(
+    changed: dict[str, int], target: Path, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(ValueError, match="cannot become"):
+        shapes.grow(target, replace(WIDER["ratio 4"], **changed), tmp_path / "grown")
+
+
+def test_an_unknown_shape_is_refused_by_name(target: Path) -> None:
+    with pytest.raises(ValueError, match="--target-shape 'llama-2b' must be one of llama-1b"):
+        shapes.grown_target("llama-2b", target)
+
+
+def test_a_grown_target_is_made_once(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(shapes.SHAPES, "wide", WIDER["ratio 4"])
+    folder = shapes.grown_target("wide", target)
+    assert shapes.proof_of(folder)["largest_logit_difference"] < 1e-5
+    monkeypatch.setattr(shapes, "grow", None)  # would fail if it were called again
+    assert shapes.grown_target("wide", target) == folder
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
