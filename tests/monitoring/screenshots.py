@@ -83,7 +83,7 @@ def picture_of_board(path: Path, prometheus: Prometheus) -> None:
         figure = Figure(figsize=(24 * INCHES_PER_COLUMN, rows * INCHES_PER_ROW), dpi=110)
         for panel in panels:
             _panel(figure, rows, panel, prometheus)
-        made = provenance(["python", "tests/monitoring/screenshots.py"])
+        made = provenance(["make", "screenshots"])
         figure.text(0.01, 1 - 0.5 / rows, board["title"], fontsize=14, va="top", weight="bold")
         origin = f"embedded pair on {made['cpu']}, {made['cores']} cores · {made['utc']}"
         figure.text(0.99, 1 - 0.5 / rows, origin, fontsize=8, va="top", ha="right", color="gray")

@@ -107,7 +107,7 @@ def test_rows_that_are_left_out_leave_the_tree_as_it_is(
         with torch.inference_mode():
             return grow(plan, pick, decoder, logits / 3, Requests(prompts.seeds, 0.0))
 
-    monkeypatch.setattr(drafting, "_SLOT_WIDTH", 5)
+    monkeypatch.setattr(drafting, "_SLOT_WIDTHS", (5, 5))
     thrifty = grown()
     if lean is None:
         monkeypatch.setattr(drafting, "_thrifty", lambda plan: plan.growing)

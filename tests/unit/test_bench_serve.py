@@ -182,6 +182,15 @@ def test_engines_differ_in_their_speculation_alone() -> None:
     assert by_name["chain of 5"]["speculative_config"]["num_speculative_tokens"] == 5
 
 
+def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine() -> None:
+    found = plan.engines(Models("/t", "/d", "float32"), [CELL], 9, chains=(2,), trees={})
+    for engine in found:
+        shown = plan.labelled(engine, {"/t": "target", "/d": "draft"})
+        assert "/t" not in shown.model_dump_json()
+        assert "/d" not in shown.model_dump_json()
+        assert plan.labelled(engine, {}) == engine
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

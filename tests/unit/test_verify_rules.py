@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dyntree_plugin.tree.growth import GROWTHS, GrowthConfig, plan_growth
@@ -61,3 +63,8 @@ def test_the_markdown_table_has_a_row_for_every_growth_and_sampling():
     rows = markdown_table().splitlines()[2:]
     assert len(rows) == sum(len(samplings) for samplings in SAMPLINGS.values())
     assert all(row.count("**default**") == 1 for row in rows)
+
+
+def test_the_readme_has_the_table_of_growths_and_rules():
+    readme = Path(__file__).parents[2] / "README.md"
+    assert markdown_table() in readme.read_text()

@@ -116,7 +116,7 @@ def acceptance(
     report.show(console, result)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        output.write_text(json.dumps(result) + "\n")
         console.print(f"written: {output}")
     if plots is not None:
         from dyntree_plugin.bench.acceptance.plots import draw

@@ -20,7 +20,8 @@ Pick = Callable[[torch.Tensor, DraftRows, bool], Children]
 """What a `ChildPicker` does: children below rows of logits."""
 
 
-_SLOT_WIDTH = 48
+_SLOT_WIDTHS = (8, 48)
+"""Least and most nodes per forward of growths that otherwise have room for any layer."""
 
 _LAYERED = ("dyspec", "threshold")
 """Growths that run all of a layer's worthwhile nodes in one draft forward."""
@@ -160,7 +161,7 @@ def _thrifty(plan: TreePlan) -> GrowthPlan:
 
         return replace(growing, start=start)
     if plan.growth.name in _LAYERED:
-        width = min(_SLOT_WIDTH, plan.shape.node_budget)
+        width = min(max(plan.shape.node_budget // 8, _SLOT_WIDTHS[0]), _SLOT_WIDTHS[1])
         # Each forward runs the full width, or all that is worth running, a layer at least.
         widths = (width,) * (2 * plan.shape.max_depth + plan.shape.node_budget // width)
         start_slots = partial(_ThriftySlots, plan, widths)

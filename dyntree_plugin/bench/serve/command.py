@@ -145,15 +145,18 @@ def _models(
         if shape is not None:
             raise ValueError("--target-shape grows the embedded target: leave out --target")
         return Models(target, draft, dtype, arguments), []
-    embedded = pair.paths()
+    embedded = {name: str(path) for name, path in pair.paths().items()}
+    labels = {path: f"the embedded {name}" for name, path in embedded.items()}
     if shape is None:
         notes = [f"The embedded pair, {dtype}."]
-        return Models(str(embedded["target"]), str(embedded["draft"]), dtype, arguments), notes
+        return Models(embedded["target"], embedded["draft"], dtype, arguments, labels), notes
     from dyntree_plugin.pair import shapes
 
-    grown = shapes.grown_target(shape, embedded["target"])
-    notes = [f"{shapes.limits(shape)}; {dtype}.", f"Proof of the shape: {shapes.proof_of(grown)}."]
-    return Models(str(grown), str(embedded["draft"]), dtype, arguments), notes
+    grown = shapes.grown_target(shape, Path(embedded["target"]))
+    labels[str(grown)] = f"the embedded target as {shape}"
+    proof = ", ".join(f"{key} {value}" for key, value in shapes.proof_of(grown).items())
+    notes = [f"{shapes.limits(shape)}; {dtype}.", f"Proof of the shape: {proof}."]
+    return Models(str(grown), embedded["draft"], dtype, arguments, labels), notes
 
 
 def _static(target: str | None, draft: str | None, trees: plan.Trees) -> plan.Trees:

@@ -25,12 +25,16 @@ Trees = Mapping[str, tuple[int, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Models:
-    """Target and draft, and what all engines have in common."""
+    """Target and draft, and what all engines have in common.
+
+    ``labels``: what a result calls models whose folders are of this machine alone.
+    """
 
     target: str
     draft: str
     dtype: str
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,19 @@ def named_trees(options: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Ma
             raise ValueError(f"--tree: two have the name {name!r}, which shows {_SHOWN}")
         found[name] = nodes, each
     return found
+
+
+def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:
+    """The engine with labels for its models' folders, to be written down."""
+    arguments = dict(engine.arguments)
+    arguments["model"] = labels.get(arguments["model"], arguments["model"])
+    if "speculative_config" in arguments:
+        draft = arguments["speculative_config"]["model"]
+        arguments["speculative_config"] = {
+            **arguments["speculative_config"],
+            "model": labels.get(draft, draft),
+        }
+    return engine.model_copy(update={"arguments": arguments})
 
 
 def is_static(options: Mapping[str, Any]) -> bool:

@@ -94,7 +94,8 @@ def of_engines(
     notes = [*notes, *([f"{longer} prompts were too long, and left out."] if longer else [])]
     with Pool(contest.places) as pool:
         for series in measure(engines, loads, settings.rounds, pool.engine, done):
-            yield _result(settings, engines, series, notes)
+            shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
+            yield _result(settings, shown, series, notes)
 
 
 def of_servers(

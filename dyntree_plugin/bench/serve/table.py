@@ -20,7 +20,7 @@ def show(console: Console, result: Result) -> None:
         table = Table(title=_title(cell), title_justify="left", title_style="bold")
         table.add_column(no_wrap=True)
         for column in _columns(result):
-            table.add_column(column, justify="right")
+            table.add_column(column, justify="right", overflow="fold")
         for row in rows(result, cell):
             table.add_row(
                 row.series.engine,
@@ -55,7 +55,7 @@ def markdown_table(result: Result) -> str:
 
 def _columns(result: Result) -> tuple[str, ...]:
     return (
-        "tokens/step", "ms/step", "ms/token", "tokens/s", f"× {result.engines[0].name}",
+        "tokens /step", "ms /step", "ms /token", "tokens /s", f"× {result.engines[0].name}",
         "× best chain", "other tokens",
     )  # fmt: skip
 
@@ -96,6 +96,8 @@ def _loses(ratio: Spread) -> bool:
 
 def _with_spread(spread: Spread) -> str:
     """The median, and half of the range."""
+    if spread.low == spread.high:
+        return f"{spread.median:.2f}"
     return f"{spread.median:.2f} ±{(spread.high - spread.low) / 2:.2f}"
 
 
