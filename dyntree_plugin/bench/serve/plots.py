@@ -19,6 +19,8 @@ COLOURS = {
     "plain": "0.5", "chain": "tab:blue", "static tree": "tab:orange", "dynamic tree": "tab:green",
     "server": "tab:purple",
 }  # fmt: skip
+MARKERS = "osD^vP*X"
+"""Of the engines of one kind, which share its colour."""
 _STAGES = ("target", "draft", "grow", "walk", "move", "sample")
 _OTHER = "scheduler and the rest"
 
@@ -68,9 +70,10 @@ def speed_up_over_batch(result: Result) -> Figure:
                 [ratio.high - ratio.median for ratio in ratios],
             ]
             kind = result.engine(name).kind
+            of_kind = [engine.name for engine in result.engines if engine.kind == kind]
             axis.errorbar(
-                [batch for batch, _ in points], middle, errors, label=name, marker="o",
-                color=COLOURS[kind] if kind != "chain" else None,
+                [batch for batch, _ in points], middle, errors, label=name,
+                marker=MARKERS[of_kind.index(name) % len(MARKERS)], color=COLOURS[kind],
                 linestyle="--" if kind == "chain" else "-", capsize=3,
             )  # fmt: skip
         axis.axhline(1, color="black", linewidth=0.8)
@@ -79,7 +82,9 @@ def speed_up_over_batch(result: Result) -> Figure:
         axis.set_xticks(batches, [str(batch) for batch in batches])
         axis.set(title=_load_title(prompts, temperature), xlabel="batch")
     axes[0].set_ylabel("speed-up over no speculation")
-    axes[-1].legend(fontsize="small")
+    figure.legend(
+        *axes[-1].get_legend_handles_labels(), fontsize="small", loc="outside right center"
+    )
     return figure
 
 
@@ -103,7 +108,9 @@ def tokens_over_budget(result: Result) -> Figure:
         )
         axis.set_ylim(bottom=1)
     axes[0].set_ylabel("tokens per target step")
-    axes[-1].legend(fontsize="small")
+    figure.legend(
+        *axes[-1].get_legend_handles_labels(), fontsize="small", loc="outside right center"
+    )
     return figure
 
 
@@ -114,15 +121,17 @@ def time_per_stage(result: Result) -> Figure:
     for axis, cell in zip(axes, cells, strict=True):
         chosen = [row for row in rows(result, cell) if _is_shown(result, cell, row)]
         names = [row.series.engine for row in chosen]
-        bottom = [0.0] * len(chosen)
+        reached = [0.0] * len(chosen)
         for stage in (*_STAGES, _OTHER):
             heights = [_stage_ms(row, stage) for row in chosen]
-            axis.bar(names, heights, bottom=bottom, label=stage)
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+            axis.barh(names, heights, left=reached, label=stage)
+            reached = [sum(ends) for ends in zip(reached, heights, strict=True)]
         axis.set_title(f"{_load_title(cell.prompts, cell.temperature)}, batch {cell.batch}")
-        axis.tick_params(axis="x", rotation=30)
-    axes[0].set_ylabel("ms per step")
-    axes[-1].legend(fontsize="small")
+        axis.set_xlabel("ms per step")
+        axis.invert_yaxis()
+    figure.legend(
+        *axes[-1].get_legend_handles_labels(), fontsize="small", loc="outside right center"
+    )
     return figure
 
 
@@ -154,5 +163,5 @@ def _load_title(prompts: str, temperature: float) -> str:
 def _axes(count: int) -> tuple[Figure, list[Any]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * count, 4))
+    figure = Figure(figsize=(5.5 * count + 2, 4), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
