@@ -139,13 +139,13 @@ def test_pictures_are_drawn_of_what_the_result_has(tmp_path: Path) -> None:
 
 def test_stages_in_the_picture_add_up_to_the_step() -> None:
     figure = plots.time_per_stage(result())
-    tops = {
-        round(bar.get_y() + bar.get_height(), 6)
+    ends = {
+        round(bar.get_x() + bar.get_width(), 6)
         for container in figure.axes[0].containers[-1:]
         for bar in container
     }
-    assert tops == {12.0}
-    shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert ends == {12.0}
+    shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert shown == ["no speculation", "chain of 4", "dynamic tree of 4", "dynamic tree of 64"]
 
 
