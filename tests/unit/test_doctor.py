@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable
@@ -15,7 +16,6 @@ import torch
 from typer.testing import CliRunner
 
 from dyntree_kernels import dispatch
-from dyntree_kernels.cpu import attention
 from dyntree_kernels.gpu import flashinfer_variant
 from dyntree_plugin import cli, compat, doctor, preload
 from dyntree_plugin.doctor import checks, command_line, kernels
@@ -192,7 +192,13 @@ def test_packages_for_a_gpu_are_missed_on_a_gpu_alone(monkeypatch: pytest.Monkey
         assert found == failing
 
 
-def test_kernels_that_forget_the_mask_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def attention() -> Any:
+    """The module that is imported by its name now, in case a test has had it loaded anew."""
+    return importlib.import_module("dyntree_kernels.cpu.attention")
+
+
+def test_kernels_that_forget_the_mask_fail(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = attention.tree_attention
 
     def forgetful(*arguments: Any) -> None:
@@ -206,7 +212,7 @@ def test_kernels_that_forget_the_mask_fail(monkeypatch: pytest.MonkeyPatch) -> N
     assert "wrong" in found.advice
 
 
-def test_kernels_that_do_not_compile_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_compile_fail(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no LLVM")
 
