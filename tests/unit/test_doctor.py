@@ -202,8 +202,8 @@ def test_kernels_that_forget_the_mask_fail(attention: Any, monkeypatch: pytest.M
     stock = attention.tree_attention
 
     def forgetful(*arguments: Any) -> None:
-        bits = arguments[8]
-        stock(*arguments[:8], torch.full_like(bits, 127), *arguments[9:])
+        bits = arguments[7]
+        stock(*arguments[:7], torch.full_like(bits, 127), *arguments[8:])
 
     assert checks.native_kernels().status == "ok"
     monkeypatch.setattr(attention, "tree_attention", forgetful)
