@@ -21,7 +21,6 @@ from dyntree_plugin.bench.acceptance.texts import write
 from dyntree_plugin.bench.acceptance.verifying import Replay, Walk
 from dyntree_plugin.drafters.children import ChildPicker
 from dyntree_plugin.options import DynTreeOptions
-from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.value import AcceptanceEstimate
 from dyntree_plugin.tree.verify.match import Accepted
 from dyntree_plugin.tree.verify.rules import DRAWN_RULES
@@ -83,17 +82,10 @@ def test_what_is_counted_adds_up() -> None:
     assert torch.equal(both.edges, 2 * counts.edges)
 
 
-@pytest.mark.parametrize(
-    ("growth", "lean", "full"),
-    [("topk", "_ThriftyTopK", TopKGrowth), ("dyspec", None, None), ("threshold", None, None)],
-)
+@pytest.mark.parametrize("growth", ["dyspec", "threshold"])
 @pytest.mark.parametrize("max_depth", [3, DEPTH])
 def test_rows_that_are_left_out_leave_the_tree_as_it_is(
-    growth: str,
-    lean: str | None,
-    full: type | None,
-    max_depth: int,
-    monkeypatch: pytest.MonkeyPatch,
+    growth: str, max_depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At temperature 0, where no noise depends on the order in which nodes are expanded."""
     prompts = some_prompts(5, 3, 8, 4)
@@ -109,10 +101,7 @@ def test_rows_that_are_left_out_leave_the_tree_as_it_is(
 
     monkeypatch.setattr(drafting, "_SLOT_WIDTHS", (5, 5))
     thrifty = grown()
-    if lean is None:
-        monkeypatch.setattr(drafting, "_thrifty", lambda plan: plan.growing)
-    else:
-        monkeypatch.setattr(drafting, lean, full)
+    monkeypatch.setattr(drafting, "_thrifty", lambda plan: plan.growing)
     ordinary = grown()
     assert int(thrifty.expanded.sum()) <= int(ordinary.expanded.sum())
     assert int(ordinary.tree.depths.max()) == min(max_depth, int(thrifty.tree.depths.max()))

@@ -12,7 +12,6 @@ from dyntree_plugin.bench.acceptance.models import Decoder
 from dyntree_plugin.drafters.children import Children, DraftRows
 from dyntree_plugin.tree.growth.base import Frontier, Growth, GrowthPlan
 from dyntree_plugin.tree.growth.best_first import SlotGrowth
-from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
@@ -154,12 +153,6 @@ class _Adder:
 def _thrifty(plan: TreePlan) -> GrowthPlan:
     """The plan's growth, without draft rows that the tree does not need."""
     growing = plan.growing
-    if plan.growth.name == "topk":
-
-        def start(num_requests: int, columns: torch.Tensor) -> Growth:
-            return _ThriftyTopK(num_requests, plan.shape, columns)
-
-        return replace(growing, start=start)
     if plan.growth.name in _LAYERED:
         width = min(max(plan.shape.node_budget // 8, _SLOT_WIDTHS[0]), _SLOT_WIDTHS[1])
         # Each forward runs the full width, or all that is worth running, a layer at least.
@@ -167,20 +160,6 @@ def _thrifty(plan: TreePlan) -> GrowthPlan:
         start_slots = partial(_ThriftySlots, plan, widths)
         return replace(growing, widths=widths, start=start_slots)
     return growing
-
-
-class _ThriftyTopK(TopKGrowth):
-    """The same tree from fewer draft rows: a node of less value than ``node_budget`` candidates
-    cannot have children in it. An engine runs a fixed number of rows and has no use for this."""
-
-    def frontier(self) -> Frontier:
-        front = super().frontier()
-        values = self._pool.values[:, : self._pool.size]
-        if values.shape[1] <= self._node_budget:
-            return front
-        bound = values.topk(self._node_budget, dim=1, sorted=False).values.amin(1, keepdim=True)
-        worthwhile = self._pool.bases[:, self._pool.new] >= bound
-        return replace(front, valid=front.valid & worthwhile)
 
 
 class _ThriftySlots(SlotGrowth):
