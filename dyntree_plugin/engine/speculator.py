@@ -185,18 +185,20 @@ class TreeSpeculator(StandaloneARSpeculator):
         chained = self._chained[batch.idx_mapping]
         greedy = self._all_greedy(batch.idx_mapping_np)
         features: list[torch.Tensor] = []
+        of_requests = {
+            width: (
+                temperature.repeat_interleave(width),
+                seeds.repeat_interleave(width),
+                chained.repeat_interleave(width),
+            )
+            for width in {1, *growing.widths}
+        }
 
         def children(logits: torch.Tensor, positions: torch.Tensor, first: int) -> Children:
             """Of nodes at ``positions`` [R, W], in columns from ``first`` on."""
             width = positions.shape[1]
             columns = torch.arange(first, first + width, device=positions.device).repeat(num_reqs)
-            rows = DraftRows(
-                temperature.repeat_interleave(width),
-                seeds.repeat_interleave(width),
-                chained.repeat_interleave(width),
-                positions.flatten(),
-                columns,
-            )
+            rows = DraftRows(*of_requests[width], positions.flatten(), columns)
             found = self._pick(logits, rows, greedy).by_request(num_reqs)
             if found.features is not None:
                 features.append(found.features.flatten(1, 2))
