@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from dyntree_plugin.tree.names import GrowthName, Rule, Sampling
+from dyntree_plugin.tree.names import Budget, GrowthName, Rule, Sampling
 from dyntree_plugin.tree.shape import TreeShape
 
 if TYPE_CHECKING:
@@ -50,6 +50,14 @@ class DynTreeOptions(BaseModel):
         description="Most nodes in one request's tree, and so the draft tokens that the target "
         "verifies per step. At most num_speculative_tokens.",
         json_schema_extra={"derived": "num_speculative_tokens"},
+    )
+    budget: Budget | None = Field(
+        default=None,
+        description="adaptive verifies, of all trees of a step together, the nodes that make the "
+        "most tokens per second: it measures at start-up what rows cost (some 10 s), follows that "
+        "while serving, and ends drafting that cannot pay. fixed verifies every tree that was "
+        "grown. The output is the same either way. For growth topk.",
+        json_schema_extra={"derived": "fixed"},
     )
     max_depth: int | None = Field(
         default=None,
@@ -236,7 +244,7 @@ class DynTreeOptions(BaseModel):
         # Some growths stop before max_depth, whatever the draft says.
         shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
         rule = self.rule or default_rule(growing.sampling)
-        return TreePlan(shape, growth, rule, self.calibration == "on")
+        return TreePlan(shape, growth, rule, self.calibration == "on", self.budget or "fixed")
 
 
 def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.config import tree_plan
 from dyntree_plugin.engine.kv import CPUPathMover
+from dyntree_plugin.engine.measured_rows import measure_rows
+from dyntree_plugin.engine.node_budget import AdaptiveBudget
 from dyntree_plugin.engine.plain_cost import PlainCost, measure
 from dyntree_plugin.engine.requests import chain_reason
 from dyntree_plugin.engine.speculator import TreeSpeculator
@@ -69,6 +71,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self._plain_cost: PlainCost | None = None
         self._record = StepRecord()
         self._movers: list[tuple[int, CPUPathMover]] = []
+        self.budget: AdaptiveBudget | None = None
 
     def _all_greedy(self, slots: np.ndarray) -> bool:
         if self.sampler is None:
@@ -111,6 +114,10 @@ class TreeRunnerMixin(GPUModelRunner):
         """Learn what trees are compared with; call it before the first request."""
         self._plain_cost = measure(self)
         self._record = StepRecord(self._plain_cost)
+        if self.trees.plan.budget == "adaptive":
+            ranks = self.parallel_config.tensor_parallel_size
+            self.budget = AdaptiveBudget(measure_rows(self), self.trees.shape.node_budget, ranks)
+            self.speculator.budget = self.budget
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
@@ -195,14 +202,17 @@ class TreeRunnerMixin(GPUModelRunner):
         self.estimate.observe(self.trees.features[slots], judged, taken, classes)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        drafted = self.execute_model_state is not None
+        state = self.execute_model_state
         output = super().sample_tokens(grammar_output)
-        if not drafted:
+        if state is None:
             return output
         record, self._record = self._record, StepRecord(self._plain_cost)
         record.draft_forwards = self.speculator.forwards
         record.node_budget = self.trees.shape.node_budget
         record.stage_seconds = self.clock.take()
+        if self.budget is not None:
+            record.node_budget = self.budget.in_force
+            self.budget.observe(state.input_batch, self.speculator.forwards, record.stage_seconds)
         return CountedOutput(output, record)
 
 
@@ -219,6 +229,14 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         if drafts is None or self.trees.plan.growing.sampling == "with_replacement":
             return drafts
         slots = [self.req_states.req_id_to_index[req_id] for req_id in drafts.req_ids]
-        counts = self.trees.counts[slots].tolist()  # sync: host memory on the CPU
+        if self.budget is not None:
+            self._cut(np.array(slots), self.budget)
+        counts = self.trees.admitted[slots].tolist()  # sync: host memory on the CPU
         cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, counts, strict=True)]
         return DraftTokenIds(drafts.req_ids, cut)
+
+    def _cut(self, slots: np.ndarray, budget: AdaptiveBudget) -> None:
+        """Leave the trees of the last step, at request ``slots`` [R], what they are worth."""
+        slots = slots[budget.decode_next]
+        if len(slots):
+            self.trees.admitted[slots] = budget.cut(self.trees.values[slots])

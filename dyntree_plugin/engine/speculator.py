@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from dyntree_plugin.drafters.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
+from dyntree_plugin.engine.node_budget import AdaptiveBudget
 from dyntree_plugin.engine.timing import StageClock
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.growth.base import Frontier
@@ -65,6 +66,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         self.emitted: torch.Tensor | None = None
         # Draft forwards of the last step, the catch-up's included.
         self.forwards = 0
+        self.budget: AdaptiveBudget | None = None
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -212,7 +214,7 @@ class TreeSpeculator(StandaloneARSpeculator):
         of_width = {w: self._expansion_inputs(batch, roots, w) for w in {*growing.widths}}
         for width, end in zip(growing.widths, accumulate(growing.widths), strict=True):
             frontier = growth.frontier()
-            if self._nothing_left(frontier):
+            if self._nothing_left(frontier) or not self._pays(frontier):
                 break
             self.forwards += 1
             positions = (roots[:, None] + frontier.depths).clamp(max=self.max_model_len - 1)
@@ -227,6 +229,10 @@ class TreeSpeculator(StandaloneARSpeculator):
         """Whether no request has a node to expand; False where the host cannot know."""
         on_host = frontier.valid.device.type == "cpu"
         return on_host and not frontier.valid.any().item()  # sync: host memory on the CPU
+
+    def _pays(self, frontier: Frontier) -> bool:
+        """Whether a draft forward over the frontier is worth its time, as far as the host knows."""
+        return self.budget is None or self.budget.drafting_pays(frontier.values)
 
     def _scratch_slot_mappings(self, batch: InputBatch, roots: torch.Tensor) -> torch.Tensor:
         """Cache slots behind the roots, int64 [groups, R, scratch_slots]."""

@@ -97,7 +97,7 @@ class StepRecord:
         self._context = float(contexts.mean())
         self._decoding = (~prefilling).tolist()  # sync: host memory
         decoding = torch.from_numpy(~prefilling).to(slots.device, non_blocking=True)
-        waiting = trees.counts[slots]
+        waiting = trees.admitted[slots]
         verified = self._verified[0] if self._verified.shape[1] else torch.zeros_like(waiting)
         cut = torch.stack((trees.grown[slots] - waiting, waiting - verified))
         self._pruned = torch.where(decoding, cut, 0).sum(dim=1)

@@ -10,6 +10,9 @@ STAGES = ("target", "sample", "walk", "move", "draft", "grow")
 """target: the target's forward; sample: its sampler on all rows; walk: matching samples against
 the tree; move: KV of the accepted path; draft: draft forwards; grow: the rest of drafting."""
 
+DRAFTING = ("draft", "grow")
+"""The stages whose time does not depend on the rows that are verified."""
+
 TREE, PLAIN = "tree", "plain"
 """The two ways to decode that a step's time is compared between: as it was, and as it is estimated
 for the target alone."""

@@ -29,6 +29,9 @@ class TreeStore:
         self.values = torch.full((num_slots, nodes), NO_VALUE, device=device)
         self.counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.grown = torch.zeros_like(self.counts)
+        # Nodes that the budget lets the scheduler have. Verification does not read it: the ranks
+        # of an engine need not agree on it.
+        self.admitted = torch.zeros_like(self.counts)
         self.ancestors = torch.zeros(
             num_slots, nodes + 1, self.words, dtype=torch.int32, device=device
         )
@@ -52,6 +55,7 @@ class TreeStore:
         self.depths[slots] = tree.depths
         self.values[slots] = tree.values
         self.counts[slots] = tree.counts
+        self.admitted[slots] = tree.counts
         self.grown[slots] = tree.counts if tree.grown is None else tree.grown
         self.ancestors[slots] = tree.ancestors()
         if features is not None and tree.candidates is not None:
@@ -71,4 +75,5 @@ class TreeStore:
     def clear(self, slot: int) -> None:
         """Forget the tree of a slot that a new request takes over."""
         self.counts[slot] = 0
+        self.admitted[slot] = 0
         self.grown[slot] = 0

@@ -15,6 +15,7 @@ CONFIG_LABELS = (
     *("version", "growth", "sampling", "rule"),
     *(field.name for field in dataclasses.fields(TreeShape)),
     "calibration",
+    "budget",
 )
 """Of the configuration: the plugin's version, and the options in force."""
 

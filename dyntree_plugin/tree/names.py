@@ -12,3 +12,4 @@ Sampling = Literal["best", "without_replacement", "with_replacement"]
 """How children come from the draft's distribution: its best tokens, or draws from it."""
 
 Rule = Literal["match", "without_replacement", "multi_step"]
+Budget = Literal["adaptive", "fixed"]

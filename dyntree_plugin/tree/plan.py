@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan, plan_growth
-from dyntree_plugin.tree.names import Rule
+from dyntree_plugin.tree.names import Budget, Rule
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.verify.rules import check_pair
 
@@ -15,19 +15,31 @@ from dyntree_plugin.tree.verify.rules import check_pair
 @dataclass(frozen=True, slots=True)
 class TreePlan:
     """How trees look, grow and are verified. ``calibration``: node values are learned from what
-    the target accepts.
+    the target accepts. ``budget``: whether trees are cut to what their verification is worth.
 
     Raises:
-        ValueError: if the growth does not fit the shape, or the rule is biased with the growth.
+        ValueError: if the growth does not fit the shape, the rule is biased with the growth, or
+            the budget does not go with them.
     """
 
     shape: TreeShape
     growth: GrowthConfig
     rule: Rule
     calibration: bool
+    budget: Budget = "fixed"
 
     def __post_init__(self) -> None:
         check_pair(self.growth.name, self.growing.sampling, self.rule)
+        if self.budget == "adaptive" and self.reads_draws:
+            raise ValueError(
+                f"budget=adaptive is biased with rule={self.rule}: it cuts trees by what they "
+                "drew; use rule=match or budget=fixed"
+            )
+        if self.budget == "adaptive" and self.growth.name != "topk":
+            raise ValueError(
+                f"budget=adaptive is for growth=topk, not {self.growth.name}: other trees do not "
+                "stand in the order of their nodes' values; use budget=fixed"
+            )
 
     @property
     def growing(self) -> GrowthPlan:
@@ -65,6 +77,7 @@ class TreePlan:
             **asdict(self.shape),
             "coupling": self.coupled,
             "calibration": self.calibrated,
+            "budget": self.budget,
             **growth,
         }
 

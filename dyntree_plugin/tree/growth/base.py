@@ -17,13 +17,15 @@ class Frontier:
     """The nodes that the next draft forward runs on, [R, width] each.
 
     ``ancestors`` int32 [R, width, words] are bits over the scratch columns of the step, own
-    column included. Where ``valid`` is false there was nothing left to expand.
+    column included. Where ``valid`` is false there was nothing left to expand. ``values`` float32:
+    log of the estimated chance that the path down to a node is accepted, ``-inf`` where not valid.
     """
 
     tokens: torch.Tensor
     depths: torch.Tensor
     ancestors: torch.Tensor
     valid: torch.Tensor
+    values: torch.Tensor
 
 
 class Growth(Protocol):

@@ -103,8 +103,9 @@ class CandidatePool:
         self._nodes[:, now] = nodes
         self._depths[:, now] = depths
         self._bits[:, now] = bits
-        self.bases[:, now] = self.values.gather(1, nodes).masked_fill_(~valid, NO_VALUE)
-        return Frontier(self.tokens.gather(1, nodes), depths, bits, valid)
+        values = self.values.gather(1, nodes).masked_fill_(~valid, NO_VALUE)
+        self.bases[:, now] = values
+        return Frontier(self.tokens.gather(1, nodes), depths, bits, valid, values)
 
     @property
     def width(self) -> int:

@@ -1,0 +1,78 @@
+"""How many nodes every request of a batch verifies: ONE best-first choice over all of them.
+
+The nodes of a tree stand in the order of their values, so its first n nodes are its best tree of
+n. A step that verifies some nodes of every request is expected to emit one token per request and
+the sum of the nodes' values (Wald's identity along the accepted path), and takes a time that grows
+with its rows. The most valuable nodes of the whole batch, as many as make the most tokens per
+second, are therefore the best that can be verified (as OPT-Tree, arXiv 2406.17276, chooses for one
+request; the batch competes for rows).
+
+Cutting by value is exact for rule ``match``, whose tokens no tree can change. It is biased for
+rules that reason about draws: a node's value tells what was drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How many nodes each of R requests verifies, ``counts`` int64 [R], and the expected ``tokens``
+    and ``seconds`` of that step."""
+
+    counts: np.ndarray
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+def best_cut(values: np.ndarray, row_seconds: np.ndarray, spent: float) -> Cut:
+    """The cut of R trees that makes the most tokens per second; of equals, that of fewest nodes.
+
+    ``values`` [R, N]: estimated chance that the path down to a node is accepted; they must not rise
+    from one node of a request to its next; 0 for padding, which is never verified. ``row_seconds``
+    [at least R * (N + 1) + 1]: seconds of the verification of so many rows. ``spent``: what the
+    step takes besides, its drafting included.
+
+    Raises:
+        ValueError: if values rise, or ``row_seconds`` is too short or not positive.
+    """
+    requests, nodes = values.shape
+    if (np.diff(values, axis=1) > 0).any():
+        raise ValueError("values must not rise from one node of a request to its next")
+    if len(row_seconds) <= requests * (nodes + 1):
+        raise ValueError(
+            f"row_seconds has {len(row_seconds)} entries: {requests * (nodes + 1) + 1}"
+            " rows are possible"
+        )
+    flat = values.ravel()
+    # Stable: of equal values those of one request keep their order.
+    order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+    tokens = requests + np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
+    seconds = spent + row_seconds[requests : requests + len(tokens)]
+    if not (seconds > 0).all():
+        raise ValueError("a step must take some time")
+    most = int(np.argmax(tokens / seconds))
+    counts = np.bincount(order[:most] // nodes, minlength=requests) if nodes else np.zeros(requests)
+    return Cut(counts.astype(np.int64), float(tokens[most]), float(seconds[most]))
+
+
+def draft_pays(
+    frontier: np.ndarray, row_seconds: float, forward_seconds: float, rate: float
+) -> bool:
+    """Whether one more draft forward can earn more tokens than its time would elsewhere.
+
+    ``frontier``: values of the nodes that it would expand. The chances of a node's children add up
+    to 1 at most, so their values add up to the node's; verifying them takes a row each, of
+    ``row_seconds``; time is worth ``rate`` tokens per second. Later forwards, whose nodes are worth
+    no more, cannot pay where this one does not.
+    """
+    gain = np.maximum(frontier - rate * row_seconds, 0.0).sum()
+    return bool(gain > rate * forward_seconds)

@@ -1,0 +1,80 @@
+"""What a step costs by the rows that the target verifies: measured first, corrected while serving."""
+
+from __future__ import annotations
+
+import numpy as np
+
+LEVEL_STEP = 0.1
+"""Weight of a new observation in the level, which all rows share."""
+SHAPE_STEP = 0.05
+"""Weight of a new observation in what is particular to a number of rows."""
+FORGETTING = 1e-3
+"""How fast what is particular fades where it is not observed, so that it is tried again."""
+LARGEST_SURPRISE = 0.3
+"""Of the logarithm of an observation: one interrupted step must not move the estimate far."""
+
+
+class RowCost:
+    """Seconds of a step's verification by its rows.
+
+    The shape of the curve comes from the measurement that it begins with; observations move its
+    level (the machine is busier, contexts are longer) and, more slowly, single points of it. Both
+    are logarithms, so that the curve stays positive. What it gives never falls as rows rise: of a
+    kernel that is faster with more rows one can always have the more rows.
+    """
+
+    def __init__(self, rows: tuple[int, ...], seconds: tuple[float, ...], most: int) -> None:
+        """``seconds`` of a step of each of ``rows``, ascending; between them, and behind the last
+        with its slope, lines. ``most``: rows that will ever be asked for.
+
+        Raises:
+            ValueError: if rows do not ascend from 1, or seconds are not positive.
+        """
+        if len(rows) != len(seconds) or not rows or rows[0] != 1 or (np.diff(rows) <= 0).any():
+            raise ValueError(f"rows={rows} must ascend from 1, with as many seconds")
+        if min(seconds) <= 0:
+            raise ValueError(f"seconds={seconds} must be above 0")
+        self._rows = np.asarray(rows, dtype=np.float64)
+        self._all = np.arange(most + 1, dtype=np.float64)
+        self._log_measured = np.log(_line(self._all, self._rows, np.asarray(seconds)))
+        # The point that an observation is credited to.
+        middle = (self._rows[1:] + self._rows[:-1]) / 2
+        self._point = np.searchsorted(middle, self._all)
+        self._level = 0.0
+        self._own = np.zeros(len(rows))
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn from a step of ``rows``."""
+        rows = min(rows, len(self._all) - 1)
+        point = self._point[rows]
+        expected = self._log_measured[rows] + self._level + self._own[point]
+        surprise = _bounded(np.log(seconds) - expected)
+        self._level += LEVEL_STEP * surprise
+        self._own *= 1 - FORGETTING
+        self._own[point] += SHAPE_STEP * surprise
+
+    def seconds(self) -> np.ndarray:
+        """Seconds by rows, from 0 (as 1) up to the most; they never fall."""
+        curve = np.exp(self._log_measured + self._level + self._own[self._point])
+        return np.minimum.accumulate(curve[::-1])[::-1]
+
+
+def followed(seconds: float, seen: float) -> float:
+    """An average of seconds after one more was ``seen``, as robust as `RowCost.observe`."""
+    return seconds * float(np.exp(LEVEL_STEP * _bounded(np.log(max(seen, 1e-9) / seconds))))
+
+
+def _bounded(surprise: float) -> float:
+    return min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
+
+
+def _line(at: np.ndarray, rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """The lines through the points; before the first its height, behind the last its slope."""
+    inside = np.interp(at, rows, seconds)
+    if len(rows) == 1:
+        return inside
+    # Over the last half, as single points are noisy.
+    middle = int(np.searchsorted(rows, rows[-1] / 2))
+    middle = min(middle, len(rows) - 2)
+    slope = max((seconds[-1] - seconds[middle]) / (rows[-1] - rows[middle]), 0.0)
+    return inside + np.maximum(at - rows[-1], 0.0) * slope
