@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from dyntree_plugin.tree.row_cost import RowCost
@@ -49,10 +49,11 @@ def row_numbers(most: int) -> list[int]:
 
 
 def _seconds(runner: TreeRunnerMixin, rows: int) -> float:
+    model: Any = runner.model
     runner.clock.take()
     hidden, _ = runner._dummy_run(rows)
     if hidden is None:
         raise RuntimeError("this worker does not hold the last layer of the model")
     with runner.clock("sample"):
-        runner.model.compute_logits(hidden[:rows])
+        model.compute_logits(hidden[:rows])
     return sum(runner.clock.take().values())

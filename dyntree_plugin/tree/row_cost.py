@@ -1,4 +1,4 @@
-"""What a step costs by the rows that the target verifies: measured first, corrected while serving."""
+"""What a step costs by the rows that it verifies: measured first, corrected while serving."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class RowCost:
     def seconds(self) -> np.ndarray:
         """Seconds by rows, from 0 (as 1) up to the most; they never fall."""
         curve = np.exp(self._log_measured + self._level + self._own[self._point])
-        return np.minimum.accumulate(curve[::-1])[::-1]
+        least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
+        return least
 
 
 def followed(seconds: float, seen: float) -> float:
@@ -70,11 +71,12 @@ def _bounded(surprise: float) -> float:
 
 def _line(at: np.ndarray, rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """The lines through the points; before the first its height, behind the last its slope."""
-    inside = np.interp(at, rows, seconds)
+    inside: np.ndarray = np.interp(at, rows, seconds)
     if len(rows) == 1:
         return inside
     # Over the last half, as single points are noisy.
     middle = int(np.searchsorted(rows, rows[-1] / 2))
     middle = min(middle, len(rows) - 2)
     slope = max((seconds[-1] - seconds[middle]) / (rows[-1] - rows[middle]), 0.0)
-    return inside + np.maximum(at - rows[-1], 0.0) * slope
+    inside += np.maximum(at - rows[-1], 0.0) * slope
+    return inside

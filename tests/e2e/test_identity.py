@@ -77,6 +77,15 @@ def test_a_conversation_reads_the_kv_that_trees_left_in_the_prefix_cache(served:
     assert from_output >= len(run.requests) // 2
 
 
+def test_an_adaptive_budget_verifies_less_than_was_grown(served: Served) -> None:
+    """The control of its identity: trees of many sizes, and drafting that ended early."""
+    metrics = served("adaptive")["sample"].metrics
+    trees = metrics["vllm:dyntree_tree_nodes_count"]
+    assert 0 < metrics["vllm:dyntree_tree_nodes_sum"] < 15 * trees
+    assert metrics["vllm:dyntree_pruned_nodes_total{reason=budget}"] > 0
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
 def test_a_tiny_cache_preempts_requests(served: Served) -> None:
     metrics = served("tight")["demanding"].metrics
     assert metrics["vllm:num_preemptions_total"] > 0

@@ -190,6 +190,10 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         {"acceptance": ACCEPTANCE, "sample": SAMPLE},
     ),
     "wide": (tree(64, width=8, max_depth=6, children=8), {"sample": SAMPLE}),
+    "adaptive": (
+        tree(budget="adaptive", max_depth=16),
+        {"sample": SAMPLE, "batches of 1": Run(each_kind(range(6, 15)), batch=1)},
+    ),
     "tight": (
         tree(10, slots=16, width=3, max_depth=4, children=3)
         | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},

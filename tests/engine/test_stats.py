@@ -89,7 +89,7 @@ def trees() -> TreeStore:
     trees = TreeStore(3, plan, 8, torch.device("cpu"))
     trees.depths[1:] = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
     trees.values[1:] = torch.tensor([[0.5, 0.5, 0.25, 0.125, 0.1], [1.0, 0.5, 0, 0, 0]]).log()
-    trees.counts[1:] = torch.tensor([5, 2])
+    trees.counts[1:] = trees.admitted[1:] = torch.tensor([5, 2])
     trees.grown[1:] = 10
     return trees
 

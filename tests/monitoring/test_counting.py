@@ -52,7 +52,7 @@ class Step:
     def __post_init__(self) -> None:
         self.trees = TreeStore(self.requests, PLAN, 8, torch.device("cpu"))
         self.trees.values[:] = -1.0
-        self.trees.counts[:] = SHAPE.node_budget
+        self.trees.counts[:] = self.trees.admitted[:] = SHAPE.node_budget
         self.trees.grown[:] = 100
         self.slots = torch.arange(self.requests)
         self.prefilling = np.zeros(self.requests, dtype=bool)
