@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_every_number_of_rows_is_measured_where_trees_are_small() -> None:
     numbers = row_numbers(300)
     assert numbers[:16] == list(range(1, 17))
     assert numbers[-1] <= 300
-    assert all(after <= before * 1.13 + 1 for before, after in zip(numbers, numbers[1:]))  # noqa: B905
+    assert all(after <= before * 1.13 + 1 for before, after in pairwise(numbers))
 
 
 @pytest.mark.parametrize("per_row", [1e-3, 0.0])
