@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-LEVEL_STEP = 0.1
-"""Weight of a new observation in the level, which all rows share."""
+MEMORY = 20.0
+"""Steps after which an observation counts for 1/e."""
+PRIOR = (0.01, 1.0)
+"""How firmly level and tilt are held at 0, in observations: where all steps have one number of
+rows, what they tell is the level."""
+MEASURED = (5.0, 25.0)
+"""The same for what was measured at the beginning, which is forgotten like an observation."""
 SHAPE_STEP = 0.05
 """Weight of a new observation in what is particular to a number of rows."""
 FORGETTING = 1e-3
@@ -17,10 +22,11 @@ LARGEST_SURPRISE = 0.3
 class RowCost:
     """Seconds of a step's verification by its rows.
 
-    The shape of the curve comes from the measurement that it begins with; observations move its
-    level (the machine is busier, contexts are longer) and, more slowly, single points of it. Both
-    are logarithms, so that the curve stays positive. What it gives never falls as rows rise: of a
-    kernel that is faster with more rows one can always have the more rows.
+    The shape of the curve comes from the measurement that it begins with. Observations move its
+    level (the machine is busier, contexts are longer), its tilt (cores are shared, so that rows
+    cost more than memory does), and, more slowly, single points of it. All are logarithms, so that
+    the curve stays positive. What it gives never falls as rows rise: of a kernel that is faster
+    with more rows one can always have the more rows.
     """
 
     def __init__(self, rows: tuple[int, ...], seconds: tuple[float, ...], most: int) -> None:
@@ -40,29 +46,39 @@ class RowCost:
         # The point that an observation is credited to.
         middle = (self._rows[1:] + self._rows[:-1]) / 2
         self._point = np.searchsorted(middle, self._all)
-        self._level = 0.0
+        self._scale = np.stack([np.ones(most + 1), np.log(np.maximum(self._all, 1.0))], axis=1)
+        self._information = np.diag(MEASURED)
+        self._learned = np.zeros(2)
+        self._level_and_tilt = np.zeros(2)
         self._own = np.zeros(len(rows))
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a step of ``rows``."""
         rows = min(rows, len(self._all) - 1)
-        point = self._point[rows]
-        expected = self._log_measured[rows] + self._level + self._own[point]
+        scale, point = self._scale[rows], self._point[rows]
+        moved = float(scale @ self._level_and_tilt)
+        expected = self._log_measured[rows] + moved + self._own[point]
         surprise = _bounded(np.log(seconds) - expected)
-        self._level += LEVEL_STEP * surprise
+        # Recursive least squares that forget, towards the prior.
+        kept = np.exp(-1 / MEMORY)
+        prior = np.diag(PRIOR)
+        self._information = prior + kept * (self._information - prior) + np.outer(scale, scale)
+        self._learned = kept * self._learned + scale * (moved + surprise)
+        self._level_and_tilt = np.linalg.solve(self._information, self._learned)
         self._own *= 1 - FORGETTING
         self._own[point] += SHAPE_STEP * surprise
 
     def seconds(self) -> np.ndarray:
         """Seconds by rows, from 0 (as 1) up to the most; they never fall."""
-        curve = np.exp(self._log_measured + self._level + self._own[self._point])
+        moved = self._scale @ self._level_and_tilt + self._own[self._point]
+        curve = np.exp(self._log_measured + moved)
         least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
         return least
 
 
 def followed(seconds: float, seen: float) -> float:
     """An average of seconds after one more was ``seen``, as robust as `RowCost.observe`."""
-    return seconds * float(np.exp(LEVEL_STEP * _bounded(np.log(max(seen, 1e-9) / seconds))))
+    return seconds * float(np.exp(_bounded(np.log(max(seen, 1e-9) / seconds)) / MEMORY))
 
 
 def _bounded(surprise: float) -> float:

@@ -13,7 +13,16 @@ from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 CHAINS = (1, 2, 3, 5, 8, 12)
 """Lengths of vLLM's own chain; its best is what trees are compared with."""
 
-_SHOWN = ("budget", "min_value", "max_depth", "width", "children", "coupling", "calibration", "rule")
+_SHOWN = (
+    "budget",
+    "min_value",
+    "max_depth",
+    "width",
+    "children",
+    "coupling",
+    "calibration",
+    "rule",
+)
 
 KV_CACHE_BYTES = 1 << 29
 """For the KV cache of an engine. The pages of it that are never written take no memory."""
