@@ -11,7 +11,7 @@ PRIOR = (0.01, 1.0)
 rows, what they tell is the level."""
 MEASURED = (5.0, 25.0)
 """The same for what was measured at the beginning, which is forgotten like an observation."""
-SHAPE_STEP = 0.05
+SHAPE_STEP = 0.02
 """Weight of a new observation in what is particular to a number of rows."""
 FORGETTING = 1e-3
 """How fast what is particular fades where it is not observed, so that it is tried again."""
