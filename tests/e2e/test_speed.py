@@ -1,4 +1,4 @@
-"""Speed against vLLM's own plain decoding in the same run, with room for a noisy machine."""
+"""Speed, within twice of what is aimed at: a shared machine is noisy."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ def test_plain_decode_with_our_kernels_is_near_the_v1_runner(
     assert speeds[batch].v2 <= 2 * 1.3 * speeds[batch].v1
 
 
-@pytest.mark.parametrize("batch", speed.BATCHES)
-def test_the_machinery_of_a_step_costs_no_more_than_a_few_plain_steps(
-    batch: int, speeds: dict[int, speed.Speed]
+@pytest.mark.parametrize(("batch", "aim"), [(1, 3.0), (16, 10.0)])
+def test_the_machinery_of_a_step_takes_few_milliseconds(
+    batch: int, aim: float, speeds: dict[int, speed.Speed]
 ) -> None:
-    """The pair is so small that a plain step is mostly vLLM's own overhead: a measure of how fast
-    this machine runs Python and small operators. On the reference machine it is 2.5 of them."""
-    assert speeds[batch].machinery <= 4 * speeds[batch].v1
+    assert speeds[batch].machinery <= 2 * aim
