@@ -15,7 +15,7 @@ from dyntree_plugin.drafters.candidates import (
 )
 from dyntree_plugin.drafters.noise import DRAFT, stream
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.value import AcceptanceEstimate, features, temperature_class
+from dyntree_plugin.tree.value import AcceptanceEstimate, features
 
 
 class Perturb(Protocol):
@@ -34,11 +34,13 @@ class Perturb(Protocol):
 class DraftRows(NamedTuple):
     """What rows of draft logits take from their requests and their place in the step, [M] each.
 
-    ``positions``: of the token that the row was run on. ``columns``: numbers the rows of one
-    request in one step; draws of nodes at equal positions are independent by it.
+    ``classes``: `temperature_class` of the temperatures. ``positions``: of the token that the row
+    was run on. ``columns``: numbers the rows of one request in one step; draws of nodes at equal
+    positions are independent by it.
     """
 
     temperature: torch.Tensor
+    classes: torch.Tensor
     seeds: torch.Tensor
     chained: torch.Tensor
     positions: torch.Tensor
@@ -101,7 +103,7 @@ class ChildPicker:
         tokens, log_probs = top_children(scores, min(max(2, count), scores.shape[1]))
         seen = features(log_probs)[:, :count]
         tokens, log_probs = tokens[:, :count], log_probs[:, :count]
-        chance = self._estimate.log_chance(seen, temperature_class(rows.temperature))
+        chance = self._estimate.log_chance(seen, rows.classes)
         chance = chance.masked_fill(log_probs.isneginf(), float("-inf"))
         return Children(tokens, only_first(chance, rows.chained), features=seen)
 

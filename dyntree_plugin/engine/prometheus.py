@@ -62,7 +62,8 @@ class TreeSpecDecodingProm(SpecDecodingProm):
             value = getattr(spec_decoding_stats, metric.source)
             if metric.labels:
                 for label, amount in _items(value):
-                    _add(by_label[label,], amount)
+                    if amount:  # of a counter's series most have nothing to add
+                        _add(by_label[label,], amount)
             else:
                 for amount in value if isinstance(value, list) else [value]:
                     _add(by_label[()], amount)

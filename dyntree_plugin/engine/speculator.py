@@ -24,6 +24,7 @@ from dyntree_plugin.engine.timing import StageClock
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.growth.base import Frontier
 from dyntree_plugin.tree.token_tree import TokenTree
+from dyntree_plugin.tree.value import temperature_class
 
 PAD_SLOT = -1
 
@@ -187,20 +188,18 @@ class TreeSpeculator(StandaloneARSpeculator):
         chained = self._chained[batch.idx_mapping]
         greedy = self._all_greedy(batch.idx_mapping_np)
         features: list[torch.Tensor] = []
-        of_requests = {
-            width: (
-                temperature.repeat_interleave(width),
-                seeds.repeat_interleave(width),
-                chained.repeat_interleave(width),
-            )
+        of_requests = (temperature, temperature_class(temperature), seeds, chained)
+        of_rows = {
+            width: [each.repeat_interleave(width) for each in of_requests]
             for width in {1, *growing.widths}
         }
+        columns = torch.arange(1 + sum(growing.widths), device=roots.device).repeat(num_reqs, 1)
 
         def children(logits: torch.Tensor, positions: torch.Tensor, first: int) -> Children:
             """Of nodes at ``positions`` [R, W], in columns from ``first`` on."""
             width = positions.shape[1]
-            columns = torch.arange(first, first + width, device=positions.device).repeat(num_reqs)
-            rows = DraftRows(*of_requests[width], positions.flatten(), columns)
+            own = columns[:, first : first + width]
+            rows = DraftRows(*of_rows[width], positions.flatten(), own.flatten())
             found = self._pick(logits, rows, greedy).by_request(num_reqs)
             if found.features is not None:
                 features.append(found.features.flatten(1, 2))

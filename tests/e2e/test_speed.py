@@ -30,8 +30,15 @@ def test_plain_decode_with_our_kernels_is_near_the_v1_runner(
     assert speeds[batch].v2 <= 2 * 1.3 * speeds[batch].v1
 
 
-@pytest.mark.parametrize(("batch", "aim"), [(1, 3.0), (16, 10.0)])
-def test_the_machinery_of_a_step_takes_few_milliseconds(
-    batch: int, aim: float, speeds: dict[int, speed.Speed]
+AIM = {1: 1.15, 16: 1.9}
+"""Steps of vLLM's V1 runner that the machinery of a step should cost at most, by batch size: 3 and
+10 ms where such steps take 2.6 and 5.2 ms."""
+
+
+@pytest.mark.parametrize("batch", speed.BATCHES)
+def test_the_machinery_of_a_step_costs_few_plain_steps(
+    batch: int, speeds: dict[int, speed.Speed]
 ) -> None:
-    assert speeds[batch].machinery <= 2 * aim
+    """The pair is so small that a plain step is mostly overhead: of the same kind as ours, on the
+    same machine."""
+    assert speeds[batch].machinery <= 2 * AIM[batch] * speeds[batch].v1

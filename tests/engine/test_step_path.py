@@ -113,7 +113,7 @@ def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> TreeStore:
     def add(width: int) -> None:
         rows = torch.zeros(REQUESTS * width, dtype=torch.int64)
         logits = torch.randn(REQUESTS * width, VOCAB)
-        of_rows = DraftRows(torch.ones_like(rows).float(), rows, rows.bool(), rows, rows)
+        of_rows = DraftRows(torch.ones_like(rows).float(), rows, rows, rows.bool(), rows, rows)
         found = pick(logits, of_rows, all_greedy=False).by_request(REQUESTS)
         growth.add(*found[:3])
         if found.features is not None:

@@ -14,6 +14,7 @@ from dyntree_plugin.tree.growth.base import Frontier, Growth, GrowthPlan
 from dyntree_plugin.tree.growth.best_first import SlotGrowth
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
+from dyntree_plugin.tree.value import temperature_class
 
 Pick = Callable[[torch.Tensor, DraftRows, bool], Children]
 """What a `ChildPicker` does: children below rows of logits."""
@@ -109,16 +110,17 @@ class _Adder:
     def add(self, logits: torch.Tensor, valid: torch.Tensor, depths: torch.Tensor) -> None:
         """``logits`` [M, V] and ``depths`` [M] of the ``valid`` nodes [R, W]."""
         at, slot = valid.nonzero(as_tuple=True)
-        temperature = self._requests.temperature
+        temperature = torch.full_like(logits[:, 0], self._requests.temperature)
         rows = DraftRows(
-            temperature=torch.full_like(logits[:, 0], temperature),
+            temperature=temperature,
+            classes=temperature_class(temperature),
             seeds=self._requests.seeds[at],
             chained=torch.zeros_like(at, dtype=torch.bool),
             positions=self._roots[at] + depths,
             columns=self._column + slot,
         )
         self._column += valid.shape[1]
-        picked = self._pick(logits, rows, temperature == 0)
+        picked = self._pick(logits, rows, self._requests.temperature == 0)
         size = (*valid.shape, self._growth.children)
         tokens = picked.tokens.new_zeros(size)
         tokens[valid] = picked.tokens
