@@ -113,11 +113,23 @@ class TreeRunnerMixin(GPUModelRunner):
     def measure_plain_cost(self) -> None:
         """Learn what trees are compared with; call it before the first request."""
         self._plain_cost = measure(self)
-        self._record = StepRecord(self._plain_cost)
+        self._record = self._new_record()
         if self.trees.plan.budget == "adaptive":
-            ranks = self.parallel_config.tensor_parallel_size
-            self.budget = AdaptiveBudget(measure_rows(self), self.trees.shape.node_budget, ranks)
-            self.speculator.budget = self.budget
+            cost = measure_rows(self)
+            self._record.row_cost = cost
+            if not self._budget_is_scheduled:
+                ranks = self.parallel_config.tensor_parallel_size
+                self.budget = AdaptiveBudget(cost, self.trees.shape.node_budget, ranks)
+                self.speculator.budget = self.budget
+
+    @property
+    def _budget_is_scheduled(self) -> bool:
+        """Whether the scheduler must choose the budget, from averages."""
+        adaptive = self.trees.plan.budget == "adaptive"
+        return adaptive and bool(self.vllm_config.scheduler_config.async_scheduling)
+
+    def _new_record(self) -> StepRecord:
+        return StepRecord(self._plain_cost, self._budget_is_scheduled)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
@@ -206,7 +218,7 @@ class TreeRunnerMixin(GPUModelRunner):
         output = super().sample_tokens(grammar_output)
         if state is None:
             return output
-        record, self._record = self._record, StepRecord(self._plain_cost)
+        record, self._record = self._record, self._new_record()
         record.draft_forwards = self.speculator.forwards
         record.node_budget = self.trees.shape.node_budget
         record.stage_seconds = self.clock.take()

@@ -11,6 +11,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from dyntree_plugin.engine.config import tree_plan
+from dyntree_plugin.engine.node_buckets import NodeBuckets
 from dyntree_plugin.engine.requests import EMPTY_TREE, chain_reason
 from dyntree_plugin.engine.stats import ATTRIBUTE, TreeSpecDecodingStats, WorkerCounts
 
@@ -95,4 +97,23 @@ class TreeScheduler(TreeCounting):
 
 
 class AsyncTreeScheduler(TreeCounting, AsyncScheduler):
-    """For asynchronous scheduling."""
+    """For asynchronous scheduling, which must say how many nodes come before it sees a tree."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plan = tree_plan(self.vllm_config)
+        self._buckets: NodeBuckets | None = None
+        if plan is not None and plan.budget == "adaptive":
+            lookup: Any = NodeBuckets(plan.shape.node_budget)
+            self._buckets = self.dynamic_sd_lookup = lookup
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        counts: WorkerCounts | None = getattr(model_runner_output, ATTRIBUTE, None)
+        if self._buckets is not None and counts is not None:
+            if counts.row_cost is not None:
+                self._buckets.measured(counts.row_cost)
+            rows = scheduler_output.total_num_scheduled_tokens
+            self._buckets.observe(counts.ranked, rows, all(counts.decoding))
+        return super().update_from_output(scheduler_output, model_runner_output)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dyntree_plugin.engine.plain_cost import PlainCost
     from dyntree_plugin.engine.trees import TreeStore
     from dyntree_plugin.engine.verifier import Verification
+    from dyntree_plugin.tree.row_cost import RowCost
 
 ATTRIBUTE = "dyntree"
 """Where a ModelRunnerOutput carries the worker's counts."""
@@ -33,7 +34,9 @@ class WorkerCounts:
     nodes of all trees at depth 1, 2, …, and how many of them the trees' values expected to be
     accepted. ``pruned``: nodes by reason. ``stage_seconds``: of the stages that the step had.
     ``compared``: seconds of a step in which every request decoded, and those that the target alone
-    would have taken for the same tokens.
+    would have taken for the same tokens. ``ranked``: mean chance of the first node, the second, …
+    of the decoding requests' grown trees, where the scheduler budgets by it; ``row_cost``: with the
+    first step, for the same.
     """
 
     decoding: list[bool]
@@ -47,6 +50,8 @@ class WorkerCounts:
     node_budget: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
     compared: dict[str, float] = field(default_factory=dict)
+    ranked: list[float] = field(default_factory=list)
+    row_cost: RowCost | None = None
 
 
 class StepRecord:
@@ -55,11 +60,15 @@ class StepRecord:
     Where the step has drafts ``verified`` comes first, then ``sampled``.
     """
 
-    def __init__(self, plain_cost: PlainCost | None = None) -> None:
+    def __init__(self, plain_cost: PlainCost | None = None, rank_values: bool = False) -> None:
+        """``rank_values``: note the grown trees' values by rank."""
         self.draft_forwards = 0
         self.node_budget = 0
         self.stage_seconds: dict[str, float] = {}
+        self.row_cost: RowCost | None = None
         self._plain_cost = plain_cost
+        self._rank_values = rank_values
+        self._ranked = torch.zeros(0)
         self._decoding: list[bool] = []
         self._context = 0.0
         self._verified = torch.zeros(4, 0, dtype=torch.int64)
@@ -101,6 +110,9 @@ class StepRecord:
         verified = self._verified[0] if self._verified.shape[1] else torch.zeros_like(waiting)
         cut = torch.stack((trees.grown[slots] - waiting, waiting - verified))
         self._pruned = torch.where(decoding, cut, 0).sum(dim=1)
+        if self._rank_values:
+            chances = torch.where(decoding[:, None], trees.values[slots].exp(), 0.0)
+            self._ranked = chances.sum(dim=0) / decoding.sum().clamp(min=1)
 
     def counts(self) -> WorkerCounts:
         # The output is fetched after the step.
@@ -119,6 +131,8 @@ class StepRecord:
             self.node_budget,
             {stage: seconds for stage, seconds in self.stage_seconds.items() if seconds},
             self._compare(sum(emitted)),
+            self._ranked.tolist(),  # sync: for the host
+            self.row_cost,
         )
 
     def _compare(self, emitted: int) -> dict[str, float]:

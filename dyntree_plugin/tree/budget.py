@@ -13,6 +13,7 @@ rules that reason about draws: a node's value tells what was drawn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,20 @@ def best_cut(values: np.ndarray, row_seconds: np.ndarray, spent: float) -> Cut:
     most = int(np.argmax(tokens / seconds))
     counts = np.bincount(order[:most] // nodes, minlength=requests) if nodes else np.zeros(requests)
     return Cut(counts.astype(np.int64), float(tokens[most]), float(seconds[most]))
+
+
+def best_size(
+    ranked: np.ndarray, requests: int, row_seconds: np.ndarray, sizes: Sequence[int]
+) -> int:
+    """The one of ``sizes`` that makes the most tokens per second if all trees get it.
+
+    ``ranked`` [N]: mean value of the trees' first node, their second, …; for where the host does
+    not see single trees before it must say how many nodes are verified. ``row_seconds`` of whole
+    steps by their rows; behind its last, rows cost as there.
+    """
+    tokens = 1 + np.concatenate([[0.0], np.cumsum(ranked)])
+    rows = np.minimum(requests * (1 + np.asarray(sizes)), len(row_seconds) - 1)
+    return int(sizes[int(np.argmax(requests * tokens[list(sizes)] / row_seconds[rows]))])
 
 
 def draft_pays(

@@ -15,8 +15,12 @@ from dyntree_plugin.engine.cpu import install
 install()  # the runner's modules need it before they are imported
 
 from dyntree_plugin.engine.measured_rows import measure_rows, row_numbers  # noqa: E402
+from dyntree_plugin.engine.node_buckets import NodeBuckets  # noqa: E402
 from dyntree_plugin.engine.node_budget import AdaptiveBudget  # noqa: E402
+from dyntree_plugin.engine.stats import StepRecord  # noqa: E402
 from dyntree_plugin.engine.timing import StageClock  # noqa: E402
+from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
+from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.row_cost import RowCost  # noqa: E402
 from dyntree_plugin.tree.token_tree import NO_VALUE  # noqa: E402
 
@@ -135,3 +139,48 @@ def test_what_was_measured_is_what_rows_took(per_row: float, monkeypatch: Any) -
     seconds = measure_rows(runner).seconds()
     assert len(seconds) == 4 * (NODES + 1) + 1
     assert seconds[1:] == pytest.approx(0.01 + per_row * np.arange(1, len(seconds)))
+
+
+def test_a_scheduler_that_sees_no_tree_goes_by_averages() -> None:
+    buckets = NodeBuckets(12)
+    assert buckets.sizes == (1, 2, 4, 8, 12)
+    assert buckets[1] == 12, "nothing is known yet"
+    buckets.observe([0.9, 0.8, *[0.01] * 10], 13, decoding=True)
+    buckets.measured(RowCost((1, 13), (0.05, 0.17), 60))
+    assert buckets[1] == 2
+    assert buckets[4] <= 2
+    for _ in range(100):
+        buckets.observe([0.95] * 12, 13, decoding=True)
+    assert buckets[1] == 12
+
+
+def test_the_pace_of_outputs_is_what_rows_cost(monkeypatch: Any) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    buckets = NodeBuckets(8)
+    buckets.measured(RowCost((1, 9), (0.05, 0.05), 60))
+    values = [0.9, *[0.2] * 7]
+    buckets.observe(values, 9, decoding=True)
+    assert buckets[1] == 8
+    for step in range(300):
+        rows = (2, 9)[step % 2]
+        now[0] += 0.02 * rows
+        buckets.observe(values, rows, decoding=True)
+        now[0] += 100.0
+        buckets.observe([], 0, decoding=False)
+        buckets.observe(values, 9, decoding=True)
+    assert buckets[1] < 8
+
+
+def test_steps_note_values_by_rank_where_the_scheduler_needs_them() -> None:
+    plan = DynTreeOptions().resolve(3)
+    trees = TreeStore(4, plan, 8, torch.device("cpu"))
+    trees.values[1:4] = torch.tensor([[0.8, 0.4, 0.2], [0.6, 0.2, 0.0], [1.0, 1.0, 1.0]]).log()
+    slots = torch.tensor([1, 2, 3])
+    noted = []
+    for wanted in (True, False):
+        record = StepRecord(rank_values=wanted)
+        prefilling = np.array([False, False, True])
+        record.sampled(prefilling, np.array([5, 5, 5]), trees, slots)
+        noted.append(record.counts().ranked)
+    assert noted == [pytest.approx([0.7, 0.3, 0.1]), []]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyntree_plugin.options import DynTreeOptions
-from dyntree_plugin.tree.budget import best_cut, draft_pays
+from dyntree_plugin.tree.budget import best_cut, best_size, draft_pays
 from dyntree_plugin.tree.row_cost import LARGEST_SURPRISE, RowCost, followed
 
 CHANCES = st.lists(st.floats(0, 1), min_size=4, max_size=4).map(lambda v: sorted(v, reverse=True))
@@ -81,6 +81,17 @@ def test_time_that_is_spent_anyway_makes_more_nodes_pay() -> None:
     counts = [best_cut(values, seconds, spent).counts[0] for spent in (0.0, 1.0, 5.0)]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
+
+
+def test_one_size_for_all_is_the_best_of_those_there_are() -> None:
+    ranked, seconds = np.array([0.9, 0.7, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), 1 + 0.1 * np.arange(40)
+    sizes = (1, 2, 4, 8)
+    for requests in (1, 2, 4):
+        found = best_size(ranked, requests, seconds, sizes)
+        assert found == max(
+            sizes, key=lambda n: rate(np.tile(ranked, (requests, 1)), (n,) * requests, seconds, 0.0)
+        )
+    assert best_size(ranked, 1, seconds, sizes) > best_size(ranked, 4, seconds, sizes)
 
 
 @pytest.mark.parametrize(
