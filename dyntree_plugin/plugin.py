@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 
     from dyntree_plugin.options import DynTreeOptions
 
-WORKER = "dyntree_plugin.engine.worker.TreeCPUWorker"
-PLAIN_WORKER = "dyntree_plugin.engine.worker.PlainCPUWorker"
+WORKERS = {
+    "cpu": "dyntree_plugin.engine.cpu.worker.TreeCPUWorker",
+    "cuda": "dyntree_plugin.engine.gpu.worker.TreeGPUWorker",
+}
+"""Of engines with trees, by the platform's device type."""
+
+PLAIN_WORKER = "dyntree_plugin.engine.cpu.worker.PlainCPUWorker"
 """For ``worker_cls``: vLLM's V2 runner on the CPU without trees, to compare them with."""
 
 
@@ -44,15 +49,17 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     """
     from vllm.logger import init_logger
 
-    from dyntree_plugin import compat, preload
+    from dyntree_plugin import compat
     from dyntree_plugin.engine import config
 
     speculation = vllm_config.speculative_config
     if speculation is not None and config.is_marked(speculation):
         return  # vLLM checks a configuration again when it derives another, as for the draft.
-    compat.check(vllm_config, options, device_type, WORKER)
+    compat.check(vllm_config, options, device_type, WORKERS)
     plan = options.resolve(vllm_config.num_speculative_tokens)
-    vllm_config.parallel_config.worker_cls = WORKER
+    vllm_config.parallel_config.worker_cls = WORKERS[device_type]
+    if device_type == "cuda":
+        _choose_attention(vllm_config)
     config.claim(cast("SpeculativeConfig", speculation), plan)
 
     # vLLM shows only what is logged below the name of its own package.
@@ -61,10 +68,30 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     logger.info("dyntree %s is active: %s", __version__, in_force)
     if advice := compat.token_budget_advice(vllm_config):
         logger.info("%s", advice)
+    if device_type == "cpu":
+        _prefer_intels_openmp()
+
+
+def _choose_attention(vllm_config: VllmConfig) -> None:
+    """Name a backend that carries trees; on some GPUs vLLM prefers others."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from dyntree_plugin import compat
+
+    attention = vllm_config.attention_config
+    if attention.backend is None:
+        attention.backend = AttentionBackendEnum[compat.cuda_backend(vllm_config.model_config)]
+
+
+def _prefer_intels_openmp() -> None:
+    from vllm.logger import init_logger
+
+    from dyntree_plugin import preload
+
     preload.set_for_children()
     in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
     if in_process and preload.library() is not None and not preload.loaded():
-        logger.warning(
+        init_logger("vllm.dyntree").warning(
             "The model runs in this process, which has started without Intel's OpenMP: small "
             "models decode slower. Start it with LD_PRELOAD=%s, or leave "
             "VLLM_ENABLE_V1_MULTIPROCESSING at 1.",
@@ -76,5 +103,5 @@ def settle(vllm_config: VllmConfig) -> None:
     """Sets up what depends on the platform's own choices."""
     from dyntree_plugin.engine import config
 
-    if vllm_config.parallel_config.worker_cls == WORKER:
+    if vllm_config.parallel_config.worker_cls in WORKERS.values():
         config.choose_scheduler(vllm_config)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from vllm.model_executor.layers.attention import Attention
 
-from dyntree_kernels.cpu.kv_move import KVMover
-from dyntree_plugin.engine.attention.cpu import split_kv_cache
+Move = Callable[[torch.Tensor, torch.Tensor], None]
+"""Copies rows from source to target cache slots, int64 [R, D], in every layer of a group; a
+negative source moves nothing."""
 
 
-class CPUPathMover:
-    """Moves accepted rows within the CPU cache of one KV cache group's target layers."""
+class PathMover:
+    """Moves accepted rows within the cache of one KV cache group's target layers."""
 
-    def __init__(self, layers: list[Attention]) -> None:
-        isas: set[Any] = {layer.isa for layer in layers}
-        if len(isas) != 1:
-            raise RuntimeError(f"one KV cache group holds layers of several layouts: {isas}")
-        keys, values = zip(*(split_kv_cache(layer.kv_cache) for layer in layers), strict=True)
-        self._move = KVMover(keys, values, isas.pop())
+    def __init__(self, move: Move) -> None:
+        self._move = move
 
     def __call__(self, path: torch.Tensor, roots: torch.Tensor, slots: torch.Tensor) -> None:
         """Bring node ``path[r, k]`` of every request to the place of depth ``k + 1``.

@@ -50,10 +50,11 @@ def row_numbers(most: int) -> list[int]:
 
 def _seconds(runner: TreeRunnerMixin, rows: int) -> float:
     model: Any = runner.model
-    runner.clock.take()
+    runner.clock.split()
+    runner.get_ahead()
     hidden, _ = runner._dummy_run(rows)
     if hidden is None:
         raise RuntimeError("this worker does not hold the last layer of the model")
     with runner.clock("sample"):
         model.compute_logits(hidden[:rows])
-    return sum(runner.clock.take().values())
+    return sum(runner.clock.split().seconds().values())

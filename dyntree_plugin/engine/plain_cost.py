@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 CONTEXT = 1024
 """Tokens that every request of the longer steps has behind it, or as many as the model allows."""
 REPETITIONS = 5
+SIZES = 8
+"""The most numbers of requests that are measured."""
+SECONDS = 10.0
+"""Time after which every step that is left is measured once."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +41,47 @@ class PlainCost:
 
 
 def measure(runner: TreeRunnerMixin) -> PlainCost:
-    """Time plain decode steps of 1, 2, 4, … up to as many requests as the engine takes at once.
+    """Time plain decode steps of 1, 2, 4, … up to as many requests as the engine takes at once, or
+    of 1, 4, 16, … where these are many.
 
     Call it when the KV cache is there and no request has come yet: the steps write into it.
     """
     most = min(runner.max_num_reqs, runner.max_num_tokens)
-    sizes = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+    sizes = sizes_up_to(most)
+    deadline = time.monotonic() + SECONDS
     context = max(1, min(CONTEXT, runner.max_model_len - 1))
     with mock.patch.object(runner, "speculator", None):
         _step(runner, most, context)
         alone, behind = (
-            tuple(_usual(runner, size, length) for size in sizes) for length in (0, context)
+            tuple(_usual(runner, size, length, deadline) for size in sizes)
+            for length in (0, context)
         )
     return PlainCost(tuple(sizes), context, alone, behind)
 
 
-def _usual(runner: TreeRunnerMixin, requests: int, context: int) -> float:
-    return float(np.median([_step(runner, requests, context) for _ in range(REPETITIONS)]))
+def sizes_up_to(most: int) -> list[int]:
+    factor, sizes = 1, list[int]()
+    while not sizes or len(sizes) > SIZES:
+        factor *= 2
+        sizes = [1]
+        while sizes[-1] < most:
+            sizes.append(min(sizes[-1] * factor, most))
+    return sizes
+
+
+def _usual(runner: TreeRunnerMixin, requests: int, context: int, deadline: float) -> float:
+    times: list[float] = []
+    while not times or (len(times) < REPETITIONS and time.monotonic() < deadline):
+        times.append(_step(runner, requests, context))
+    return float(np.median(times))
 
 
 def _step(runner: TreeRunnerMixin, requests: int, context: int) -> float:
-    runner.clock.take()
+    runner.clock.split()
+    runner.get_ahead()
     _, hidden = runner._dummy_run(requests, context_len=context)
     if hidden is None:
         raise RuntimeError("this worker does not hold the last layer of the model")
     with runner.clock("sample"):
         runner._dummy_sampler_run(hidden)
-    return sum(runner.clock.take().values())
+    return sum(runner.clock.split().seconds().values())

@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner with trees: one mixin over the stock runner of each platform."""
+"""vLLM's V2 model runner with trees: what all platforms share."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_kernels.cpu.warm_up import warm_up
-from dyntree_plugin.drafters.children import ChildPicker
-from dyntree_plugin.engine import cpu
+from dyntree_plugin.drafters.children import ChildPicker, Perturb
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.config import tree_plan
-from dyntree_plugin.engine.kv import CPUPathMover
+from dyntree_plugin.engine.kv import Move, PathMover
 from dyntree_plugin.engine.measured_rows import measure_rows
-from dyntree_plugin.engine.node_budget import AdaptiveBudget
 from dyntree_plugin.engine.plain_cost import PlainCost, measure
 from dyntree_plugin.engine.requests import chain_reason
 from dyntree_plugin.engine.speculator import TreeSpeculator
-from dyntree_plugin.engine.stats import CountedOutput, StepRecord
-from dyntree_plugin.engine.timing import StageClock
+from dyntree_plugin.engine.stats import CountedOutput, StepRecord, StepTimes
+from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trace import TreeTrace
+from dyntree_plugin.engine.transfer import Send
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
+from dyntree_plugin.tree.row_cost import RowCost
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
 
 
@@ -44,23 +41,48 @@ class TreeRunnerMixin(GPUModelRunner):
     noise.
     """
 
+    # A platform's runner brings these.
+    speculator_type: type[TreeSpeculator] = TreeSpeculator
+    perturb: Perturb
+    clock: Clock
+    send: Send
+
+    def make_clock(self) -> Clock:
+        raise NotImplementedError
+
+    def make_send(self) -> Send:
+        """How counts come to the host."""
+        raise NotImplementedError
+
+    def mover_of(self, layers: list[Attention]) -> Move:
+        """Moves rows within the cache of one KV cache group's layers."""
+        raise NotImplementedError
+
+    def get_ahead(self) -> None:
+        """Let the host get ahead of a device, so that steps are timed that never wait for it."""
+
+    def warm_up_kernels(self) -> None:
+        """Compile what the steps run; the model is loaded, the KV cache is not there."""
+        raise NotImplementedError
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         plan = tree_plan(vllm_config)
         if plan is None:
             raise RuntimeError("the tree runner was chosen for an engine without dyntree options")
-        self.clock = StageClock()
+        self.clock = self.make_clock()
+        self.send = self.make_send()
         vocabulary = self.model_config.get_vocab_size()
         self.trees = TreeStore(self.max_num_reqs, plan, vocabulary, device)
         self.estimate = AcceptanceEstimate(device)
         self.chained = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         # vLLM has no registry of speculators; the stock one of this method is dropped unused.
-        self.speculator: TreeSpeculator = TreeSpeculator(
+        self.speculator: TreeSpeculator = self.speculator_type(
             vllm_config,
             device,
             self.trees,
             self.chained,
-            ChildPicker(plan, perturbed_logits, self.estimate),
+            ChildPicker(plan, self.perturb, self.estimate),
             self._all_greedy,
             self.clock,
         )
@@ -70,8 +92,10 @@ class TreeRunnerMixin(GPUModelRunner):
         self._slots: torch.Tensor
         self._plain_cost: PlainCost | None = None
         self._record = StepRecord()
-        self._movers: list[tuple[int, CPUPathMover]] = []
-        self.budget: AdaptiveBudget | None = None
+        self._row_cost: RowCost | None = None
+        self._row_cost_told = False
+        self._step_times = StepTimes()
+        self._movers: list[tuple[int, PathMover]] = []
 
     def _all_greedy(self, slots: np.ndarray) -> bool:
         if self.sampler is None:
@@ -82,11 +106,10 @@ class TreeRunnerMixin(GPUModelRunner):
         super().load_model(*args, **kwargs)
         if self.sampler is None:
             raise RuntimeError("vLLM made no sampler for a generating model")
-        cpu.warm_up()
-        warm_up(self.dtype)  # type: ignore[arg-type]  # vLLM has resolved its name by now
+        self.warm_up_kernels()
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = TreeVerifier(
-            self.sampler, self.trees, perturbed_logits, self.clock, self._on_verified
+            self.sampler, self.trees, self.perturb, self.clock, self._on_verified
         )
         stock_prepare_attn = self.model_state.prepare_attn
 
@@ -100,44 +123,60 @@ class TreeRunnerMixin(GPUModelRunner):
 
         self.model_state.prepare_attn = prepare_attn  # type: ignore[method-assign]
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kw: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, *args, **kw)
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kw: Any
+    ) -> None:
+        super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kw)
+        if is_profiling:
+            return  # This cache is thrown away; movers would keep it.
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         drafts = self.speculator.draft_attn_layer_names
         self._movers = []
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
             own = [layers[name] for name in group.layer_names if name not in drafts]
             if own:
-                self._movers.append((index, CPUPathMover(own)))
+                self._movers.append((index, PathMover(self.mover_of(own))))
 
     def measure_plain_cost(self) -> None:
         """Learn what trees are compared with; call it before the first request."""
         self._plain_cost = measure(self)
-        self._record = self._new_record()
         if self.trees.plan.budget == "adaptive":
-            cost = measure_rows(self)
-            self._record.row_cost = cost
-            if not self._budget_is_scheduled:
-                ranks = self.parallel_config.tensor_parallel_size
-                self.budget = AdaptiveBudget(cost, self.trees.shape.node_budget, ranks)
-                self.speculator.budget = self.budget
+            self.budget_by(measure_rows(self))
+        self._record = self._new_record()
 
-    @property
-    def _budget_is_scheduled(self) -> bool:
-        """Whether the scheduler must choose the budget, from averages."""
-        adaptive = self.trees.plan.budget == "adaptive"
-        return adaptive and bool(self.vllm_config.scheduler_config.async_scheduling)
+    def budget_by(self, cost: RowCost) -> None:
+        """Take what rows cost. Unless the platform knows better, the scheduler chooses by it."""
+        self._row_cost = cost
+
+    def step_ended(self, batch: InputBatch, record: StepRecord) -> None:
+        """Note the most nodes that a tree of this step could have."""
+        drafts = batch.num_draft_tokens_per_req
+        record.node_budget = self.trees.shape.node_budget
+        if self._row_cost is not None and drafts is not None:
+            record.node_budget = int(drafts.max())
 
     def _new_record(self) -> StepRecord:
-        return StepRecord(self._plain_cost, self._budget_is_scheduled)
+        record = StepRecord(self._plain_cost, rank_values=self._row_cost is not None)
+        if not self._row_cost_told:
+            record.row_cost, self._row_cost_told = self._row_cost, True
+        return record
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
-        for request in scheduler_output.scheduled_new_reqs:
-            slot = self.req_states.req_id_to_index[request.req_id]
-            self.trees.clear(slot)
-            reason = chain_reason(request.sampling_params, self._custom_processors)
-            self.chained[slot] = reason is not None
+        new = scheduler_output.scheduled_new_reqs
+        if not new:
+            return
+        reasons = [chain_reason(each.sampling_params, self._custom_processors) for each in new]
+        slots = async_tensor_h2d(
+            [self.req_states.req_id_to_index[each.req_id] for each in new],
+            device=self.device,
+            dtype=torch.int64,
+        )
+        chained = [reason is not None for reason in reasons]
+        self.trees.clear(slots)
+        self.chained.index_copy_(
+            0, slots, async_tensor_h2d(chained, device=self.device, dtype=torch.bool)
+        )
 
     def prepare_attn(
         self, input_batch: InputBatch
@@ -186,6 +225,8 @@ class TreeRunnerMixin(GPUModelRunner):
             self.trees,
             input_batch.idx_mapping,
         )
+        # Before drafting, so that the copy need not wait for it.
+        self._record.send(self.send)
         return output
 
     def _on_verified(self, verification: Verification, batch: InputBatch) -> None:
@@ -220,35 +261,6 @@ class TreeRunnerMixin(GPUModelRunner):
             return output
         record, self._record = self._record, self._new_record()
         record.draft_forwards = self.speculator.forwards
-        record.node_budget = self.trees.shape.node_budget
-        record.stage_seconds = self.clock.take()
-        if self.budget is not None:
-            record.node_budget = self.budget.in_force
-            self.budget.observe(state.input_batch, self.speculator.forwards, record.stage_seconds)
-        return CountedOutput(output, record)
-
-
-class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
-    """On the CPU."""
-
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Each request's drafts for the scheduler, without the padding behind small trees.
-
-        Scheduling is synchronous on the CPU, and the counts are at hand. Of independent draws a
-        small tree tells which coincide, so the room for them must not depend on it.
-        """
-        drafts = super().take_draft_token_ids()
-        if drafts is None or self.trees.plan.growing.sampling == "with_replacement":
-            return drafts
-        slots = [self.req_states.req_id_to_index[req_id] for req_id in drafts.req_ids]
-        if self.budget is not None:
-            self._cut(np.array(slots), self.budget)
-        counts = self.trees.admitted[slots].tolist()  # sync: host memory on the CPU
-        cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, counts, strict=True)]
-        return DraftTokenIds(drafts.req_ids, cut)
-
-    def _cut(self, slots: np.ndarray, budget: AdaptiveBudget) -> None:
-        """Leave the trees of the last step, at request ``slots`` [R], what they are worth."""
-        slots = slots[budget.decode_next]
-        if len(slots):
-            self.trees.admitted[slots] = budget.cut(self.trees.values[slots])
+        record.times = self.clock.split()
+        self.step_ended(state.input_batch, record)
+        return CountedOutput(output, record, self._step_times)

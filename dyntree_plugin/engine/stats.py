@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.engine.requests import BUDGET, SCHEDULER
-from dyntree_plugin.engine.timing import PLAIN, TREE
+from dyntree_plugin.engine.timing import PLAIN, TREE, Measured, StageTimes
+from dyntree_plugin.engine.transfer import Arrival, Send, at_hand
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,9 +37,10 @@ class WorkerCounts:
     nodes of all trees at depth 1, 2, …, and how many of them the trees' values expected to be
     accepted. ``pruned``: nodes by reason. ``stage_seconds``: of the stages that the step had.
     ``compared``: seconds of a step in which every request decoded, and those that the target alone
-    would have taken for the same tokens. ``ranked``: mean chance of the first node, the second, …
-    of the decoding requests' grown trees, where the scheduler budgets by it; ``row_cost``: with the
-    first step, for the same.
+    would have taken for the same tokens. Both are those of earlier steps where a device had not
+    finished this one. ``ranked``: mean chance of the first node, the second, … of the decoding
+    requests' grown trees, where the scheduler chooses the budget; ``row_cost``: with the first
+    step, for the same.
     """
 
     decoding: list[bool]
@@ -57,14 +61,14 @@ class WorkerCounts:
 class StepRecord:
     """What the worker notes of a step; becomes WorkerCounts when the output is fetched.
 
-    Where the step has drafts ``verified`` comes first, then ``sampled``.
+    Where the step has drafts ``verified`` comes first, then ``sampled``, then ``send``.
     """
 
     def __init__(self, plain_cost: PlainCost | None = None, rank_values: bool = False) -> None:
         """``rank_values``: note the grown trees' values by rank."""
         self.draft_forwards = 0
         self.node_budget = 0
-        self.stage_seconds: dict[str, float] = {}
+        self.times: StageTimes = Measured({})
         self.row_cost: RowCost | None = None
         self._plain_cost = plain_cost
         self._rank_values = rank_values
@@ -74,6 +78,8 @@ class StepRecord:
         self._verified = torch.zeros(4, 0, dtype=torch.int64)
         self._by_depth = torch.zeros(2, 0)
         self._pruned = torch.zeros(2, dtype=torch.int64)
+        self._arrival: Arrival | None = None
+        self._emitted = 0
 
     def verified(self, verification: Verification, trees: TreeStore, slots: torch.Tensor) -> None:
         """Note a verification of the trees at request ``slots`` int64 [R]."""
@@ -105,7 +111,7 @@ class StepRecord:
         """
         self._context = float(contexts.mean())
         self._decoding = (~prefilling).tolist()  # sync: host memory
-        decoding = torch.from_numpy(~prefilling).to(slots.device, non_blocking=True)
+        decoding = async_tensor_h2d(~prefilling, device=slots.device)
         waiting = trees.admitted[slots]
         verified = self._verified[0] if self._verified.shape[1] else torch.zeros_like(waiting)
         cut = torch.stack((trees.grown[slots] - waiting, waiting - verified))
@@ -114,11 +120,27 @@ class StepRecord:
             chances = torch.where(decoding[:, None], trees.values[slots].exp(), 0.0)
             self._ranked = chances.sum(dim=0) / decoding.sum().clamp(min=1)
 
+    def send(self, send: Send) -> None:
+        """Have what was noted copied to the host."""
+        self._arrival = send(self._packed())
+
+    def _packed(self) -> torch.Tensor:
+        """What was noted, in one piece; counts are exact in double precision."""
+        parts = (self._verified, self._by_depth, self._pruned, self._ranked)
+        device = self._pruned.device
+        # What is not on the device is empty.
+        return torch.cat([x.flatten().double().to(device, non_blocking=True) for x in parts])
+
     def counts(self) -> WorkerCounts:
-        # The output is fetched after the step.
-        nodes, depths, moved, emitted = self._verified.tolist()  # sync: for the host
-        by_depth, estimated = self._by_depth.tolist()  # sync: for the host
-        pruned = self._pruned.tolist()  # sync: for the host
+        """What was noted, without times; waits for the copy that ``send`` began."""
+        arrival = self._arrival or at_hand(self._packed())
+        width, depth = self._verified.shape[1], self._by_depth.shape[1]
+        parts = torch.split(arrival(), [4 * width, 2 * depth, 2, len(self._ranked)])
+        verified, pruned = parts[0].long().view(4, width), parts[2].long()
+        nodes, depths, moved, emitted = verified.tolist()  # sync: it has arrived
+        by_depth, estimated = parts[1].view(2, depth).tolist()  # sync: it has arrived
+        pruned_by_reason = pruned.tolist()  # sync: it has arrived
+        self._emitted = sum(emitted)
         return WorkerCounts(
             self._decoding,
             nodes,
@@ -126,34 +148,56 @@ class StepRecord:
             moved,
             [int(at_depth) for at_depth in by_depth],
             estimated,
-            dict(zip((BUDGET, SCHEDULER), pruned, strict=True)),
+            dict(zip((BUDGET, SCHEDULER), pruned_by_reason, strict=True)),
             self.draft_forwards,
             self.node_budget,
-            {stage: seconds for stage, seconds in self.stage_seconds.items() if seconds},
-            self._compare(sum(emitted)),
-            self._ranked.tolist(),  # sync: for the host
-            self.row_cost,
+            ranked=parts[3].tolist(),  # sync: it has arrived
+            row_cost=self.row_cost,
         )
 
-    def _compare(self, emitted: int) -> dict[str, float]:
+    def compare(self, seconds: float) -> dict[str, float]:
+        """``compared``, of a step that took ``seconds``; call it after ``counts``."""
         requests = len(self._decoding)
         if self._plain_cost is None or not requests or not all(self._decoding):
             return {}
         step = self._plain_cost.seconds(requests, self._context)
-        plain = step * (emitted or requests) / requests
-        return {TREE: sum(self.stage_seconds.values()), PLAIN: plain}
+        return {TREE: seconds, PLAIN: step * (self._emitted or requests) / requests}
+
+
+class StepTimes:
+    """Times on their way to the counts: a device may finish a step after its output is fetched."""
+
+    def __init__(self) -> None:
+        self._records: deque[StepRecord] = deque()
+
+    def complete(self, record: StepRecord) -> WorkerCounts:
+        """The counts of a step, with the times of those steps that have finished since the last
+        call. Waits for the counts alone."""
+        counts = record.counts()
+        self._records.append(record)
+        stage_seconds: Counter[str] = Counter()
+        compared: Counter[str] = Counter()
+        while self._records and self._records[0].times.ready():
+            finished = self._records.popleft()
+            spent = {name: value for name, value in finished.times.seconds().items() if value}
+            stage_seconds.update(spent)
+            compared.update(finished.compare(sum(spent.values())))
+        return replace(counts, stage_seconds=dict(stage_seconds), compared=dict(compared))
 
 
 class CountedOutput(AsyncModelRunnerOutput):
     """The runner's output together with the counts of its step."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, record: StepRecord) -> None:
+    def __init__(
+        self, output: AsyncModelRunnerOutput, record: StepRecord, times: StepTimes
+    ) -> None:
         self._output = output
         self._record = record
+        self._times = times
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
-        setattr(output, ATTRIBUTE, self._record.counts())
+        setattr(output, ATTRIBUTE, self._times.complete(self._record))
         return output
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 STAGES = ("target", "sample", "walk", "move", "draft", "grow")
 """target: the target's forward; sample: its sampler on all rows; walk: matching samples against
@@ -16,6 +18,47 @@ DRAFTING = ("draft", "grow")
 TREE, PLAIN = "tree", "plain"
 """The two ways to decode that a step's time is compared between: as it was, and as it is estimated
 for the target alone."""
+
+
+class StageTimes(Protocol):
+    """One step's seconds by stage, which a device may still be spending."""
+
+    def ready(self) -> bool:
+        """Whether they are known; never waits."""
+        ...
+
+    def seconds(self) -> dict[str, float]:
+        """By stage; waits until they are known."""
+        ...
+
+
+class Clock(Protocol):
+    """Splits the time of a step into stages. A stage within another pauses it."""
+
+    def __call__(self, stage: str) -> AbstractContextManager[None]: ...
+
+    def start(self, stage: str) -> None: ...
+
+    def stop(self) -> None:
+        """End the innermost stage, if any."""
+        ...
+
+    def split(self) -> StageTimes:
+        """The times since the last call. Ends whatever still runs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of calls that have returned."""
+
+    by_stage: dict[str, float]
+
+    def ready(self) -> bool:
+        return True
+
+    def seconds(self) -> dict[str, float]:
+        return self.by_stage
 
 
 class StageClock:
@@ -42,7 +85,6 @@ class StageClock:
         self._running.append(stage)
 
     def stop(self) -> None:
-        """End the innermost stage, if any."""
         self._credit()
         if self._running:
             self._running.pop()
@@ -53,6 +95,9 @@ class StageClock:
         self._running.clear()
         taken, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)
         return taken
+
+    def split(self) -> StageTimes:
+        return Measured(self.take())
 
     def _credit(self) -> None:
         now = time.perf_counter()

@@ -19,8 +19,13 @@ class TreeStore:
     def __init__(
         self, num_slots: int, plan: TreePlan, vocabulary: int, device: torch.device
     ) -> None:
-        """``vocabulary``: entries of the draft's distributions, which some rules read."""
+        """``vocabulary``: entries of the draft's distributions, which some rules read.
+
+        The slot ``spare`` is one more, for what only fills a batch up.
+        """
         nodes = plan.shape.node_budget
+        self.spare = num_slots
+        num_slots += 1
         self.plan = plan
         self.shape = plan.shape
         self.words = -(-(nodes + 1) // 32)
@@ -72,8 +77,8 @@ class TreeStore:
         columns = torch.arange(nodes.shape[1], device=slots.device).expand(nodes.shape[:2])
         return Draws(nodes, columns, self._log_draft[slots])
 
-    def clear(self, slot: int) -> None:
-        """Forget the tree of a slot that a new request takes over."""
-        self.counts[slot] = 0
-        self.admitted[slot] = 0
-        self.grown[slot] = 0
+    def clear(self, slots: torch.Tensor) -> None:
+        """Forget the trees at ``slots`` int64 [R], which new requests take over."""
+        self.counts.index_fill_(0, slots, 0)
+        self.admitted.index_fill_(0, slots, 0)
+        self.grown.index_fill_(0, slots, 0)

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_plugin.drafters.children import Perturb
 from dyntree_plugin.drafters.noise import ACCEPT, BONUS, stream, uniform
-from dyntree_plugin.engine.timing import StageClock
+from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.verify.match import Accepted, match
 from dyntree_plugin.tree.verify.rules import DRAWN_RULES
@@ -71,12 +71,15 @@ class TreeVerifier:
     the host.
     """
 
+    # vLLM's rehearsal of its kernels asks for it.
+    enable_adaptive_verification = False
+
     def __init__(
         self,
         sampler: Sampler,
         trees: TreeStore,
         perturb: Perturb,
-        clock: StageClock,
+        clock: Clock,
         on_verified: Callable[[Verification, InputBatch], None],
     ) -> None:
         self.sampler = sampler

@@ -40,9 +40,8 @@ PROOF = "proof.json"
 _DIGITS = 12  # of the digest in a folder's name, which no scratch folder has
 _NOISE = 0.02  # standard deviation, as that of fresh weights
 _PROOF_TOKENS = 48
-_FP32_LIMIT = 2_500_000_000  # parameters up to which the proof's arithmetic is fp32
 # Largest difference between two orders of summation, as a share of the largest logit.
-_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+_ROUNDING = 1e-4
 
 
 def limits(name: str) -> str:
@@ -134,7 +133,8 @@ class _Growth:
             )
         self._copies = next(n for n in range(1, ratio + 1) if _is_power_of_four(ratio, n))
         self._norm = math.isqrt(ratio // self._copies)
-        self._noise = torch.Generator().manual_seed(0)
+        self._random = torch.Generator().manual_seed(0)
+        self._noise = torch.empty(0, shape.hidden)
         heads = torch.arange(old.heads)
         self._queries = self._channels(heads // groups[0] * groups[1] + heads % groups[0])
         self._keys = self._channels(torch.arange(old.kv_heads))
@@ -163,16 +163,16 @@ class _Growth:
             "lm_head.weight": self._reading(embedding, rows, len(rows)),
         }
         for layer in range(self._shape.layers):
-            prefix = f"model.layers.{layer}."
-            # A layer behind the old ones reads the stream and adds zero to it.
-            source = prefix if layer < self._old.layers else "model.layers.0."
-            grown = self._layer(
-                {name: weights.get_tensor(f"{source}{name}.weight") for name in _LAYER}
-            )
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                if layer >= self._old.layers:
-                    grown[name].zero_()
-            yield {f"{prefix}{name}.weight": weight for name, weight in grown.items()}
+            # The layers behind the old ones read the stream and add zero to it, all of them alike.
+            if layer <= self._old.layers:
+                source = f"model.layers.{layer % self._old.layers}."
+                grown = self._layer(
+                    {name: weights.get_tensor(f"{source}{name}.weight") for name in _LAYER}
+                )
+            if layer == self._old.layers:
+                grown["self_attn.o_proj"].zero_()
+                grown["mlp.down_proj"].zero_()
+            yield {f"model.layers.{layer}.{name}.weight": each for name, each in grown.items()}
 
     def _layer(self, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shape = self._shape
@@ -198,10 +198,13 @@ class _Growth:
     def _reading(self, old: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
         """Of a projection from the stream: [count, hidden], with `old` in the given rows.
 
-        What cannot reach the logits is noise, as chips spend less on zeros.
+        What cannot reach the logits is noise, as chips spend less on zeros; always the same, since
+        drawing it would take longer than all the rest.
         """
-        grown = torch.empty(count, self._shape.hidden, dtype=old.dtype)
-        grown.normal_(std=_NOISE, generator=self._noise)
+        if len(self._noise) < count:
+            self._noise = torch.empty(count, self._shape.hidden, dtype=old.dtype)
+            self._noise.normal_(std=_NOISE, generator=self._random)
+        grown = self._noise[:count].clone()
         grown[rows, : self._old.hidden * self._copies] = 0
         grown[rows, : self._old.hidden] = old
         return grown
@@ -237,58 +240,101 @@ def _is_power_of_four(ratio: int, copies: int) -> bool:
 
 @torch.no_grad()
 def prove(source: Path, grown: Path, *, seed: int = 0) -> dict[str, Any]:
-    """Compare the logits and the greedy text of the two models; what was found.
+    """Compare the logits and the greedy text of the two models in fp32; what was found.
+
+    The greedy text is the small model's: each of its tokens has to be the grown model's choice
+    behind those before it. Of the grown model a layer is in memory at a time.
 
     Raises:
         RuntimeError: if the logits differ by more than rounding, or the greedy text does.
     """
-    small = _model(source, torch.float32)
-    vocabulary = small.config.vocab_size
+    small = _model(source)
     tokens = torch.randint(
-        vocabulary, (2, _PROOF_TOKENS), generator=torch.Generator().manual_seed(seed)
+        small.config.vocab_size, (2, _PROOF_TOKENS), generator=torch.Generator().manual_seed(seed)
     )
-    wanted = small(input_ids=tokens, use_cache=False).logits
-    text = _greedy(small, tokens[:1])
-    with torch.device("meta"):
-        count = sum(p.numel() for p in _empty_model(grown).parameters())
-    dtype = torch.float32 if count <= _FP32_LIMIT else torch.bfloat16
-    large = _model(grown, dtype)
-    found = large(input_ids=tokens, use_cache=False).logits.float()
+    continued = _continued(small, tokens)
+    wanted = small(input_ids=continued, use_cache=False).logits
+    found, parameters = _streamed_logits(grown, continued)
     difference = float((found - wanted).abs().max() / wanted.abs().max())
-    same = torch.equal(_greedy(large, tokens[:1]), text) if dtype == torch.float32 else None
-    if not difference <= _ROUNDING[dtype] or same is False:
+    text = continued[:, _PROOF_TOKENS:]
+    same = torch.equal(found[:, _PROOF_TOKENS - 1 : -1].argmax(dim=-1), text)
+    if not (difference <= _ROUNDING and same):
         raise RuntimeError(
             f"the grown target in {grown} computes another function: its logits differ by "
             f"{difference:.2e} of the largest, and its greedy text is "
             f"{'the same' if same else 'another'}"
         )
     return {
-        "parameters": count,
-        "arithmetic": str(dtype).removeprefix("torch."),
+        "parameters": parameters,
+        "arithmetic": "float32",
         "largest_logit_difference": difference,
-        "same_greedy_tokens": text.shape[1] if same else 0,
+        "same_greedy_tokens": text.numel(),
     }
 
 
-def _greedy(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+def _continued(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens with as many more of the model's greedy text behind them."""
     from dyntree_plugin.pair.train import continue_rows
 
-    zero = torch.zeros(len(tokens), 1)
+    temperatures = torch.zeros(len(tokens), 1)
     length = tokens.shape[1] + _PROOF_TOKENS
-    return continue_rows(model, tokens, length, zero, torch.Generator())[:, tokens.shape[1] :]
+    return continue_rows(model, tokens, length, temperatures, torch.Generator())
 
 
-def _model(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
+def _streamed_logits(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Logits in fp32 of the model in a folder, and its number of parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    weights = _Weights(folder)
+
+    def load(module: torch.nn.Module, prefix: str) -> None:
+        names = [name for name, _ in module.named_parameters()]
+        module.load_state_dict({n: weights[prefix + n].float() for n in names}, assign=True)
+
+    def free(module: torch.nn.Module, *_: object) -> None:
+        module.to("meta")
+
+    for module, prefix in (
+        (model.model.embed_tokens, "model.embed_tokens."),
+        (model.model.norm, "model.norm."),
+        (model.lm_head, "lm_head."),
+    ):
+        load(module, prefix)
+    for number, layer in enumerate(model.model.layers):
+        prefix = f"model.layers.{number}."
+        layer.register_forward_pre_hook(lambda layer, *_, prefix=prefix: load(layer, prefix))
+        layer.register_forward_hook(free)
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits, sum(parameter.numel() for parameter in model.parameters())
+
+
+class _Weights:
+    """The tensors of a folder of Hugging Face format by name, read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        self._files: dict[str, str] = {}
+        if not single.exists():
+            self._files = json.loads(index.read_text())["weight_map"]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        file = self._folder / self._files.get(name, "model.safetensors")
+        with safe_open(file, "pt") as weights:
+            found: torch.Tensor = weights.get_tensor(name)
+        return found
+
+
+def _model(folder: Path) -> LlamaForCausalLM:
     from transformers import LlamaForCausalLM
 
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
-
-
-def _empty_model(folder: Path) -> LlamaForCausalLM:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
 
 
 def _cache_directory() -> Path:

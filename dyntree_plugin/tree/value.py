@@ -135,15 +135,26 @@ class AcceptanceEstimate:
             )
             learned = of_class @ (curvature.transpose(1, 2) @ x).flatten(1)
             information = remembered + reverting + learned.view_as(remembered)
-            # solve_ex: unlike solve it does not wait for the device to report singular matrices,
-            # which these, with a prior in them, are not.
-            step, _ = torch.linalg.solve_ex(information, gradient)
+            step = _solve(information, gradient)
             weights = (weights + step).clamp(self._low, self._high)
         sound = weights.isfinite().all(dim=1) & information.isfinite().flatten(1).all(dim=1)
         self.weights.copy_(torch.where(sound[:, None], weights, self._prior))
         self.information.copy_(
             torch.where(sound[:, None, None], information, self._prior_information)
         )
+
+
+def _solve(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """x of A x = v for symmetric A [C, 3, 3] and v [C, 3], by Cramer's rule.
+
+    Libraries' solvers load one more library on CUDA and cannot be captured in a graph. In double
+    precision, as the rule loses the square of the condition number.
+    """
+    rows = matrices.double()
+    cofactors = torch.linalg.cross(rows.roll(-1, 1), rows.roll(-2, 1))
+    determinant = (rows[:, 0] * cofactors[:, 0]).sum(dim=1, keepdim=True)
+    solution: torch.Tensor = (cofactors * vectors[:, :, None]).sum(dim=1) / determinant
+    return solution.to(vectors.dtype)
 
 
 def _times(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:

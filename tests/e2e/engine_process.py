@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+START_AND_WORK_SECONDS = 540
+"""Less than what a test may take."""
 
 Metrics = dict[str, float]
 """By name and labels beside the model's and engine's, as in ``name{depth=1}``."""
@@ -96,12 +101,25 @@ def serve(
 
     ``threads``: of OpenMP; by default vLLM takes every core.
     """
+    found = answered(__file__, engine, runs, threads)
+    return {name: result_of(result) for name, result in found.items()}
+
+
+def answered(
+    program: str,
+    engine: Mapping[str, Any],
+    runs: Mapping[str, Run],
+    threads: int | None,
+    **variables: str,
+) -> dict[str, Any]:
+    """What a program like this one answers to a job. ``variables``: of its environment."""
     from dyntree_plugin import preload
 
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
+        **variables,
     }
     if (library := preload.library()) is not None:
         environment["LD_PRELOAD"] = str(library)
@@ -111,25 +129,36 @@ def serve(
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder, "job.json"), Path(folder, "results.json")
         paths[0].write_text(json.dumps(job))
-        finished = subprocess.run(
-            [sys.executable, __file__, *map(str, paths)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if finished.returncode:
-            raise RuntimeError(f"the engine {engine} failed:\n{finished.stdout[-8000:]}")
-        results = json.loads(paths[1].read_text())
-    return {name: _result(result) for name, result in results.items()}
+        log = Path(folder, "log")
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, program, *map(str, paths)],
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            failed = process.wait(START_AND_WORK_SECONDS) != 0
+        except subprocess.TimeoutExpired:
+            failed = True
+        finally:
+            # A rank whose fellow has failed waits for it for ever, in native code.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if failed:
+            raise RuntimeError(f"the engine {engine} failed:\n{log.read_text()[-8000:]}")
+        found: dict[str, Any] = json.loads(paths[1].read_text())
+    return found
 
 
-def _result(value: dict[str, Any]) -> Result:
+def result_of(value: dict[str, Any]) -> Result:
     outputs = [output and Output(**output) for output in value.pop("outputs")]
     return Result(outputs, **value)
 
 
-def _run_of(value: dict[str, Any]) -> Run:
+def run_of(value: dict[str, Any]) -> Run:
     requests = [Request(**request) for request in value.pop("requests")]
     abort_after = {int(number): steps for number, steps in value.pop("abort_after").items()}
     return Run(requests, abort_after=abort_after, **value)
@@ -196,7 +225,7 @@ class Engine:
         from vllm.model_executor.layers.attention import Attention
 
         layers = get_layers_from_vllm_config(self.llm.llm_engine.vllm_config, Attention)
-        return str(next(iter(layers.values())).isa)
+        return str(getattr(next(iter(layers.values())), "isa", None))
 
     def _prompt(self, request: Request) -> list[int]:
         prompt = request.prompt
@@ -301,7 +330,7 @@ def main(job_path: str, results_path: str) -> None:
     engine = Engine(job["engine"])
     results = {}
     for name, value in job["runs"].items():
-        run = _run_of(value)
+        run = run_of(value)
         if run.sabotage is None:
             results[name] = asdict(engine.work(run))
             continue

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
@@ -74,3 +75,56 @@ def always_accepted(runner: Any) -> Iterator[None]:
 
     with mock.patch.object(verifier, "uniform", torch.zeros_like):
         yield
+
+
+@contextmanager
+def learns_nothing(runner: Any) -> Iterator[None]:
+    """Nodes keep the values that they have without learning."""
+    with mock.patch.object(runner, "_learn"):
+        yield
+
+
+@contextmanager
+def draws_other_seeds(runner: Any) -> Iterator[None]:
+    """Requests without a seed get another one than they would."""
+    stock = np.random.randint
+
+    def randint(*bounds: Any) -> Any:
+        return stock(*bounds) ^ 1
+
+    with mock.patch.object(np.random, "randint", randint):
+        yield
+
+
+@contextmanager
+def captured_drafting(runner: Any) -> Iterator[None]:
+    """No sabotage: drafting as CUDA graphs make it, in padded batches at fixed addresses. Replaying
+    runs the captured call again."""
+    from vllm.config import CUDAGraphMode
+
+    from dyntree_plugin.engine.gpu.speculator import GraphedTreeSpeculator
+
+    replayed: list[int] = []
+
+    def record(run: Any) -> Any:
+        value = run()
+
+        def replay() -> None:
+            replayed.append(len(value))
+            value.copy_(run())
+
+        return replay, value
+
+    speculator = runner.speculator
+    stock = type(speculator)
+    speculator.__class__ = GraphedTreeSpeculator
+    try:
+        with torch.inference_mode():
+            speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
+            for graphs in (speculator._decoding, speculator._growing):
+                graphs.capture(record)
+        yield
+    finally:
+        speculator.__class__ = stock
+    if len(set(replayed)) < 2:
+        raise RuntimeError(f"batches of {sorted(set(replayed))} requests were replayed")

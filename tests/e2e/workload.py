@@ -206,6 +206,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "batches of 16": Run(_untruncated(each_kind(range(48)))),
             "batches of 3": Run(_untruncated(each_kind(range(9))), batch=3),
             "again": Run(_untruncated(each_kind(range(48)))),
+            "captured": Run(_untruncated(each_kind(range(24))), sabotage="captured_drafting"),
             "continued": Run(_untruncated(CONTINUED.requests)),
         },
     ),

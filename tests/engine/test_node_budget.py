@@ -132,6 +132,7 @@ def test_what_was_measured_is_what_rows_took(per_row: float, monkeypatch: Any) -
         max_num_tokens=1000,
         trees=SimpleNamespace(shape=SimpleNamespace(node_budget=NODES)),
         clock=clock,
+        get_ahead=lambda: None,
         speculator=object(),
         model=SimpleNamespace(compute_logits=lambda hidden: hidden),
         _dummy_run=dummy_run,

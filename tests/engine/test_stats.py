@@ -21,9 +21,12 @@ from dyntree_plugin.engine.plain_cost import PlainCost  # noqa: E402
 from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
 from dyntree_plugin.engine.stats import (  # noqa: E402
     StepRecord,
+    StepTimes,
     TreeSpecDecodingStats,
     WorkerCounts,
 )
+from dyntree_plugin.engine.timing import Measured  # noqa: E402
+from dyntree_plugin.engine.transfer import Arrival  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.verifier import Verification  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
@@ -87,10 +90,10 @@ def trees() -> TreeStore:
     second two. Each was chosen from ten candidates."""
     plan = DynTreeOptions(max_depth=3).resolve(5)
     trees = TreeStore(3, plan, 8, torch.device("cpu"))
-    trees.depths[1:] = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
-    trees.values[1:] = torch.tensor([[0.5, 0.5, 0.25, 0.125, 0.1], [1.0, 0.5, 0, 0, 0]]).log()
-    trees.counts[1:] = trees.admitted[1:] = torch.tensor([5, 2])
-    trees.grown[1:] = 10
+    trees.depths[1:3] = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
+    trees.values[1:3] = torch.tensor([[0.5, 0.5, 0.25, 0.125, 0.1], [1.0, 0.5, 0, 0, 0]]).log()
+    trees.counts[1:3] = trees.admitted[1:3] = torch.tensor([5, 2])
+    trees.grown[1:3] = 10
     return trees
 
 
@@ -130,18 +133,76 @@ def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStor
     record = StepRecord(COST)
     record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
     record.sampled(DECODING, CONTEXTS, trees, SLOTS)
-    record.stage_seconds = {"target": 0.02, "draft": 0.01, "walk": 0.0}
-    counts = record.counts()
+    record.times = Measured({"target": 0.02, "draft": 0.01, "walk": 0.0})
+    counts = StepTimes().complete(record)
     # Six tokens: three plain steps of two requests, behind 200 tokens each.
     assert counts.compared == pytest.approx({"tree": 0.03, "plain": 3 * 0.016})
     assert counts.stage_seconds == {"target": 0.02, "draft": 0.01}
+
+
+class Late:
+    """Times that a device has not finished before it is told so."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.finished = False
+        self._seconds = seconds
+
+    def ready(self) -> bool:
+        return self.finished
+
+    def seconds(self) -> dict[str, float]:
+        assert self.finished, "nothing may wait for times"
+        return self._seconds
+
+
+def test_times_come_with_the_counts_of_a_later_step_where_a_device_lags(trees: TreeStore) -> None:
+    """Each step's time stays with what that step is compared with."""
+    times = StepTimes()
+
+    def fetch(own: Late, prompt: bool = False) -> WorkerCounts:
+        record = StepRecord(COST)
+        record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
+        record.sampled(np.array([prompt, False]), CONTEXTS, trees, SLOTS)
+        record.times = own
+        return times.complete(record)
+
+    first, second, third = Late(target=0.02), Late(target=9.0), Late(target=0.03)
+    counts = fetch(first)
+    assert counts.nodes == [4, 2]
+    assert (counts.stage_seconds, counts.compared) == ({}, {})
+    first.finished = True
+    counts = fetch(second, prompt=True)
+    assert counts.stage_seconds == {"target": 0.02}
+    assert counts.compared == pytest.approx({"tree": 0.02, "plain": 3 * 0.016})
+    second.finished = third.finished = True
+    counts = fetch(third)
+    assert counts.stage_seconds == pytest.approx({"target": 9.03})
+    assert counts.compared == pytest.approx({"tree": 0.03, "plain": 3 * 0.016})
+
+
+def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) -> None:
+    sent = []
+
+    def send(tensor: torch.Tensor) -> Arrival:
+        sent.append(tensor.clone())
+        return lambda: sent[0]
+
+    record, there = StepRecord(), StepRecord()
+    for each in (record, there):
+        each.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
+        each.sampled(DECODING, CONTEXTS, trees, SLOTS)
+    expected = there.counts()
+    record.send(send)
+    trees.counts[:] = trees.admitted[:] = trees.grown[:] = 0  # the next trees take their places
+    assert record.counts() == expected
+    assert len(sent) == 1
 
 
 def test_a_step_that_reads_a_prompt_is_not_compared(trees: TreeStore) -> None:
     record = StepRecord(COST)
     record.verified(verification([[1, 2, 3], [-1, -1, -1]], [4, 0], [4, 1]), trees, SLOTS)
     record.sampled(np.array([False, True]), CONTEXTS, trees, SLOTS)
-    assert record.counts().compared == {}
+    assert StepTimes().complete(record).compared == {}
 
 
 def test_a_plain_step_between_two_that_were_measured_costs_what_lies_between() -> None:

@@ -35,7 +35,9 @@ STEP_PATH = sorted(
         *(PACKAGE / "drafters").glob("*.py"),
         PACKAGE / "tree" / "value.py",
         *(PACKAGE / "engine" / f"{name}.py" for name in (
-            "speculator", "runner", "verifier", "trees", "kv", "stats"
+            "speculator", "draft_forwards", "runner", "verifier", "trees", "kv", "stats", "transfer",
+            "gpu/runner", "gpu/clock", "gpu/transfer",
+            "attention/buffers", "attention/gpu", "attention/kernels",
         )),
     ]
 )  # fmt: skip

@@ -39,7 +39,7 @@ def test_a_tree_is_found_at_its_slot_and_nowhere_else() -> None:
     trees = store()
     before = trees.ancestors.clone()
     trees.put(torch.tensor([2]), forked_tree(5))
-    assert trees.counts.tolist() == [0, 0, 3, 0]
+    assert trees.counts.tolist() == [0, 0, 3, 0, 0]
     assert trees.parents[2, :3].tolist() == [-1, -1, 1]
     assert trees.depths[2, :3].tolist() == [1, 1, 2]
     assert torch.equal(trees.ancestors[[0, 1, 3]], before[[0, 1, 3]])
@@ -58,8 +58,8 @@ def test_a_slot_that_a_new_request_takes_over_has_no_nodes() -> None:
         torch.cat([getattr(forked_tree(5), name)] * 2)
         for name in ("tokens", "parents", "depths", "values", "counts")
     )))  # fmt: skip
-    trees.clear(3)
-    assert trees.counts.tolist() == [3, 0, 0, 0]
+    trees.clear(torch.tensor([3]))
+    assert trees.counts.tolist() == [3, 0, 0, 0, 0]
 
 
 def test_bits_have_room_for_the_root_beside_a_full_tree() -> None:

@@ -26,10 +26,11 @@ from dyntree_plugin.engine.plain_cost import PlainCost  # noqa: E402
 from dyntree_plugin.engine.prometheus import TreeSpecDecodingProm  # noqa: E402
 from dyntree_plugin.engine.stats import (  # noqa: E402
     StepRecord,
+    StepTimes,
     TreeSpecDecodingStats,
     WorkerCounts,
 )
-from dyntree_plugin.engine.timing import STAGES  # noqa: E402
+from dyntree_plugin.engine.timing import STAGES, Measured  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.verifier import Verification  # noqa: E402
 from dyntree_plugin.metrics.names import PREFIX  # noqa: E402
@@ -70,9 +71,9 @@ class Step:
         record = StepRecord(PlainCost((1, 16), 1024, (0.003, 0.006), (0.004, 0.009)))
         record.verified(self.verification, self.trees, self.slots)
         record.sampled(self.prefilling, self.contexts, self.trees, self.slots)
-        record.stage_seconds = dict.fromkeys(STAGES, 0.002)
+        record.times = Measured(dict.fromkeys(STAGES, 0.002))
         record.draft_forwards, record.node_budget = SHAPE.max_depth, SHAPE.node_budget
-        return record.counts()
+        return StepTimes().complete(record)
 
     def add_up(self, counts: WorkerCounts) -> TreeSpecDecodingStats:
         stats = TreeSpecDecodingStats.of_step(SHAPE.node_budget, counts)

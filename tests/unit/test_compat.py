@@ -60,7 +60,7 @@ def admitted(build: Build) -> VllmConfig:
 
 def refusal_of(config: VllmConfig, **options: Any) -> str:
     with pytest.raises(ValueError) as error:
-        compat.check(config, DynTreeOptions(**options), "cpu", plugin.WORKER)
+        compat.check(config, DynTreeOptions(**options), "cpu", plugin.WORKERS)
     return str(error.value)
 
 
@@ -130,7 +130,7 @@ CHANGES = [
 
 
 def test_a_configuration_that_a_tree_can_serve_is_admitted(admitted: VllmConfig) -> None:
-    compat.check(admitted, DynTreeOptions(), "cpu", plugin.WORKER)
+    compat.check(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
 
 
 @pytest.mark.parametrize(("option", "path", "value"), CHANGES, ids=[p for _, p, _ in CHANGES])
@@ -257,14 +257,60 @@ def test_only_the_supported_versions_of_vllm_are_served(
 ) -> None:
     monkeypatch.setattr(compat, "installed_vllm", lambda: ("vllm", version))
     if supported:
-        compat.check(admitted, DynTreeOptions(), "cpu", plugin.WORKER)
+        compat.check(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
     else:
         assert f"vllm={version} is not supported" in refusal_of(admitted)
 
 
 def test_a_platform_without_a_worker_is_refused(admitted: VllmConfig) -> None:
-    with pytest.raises(ValueError, match="device='cuda' is not supported"):
-        compat.check(admitted, DynTreeOptions(), "cuda", plugin.WORKER)
+    with pytest.raises(ValueError, match="device='xpu' is not supported"):
+        compat.check(admitted, DynTreeOptions(), "xpu", plugin.WORKERS)
+
+
+@pytest.fixture(scope="session")
+def on_cuda(admitted: VllmConfig) -> VllmConfig:
+    """The same, as it is when it is checked on CUDA."""
+    with_worker = changed(admitted, "parallel_config.worker_cls", "auto")
+    return changed(with_worker, "attention_config.backend", None)
+
+
+FLASHINFER = SimpleNamespace(name="FLASHINFER")
+"""One of vLLM's backends that carry no trees."""
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "value"),
+    [
+        ("attention_backend", "attention_config.backend", FLASHINFER),
+        ("backend_per_kind", "attention_config.backend_per_kind", {"full_attention": FLASHINFER}),
+        ("attention_backend", "speculative_config.attention_backend", FLASHINFER),
+    ],
+)
+def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
+    on_cuda: VllmConfig, option: str, path: str, value: Any
+) -> None:
+    compat.check(on_cuda, DynTreeOptions(), "cuda", plugin.WORKERS)
+    with pytest.raises(ValueError) as error:
+        compat.check(changed(on_cuda, path, value), DynTreeOptions(), "cuda", plugin.WORKERS)
+    reason = str(error.value)
+    assert f"{option}=" in reason
+    assert "FLASH_ATTN and TRITON_ATTN" in reason
+
+
+@pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
+def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig, name: str) -> None:
+    named = changed(on_cuda, "attention_config.backend", SimpleNamespace(name=name))
+    compat.check(named, DynTreeOptions(), "cuda", plugin.WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("float32", "TRITON_ATTN"), ("bfloat16", "FLASH_ATTN")]
+)
+def test_on_cuda_the_backend_follows_the_type(
+    on_cuda: VllmConfig, dtype: str, backend: str
+) -> None:
+    config = changed(on_cuda, "model_config.dtype", getattr(torch, dtype))
+    assert compat.cuda_backend(config.model_config) == backend
 
 
 def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(

@@ -242,14 +242,14 @@ def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
     build: Callable[..., Any], logged: Callable[[], str]
 ) -> None:
     config = build()
-    assert config.parallel_config.worker_cls == plugin.WORKER
+    assert config.parallel_config.worker_cls == plugin.WORKERS["cpu"]
     assert config.use_v2_model_runner
     (line,) = [line for line in logged().splitlines() if "is active" in line]
     assert "node_budget=8" in line
 
 
 def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
-    config = build(worker_cls=plugin.WORKER)
+    config = build(worker_cls=plugin.WORKERS["cpu"])
     assert config.scheduler_config.scheduler_cls == build().scheduler_config.scheduler_cls
 
 
@@ -291,7 +291,7 @@ def test_a_configuration_that_vllm_derives_is_not_admitted_again(
         parallel_config=replace(config.speculative_config.draft_parallel_config, rank=0),
     )
     assert draft.use_v2_model_runner
-    assert replace(config).parallel_config.worker_cls == plugin.WORKER
+    assert replace(config).parallel_config.worker_cls == plugin.WORKERS["cpu"]
     assert "is active" not in logged()
 
 

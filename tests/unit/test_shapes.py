@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from dyntree_plugin.pair import shapes
 from dyntree_plugin.pair.models import Shape
@@ -71,6 +73,25 @@ def test_what_cannot_reach_the_logits_is_not_zero_where_it_is_free(
     for layer in model.model.layers:
         assert (layer.mlp.gate_proj.weight != 0).float().mean() > 0.9
         assert (layer.self_attn.q_proj.weight != 0).float().mean() > 0.9
+
+
+def test_the_proof_has_one_layer_of_the_grown_target_in_memory_at_a_time(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes.grow(target, WIDER["ratio 4"], tmp_path / "grown")
+    stock = LlamaDecoderLayer.forward
+    layers: list[LlamaDecoderLayer] = []
+    loaded: list[int] = []
+
+    def forward(layer: LlamaDecoderLayer, *args: Any, **kwargs: Any) -> Any:
+        if layer.hidden_size == WIDER["ratio 4"].hidden:
+            layers.append(layer)
+            loaded.append(sum(not each.mlp.up_proj.weight.is_meta for each in layers))
+        return stock(layer, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+    shapes.prove(target, tmp_path / "grown")
+    assert loaded == [1] * WIDER["ratio 4"].layers
 
 
 @pytest.mark.parametrize("wrong", ["norm", "eps", "head", "layer"])

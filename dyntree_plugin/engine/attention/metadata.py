@@ -16,12 +16,14 @@ class TreeMask:
     ``ctx_lens`` int32 [R]: cache positions that every row of the request sees; ``-1`` marks a
     request without a tree, which stays on the stock kernel. ``ancestor_bits`` int32 [T, words]:
     bit ``c`` of a row lets it see cache position ``ctx_len + c``. ``has_plain``: whether any
-    request is without a tree, known on the host.
+    request is without a tree, known on the host. ``in_place``: the tensors are filled, and filled
+    anew, after the metadata is built; builders that copy masks must then refer to these instead.
     """
 
     ctx_lens: torch.Tensor
     ancestor_bits: torch.Tensor
     has_plain: bool
+    in_place: bool = False
 
 
 class TreeAttnMetadata(ModelSpecificAttnMetadata):

@@ -18,14 +18,15 @@ class Frontier:
 
     ``ancestors`` int32 [R, width, words] are bits over the scratch columns of the step, own
     column included. Where ``valid`` is false there was nothing left to expand. ``values`` float32:
-    log of the estimated chance that the path down to a node is accepted, ``-inf`` where not valid.
+    log of the estimated chance that the path down to a node is accepted, ``-inf`` where not valid;
+    None where nothing was ranked.
     """
 
     tokens: torch.Tensor
     depths: torch.Tensor
     ancestors: torch.Tensor
     valid: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None = None
 
 
 class Growth(Protocol):

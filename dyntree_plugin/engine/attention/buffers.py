@@ -1,0 +1,87 @@
+"""Where captured graphs find the masks of the batch that they are replayed for."""
+
+from __future__ import annotations
+
+import torch
+
+from dyntree_kernels.ancestors import pack_bits
+
+
+class MaskBuffers:
+    """Context lengths and ancestor bits of a batch, at addresses that never change.
+
+    A request without a tree whose rows fit into a tree's columns is given the tree that its rows
+    are: a chain. So one kernel serves every batch in which no request has more rows than that.
+    """
+
+    def __init__(
+        self, max_requests: int, max_rows: int, columns: int, device: torch.device
+    ) -> None:
+        """``columns``: rows of the largest tree, its root included."""
+        self.columns = columns
+        # Row i of a chain sees rows 0 to i.
+        chain = torch.ones(columns, columns, dtype=torch.bool, device=device).tril()
+        self._chain = pack_bits(chain)
+        words = self._chain.shape[1]
+        self._ctx_lens = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+        self._bits = torch.zeros(max_rows, words, dtype=torch.int32, device=device)
+
+    def fill(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_rows: int,
+        ctx_lens: torch.Tensor | None = None,
+        ancestor_bits: torch.Tensor | None = None,
+        *,
+        all_trees: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in a batch of R requests and T = ``num_rows`` rows, padding at their ends included.
+
+        ``query_start_loc`` int32 [R + 1] and ``seq_lens`` int32 [R] as vLLM has them. ``ctx_lens``
+        and ``ancestor_bits`` as in TreeMask, of the requests and rows that are no padding;
+        ``all_trees``: each of these requests has a tree. Returns the context lengths int32 [R], -1
+        where the rows do not fit, and the bits int32 [T, words], both within the buffers.
+        """
+        requests = seq_lens.shape[0]
+        out_lens, out_bits = self._ctx_lens[:requests], self._bits[:num_rows]
+        real = 0 if ctx_lens is None else ctx_lens.shape[0]
+        if not all_trees:
+            self._fill_chains(query_start_loc, seq_lens, out_lens, out_bits)
+        else:
+            out_lens[real:].fill_(-1)
+        if ctx_lens is None or ancestor_bits is None:
+            return out_lens, out_bits
+        rows = ancestor_bits.shape[0]
+        if all_trees:
+            out_lens[:real].copy_(ctx_lens)
+            out_bits[:rows].copy_(ancestor_bits)
+            return out_lens, out_bits
+        is_tree = ctx_lens >= 0
+        of_tree = is_tree[_request_of_row(query_start_loc[: real + 1], rows)]
+        out_lens[:real].copy_(torch.where(is_tree, ctx_lens, out_lens[:real]))
+        out_bits[:rows].copy_(torch.where(of_tree[:, None], ancestor_bits, out_bits[:rows]))
+        return out_lens, out_bits
+
+    def _fill_chains(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_lens: torch.Tensor,
+        out_bits: torch.Tensor,
+    ) -> None:
+        lengths = query_start_loc[1:] - query_start_loc[:-1]
+        fits = (lengths > 0) & (lengths <= self.columns)
+        # Dummy batches may claim fewer positions than rows.
+        out_lens.copy_(torch.where(fits, (seq_lens - lengths).clamp(min=0), -1))
+        request = _request_of_row(query_start_loc, out_bits.shape[0])
+        row = torch.arange(out_bits.shape[0], device=out_bits.device)
+        place = (row - query_start_loc[request]).clamp(max=self.columns - 1)
+        out_bits.copy_(self._chain[place])
+
+
+def _request_of_row(query_start_loc: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Of rows behind the last request's: that one."""
+    row = torch.arange(num_rows, device=query_start_loc.device)
+    request = torch.searchsorted(query_start_loc[1:], row, right=True)
+    return request.clamp(max=query_start_loc.shape[0] - 2)

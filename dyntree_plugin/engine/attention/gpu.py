@@ -1,0 +1,191 @@
+"""Trees in vLLM's attention backends on CUDA: what goes before a stock builder and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.choice import choose_kernel
+from dyntree_plugin.engine.attention.kernels import Heads, Launch, TreeRows
+from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.config import tree_plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass
+class TreeAttentionMetadata:
+    """Of a batch with trees. ``stock``: the backend's own, where a request has more rows than a
+    tree; its kernel runs first, and the tree's writes over the rows that it serves."""
+
+    launch: Launch
+    stock: Any | None
+
+
+class TreeMetadataBuilder:
+    """Goes before a stock builder.
+
+    Graphs of batches whose requests all have a whole tree's rows hold the tree's kernel alone. It
+    reads masks from buffers of this builder, which every `build` for such a batch fills.
+    """
+
+    takes_tree_mask = True
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        if tree_plan(vllm_config) is not None:
+            return AttentionCGSupport.UNIFORM_BATCH
+        stock: Any = super()
+        support: AttentionCGSupport = stock.get_cudagraph_support(vllm_config, kv_cache_spec)
+        return support
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        plan = tree_plan(vllm_config)
+        self._buffers: MaskBuffers | None = None
+        if plan is None:
+            return  # An engine without trees, in a process that had one with.
+        columns = plan.shape.node_budget + 1
+        requests = vllm_config.scheduler_config.max_num_seqs
+        rows = max(vllm_config.scheduler_config.max_num_batched_tokens, requests * columns)
+        self._buffers = MaskBuffers(requests, rows, columns, device)
+        stock: Any = self
+        heads = Heads(stock.num_heads_q, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
+        self._kernel, self._drafting_kernel = choose_kernel(
+            heads, vllm_config, kv_cache_spec, columns, device
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        tree_mask: TreeMask | None = None,
+    ) -> Any:
+        common, buffers = common_attn_metadata, self._buffers
+        stock: Any = super()
+        if buffers is None:
+            return stock.build(common_prefix_len, common, fast_build)
+        if tree_mask is not None and tree_mask.in_place:
+            rows = _rows(common, tree_mask.ctx_lens, tree_mask.ancestor_bits, common.max_query_len)
+            return TreeAttentionMetadata(self._drafting_kernel.plan(rows), None)
+        if tree_mask is None and not self._is_graph_shaped(common):
+            return stock.build(common_prefix_len, common, fast_build)
+        mask: Mapping[str, Any] = {}
+        if tree_mask is not None:
+            mask = {
+                "ctx_lens": tree_mask.ctx_lens,
+                "ancestor_bits": tree_mask.ancestor_bits,
+                "all_trees": not tree_mask.has_plain,
+            }
+        ctx_lens, bits = buffers.fill(
+            common.query_start_loc, common.seq_lens, common.num_actual_tokens, **mask
+        )
+        rows = _rows(common, ctx_lens, bits, buffers.columns)
+        if common.max_query_len <= buffers.columns:
+            return TreeAttentionMetadata(self._kernel.plan(rows), None)
+        own = stock.build(common_prefix_len, common, fast_build)
+        return TreeAttentionMetadata(self._drafting_kernel.plan(rows), own)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        if self._is_graph_shaped(common_attn_metadata):
+            return self.build(0, common_attn_metadata)
+        stock: Any = super()
+        return stock.build_for_cudagraph_capture(common_attn_metadata)
+
+    def _is_graph_shaped(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a captured graph may serve the batch: every request has a whole tree's rows."""
+        if self._buffers is None:
+            return False
+        columns = self._buffers.columns
+        same = common.num_actual_tokens == common.num_reqs * columns
+        return same and common.max_query_len == columns
+
+
+def _rows(
+    common: CommonAttentionMetadata, ctx_lens: torch.Tensor, bits: torch.Tensor, max_rows: int
+) -> TreeRows:
+    return TreeRows(
+        block_table=common.block_table_tensor,
+        ctx_lens=ctx_lens,
+        query_start_loc=common.query_start_loc,
+        ancestor_bits=bits,
+        num_rows=common.num_actual_tokens,
+        max_rows=max_rows,
+        query_start_loc_cpu=common.query_start_loc_cpu,
+        kv_lens=common.seq_lens_cpu_upper_bound,
+    )
+
+
+class TreeAttentionImpl:
+    """Goes before a stock layer."""
+
+    scale: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        if config is None or tree_plan(config) is None:
+            return
+        stock: Any = self
+        refuse_beyond_trees(
+            {
+                "ALiBi": stock.alibi_slopes is not None,
+                "sliding window": stock.sliding_window != (-1, -1),
+                "logits soft cap": bool(stock.logits_soft_cap),
+                "attention sinks": stock.sinks is not None,
+                "kv_cache_dtype=" + repr(stock.kv_cache_dtype): "8" in stock.kv_cache_dtype,
+            }
+        )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        scales = (output_scale, output_block_scale)
+        of_layer = (layer, query, key, value, kv_cache)
+        stock: Any = super()
+        if not isinstance(attn_metadata, TreeAttentionMetadata):
+            written: torch.Tensor = stock.forward(*of_layer, attn_metadata, output, *scales)
+            return written
+        if attn_metadata.stock is not None:
+            stock.forward(*of_layer, attn_metadata.stock, output, *scales)
+        attn_metadata.launch(query, kv_cache, output, self.scale)
+        return output
+
+
+def refuse_beyond_trees(features: Mapping[str, bool]) -> None:
+    """Raises ValueError for a layer that has a feature that tree attention has not."""
+    found = [name for name, there in features.items() if there]
+    if found:
+        raise ValueError(
+            f"dyntree cannot serve this model: its attention uses {found[0]}, which tree attention "
+            "does not; serve it without the dyntree options"
+        )

@@ -1,0 +1,56 @@
+"""The workers that vLLM starts on the CPU, with trees and without."""
+
+from __future__ import annotations
+
+# Patches torch.cuda and the runner's buffers for the CPU; vLLM's V2 modules must see it first.
+import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
+
+from typing import Any
+from unittest import mock
+
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu import model_runner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from dyntree_plugin.engine import cpu
+from dyntree_plugin.engine.worker import TreeWorkerMixin
+
+
+class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with our runner, kernels and attention."""
+
+    def init_device(self) -> None:
+        cpu.install()
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "dyntree_plugin.engine.attention.cpu.TreeCPUAttentionBackend",
+        )
+        # vLLM remembers the backend of an engine that ran in this process before.
+        selector._cached_get_attn_backend.cache_clear()
+        from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
+
+        # The stock method names the runner's class in its body.
+        with mock.patch.object(model_runner, "CPUModelRunner", TreeCPUModelRunner):
+            super().init_device()  # type: ignore[no-untyped-call]
+
+    def compile_or_warm_up_model(self) -> Any:
+        runner: Any = self.model_runner
+        runner.measure_plain_cost()
+        return super().compile_or_warm_up_model()
+
+
+class PlainCPUWorker(CPUWorker):
+    """vLLM's CPU worker on the V2 runner with our kernels, without trees.
+
+    It is what trees are compared with: the V1 runner, which vLLM otherwise uses on the CPU, draws
+    its samples in another way.
+    """
+
+    def init_device(self) -> None:
+        cpu.install()
+        super().init_device()  # type: ignore[no-untyped-call]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        cpu.warm_up()

@@ -1,0 +1,197 @@
+"""Forwards of the draft model over rows that see a tree, in vLLM's paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
+from dyntree_plugin.engine.timing import Clock
+from dyntree_plugin.tree.growth.base import Frontier
+
+PAD_SLOT = -1
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What drafting takes of R requests, [R] each.
+
+    ``index`` int32: their places in vLLM's block tables, -1 for one that only fills the batch up;
+    ``slots`` int64: where their trees are stored. ``temperature`` float32, ``seeds`` int64,
+    ``chained`` bool: those that need a chain-shaped tree.
+    """
+
+    index: torch.Tensor
+    slots: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    chained: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What a verification emitted for R requests.
+
+    ``roots`` int64 [R]: positions of the trees' roots, which the draft's cache holds. ``tokens``
+    int64 [R, E] follow them, the first ``counts`` [R] of them real, and no more than ``most``.
+    """
+
+    roots: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    most: int
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The next trees' roots, the last tokens emitted: the draft's ``logits`` [R, V] after them and
+    their ``positions`` int64 [R]."""
+
+    logits: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Buffers of ``width`` rows for each of R requests, and the attention metadata that reads
+    them."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    ancestor_bits: torch.Tensor
+    slots: torch.Tensor
+    metadata: dict[str, Any]
+    slots_by_layer: dict[str, torch.Tensor]
+
+
+class DraftForwards(StandaloneARSpeculator):
+    """Runs the draft over rows that the device alone knows.
+
+    Between steps the draft's cache holds the context up to the last emitted token (the root). The
+    nodes expanded in a step go to the scratch slots behind it and are overwritten in the next.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        rows_per_request: int,
+        scratch_slots: int,
+        clock: Clock,
+    ) -> None:
+        """``rows_per_request``: the most rows of a request that one forward of `TreeRows` has."""
+        super().__init__(vllm_config, device)
+        self._clock = clock
+        self._scratch = scratch_slots
+        rows = self.max_num_tokens + self.max_num_reqs * rows_per_request
+        self._input_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        # Rows of a tree are attended by masks; how long a request is, only the device knows.
+        self._longest = torch.full((self.max_num_reqs,), self.max_model_len, dtype=torch.int32)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        groups = self.block_tables.num_kv_cache_groups
+        rows = self._input_ids.shape[0]
+        scratch = self.max_num_reqs * max(1, self._scratch)
+        self._slots = torch.empty(groups, rows, dtype=torch.int64, device=self.device)
+        self._scratch_slots = torch.empty(groups, scratch, dtype=torch.int64, device=self.device)
+
+    def _run_over(self, requests: Requests, emitted: Emitted) -> Roots:
+        """Run the draft over the emitted tokens, which makes the last of them the root."""
+        num_reqs, width = len(emitted.roots), emitted.most
+        step = torch.arange(width, device=emitted.roots.device)
+        behind = emitted.roots[:, None] + 1 + step
+        real = (step < emitted.counts[:, None]) & (behind < self.max_model_len)
+        positions = behind.clamp(max=self.max_model_len - 1)
+        slots = self.block_tables.compute_slot_mappings(
+            requests.index,
+            self.arange_gpu[: num_reqs + 1] * width,
+            positions.flatten(),
+            num_reqs * width,
+            out=self._slots,
+        ).view(-1, num_reqs, width)
+        rows = self._tree_rows(emitted.roots, width, columns=width)
+        chain = Frontier(emitted.tokens[:, :width], step, _chain_bits(step), real)
+        last = self.arange_gpu[:num_reqs] * width + (emitted.counts.long() - 1).clamp(min=0)
+        logits = self._expand(rows, chain, positions, slots, last)
+        return Roots(logits, positions.flatten()[last])
+
+    def _scratch_slot_mappings(self, requests: Requests, roots: torch.Tensor) -> torch.Tensor:
+        """Cache slots behind the roots, int64 [groups, R, scratch_slots]."""
+        num_reqs, scratch = roots.shape[0], self._scratch
+        behind = roots[:, None] + 1 + torch.arange(scratch, device=roots.device)
+        slots = self.block_tables.compute_slot_mappings(
+            requests.index,
+            self.arange_gpu[: num_reqs + 1] * scratch,
+            behind.clamp(max=self.max_model_len - 1).flatten(),
+            num_reqs * scratch,
+            out=self._scratch_slots,
+        )
+        return slots.view(-1, num_reqs, scratch)
+
+    def _tree_rows(self, roots: torch.Tensor, width: int, columns: int) -> TreeRows:
+        """Rows that see the context up to ``roots`` [R], and ``columns`` slots behind as told."""
+        num_reqs = roots.shape[0]
+        rows = num_reqs * width
+        words = max(1, -(-columns // 32))
+        bits = torch.zeros(rows, words, dtype=torch.int32, device=roots.device)
+        slots = self._slots[:, :rows]
+        seq_lens = (roots + 1 + columns).clamp(max=self.max_model_len).int()
+        mask = TreeMask((roots + 1).int(), bits, has_plain=False, in_place=True)
+        metadata = build_attn_metadata(
+            attn_groups=self.attn_groups,
+            num_reqs=num_reqs,
+            num_tokens=rows,
+            query_start_loc_gpu=self.arange_gpu[: num_reqs + 1] * width,
+            query_start_loc_cpu=torch.from_numpy(self.arange_np[: num_reqs + 1] * width),
+            max_query_len=width,
+            seq_lens=seq_lens,
+            max_seq_len=self.max_model_len,
+            block_tables=[table[:num_reqs] for table in self.block_tables.input_block_tables],
+            slot_mappings=slots,
+            kv_cache_config=self.kv_cache_config,
+            seq_lens_cpu_upper_bound=self._longest[:num_reqs],
+            positions=self._positions[:rows],
+            is_prefilling=self.draft_is_prefilling[:num_reqs],
+            model_specific_attn_metadata=TreeAttnMetadata(mask),
+        )
+        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
+        ids, positions = self._input_ids[:rows], self._positions[:rows]
+        return TreeRows(ids, positions, bits, slots, metadata, by_layer)
+
+    def _expand(
+        self,
+        rows: TreeRows,
+        frontier: Frontier,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One draft forward over the frontier of every request.
+
+        ``positions`` int64 [R, width]; ``slots`` int64 [groups, R, width], written where the
+        frontier is valid. Returns logits [R * width, V], or of the ``wanted`` rows only.
+        """
+        width = positions.shape[1]
+        rows.ids.view(positions.shape).copy_(frontier.tokens)
+        rows.positions.view(positions.shape).copy_(positions)
+        rows.ancestor_bits.view(-1, width, rows.ancestor_bits.shape[1]).copy_(frontier.ancestors)
+        rows.slots.copy_(slots.masked_fill(~frontier.valid, PAD_SLOT).flatten(1))
+        with self._clock("draft"):
+            hidden = self._run_model(
+                rows.ids, rows.positions, rows.metadata, rows.slots_by_layer, None
+            )
+            return self.compute_draft_logits(hidden if wanted is None else hidden[wanted], 0)
+
+
+def _chain_bits(step: torch.Tensor) -> torch.Tensor:
+    """Ancestor bits int32 [E, words] of rows 0, 1, … that see themselves and all before them."""
+    word = torch.arange(-(-step.shape[0] // 32), device=step.device)
+    ones = (step[:, None] + 1 - 32 * word).clamp(0, 32)
+    return ((torch.ones_like(ones) << ones) - 1).int()

@@ -1,0 +1,1 @@
+"""Trees on CUDA: vLLM's GPU worker and runner with our kernels."""

@@ -1,0 +1,39 @@
+"""The worker that vLLM starts on CUDA for an engine with trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu_worker import Worker
+
+from dyntree_plugin.engine.worker import TreeWorkerMixin
+
+_BACKENDS = "dyntree_plugin.engine.attention.cuda"
+
+
+class TreeGPUWorker(TreeWorkerMixin, Worker):
+    """vLLM's GPU worker with our runner and attention."""
+
+    def init_device(self) -> None:
+        register_backend(AttentionBackendEnum.FLASH_ATTN, f"{_BACKENDS}.TreeFlashAttentionBackend")
+        register_backend(
+            AttentionBackendEnum.TRITON_ATTN, f"{_BACKENDS}.TreeTritonAttentionBackend"
+        )
+        # vLLM remembers the backend of an engine that ran in this process before.
+        selector._cached_get_attn_backend.cache_clear()
+        super().init_device()
+
+    def _make_model_runner(self) -> Any:
+        from dyntree_plugin.engine.gpu.runner import TreeGPUModelRunner
+
+        if self.device is None:
+            raise RuntimeError("vLLM makes the runner before it knows the device")
+        return TreeGPUModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        # With graphs, if there are any: as the steps that it is compared with run.
+        self.model_runner.measure_plain_cost()
+        return times

@@ -1,0 +1,83 @@
+"""A tensor-parallel engine, and the trees that each of its ranks has seen.
+
+As a program it takes the files of a job and of its results, as engine_process.py does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from engine_process import Engine, Result, Run, answered, result_of, run_of
+
+Trace = list[dict[str, Any]]
+"""The fields of `TreeStep`, in the order of the verifications."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A run's result, which is that of rank 0, and the verified trees by rank."""
+
+    result: Result
+    traces: list[Trace]
+
+
+def serve_on_ranks(
+    engine: Mapping[str, Any], runs: Mapping[str, Run], ranks: int = 2
+) -> dict[str, Ranked]:
+    """Start an engine of so many ranks and work through the runs; a run's sabotage is in force on
+    the last rank alone."""
+    arguments = {**engine, "tensor_parallel_size": ranks}
+    # vLLM binds ranks to nodes of memory, of which there may be fewer.
+    found = answered(__file__, arguments, runs, threads=1, VLLM_CPU_OMP_THREADS_BIND="nobind")
+    return {name: Ranked(result_of(one["result"]), one["traces"]) for name, one in found.items()}
+
+
+class RankedEngine(Engine):
+    """Its workers are processes of their own."""
+
+    runner = None
+
+    def _layout(self) -> str:
+        return "of its ranks"
+
+    def trace(self, run: Run) -> Ranked:
+        self.llm.collective_rpc("trace_trees", args=(True,))
+        if run.sabotage is not None:
+            self.llm.collective_rpc(_break_last_rank, args=(run.sabotage,))
+        result = self.work(run)
+        if run.sabotage is not None:
+            self.llm.collective_rpc(_mend_last_rank)
+        return Ranked(result, self.llm.collective_rpc("take_trace"))
+
+
+def _break_last_rank(worker: Any, name: str) -> None:
+    import sabotage
+
+    worker.broken = ExitStack()
+    # A rank that alone stops drafting early leaves the other waiting for it for ever.
+    speculator = worker.model_runner.speculator
+    worker.broken.enter_context(mock.patch.object(speculator, "_nothing_left", return_value=False))
+    if worker.rank == worker.parallel_config.world_size - 1:
+        worker.broken.enter_context(getattr(sabotage, name)(worker.model_runner))
+
+
+def _mend_last_rank(worker: Any) -> None:
+    worker.broken.close()
+
+
+def main(job_path: str, results_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    engine = RankedEngine(job["engine"])
+    found = {name: asdict(engine.trace(run_of(run))) for name, run in job["runs"].items()}
+    Path(results_path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

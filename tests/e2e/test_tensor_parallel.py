@@ -1,0 +1,55 @@
+"""With tensor parallelism every rank makes the same decisions, and the tokens stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import workload
+from comparison import Outputs, explain, mismatches
+from engine_process import Run
+from ranks import Ranked, serve_on_ranks
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = workload.each_kind(range(48))
+UNSEEDED = [workload.ask(number, "full", seed=None) for number in range(8)]
+RUNS = {
+    "trees": Run(REQUESTS),
+    "unseeded": Run(UNSEEDED),
+    "learns_nothing": Run(REQUESTS, sabotage="learns_nothing"),
+    "draws_other_seeds": Run(UNSEEDED, sabotage="draws_other_seeds"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranked() -> dict[str, Ranked]:
+    return serve_on_ranks(workload.tree(), RUNS)
+
+
+def test_two_ranks_give_the_tokens_of_one_without_trees(
+    ranked: dict[str, Ranked], plain: Outputs
+) -> None:
+    found = mismatches(RUNS["trees"], ranked["trees"].result, plain)
+    assert not found, explain(found)
+
+
+@pytest.mark.parametrize("name", ["trees", "unseeded"])
+def test_every_rank_sees_the_same_trees_and_accepts_the_same_paths(
+    name: str, ranked: dict[str, Ranked]
+) -> None:
+    first, second = ranked[name].traces
+    assert first == second
+    assert sum(len(step["accepted"]) for step in first) > len(RUNS[name].requests)
+
+
+@pytest.mark.parametrize("name", ["learns_nothing", "draws_other_seeds"])
+def test_a_rank_that_decides_otherwise_is_seen_in_its_trees(
+    name: str, ranked: dict[str, Ranked]
+) -> None:
+    first, second = ranked[name].traces
+    assert [step["tokens"] for step in first] != [step["tokens"] for step in second]
+
+
+def test_a_rank_with_other_trees_changes_the_tokens(
+    ranked: dict[str, Ranked], plain: Outputs
+) -> None:
+    assert mismatches(RUNS["learns_nothing"], ranked["learns_nothing"].result, plain)

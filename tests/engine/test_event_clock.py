@@ -1,0 +1,140 @@
+"""The clock of a device that runs behind the host."""
+
+from __future__ import annotations
+
+import pytest
+
+from dyntree_plugin.engine.gpu.clock import EventClock, EventTimes
+
+
+class Device:
+    """Works through what it is given when it is told to; ``waits`` counts hosts that waited."""
+
+    def __init__(self) -> None:
+        self.given = 0.0
+        self.done = 0.0
+        self.waits = 0
+        self.events = 0
+        self.capturing = False
+
+    def work(self, milliseconds: float) -> None:
+        self.given += milliseconds
+
+    def event(self) -> Event:
+        self.events += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.at = float("nan")
+
+    def record(self) -> None:
+        self.at = self.device.given
+
+    def query(self) -> bool:
+        return self.at <= self.device.done
+
+    def synchronize(self) -> None:
+        self.device.waits += not self.query()
+        self.device.done = max(self.device.done, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query()
+        return end.at - self.at
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def clock(device: Device) -> EventClock:
+    return EventClock(device.event, capturing=lambda: device.capturing)
+
+
+def step(clock: EventClock, device: Device) -> EventTimes:
+    device.work(5)
+    clock.start("target")
+    device.work(10)
+    clock.stop()
+    with clock("grow"):
+        device.work(1)
+        with clock("draft"):
+            device.work(20)
+        device.work(2)
+    device.work(7)
+    return clock.split()
+
+
+def spent(times: EventTimes) -> dict[str, float]:
+    return {name: value for name, value in times.seconds().items() if value}
+
+
+def test_a_stage_within_another_pauses_it_and_the_rest_counts_nowhere(
+    clock: EventClock, device: Device
+) -> None:
+    times = step(clock, device)
+    assert spent(times) == pytest.approx({"target": 0.01, "grow": 0.003, "draft": 0.02})
+
+
+def test_asking_whether_times_are_there_does_not_wait(clock: EventClock, device: Device) -> None:
+    times = step(clock, device)
+    assert not times.ready()
+    device.done = device.given
+    assert times.ready()
+    spent(times)
+    assert device.waits == 0
+
+
+def test_asking_for_times_too_early_waits(clock: EventClock, device: Device) -> None:
+    spent(step(clock, device))
+    assert device.waits == 1
+
+
+def test_times_can_be_read_again_after_their_events_are_used_anew(
+    clock: EventClock, device: Device
+) -> None:
+    first = step(clock, device)
+    before = spent(first)
+    second = step(clock, device)
+    device.work(1000)
+    assert spent(second) == pytest.approx(before)
+    assert spent(first) == before
+
+
+def test_events_that_were_read_are_used_again(clock: EventClock, device: Device) -> None:
+    for _ in range(10):
+        spent(step(clock, device))
+    made = device.events
+    kept = [step(clock, device) for _ in range(2)]
+    assert device.events == 2 * made
+    assert [spent(times) for times in kept] == [spent(kept[0])] * 2
+
+
+def test_ending_a_stage_that_never_began_marks_nothing(clock: EventClock, device: Device) -> None:
+    clock.stop()
+    times = clock.split()
+    assert times.ready()
+    assert spent(times) == {}
+    assert device.events == 0
+
+
+def test_splitting_ends_what_runs(clock: EventClock, device: Device) -> None:
+    clock.start("target")
+    device.work(4)
+    assert spent(clock.split()) == pytest.approx({"target": 0.004})
+    device.work(4)
+    assert spent(clock.split()) == {}
+
+
+def test_nothing_is_marked_while_a_graph_is_captured(clock: EventClock, device: Device) -> None:
+    device.capturing = True
+    with clock("draft"):
+        device.work(3)
+    device.capturing = False
+    assert spent(clock.split()) == {}
+    assert device.events == 0

@@ -1,0 +1,238 @@
+"""Trees in an attention backend of vLLM on CUDA, with a backend and a kernel that only take notes.
+
+The kernels themselves are tested in tests/kernels, the buffers in test_mask_buffers.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from dyntree_plugin.engine.attention import gpu
+from dyntree_plugin.engine.attention.kernels import Heads, Launch, TreeRows, TritonTrees
+from dyntree_plugin.engine.attention.metadata import TreeMask
+
+NODES, REQUESTS = 8, 4
+COLUMNS = NODES + 1
+
+
+class NotingKernel:
+    """Plans nothing, and writes ``mark`` to the rows that it was planned for."""
+
+    def __init__(self, mark: float) -> None:
+        self.mark = mark
+        self.planned: list[TreeRows] = []
+
+    def plan(self, rows: TreeRows) -> Launch:
+        self.planned.append(rows)
+
+        def launch(
+            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, scale: float
+        ) -> None:
+            for request, ctx in enumerate(rows.ctx_lens.tolist()):
+                if ctx >= 0:
+                    first, last = rows.query_start_loc[request : request + 2].tolist()
+                    out[first:last] = self.mark
+
+        return launch
+
+
+class StockBuilder:
+    supported = AttentionCGSupport.ALWAYS
+
+    def __init__(self, *_: Any) -> None:
+        self.num_heads_q = 4
+
+    @classmethod
+    def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
+        return cls.supported
+
+    def build(self, prefix: int, common: Any, fast: bool = False) -> str:
+        return "stock"
+
+    def build_for_cudagraph_capture(self, common: Any) -> str:
+        return "stock for capture"
+
+
+class Builder(gpu.TreeMetadataBuilder, StockBuilder):
+    pass
+
+
+class StockImpl:
+    scale = 1.0
+
+    def __init__(self, **own: Any) -> None:
+        plain: dict[str, Any] = {
+            "alibi_slopes": None,
+            "sliding_window": (-1, -1),
+            "logits_soft_cap": 0,
+            "sinks": None,
+            "kv_cache_dtype": "auto",
+        }
+        vars(self).update(plain | own)
+
+    def forward(
+        self, layer: Any, q: Any, k: Any, v: Any, kv: Any, metadata: Any, out: Any, *_: Any
+    ) -> Any:
+        assert metadata == "stock"
+        return out.fill_(1.0)
+
+
+class Impl(gpu.TreeAttentionImpl, StockImpl):
+    pass
+
+
+def engine(**additional: Any) -> Any:
+    return SimpleNamespace(
+        additional_config=additional,
+        speculative_config=object(),
+        num_speculative_tokens=NODES,
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),
+    )
+
+
+TREES = engine(dyntree={})
+SPEC: Any = SimpleNamespace(num_kv_heads=2, head_size=16)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[NotingKernel, NotingKernel]:
+    """Of batches of trees alone, and of others."""
+    both = NotingKernel(2.0), NotingKernel(3.0)
+    monkeypatch.setattr(gpu, "choose_kernel", lambda *_: both)
+    return both
+
+
+@pytest.fixture
+def builder(kernels: Any) -> Builder:
+    return Builder(SPEC, [], TREES, torch.device("cpu"))
+
+
+def common(*rows: int, context: int = 100) -> Any:
+    start = torch.tensor([0, *rows]).cumsum(0).int()
+    lengths = torch.tensor(rows).int() + context
+    return SimpleNamespace(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=len(rows),
+        num_actual_tokens=int(start[-1]),
+        max_query_len=max(rows),
+        block_table_tensor=torch.zeros(len(rows), 8, dtype=torch.int32),
+    )
+
+
+def mask(ctx_lens: list[int], rows: int, **more: Any) -> TreeMask:
+    bits = torch.randint(1, 500, (rows, 1), dtype=torch.int32)
+    return TreeMask(torch.tensor(ctx_lens).int(), bits, min(ctx_lens) < 0, **more)
+
+
+def output_of(metadata: Any, rows: int) -> list[float]:
+    out = torch.zeros(rows, 1)
+    Impl().forward(None, None, None, None, None, metadata, out)  # type: ignore[arg-type]
+    return out.flatten().tolist()
+
+
+def test_a_batch_of_trees_runs_on_the_tree_kernel_alone(builder: Builder, kernels: Any) -> None:
+    found = builder.build(0, common(9, 5), tree_mask=mask([100, 100], 14))
+    assert found.stock is None
+    assert output_of(found, 14) == [2.0] * 14
+    assert kernels[0].planned[0].max_rows == COLUMNS
+
+
+def test_a_prompt_among_trees_runs_on_the_stock_kernel(builder: Builder) -> None:
+    found = builder.build(0, common(9, 1, 20), tree_mask=mask([100, -1, -1], 30))
+    assert found.stock == "stock"
+    assert output_of(found, 30) == [3.0] * 10 + [1.0] * 20
+
+
+def test_a_batch_without_trees_is_the_stock_backends(builder: Builder, kernels: Any) -> None:
+    assert builder.build(0, common(1, 1)) == "stock"
+    assert builder.build(0, common(20, 1)) == "stock"
+    assert output_of("stock", 3) == [1.0] * 3
+    assert kernels[0].planned == kernels[1].planned == []
+
+
+def test_a_graph_finds_the_trees_of_later_steps_where_it_was_captured(
+    builder: Builder, kernels: Any
+) -> None:
+    builder.build_for_cudagraph_capture(common(9, 9))
+    builder.build(0, common(9, 9), tree_mask=mask([100, 100], 18))
+    # Padded: the graph's second request is nobody's.
+    padded = common(9, 9)
+    padded.query_start_loc[2] = 9
+    own = mask([100], 9)
+    builder.build(0, padded, tree_mask=own)
+    # A prompt of as many rows as a tree meets the same graph.
+    builder.build(0, common(9, 9))
+    captured, *later = kernels[0].planned
+    assert len(later) == 3
+    for rows in later:
+        for name in ("ctx_lens", "ancestor_bits"):
+            before, now = getattr(captured, name), getattr(rows, name)
+            assert (now.data_ptr(), now.shape) == (before.data_ptr(), before.shape)
+        assert (rows.num_rows, rows.max_rows) == (captured.num_rows, captured.max_rows)
+    assert captured.ctx_lens.tolist() == [100, 100]
+
+
+def test_a_graph_of_other_shapes_is_captured_with_the_stock_kernel(builder: Builder) -> None:
+    assert builder.build_for_cudagraph_capture(common(1, 1)) == "stock for capture"
+
+
+def test_masks_that_are_filled_later_are_referred_to(builder: Builder, kernels: Any) -> None:
+    own = mask([100, 100], 8, in_place=True)
+    builder.build(0, common(4, 4), tree_mask=own)
+    (rows,) = kernels[1].planned
+    assert rows.ancestor_bits is own.ancestor_bits
+    assert rows.ctx_lens is own.ctx_lens
+    assert rows.max_rows == 4
+
+
+def test_full_graphs_are_for_batches_of_trees(kernels: Any) -> None:
+    assert Builder.get_cudagraph_support(TREES, SPEC) is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_an_engine_without_trees_keeps_the_stock_backend(kernels: Any) -> None:
+    """In a process that has had one with trees the backend stays registered."""
+    plain = engine()
+    builder = Builder(SPEC, [], plain, torch.device("cpu"))
+    assert builder.build(0, common(9, 9)) == "stock"
+    assert builder.build_for_cudagraph_capture(common(9, 9)) == "stock for capture"
+    assert Builder.get_cudagraph_support(plain, SPEC) is AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"alibi_slopes": [1.0]}, "ALiBi"),
+        ({"sliding_window": (127, 0)}, "sliding window"),
+        ({"logits_soft_cap": 30.0}, "logits soft cap"),
+        ({"sinks": [1.0]}, "attention sinks"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+    ],
+)
+def test_a_layer_beyond_tree_attention_is_refused(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], named: str
+) -> None:
+    monkeypatch.setattr(gpu, "get_current_vllm_config_or_none", lambda: TREES)
+    with pytest.raises(ValueError, match=f"attention uses {named}"):
+        Impl(**own)
+    monkeypatch.setattr(gpu, "get_current_vllm_config_or_none", lambda: engine())
+    Impl(**own)
+
+
+def test_the_kernels_geometry_is_one_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of splits is a kernel to compile, and must not come up while serving."""
+    pytest.importorskip("triton")
+    triton = TritonTrees(Heads(32, 8, 128), 2, 132, one_split=False)
+    splits = [triton.splits(requests, 65) for requests in range(1, 300)]
+    assert set(splits) <= {1, 2, 4, 8, 16, 32}
+    assert splits == sorted(splits, reverse=True)
+    assert splits[0] > splits[-1] == 1
+    alone = TritonTrees(Heads(32, 8, 128), 2, 132, one_split=True)
+    assert {alone.splits(requests, 65) for requests in (1, 8, 64)} == {1}

@@ -1,0 +1,114 @@
+"""The buffers in which captured graphs find a batch's masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
+from dyntree_plugin.engine.attention.buffers import MaskBuffers
+
+COLUMNS, REQUESTS, ROWS = 40, 5, 300
+"""Trees of 40 rows, whose bits take two words."""
+
+
+@pytest.fixture
+def buffers() -> MaskBuffers:
+    return MaskBuffers(REQUESTS, ROWS, COLUMNS, torch.device("cpu"))
+
+
+def batch(*rows_and_contexts: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    rows, contexts = zip(*rows_and_contexts, strict=True)
+    start = torch.tensor([0, *rows]).cumsum(0).int()
+    return start, torch.tensor(rows).int() + torch.tensor(contexts).int(), int(start[-1])
+
+
+def tree_bits(rows: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    parents = [-1, *(int(torch.randint(j, (), generator=generator)) for j in range(1, rows))]
+    bits = ancestor_bits(torch.tensor([parents]))[0]
+    return torch.nn.functional.pad(bits, (0, 2 - bits.shape[1]))
+
+
+def seen(bits: torch.Tensor) -> torch.Tensor:
+    return unpack_bits(bits, COLUMNS)
+
+
+def causal(rows: int) -> torch.Tensor:
+    return torch.ones(rows, COLUMNS, dtype=torch.bool).tril()
+
+
+def test_a_request_without_a_tree_is_given_a_chain(buffers: MaskBuffers) -> None:
+    start, lengths, rows = batch((1, 70), (COLUMNS, 9), (3, 0))
+    ctx_lens, bits = buffers.fill(start, lengths, rows)
+    assert ctx_lens.tolist() == [70, 9, 0]
+    expected = torch.cat([causal(1), causal(COLUMNS), causal(3)])
+    assert torch.equal(seen(bits), expected)
+
+
+def test_trees_keep_their_masks_beside_plain_and_long_requests(buffers: MaskBuffers) -> None:
+    start, lengths, rows = batch((40, 100), (2, 50), (90, 0), (17, 200))
+    given = torch.zeros(rows, 2, dtype=torch.int32)
+    trees = {0: tree_bits(40, 1), 3: tree_bits(17, 2)}
+    for request, own in trees.items():
+        given[start[request] : start[request + 1]] = own
+    ctx_lens, bits = buffers.fill(
+        start, lengths, rows, torch.tensor([100, -1, -1, 200]).int(), given
+    )
+    # The prompt of 90 rows is left to another kernel.
+    assert ctx_lens.tolist() == [100, 50, -1, 200]
+    for request, own in trees.items():
+        assert torch.equal(bits[start[request] : start[request + 1]], own)
+    assert torch.equal(seen(bits[40:42]), causal(2))
+
+
+@pytest.mark.parametrize("all_trees", [False, True])
+def test_padding_behind_the_batch_is_no_request(buffers: MaskBuffers, all_trees: bool) -> None:
+    """As vLLM pads for graphs: requests without rows, and rows of nobody."""
+    start = torch.tensor([0, 40, 40, 40]).int()
+    lengths = torch.tensor([140, 0, 0]).int()
+    tree = tree_bits(40, 3)
+    ctx_lens, bits = buffers.fill(
+        start, lengths, 120, torch.tensor([100]).int(), tree, all_trees=all_trees
+    )
+    assert ctx_lens.tolist() == [100, -1, -1]
+    assert torch.equal(bits[:40], tree)
+    assert bits.shape == (120, 2)
+
+
+def test_what_an_earlier_batch_left_is_gone(buffers: MaskBuffers) -> None:
+    start, lengths, rows = batch((40, 100), (40, 60))
+    both = torch.cat([tree_bits(40, 4), tree_bits(40, 5)])
+    buffers.fill(start, lengths, rows, torch.tensor([100, 60]).int(), both, all_trees=True)
+    ctx_lens, bits = buffers.fill(start, lengths, rows)
+    assert ctx_lens.tolist() == [100, 60]
+    assert torch.equal(seen(bits), torch.cat([causal(40), causal(40)]))
+
+
+def test_every_batch_is_found_at_the_same_addresses(buffers: MaskBuffers) -> None:
+    """Captured graphs hold addresses; batches of one shape differ in contents alone."""
+    found = []
+    for seed, contexts in ((6, (10, 20)), (7, (300, 4))):
+        start, lengths, rows = batch((40, contexts[0]), (40, contexts[1]))
+        trees = torch.cat([tree_bits(40, seed), tree_bits(40, seed + 10)])
+        given = torch.tensor(contexts).int()
+        found.append(
+            [
+                buffers.fill(start, lengths, rows),
+                buffers.fill(start, lengths, rows, given, trees),
+                buffers.fill(start, lengths, rows, given, trees, all_trees=True),
+            ]
+        )
+    places = {
+        tuple((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in pair)
+        for fills in found
+        for pair in fills
+    }
+    assert len(places) == 1
+
+
+def test_a_dummy_batch_that_claims_fewer_positions_than_rows_has_no_context(
+    buffers: MaskBuffers,
+) -> None:
+    ctx_lens, _ = buffers.fill(torch.tensor([0, 40]).int(), torch.tensor([1]).int(), 40)
+    assert ctx_lens.tolist() == [0]

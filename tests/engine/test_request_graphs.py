@@ -1,0 +1,92 @@
+"""Captured functions of a batch: fixed addresses, padding, and what is too large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dyntree_plugin.engine.gpu.graphs import Input, Replay, RequestGraphs, request_sizes
+
+MOST = 8
+
+
+class Recorder:
+    """A graph without a device: replaying runs the call again, on the addresses that it had."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        value = run()
+        self.sizes.append(len(value))
+
+        def replay() -> None:
+            value.copy_(run())
+
+        return replay, value
+
+
+def weighted(index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return torch.where(index < 0, -1.0, index + rows.sum(dim=1))
+
+
+def captured(sizes: tuple[int, ...] = (1, 2, 4, MOST)) -> tuple[RequestGraphs, Recorder]:
+    index = Input(torch.zeros(MOST, dtype=torch.int64), padding=-1)
+    graphs = RequestGraphs(weighted, [index, Input(torch.zeros(MOST, 3))], sizes)
+    recorder = Recorder()
+    graphs.capture(recorder)
+    return graphs, recorder
+
+
+def batch(requests: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(requests), torch.randn(requests, 3)
+
+
+def test_any_number_of_requests_gets_what_the_function_gives() -> None:
+    graphs, _ = captured()
+    for requests in (3, 1, 8, 5, 2):
+        arguments = batch(requests)
+        torch.testing.assert_close(graphs(*arguments), weighted(*arguments))
+
+
+def test_the_largest_is_captured_first() -> None:
+    assert captured()[1].sizes == [8, 4, 2, 1]
+
+
+def test_what_a_larger_batch_left_behind_is_padding_for_a_smaller_one() -> None:
+    graphs, _ = captured(sizes=(MOST,))
+    graphs(*batch(8))
+    graphs(*batch(3))
+    assert graphs._captured[MOST][1].tolist()[3:] == [-1.0] * 5
+
+
+def test_inputs_and_values_stay_where_they_are() -> None:
+    graphs, _ = captured()
+    addresses = [each.buffer.data_ptr() for each in graphs._inputs]
+    first = graphs(*batch(3))
+    second = graphs(*batch(4))
+    assert first is not None
+    assert second is not None
+    assert first.data_ptr() == second.data_ptr()
+    assert [each.buffer.data_ptr() for each in graphs._inputs] == addresses
+
+
+def test_a_batch_larger_than_all_that_was_captured_is_not_served() -> None:
+    graphs, _ = captured(sizes=(1, 2))
+    assert graphs(*batch(3)) is None
+
+
+def test_before_the_capture_nothing_is_served() -> None:
+    graphs = RequestGraphs(weighted, [Input(torch.zeros(MOST, dtype=torch.int64))], (MOST,))
+    assert graphs(torch.arange(2)) is None
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 100, 128])
+def test_sizes_ascend_to_the_most_and_none_is_padded_to_twice_its_own(most: int) -> None:
+    sizes = request_sizes(most)
+    assert sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes))
+    for requests in range(1, most + 1):
+        assert next(size for size in sizes if size >= requests) < 2 * requests
