@@ -99,9 +99,10 @@ def _prefer_intels_openmp() -> None:
         )
 
 
-def settle(vllm_config: VllmConfig) -> None:
+def settle(vllm_config: VllmConfig, device_type: str) -> None:
     """Sets up what depends on the platform's own choices."""
     from dyntree_plugin.engine import config
 
     if vllm_config.parallel_config.worker_cls in WORKERS.values():
         config.choose_scheduler(vllm_config)
+        config.size_trees_by_step(vllm_config, device_type)

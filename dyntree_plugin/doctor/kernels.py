@@ -45,11 +45,21 @@ def attention(
         f"{str(dtype).removeprefix('torch.')}"
     )
     try:
-        choice = dispatch.choose(problem, dispatch.installed())
+        choice = dispatch.choose(problem, _available(problem))
     except ValueError as error:
         return Check(name, "fail", f"none for {shape}", str(error).partition("(")[2].rstrip(")"))
     example = "" if model else ", for example"
     return Check(name, "ok", f"{choice.name}{example} for {shape}: {choice.reason}")
+
+
+def _available(problem: dispatch.Problem) -> set[str]:
+    """What an engine would choose from."""
+    if problem.capability is None:
+        return dispatch.installed()
+    from dyntree_plugin.engine.attention.choice import built_variant
+
+    built = built_variant(problem.dtype, problem.kv_dtype, problem.head_size)
+    return dispatch.installed() & ({"triton"} if built is None else {"triton", "flashinfer"})
 
 
 def layout(head_size: int = 128, dtype: torch.dtype = torch.bfloat16, model: str = "") -> Check:

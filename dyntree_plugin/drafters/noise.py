@@ -16,8 +16,9 @@ _OF_INDEX = -4658895280553007687
 
 def stream(seeds: torch.Tensor, purpose: int, index: torch.Tensor | int = 0) -> torch.Tensor:
     """Seeds int64 of a stream of their own for each of ``seeds`` int64, purpose and index."""
-    offset = (purpose * _OF_PURPOSE + 2**63) % 2**64 - 2**63
-    return seeds * _OF_SEED + offset + torch.as_tensor(index, device=seeds.device) * _OF_INDEX
+    known = purpose * _OF_PURPOSE + (index * _OF_INDEX if isinstance(index, int) else 0)
+    own = seeds * _OF_SEED + ((known + 2**63) % 2**64 - 2**63)
+    return own if isinstance(index, int) else own + index * _OF_INDEX
 
 
 def uniform(gumbel: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.options import DynTreeOptions
+
+logger = logging.getLogger("vllm.dyntree")
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -37,6 +40,33 @@ def choose_scheduler(vllm_config: VllmConfig) -> None:
     scheduler = vllm_config.scheduler_config
     name = "AsyncTreeScheduler" if scheduler.async_scheduling else "TreeScheduler"
     scheduler.scheduler_cls = f"dyntree_plugin.engine.scheduler.{name}"
+
+
+def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
+    """Have the scheduler choose how many nodes a step's trees verify, where nobody behind it can.
+
+    vLLM's own schedule of draft tokens by batch size is given every size that there may be: its
+    CUDA graphs are captured for those, and the scheduler replaces the schedule by a choice.
+    """
+    plan = tree_plan(vllm_config)
+    scheduler, speculation = vllm_config.scheduler_config, vllm_config.speculative_config
+    if plan is None or speculation is None or plan.budget != "adaptive":
+        return
+    if device_type == "cpu" and not scheduler.async_scheduling:
+        return  # The worker sees the trees before the next step is scheduled.
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        logger.info("With data parallelism every step verifies whole trees: budget=fixed.")
+        return  # The ranks' schedulers would choose differently, and their steps must be alike.
+    sizes = sorted(node_buckets(plan.shape.node_budget)[-scheduler.max_num_seqs :], reverse=True)
+    speculation.num_speculative_tokens_per_batch_size = [
+        (batch, batch, size) for batch, size in enumerate(sizes, start=1)
+    ]
+
+
+def node_buckets(node_budget: int) -> tuple[int, ...]:
+    """Powers of two up to the budget, and the budget: every size may have graphs of its own."""
+    powers = (1 << power for power in range((node_budget - 1).bit_length()))
+    return (*powers, node_budget)
 
 
 def is_marked(speculative_config: Any) -> bool:

@@ -18,12 +18,12 @@ class NodeBuckets:
 
     It stands in for the table of vLLM's own batch-size schedule (`dynamic_sd_lookup`), and learns
     from outputs, which come a step or two late: trees' mean values by rank, and the time from
-    output to output, in which everything is that a step takes. Sizes are few, as every size may
-    need graphs of its own.
+    output to output, in which everything is that a step takes.
     """
 
-    def __init__(self, node_budget: int) -> None:
-        self.sizes = (*(1 << power for power in range((node_budget - 1).bit_length())), node_budget)
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        """``sizes``: those to choose from, ascending."""
+        self.sizes = sizes
         self._cost: RowCost | None = None
         self._ranked: np.ndarray | None = None
         self._came: float | None = None

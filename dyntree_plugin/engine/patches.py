@@ -69,7 +69,7 @@ def admit_configs() -> None:
                 plugin.admit(vllm_config, tree, cls.device_type)
             stock.__func__(cls, vllm_config)
             if tree is not None:
-                plugin.settle(vllm_config)
+                plugin.settle(vllm_config, cls.device_type)
 
         return classmethod(check_and_update_config)
 

@@ -43,6 +43,7 @@ class TreeRunnerMixin(GPUModelRunner):
 
     # A platform's runner brings these.
     speculator_type: type[TreeSpeculator] = TreeSpeculator
+    verifier_type: type[TreeVerifier] = TreeVerifier
     perturb: Perturb
     clock: Clock
     send: Send
@@ -108,7 +109,7 @@ class TreeRunnerMixin(GPUModelRunner):
             raise RuntimeError("vLLM made no sampler for a generating model")
         self.warm_up_kernels()
         # vLLM calls it by its signature and nothing else.
-        self.rejection_sampler: Any = TreeVerifier(
+        self.rejection_sampler: Any = self.verifier_type(
             self.sampler, self.trees, self.perturb, self.clock, self._on_verified
         )
         stock_prepare_attn = self.model_state.prepare_attn
@@ -157,7 +158,7 @@ class TreeRunnerMixin(GPUModelRunner):
 
     def _new_record(self) -> StepRecord:
         record = StepRecord(self._plain_cost, rank_values=self._row_cost is not None)
-        if not self._row_cost_told:
+        if self._row_cost is not None and not self._row_cost_told:
             record.row_cost, self._row_cost_told = self._row_cost, True
         return record
 

@@ -1,4 +1,4 @@
-"""vLLM's schedulers, counting trees where they count chains."""
+"""vLLM's schedulers, counting trees where they count chains, and sizing them where they must."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dyntree_plugin.engine.config import tree_plan
 from dyntree_plugin.engine.node_buckets import NodeBuckets
 from dyntree_plugin.engine.requests import EMPTY_TREE, chain_reason
 from dyntree_plugin.engine.stats import ATTRIBUTE, TreeSpecDecodingStats, WorkerCounts
 
 
 class TreeCounting(Scheduler):
-    """Takes what the worker counted and hands it on with vLLM's statistics."""
+    """Takes what the worker counted and hands it on with vLLM's statistics.
+
+    Where the configuration schedules numbers of draft tokens (`config.size_trees_by_step`), the
+    next one is chosen from what the trees so far were worth.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,12 +29,23 @@ class TreeCounting(Scheduler):
         self._rows: dict[str, int] = {}
         self._stats: TreeSpecDecodingStats | None = None
         self._custom_processors = bool(self.vllm_config.model_config.logits_processors)
+        self._buckets: NodeBuckets | None = None
+        if self.dynamic_sd_lookup is not None:
+            # Entry 0 is of no batch.
+            lookup: Any = NodeBuckets(tuple(sorted({*self.dynamic_sd_lookup[1:]})))
+            self._buckets = self.dynamic_sd_lookup = lookup
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         if self.log_stats:
             self._take_counts(scheduler_output, model_runner_output)
+        counts: WorkerCounts | None = getattr(model_runner_output, ATTRIBUTE, None)
+        if self._buckets is not None and counts is not None:
+            if counts.row_cost is not None:
+                self._buckets.measured(counts.row_cost)
+            rows = scheduler_output.total_num_scheduled_tokens
+            self._buckets.observe(counts.ranked, rows, all(counts.decoding))
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_counts(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
@@ -97,23 +111,4 @@ class TreeScheduler(TreeCounting):
 
 
 class AsyncTreeScheduler(TreeCounting, AsyncScheduler):
-    """For asynchronous scheduling, which must say how many nodes come before it sees a tree."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        plan = tree_plan(self.vllm_config)
-        self._buckets: NodeBuckets | None = None
-        if plan is not None and plan.budget == "adaptive":
-            lookup: Any = NodeBuckets(plan.shape.node_budget)
-            self._buckets = self.dynamic_sd_lookup = lookup
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> Any:
-        counts: WorkerCounts | None = getattr(model_runner_output, ATTRIBUTE, None)
-        if self._buckets is not None and counts is not None:
-            if counts.row_cost is not None:
-                self._buckets.measured(counts.row_cost)
-            rows = scheduler_output.total_num_scheduled_tokens
-            self._buckets.observe(counts.ranked, rows, all(counts.decoding))
-        return super().update_from_output(scheduler_output, model_runner_output)
+    """For asynchronous scheduling."""

@@ -1,4 +1,4 @@
-"""What the workers with trees share: measuring before they serve, and tracing."""
+"""What the workers with trees share: tracing."""
 
 from __future__ import annotations
 

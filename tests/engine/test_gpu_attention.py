@@ -6,14 +6,21 @@ The kernels themselves are tested in tests/kernels, the buffers in test_mask_buf
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from dyntree_plugin.engine.attention import gpu
-from dyntree_plugin.engine.attention.kernels import Heads, Launch, TreeRows, TritonTrees
+from dyntree_plugin.engine.attention.kernels import (
+    FlashInferTrees,
+    Heads,
+    Launch,
+    TreeRows,
+    TritonTrees,
+)
 from dyntree_plugin.engine.attention.metadata import TreeMask
 
 NODES, REQUESTS = 8, 4
@@ -91,6 +98,7 @@ def engine(**additional: Any) -> Any:
         additional_config=additional,
         speculative_config=object(),
         num_speculative_tokens=NODES,
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),
     )
 
@@ -171,6 +179,7 @@ def test_a_graph_finds_the_trees_of_later_steps_where_it_was_captured(
     # A prompt of as many rows as a tree meets the same graph.
     builder.build(0, common(9, 9))
     captured, *later = kernels[0].planned
+    assert all(rows.for_graph for rows in kernels[0].planned)
     assert len(later) == 3
     for rows in later:
         for name in ("ctx_lens", "ancestor_bits"):
@@ -236,3 +245,69 @@ def test_the_kernels_geometry_is_one_of_few(monkeypatch: pytest.MonkeyPatch) -> 
     assert splits[0] > splits[-1] == 1
     alone = TritonTrees(Heads(32, 8, 128), 2, 132, one_split=True)
     assert {alone.splits(requests, 65) for requests in (1, 8, 64)} == {1}
+
+
+class NotingAttention:
+    """Stands in for FlashInfer's: notes how it was made and planned."""
+
+    made: ClassVar[list[NotingAttention]] = []
+
+    def __init__(self, variant: str, *_: Any, **sizes: Any) -> None:
+        self.sizes = sizes
+        self.planned: list[list[int]] = []
+        self.made.append(self)
+
+    def plan(self, start: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> None:
+        self.planned.append(lengths.tolist())
+
+    def run(
+        self, q: torch.Tensor, kv: torch.Tensor, ctx: Any, bits: Any, out: Any, scale: float
+    ) -> None:
+        out.fill_(len(self.planned))
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferTrees:
+    from dyntree_kernels.gpu import flashinfer_attention
+
+    monkeypatch.setattr(flashinfer_attention, "FlashInferTreeAttention", NotingAttention)
+    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(NotingAttention, "made", [])
+    variant: Any = "built"
+    return FlashInferTrees(variant, Heads(4, 2, 64), 16, 250, torch.device("cpu"))
+
+
+def rows_of(*rows: int, context: int, for_graph: bool) -> TreeRows:
+    own = common(*rows, context=context)
+    mask_of = torch.zeros(len(rows)).int(), torch.zeros(sum(rows), 1).int()
+    return gpu._rows(own, *mask_of, COLUMNS, for_graph)
+
+
+def test_flashinfer_plans_into_buffers_of_their_own_for_every_size_of_graph(
+    flashinfer: FlashInferTrees,
+) -> None:
+    # What runs without a graph is there before any request comes.
+    assert [made.sizes["max_requests"] for made in NotingAttention.made] == [None]
+    for requests in (2, 1, 2, 2):
+        flashinfer.plan(rows_of(*[9] * requests, context=50, for_graph=True))
+    flashinfer.plan(rows_of(9, 5, context=50, for_graph=False))
+    sizes = [(made.sizes["max_requests"], len(made.planned)) for made in NotingAttention.made]
+    assert sizes == [(None, 1), (2, 3), (1, 1)]
+    # 250 positions are 16 blocks.
+    assert NotingAttention.made[1].sizes["max_blocks"] == 2 * 16
+    (workspace,) = {id(made.sizes["workspace"]) for made in NotingAttention.made}
+    assert workspace
+
+
+def test_flashinfer_plans_for_no_more_than_a_request_can_have(flashinfer: FlashInferTrees) -> None:
+    flashinfer.plan(rows_of(9, 9, context=245, for_graph=False))
+    assert NotingAttention.made[0].planned == [[250, 250]]
+
+
+def test_flashinfer_refuses_blocks_that_it_was_not_planned_for(flashinfer: FlashInferTrees) -> None:
+    launch = flashinfer.plan(rows_of(9, context=50, for_graph=False))
+    q = torch.zeros(9, 4, 64)
+    launch(q, torch.zeros(8, 2, 16, 128), q, 1.0)
+    assert q.unique().tolist() == [1.0]
+    with pytest.raises(RuntimeError, match="blocks of 16"):
+        launch(q, torch.zeros(8, 2, 32, 128), q, 1.0)

@@ -143,8 +143,7 @@ def test_what_was_measured_is_what_rows_took(per_row: float, monkeypatch: Any) -
 
 
 def test_a_scheduler_that_sees_no_tree_goes_by_averages() -> None:
-    buckets = NodeBuckets(12)
-    assert buckets.sizes == (1, 2, 4, 8, 12)
+    buckets = NodeBuckets((1, 2, 4, 8, 12))
     assert buckets[1] == 12, "nothing is known yet"
     buckets.observe([0.9, 0.8, *[0.01] * 10], 13, decoding=True)
     buckets.measured(RowCost((1, 13), (0.05, 0.17), 60))
@@ -158,7 +157,7 @@ def test_a_scheduler_that_sees_no_tree_goes_by_averages() -> None:
 def test_the_pace_of_outputs_is_what_rows_cost(monkeypatch: Any) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    buckets = NodeBuckets(8)
+    buckets = NodeBuckets((1, 2, 4, 8))
     buckets.measured(RowCost((1, 9), (0.05, 0.05), 60))
     values = [0.9, *[0.2] * 7]
     buckets.observe(values, 9, decoding=True)

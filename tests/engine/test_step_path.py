@@ -35,8 +35,8 @@ STEP_PATH = sorted(
         *(PACKAGE / "drafters").glob("*.py"),
         PACKAGE / "tree" / "value.py",
         *(PACKAGE / "engine" / f"{name}.py" for name in (
-            "speculator", "draft_forwards", "runner", "verifier", "trees", "kv", "stats", "transfer",
-            "gpu/runner", "gpu/clock", "gpu/transfer",
+            "speculator", "draft_forwards", "runner", "verifier", "trees", "kv", "stats",
+            "transfer", "gpu/runner", "gpu/clock", "gpu/transfer",
             "attention/buffers", "attention/gpu", "attention/kernels",
         )),
     ]
@@ -133,17 +133,18 @@ def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> TreeStore:
 
 def verify(trees: TreeStore) -> Accepted:
     plan, nodes = trees.plan, trees.shape.node_budget
+    request = torch.arange(REQUESTS)
+    counts = trees.counts[request]
     tokens = torch.randint(0, VOCAB, (REQUESTS, nodes))
     if not plan.reads_draws:
         sampled = torch.randint(0, VOCAB, (REQUESTS, nodes + 1))
-        valid = torch.arange(nodes) < trees.counts[:, None]
-        of_tree = (trees.parents, trees.depths, trees.ancestors)
+        valid = torch.arange(nodes) < counts[:, None]
+        of_tree = (each[request] for each in (trees.parents, trees.depths, trees.ancestors))
         return match(tokens, *of_tree, valid, sampled, trees.shape.max_depth)
     probs = torch.randn(REQUESTS, nodes + 1, VOCAB).softmax(dim=2)
-    request = torch.arange(REQUESTS)
     uniforms = torch.rand(REQUESTS, trees.shape.max_depth, plan.growing.children)
     walk = DRAWN_RULES[plan.rule].walk(
-        tokens, trees.draws(request), trees.counts, lambda at: probs[request, at + 1], uniforms
+        tokens, trees.draws(request), counts, lambda at: probs[request, at + 1], uniforms
     )
     return walk.emit(tokens, torch.rand(REQUESTS, VOCAB))
 
@@ -160,10 +161,11 @@ def test_growing_verifying_and_learning_need_no_value_on_the_host(growth: Growth
             trees = propose(plan, estimate)
             accepted = verify(trees)
             if plan.calibrated:
-                valid = torch.arange(trees.shape.node_budget) < trees.counts[:, None]
-                seen = outcomes(trees.parents, accepted.path, valid)
+                slots = torch.arange(REQUESTS)
+                valid = torch.arange(trees.shape.node_budget) < trees.counts[slots, None]
+                seen = outcomes(trees.parents[slots], accepted.path, valid)
                 classes = temperature_class(torch.ones(REQUESTS))
-                estimate.observe(trees.features, *seen, classes)
+                estimate.observe(trees.features[slots], *seen, classes)
         assert accepted.path.shape == (REQUESTS, plan.shape.max_depth)
         assert accepted.tokens.shape == (REQUESTS, plan.shape.max_depth + 1)
 

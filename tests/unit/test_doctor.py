@@ -20,6 +20,7 @@ from dyntree_kernels.gpu import flashinfer_variant
 from dyntree_plugin import cli, compat, doctor, preload
 from dyntree_plugin.doctor import checks, command_line, kernels
 from dyntree_plugin.doctor.checks import Check
+from dyntree_plugin.engine.attention import choice
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -282,12 +283,37 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_the_attention_of_a_gpu_is_what_the_dispatcher_chooses(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("installed", "built", "chosen"),
+    [
+        ({"triton", "xformers"}, None, "triton"),
+        ({"triton", "flashinfer"}, None, "triton"),
+        ({"triton", "flashinfer"}, "module", "flashinfer"),
+    ],
+)
+def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], built: str | None, chosen: str
 ) -> None:
-    for there, chosen in (({"triton"}, "triton"), ({"triton", "flashinfer"}, "flashinfer")):
-        monkeypatch.setattr(dispatch, "installed", lambda there=there: there)
-        assert kernels.attention().found.startswith(chosen)
+    """An engine compiles nothing of FlashInfer's."""
+    monkeypatch.setattr(dispatch, "installed", lambda: installed)
+    monkeypatch.setattr(choice, "built_variant", lambda *_: built)
+    assert kernels.attention().found.startswith(chosen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "told"),
+    [("cpu", "ok", "cores"), ("cuda", "warn", "unproven on a GPU"), ("xpu", "fail", "xpu")],
+)
+def test_the_device_is_told_with_what_it_is_good_for(
+    monkeypatch: pytest.MonkeyPatch, kind: str, status: str, told: str
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(checks, "device_type", lambda: kind)
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "a device")
+    found = checks.device()
+    assert found.status == status
+    assert told in found.found + found.advice
 
 
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Check]:

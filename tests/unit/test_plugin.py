@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,7 +156,7 @@ def test_an_option_given_twice_with_different_values_is_an_error(
         ("node_budget=3", "is not JSON"),
         ("3", "must be a JSON object"),
         ('{"node_budget": 0}', "dyntree.node_budget=0 must be an integer from 1 to 1024"),
-        ('{"budget": 3}', "dyntree.budget=3 is not an option"),
+        ('{"nodes": 3}', "dyntree.nodes=3 is not an option"),
     ],
 )
 def test_the_flag_refuses_what_is_wrong_while_parsing(
@@ -320,3 +321,25 @@ def test_nothing_is_preloaded_where_there_is_no_library(monkeypatch: pytest.Monk
     monkeypatch.setenv("LD_PRELOAD", "/env/torch/lib/libgomp.so.1")
     preload.set_for_children()
     assert os.environ["LD_PRELOAD"] == "/env/torch/lib/libgomp.so.1"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named", "found"),
+    [
+        ("bfloat16", None, "FLASH_ATTN"),
+        ("float32", None, "TRITON_ATTN"),
+        ("bfloat16", "TRITON_ATTN", "TRITON_ATTN"),
+    ],
+)
+def test_on_cuda_attention_is_by_a_backend_that_carries_trees(
+    dtype: str, named: str | None, found: str
+) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend = AttentionBackendEnum[named] if named else None
+    config: Any = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=backend),
+        model_config=SimpleNamespace(dtype=dtype),
+    )
+    plugin._choose_attention(config)
+    assert config.attention_config.backend is AttentionBackendEnum[found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,11 +10,13 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from dyntree_kernels import dispatch
-from dyntree_plugin.engine.attention.kernels import Heads, TreeKernel, TritonTrees
+from dyntree_plugin.engine.attention.kernels import FlashInferTrees, Heads, TreeKernel, TritonTrees
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
+
+    from dyntree_kernels.gpu.flashinfer_variant import Variant
 
 # vLLM shows only what is logged below the name of its own package.
 logger = init_logger("vllm.dyntree")
@@ -25,7 +28,7 @@ def choose_kernel(
     kv_cache_spec: AttentionSpec,
     columns: int,
     device: torch.device,
-) -> tuple[TreeKernel, TreeKernel]:
+) -> tuple[TreeKernel, TritonTrees]:
     """For batches of trees alone, and for all others: draft forwards and mixed batches.
 
     Raises:
@@ -46,12 +49,35 @@ def choose_kernel(
         rows=columns,
         context=vllm_config.model_config.max_model_len,
     )
-    choice = dispatch.choose(problem, {"triton"})
-    logger.info("tree attention by %s: %s", choice.name, choice.reason)
+    variant = built_variant(dtype, kv_cache_spec.dtype, heads.size)
+    choice = dispatch.choose(problem, {"triton"} if variant is None else {"triton", "flashinfer"})
+    logger.info_once(
+        "tree attention of %d heads, %d with KV, by %s: %s",
+        heads.query,
+        heads.kv,
+        choice.name,
+        choice.reason,
+    )
     triton = TritonTrees(
         heads,
         kv_cache_spec.dtype.itemsize,
         properties.multi_processor_count,
         one_split=envs.VLLM_BATCH_INVARIANT,
     )
-    return triton, triton
+    if variant is None or choice.name != "flashinfer":
+        return triton, triton
+    block_size = kv_cache_spec.block_size
+    max_len = vllm_config.model_config.max_model_len
+    return FlashInferTrees(variant, heads, block_size, max_len, device), triton
+
+
+def built_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int) -> Variant | None:
+    """FlashInfer's module for these layers, if it was built before: serving never compiles it."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return None
+    from dyntree_kernels.gpu.flashinfer_variant import HEAD_SIZES, Variant
+
+    if dtype not in (torch.float16, torch.bfloat16) or head_size not in HEAD_SIZES:
+        return None
+    variant = Variant(dtype, kv_dtype, head_size)
+    return variant if variant.is_built() else None

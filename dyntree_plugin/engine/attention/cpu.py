@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from dyntree_kernels.cpu.attention import tree_attention
-from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.attention.metadata import TreeMask, refuse_beyond_trees
 
 
 @dataclass
@@ -56,19 +56,15 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        unsupported = {
-            "ALiBi": self.alibi_slopes is not None,
-            "sliding window": self.sliding_window != -1,
-            "logits soft cap": self.logits_soft_cap != 0,
-            "attention sinks": self.sinks is not None,
-            f"kv_cache_dtype={self.kv_cache_dtype!r}": self.is_fp8_kv_cache,
-        }
-        found = [name for name, there in unsupported.items() if there]
-        if found:
-            raise ValueError(
-                f"dyntree cannot serve this model on the CPU: its attention uses {found[0]}, which "
-                "tree attention does not; serve it without the dyntree options"
-            )
+        refuse_beyond_trees(
+            {
+                "ALiBi": self.alibi_slopes is not None,
+                "sliding window": self.sliding_window != -1,
+                "logits soft cap": self.logits_soft_cap != 0,
+                "attention sinks": self.sinks is not None,
+                f"kv_cache_dtype={self.kv_cache_dtype!r}": self.is_fp8_kv_cache,
+            }
+        )
 
     def forward(
         self,

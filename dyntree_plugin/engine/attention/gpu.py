@@ -13,12 +13,14 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.choice import choose_kernel
 from dyntree_plugin.engine.attention.kernels import Heads, Launch, TreeRows
-from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.attention.metadata import TreeMask, refuse_beyond_trees
 from dyntree_plugin.engine.config import tree_plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
+
+UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -64,12 +66,19 @@ class TreeMetadataBuilder:
         columns = plan.shape.node_budget + 1
         requests = vllm_config.scheduler_config.max_num_seqs
         rows = max(vllm_config.scheduler_config.max_num_batched_tokens, requests * columns)
+        mode = vllm_config.compilation_config.cudagraph_mode
+        self._full_graphs = mode.has_full_cudagraphs()
         self._buffers = MaskBuffers(requests, rows, columns, device)
         stock: Any = self
         heads = Heads(stock.num_heads_q, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
         self._kernel, self._drafting_kernel = choose_kernel(
             heads, vllm_config, kv_cache_spec, columns, device
         )
+
+    def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
+        """Compile kernels; the arguments are those of `TritonTrees.warm_up`."""
+        if self._buffers is not None:
+            self._drafting_kernel.warm_up(kv_cache, dtype, table, self._buffers)
 
     def build(
         self,
@@ -97,7 +106,9 @@ class TreeMetadataBuilder:
         ctx_lens, bits = buffers.fill(
             common.query_start_loc, common.seq_lens, common.num_actual_tokens, **mask
         )
-        rows = _rows(common, ctx_lens, bits, buffers.columns)
+        for_graph = self._full_graphs and self._is_graph_shaped(common)
+        most = min(common.max_query_len, buffers.columns)
+        rows = _rows(common, ctx_lens, bits, most, for_graph)
         if common.max_query_len <= buffers.columns:
             return TreeAttentionMetadata(self._kernel.plan(rows), None)
         own = stock.build(common_prefix_len, common, fast_build)
@@ -110,16 +121,20 @@ class TreeMetadataBuilder:
         return stock.build_for_cudagraph_capture(common_attn_metadata)
 
     def _is_graph_shaped(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a captured graph may serve the batch: every request has a whole tree's rows."""
-        if self._buffers is None:
+        """Whether a captured graph may serve the batch: its requests have equally many rows, of a
+        tree of whatever size is scheduled."""
+        rows = common.max_query_len
+        if self._buffers is None or not 1 < rows <= self._buffers.columns:
             return False
-        columns = self._buffers.columns
-        same = common.num_actual_tokens == common.num_reqs * columns
-        return same and common.max_query_len == columns
+        return bool(common.num_actual_tokens == common.num_reqs * rows)
 
 
 def _rows(
-    common: CommonAttentionMetadata, ctx_lens: torch.Tensor, bits: torch.Tensor, max_rows: int
+    common: CommonAttentionMetadata,
+    ctx_lens: torch.Tensor,
+    bits: torch.Tensor,
+    max_rows: int,
+    for_graph: bool = False,
 ) -> TreeRows:
     return TreeRows(
         block_table=common.block_table_tensor,
@@ -130,6 +145,7 @@ def _rows(
         max_rows=max_rows,
         query_start_loc_cpu=common.query_start_loc_cpu,
         kv_lens=common.seq_lens_cpu_upper_bound,
+        for_graph=for_graph,
     )
 
 
@@ -150,7 +166,7 @@ class TreeAttentionImpl:
                 "sliding window": stock.sliding_window != (-1, -1),
                 "logits soft cap": bool(stock.logits_soft_cap),
                 "attention sinks": stock.sinks is not None,
-                "kv_cache_dtype=" + repr(stock.kv_cache_dtype): "8" in stock.kv_cache_dtype,
+                f"kv_cache_dtype={stock.kv_cache_dtype!r}": stock.kv_cache_dtype not in UNQUANTISED,
             }
         )
 
@@ -179,13 +195,3 @@ class TreeAttentionImpl:
             stock.forward(*of_layer, attn_metadata.stock, output, *scales)
         attn_metadata.launch(query, kv_cache, output, self.scale)
         return output
-
-
-def refuse_beyond_trees(features: Mapping[str, bool]) -> None:
-    """Raises ValueError for a layer that has a feature that tree attention has not."""
-    found = [name for name, there in features.items() if there]
-    if found:
-        raise ValueError(
-            f"dyntree cannot serve this model: its attention uses {found[0]}, which tree attention "
-            "does not; serve it without the dyntree options"
-        )

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from dyntree_plugin.engine.attention.buffers import MaskBuffers
+
+if TYPE_CHECKING:
+    from dyntree_kernels.gpu.flashinfer_attention import FlashInferTreeAttention
+    from dyntree_kernels.gpu.flashinfer_variant import Variant
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """One layer: ``q`` [T, H, D], ``kv_cache`` [blocks, Hkv, N, 2 * D], ``out`` as ``q``, the scale."""
@@ -28,6 +34,7 @@ class TreeRows:
     Kernels read all tensors on the device and at every launch, so a captured launch serves
     whatever they then hold. ``max_rows``: no request with a tree has more. ``kv_lens`` int32 [R] on
     the host: at least the context and the columns of each request; None where nobody knows.
+    ``for_graph``: a captured launch may have to serve the batch.
     """
 
     block_table: torch.Tensor
@@ -38,6 +45,7 @@ class TreeRows:
     max_rows: int
     query_start_loc_cpu: torch.Tensor
     kv_lens: torch.Tensor | None
+    for_graph: bool = False
 
 
 class TreeKernel(Protocol):
@@ -81,6 +89,26 @@ class TritonTrees:
 
         return launch
 
+    def warm_up(
+        self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor, rows: MaskBuffers
+    ) -> None:
+        """Compile what batches of any size run, on requests that do nothing.
+
+        ``kv_cache``: a layer's. ``table`` [R, blocks]: of as many requests as there may be.
+        """
+        q = torch.zeros(17, self._heads.query, self._heads.size, dtype=dtype, device=table.device)
+        most = table.shape[0]
+        start = torch.zeros(most + 1, dtype=torch.int32, device=table.device)
+        for requests in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
+            begin = start[: requests + 1]
+            # Triton makes another kernel where a number divides by 16.
+            for count in (16, 17):
+                lengths, bits = rows.fill(begin, start[:requests], count)
+                nobody = TreeRows(
+                    table[:requests], lengths, begin, bits, count, rows.columns, begin, None
+                )
+                self.plan(nobody)(q, kv_cache, torch.empty_like(q), 1.0)
+
     def splits(self, requests: int, max_rows: int) -> int:
         """Programs that share a tile: a power of two, as each number is a kernel to compile."""
         from dyntree_kernels.gpu.attention import tiling
@@ -92,3 +120,66 @@ class TritonTrees:
         programs = -(-packed // tile.block_m) * self._heads.kv * requests
         wanted = min(32, max(1, 2 * self._processors // programs))
         return 1 << (wanted.bit_length() - 1)
+
+
+class FlashInferTrees:
+    """`dyntree_kernels.gpu.flashinfer_attention`: one plan per step, one more per graph captured.
+
+    It serves batches of trees alone.
+    """
+
+    def __init__(
+        self, variant: Variant, heads: Heads, block_size: int, max_len: int, device: torch.device
+    ) -> None:
+        """``variant``: a module that is built. ``max_len``: positions of the longest request."""
+        from dyntree_kernels.gpu.flashinfer_attention import WORKSPACE_BYTES
+
+        self._variant = variant
+        self._heads = heads
+        self._block_size = block_size
+        self._max_len = max_len
+        self._device = device
+        # Plans run one after the other, so that they can share it.
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._by_requests: dict[int | None, FlashInferTreeAttention] = {}
+        # That of graphs come when these are captured, before requests as well.
+        self._attention(None)
+
+    def plan(self, rows: TreeRows) -> Launch:
+        if rows.kv_lens is None:
+            raise RuntimeError("vLLM has not said how long the requests may be")
+        requests = len(rows.ctx_lens)
+        attention = self._attention(requests if rows.for_graph else None)
+        # With drafts in flight the host's bound may lie beyond what a request can have.
+        kv_lens = rows.kv_lens[:requests].clamp(max=self._max_len)
+        attention.plan(rows.query_start_loc_cpu, kv_lens, rows.block_table)
+        count, page = rows.num_rows, self._block_size
+
+        def launch(
+            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, scale: float
+        ) -> None:
+            if kv_cache.shape[2] != page:
+                raise RuntimeError(f"planned for blocks of {page}, got {tuple(kv_cache.shape)}")
+            attention.run(
+                q[:count], kv_cache, rows.ctx_lens, rows.ancestor_bits, out[:count], scale
+            )
+
+        return launch
+
+    def _attention(self, requests: int | None) -> FlashInferTreeAttention:
+        """With buffers that stay in place for graphs of so many requests."""
+        from dyntree_kernels.gpu.flashinfer_attention import FlashInferTreeAttention
+
+        blocks = -(-self._max_len // self._block_size)
+        if requests not in self._by_requests:
+            self._by_requests[requests] = FlashInferTreeAttention(
+                self._variant,
+                self._heads.query,
+                self._heads.kv,
+                self._block_size,
+                self._device,
+                max_requests=requests,
+                max_blocks=None if requests is None else requests * blocks,
+                workspace=self._workspace,
+            )
+        return self._by_requests[requests]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,3 +40,13 @@ class TreeAttnMetadata(ModelSpecificAttnMetadata):
                 "the rows of a tree as a chain"
             )
         return {"tree_mask": self._mask}
+
+
+def refuse_beyond_trees(features: Mapping[str, bool]) -> None:
+    """Raises ValueError for a layer that has a feature that tree attention has not."""
+    found = [name for name, there in features.items() if there]
+    if found:
+        raise ValueError(
+            f"dyntree cannot serve this model: its attention uses {found[0]}, which tree attention "
+            "does not; serve it without the dyntree options"
+        )

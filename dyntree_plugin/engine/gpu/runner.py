@@ -11,7 +11,9 @@ from dyntree_kernels.gpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.kv_move import KVMover
 from dyntree_plugin.engine.gpu.clock import EventClock
 from dyntree_plugin.engine.gpu.speculator import GraphedTreeSpeculator
+from dyntree_plugin.engine.gpu.target_graphs import offer_larger
 from dyntree_plugin.engine.gpu.transfer import StreamSend
+from dyntree_plugin.engine.gpu.verifier import GPUTreeVerifier
 from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.timing import Clock
@@ -23,6 +25,7 @@ HEAD_START_CYCLES = 40_000_000
 
 class TreeGPUModelRunner(TreeRunnerMixin):
     speculator_type = GraphedTreeSpeculator
+    verifier_type = GPUTreeVerifier
     perturb = staticmethod(perturbed_logits)
 
     def make_clock(self) -> Clock:
@@ -41,7 +44,21 @@ class TreeGPUModelRunner(TreeRunnerMixin):
         torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
 
     def warm_up_kernels(self) -> None:
-        """Triton's compile when the steps that vLLM rehearses run them."""
+        """Triton's compile when they are first run, for which vLLM rehearses steps."""
+
+    def warm_up_attention(self) -> None:
+        """Compile the target's attention for batches that no rehearsal had; needs the KV cache."""
+        layers = self.compilation_config.static_forward_context
+        for index, groups in enumerate(self.attn_groups):
+            table = self.block_tables.input_block_tables[index]
+            for group in groups:
+                kv_cache = layers[group.layer_names[0]].kv_cache
+                builder: Any = group.get_metadata_builder(0)
+                builder.warm_up(kv_cache, self.dtype, table)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        offer_larger(self.cudagraph_manager)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

@@ -4,15 +4,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
 from dyntree_kernels.gpu.flashinfer_variant import Variant
 
 WORKSPACE_BYTES = 128 << 20
+PLANS_IN_FLIGHT = 6
+"""Plans that the host may be ahead of the device."""
 
 
 class FlashInferTreeAttention:
@@ -35,6 +42,8 @@ class FlashInferTreeAttention:
             has exactly `max_requests` requests (pad with empty ones), at most `max_blocks` blocks
             and no more rows than the first plan.
         masked: False leaves the mask out, to measure what it costs.
+        workspace: uint8 [WORKSPACE_BYTES] of the device, which may be shared by what runs one after
+            the other; by default an own one.
 
     Raises:
         RuntimeError: when the module has not been built.
@@ -51,6 +60,7 @@ class FlashInferTreeAttention:
         max_requests: int | None = None,
         max_blocks: int | None = None,
         masked: bool = True,
+        workspace: torch.Tensor | None = None,
     ) -> None:
         if not variant.is_built():
             raise RuntimeError(
@@ -62,10 +72,11 @@ class FlashInferTreeAttention:
         owner = _owns_mask()
         self._needs_mask = masked and not owner
         options = {"variant_owns_mask": True} if masked and owner else {}
-        self._wrapper = _wrapper(
-            "fa2", device, max_requests, max_blocks, self._needs_mask, jit_args=variant.jit_args(),
-            jit_kwargs=variant.jit_kwargs(), **options,
-        )  # fmt: skip
+        with _as_built(variant):
+            self._wrapper = _wrapper(
+                "fa2", device, max_requests, max_blocks, self._needs_mask, workspace,
+                jit_args=variant.jit_args(), jit_kwargs=variant.jit_kwargs(), **options,
+            )  # fmt: skip
 
     def plan(
         self, qo_indptr: torch.Tensor, kv_lens: torch.Tensor, block_table: torch.Tensor
@@ -81,6 +92,10 @@ class FlashInferTreeAttention:
         if self._needs_mask:
             # Any mask makes these versions choose the kernel that asks the variant everywhere.
             options["packed_custom_mask"] = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        # FlashInfer copies plans from one pinned buffer, which the next plan overwrites although
+        # the device may not have copied it yet.
+        size = self._wrapper._pin_memory_int_workspace_buffer.shape[0]
+        self._wrapper._pin_memory_int_workspace_buffer = next(_staging_buffers(size))
         _plan(self._wrapper, self._shape, self._variant, qo_indptr, kv_lens, block_table, options)
 
     def run(
@@ -154,6 +169,33 @@ class FlashInferContext:
         lse.mul_(math.log(2))
 
 
+@contextmanager
+def _as_built(variant: Variant) -> Iterator[None]:
+    """Have FlashInfer load the module that is there.
+
+    By itself it asks ninja first, which compiles the module anew, for minutes, where the
+    environment is not that of its build: another CUDA_HOME, or other flags.
+    """
+    from flashinfer import prefill
+
+    name = "get_customize_batch_prefill_module"
+    with mock.patch.object(prefill, name, return_value=_module(variant)):
+        yield
+
+
+@functools.cache
+def _module(variant: Variant) -> Any:
+    spec = variant.spec()
+    return spec.load(spec.jit_library_path)
+
+
+@functools.cache
+def _staging_buffers(size: int) -> Iterator[torch.Tensor]:
+    return itertools.cycle(
+        [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(PLANS_IN_FLIGHT)]
+    )
+
+
 def _owns_mask() -> bool:
     """FlashInfer 0.7 runs a variant's mask without a mask tensor when told so."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -167,6 +209,7 @@ def _wrapper(
     max_requests: int | None,
     max_blocks: int | None,
     mask: bool,
+    workspace: torch.Tensor | None = None,
     **options: Any,
 ) -> Any:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -186,7 +229,8 @@ def _wrapper(
         for name, size in sizes.items():
             options[name] = torch.zeros(size, dtype=torch.int32, device=device)
         options["use_cuda_graph"] = True
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    if workspace is None:
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **options)
 
 

@@ -1,0 +1,23 @@
+"""Verification on CUDA: sample-and-match by one kernel."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dyntree_kernels.gpu.walk import walk
+from dyntree_plugin.engine.verifier import TreeRows, TreeVerifier
+from dyntree_plugin.tree.verify.match import Accepted
+
+
+class GPUTreeVerifier(TreeVerifier):
+    def _match(self, rows: TreeRows, sampled: torch.Tensor, batch: InputBatch) -> Accepted:
+        path, lengths, emitted = walk(
+            rows.tokens,
+            self.trees.parents[batch.idx_mapping],
+            rows.valid,
+            sampled[rows.root_and_nodes].long(),
+            self.trees.shape.max_depth,
+        )
+        # Behind the emitted tokens stands -1, and the draft's padding rows read it as a token.
+        return Accepted(path, lengths, emitted.clamp_(min=0))

@@ -1,0 +1,78 @@
+"""Whole steps of an engine on a GPU that may not wait for it; run by test_waiting_on_a_gpu.
+
+python steps_on_a_gpu.py '{"enforce_eager": …}' [waits]: the second makes drafting wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+PROMPTS = 6
+
+
+def main(arguments: dict[str, Any], waits: bool) -> None:
+    import torch
+    from vllm import LLM
+
+    from dyntree_plugin import pair
+
+    paths = {name: str(path) for name, path in pair.paths().items()}
+    speculation = {"method": "draft_model", "model": paths["draft"], "num_speculative_tokens": 16}
+    llm = LLM(
+        model=paths["target"],
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=8,
+        speculative_config=speculation,
+        additional_config={"dyntree": {}},
+        **arguments,
+    )
+    prompts = pair.held_out_prompts(PROMPTS)
+    work(llm, prompts, "rehearsed")
+    runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+    if waits:
+        propose = runner.speculator.propose
+
+        def waiting(*args: Any, **kwargs: Any) -> torch.Tensor:
+            drafts: torch.Tensor = propose(*args, **kwargs)
+            drafts.sum().item()
+            return drafts
+
+        runner.speculator.propose = waiting
+    torch.cuda.set_sync_debug_mode("error")
+    steps = work(llm, prompts, "watched")
+    torch.cuda.set_sync_debug_mode("default")
+    sys.stdout.write(f"{steps} steps\n")
+
+
+def work(llm: Any, prompts: list[str], name: str) -> int:
+    """Plain, sampled and chained requests, the last one among others that decode already."""
+    from vllm import SamplingParams
+
+    engine, steps = llm.llm_engine, 0
+
+    def ask(number: int) -> None:
+        kinds: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"repetition_penalty": 1.2}]
+        kind = kinds[number % 3]
+        temperature = 0.8 * (number % 2)
+        params = SamplingParams(
+            temperature=temperature, seed=number, max_tokens=24, ignore_eos=True, **kind
+        )
+        engine.add_request(f"{name}-{number}", prompts[number], params)
+
+    for number in range(PROMPTS - 1):
+        ask(number)
+    while engine.has_unfinished_requests():
+        if steps == 3:
+            ask(PROMPTS - 1)
+        engine.step()
+        steps += 1
+    return steps
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:] == ["waits"])

@@ -1,0 +1,91 @@
+"""Measuring what plain steps cost, on a runner whose steps take the time that they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dyntree_plugin.engine.cpu import install
+
+install()  # the runner's modules need it before they are imported
+
+from dyntree_plugin.engine import plain_cost  # noqa: E402
+from dyntree_plugin.engine.timing import Measured  # noqa: E402
+
+
+class Runner:
+    """A step takes 1 ms, and 1 µs for each token that it reads; ``slow`` makes the host wait."""
+
+    max_num_reqs, max_num_tokens, max_model_len = 100, 512, 2048
+
+    def __init__(self, clock: Clock, slow: float) -> None:
+        self.clock = clock
+        self.speculator: Any = "drafting"
+        self.steps: list[tuple[int, int]] = []
+        self._slow = slow
+
+    def get_ahead(self) -> None:
+        assert self.speculator is None, "plain steps draft nothing"
+
+    def _dummy_run(self, requests: int, context_len: int) -> tuple[None, str]:
+        self.steps.append((requests, context_len))
+        self.clock.spent["target"] = 1e-3 + requests * (1 + context_len) * 1e-6
+        self.clock.now += self._slow
+        return None, "hidden"
+
+    def _dummy_sampler_run(self, hidden: str) -> None:
+        self.clock.spent["sample"] = 1e-3
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.spent: dict[str, float] = {}
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def __call__(self, stage: str) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def split(self) -> Measured:
+        taken, self.spent = self.spent, {}
+        return Measured(taken)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(plain_cost, "time", clock)
+    return clock
+
+
+def test_steps_with_and_without_context_are_measured_and_drafting_comes_back(clock: Clock) -> None:
+    runner: Any = Runner(clock, 0.0)
+    cost = plain_cost.measure(runner)
+    assert cost.requests == (1, 2, 4, 8, 16, 32, 64, 100)
+    assert cost.seconds(8, 0) == pytest.approx(2e-3 + 8e-6)
+    assert cost.seconds(8, 512) == pytest.approx(2e-3 + 8 * 513e-6)
+    assert runner.speculator == "drafting"
+
+
+def test_slow_steps_are_measured_once_when_time_is_up(clock: Clock) -> None:
+    quick: Any = Runner(clock, 0.0)
+    plain_cost.measure(quick)
+    slow: Any = Runner(clock, plain_cost.SECONDS / 2)
+    plain_cost.measure(slow)
+    assert len(quick.steps) == 1 + 2 * 8 * plain_cost.REPETITIONS
+    assert {*slow.steps} == {*quick.steps}
+    assert len(slow.steps) == 1 + 2 * 8
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 100, 128, 256, 1000, 4096])
+def test_few_sizes_span_one_request_to_all(most: int) -> None:
+    sizes = plain_cost.sizes_up_to(most)
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) <= plain_cost.SIZES
