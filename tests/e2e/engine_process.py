@@ -184,8 +184,9 @@ class Engine:
         self._tokenizer = self.llm.get_tokenizer()
         self._begun = 0
         self._stages: list[dict[str, float]] = []
-        if hasattr(self.runner, "clock"):
-            self._note_stages(self.runner.clock)
+        clock = getattr(self.runner, "clock", None)
+        if hasattr(clock, "take"):  # on CUDA a step's times are not there when it returns
+            self._note_stages(clock)
 
     def _note_stages(self, clock: Any) -> None:
         stock = clock.take

@@ -6,7 +6,7 @@ Each takes the engine's model runner and is in force within its context.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -128,3 +128,28 @@ def captured_drafting(runner: Any) -> Iterator[None]:
         speculator.__class__ = stock
     if len(set(replayed)) < 2:
         raise RuntimeError(f"batches of {sorted(set(replayed))} requests were replayed")
+
+
+@contextmanager
+def waiting_is_an_error(runner: Any) -> Iterator[None]:
+    """No sabotage: on CUDA, whatever waits for the device while trees are placed, verified and
+    grown raises."""
+    with ExitStack() as stack:
+        for owner, name in (
+            (type(runner), "_place_nodes"),
+            (type(runner.rejection_sampler), "__call__"),
+            (type(runner.speculator), "propose"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, _strict(getattr(owner, name))))
+        yield
+
+
+def _strict(stock: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return call

@@ -22,6 +22,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--dtype", "float32"),
         *("--requests", "2", "--max-tokens", "24", "--batch", "1", "--batch", "2"),
         *("--chain", "2", "--tree", '{"node_budget": 8}', "--rounds", "2"),
+        *("--side-by-side", "4", "--time-limit", "400", "--note", "A note."),
         *("--json", str(folder / "result.json"), "--plots", str(folder / "plots")),
     ]
     done = subprocess.run(
@@ -68,6 +69,8 @@ def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> Non
 
 def test_the_tables_and_pictures_are_there(measured: tuple[Path, str]) -> None:
     folder, printed = measured
-    assert printed.count("dynamic tree of 8") >= 2 + 4  # in a table per cell, and of each run
+    # In a table per cell, of each run, and in the overview.
+    assert printed.count("dynamic tree of 8") >= 2 + 4 + 1
+    assert "A note." in printed
     assert "× best chain" in printed
     assert len(list((folder / "plots").glob("*.png"))) == 3

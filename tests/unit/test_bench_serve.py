@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from dyntree_plugin import pair
-from dyntree_plugin.bench.serve import command, counts, plan, prompts, server
+from dyntree_plugin.bench.serve import command, counts, plan, prompts, server, session
 from dyntree_plugin.bench.serve.measure import differing, measure
 from dyntree_plugin.bench.serve.plan import Load, Models
 from dyntree_plugin.bench.serve.pool import Pool
@@ -57,6 +57,56 @@ def test_rounds_are_interleaved_and_every_other_goes_backwards() -> None:
     given = list(measure(list(map(engine, names)), loads, 2, opened))
     assert [{len(series.runs) for series in after} for after in given] == [{1}, {2}]
     assert log == [f"{name} 8" for name in [*names, *reversed(names)]]
+
+
+BATCHES = [CELL.model_copy(update={"batch": batch}) for batch in (1, 2, 4)]
+
+
+def measured_by_cell(left: Iterator[float], rounds: int, log: list[str]) -> list[list[Any]]:
+    """Two engines on three loads of 1, 2 and 4 tokens; ``left``: seconds, of each time asked."""
+    loads = {cell: Load([[1]], 1, 0.0, cell.batch) for cell in BATCHES}
+    engines = [engine("a"), engine("b")]
+    opened = opener({"a": [1], "b": [1]}, log)
+    return list(
+        measure(engines, loads, rounds, opened, by_cell=True, seconds_left=lambda: next(left))
+    )
+
+
+def test_engines_that_all_run_serve_a_load_before_the_next_comes() -> None:
+    log: list[str] = []
+    (first, second) = measured_by_cell(iter([1e9] * 5), 2, log)
+    assert log[:6] == ["a 1", "b 1", "a 2", "b 2", "a 4", "b 4"]
+    assert log[6:] == ["b 1", "a 1", "b 2", "a 2", "b 4", "a 4"]
+    assert [len(series.runs) for series in first] == [1] * 6
+    assert [len(series.runs) for series in second] == [2] * 6
+
+
+def test_what_the_time_does_not_suffice_for_is_left_out_in_whole_comparisons() -> None:
+    log: list[str] = []
+    (found,) = measured_by_cell(iter([1e9, -1.0]), 2, log)
+    assert {(series.engine, series.cell) for series in found} == {
+        (name, cell) for name in "ab" for cell in BATCHES[:2]
+    }
+    first, last = measured_by_cell(iter([1e9, 1e9, 1e9, -1.0]), 2, [])
+    assert [len(series.runs) for series in first] == [1] * 6
+    assert [len(series.runs) for series in last] == [2, 2, 1, 1, 1, 1]
+
+
+def test_something_is_measured_however_little_time_there_is() -> None:
+    log: list[str] = []
+    (found,) = measured_by_cell(iter([-1.0] * 9), 2, log)
+    assert log == ["a 1", "b 1"]
+    assert {series.cell for series in found} == {BATCHES[0]}
+
+
+def test_a_result_says_what_was_left_out() -> None:
+    settings = Settings(["code"], [0.0], [1, 2, 4], 1, 8, rounds=2, seed=0)
+    first, last = measured_by_cell(iter([1e9, 1e9, 1e9, -1.0]), 2, [])
+    (line,) = session._left_out(settings, BATCHES, last)
+    assert "Rounds measured, of 2: 2 at temperature 0 with batch 1 (code), 1 at" in line
+    (line,) = session._left_out(settings, BATCHES, first[:2])
+    assert "0 at temperature 0 with batch 4" in line
+    assert not list(session._left_out(settings, BATCHES[:1], last[:2]))
 
 
 def test_at_temperature_0_answers_are_compared_with_those_of_the_first_engine() -> None:
@@ -101,6 +151,9 @@ class FakeProcess:
         self.name = engine.name
         self.log.append(f"start {self.name}")
 
+    def wait(self) -> None:
+        self.log.append(f"wait {self.name}")
+
     def serve(self, load: Load) -> None:
         self.log.append(f"warm {self.name}")
 
@@ -127,14 +180,28 @@ def use(pool: Pool, *names: str) -> None:
 def test_engines_that_fit_are_started_and_warmed_up_once(started: list[str]) -> None:
     with Pool(3, FakeProcess) as pool:  # type: ignore[arg-type]
         use(pool, "a", "b", "c", "c", "b", "a")
-    assert started[:6] == ["start a", "warm a", "start b", "warm b", "start c", "warm c"]
-    assert sorted(started[6:]) == ["end a", "end b", "end c"]
+    assert [line for line in started if "wait" not in line][:6] == [
+        *("start a", "warm a", "start b", "warm b", "start c", "warm c")
+    ]
+    assert sorted(started[-3:]) == ["end a", "end b", "end c"]
+
+
+def test_engines_that_all_have_a_place_start_together_and_warm_up_alone(
+    started: list[str],
+) -> None:
+    with Pool(2, FakeProcess) as pool:  # type: ignore[arg-type]
+        assert pool.holds(2)
+        assert not pool.holds(3)
+        pool.start([engine("a"), engine("b")], [Load([[1]], 1, 0.0, 4)])
+        use(pool, "a", "b")
+    assert started[:6] == ["start a", "start b", "wait a", "wait b", "warm a", "warm b"]
+    assert sorted(started[6:]) == ["end a", "end b"]
 
 
 def test_where_not_all_engines_fit_the_last_place_is_taken_in_turns(started: list[str]) -> None:
     with Pool(2, FakeProcess) as pool:  # type: ignore[arg-type]
         use(pool, "a", "b", "c", "c", "b", "a")
-        assert [entry for entry in started if not entry.startswith("warm")] == [
+        assert [entry for entry in started if not entry.startswith(("wait", "warm"))] == [
             "start a", "start b", "end b", "start c", "end c", "start b",
         ]  # fmt: skip
 
@@ -330,6 +397,19 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 99
     )
     assert before == Speculation(drafts=6, accepted_tokens=2)
     assert counts.growth(before, after) == Speculation(drafts=10, accepted_tokens=30)
+
+
+def test_seconds_are_read_by_stage_from_an_engine_with_trees_alone() -> None:
+    page = """
+# TYPE vllm:dyntree_stage_seconds histogram
+vllm:dyntree_stage_seconds_bucket{engine="0",stage="draft",le="+Inf"} 4
+vllm:dyntree_stage_seconds_sum{engine="0",stage="draft"} 0.5
+vllm:dyntree_stage_seconds_sum{engine="0",stage="target"} 1.5
+vllm:dyntree_stage_seconds_count{engine="0",stage="draft"} 4
+"""
+    families = list(text_string_to_metric_families(page))
+    assert counts.stages(families) == {"draft": 0.5, "target": 1.5}
+    assert counts.stages([]) == {}
 
 
 def test_servers_are_named_by_their_address_or_as_asked() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dyntree_plugin.bench.serve import plots, summary, table
+from dyntree_plugin.bench.serve import overview, plots, summary, table
 from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, Series, Speculation, read
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +177,14 @@ def test_the_readme_shows_the_table_of_the_result_that_it_names(path: Path) -> N
     if path.name not in readme:
         pytest.skip(f"the README does not name {path.name}")
     assert table.markdown_table(read(path)).strip() in readme
+
+
+def test_the_overview_has_a_line_per_engine_and_a_ratio_per_cell() -> None:
+    stream = io.StringIO()
+    sampled = CELL.model_copy(update={"temperature": 1.0, "batch": 8})
+    overview.show(Console(file=stream, width=200), result((CELL, sampled)))
+    text = stream.getvalue()
+    assert f"T 0 B {CELL.batch}" in text
+    assert "T 1 B 8" in text
+    (line,) = [line for line in text.splitlines() if " dynamic tree of 4 " in line]
+    assert line.count("2.50") == 2

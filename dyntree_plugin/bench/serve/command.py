@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from dyntree_plugin import pair
-from dyntree_plugin.bench.serve import plan, plots, prompts, table
+from dyntree_plugin.bench.serve import overview, plan, plots, prompts, table
 from dyntree_plugin.bench.serve.plan import Models
 from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, write
 from dyntree_plugin.bench.serve.session import Contest, Done, Settings, of_engines, of_servers
@@ -74,6 +76,18 @@ def serve(
     side_by_side: Annotated[
         int | None, typer.Option(min=1, help="Engines kept at a time; by default what fits.")
     ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="From the command's start: what would not end by then is left out, and named. "
+            "What is measured first is not.",
+        ),
+    ] = None,
+    note: Annotated[
+        list[str] | None, typer.Option(help="A line for the result's notes. Repeatable.")
+    ] = None,
     engine_arguments: Annotated[
         str, typer.Option(metavar="JSON", help="Further arguments of every engine's LLM().")
     ] = "{}",
@@ -97,6 +111,7 @@ def serve(
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     console = Console(highlight=False)
+    end = math.inf if time_limit is None else time.monotonic() + time_limit
     settings = Settings(
         prompt_sets or [prompts.CODE], temperature or [0.0], batch or [1, 4],
         requests, max_tokens, rounds, seed,
@@ -110,17 +125,21 @@ def serve(
                 result = _last(results, json_file)
         else:
             models, notes = _models(target, draft, target_shape, dtype, engine_arguments)
+            notes += note or ()
             options = [_json("--tree", one) for one in tree or [json.dumps(_TREE)]]
             trees: plan.Trees = plan.named_trees(options)
             if static_trees:
                 trees = {**_static(target, draft, trees), **trees}
             contest = Contest(models, chain or plan.CHAINS, trees, side_by_side)
             with _progress(console, settings, 1 + len(contest.chains) + len(contest.trees)) as done:
-                result = _last(of_engines(settings, contest, notes, done), json_file)
+                results = of_engines(settings, contest, notes, done, lambda: end - time.monotonic())
+                result = _last(results, json_file)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"dyntree bench serve: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
     table.show(console, result)
+    if len(list(result.cells())) > 1:
+        overview.show(console, result)
     for path in plots.draw(result, plot_folder) if plot_folder is not None else ():
         console.print(path, style="dim")
 

@@ -1,4 +1,4 @@
-"""vLLM's counters of speculation, from an engine in this process or from a server's page."""
+"""Counters of speculation and of time, from an engine's metrics or from a server's page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import Metric
 
 from dyntree_plugin.bench.serve.results import Speculation
+from dyntree_plugin.metrics.names import PREFIX
 
 _PREFIX = "vllm:spec_decode_num_"
 
@@ -25,3 +26,15 @@ def read(families: Iterable[Metric]) -> Speculation:
 def growth(before: Speculation, after: Speculation) -> Speculation:
     earlier = before.model_dump()
     return Speculation(**{name: n - earlier[name] for name, n in after.model_dump().items()})
+
+
+def stages(families: Iterable[Metric]) -> dict[str, float]:
+    """Seconds so far by stage of an engine with trees; empty for one without."""
+    name = PREFIX + "stage_seconds"
+    return {
+        sample.labels["stage"]: sample.value
+        for family in families
+        if family.name == name
+        for sample in family.samples
+        if sample.name == f"{name}_sum"
+    }

@@ -52,7 +52,6 @@ def _redirect(log: Path) -> None:
     with log.open("a") as stream:
         for standard in (1, 2):
             os.dup2(stream.fileno(), standard)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 @dataclass
@@ -89,6 +88,10 @@ class Served:
 
         arguments = dict(arguments)
         on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            # Forwards are timed where they run. On a GPU the engine has a process of its own, as is
+            # vLLM's default: what is done with a step's output hides behind the next step.
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if on_cpu and "additional_config" not in arguments:
             # Trees run on the V2 runner; so does what they are compared with.
             arguments["worker_cls"] = plugin.PLAIN_WORKER
@@ -101,7 +104,7 @@ class Served:
         """Every request of the load; as one ends the next begins."""
         from prometheus_client import REGISTRY
 
-        before = counts.read(REGISTRY.collect())
+        before, spent = counts.read(REGISTRY.collect()), counts.stages(REGISTRY.collect())
         start = time.perf_counter()
         requests, steps = self._steps(load)
         seconds = time.perf_counter() - start
@@ -119,6 +122,11 @@ class Served:
             step_ms=1e3 * fmean([step.seconds for step in decoding] or [0.0]),
             stages_ms={
                 name: 1e3 * fmean(step.stages.get(name, 0.0) for step in decoding) for name in names
+            }
+            or {
+                name: 1e3 * (now - spent[name]) / len(steps)
+                for name, now in counts.stages(REGISTRY.collect()).items()
+                if name in spent
             },
             speculation=counts.growth(before, counts.read(REGISTRY.collect())),
         )

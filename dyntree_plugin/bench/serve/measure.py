@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
@@ -30,30 +32,61 @@ def measure(
     rounds: int,
     opened: Open,
     done: Callable[[Engine, Cell, Run], None] = lambda *_: None,
+    *,
+    by_cell: bool = False,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[list[Series]]:
     """Round by round, every engine serves every load: what drifts hits all of them alike.
 
     Every other round goes backwards, so that the engine which ran last need not start again. Gives
     all that is known after each round.
+
+    ``by_cell``: within a round, all engines serve a load before the next load comes; for engines
+    that all run. ``seconds_left``: whole groups of what has to be compared, rounds or with
+    ``by_cell`` loads, are left out that would not end in time by the slowest one so far.
     """
     runs: dict[tuple[str, Cell], list[Run]] = {}
     answers: dict[tuple[str, Cell], Answers] = {}
     warm_up = warm_ups(list(loads.values()))
+    groups = [[cell] for cell in loads] if by_cell else [list(loads)]
+    slowest = 0.0
     for number in range(rounds):
-        for engine in engines if number % 2 == 0 else list(reversed(engines)):
-            with opened(engine, warm_up) as server:
-                for cell, load in loads.items():
-                    run, answers[engine.name, cell] = server.serve(load)
-                    run = run.model_copy(update={"round": number})
-                    # A new list: the ones that were given must not grow.
-                    runs[engine.name, cell] = [*runs.get((engine.name, cell), ()), run]
-                    done(engine, cell, run)
-        yield [
-            _series(engine.name, cell, runs[engine.name, cell], answers[engine.name, cell],
-                    answers[engines[0].name, cell])
-            for cell in loads
-            for engine in engines
-        ]  # fmt: skip
+        for group in groups:
+            if runs and seconds_left() < slowest:
+                yield _all_series(engines, loads, runs, answers)
+                return
+            began = time.monotonic()
+            for engine in engines if number % 2 == 0 else list(reversed(engines)):
+                with opened(engine, warm_up) as server:
+                    for cell in group:
+                        run, answers[engine.name, cell] = server.serve(loads[cell])
+                        run = run.model_copy(update={"round": number})
+                        # A new list: the ones that were given must not grow.
+                        runs[engine.name, cell] = [*runs.get((engine.name, cell), ()), run]
+                        done(engine, cell, run)
+            slowest = max(slowest, time.monotonic() - began)
+        yield _all_series(engines, loads, runs, answers)
+
+
+def _all_series(
+    engines: Sequence[Engine],
+    cells: Iterable[Cell],
+    runs: Mapping[tuple[str, Cell], list[Run]],
+    answers: Mapping[tuple[str, Cell], Answers],
+) -> list[Series]:
+    """Of the cells that were served."""
+    return [
+        _series(
+            engine.name,
+            cell,
+            runs[engine.name, cell],
+            answers[engine.name, cell],
+            answers[engines[0].name, cell],
+        )
+        for cell in cells
+        for engine in engines
+        if (engine.name, cell) in runs
+    ]
 
 
 def warm_ups(loads: Sequence[Load]) -> list[Load]:

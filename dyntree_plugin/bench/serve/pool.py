@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -28,11 +28,7 @@ class EngineProcess:
     """A started engine. It is stopped whenever it is not asked, so that its threads do not spin."""
 
     def __init__(self, engine: Engine, log: Path) -> None:
-        """
-        Raises:
-            ValueError: if vLLM or the plugin refuses the engine's arguments.
-            RuntimeError: if it does not start for another reason.
-        """
+        """Begins to start it; `wait` before it is used."""
         self._name, self._log = engine.name, log
         context = multiprocessing.get_context("spawn")
         self._connection: Connection
@@ -42,11 +38,15 @@ class EngineProcess:
         )
         self._process.start()
         theirs.close()
-        try:
-            self._receive()
-        except BaseException:
-            self.end()
-            raise
+
+    def wait(self) -> None:
+        """Until it has started.
+
+        Raises:
+            ValueError: if vLLM or the plugin refuses the engine's arguments.
+            RuntimeError: if it does not start for another reason.
+        """
+        self._receive()
         self._send(signal.SIGSTOP)
 
     def serve(self, load: Load) -> tuple[Run, Answers]:
@@ -128,12 +128,24 @@ class Pool:
         if engine.name not in self._running:
             while self._running and not self._has_room():
                 self._end_last()
+            self.start([engine], warm_up)
+        yield self._running[engine.name]
+
+    def start(self, engines: Sequence[Engine], warm_up: Sequence[Load]) -> None:
+        """Start these all at once, whatever the places, then warm up one after the other."""
+        for engine in engines:
             log = Path(self._logs.name) / f"{self._started}.log"
             self._started += 1
             self._running[engine.name] = self._start(engine, log)
+        for engine in engines:
+            self._running[engine.name].wait()
+        for engine in engines:
             for load in warm_up:
                 self._running[engine.name].serve(load)
-        yield self._running[engine.name]
+
+    def holds(self, engines: int) -> bool:
+        """Whether there are places for so many."""
+        return self._places is not None and self._places >= engines
 
     def _has_room(self) -> bool:
         if self._places is not None:

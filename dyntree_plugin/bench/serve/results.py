@@ -45,7 +45,8 @@ class Run(_Record):
 
     ``tpot_ms``: time per output token behind the first, over all requests. ``ttft_ms``: mean time
     to the first. ``steps`` are engine steps without a prompt in them, ``step_ms`` their mean and
-    ``stages_ms`` what the worker spent of that.
+    ``stages_ms`` what the worker spent of that; of an engine in another process, what its metrics
+    say, over all steps.
     """
 
     round: int

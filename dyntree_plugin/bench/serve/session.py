@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dyntree_plugin.bench.provenance import provenance
 from dyntree_plugin.bench.serve import plan, prompts, server
-from dyntree_plugin.bench.serve.measure import Server, measure
+from dyntree_plugin.bench.serve.measure import Server, measure, warm_ups
 from dyntree_plugin.bench.serve.plan import Load, Models
 from dyntree_plugin.bench.serve.pool import Pool
-from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run
+from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, Series
 
 Done = Callable[[Engine, Cell, Run], None]
 
@@ -58,7 +59,8 @@ class Settings:
 class Contest:
     """What is compared: vLLM's ``chains`` by length, and ``trees``.
 
-    ``places``: engines kept side by side; None: as many as fit.
+    ``places``: engines kept side by side; None: as many as fit. With places for all they start
+    together, and every load is served by all of them before the next.
     """
 
     models: Models
@@ -68,9 +70,15 @@ class Contest:
 
 
 def of_engines(
-    settings: Settings, contest: Contest, notes: Sequence[str], done: Done
+    settings: Settings,
+    contest: Contest,
+    notes: Sequence[str],
+    done: Done,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Result]:
     """Measure engines of this machine; the result so far, after each round.
+
+    ``seconds_left``: what would not end in time is left out, and the notes say so.
 
     Raises:
         ValueError: if an option, or a model, does not fit.
@@ -92,10 +100,15 @@ def of_engines(
         contest.models, list(loads), longest, chains=contest.chains, trees=contest.trees
     )
     notes = [*notes, *([f"{longer} prompts were too long, and left out."] if longer else [])]
+    shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
     with Pool(contest.places) as pool:
-        for series in measure(engines, loads, settings.rounds, pool.engine, done):
-            shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
-            yield _result(settings, shown, series, notes)
+        if together := pool.holds(len(engines)):
+            pool.start(engines, warm_ups(list(loads.values())))
+        for series in measure(
+            engines, loads, settings.rounds, pool.engine, done,
+            by_cell=together, seconds_left=seconds_left,
+        ):  # fmt: skip
+            yield _result(settings, shown, series, [*notes, *_left_out(settings, loads, series)])
 
 
 def of_servers(
@@ -128,6 +141,19 @@ def of_servers(
     ]
     for series in measure(engines, loads, settings.rounds, opened, done):
         yield _result(settings, engines, series, notes)
+
+
+def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series]) -> Iterator[str]:
+    """What the time did not suffice for, in a line."""
+    rounds = dict.fromkeys(cells, 0)
+    for one in series:
+        rounds[one.cell] = len(one.runs)
+    if min(rounds.values()) < settings.rounds:
+        counts = ", ".join(
+            f"{n} at temperature {cell.temperature:g} with batch {cell.batch} ({cell.prompts})"
+            for cell, n in rounds.items()
+        )
+        yield f"Rounds measured, of {settings.rounds}: {counts}."
 
 
 def _result(
