@@ -210,3 +210,10 @@ def test_trees_that_it_cannot_cut_are_refused_by_name(
 
 def test_the_budget_in_force_is_shown() -> None:
     assert DynTreeOptions(budget="adaptive").resolve(8).in_force()["budget"] == "adaptive"
+
+
+def test_an_adaptive_budget_may_draft_deeper() -> None:
+    assert DynTreeOptions(budget="adaptive").resolve(12).shape.max_depth == 12
+    assert DynTreeOptions(budget="adaptive").resolve(64).shape.max_depth == 16
+    assert DynTreeOptions(budget="adaptive", max_depth=4).resolve(12).shape.max_depth == 4
+    assert DynTreeOptions().resolve(12).shape.max_depth < 12
