@@ -39,10 +39,10 @@ def best_cut(
 ) -> Cut:
     """The cut of R trees that makes the most tokens per second; of equals, that of fewest nodes.
 
-    ``rate``: tokens per second of the steps around this one. What a node costs is what they would
-    have made in its time, so many steps make the most if each makes the most tokens beyond that
-    (Dinkelbach, "On Nonlinear Fractional Programming", 1967): where trees differ, up to 2 % more than if
-    each made the most per second of its own. None does the latter.
+    ``rate``: tokens per second of the steps around this one. A node costs what they would have made
+    in its time, so many steps make the most if each makes the most tokens beyond that (Dinkelbach,
+    "On Nonlinear Fractional Programming", 1967): where trees differ, up to 2 % more than if each
+    made the most per second of its own, which is what None asks for.
 
     ``values`` [R, N]: estimated chance that the path down to a node is accepted; they must not rise
     from one node of a request to its next; 0 for padding, which is never verified. ``row_seconds``
