@@ -26,6 +26,8 @@ Switch = Literal["on", "off"]
 # Draws use places up on tokens of little chance.
 DRAWN_CHILDREN = 16
 
+ADAPTIVE_DEPTH = 16
+
 
 def default_shape(node_budget: int) -> tuple[int, int, int]:
     """Depth, width and children that suit a budget.
@@ -65,7 +67,10 @@ class DynTreeOptions(BaseModel):
         le=64,
         description="Depth of the deepest node: the most draft tokens that one step can accept, "
         "and the number of draft forwards per step. At most node_budget.",
-        json_schema_extra={"derived": "2 log2(node_budget), rounded: 8 for 16, 12 for 64"},
+        json_schema_extra={
+            "derived": "2 log2(node_budget), rounded: 8 for 16, 12 for 64; node_budget, at most "
+            f"{ADAPTIVE_DEPTH}, with an adaptive budget"
+        },
     )
     width: int | None = Field(
         default=None,
@@ -210,6 +215,9 @@ class DynTreeOptions(BaseModel):
                 "or raise node_budget"
             )
         depth, width, children = default_shape(node_budget)
+        if self.budget == "adaptive":
+            # Drafting ends by itself where depth does not pay.
+            depth = min(node_budget, ADAPTIVE_DEPTH)
         if self.expansion is not None:
             depth = len(self.expansion)
         if self.growth in ("dyspec", "threshold", "dynamic_threshold"):

@@ -12,6 +12,8 @@ from dyntree_plugin.engine.timing import DRAFTING
 from dyntree_plugin.tree.budget import Cut, best_cut, draft_pays
 from dyntree_plugin.tree.row_cost import RowCost, followed
 
+STEP = 0.1
+"""Weight of a step in the average rate of tokens."""
 FIRST_FORWARD_SECONDS = 1e-3
 """Of a draft forward and its growth, before one was measured."""
 FIRST_OUTSIDE_SECONDS = 2e-3
@@ -31,6 +33,8 @@ class AdaptiveBudget:
         self._forward = FIRST_FORWARD_SECONDS
         self._outside = FIRST_OUTSIDE_SECONDS
         self._forwards = 1
+        # Expected tokens of a request and seconds of a step, averaged, by size of the batch.
+        self._usual: dict[int, np.ndarray] = {}
         self._rate: float | None = None
         self._row_seconds = 0.0
         self._ended: float | None = None
@@ -48,12 +52,18 @@ class AdaptiveBudget:
         chances = values.exp().numpy()
         curve = self._cost.seconds()
         spent = self._forwards * self._forward + self._outside
-        found = best_cut(chances, curve, spent)
+        # Batches of about the same size; each request counts for one.
+        kind = len(chances).bit_length()
+        usual = self._usual.get(kind)
+        rate = None if usual is None else len(chances) * usual[0] / usual[1]
+        found = best_cut(chances, curve, spent, rate)
+        seen = np.array([found.tokens / len(chances), found.seconds])
+        self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
+        self._rate = len(chances) * usual[0] / usual[1]
         self._note(found, curve)
         return torch.from_numpy(found.counts)
 
     def _note(self, cut: Cut, curve: np.ndarray) -> None:
-        self._rate = cut.rate
         self.in_force = int(cut.counts.max(initial=0))
         # What the next rows cost, averaged as kernels take rows by the block.
         rows = int(cut.counts.sum()) + len(cut.counts)

@@ -34,8 +34,15 @@ class Cut:
         return self.tokens / self.seconds
 
 
-def best_cut(values: np.ndarray, row_seconds: np.ndarray, spent: float) -> Cut:
+def best_cut(
+    values: np.ndarray, row_seconds: np.ndarray, spent: float, rate: float | None = None
+) -> Cut:
     """The cut of R trees that makes the most tokens per second; of equals, that of fewest nodes.
+
+    ``rate``: tokens per second of the steps around this one. A node costs what they would have made
+    in its time, so many steps make the most if each makes the most tokens beyond that (Dinkelbach,
+    "On Nonlinear Fractional Programming", 1967): where trees differ, up to 2 % more than if each
+    made the most per second of its own, which is what None asks for.
 
     ``values`` [R, N]: estimated chance that the path down to a node is accepted; they must not rise
     from one node of a request to its next; 0 for padding, which is never verified. ``row_seconds``
@@ -60,7 +67,7 @@ def best_cut(values: np.ndarray, row_seconds: np.ndarray, spent: float) -> Cut:
     seconds = spent + row_seconds[requests : requests + len(tokens)]
     if not (seconds > 0).all():
         raise ValueError("a step must take some time")
-    most = int(np.argmax(tokens / seconds))
+    most = int(np.argmax(tokens / seconds if rate is None else tokens - rate * seconds))
     counts = np.bincount(order[:most] // nodes, minlength=requests) if nodes else np.zeros(requests)
     return Cut(counts.astype(np.int64), float(tokens[most]), float(seconds[most]))
 

@@ -191,7 +191,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "wide": (tree(64, width=8, max_depth=6, children=8), {"sample": SAMPLE}),
     "adaptive": (
-        tree(budget="adaptive", max_depth=16),
+        tree(budget="adaptive"),
         {"sample": SAMPLE, "batches of 1": Run(each_kind(range(6, 15)), batch=1)},
     ),
     "tight": (

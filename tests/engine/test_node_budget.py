@@ -114,20 +114,19 @@ def test_every_number_of_rows_is_measured_where_trees_are_small() -> None:
     assert all(after <= before * 1.13 + 1 for before, after in pairwise(numbers))
 
 
-@pytest.mark.parametrize("per_row", [1e-3, 0.0])
-def test_what_was_measured_is_what_rows_took(per_row: float, monkeypatch: Any) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+def fake_runner(now: list[float], per_row: float, ran: list[int], ranks: int = 1) -> Any:
+    """Steps take 10 ms and ``per_row``; ``ran`` gets their rows, ``now`` is their clock."""
     clock = StageClock()
 
     def dummy_run(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append(rows)
         clock.start("target")
         now[0] += 0.01 + per_row * rows
         clock.stop()
         hidden = torch.zeros(rows, 1)
         return hidden, hidden
 
-    runner: Any = SimpleNamespace(
+    return SimpleNamespace(
         max_num_reqs=4,
         max_num_tokens=1000,
         trees=SimpleNamespace(shape=SimpleNamespace(node_budget=NODES)),
@@ -136,10 +135,30 @@ def test_what_was_measured_is_what_rows_took(per_row: float, monkeypatch: Any) -
         speculator=object(),
         model=SimpleNamespace(compute_logits=lambda hidden: hidden),
         _dummy_run=dummy_run,
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
     )
-    seconds = measure_rows(runner).seconds()
+
+
+@pytest.mark.parametrize("per_row", [1e-3, 0.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_measured_is_what_rows_took(per_row: float, ranks: int, monkeypatch: Any) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    seconds = measure_rows(fake_runner(now, per_row, [], ranks)).seconds()
     assert len(seconds) == 4 * (NODES + 1) + 1
     assert seconds[1:] == pytest.approx(0.01 + per_row * np.arange(1, len(seconds)))
+
+
+def test_ranks_measure_the_same_steps_whatever_their_clocks_say(monkeypatch: Any) -> None:
+    """The control: one rank alone measures as many as it has time for."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    steps: dict[tuple[int, float], list[int]] = {}
+    for ranks in (1, 2):
+        for per_row in (1e-3, 0.1):
+            measure_rows(fake_runner(now, per_row, steps.setdefault((ranks, per_row), []), ranks))
+    assert len(steps[1, 1e-3]) > len(steps[1, 0.1])
+    assert steps[2, 1e-3] == steps[2, 0.1]
 
 
 def test_a_scheduler_that_sees_no_tree_goes_by_averages() -> None:

@@ -43,6 +43,38 @@ def test_no_other_cut_makes_more_tokens_per_second(
     assert rate(values, tuple(found.counts), seconds, spent) == pytest.approx(best)
 
 
+@given(BATCHES, STEPS, st.floats(0, 2), st.floats(0, 5))
+def test_no_other_cut_makes_more_beyond_what_its_time_is_worth(
+    values: np.ndarray, steps: list[float], spent: float, worth: float
+) -> None:
+    seconds = curve(steps)
+    found = best_cut(values, seconds, spent, worth)
+
+    def beyond(counts: tuple[int, ...]) -> float:
+        took = spent + seconds[len(counts) + sum(counts)]
+        return rate(values, counts, seconds, spent) * took - worth * took
+
+    nodes = range(values.shape[1] + 1)
+    best = max(map(beyond, itertools.product(nodes, repeat=len(values))))
+    assert beyond(tuple(found.counts)) == pytest.approx(best, abs=1e-6)
+
+
+def test_trees_that_differ_make_more_together_by_the_usual_rate() -> None:
+    """The control: each step's own best ratio makes less over many steps."""
+    rng, seconds = np.random.default_rng(0), 1 + 0.1 * np.arange(20)
+    trees = [np.cumprod(rng.uniform(low, 1, (1, 16)), axis=1) for low in (0.1, 0.8) * 50]
+
+    def overall(worth: float | None) -> float:
+        cuts = [best_cut(tree, seconds, 0.0, worth) for tree in trees]
+        return sum(cut.tokens for cut in cuts) / sum(cut.seconds for cut in cuts)
+
+    own = overall(None)
+    usual = own
+    for _ in range(5):
+        usual = overall(usual)
+    assert usual > 1.005 * own
+
+
 def test_each_request_for_itself_would_choose_worse() -> None:
     """The control: what the cut gains by looking at the whole batch."""
     values = np.array([[0.9, 0.8, 0.7, 0.6], [0.3, 0.2, 0.1, 0.1]])
@@ -210,3 +242,10 @@ def test_trees_that_it_cannot_cut_are_refused_by_name(
 
 def test_the_budget_in_force_is_shown() -> None:
     assert DynTreeOptions(budget="adaptive").resolve(8).in_force()["budget"] == "adaptive"
+
+
+def test_an_adaptive_budget_may_draft_deeper() -> None:
+    assert DynTreeOptions(budget="adaptive").resolve(12).shape.max_depth == 12
+    assert DynTreeOptions(budget="adaptive").resolve(64).shape.max_depth == 16
+    assert DynTreeOptions(budget="adaptive", max_depth=4).resolve(12).shape.max_depth == 4
+    assert DynTreeOptions().resolve(12).shape.max_depth < 12
