@@ -6,7 +6,7 @@
 #   LIMIT    seconds that all of it may take; 470
 #   FLASH_ATTENTION   module of flash_attn_varlen_func; else vLLM's where it is installed
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 
 python=${PYTHON:-}
 if [[ -z $python ]]; then

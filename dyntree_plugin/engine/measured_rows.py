@@ -25,7 +25,7 @@ def measure_rows(runner: TreeRunnerMixin) -> RowCost:
     rows, passes, allowed = row_numbers(most), PASSES, LONGEST_SECONDS / 2
     with mock.patch.object(runner, "speculator", None):
         _seconds(runner, most)
-        if runner.parallel_config.tensor_parallel_size > 1:
+        if runner.parallel_config.world_size_across_dp > 1:
             # Ranks run every step together, and their clocks would not end it at the same one.
             rows, passes, allowed = rows[::4], 2, float("inf")
         else:

@@ -135,7 +135,7 @@ def fake_runner(now: list[float], per_row: float, ran: list[int], ranks: int = 1
         speculator=object(),
         model=SimpleNamespace(compute_logits=lambda hidden: hidden),
         _dummy_run=dummy_run,
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        parallel_config=SimpleNamespace(world_size_across_dp=ranks),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ class Runner:
 
     max_num_reqs, max_num_tokens, max_model_len = 100, 512, 2048
 
-    def __init__(self, clock: Clock, slow: float) -> None:
+    def __init__(self, clock: Clock, slow: float, ranks: int = 1) -> None:
+        self.parallel_config = SimpleNamespace(world_size_across_dp=ranks)
         self.clock = clock
         self.speculator: Any = "drafting"
         self.steps: list[tuple[int, int]] = []
@@ -80,6 +82,15 @@ def test_slow_steps_are_measured_once_when_time_is_up(clock: Clock) -> None:
     assert len(quick.steps) == 1 + 2 * 8 * plain_cost.REPETITIONS
     assert {*slow.steps} == {*quick.steps}
     assert len(slow.steps) == 1 + 2 * 8
+
+
+def test_several_ranks_run_the_same_steps_whatever_their_clocks_say(clock: Clock) -> None:
+    runs = []
+    for slow in (0.0, plain_cost.SECONDS / 2):
+        runner: Any = Runner(clock, slow, ranks=2)
+        plain_cost.measure(runner)
+        runs.append(runner.steps)
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 100, 128, 256, 1000, 4096])
