@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from dyntree_plugin.engine.attention import gpu
@@ -98,7 +97,6 @@ def engine(**additional: Any) -> Any:
         additional_config=additional,
         speculative_config=object(),
         num_speculative_tokens=NODES,
-        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),
     )
 
@@ -187,6 +185,17 @@ def test_a_graph_finds_the_trees_of_later_steps_where_it_was_captured(
             assert (now.data_ptr(), now.shape) == (before.data_ptr(), before.shape)
         assert (rows.num_rows, rows.max_rows) == (captured.num_rows, captured.max_rows)
     assert captured.ctx_lens.tolist() == [100, 100]
+
+
+def test_a_batch_that_no_graph_was_captured_for_is_planned_without_one(
+    builder: Builder, kernels: Any
+) -> None:
+    builder.build_for_cudagraph_capture(common(9, 9))
+    for rows in ((9,), (9, 9, 9), (5, 5)):
+        builder.build(0, common(*rows), tree_mask=mask([100] * len(rows), sum(rows)))
+    assert [rows.for_graph for rows in kernels[0].planned] == [True, False, False, False]
+    # Of the largest tree: other numbers might have kernels that are yet to be compiled.
+    assert {rows.max_rows for rows in kernels[0].planned} == {COLUMNS}
 
 
 def test_a_graph_of_other_shapes_is_captured_with_the_stock_kernel(builder: Builder) -> None:
@@ -293,6 +302,8 @@ def test_flashinfer_plans_into_buffers_of_their_own_for_every_size_of_graph(
     flashinfer.plan(rows_of(9, 5, context=50, for_graph=False))
     sizes = [(made.sizes["max_requests"], len(made.planned)) for made in NotingAttention.made]
     assert sizes == [(None, 1), (2, 3), (1, 1)]
+    flashinfer.plan(rows_of(5, 5, context=50, for_graph=True))
+    assert NotingAttention.made[-1].planned == [[55, 55]]
     # 250 positions are 16 blocks.
     assert NotingAttention.made[1].sizes["max_blocks"] == 2 * 16
     (workspace,) = {id(made.sizes["workspace"]) for made in NotingAttention.made}

@@ -66,8 +66,8 @@ class TreeMetadataBuilder:
         columns = plan.shape.node_budget + 1
         requests = vllm_config.scheduler_config.max_num_seqs
         rows = max(vllm_config.scheduler_config.max_num_batched_tokens, requests * columns)
-        mode = vllm_config.compilation_config.cudagraph_mode
-        self._full_graphs = mode.has_full_cudagraphs()
+        # Requests and rows of the batches that graphs were captured for.
+        self._captured: set[tuple[int, int]] = set()
         self._buffers = MaskBuffers(requests, rows, columns, device)
         stock: Any = self
         heads = Heads(stock.num_heads_q, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
@@ -106,8 +106,10 @@ class TreeMetadataBuilder:
         ctx_lens, bits = buffers.fill(
             common.query_start_loc, common.seq_lens, common.num_actual_tokens, **mask
         )
-        for_graph = self._full_graphs and self._is_graph_shaped(common)
-        most = min(common.max_query_len, buffers.columns)
+        shape = common.num_reqs, common.num_actual_tokens
+        for_graph = shape in self._captured and self._is_graph_shaped(common)
+        # Each number of rows may be a kernel to compile: those of graphs come at their capture.
+        most = common.max_query_len if for_graph else buffers.columns
         rows = _rows(common, ctx_lens, bits, most, for_graph)
         if common.max_query_len <= buffers.columns:
             return TreeAttentionMetadata(self._kernel.plan(rows), None)
@@ -115,14 +117,16 @@ class TreeMetadataBuilder:
         return TreeAttentionMetadata(self._drafting_kernel.plan(rows), own)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        if self._is_graph_shaped(common_attn_metadata):
-            return self.build(0, common_attn_metadata)
+        common = common_attn_metadata
+        if self._is_graph_shaped(common):
+            self._captured.add((common.num_reqs, common.num_actual_tokens))
+            return self.build(0, common)
         stock: Any = super()
-        return stock.build_for_cudagraph_capture(common_attn_metadata)
+        return stock.build_for_cudagraph_capture(common)
 
     def _is_graph_shaped(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a captured graph may serve the batch: its requests have equally many rows, of a
-        tree of whatever size is scheduled."""
+        """Whether a graph can be captured for such a batch: its requests have equally many rows, of
+        a tree of whatever size is scheduled."""
         rows = common.max_query_len
         if self._buffers is None or not 1 < rows <= self._buffers.columns:
             return False

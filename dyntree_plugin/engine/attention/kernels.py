@@ -141,7 +141,7 @@ class FlashInferTrees:
         self._device = device
         # Plans run one after the other, so that they can share it.
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._by_requests: dict[int | None, FlashInferTreeAttention] = {}
+        self._by_shape: dict[tuple[int, int] | None, FlashInferTreeAttention] = {}
         # That of graphs come when these are captured, before requests as well.
         self._attention(None)
 
@@ -149,7 +149,7 @@ class FlashInferTrees:
         if rows.kv_lens is None:
             raise RuntimeError("vLLM has not said how long the requests may be")
         requests = len(rows.ctx_lens)
-        attention = self._attention(requests if rows.for_graph else None)
+        attention = self._attention((requests, rows.num_rows) if rows.for_graph else None)
         # With drafts in flight the host's bound may lie beyond what a request can have.
         kv_lens = rows.kv_lens[:requests].clamp(max=self._max_len)
         attention.plan(rows.query_start_loc_cpu, kv_lens, rows.block_table)
@@ -166,13 +166,14 @@ class FlashInferTrees:
 
         return launch
 
-    def _attention(self, requests: int | None) -> FlashInferTreeAttention:
-        """With buffers that stay in place for graphs of so many requests."""
+    def _attention(self, shape: tuple[int, int] | None) -> FlashInferTreeAttention:
+        """With buffers that stay in place for the graph of so many requests and rows."""
         from dyntree_kernels.gpu.flashinfer_attention import FlashInferTreeAttention
 
         blocks = -(-self._max_len // self._block_size)
-        if requests not in self._by_requests:
-            self._by_requests[requests] = FlashInferTreeAttention(
+        requests = None if shape is None else shape[0]
+        if shape not in self._by_shape:
+            self._by_shape[shape] = FlashInferTreeAttention(
                 self._variant,
                 self._heads.query,
                 self._heads.kv,
@@ -182,4 +183,4 @@ class FlashInferTrees:
                 max_blocks=None if requests is None else requests * blocks,
                 workspace=self._workspace,
             )
-        return self._by_requests[requests]
+        return self._by_shape[shape]
