@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +35,13 @@ class StageTimes(Protocol):
 class Clock(Protocol):
     """Splits the time of a step into stages. A stage within another pauses it."""
 
-    def __call__(self, stage: str) -> AbstractContextManager[None]: ...
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self.start(stage)
+        try:
+            yield
+        finally:
+            self.stop()
 
     def start(self, stage: str) -> None: ...
 
@@ -61,7 +67,7 @@ class Measured:
         return self.by_stage
 
 
-class StageClock:
+class StageClock(Clock):
     """Adds up wall seconds by stage until they are taken. A stage within another pauses it.
 
     Right where calls are synchronous, as they are on the CPU.
@@ -71,14 +77,6 @@ class StageClock:
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._running: list[str] = []
         self._since = 0.0
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        self.start(stage)
-        try:
-            yield
-        finally:
-            self.stop()
 
     def start(self, stage: str) -> None:
         self._credit()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from dyntree_plugin.engine.timing import STAGES
+from dyntree_plugin.engine.timing import STAGES, Clock
 
 
 class Event(Protocol):
@@ -31,7 +30,7 @@ def cuda_event() -> Event:
     return event
 
 
-class EventClock:
+class EventClock(Clock):
     """Marks the stages in the device's stream; what lies between marks is read when it is done.
 
     Marks are taken on the current stream, none while it captures a graph. Times hold whatever the
@@ -49,14 +48,6 @@ class EventClock:
         self._free: deque[Event] = deque()
         self._marks: list[tuple[str | None, Event]] = []
         self._running: list[str] = []
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        self.start(stage)
-        try:
-            yield
-        finally:
-            self.stop()
 
     def start(self, stage: str) -> None:
         self._running.append(stage)
