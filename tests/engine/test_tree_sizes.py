@@ -1,0 +1,53 @@
+"""Where the scheduler must size trees without seeing them, vLLM is told every size there may be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+from dyntree_plugin.engine.config import node_buckets, size_trees_by_step
+
+
+def sized(
+    device: str = "cuda",
+    *,
+    asynchronous: bool = True,
+    requests: int = 64,
+    ranks: int = 1,
+    budget: str = "adaptive",
+) -> set[int]:
+    """The sizes in vLLM's own table after the plugin has settled; empty where it has none."""
+    speculation = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
+    config: Any = SimpleNamespace(
+        additional_config={"dyntree": {"budget": budget}},
+        num_speculative_tokens=24,
+        speculative_config=speculation,
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous, max_num_seqs=requests),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+    )
+    size_trees_by_step(config, device)
+    schedule = speculation.num_speculative_tokens_per_batch_size
+    return {*build_dynamic_sd_schedule_lookup(schedule, requests, 24)[1:]} if schedule else set()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_on_cuda_vllm_knows_every_size(asynchronous: bool) -> None:
+    assert sized(asynchronous=asynchronous) == {*node_buckets(24)} == {1, 2, 4, 8, 16, 24}
+
+
+def test_of_few_requests_the_largest_sizes_are_known() -> None:
+    assert sized(requests=2) == {16, 24}
+    assert sized(requests=1) == {24}
+
+
+def test_on_the_cpu_the_worker_sizes_trees_unless_scheduling_is_asynchronous() -> None:
+    assert sized("cpu", asynchronous=False) == set()
+    assert sized("cpu", asynchronous=True) == {*node_buckets(24)}
+
+
+def test_data_parallel_ranks_and_fixed_budgets_have_whole_trees() -> None:
+    assert sized(ranks=2) == set()
+    assert sized(budget="fixed") == set()
