@@ -8,7 +8,7 @@ import pytest
 import torch
 from tree_cases import Case, chain, make_case, random_tree, star, tree_mask
 
-from dyntree_kernels.cpu.attention import _tree_attention
+from dyntree_kernels.cpu.attention import PackedCache, TreeAttention, _tree_attention
 from dyntree_kernels.cpu.kv_move import _move, kv_move
 from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_kernels.reference import path_attention
@@ -203,6 +203,29 @@ def test_a_step_after_warm_up_compiles_nothing() -> None:
     case.run()
     kv_move([case.key_cache], [case.value_cache], "vec", *torch.ones(2, 1, 5, dtype=torch.int32))
     assert (len(_tree_attention.signatures), len(_move.signatures)) == compiled
+
+
+def test_masks_and_lengths_may_be_written_after_the_layers_share_them() -> None:
+    case = make_case([tree_mask(random_tree(9, torch.Generator().manual_seed(3)))], [70])
+    cache = PackedCache(case.key_cache, case.value_cache, case.isa)
+
+    def outputs(bits: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of two layers, whose mask and length were not there when the forward began."""
+        attend = TreeAttention(case.block_table, lengths, case.qo_indptr.int(), bits)
+        case_bits.copy_(case.bits)
+        case_lengths.copy_(case.ctx_lens)
+        first, second = torch.empty_like(case.q), torch.empty_like(case.q)
+        attend(case.q, cache, first, case.scale)
+        attend(case.q, cache, second, case.scale)
+        return first, second
+
+    case_bits, case_lengths = torch.ones_like(case.bits), torch.zeros(1, dtype=torch.int32)
+    for out in outputs(case_bits, case_lengths):
+        torch.testing.assert_close(out.double(), case.expected(), atol=1e-5, rtol=1e-5)
+    case_bits.fill_(1)
+    case_lengths.zero_()
+    for out in outputs(case_bits.clone(), case_lengths.clone()):
+        assert not torch.allclose(out.double(), case.expected(), atol=1e-5)
 
 
 def test_mistaken_arguments_are_named() -> None:

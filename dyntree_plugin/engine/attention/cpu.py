@@ -14,13 +14,16 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from dyntree_kernels.cpu.attention import tree_attention
+from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
 from dyntree_plugin.engine.attention.metadata import TreeMask, refuse_beyond_trees
 
 
 @dataclass
 class TreeCPUAttentionMetadata(CPUAttentionMetadata):
-    tree_mask: TreeMask | None = None
+    """``attend`` to the rows of trees; ``has_plain``: whether there are others."""
+
+    attend: TreeAttention | None = None
+    has_plain: bool = True
 
 
 class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -33,27 +36,37 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
         tree_mask: TreeMask | None = None,
     ) -> CPUAttentionMetadata:
-        if tree_mask is not None and not tree_mask.has_plain:
-            # The stock kernel will not run, so its schedule need not be made.
-            common = common_attn_metadata
-            return TreeCPUAttentionMetadata(
-                num_actual_tokens=common.num_actual_tokens,
-                max_query_len=common.max_query_len,
-                query_start_loc=common.query_start_loc,
-                max_seq_len=common.max_seq_len,
-                seq_lens=common.seq_lens,
-                block_table=common.block_table_tensor,
-                slot_mapping=common.slot_mapping,
-                scheduler_metadata=None,
-                tree_mask=tree_mask,
-            )
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if tree_mask is None:
-            return metadata
-        return TreeCPUAttentionMetadata(**vars(metadata), tree_mask=tree_mask)
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        common = common_attn_metadata
+        attend = TreeAttention(
+            common.block_table_tensor,
+            tree_mask.ctx_lens,
+            common.query_start_loc,
+            tree_mask.ancestor_bits,
+        )
+        if tree_mask.has_plain:
+            metadata = super().build(common_prefix_len, common, fast_build)
+            return TreeCPUAttentionMetadata(**vars(metadata), attend=attend)
+        # The stock kernel will not run, so its schedule need not be made.
+        return TreeCPUAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            attend=attend,
+            has_plain=False,
+        )
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+    _kv_cache: torch.Tensor | None = None
+    _packed: PackedCache | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse_beyond_trees(
@@ -78,8 +91,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        mask: TreeMask | None = getattr(attn_metadata, "tree_mask", None)
-        if attn_metadata is None or mask is None or mask.has_plain:
+        trees = attn_metadata if isinstance(attn_metadata, TreeCPUAttentionMetadata) else None
+        if trees is None or trees.has_plain:
             super().forward(
                 layer,
                 query,
@@ -91,22 +104,12 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
-        if attn_metadata is None or mask is None:
-            return output
-        rows = attn_metadata.num_actual_tokens
-        key_cache, value_cache = split_kv_cache(kv_cache)
-        tree_attention(
-            query[:rows],
-            key_cache,
-            value_cache,
-            layer.isa,  # type: ignore[attr-defined]
-            attn_metadata.block_table,
-            mask.ctx_lens,
-            attn_metadata.query_start_loc,
-            mask.ancestor_bits,
-            output[:rows],
-            self.scale,
-        )
+        if trees is not None and trees.attend is not None:
+            if self._packed is None or self._kv_cache is not kv_cache:
+                isa: str = layer.isa  # type: ignore[attr-defined]
+                self._kv_cache, self._packed = kv_cache, PackedCache(*split_kv_cache(kv_cache), isa)
+            rows = trees.num_actual_tokens
+            trees.attend(query[:rows], self._packed, output[:rows], self.scale)
         return output
 
 

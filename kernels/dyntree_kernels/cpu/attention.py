@@ -5,12 +5,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
 
 from dyntree_kernels.cpu.layout import flat, is_paired
-from dyntree_kernels.cpu.simd import LANES, ROWS, accumulate, as_numpy, exp, from_float, to_float
+from dyntree_kernels.cpu.simd import (
+    LANES,
+    ROWS,
+    accumulate,
+    as_numpy,
+    exp,
+    from_float,
+    row_maximum,
+    to_float,
+    widen,
+)
 from dyntree_kernels.cpu.threads import use_torch_threads
 
 _TILE = 32  # cache positions per step of the online softmax; a row's view of them is one word
@@ -18,7 +30,7 @@ _CHUNK = 64  # most query rows (tree rows times query heads of one KV head) per 
 _MASKED = np.float32(-1e30)
 _ZERO = np.float32(0)
 _ALL = np.uint32(0xFFFFFFFF)
-_UNROLLED = {"reassoc", "contract", "nsz", "nnan"}  # lets max and sum vectorise
+_UNROLLED = {"reassoc", "contract", "nsz", "nnan"}  # lets sums vectorise
 
 
 @numba.njit(cache=True)
@@ -27,9 +39,8 @@ def _load_keys(dst, block, n, start, paired):
     d = dst.shape[0]
     if not paired:
         for i in range(d):
-            row = block[i * n + start : i * n + start + _TILE]
-            for j in range(_TILE):
-                dst[i, j] = to_float(row[j])
+            for j in range(0, _TILE, LANES):
+                widen(dst, i, j, block, i * n + start + j)
         return
     for group in range(_TILE // LANES):
         base = (start // LANES + group) * d * LANES
@@ -49,9 +60,8 @@ def _load_values(dst, block, n, start, paired, seen):
     d = dst.shape[1]
     if not paired:
         for j in range(_TILE):
-            row = block[(start + j) * d : (start + j + 1) * d]
-            for i in range(d):
-                dst[j, i] = to_float(row[i])
+            for i in range(0, d, LANES):
+                widen(dst, j, i, block, (start + j) * d + i)
     else:
         for group in range(d // LANES):
             base = (group * n + start) * LANES
@@ -97,9 +107,7 @@ def _softmax_step(scores, sums, state):
     """
     for i in range(scores.shape[0]):
         high = state[i, 0]
-        top = high
-        for j in range(_TILE):
-            top = max(top, scores[i, j])
+        top = max(high, row_maximum(scores, i))
         if top > high:
             shrink = exp(high - top)
             state[i, 0] = top
@@ -194,8 +202,11 @@ def _tree_attention(
             ctx = np.int64(ctx_lens[r])
             if ctx < 0:
                 continue
-            for first in range(qo_indptr[r], qo_indptr[r + 1], chunk):
-                count = min(chunk, qo_indptr[r + 1] - first)
+            length = qo_indptr[r + 1] - qo_indptr[r]
+            chunks = (length + chunk - 1) // chunk
+            for number in range(chunks):
+                first = qo_indptr[r] + number * length // chunks
+                count = qo_indptr[r] + (number + 1) * length // chunks - first
                 rows = (count * heads + ROWS - 1) // ROWS * ROWS
                 for h in range(kv_heads):
                     task += 1
@@ -214,6 +225,93 @@ def _tree_attention(
                     _store_rows(result, out, out_step, first, h * heads, heads, count * heads)
 
 
+class PackedCache:
+    """One layer's keys and values as the kernel reads them.
+
+    The two caches are the halves that vLLM's CPU backend takes from its cache tensor, in float32,
+    bfloat16 or float16.
+
+    Raises:
+        ValueError: for an unsupported layout, dtype or shape.
+    """
+
+    def __init__(self, key_cache: torch.Tensor, value_cache: torch.Tensor, isa: str) -> None:
+        self.paired = is_paired(isa)
+        _, self.heads, self.block_size, self.head_size = key_cache.shape
+        if self.block_size % _TILE or self.head_size % LANES:
+            raise ValueError(
+                f"block size {self.block_size} and head size {self.head_size} must be multiples "
+                f"of {_TILE} and {LANES}"
+            )
+        # One dtype and memory order per argument: another one would compile another kernel.
+        self.keys, self.values = as_numpy(flat(key_cache)), as_numpy(flat(value_cache))
+        self.steps = (*key_cache.stride()[:2], *value_cache.stride()[:2])
+
+
+class TreeAttention:
+    """Attention of the tree rows of one forward, for all of its layers.
+
+    A layer's time is tens of microseconds on a small model; what does not differ between layers is
+    made once. See `dyntree_kernels` for the arguments. They are not copied if they are contiguous
+    and int32: what is written to them later counts.
+    """
+
+    def __init__(
+        self,
+        block_table: torch.Tensor,
+        ctx_lens: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        ancestor_bits: torch.Tensor,
+    ) -> None:
+        self._block_table = block_table.int().contiguous().numpy()
+        self._ctx_lens = ctx_lens.int().contiguous().numpy()
+        self._qo_indptr = qo_indptr.int().contiguous().numpy()
+        self._bits = ancestor_bits.contiguous().view(torch.uint32).numpy()
+        self._mean_ctx = int(self._ctx_lens.sum()) // max(1, len(self._ctx_lens))
+        self._floats = np.empty((0, 0), np.float32)
+        self._words = np.empty((0, 0), np.uint32)
+
+    def __call__(
+        self, q: torch.Tensor, cache: PackedCache, out: torch.Tensor, scale: float
+    ) -> None:
+        """Write the attention of ``q`` over a layer's cache to ``out``.
+
+        Raises:
+            ValueError: for an unsupported dtype or shape.
+        """
+        (tokens, q_heads, d), kv_heads = q.shape, cache.heads
+        if q.shape != out.shape or q_heads % kv_heads or d != cache.head_size:
+            raise ValueError(
+                f"q {tuple(q.shape)} and out {tuple(out.shape)} must both be "
+                f"[T, H, {cache.head_size}] with H a multiple of the {kv_heads} KV heads"
+            )
+        if tokens == 0:
+            return
+        heads = q_heads // kv_heads
+        threads = use_torch_threads(2 * tokens * q_heads * d // LANES * self._mean_ctx)
+        chunk = max(1, min(_CHUNK // heads, tokens * kv_heads // threads))
+        self._make_room(threads, -(-chunk * heads // ROWS) * ROWS, d)
+        _tree_attention(
+            _rows(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
+            cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
+            heads, chunk, _rows(out), out.stride(0), np.float32(scale), self._floats, self._words,
+        )  # fmt: skip
+
+    def _make_room(self, threads: int, rows: int, d: int) -> None:
+        size = rows * (2 * d + _TILE + 2) + 2 * d * _TILE
+        if self._floats.shape != (threads, size):
+            self._floats = np.empty((threads, size), np.float32)
+            self._words = np.zeros((threads, rows), np.uint32)
+
+
+def _rows(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The memory from the first to the last element of x [T, H, D]."""
+    (tokens, heads, d), (step, *within) = x.shape, x.stride()
+    if within != [d, 1]:
+        raise ValueError(f"q and out must be dense within a row, not of strides {x.stride()}")
+    return as_numpy(x.as_strided(((tokens - 1) * step + heads * d,), (1,)))
+
+
 def tree_attention(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -228,40 +326,10 @@ def tree_attention(
 ) -> None:
     """Attention of tree rows over a packed CPU cache, written to `out`.
 
-    See `dyntree_kernels` for the arguments. The two caches are the halves that vLLM's CPU backend
-    takes from its cache tensor, in float32, bfloat16 or float16.
+    See `dyntree_kernels` for the arguments, and `PackedCache` for the caches.
 
     Raises:
         ValueError: for an unsupported layout, dtype or shape.
     """
-    paired = is_paired(isa)
-    _, kv_heads, n, d = key_cache.shape
-    if n % _TILE or d % LANES:
-        raise ValueError(
-            f"block size {n} and head size {d} must be multiples of {_TILE} and {LANES}"
-        )
-    if q.shape != out.shape or q.shape[1] % kv_heads or q.shape[2] != d:
-        raise ValueError(
-            f"q {tuple(q.shape)} and out {tuple(out.shape)} must both be [T, H, {d}] with H a "
-            f"multiple of the {kv_heads} KV heads"
-        )
-    if q.stride()[1:] != (d, 1) or out.stride()[1:] != (d, 1):
-        raise ValueError(f"q and out must be dense within a row, not {q.stride()}, {out.stride()}")
-    tokens, heads = q.shape[0], q.shape[1] // kv_heads
-    if tokens == 0:
-        return
-    mean_ctx = int(ctx_lens.sum()) // len(ctx_lens)
-    threads = use_torch_threads(2 * tokens * q.shape[1] * d // LANES * mean_ctx)
-    chunk = max(1, min(_CHUNK // heads, tokens * kv_heads // threads))
-    rows = -(-chunk * heads // ROWS) * ROWS
-    size = rows * (2 * d + _TILE + 2) + 2 * d * _TILE
-    # One dtype and memory order per argument: another one would compile another kernel.
-    _tree_attention(
-        as_numpy(flat(q)), q.stride(0), as_numpy(flat(key_cache)), as_numpy(flat(value_cache)),
-        (*key_cache.stride()[:2], *value_cache.stride()[:2]), n, d, paired,
-        block_table.int().contiguous().numpy(), ctx_lens.long().contiguous().numpy(),
-        qo_indptr.int().contiguous().numpy(),
-        ancestor_bits.contiguous().view(torch.uint32).numpy(), kv_heads, heads, chunk,
-        as_numpy(flat(out)), out.stride(0), np.float32(scale),
-        np.empty((threads, size), np.float32), np.zeros((threads, rows), np.uint32),
-    )  # fmt: skip
+    attend = TreeAttention(block_table, ctx_lens, qo_indptr, ancestor_bits)
+    attend(q, PackedCache(key_cache, value_cache, isa), out, scale)

@@ -26,6 +26,7 @@ LANES = 16
 ROWS = 4  # rows per call of a product below; callers pad to a multiple
 
 _F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
+_VECTOR = ir.VectorType(_F32, LANES)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -73,6 +74,70 @@ def from_float(typingctx: Any, x: Any, like: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), _I16)
 
     return like(types.float32, like), codegen
+
+
+@intrinsic
+def widen(typingctx: Any, dst: Any, i: Any, j: Any, src: Any, at: Any) -> Any:
+    """dst[i, j : j + LANES] = to_float(src[at : at + LANES]), for a contiguous float32 matrix and
+    elements as in `to_float`.
+
+    A loop of `to_float` takes five times as long where rows are short.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, source = (
+            context.make_array(signature.args[n])(context, builder, args[n]) for n in (0, 3)
+        )
+        columns = cgutils.unpack_tuple(builder, to.shape)[1]
+        offset = builder.add(builder.mul(args[1], columns), args[2])
+        element = signature.args[3].dtype
+        kind = {types.float32: _F32, types.uint16: _I16}.get(element, ir.HalfType())
+        lanes = _load_lanes(builder, builder.gep(source.data, [args[4]]), kind)
+        if element == types.uint16:
+            wide = builder.zext(lanes, ir.VectorType(_I32, LANES))
+            sixteen = ir.Constant(ir.VectorType(_I32, LANES), [16] * LANES)
+            lanes = builder.bitcast(builder.shl(wide, sixteen), _VECTOR)
+        elif element != types.float32:
+            lanes = builder.fpext(lanes, _VECTOR)
+        builder.store(
+            lanes, builder.bitcast(builder.gep(to.data, [offset]), _VECTOR.as_pointer()), align=4
+        )
+        return context.get_dummy_value()
+
+    return types.void(dst, types.intp, types.intp, src, types.intp), codegen
+
+
+@intrinsic
+def row_maximum(typingctx: Any, x: Any, i: Any) -> Any:
+    """max(x[i, : 2 * LANES]) for a contiguous float32 matrix without NaN.
+
+    numba's loops take maxima one element at a time.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        first = builder.mul(args[1], cgutils.unpack_tuple(builder, array.shape)[1])
+        low, high = (
+            _load_lanes(
+                builder,
+                builder.gep(array.data, [builder.add(first, ir.Constant(first.type, half))]),
+                _F32,
+            )
+            for half in (0, LANES)
+        )
+        above = builder.fcmp_ordered(">", high, low, flags=["nnan"])
+        name = f"llvm.vector.reduce.fmax.v{LANES}f32"
+        reduce = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_F32, [_VECTOR]), name
+        )
+        return builder.call(reduce, [builder.select(above, high, low)], fastmath=["nnan", "nsz"])
+
+    return types.float32(x, types.intp), codegen
+
+
+def _load_lanes(builder: Any, pointer: Any, element: Any) -> Any:
+    vector = ir.VectorType(element, LANES)
+    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=2)
 
 
 @intrinsic
