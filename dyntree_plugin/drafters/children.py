@@ -78,7 +78,7 @@ class ChildPicker:
         self._plan = plan
         self._growing = plan.growing
         self._perturb = perturb
-        self._estimate = estimate
+        self.estimate = estimate
 
     def __call__(self, logits: torch.Tensor, rows: DraftRows, all_greedy: bool) -> Children:
         """Children below M draft rows with ``logits`` [M, V].
@@ -103,7 +103,7 @@ class ChildPicker:
         tokens, log_probs = top_children(scores, min(max(2, count), scores.shape[1]))
         seen = features(log_probs)[:, :count]
         tokens, log_probs = tokens[:, :count], log_probs[:, :count]
-        chance = self._estimate.log_chance(seen, rows.classes)
+        chance = self.estimate.log_chance(seen, rows.classes)
         chance = chance.masked_fill(log_probs.isneginf(), float("-inf"))
         return Children(tokens, only_first(chance, rows.chained), features=seen)
 

@@ -183,6 +183,10 @@ class DraftForwards(StandaloneARSpeculator):
         rows.positions.view(positions.shape).copy_(positions)
         rows.ancestor_bits.view(-1, width, rows.ancestor_bits.shape[1]).copy_(frontier.ancestors)
         rows.slots.copy_(slots.masked_fill(~frontier.valid, PAD_SLOT).flatten(1))
+        return self._forward(rows, wanted)
+
+    def _forward(self, rows: TreeRows, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """The draft over rows that are filled; logits of all of them, or the ``wanted`` ones."""
         with self._clock("draft"):
             hidden = self._run_model(
                 rows.ids, rows.positions, rows.metadata, rows.slots_by_layer, None

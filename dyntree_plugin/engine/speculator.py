@@ -146,7 +146,7 @@ class TreeSpeculator(DraftForwards):
         of_width = {w: self._tree_rows(at, w, self._scratch) for w in {*growing.widths}}
         for width, end in zip(growing.widths, accumulate(growing.widths), strict=True):
             frontier = growth.frontier()
-            if self._nothing_left(frontier) or not self._pays(frontier):
+            if self._nothing_left(frontier) or not self._pays(frontier.values):
                 break
             self.forwards += 1
             positions = (at[:, None] + frontier.depths).clamp(max=self.max_model_len - 1)
@@ -162,11 +162,12 @@ class TreeSpeculator(DraftForwards):
         on_host = frontier.valid.device.type == "cpu"
         return on_host and not frontier.valid.any().item()  # sync: host memory on the CPU
 
-    def _pays(self, frontier: Frontier) -> bool:
-        """Whether a draft forward over the frontier is worth its time, as far as the host knows."""
-        if self.budget is None or frontier.values is None:
+    def _pays(self, values: torch.Tensor | None) -> bool:
+        """Whether a draft forward over a frontier of these values is worth its time, as far as the
+        host knows."""
+        if self.budget is None or values is None:
             return True
-        return self.budget.drafting_pays(frontier.values)
+        return self.budget.drafting_pays(values)
 
     def _catch_up(
         self, batch: InputBatch, num_sampled: torch.Tensor, emitted: torch.Tensor

@@ -18,6 +18,7 @@ from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
+from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator
 from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.node_budget import AdaptiveBudget
 from dyntree_plugin.engine.runner import TreeRunnerMixin
@@ -28,6 +29,7 @@ from dyntree_plugin.tree.row_cost import RowCost
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
+    speculator_type = CPUTreeSpeculator
     perturb = staticmethod(perturbed_logits)
     _budget: AdaptiveBudget | None = None
 

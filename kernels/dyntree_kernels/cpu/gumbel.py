@@ -117,7 +117,7 @@ def _noise64(low_bits, high_bits):
 
 
 @_jit
-def _add_noise(out, seed, position, first):
+def add_noise(out, seed, position, first):
     """out[i] += noise of token first + i."""
     h = _row_hash(seed, position, _ZERO32)
     for i in range(out.shape[0]):
@@ -164,7 +164,7 @@ def _perturb(out, logits, temperatures, seeds, positions):
         else:
             for i in range(last - first):
                 target[i] = source[i] / t
-            _add_noise(target, seeds[row], positions[row], first)
+            add_noise(target, seeds[row], positions[row], first)
 
 
 @numba.njit(parallel=True, cache=True, error_model="numpy")
@@ -185,7 +185,7 @@ def _sample(argmax, maximum, logits, requests, temperatures, seeds, positions, b
             noised = np.empty(last - first, np.float32)
             for i in range(last - first):
                 noised[i] = values[i] / scale
-            _add_noise(noised, seeds[request], positions[row], first)
+            add_noise(noised, seeds[request], positions[row], first)
             best = _block_argmax(noised)
             maximum[row, column] = noised[best]
         else:

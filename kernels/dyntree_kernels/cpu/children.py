@@ -1,0 +1,166 @@
+"""The best children of draft rows and the chance that each is accepted, in one pass over the
+vocabulary."""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# Compiled functions take what numba infers; their docstrings give shapes.
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+
+from dyntree_kernels.cpu.gumbel import add_noise
+from dyntree_kernels.cpu.simd import exp, to_float
+
+_BLOCK = 1024  # scores at a time: they stay in L1
+_SPAN = 64  # scores that are looked at together for one that is among the best
+_ZERO = np.float32(0)
+_NONE = np.float32(-np.inf)
+_MAX_FEATURE = 20.0
+_SUREST = float(np.float32(-1e-7))
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _load_scores(scores, logits, temperature, noisy, seed, position, first):
+    """Fill scores with those of the tokens from `first` on; what is behind them is -inf."""
+    count = logits.shape[0]
+    for i in range(count):
+        scores[i] = to_float(logits[i])
+    if temperature > _ZERO:
+        for i in range(count):
+            scores[i] /= temperature
+        if noisy:
+            add_noise(scores[:count], seed, position, first)
+    scores[count:] = _NONE
+
+
+@numba.njit(cache=True)
+def _has_nan(scores):
+    found = np.int32(0)
+    for i in range(scores.shape[0]):
+        found += np.int32(scores[i] != scores[i])
+    return found > 0
+
+
+@numba.njit(cache=True)
+def _insert(best, tokens, score, token):
+    """Put a score that is better than the last of `best` where it belongs, behind equals."""
+    at = best.shape[0] - 1
+    while at > 0 and best[at - 1] < score:
+        best[at], tokens[at] = best[at - 1], tokens[at - 1]
+        at -= 1
+    best[at], tokens[at] = score, token
+
+
+@numba.njit(cache=True)
+def _rank(scores, first, best, tokens):
+    """Keep the best scores in descending order, of equals those of the lowest tokens."""
+    last = best.shape[0] - 1
+    for start in range(0, scores.shape[0], _SPAN):
+        span = scores[start : start + _SPAN]
+        least = best[last]
+        better = np.int32(0)
+        for i in range(_SPAN):
+            better += np.int32(span[i] > least)
+        if better > 0:
+            for i in range(_SPAN):
+                if span[i] > best[last]:
+                    _insert(best, tokens, span[i], first + start + i)
+
+
+@numba.njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+def _sum_exp(scores, top):
+    total = _ZERO
+    for i in range(scores.shape[0]):
+        total += exp(scores[i] - top)
+    return total
+
+
+@numba.njit(cache=True)
+def _best_scores(logits, temperature, noisy, seed, position, best, tokens):
+    """Fill best and tokens [K]; returns logsumexp of all scores, NaN where one of them is NaN."""
+    scores = np.empty(_BLOCK, np.float32)
+    best[:] = _NONE
+    tokens[:] = 0
+    total, top = 0.0, _NONE
+    for first in range(0, logits.shape[0], _BLOCK):
+        block = logits[first : first + _BLOCK]
+        rows = (block.shape[0] + _SPAN - 1) // _SPAN * _SPAN
+        filled = scores[:rows]
+        _load_scores(filled, block, temperature, noisy, seed, position, first)
+        if _has_nan(filled):
+            return np.nan
+        _rank(filled, first, best, tokens)
+        if best[0] > top:
+            total *= math.exp(top - best[0])
+            top = best[0]
+        if top > _NONE:
+            total += _sum_exp(filled, top)
+    return top + math.log(total) if total > 0 else np.nan
+
+
+@numba.njit(cache=True)
+def _clamp(x, low, high):
+    return min(max(x, low), high)
+
+
+@numba.njit(cache=True)
+def _log_chance(weights, features):
+    x = weights[0] + weights[1] * features[0] + weights[2] * features[1]
+    return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
+
+
+@numba.njit(cache=True)
+def _judge(best, logsumexp, weights, features, edges):
+    """Features [K, 2] and log of the learned chance [K] of candidates by their scores."""
+    first = _clamp(best[0] - logsumexp, -_MAX_FEATURE, _SUREST)
+    second = _clamp(best[1] - logsumexp, -_MAX_FEATURE, _SUREST)
+    for k in range(edges.shape[0]):
+        chance = _clamp(best[k] - logsumexp, -_MAX_FEATURE, _SUREST)
+        logit = chance - math.log(-math.expm1(chance))
+        margin = first - second if k == 0 else chance - first
+        features[k, 0] = _clamp(logit, -_MAX_FEATURE, _MAX_FEATURE)
+        features[k, 1] = _clamp(margin, -_MAX_FEATURE, _MAX_FEATURE)
+        edges[k] = _log_chance(weights, features[k]) if best[k] > _NONE else _NONE
+
+
+@numba.njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+def pick_children(
+    logits, step, vocab, noisy, temperatures, classes, seeds, chained, positions, weights,
+    expansions, bases, tokens, edges, features,
+):  # fmt: skip
+    """The children of every row that is worth it, and the log of their estimated acceptance.
+
+    logits: the memory of R * W rows of `vocab` entries, `step` apart, W of each request. `noisy`:
+    add the target sampler's noise where the temperature is above 0. temperatures, classes (of the
+    weights), seeds, chained [R]. positions [R, E]: of the tokens that expansions run on.
+    weights [classes, 3]: what the chance is learned as; none, and it is the draft's probability.
+    expansions: the first that the rows are, and W. bases [R, E]: -inf for rows without children.
+    tokens, edges [R, E, K], features [R, E, K, 2 or 0]: written.
+
+    A row whose scores hold NaN, or nothing but -inf, has no children.
+    """
+    start, width = expansions
+    children = tokens.shape[2]
+    kept = max(2, children)
+    for row in numba.prange(temperatures.shape[0] * width):
+        r, e = row // width, start + row % width
+        if bases[r, e] == _NONE:
+            continue
+        best, found = np.empty(kept, np.float32), np.empty(kept, np.int64)
+        logsumexp = _best_scores(
+            logits[row * step : row * step + vocab], temperatures[r], noisy, seeds[r],
+            positions[r, e], best, found,
+        )  # fmt: skip
+        tokens[r, e] = found[:children]
+        if not math.isfinite(logsumexp):
+            edges[r, e] = _NONE
+        elif weights.shape[0] > 0:
+            _judge(best, logsumexp, weights[classes[r]], features[r, e], edges[r, e])
+        else:
+            for k in range(children):
+                edges[r, e, k] = min(best[k] - logsumexp, 0.0)
+        if chained[r]:
+            edges[r, e, 1:] = _NONE

@@ -1,0 +1,329 @@
+"""Best-first growth in three compiled calls: pick children, choose the next nodes to expand, and
+store the trees.
+
+Expansion 0 is the root's, expansion 1 + c that of the node in scratch column c; candidate
+``e * K + k`` is the k-th child of expansion e, so candidates stand behind their parents. As a
+child is never worth more than its parent, the N most valuable candidates so far, in descending
+order and of equals the earlier first, are a tree whose parents stand before their children. What
+is not among them is neither expanded nor kept.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# Compiled functions take what numba infers; their docstrings give shapes.
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+
+from dyntree_kernels.cpu.children import pick_children
+from dyntree_kernels.cpu.layout import flat
+from dyntree_kernels.cpu.simd import as_numpy
+from dyntree_kernels.cpu.threads import use_torch_threads
+
+_NONE = np.float32(-np.inf)
+_NANOSECONDS = 2  # per score, which is how use_torch_threads counts
+
+
+@numba.njit(cache=True)
+def _keep(expansions, least, bases, edges, values, opened, best, counts, grown):
+    """Add the children of new expansions to one request's best candidates [N].
+
+    counts, grown: arrays of one element, the candidates among the best and all that there are.
+    """
+    children, budget = edges.shape[1], best.shape[0]
+    if expansions[0] == 0:
+        counts[0] = grown[0] = 0
+    for e in range(expansions[0], expansions[1]):
+        if bases[e] == _NONE:
+            continue
+        for k in range(children):
+            candidate, value = e * children + k, bases[e] + edges[e, k]
+            if not value > _NONE or (value < least and candidate > 0):
+                continue
+            grown[0] += 1
+            values[candidate], opened[candidate] = value, False
+            at = counts[0]
+            if at < budget:
+                counts[0] += 1
+            elif value > values[best[budget - 1]]:
+                at -= 1
+            else:
+                continue
+            while at > 0 and values[best[at - 1]] < value:
+                best[at] = best[at - 1]
+                at -= 1
+            best[at] = candidate
+
+
+@numba.njit(cache=True)
+def _next_to_open(best, count, values, opened, least):
+    """The most valuable candidate that was not expanded and can still have children in the tree,
+    or -1."""
+    full = count == best.shape[0]
+    for i in range(count):
+        candidate = best[i]
+        value = values[candidate]
+        if value < least or (full and value <= values[best[count - 1]]):
+            return -1
+        if not opened[candidate]:
+            return candidate
+    return -1
+
+
+@numba.njit(cache=True)
+def _expand(
+    added, expansions, least, bases, edges, values, opened, best, counts, grown, tokens, nodes,
+    depths, bits, positions, roots, longest, scratch, ids, row_positions, row_bits, slots,
+):  # fmt: skip
+    """Add the children of expansions `added`, choose the nodes of `expansions`, and write the draft
+    rows that run on them. Returns how many nodes there are.
+
+    roots [R]: positions; no position is beyond `longest`. scratch [groups, R * columns]: cache
+    slots. ids, row_positions, row_bits, slots (by group): written, a row of each node; rows without
+    a node see nothing, and their slot is -1.
+    """
+    requests, width, children = roots.shape[0], expansions[1] - expansions[0], edges.shape[2]
+    columns, total = nodes.shape[1] - 1, 0
+    for r in range(requests):
+        _keep(
+            added, least, bases[r], edges[r], values[r], opened[r], best[r], counts[r : r + 1],
+            grown[r : r + 1],
+        )  # fmt: skip
+        room = min(columns, longest - roots[r])
+        for row in range(r * width, (r + 1) * width):
+            e = expansions[0] + row - r * width
+            node = _next_to_open(best[r], counts[r], values[r], opened[r], least)
+            if node >= 0:
+                opened[r, node] = True
+            exists = node >= 0 and e - 1 < room
+            above = node // children if exists else 0
+            nodes[r, e] = node if exists else -1
+            bases[r, e] = values[r, node] if exists else _NONE
+            depths[r, e] = depths[r, above] + 1
+            positions[r, e] = min(roots[r] + depths[r, e], longest)
+            ids[row] = tokens[r, above, node % children] if exists else 0
+            row_positions[row] = positions[r, e]
+            for group in range(slots.shape[0]):
+                slots[group, row] = scratch[group, r * columns + e - 1] if exists else -1
+            bits[r, e] = 0
+            if exists:
+                bits[r, e] = bits[r, above]
+                bits[r, e, (e - 1) // 32] |= np.uint32(1) << np.uint32((e - 1) % 32)
+                total += 1
+            row_bits[row] = bits[r, e]
+    return total
+
+
+@numba.njit(cache=True)
+def _store(
+    added, least, bases, edges, values, opened, best, counts, grown, tokens, nodes, depths,
+    features, became, slots, out, out_parents, out_depths, out_values, out_counts, out_admitted,
+    out_grown, out_bits, out_features,
+):  # fmt: skip
+    """Add the children of expansions `added` and write the trees: out [R, N] the nodes' tokens,
+    the rest, as `TreeArrays` says, at `slots` [R]. became [candidates]: working memory."""
+    children, budget = edges.shape[2], best.shape[1]
+    for r in range(slots.shape[0]):
+        _keep(
+            added, least, bases[r], edges[r], values[r], opened[r], best[r], counts[r : r + 1],
+            grown[r : r + 1],
+        )  # fmt: skip
+        at, count = slots[r], counts[r]
+        out_counts[at] = out_admitted[at] = count
+        out_grown[at] = grown[r]
+        out_bits[at] = 0
+        out_bits[at, 0, 0] = 1
+        for n in range(budget):
+            candidate = best[r, n] if n < count else 0
+            e, k = candidate // children, candidate % children
+            parent = -1
+            if n < count and e > 0:
+                parent = became[nodes[r, e]]
+            became[candidate] = n
+            out[r, n] = tokens[r, e, k] if n < count else 0
+            out_parents[at, n] = parent
+            out_depths[at, n] = depths[r, e] + 1
+            out_values[at, n] = values[r, candidate] if n < count else _NONE
+            out_bits[at, n + 1] = out_bits[at, parent + 1]
+            out_bits[at, n + 1, (n + 1) // 32] |= np.uint32(1) << np.uint32((n + 1) % 32)
+            if out_features.shape[1] > 0:
+                out_features[at, n] = features[r, e, k]
+
+
+class TreeArrays(NamedTuple):
+    """Where trees are stored by slot: the tensors of the engine's store, and `TokenTree`'s terms.
+
+    ``parents``, ``depths`` int64 and ``values`` float32 [slots, N]; ``counts``, ``admitted``,
+    ``grown`` int64 [slots]; ``ancestors`` int32 [slots, N + 1, words]; ``features`` float32
+    [slots, N, 2], or [slots, 0, 2] where they are not kept.
+    """
+
+    parents: torch.Tensor
+    depths: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+    admitted: torch.Tensor
+    grown: torch.Tensor
+    ancestors: torch.Tensor
+    features: torch.Tensor
+
+
+class RowBuffers(NamedTuple):
+    """Memory of the rows of a draft forward, R * W of them, W of each request.
+
+    ``ids`` int32, ``positions`` int64; ``slots`` and ``scratch`` int64 [groups, …]: cache slots of
+    the rows, and those behind the roots that rows may take, ``sum(widths)`` of each request.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    scratch: torch.Tensor
+
+
+class CompiledGrowth:
+    """Grows trees step by step as growth ``topk`` does, for as many requests as there is room.
+
+    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``.
+    """
+
+    def __init__(
+        self,
+        *,
+        requests: int,
+        node_budget: int,
+        children: int,
+        widths: tuple[int, ...],
+        least: float,
+        longest: int,
+        coupled: bool,
+        weights: torch.Tensor | None,
+        rows: RowBuffers,
+        trees: TreeArrays,
+    ) -> None:
+        """``requests``: the most. ``least``: the least value of a node but the root's first child.
+        ``longest``: the last position. ``coupled``: whether scores have the target sampler's noise.
+        ``weights`` float32 [classes, 3]: of the learned chance, followed as they change; None where
+        it is not learned. ``rows`` and ``trees`` are written.
+        """
+        expansions, candidates = 1 + sum(widths), children * (1 + sum(widths))
+        self._widths, self._coupled, self._longest = widths, coupled, longest
+        self._least = np.float32(math.log(least) if least > 0 else -math.inf)
+        self._weights = np.empty((0, 3), np.float32) if weights is None else weights.numpy()
+        self._rows = tuple(each.numpy() for each in rows)
+        self._trees = tuple(
+            (each.view(torch.uint32) if each is trees.ancestors else each).numpy() for each in trees
+        )
+        of_features = 0 if weights is None else 2
+        self.tokens = np.zeros((requests, expansions, children), np.int64)
+        self.edges = np.zeros((requests, expansions, children), np.float32)
+        """Log of the estimated chance that the target takes a child, once it is at its parent."""
+        self.features = np.zeros((*self.edges.shape, of_features), np.float32)
+        self._bases_tensor = torch.zeros(requests, expansions)
+        self._bases = self._bases_tensor.numpy()
+        self._values = np.zeros((requests, candidates), np.float32)
+        self._opened = np.zeros((requests, candidates), np.bool_)
+        self._best = np.zeros((requests, node_budget), np.int64)
+        self._counts = np.zeros(requests, np.int64)
+        self._grown = np.zeros(requests, np.int64)
+        self._nodes = np.full((requests, expansions), -1, np.int64)
+        self._depths = np.zeros((requests, expansions), np.int64)
+        self._positions = np.zeros((requests, expansions), np.int64)
+        self._bits = np.zeros((requests, expansions, max(1, -(-(expansions - 1) // 32))), np.uint32)
+        self._became = np.full(candidates, -1, np.int64)
+        self._forward = 0
+        # The expansions that children come of next, and those whose children were picked last.
+        self._new = self._picked = (0, 1)
+        self._of_requests: tuple[np.ndarray[Any, Any], ...] = ()
+        self._roots = np.zeros(0, np.int64)
+
+    def start(
+        self,
+        roots: torch.Tensor,
+        temperatures: torch.Tensor,
+        classes: torch.Tensor,
+        seeds: torch.Tensor,
+        chained: torch.Tensor,
+    ) -> None:
+        """Begin a step's growth over R requests; [R] each.
+
+        ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
+        ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
+        """
+        of_requests = (temperatures, classes, seeds, chained)
+        self._of_requests = tuple(each.contiguous().numpy() for each in of_requests)
+        self._roots = roots.contiguous().numpy()
+        self._positions[: len(self._roots), 0] = self._roots
+        self._forward, self._new = 0, (0, 1)
+        self._picked = (0, 0)
+
+    def pick(self, logits: torch.Tensor) -> None:
+        """Take the children of the last expansions from their logits [R * W, V]."""
+        first, last = self._new
+        rows, vocab = logits.shape
+        if rows != len(self._roots) * (last - first):
+            raise ValueError(f"logits of {rows} rows for {len(self._roots)} x {last - first}")
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        use_torch_threads(_NANOSECONDS * rows * vocab)
+        pick_children(
+            as_numpy(flat(logits)), logits.stride(0), vocab, self._coupled, *self._of_requests,
+            self._positions, self._weights, (first, last - first), self._bases, self.tokens,
+            self.edges, self.features,
+        )  # fmt: skip
+        self._picked = self._new
+
+    def expand(self, ancestor_bits: torch.Tensor) -> int:
+        """Choose the nodes of the next draft forward and write its rows; how many nodes they are.
+
+        ``ancestor_bits`` int32 [R * W, words]: written, bits over the scratch columns.
+        """
+        added, last = self._picked, self._new[1]
+        self._new, self._picked = (last, last + self._widths[self._forward]), (last, last)
+        self._forward += 1
+        ids, positions, slots, scratch = self._rows
+        found: int = _expand(
+            added, self._new, self._least, self._bases, self.edges, self._values, self._opened,
+            self._best, self._counts, self._grown, self.tokens, self._nodes, self._depths,
+            self._bits, self._positions, self._roots, self._longest, scratch, ids, positions,
+            ancestor_bits.view(torch.uint32).numpy(), slots,
+        )  # fmt: skip
+        return found
+
+    @property
+    def frontier_values(self) -> torch.Tensor:
+        """Log of the values of the nodes that ``expand`` chose, float32 [R, W], -inf for none."""
+        return self._bases_tensor[: len(self._roots), slice(*self._new)]
+
+    def finish(self, slots: torch.Tensor) -> torch.Tensor:
+        """Store the trees at ``slots`` int64 [R]; their nodes' tokens, int64 [R, N]."""
+        tokens = torch.empty(len(self._roots), self._best.shape[1], dtype=torch.int64)
+        _store(
+            self._picked, self._least, self._bases, self.edges, self._values, self._opened,
+            self._best, self._counts, self._grown, self.tokens, self._nodes, self._depths,
+            self.features, self._became, slots.contiguous().numpy(), tokens.numpy(), *self._trees,
+        )  # fmt: skip
+        return tokens
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile growth from logits of `dtype`, or load it from numba's cache."""
+    slot, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    bits = torch.zeros(1, 1, dtype=torch.int32)
+    growth = CompiledGrowth(
+        requests=1, node_budget=1, children=1, widths=(1,), least=0.0, longest=1, coupled=True,
+        weights=torch.zeros(1, 3), rows=RowBuffers(slot.int(), slot.clone(), one, one.clone()),
+        trees=TreeArrays(
+            one.clone(), one.clone(), one.float(), slot, slot.clone(), slot.clone(),
+            torch.zeros(1, 2, 1, dtype=torch.int32), torch.zeros(1, 1, 2),
+        ),
+    )  # fmt: skip
+    growth.start(slot, torch.ones(1), slot, slot, slot.bool())
+    growth.pick(torch.zeros(1, 2, dtype=dtype))
+    growth.expand(bits)
+    growth.finish(slot)
