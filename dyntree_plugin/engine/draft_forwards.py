@@ -11,26 +11,11 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappin
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
+from dyntree_plugin.engine.batch import Requests
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.tree.growth.base import Frontier
 
 PAD_SLOT = -1
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What drafting takes of R requests, [R] each.
-
-    ``index`` int32: their places in vLLM's block tables, -1 for one that only fills the batch up;
-    ``slots`` int64: where their trees are stored. ``temperature`` float32, ``seeds`` int64,
-    ``chained`` bool: those that need a chain-shaped tree.
-    """
-
-    index: torch.Tensor
-    slots: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    chained: torch.Tensor
 
 
 @dataclass(frozen=True)

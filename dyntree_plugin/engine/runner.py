@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -17,13 +16,14 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dyntree_plugin.drafters.children import ChildPicker, Perturb
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
+from dyntree_plugin.engine.batch import Requests, pack
 from dyntree_plugin.engine.config import tree_plan
 from dyntree_plugin.engine.kv import Move, PathMover
 from dyntree_plugin.engine.measured_rows import measure_rows
 from dyntree_plugin.engine.plain_cost import PlainCost, measure
 from dyntree_plugin.engine.requests import chain_reason
 from dyntree_plugin.engine.speculator import TreeSpeculator
-from dyntree_plugin.engine.stats import CountedOutput, StepRecord, StepTimes
+from dyntree_plugin.engine.stats import CountedOutput, StepRecord, StepTimes, report
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trace import TreeTrace
 from dyntree_plugin.engine.transfer import Send
@@ -76,7 +76,8 @@ class TreeRunnerMixin(GPUModelRunner):
         vocabulary = self.model_config.get_vocab_size()
         self.trees = TreeStore(self.max_num_reqs, plan, vocabulary, device)
         self.estimate = AcceptanceEstimate(device)
-        self.chained = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
+        # One more, for the trees' spare slot.
+        self.chained = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
         # vLLM has no registry of speculators; the stock one of this method is dropped unused.
         self.speculator: TreeSpeculator = self.speculator_type(
             vllm_config,
@@ -84,24 +85,24 @@ class TreeRunnerMixin(GPUModelRunner):
             self.trees,
             self.chained,
             ChildPicker(plan, self.perturb, self.estimate),
-            self._all_greedy,
+            self._pack,
             self.clock,
         )
         self.trace: TreeTrace | None = None
         self._custom_processors = bool(self.model_config.logits_processors)
         self._mask: TreeMask | None = None
-        self._slots: torch.Tensor
         self._plain_cost: PlainCost | None = None
         self._record = StepRecord()
+        self._report: torch.Tensor | None = None
         self._row_cost: RowCost | None = None
         self._row_cost_told = False
         self._step_times = StepTimes()
         self._movers: list[tuple[int, PathMover]] = []
 
-    def _all_greedy(self, slots: np.ndarray) -> bool:
+    def _pack(self, batch: InputBatch) -> torch.Tensor:
         if self.sampler is None:
-            raise RuntimeError("drafting has begun before the sampler was made")
-        return not self.sampler.sampling_states.temperature.np[slots].any()
+            raise RuntimeError("trees were wanted before the sampler was made")
+        return pack(batch, self.sampler.sampling_states)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -110,7 +111,14 @@ class TreeRunnerMixin(GPUModelRunner):
         self.warm_up_kernels()
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = self.verifier_type(
-            self.sampler, self.trees, self.perturb, self.clock, self._on_verified
+            self.sampler,
+            self.trees,
+            self.perturb,
+            self.clock,
+            self.input_buffers,
+            self._pack,
+            self._settle,
+            self._on_verified,
         )
         stock_prepare_attn = self.model_state.prepare_attn
 
@@ -157,7 +165,7 @@ class TreeRunnerMixin(GPUModelRunner):
             record.node_budget = int(drafts.max())
 
     def _new_record(self) -> StepRecord:
-        record = StepRecord(self._plain_cost, rank_values=self._row_cost is not None)
+        record = StepRecord(self._plain_cost)
         if self._row_cost is not None and not self._row_cost_told:
             record.row_cost, self._row_cost_told = self._row_cost, True
         return record
@@ -182,14 +190,21 @@ class TreeRunnerMixin(GPUModelRunner):
     def prepare_attn(
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        block_tables, slot_mappings = super().prepare_attn(input_batch)
-        self._slots = slot_mappings
+        found = super().prepare_attn(input_batch)
         if input_batch.num_draft_tokens:
             self._mask = self._place_nodes(input_batch)
-        return block_tables, slot_mappings
+        return found
 
     def _place_nodes(self, batch: InputBatch) -> TreeMask:
         """Turn the rows' linear positions into those of their nodes, and make the mask."""
+        drafts = batch.num_draft_tokens_per_req
+        if drafts is None:
+            raise RuntimeError("vLLM scheduled drafts without saying whose they are")
+        plain = (drafts == 0) | (batch.num_scheduled_tokens[: batch.num_reqs] != drafts + 1)
+        return TreeMask(*self.place(batch), bool(plain.any()))
+
+    def place(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Change the batch's positions; ``ctx_lens`` and ``ancestor_bits`` as in TreeMask."""
         slot, row = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
         depth = self.trees.depths[slot, (row - 1).clamp(min=0)]
         rows = batch.logits_indices
@@ -203,12 +218,7 @@ class TreeRunnerMixin(GPUModelRunner):
             batch.num_tokens, self.trees.words, dtype=torch.int32, device=rows.device
         )
         bits[rows] = self.trees.ancestors[slot, row]
-        ctx_lens = torch.where(is_tree, batch.seq_lens[:num_reqs] - lengths, -1)
-        drafts = batch.num_draft_tokens_per_req
-        if drafts is None:
-            raise RuntimeError("vLLM scheduled drafts without saying whose they are")
-        plain = (drafts == 0) | (batch.num_scheduled_tokens[:num_reqs] != drafts + 1)
-        return TreeMask(ctx_lens, bits, bool(plain.any()))
+        return torch.where(is_tree, batch.seq_lens[:num_reqs] - lengths, -1), bits
 
     def sample(
         self,
@@ -220,40 +230,47 @@ class TreeRunnerMixin(GPUModelRunner):
         with self.clock("sample"):
             output = super().sample(hidden_states, input_batch, grammar_output)
         requests = slice(input_batch.num_reqs)
+        found, self._report = self._report, None
+        if found is None:
+            found = report(self.trees, input_batch.idx_mapping)
         self._record.sampled(
             input_batch.is_prefilling_np[requests],
             input_batch.num_computed_tokens_np[requests],
-            self.trees,
-            input_batch.idx_mapping,
+            found,
+            self.trees.plan,
         )
         # Before drafting, so that the copy need not wait for it.
         self._record.send(self.send)
         return output
 
-    def _on_verified(self, verification: Verification, batch: InputBatch) -> None:
-        accepted = verification.accepted
+    def _settle(self, verification: Verification, requests: Requests) -> torch.Tensor:
+        """Move the accepted paths, and learn; what is to be counted, before the next trees come."""
         with self.clock("move"):
             for group, move in self._movers:
-                move(accepted.path, verification.roots, self._slots[group])
-        self.speculator.emitted = accepted.tokens
-        self._record.verified(verification, self.trees, batch.idx_mapping)
+                slots = self.block_tables.slot_mappings[group]
+                move(verification.path, verification.roots, slots)
         if self.trees.plan.calibrated:
-            self._learn(verification, batch.idx_mapping)
-        if self.trace is not None:
-            self.trace.add(verification, batch, self.trees)
+            self._learn(verification, requests)
+        return report(self.trees, requests.slots, verification)
 
-    def _learn(self, verification: Verification, slots: torch.Tensor) -> None:
-        if self.sampler is None:
-            raise RuntimeError("trees were verified before the sampler was made")
+    def _learn(self, verification: Verification, requests: Requests) -> None:
+        slots = requests.slots
         nodes = torch.arange(self.trees.shape.node_budget, device=slots.device)
         judged, taken = outcomes(
-            self.trees.parents[slots],
-            verification.accepted.path,
-            nodes < verification.counts[:, None],
+            self.trees.parents[slots], verification.path, nodes < verification.counts[:, None]
         )
-        temperature = self.sampler.sampling_states.temperature.gpu[slots]
-        classes = temperature_class(temperature)
+        classes = temperature_class(requests.temperature)
+        # What only fills a batch up is of no class.
+        classes = torch.where(requests.index < 0, -1, classes)
         self.estimate.observe(self.trees.features[slots], judged, taken, classes)
+
+    def _on_verified(
+        self, verification: Verification, found: torch.Tensor, batch: InputBatch
+    ) -> None:
+        self.speculator.verified = verification
+        self._report = found
+        if self.trace is not None:
+            self.trace.add(verification, batch, self.trees)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         state = self.execute_model_state

@@ -17,16 +17,17 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.drafters.children import ChildPicker, Children, DraftRows
+from dyntree_plugin.engine.batch import Requests, all_greedy
 from dyntree_plugin.engine.draft_forwards import (
     PAD_SLOT,
     DraftForwards,
     Emitted,
-    Requests,
     Roots,
 )
 from dyntree_plugin.engine.node_budget import AdaptiveBudget
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.engine.verifier import Verification
 from dyntree_plugin.tree.growth.base import Frontier
 from dyntree_plugin.tree.value import temperature_class
 
@@ -44,12 +45,12 @@ class TreeSpeculator(DraftForwards):
         trees: TreeStore,
         chained: torch.Tensor,
         pick: ChildPicker,
-        all_greedy: Callable[[np.ndarray], bool],
+        pack: Callable[[InputBatch], torch.Tensor],
         clock: Clock,
     ) -> None:
-        """``chained`` bool [slots]: requests that need a chain-shaped tree. ``pick`` makes children
-        of draft logits. ``all_greedy`` says of request slots whether all of them have temperature
-        0; the host knows."""
+        """``chained`` bool [slots]: requests that need a chain-shaped tree; of the trees' spare
+        slot, too. ``pick`` makes children of draft logits. ``pack`` as in `batch`, with the
+        sampler's states."""
         self.trees = trees
         self.shape = trees.plan.shape
         self.growing = trees.plan.growing
@@ -57,10 +58,10 @@ class TreeSpeculator(DraftForwards):
         super().__init__(vllm_config, device, rows, self.growing.scratch_slots, clock)
         self._chained = chained
         self._pick = pick
-        self._all_greedy = all_greedy
-        # Tokens that the step's verification emitted, [R, max_depth + 1]; None after a step
-        # without drafts, when vLLM's sampler emitted one token per request.
-        self.emitted: torch.Tensor | None = None
+        self._pack = pack
+        # The step's verification; None after a step without drafts, when vLLM's sampler emitted
+        # one token per request.
+        self.verified: Verification | None = None
         # Draft forwards of the last step, the catch-up's included.
         self.forwards = 0
         self.budget: AdaptiveBudget | None = None
@@ -94,35 +95,44 @@ class TreeSpeculator(DraftForwards):
             hidden = self._run_model(ids, positions, None, None, None)
             self.compute_draft_logits(hidden[:num_reqs], 0)
             return self.draft_tokens[:num_reqs]
-        index = input_batch.idx_mapping
-        slots = index.long()
-        requests = Requests(index, slots, temperature[slots], seeds[slots], self._chained[slots])
-        greedy = self._all_greedy(input_batch.idx_mapping_np)
-        emitted, self.emitted = self.emitted, None
+        packed = self._pack(input_batch)
+        greedy = all_greedy(packed)
+        verified, self.verified = self.verified, None
         with self._clock("grow"):
-            if emitted is not None and not input_batch.is_prefilling_np[:num_reqs].any():
-                roots = input_batch.positions[input_batch.query_start_loc[:num_reqs].long()]
+            if verified is None:
+                emitted = last_sampled[input_batch.idx_mapping].view(num_reqs, 1)
+            elif input_batch.is_prefilling_np[:num_reqs].any():
+                emitted = verified.tokens
+            else:
                 most = _most_emitted(input_batch, self.shape.max_depth)
-                return self._draft(requests, Emitted(roots, emitted, num_sampled, most), greedy)
-            if emitted is None:
-                emitted = last_sampled[slots].view(num_reqs, 1)
-            return self._grow(requests, self._catch_up(input_batch, num_sampled, emitted), greedy)
+                chain = Emitted(verified.positions, verified.tokens, verified.emitted, most)
+                return self._draft(packed, chain, greedy)
+            roots = self._catch_up(input_batch, num_sampled, emitted)
+            return self._grow_behind(packed, roots, greedy)
 
-    def _draft(self, requests: Requests, emitted: Emitted, greedy: bool) -> torch.Tensor:
-        """As `_grow`, where every request has come from a verification."""
+    def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:
+        """As `_grow`, where every one of the ``packed`` requests has come from a verification."""
+        requests = self._unpacked(packed)
         return self._grow(requests, self._run_over(requests, emitted), greedy)
+
+    def _grow_behind(self, packed: torch.Tensor, roots: Roots, greedy: bool) -> torch.Tensor:
+        return self._grow(self._unpacked(packed), roots, greedy)
+
+    def _unpacked(self, packed: torch.Tensor) -> Requests:
+        return Requests.of(packed.to(self.device, non_blocking=True), self.trees.spare)
 
     def _grow(self, requests: Requests, roots: Roots, greedy: bool) -> torch.Tensor:
         """Grow and store the trees of R requests; their node tokens, int64 [R, node_budget]."""
         num_reqs, growing, at = len(roots.positions), self.growing, roots.positions
         features: list[torch.Tensor] = []
         classes = temperature_class(requests.temperature)
+        chained = self._chained[requests.slots]
         of_rows = {
             width: (
                 requests.temperature.repeat_interleave(width),
                 classes.repeat_interleave(width),
                 requests.seeds.repeat_interleave(width),
-                requests.chained.repeat_interleave(width),
+                chained.repeat_interleave(width),
             )
             for width in {1, *growing.widths}
         }

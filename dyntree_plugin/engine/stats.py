@@ -6,8 +6,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -16,11 +16,10 @@ from dyntree_plugin.engine.timing import PLAIN, TREE, Measured, StageTimes
 from dyntree_plugin.engine.transfer import Arrival, Send, at_hand
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dyntree_plugin.engine.plain_cost import PlainCost
     from dyntree_plugin.engine.trees import TreeStore
     from dyntree_plugin.engine.verifier import Verification
+    from dyntree_plugin.tree.plan import TreePlan
     from dyntree_plugin.tree.row_cost import RowCost
 
 ATTRIBUTE = "dyntree"
@@ -58,110 +57,111 @@ class WorkerCounts:
     row_cost: RowCost | None = None
 
 
-class StepRecord:
-    """What the worker notes of a step; becomes WorkerCounts when the output is fetched.
+def report(
+    trees: TreeStore, slots: torch.Tensor, verification: Verification | None = None
+) -> torch.Tensor:
+    """What is to be counted of R requests at ``slots`` int64 [R], float64 [R, C], for StepRecord.
 
-    Where the step has drafts ``verified`` comes first, then ``sampled``, then ``send``.
+    The trees are those that waited for this step, and were verified if there is a verification.
+    Counts are exact in double precision.
     """
+    columns = [trees.grown[slots, None], trees.admitted[slots, None]]
+    if trees.plan.budget == "adaptive":
+        columns.append(trees.values[slots].exp())
+    if verification is not None:
+        columns.extend(_of_verification(trees, slots, verification))
+    return torch.cat([column.double() for column in columns], dim=1)
 
-    def __init__(self, plain_cost: PlainCost | None = None, rank_values: bool = False) -> None:
-        """``rank_values``: note the grown trees' values by rank."""
+
+def _of_verification(
+    trees: TreeStore, slots: torch.Tensor, verification: Verification
+) -> list[torch.Tensor]:
+    counts, path = verification.counts, verification.path
+    nodes = torch.arange(trees.shape.node_budget, device=counts.device)
+    real = nodes < counts[:, None]
+    depths = torch.where(real, trees.depths[slots], 0)
+    places = torch.arange(path.shape[1], device=path.device)
+    moved = ((path >= 0) & (path != places)).sum(dim=1)
+    chances = torch.where(real, trees.values[slots].double().exp(), 0.0)
+    sums = chances.new_zeros(len(counts), 2, path.shape[1] + 1)
+    # Padding has depth 0.
+    each = torch.stack((real.double(), chances), dim=1)
+    sums.scatter_add_(2, depths[:, None].expand(-1, 2, -1), each)
+    numbers = (counts, depths.amax(dim=1), moved, verification.emitted.long())
+    return [torch.stack(numbers, dim=1), sums[:, :, 1:].flatten(1)]
+
+
+class StepRecord:
+    """What the worker notes of a step; becomes WorkerCounts when the output is fetched."""
+
+    def __init__(self, plain_cost: PlainCost | None = None) -> None:
         self.draft_forwards = 0
         self.node_budget = 0
         self.times: StageTimes = Measured({})
         self.row_cost: RowCost | None = None
         self._plain_cost = plain_cost
-        self._rank_values = rank_values
-        self._ranked = torch.zeros(0)
-        self._decoding: list[bool] = []
+        self._decoding = np.zeros(0, dtype=bool)
         self._context = 0.0
-        self._verified = torch.zeros(4, 0, dtype=torch.int64)
-        self._by_depth = torch.zeros(2, 0)
-        self._pruned = torch.zeros(2, dtype=torch.int64)
+        self._report = torch.zeros(0, 2)
+        self._ranks = 0
         self._arrival: Arrival | None = None
         self._emitted = 0
 
-    def verified(self, verification: Verification, trees: TreeStore, slots: torch.Tensor) -> None:
-        """Note a verification of the trees at request ``slots`` int64 [R]."""
-        counts, path = verification.counts, verification.accepted.path
-        nodes = torch.arange(trees.depths.shape[1], device=counts.device)
-        real = nodes < counts[:, None]
-        depths = torch.where(real, trees.depths[slots], 0)
-        places = torch.arange(path.shape[1], device=path.device)
-        moved = ((path >= 0) & (path != places)).sum(dim=1)
-        emitted = verification.emitted.long()
-        self._verified = torch.stack((counts, depths.amax(dim=1), moved, emitted))
-        chances = torch.where(real, trees.values[slots].double().exp(), 0.0)
-        sums = chances.new_zeros(2, path.shape[1] + 1)
-        added = torch.stack((real.double(), chances)).flatten(1)
-        # Padding has depth 0.
-        self._by_depth = sums.index_add_(1, depths.flatten(), added)[:, 1:]
-
     def sampled(
-        self,
-        prefilling: np.ndarray,
-        contexts: np.ndarray,
-        trees: TreeStore,
-        slots: torch.Tensor,
+        self, prefilling: np.ndarray, contexts: np.ndarray, found: torch.Tensor, plan: TreePlan
     ) -> None:
         """Note the step's requests: ``prefilling`` bool [R] and ``contexts`` [R], the tokens behind
-        them, on the host, and their ``slots`` [R].
-
-        It must come before the next trees take the place of those that waited for this step.
-        """
+        them, on the host, and what `report` ``found`` of them."""
         self._context = float(contexts.mean())
-        self._decoding = (~prefilling).tolist()  # sync: host memory
-        decoding = async_tensor_h2d(~prefilling, device=slots.device)
-        waiting = trees.admitted[slots]
-        verified = self._verified[0] if self._verified.shape[1] else torch.zeros_like(waiting)
-        cut = torch.stack((trees.grown[slots] - waiting, waiting - verified))
-        self._pruned = torch.where(decoding, cut, 0).sum(dim=1)
-        if self._rank_values:
-            chances = torch.where(decoding[:, None], trees.values[slots].exp(), 0.0)
-            self._ranked = chances.sum(dim=0) / decoding.sum().clamp(min=1)
+        self._decoding = ~prefilling
+        self._report = found
+        self._ranks = plan.shape.node_budget if plan.budget == "adaptive" else 0
 
     def send(self, send: Send) -> None:
         """Have what was noted copied to the host."""
-        self._arrival = send(self._packed())
-
-    def _packed(self) -> torch.Tensor:
-        """What was noted, in one piece; counts are exact in double precision."""
-        parts = (self._verified, self._by_depth, self._pruned, self._ranked)
-        device = self._pruned.device
-        # What is not on the device is empty.
-        return torch.cat([x.flatten().double().to(device, non_blocking=True) for x in parts])
+        self._arrival = send(self._report)
 
     def counts(self) -> WorkerCounts:
         """What was noted, without times; waits for the copy that ``send`` began."""
-        arrival = self._arrival or at_hand(self._packed())
-        width, depth = self._verified.shape[1], self._by_depth.shape[1]
-        parts = torch.split(arrival(), [4 * width, 2 * depth, 2, len(self._ranked)])
-        verified, pruned = parts[0].long().view(4, width), parts[2].long()
-        nodes, depths, moved, emitted = verified.tolist()  # sync: it has arrived
-        by_depth, estimated = parts[1].view(2, depth).tolist()  # sync: it has arrived
-        pruned_by_reason = pruned.tolist()  # sync: it has arrived
+        arrival = self._arrival or at_hand(self._report)
+        numbers = arrival().numpy()  # sync: it has arrived
+        decoding = self._decoding
+        bounds = np.cumsum([1, 1, self._ranks])
+        grown, admitted, ranked, verified = np.split(numbers, bounds, axis=1)
+        nodes, depths, moved, emitted = _columns(verified[:, :4])
+        by_depth, estimated = np.split(verified[:, 4:].sum(axis=0), 2)
         self._emitted = sum(emitted)
+        pruned = (grown - admitted, admitted - (verified[:, :1] if nodes else 0.0))
         return WorkerCounts(
-            self._decoding,
+            decoding.tolist(),  # sync: host memory
             nodes,
             depths,
             moved,
             [int(at_depth) for at_depth in by_depth],
-            estimated,
-            dict(zip((BUDGET, SCHEDULER), pruned_by_reason, strict=True)),
+            estimated.tolist(),  # sync: host memory
+            {
+                reason: int(cut[decoding].sum())
+                for reason, cut in zip((BUDGET, SCHEDULER), pruned, strict=True)
+            },
             self.draft_forwards,
             self.node_budget,
-            ranked=parts[3].tolist(),  # sync: it has arrived
+            ranked=(ranked[decoding].sum(axis=0) / max(1, decoding.sum())).tolist(),  # sync: host
             row_cost=self.row_cost,
         )
 
     def compare(self, seconds: float) -> dict[str, float]:
         """``compared``, of a step that took ``seconds``; call it after ``counts``."""
         requests = len(self._decoding)
-        if self._plain_cost is None or not requests or not all(self._decoding):
+        if self._plain_cost is None or not requests or not self._decoding.all():
             return {}
         step = self._plain_cost.seconds(requests, self._context)
         return {TREE: seconds, PLAIN: step * (self._emitted or requests) / requests}
+
+
+def _columns(numbers: np.ndarray) -> list[list[int]]:
+    """Four lists, which are empty where nothing was verified."""
+    columns: list[list[int]] = numbers.astype(int).T.tolist()  # sync: host memory
+    return columns or [[], [], [], []]
 
 
 class StepTimes:

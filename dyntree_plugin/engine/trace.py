@@ -33,13 +33,13 @@ class TreeTrace:
         columns = zip(
             batch.req_ids,
             verification.counts.tolist(),  # sync: tracing
-            (batch.positions[verification.roots] + 1).tolist(),  # sync: tracing
+            (verification.positions + 1).tolist(),  # sync: tracing
             batch.input_ids[verification.roots].tolist(),  # sync: tracing
             batch.input_ids[rows].tolist(),  # sync: tracing
             trees.parents[slots].tolist(),  # sync: tracing
             trees.values[slots].tolist(),  # sync: tracing
-            verification.accepted.path.tolist(),  # sync: tracing
-            verification.accepted.tokens.tolist(),  # sync: tracing
+            verification.path.tolist(),  # sync: tracing
+            verification.tokens.tolist(),  # sync: tracing
             strict=False,  # a batch may be padded behind its requests
         )
         for request, count, context, root, tokens, parents, values, path, emitted in columns:

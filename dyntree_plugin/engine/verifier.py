@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_plugin.drafters.children import Perturb
 from dyntree_plugin.drafters.noise import ACCEPT, BONUS, stream, uniform
+from dyntree_plugin.engine.batch import Requests
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.verify.match import Accepted, match
@@ -31,28 +32,38 @@ MAX_CHUNK_BYTES = 1 << 30
 class Verification:
     """One verified batch of R requests.
 
-    ``roots`` int64 [R]: batch row of every request's root. ``counts`` int64 [R]: nodes that were
-    verified. ``emitted`` [R]: tokens that the request has got, 0 while its prompt is incomplete.
+    ``path`` int64 [R, D] and ``tokens`` int64 [R, D + 1] as in `Accepted`. ``roots`` int64 [R]:
+    batch row of every request's root; ``positions`` int64 [R]: its position. ``counts`` int64 [R]:
+    nodes that were verified. ``emitted`` int32 [R]: tokens that the request has got, 0 while its
+    prompt is incomplete. ``rejected`` int32 [R]: the rest of its rows, 0 while it is.
     """
 
-    accepted: Accepted
+    path: torch.Tensor
+    tokens: torch.Tensor
     roots: torch.Tensor
+    positions: torch.Tensor
     counts: torch.Tensor
     emitted: torch.Tensor
+    rejected: torch.Tensor
+
+
+Settle = Callable[[Verification, Requests], torch.Tensor]
+"""Does on the device what follows from a verification; returns what is to be counted of it."""
 
 
 @dataclass(frozen=True)
 class TreeRows:
     """Where the trees of R requests lie among the rows of logits.
 
-    ``roots`` int64 [R], ``nodes`` int64 [R, N]: rows. ``tokens`` int64 [R, N] of the nodes.
-    ``room`` int64 [R]: nodes that vLLM scheduled, whatever the tree holds. ``counts`` int64 [R]:
-    nodes that are verified, the first ones; ``valid`` bool [R, N] says so of each, and that no
-    grammar forbids it.
+    ``roots`` int64 [R], ``nodes`` int64 [R, N]: rows. ``positions`` int64 [R] of the roots.
+    ``tokens`` int64 [R, N] of the nodes. ``room`` int64 [R]: nodes that vLLM scheduled, whatever
+    the tree holds. ``counts`` int64 [R]: nodes that are verified, the first ones; ``valid`` bool
+    [R, N] says so of each, and that no grammar forbids it.
     """
 
     roots: torch.Tensor
     nodes: torch.Tensor
+    positions: torch.Tensor
     tokens: torch.Tensor
     room: torch.Tensor
     counts: torch.Tensor
@@ -65,11 +76,7 @@ class TreeRows:
 
 
 class TreeVerifier:
-    """Stands in for the runner's rejection sampler, with its signature.
-
-    ``on_verified`` is called with every Verification and its batch before the output is copied to
-    the host.
-    """
+    """Stands in for the runner's rejection sampler, with its signature."""
 
     # vLLM's rehearsal of its kernels asks for it.
     enable_adaptive_verification = False
@@ -80,12 +87,21 @@ class TreeVerifier:
         trees: TreeStore,
         perturb: Perturb,
         clock: Clock,
-        on_verified: Callable[[Verification, InputBatch], None],
+        buffers: InputBuffers,
+        pack: Callable[[InputBatch], torch.Tensor],
+        settle: Settle,
+        on_verified: Callable[[Verification, torch.Tensor, InputBatch], None],
     ) -> None:
+        """``buffers``: those that every batch is a part of. ``pack`` as in `batch`, with the
+        sampler's states. ``on_verified`` is called with every Verification, what ``settle`` made of
+        it, and its batch, before the output is copied to the host."""
         self.sampler = sampler
         self.trees = trees
         self._perturb = perturb
         self._clock = clock
+        self._buffers = buffers
+        self._pack = pack
+        self._settle = settle
         self._on_verified = on_verified
 
     def __call__(
@@ -98,33 +114,61 @@ class TreeVerifier:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         wanted = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         sampled, processed = self._sample(logits, input_batch, wanted is not None)
-        with self._clock("walk"):
-            rows = self._rows(input_batch, invalid_drafts)
-            if self.trees.plan.reads_draws:
-                accepted = self._walk_draws(rows, processed, input_batch)
-            else:
-                accepted = self._match(rows, sampled, input_batch)
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            (accepted.lengths + 1).to(input_batch.seq_lens.dtype),
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            self.sampler.req_states.prefill_len.gpu,
-        )
+        packed = self._pack(input_batch)
+        found, report = self._verify(packed, sampled, processed, invalid_drafts)
         logprobs = None
         if wanted is not None:
             of_processed = self.sampler.logprobs_mode.startswith("processed")
             scores = processed if of_processed else logits
-            logprobs = self._logprobs(scores, input_batch, accepted, rows.roots, *wanted)
-        roots = input_batch.logits_indices[rows.roots]
-        self._on_verified(Verification(accepted, roots, rows.counts, num_sampled), input_batch)
+            logprobs = self._logprobs(scores, input_batch, found, *wanted)
+        self._on_verified(found, report, input_batch)
         return SamplerOutput(
-            sampled_token_ids=accepted.tokens,
+            sampled_token_ids=found.tokens,
             logprobs_tensors=logprobs,
             num_nans=num_nans,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
+            num_sampled=found.emitted,
+            num_rejected=found.rejected,
         )
+
+    def _verify(
+        self,
+        packed: torch.Tensor,
+        sampled: torch.Tensor,
+        processed: torch.Tensor,
+        invalid_drafts: torch.Tensor | None,
+    ) -> tuple[Verification, torch.Tensor]:
+        """Verify the ``packed`` requests' trees, and settle what follows."""
+        on_device = packed.to(sampled.device, non_blocking=True)
+        requests = Requests.of(on_device, self.trees.spare)
+        return self._walk_and_settle(requests, sampled, processed, invalid_drafts)
+
+    def _walk_and_settle(
+        self,
+        requests: Requests,
+        sampled: torch.Tensor,
+        processed: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> tuple[Verification, torch.Tensor]:
+        with self._clock("walk"):
+            rows = self._rows(requests, sampled.shape[0], invalid_drafts)
+            if self.trees.plan.reads_draws and processed is not None:
+                accepted = self._walk_draws(rows, processed, requests)
+            else:
+                accepted = self._match(rows, sampled, requests)
+            # The last token of a prompt that is incomplete is no output.
+            complete = self._buffers.seq_lens[: len(rows.roots)] >= requests.prefill_len
+            emitted = torch.where(complete, accepted.lengths + 1, 0)
+            rejected = torch.where(complete, requests.drafts + 1 - emitted, 0)
+        found = Verification(
+            accepted.path,
+            accepted.tokens,
+            requests.root,
+            rows.positions,
+            rows.counts,
+            emitted.int(),
+            rejected.int(),
+        )
+        return found, self._settle(found, requests)
 
     def _sample(
         self, logits: torch.Tensor, batch: InputBatch, want_logprobs: bool
@@ -160,31 +204,31 @@ class TreeVerifier:
             if keep:
                 kept.append(processed)
             first = last
-        return torch.cat(tokens), torch.cat(kept) if keep else logits[:0]
+        whole = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+        return whole, torch.cat(kept) if keep else logits[:0]
 
-    def _rows(self, batch: InputBatch, invalid_drafts: torch.Tensor | None) -> TreeRows:
-        trees, slots = self.trees, batch.idx_mapping
-        bounds = batch.cu_num_logits.long()
-        roots = bounds[: batch.num_reqs]
-        scheduled = bounds[1 : batch.num_reqs + 1] - roots - 1
+    def _rows(
+        self, requests: Requests, num_rows: int, invalid_drafts: torch.Tensor | None
+    ) -> TreeRows:
+        trees, buffers = self.trees, self._buffers
         # A tree that was proposed while the prompt was incomplete starts from a token that was
         # never sampled.
-        prefill_len = self.sampler.req_states.prefill_len.gpu[slots]
-        decoding = batch.positions[batch.logits_indices[roots]] >= prefill_len
+        positions = buffers.positions[requests.root]
+        room = torch.where(positions >= requests.prefill_len, requests.drafts, 0)
         # The scheduler may cut a tree short; parents stand first, so what is left is a tree.
-        room = torch.where(decoding, scheduled, 0)
-        counts = torch.minimum(room, trees.counts[slots])
+        counts = torch.minimum(room, trees.counts[requests.slots])
 
-        nodes = torch.arange(trees.shape.node_budget, device=roots.device)
-        rows = (roots[:, None] + 1 + nodes).clamp(max=batch.logits_indices.shape[0] - 1)
+        nodes = torch.arange(trees.shape.node_budget, device=room.device)
+        rows = (requests.first[:, None] + 1 + nodes).clamp(max=num_rows - 1)
         valid = nodes < counts[:, None]
         if invalid_drafts is not None:
             valid &= ~invalid_drafts[rows]
-        tokens = batch.input_ids[batch.logits_indices[rows]].long()
-        return TreeRows(roots, rows, tokens, room, counts, valid)
+        last = buffers.input_ids.shape[0] - 1
+        tokens = buffers.input_ids[(requests.root[:, None] + 1 + nodes).clamp(max=last)].long()
+        return TreeRows(requests.first, rows, positions, tokens, room, counts, valid)
 
-    def _match(self, rows: TreeRows, sampled: torch.Tensor, batch: InputBatch) -> Accepted:
-        trees, slots = self.trees, batch.idx_mapping
+    def _match(self, rows: TreeRows, sampled: torch.Tensor, requests: Requests) -> Accepted:
+        trees, slots = self.trees, requests.slots
         return match(
             rows.tokens,
             trees.parents[slots],
@@ -195,15 +239,13 @@ class TreeVerifier:
             trees.shape.max_depth,
         )
 
-    def _walk_draws(self, rows: TreeRows, logits: torch.Tensor, batch: InputBatch) -> Accepted:
+    def _walk_draws(self, rows: TreeRows, logits: torch.Tensor, requests: Requests) -> Accepted:
         """``logits`` [rows, V]: after temperature, top-k, penalties and whatever else applies.
 
         A node that a grammar forbids needs no mask: its probability is 0, and it stays a try.
         """
-        trees, slots = self.trees, batch.idx_mapping
-        temperature = self.sampler.sampling_states.temperature.gpu[slots]
-        seeds = self.sampler.sampling_states.seeds.gpu[slots]
-        request = torch.arange(batch.num_reqs, device=logits.device)
+        trees, temperature, seeds = self.trees, requests.temperature, requests.seeds
+        request = torch.arange(len(seeds), device=logits.device)
         row_of = rows.root_and_nodes
 
         def target(at: torch.Tensor) -> torch.Tensor:
@@ -212,18 +254,18 @@ class TreeVerifier:
             return torch.where(temperature[:, None] > 0, here.softmax(dim=1), best)
 
         depth, children = trees.shape.max_depth, trees.plan.growing.children
-        position = batch.positions[batch.logits_indices[rows.roots]]
+        position = rows.positions
         levels = position[:, None] + 1 + torch.arange(depth, device=position.device)
         tries = stream(seeds, ACCEPT)[:, None].expand(-1, depth)
         uniforms = uniform(self._gumbel(tries.flatten(), levels.flatten(), children))
         rule = DRAWN_RULES[trees.plan.rule]
         walk = rule.walk(
             rows.tokens,
-            trees.draws(slots),
+            trees.draws(requests.slots),
             # Not the trees' counts: where draws coincide these tell of the tokens.
             rows.room,
             target,
-            uniforms.view(batch.num_reqs, depth, children),
+            uniforms.view(len(seeds), depth, children),
         )
         after = position + 1 + walk.lengths
         return walk.emit(rows.tokens, self._gumbel(stream(seeds, BONUS), after, logits.shape[1]))
@@ -236,25 +278,25 @@ class TreeVerifier:
         self,
         scores: torch.Tensor,
         batch: InputBatch,
-        accepted: Accepted,
-        first: torch.Tensor,
+        found: Verification,
         num_logprobs: int,
         num_token_ids: int,
     ) -> LogprobsTensors:
         """Logprobs of the emitted tokens: vLLM's code, on rows brought into path order."""
         num_rows = scores.shape[0]
         request = torch.arange(batch.num_reqs, device=scores.device)
-        per_request = torch.diff(batch.cu_num_logits.long())
+        bounds = batch.cu_num_logits.long()
+        first, per_request = bounds[:-1], torch.diff(bounds)
         request = torch.repeat_interleave(request, per_request, output_size=num_rows)
         step = (torch.arange(num_rows, device=scores.device) - first[request]).clamp(
-            max=accepted.tokens.shape[1] - 1
+            max=found.tokens.shape[1] - 1
         )
-        on_path = torch.nn.functional.pad(accepted.path + 1, (1, 0)).clamp(min=0)
+        on_path = torch.nn.functional.pad(found.path + 1, (1, 0)).clamp(min=0)
         rows = first[request] + on_path[request, step]
         return compute_topk_scores(
             scores[rows],
             num_logprobs,
-            accepted.tokens[request, step],
+            found.tokens[request, step],
             batch.cu_num_logits_np.tolist(),
             self.sampler.logprob_token_ids_state,
             batch.expanded_idx_mapping,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,9 +18,16 @@ NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_chil
 
 
 @contextmanager
+def verified_eagerly(runner: Any) -> Iterator[None]:
+    """On CUDA: without the graphs, which hold what they were captured with."""
+    with mock.patch.object(runner.rejection_sampler, "graphs", None, create=True):
+        yield
+
+
+@contextmanager
 def without_kv_move(runner: Any) -> Iterator[None]:
     """The accepted path's keys and values stay where the tree put them."""
-    with mock.patch.object(runner, "_movers", []):
+    with verified_eagerly(runner), mock.patch.object(runner, "_movers", []):
         yield
 
 
@@ -56,15 +64,15 @@ def wrong_ancestor_bit(runner: Any) -> Iterator[None]:
 @contextmanager
 def wrong_child(runner: Any) -> Iterator[None]:
     """Verification accepts every tree's first node, whatever its token is."""
-    from dyntree_plugin.engine import verifier
+    kind = type(runner.rejection_sampler)
+    stock = kind._match
 
-    stock = verifier.match
+    def match(self: Any, rows: Any, sampled: torch.Tensor, requests: Any) -> Any:
+        first = sampled[rows.roots, None]
+        found = replace(rows, tokens=torch.cat([first, rows.tokens[:, 1:]], dim=1))
+        return stock(self, found, sampled, requests)
 
-    def match(tokens: torch.Tensor, *others: Any) -> Any:
-        sampled = others[4]
-        return stock(torch.cat([sampled[:, :1], tokens[:, 1:]], dim=1), *others)
-
-    with mock.patch.object(verifier, "match", match):
+    with verified_eagerly(runner), mock.patch.object(kind, "_match", match):
         yield
 
 
@@ -97,37 +105,44 @@ def draws_other_seeds(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
-def captured_drafting(runner: Any) -> Iterator[None]:
-    """No sabotage: drafting as CUDA graphs make it, in padded batches at fixed addresses. Replaying
-    runs the captured call again."""
+def captured(runner: Any) -> Iterator[None]:
+    """No sabotage: verification and drafting as CUDA graphs make them, in padded batches at fixed
+    addresses. Replaying runs the captured call again."""
     from vllm.config import CUDAGraphMode
 
     from dyntree_plugin.engine.gpu.speculator import GraphedTreeSpeculator
+    from dyntree_plugin.engine.gpu.verification import GraphedTreeVerifier
 
-    replayed: list[int] = []
+    replayed: dict[str, list[int]] = {"verification": [], "drafting": []}
 
-    def record(run: Any) -> Any:
-        value = run()
+    def recorder(kind: str) -> Any:
+        def record(run: Any) -> Any:
+            values = run()
 
-        def replay() -> None:
-            replayed.append(len(value))
-            value.copy_(run())
+            def replay() -> None:
+                replayed[kind].append(len(values[0]))
+                for value, new in zip(values, run(), strict=True):
+                    value.copy_(new)
 
-        return replay, value
+            return replay, values
 
-    speculator = runner.speculator
-    stock = type(speculator)
-    speculator.__class__ = GraphedTreeSpeculator
+        return record
+
+    speculator, verifier = runner.speculator, runner.rejection_sampler
+    stock = type(speculator), type(verifier)
+    speculator.__class__, verifier.__class__ = GraphedTreeSpeculator, GraphedTreeVerifier
     try:
         with torch.inference_mode():
             speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
             for graphs in (speculator._decoding, speculator._growing):
-                graphs.capture(record)
+                graphs.capture(recorder("drafting"))
+            verifier.capture(recorder("verification"), runner.max_num_reqs)
         yield
     finally:
-        speculator.__class__ = stock
-    if len(set(replayed)) < 2:
-        raise RuntimeError(f"batches of {sorted(set(replayed))} requests were replayed")
+        speculator.__class__, verifier.__class__ = stock
+    for kind, sizes in replayed.items():
+        if len(set(sizes)) < 2:
+            raise RuntimeError(f"{kind}: batches of {sorted(set(sizes))} requests were replayed")
 
 
 @contextmanager

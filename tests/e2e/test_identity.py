@@ -19,7 +19,7 @@ RUNS = [
     (engine, name)
     for engine, (_, runs) in workload.ENGINES.items()
     for name, run in runs.items()
-    if run.sabotage is None
+    if run.sabotage in (None, "captured")
 ]
 
 

@@ -129,6 +129,7 @@ TREE_RUNS: dict[str, Run] = {
     "mixed": Run(EVERYTHING),
     "aborted": Run(each_kind(range(164, 180)), abort_after={0: 1, 3: 2, 5: 3, 6: 3, 11: 5, 15: 7}),
     "after the aborted": Run(each_kind(range(164, 180))),
+    "captured": Run(EVERYTHING[::4], sabotage="captured"),
     **{name: Run(each_kind(range(32), max_tokens=24), sabotage=name) for name in sabotage.NAMES},
     "after the sabotage": Run(each_kind(range(32), max_tokens=24)),
 }
@@ -206,7 +207,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "batches of 16": Run(_untruncated(each_kind(range(48)))),
             "batches of 3": Run(_untruncated(each_kind(range(9))), batch=3),
             "again": Run(_untruncated(each_kind(range(48)))),
-            "captured": Run(_untruncated(each_kind(range(24))), sabotage="captured_drafting"),
+            "captured": Run(_untruncated(each_kind(range(24))), sabotage="captured"),
             "continued": Run(_untruncated(CONTINUED.requests)),
         },
     ),

@@ -81,14 +81,14 @@ def test_the_same_paths_are_accepted_and_padding_is_a_token(
     nodes = roots[:, None] + 1 + torch.arange(NODES)
     valid = torch.rand(REQUESTS, NODES, generator=generator) < 0.8
     room = torch.full((REQUESTS,), NODES)
-    rows = TreeRows(roots, nodes, tokens, room, room, valid)
+    rows = TreeRows(roots, nodes, roots, tokens, room, room, valid)
     sampled = torch.randint(VOCAB, (REQUESTS * (NODES + 1),), generator=generator)
-    batch: Any = SimpleNamespace(idx_mapping=torch.arange(REQUESTS))
+    requests: Any = SimpleNamespace(slots=torch.arange(REQUESTS))
 
     def accepted_by(kind: type[TreeVerifier]) -> Any:
         own = object.__new__(kind)
         own.trees = store
-        return own._match(rows, sampled, batch)
+        return own._match(rows, sampled, requests)
 
     ours, expected = accepted_by(verifier.GPUTreeVerifier), accepted_by(TreeVerifier)
     assert torch.equal(ours.path, expected.path)

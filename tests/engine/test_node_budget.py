@@ -17,7 +17,7 @@ install()  # the runner's modules need it before they are imported
 from dyntree_plugin.engine.measured_rows import measure_rows, row_numbers  # noqa: E402
 from dyntree_plugin.engine.node_buckets import NodeBuckets  # noqa: E402
 from dyntree_plugin.engine.node_budget import AdaptiveBudget  # noqa: E402
-from dyntree_plugin.engine.stats import StepRecord  # noqa: E402
+from dyntree_plugin.engine.stats import StepRecord, report  # noqa: E402
 from dyntree_plugin.engine.timing import StageClock  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
@@ -192,14 +192,15 @@ def test_the_pace_of_outputs_is_what_rows_cost(monkeypatch: Any) -> None:
 
 
 def test_steps_note_values_by_rank_where_the_scheduler_needs_them() -> None:
-    plan = DynTreeOptions().resolve(3)
-    trees = TreeStore(4, plan, 8, torch.device("cpu"))
-    trees.values[1:4] = torch.tensor([[0.8, 0.4, 0.2], [0.6, 0.2, 0.0], [1.0, 1.0, 1.0]]).log()
-    slots = torch.tensor([1, 2, 3])
+    values = torch.tensor([[0.8, 0.4, 0.2], [0.6, 0.2, 0.0], [1.0, 1.0, 1.0]]).log()
     noted = []
-    for wanted in (True, False):
-        record = StepRecord(rank_values=wanted)
+    for budget in ("adaptive", "fixed"):
+        plan = DynTreeOptions(budget=budget).resolve(3)
+        trees = TreeStore(4, plan, 8, torch.device("cpu"))
+        trees.values[1:4] = values
+        record = StepRecord()
         prefilling = np.array([False, False, True])
-        record.sampled(prefilling, np.array([5, 5, 5]), trees, slots)
+        found = report(trees, torch.tensor([1, 2, 3]))
+        record.sampled(prefilling, np.array([5, 5, 5]), found, plan)
         noted.append(record.counts().ranked)
     assert noted == [pytest.approx([0.7, 0.3, 0.1]), []]

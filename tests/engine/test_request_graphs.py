@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dyntree_plugin.engine.gpu.graphs import Input, Replay, RequestGraphs, request_sizes
+from dyntree_plugin.engine.gpu.graphs import Input, Replay, RequestGraphs, Tensors, request_sizes
 
 MOST = 8
 
@@ -18,18 +18,19 @@ class Recorder:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        value = run()
-        self.sizes.append(len(value))
+    def __call__(self, run: Callable[[], Tensors]) -> tuple[Replay, Tensors]:
+        values = run()
+        self.sizes.append(len(values[0]))
 
         def replay() -> None:
-            value.copy_(run())
+            for value, new in zip(values, run(), strict=True):
+                value.copy_(new)
 
-        return replay, value
+        return replay, values
 
 
-def weighted(index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return torch.where(index < 0, -1.0, index + rows.sum(dim=1))
+def weighted(index: torch.Tensor, rows: torch.Tensor) -> Tensors:
+    return (torch.where(index < 0, -1.0, index + rows.sum(dim=1)), index * 2)
 
 
 def captured(sizes: tuple[int, ...] = (1, 2, 4, MOST)) -> tuple[RequestGraphs, Recorder]:
@@ -59,7 +60,7 @@ def test_what_a_larger_batch_left_behind_is_padding_for_a_smaller_one() -> None:
     graphs, _ = captured(sizes=(MOST,))
     graphs(*batch(8))
     graphs(*batch(3))
-    assert graphs._captured[MOST][1].tolist()[3:] == [-1.0] * 5
+    assert graphs._captured[MOST][1][0].tolist()[3:] == [-1.0] * 5
 
 
 def test_inputs_and_values_stay_where_they_are() -> None:
@@ -69,7 +70,7 @@ def test_inputs_and_values_stay_where_they_are() -> None:
     second = graphs(*batch(4))
     assert first is not None
     assert second is not None
-    assert first.data_ptr() == second.data_ptr()
+    assert first[0].data_ptr() == second[0].data_ptr()
     assert [each.buffer.data_ptr() for each in graphs._inputs] == addresses
 
 

@@ -24,13 +24,13 @@ from dyntree_plugin.engine.stats import (  # noqa: E402
     StepTimes,
     TreeSpecDecodingStats,
     WorkerCounts,
+    report,
 )
 from dyntree_plugin.engine.timing import Measured  # noqa: E402
 from dyntree_plugin.engine.transfer import Arrival  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.verifier import Verification  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.verify.match import Accepted  # noqa: E402
 
 
 def worker_counts(
@@ -77,11 +77,10 @@ def verification(
     path: list[list[int]], nodes: list[int], emitted: list[int] | None = None
 ) -> Verification:
     paths = torch.tensor(path)
-    lengths = (paths >= 0).sum(dim=1)
-    accepted = Accepted(paths, lengths, torch.zeros(len(path), 4, dtype=torch.int64))
+    tokens = torch.zeros(len(path), 4, dtype=torch.int64)
     roots = torch.zeros(len(path), dtype=torch.int64)
-    got = lengths + 1 if emitted is None else torch.tensor(emitted)
-    return Verification(accepted, roots, torch.tensor(nodes), got)
+    got = (paths >= 0).sum(dim=1) + 1 if emitted is None else torch.tensor(emitted)
+    return Verification(paths, tokens, roots, roots, torch.tensor(nodes), got, roots)
 
 
 @pytest.fixture
@@ -102,11 +101,19 @@ DECODING = np.array([False, False])
 CONTEXTS = np.array([100, 300])
 
 
+def record_of(
+    trees: TreeStore,
+    verified: Verification | None = None,
+    prefilling: np.ndarray = DECODING,
+    cost: PlainCost | None = None,
+) -> StepRecord:
+    record = StepRecord(cost)
+    record.sampled(prefilling, CONTEXTS, report(trees, SLOTS, verified), trees.plan)
+    return record
+
+
 def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
-    record = StepRecord()
-    record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
-    record.sampled(DECODING, CONTEXTS, trees, SLOTS)
-    counts = record.counts()
+    counts = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2])).counts()
     assert counts.nodes == [4, 2]
     assert counts.depths == [3, 2]
     assert counts.by_depth == [3, 2, 1]
@@ -118,9 +125,7 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
 
 
 def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
-    record = StepRecord()
-    record.sampled(np.array([True, False]), CONTEXTS, trees, SLOTS)
-    counts = record.counts()
+    counts = record_of(trees, prefilling=np.array([True, False])).counts()
     assert counts.decoding == [False, True]
     assert counts.nodes == counts.depths == counts.moved == counts.by_depth == []
     assert counts.pruned == {"budget": 8, "scheduler": 2}
@@ -130,9 +135,7 @@ COST = PlainCost((1, 2, 4), 1000, (0.010, 0.012, 0.016), (0.020, 0.032, 0.056))
 
 
 def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStore) -> None:
-    record = StepRecord(COST)
-    record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
-    record.sampled(DECODING, CONTEXTS, trees, SLOTS)
+    record = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2]), cost=COST)
     record.times = Measured({"target": 0.02, "draft": 0.01, "walk": 0.0})
     counts = StepTimes().complete(record)
     # Six tokens: three plain steps of two requests, behind 200 tokens each.
@@ -160,9 +163,8 @@ def test_times_come_with_the_counts_of_a_later_step_where_a_device_lags(trees: T
     times = StepTimes()
 
     def fetch(own: Late, prompt: bool = False) -> WorkerCounts:
-        record = StepRecord(COST)
-        record.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
-        record.sampled(np.array([prompt, False]), CONTEXTS, trees, SLOTS)
+        verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
+        record = record_of(trees, verified, np.array([prompt, False]), COST)
         record.times = own
         return times.complete(record)
 
@@ -187,10 +189,8 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
         sent.append(tensor.clone())
         return lambda: sent[0]
 
-    record, there = StepRecord(), StepRecord()
-    for each in (record, there):
-        each.verified(verification([[1, 2, 3], [0, -1, -1]], [4, 2]), trees, SLOTS)
-        each.sampled(DECODING, CONTEXTS, trees, SLOTS)
+    verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
+    record, there = record_of(trees, verified), record_of(trees, verified)
     expected = there.counts()
     record.send(send)
     trees.counts[:] = trees.admitted[:] = trees.grown[:] = 0  # the next trees take their places
@@ -199,9 +199,8 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
 
 
 def test_a_step_that_reads_a_prompt_is_not_compared(trees: TreeStore) -> None:
-    record = StepRecord(COST)
-    record.verified(verification([[1, 2, 3], [-1, -1, -1]], [4, 0], [4, 1]), trees, SLOTS)
-    record.sampled(np.array([False, True]), CONTEXTS, trees, SLOTS)
+    verified = verification([[1, 2, 3], [-1, -1, -1]], [4, 0], [4, 1])
+    record = record_of(trees, verified, np.array([False, True]), COST)
     assert StepTimes().complete(record).compared == {}
 
 

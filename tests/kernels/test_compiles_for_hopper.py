@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="these kernels are written in Trit
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from dyntree_kernels.gpu import ancestors, attention, gumbel, kv_move, walk  # noqa: E402
+from dyntree_kernels.gpu import ancestors, attention, gumbel, kv_move, place, walk  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(
@@ -30,6 +30,8 @@ POINTERS = {
     **dict.fromkeys(("TABLE", "CTX", "INDPTR", "BITS"), "*i32"),
     **dict.fromkeys(("LAYERS", "SRC", "DST", "TOKENS", "PARENTS", "SAMPLED"), "*i64"),
     **dict.fromkeys(("PATH", "LENGTHS", "EMITTED", "SEEDS", "POSITIONS"), "*i64"),
+    **dict.fromkeys(("SLOTS", "DEPTHS"), "*i64"),
+    **dict.fromkeys(("LOGITS_BOUNDS", "ROWS_BOUNDS", "SEQ_LENS", "ANCESTORS", "CTX_LENS"), "*i32"),
     "VALID": "*i1",
     "scale": "fp32",
     "v_scale": "fp32",
@@ -101,6 +103,7 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
                                     "WANT_LSE": True}),
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": 16, "WORDS": 128}),
         (walk._walk, {"NODES": 64}),
+        (place._place, {"ROWS": 64}),
         (ancestors._climb, {"NODES": 32, "WORDS": 4}),
         (gumbel._perturb, {"BLOCK": 1024}),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),

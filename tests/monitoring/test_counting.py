@@ -29,13 +29,13 @@ from dyntree_plugin.engine.stats import (  # noqa: E402
     StepTimes,
     TreeSpecDecodingStats,
     WorkerCounts,
+    report,
 )
 from dyntree_plugin.engine.timing import STAGES, Measured  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.verifier import Verification  # noqa: E402
 from dyntree_plugin.metrics.names import PREFIX  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.verify.match import Accepted  # noqa: E402
 
 STEP_SECONDS = {1: 0.0176, 16: 0.0588}
 """Of tree steps of the embedded pair by requests, one thread, as the README has them."""
@@ -63,14 +63,15 @@ class Step:
         lengths = torch.full((self.requests,), ACCEPTED)
         tokens = torch.zeros(self.requests, SHAPE.max_depth + 1, dtype=torch.int64)
         counts = torch.full((self.requests,), SHAPE.node_budget)
-        accepted = Accepted(path, lengths, tokens)
-        self.verification = Verification(accepted, self.slots, counts, lengths + 1)
+        self.verification = Verification(
+            path, tokens, self.slots, self.slots, counts, lengths + 1, self.slots
+        )
         self.encoder = MsgpackEncoder()
 
     def count(self) -> WorkerCounts:
         record = StepRecord(PlainCost((1, 16), 1024, (0.003, 0.006), (0.004, 0.009)))
-        record.verified(self.verification, self.trees, self.slots)
-        record.sampled(self.prefilling, self.contexts, self.trees, self.slots)
+        found = report(self.trees, self.slots, self.verification)
+        record.sampled(self.prefilling, self.contexts, found, PLAN)
         record.times = Measured(dict.fromkeys(STAGES, 0.002))
         record.draft_forwards, record.node_budget = SHAPE.max_depth, SHAPE.node_budget
         return StepTimes().complete(record)

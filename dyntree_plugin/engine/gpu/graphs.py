@@ -8,29 +8,34 @@ from functools import partial
 
 import torch
 
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[[], Tensors]
 Replay = Callable[[], None]
-Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
-"""Captures a call; returns how to replay it, and where the result then is."""
+Record = Callable[[Call], tuple[Replay, Tensors]]
+"""Captures a call; returns how to replay it, and where the results then are."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """One argument of the function: for the most requests [M, ...], and what an entry holds that
-    no request fills; None where anything will do."""
+    """One argument of the function: for the most requests [M * rows, ...], and what an entry holds
+    that no request fills; None where anything will do. A batch may have fewer than ``rows`` entries
+    for each of its requests."""
 
     buffer: torch.Tensor
     padding: int | None = None
+    rows: int = 1
 
 
 class RequestGraphs:
     """Replays ``function`` of tensors [R, ...] for batches of any number of requests.
 
-    Its arguments are copied to fixed addresses, padded to the next number that was captured.
+    Its arguments are copied, from the host or the device, to fixed addresses, padded to the next
+    number that was captured.
     """
 
     def __init__(
         self,
-        function: Callable[..., torch.Tensor],
+        function: Callable[..., Tensors],
         inputs: Sequence[Input],
         sizes: Sequence[int],
     ) -> None:
@@ -38,35 +43,35 @@ class RequestGraphs:
         self._function = function
         self._inputs = inputs
         self.sizes = tuple(sizes)
-        self._captured: dict[int, tuple[Replay, torch.Tensor]] = {}
+        self._captured: dict[int, tuple[Replay, Tensors]] = {}
 
     def capture(self, record: Record) -> None:
         """Capture every size, the largest first, whose memory the others then share."""
         self.fill(())
         for size in reversed(self.sizes):
-            arguments = [each.buffer[:size] for each in self._inputs]
+            arguments = [each.buffer[: size * each.rows] for each in self._inputs]
             self._captured[size] = record(partial(self._function, *arguments))
 
-    def __call__(self, *arguments: torch.Tensor) -> torch.Tensor | None:
-        """The function's value [R, ...], overwritten by the next call; None where the batch is
-        larger than all that was captured."""
+    def __call__(self, *arguments: torch.Tensor) -> Tensors | None:
+        """The function's values [R, ...], overwritten by the next call; None where the batch is
+        larger than all that was captured. The first argument has one entry per request."""
         requests = arguments[0].shape[0]
         size = next((size for size in self.sizes if size >= requests), None)
         if size is None or size not in self._captured:
             return None
         self.fill(arguments)
-        replay, value = self._captured[size]
+        replay, values = self._captured[size]
         replay()
-        return value[:requests]
+        return tuple(value[:requests] for value in values)
 
     def fill(self, arguments: Sequence[torch.Tensor]) -> None:
         """Take in a batch; without arguments, one of padding alone."""
         requests = arguments[0].shape[0] if arguments else 0
         for each in self._inputs:
             if each.padding is not None:
-                each.buffer[requests:].fill_(each.padding)
+                each.buffer[requests * each.rows :].fill_(each.padding)
         for each, argument in zip(self._inputs, arguments, strict=False):
-            each.buffer[:requests].copy_(argument)
+            each.buffer[: argument.shape[0]].copy_(argument, non_blocking=True)
 
 
 def request_sizes(most: int) -> tuple[int, ...]:

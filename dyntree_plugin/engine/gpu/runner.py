@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import graph_capture
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dyntree_kernels.gpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.kv_move import KVMover
+from dyntree_kernels.gpu.place import place
+from dyntree_plugin.engine.gpu.capture import recorder
 from dyntree_plugin.engine.gpu.clock import EventClock
-from dyntree_plugin.engine.gpu.speculator import GraphedTreeSpeculator
+from dyntree_plugin.engine.gpu.speculator import MOST_REQUESTS, GraphedTreeSpeculator
 from dyntree_plugin.engine.gpu.target_graphs import offer_larger
 from dyntree_plugin.engine.gpu.transfer import StreamSend
 from dyntree_plugin.engine.gpu.verifier import GPUTreeVerifier
@@ -25,6 +30,7 @@ HEAD_START_CYCLES = 40_000_000
 
 class TreeGPUModelRunner(TreeRunnerMixin):
     speculator_type = GraphedTreeSpeculator
+    speculator: GraphedTreeSpeculator
     verifier_type = GPUTreeVerifier
     perturb = staticmethod(perturbed_logits)
 
@@ -37,6 +43,19 @@ class TreeGPUModelRunner(TreeRunnerMixin):
 
     def mover_of(self, layers: list[Attention]) -> Move:
         return KVMover([layer.kv_cache for layer in layers])
+
+    def place(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        requests = batch.num_reqs
+        return place(
+            batch.positions,
+            batch.idx_mapping,
+            batch.cu_num_logits,
+            batch.query_start_loc[: requests + 1],
+            batch.seq_lens[:requests],
+            self.trees.depths,
+            self.trees.ancestors,
+            batch.num_tokens,
+        )
 
     def get_ahead(self) -> None:
         # Plain steps of engines without trees are graphs, which wait for no launch; ours here are
@@ -57,8 +76,23 @@ class TreeGPUModelRunner(TreeRunnerMixin):
                 builder.warm_up(kv_cache, self.dtype, table)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        self.rejection_sampler.graphs = None  # They move rows in the cache that was there.
         super().initialize_kv_cache(*args, **kwargs)
         offer_larger(self.cudagraph_manager)
+
+    @torch.inference_mode()
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        taken: int = super().capture_model(profile_only=profile_only)
+        if self.speculator.has_graphs:
+            with graph_capture(device=self.device):
+                most = min(self.max_num_reqs, MOST_REQUESTS)
+                self.rejection_sampler.capture(recorder(self.vllm_config), most)
+        return taken
+
+    def sample(self, *args: Any) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        # Verification writes where its last output may still be copied from.
+        self.main_stream.wait_stream(self.output_copy_stream)
+        return super().sample(*args)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

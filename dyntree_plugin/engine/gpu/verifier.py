@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.gpu.walk import walk
-from dyntree_plugin.engine.verifier import TreeRows, TreeVerifier
+from dyntree_plugin.engine.batch import Requests
+from dyntree_plugin.engine.gpu.verification import GraphedTreeVerifier
+from dyntree_plugin.engine.verifier import TreeRows
 from dyntree_plugin.tree.verify.match import Accepted
 
 
-class GPUTreeVerifier(TreeVerifier):
-    def _match(self, rows: TreeRows, sampled: torch.Tensor, batch: InputBatch) -> Accepted:
+class GPUTreeVerifier(GraphedTreeVerifier):
+    def _match(self, rows: TreeRows, sampled: torch.Tensor, requests: Requests) -> Accepted:
         path, lengths, emitted = walk(
             rows.tokens,
-            self.trees.parents[batch.idx_mapping],
+            self.trees.parents[requests.slots],
             rows.valid,
             sampled[rows.root_and_nodes].long(),
             self.trees.shape.max_depth,

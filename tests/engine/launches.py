@@ -1,0 +1,184 @@
+"""What a step asks of the device, by the function that asks: python launches.py '{"tokens": …}'.
+
+Counts operations that torch and Triton start, a graph's replay as one, and those within our graphs;
+each may be a few launches. "llm" gives engine arguments; "dyntree": null is vLLM's own chain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+OURS, THEIRS = "dyntree_plugin", "vllm"
+FREE = ("empty", "alias", "view", "detach", "_local_scalar", "is_pinned", "pin_memory", "lift")
+"""Beginnings of names of operations that start nothing."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts while it is entered, by (package, file, function)."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self._device = device
+        self._inside_triton = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        result = func(*args, **kwargs)
+        if not self._is_free(func) and self._on_device(args, kwargs, result):
+            self.add()
+        return result
+
+    def add(self) -> None:
+        self.counts[_asker(sys._getframe(2))] += 1
+
+    @staticmethod
+    def _is_free(func: Any) -> bool:
+        name = func.name().split("::")[-1]
+        aliases = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        )
+        return aliases or name.startswith(FREE)
+
+    def _on_device(self, *values: Any) -> bool:
+        found = torch.utils._pytree.tree_leaves(values)
+        return any(isinstance(x, torch.Tensor) and x.device.type == self._device for x in found)
+
+
+def _asker(frame: FrameType | None) -> tuple[str, str, str]:
+    """The innermost function of ours that is on the stack, or of vLLM."""
+    theirs = (THEIRS, "?", "?")
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_qualname
+        if f"/{OURS}/" in path:
+            return OURS, path.split(f"/{OURS}/")[-1], name
+        if theirs[1] == "?" and "/vllm/v1/" in path:
+            theirs = THEIRS, path.split("/vllm/v1/")[-1], name
+        frame = frame.f_back
+    return theirs
+
+
+@contextmanager
+def counted() -> Iterator[Launches]:
+    """Count on CUDA, Triton's kernels and replays of graphs included."""
+    import triton
+
+    launches = Launches()
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counting_replay(graph: torch.cuda.CUDAGraph) -> None:
+        launches.add()
+        replay(graph)
+
+    run = triton.runtime.jit.JITFunction.run
+
+    def counting_run(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not warmup:
+            launches.add()
+        return run(kernel, *args, warmup=warmup, **kwargs)
+
+    with (
+        mock.patch.object(torch.cuda.CUDAGraph, "replay", counting_replay),
+        mock.patch.object(triton.runtime.jit.JITFunction, "run", counting_run),
+        launches,
+    ):
+        yield launches
+
+
+@contextmanager
+def captured() -> Iterator[dict[str, Counter[tuple[str, str, str]]]]:
+    """Counts of our graphs, one of each, by the function that is captured."""
+    from dyntree_plugin.engine.gpu.graphs import RequestGraphs
+
+    counts: dict[str, Counter[tuple[str, str, str]]] = {}
+    stock = RequestGraphs.capture
+
+    def capture(graphs: Any, record: Any) -> None:
+        def counting(run: Any) -> Any:
+            with counted() as launches:
+                recorded = record(run)
+            # The call is run once before it is captured.
+            halves = {key: number // 2 for key, number in launches.counts.items()}
+            counts[graphs._function.__qualname__] = Counter(halves)
+            return recorded
+
+        stock(graphs, counting)
+
+    with mock.patch.object(RequestGraphs, "capture", capture):
+        yield counts
+
+
+def decode(llm: Any, prompts: list[str], tokens: int, warm: int, steps: int, **params: Any) -> Any:
+    """Launches of ``steps`` steps in which all requests decode."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    for number, prompt in enumerate(prompts):
+        each = SamplingParams(max_tokens=tokens, seed=number, ignore_eos=True, **params)
+        engine.add_request(f"counted-{number}", prompt, each)
+    for _ in range(warm):
+        engine.step()
+    with counted() as launches:
+        for _ in range(steps):
+            engine.step()
+    return launches.counts
+
+
+def table(counts: Counter[tuple[str, str, str]], steps: int, write: Callable[[str], Any]) -> None:
+    for package in (OURS, THEIRS):
+        own = {key: n for key, n in counts.items() if key[0] == package}
+        write(f"{sum(own.values()) / steps:7.1f}  {package}\n")
+        for (_, path, name), number in sorted(own.items(), key=lambda item: -item[1]):
+            write(f"{number / steps:9.1f}  {path} {name}\n")
+
+
+def main(config: dict[str, Any]) -> None:
+    from vllm import LLM
+
+    from dyntree_plugin import pair
+
+    paths = {name: str(path) for name, path in pair.paths().items()}
+    options = config.get("dyntree", {})
+    arguments: dict[str, Any] = {
+        "model": paths["target"],
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "speculative_config": {
+            "method": "draft_model",
+            "model": paths["draft"],
+            "num_speculative_tokens": config.get("nodes", 16),
+        },
+        "additional_config": {} if options is None else {"dyntree": options},
+    }
+    with captured() as graphs:
+        llm = LLM(**arguments | config.get("llm", {}))
+    for name, counts in graphs.items():
+        sys.stdout.write(f"within the graph of {name}\n")
+        table(counts, 1, sys.stdout.write)
+    prompts = pair.held_out_prompts(config.get("requests", 6))
+    steps = config.get("steps", 8)
+    params = {"temperature": config.get("temperature", 0.0)}
+    counts = decode(llm, prompts, config.get("tokens", 200), 8, steps, **params)
+    table(counts, steps, sys.stdout.write)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]) if len(sys.argv) > 1 else {})

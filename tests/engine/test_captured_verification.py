@@ -1,0 +1,188 @@
+"""Verification in a padded batch at fixed addresses does what it does eagerly, and padding nothing.
+
+Batches hold whole trees, a cut one, a slot that was cleared, and prompts, complete and not.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dyntree_plugin.engine.cpu import install
+
+install()  # the runner's modules need it before they are imported
+
+from dyntree_plugin.engine import batch as packing  # noqa: E402
+from dyntree_plugin.engine.batch import Requests, pack  # noqa: E402
+from dyntree_plugin.engine.gpu import verification  # noqa: E402
+from dyntree_plugin.engine.gpu.graphs import Call, Replay, Tensors  # noqa: E402
+from dyntree_plugin.engine.gpu.verification import GraphedTreeVerifier  # noqa: E402
+from dyntree_plugin.engine.kv import PathMover  # noqa: E402
+from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
+from dyntree_plugin.engine.timing import StageClock  # noqa: E402
+from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
+from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.tree.token_tree import TokenTree  # noqa: E402
+from dyntree_plugin.tree.value import AcceptanceEstimate  # noqa: E402
+
+NODES, VOCAB, SLOTS, MOST = 6, 2, 9, 8
+PLAN = DynTreeOptions(max_depth=3, budget="adaptive").resolve(NODES)
+IN_USE = [3, 0, 7, 2, 5]
+DRAFTS = [6, 6, 3, 6, 0]
+ROWS = [7, 7, 4, 7, 9]
+PREFILL = [10, 4, 6, 5, 99]
+CONTEXTS = [20, 30, 25, 40, 0]
+CLEARED = 2
+
+
+def replayed(run: Call) -> tuple[Replay, Tensors]:
+    values = run()
+
+    def replay() -> None:
+        for value, new in zip(values, run(), strict=True):
+            value.copy_(new)
+
+    return replay, values
+
+
+class Engine:
+    """What a step's verification takes and changes, the same for equal arguments."""
+
+    def __init__(self, requests: int) -> None:
+        g = torch.Generator().manual_seed(1)
+        self.trees = trees = TreeStore(SLOTS, PLAN, VOCAB, torch.device("cpu"))
+        # Two levels of two siblings below the first of them, in every slot.
+        parents = torch.tensor([-1, -1, 0, 0, 2, 2]).repeat(SLOTS, 1)
+        depths = torch.tensor([1, 1, 2, 2, 3, 3]).repeat(SLOTS, 1)
+        values = -torch.rand(SLOTS, NODES, generator=g)
+        counts = torch.full((SLOTS,), NODES)
+        node_tokens = torch.tensor([0, 1]).repeat(SLOTS, 3)
+        tree = TokenTree(node_tokens, parents, depths, values, counts)
+        trees.put(torch.arange(SLOTS), tree)
+        trees.features.normal_(generator=g)
+        trees.clear(torch.tensor([CLEARED]))
+
+        rows = sum(ROWS[:requests])
+        ends = np.cumsum([0, *ROWS[:requests]])
+        input_ids, positions = torch.zeros(rows + 5).int(), torch.zeros(rows + 5).long()
+        for end, drafts, context in zip(ends[1:], DRAFTS, CONTEXTS, strict=False):
+            input_ids[end - drafts : end] = torch.tensor([0, 1, 0, 1, 0, 1])[:drafts]
+            positions[end - drafts - 1 : end] = context
+        seq_lens = torch.tensor(CONTEXTS) + torch.tensor(ROWS)
+        buffers: Any = SimpleNamespace(
+            input_ids=input_ids, positions=positions, seq_lens=torch.zeros(MOST).int(),
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        buffers.seq_lens[:requests] = seq_lens[:requests]
+        self.cache = torch.arange(rows + 5)
+        self.estimate = AcceptanceEstimate("cpu")
+        slots = torch.arange(rows + 5).view(1, -1)
+        runner: Any = SimpleNamespace(
+            clock=StageClock(), trees=trees, estimate=self.estimate,
+            _movers=[(0, PathMover(self.move))], block_tables=SimpleNamespace(slot_mappings=slots),
+        )  # fmt: skip
+        runner._learn = lambda *args: TreeRunnerMixin._learn(runner, *args)
+        sampler: Any = SimpleNamespace()
+        self.verifier = GraphedTreeVerifier(
+            sampler, trees, None, StageClock(), buffers, None,  # type: ignore[arg-type]
+            lambda *args: TreeRunnerMixin._settle(runner, *args), lambda *args: None,
+        )  # fmt: skip
+        self.packed = packed(requests)
+        logits = sum(DRAFTS[:requests]) + requests
+        self.sampled = torch.randint(VOCAB, (logits,), generator=g)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        moves = source >= 0
+        self.cache[target[moves]] = self.cache[source[moves]]
+
+    def verify(self, invalid: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Everything that verification gives and changes."""
+        found, report = self.verifier._verify(self.packed, self.sampled, self.sampled, invalid)
+        given = [getattr(found, name) for name in vars(found)]
+        learned = [self.estimate.weights, self.estimate.information]
+        return [each.clone() for each in (*given, report, self.cache, *learned)]
+
+
+def packed(requests: int) -> torch.Tensor:
+    drafts, rows = DRAFTS[:requests], ROWS[:requests]
+    batch: Any = SimpleNamespace(
+        num_reqs=requests,
+        idx_mapping_np=np.array(IN_USE[:requests]),
+        cu_num_logits_np=np.cumsum([0, *(n + 1 for n in drafts)], dtype=np.int32),
+        query_start_loc_np=np.cumsum([0, *rows, 0], dtype=np.int32),
+        prefill_len_np=np.array(PREFILL[:requests], dtype=np.int32),
+    )
+    states: Any = SimpleNamespace(
+        temperature=SimpleNamespace(np=np.linspace(0, 2, SLOTS, dtype=np.float32)),
+        seeds=SimpleNamespace(np=np.arange(SLOTS) - (1 << 40)),
+    )
+    return pack(batch, states)
+
+
+def same(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
+def test_the_host_says_where_the_rows_are() -> None:
+    requests = Requests.of(packed(5), spare=SLOTS)
+    assert requests.slots.tolist() == requests.index.tolist() == IN_USE
+    assert requests.first.tolist() == [0, 7, 14, 18, 25]
+    assert requests.root.tolist() == [0, 7, 14, 18, 33]
+    assert requests.drafts.tolist() == DRAFTS
+    assert requests.prefill_len.tolist() == PREFILL
+    assert requests.temperature.tolist() == [0.75, 0.0, 1.75, 0.5, 1.25]
+    assert requests.seeds.tolist() == [slot - (1 << 40) for slot in IN_USE]
+    assert not packing.all_greedy(packed(5))
+    assert packing.all_greedy(packed(5)[1:2])
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 4, 5])
+def test_a_padded_batch_does_what_the_eager_one_does(requests: int) -> None:
+    eager, captured = Engine(requests), Engine(requests)
+    captured.verifier.capture(replayed, MOST)
+    expected = eager.verify()
+    assert same(captured.verify(), expected)
+    assert same(captured.verify(), eager.verify())
+    path, counts, emitted = expected[0], expected[4], expected[5]
+    if requests == 5:
+        assert (path >= 0).sum(dim=1).tolist()[3:] == [0, 0]
+        assert counts.tolist() == [6, 6, 3, 0, 0]
+        assert emitted.tolist()[4] == 0
+        assert len(path[:3].unique()) > 2
+        assert not torch.equal(captured.cache, torch.arange(len(captured.cache)))
+        assert not torch.equal(captured.estimate.weights, AcceptanceEstimate("cpu").weights)
+
+
+def test_padding_that_is_taken_for_a_request_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "PADDING", 0)
+    eager, captured = Engine(3), Engine(3)
+    captured.verifier.capture(replayed, MOST)
+    # At first, forgetting towards what is known before changes nothing.
+    for engine in (eager, captured):
+        engine.verify()
+    assert not same(captured.verify(), eager.verify())
+
+
+def test_what_the_capture_ran_leaves_nothing_behind() -> None:
+    engine = Engine(5)
+    cache, weights = engine.cache.clone(), engine.estimate.weights.clone()
+    information = engine.estimate.information.clone()
+    engine.verifier.capture(replayed, MOST)
+    assert torch.equal(engine.cache, cache)
+    assert torch.equal(engine.estimate.weights, weights)
+    assert torch.equal(engine.estimate.information, information)
+
+
+def test_drafts_that_a_grammar_forbids_are_verified_eagerly() -> None:
+    eager, captured = Engine(2), Engine(2)
+    captured.verifier.capture(replayed, MOST)
+    invalid = torch.zeros(14, dtype=torch.bool)
+    invalid[1:3] = True
+    forbidden = captured.verify(invalid)
+    assert same(forbidden, eager.verify(invalid))
+    assert forbidden[0][0].tolist() == [-1, -1, -1]
+    assert captured.verify()[0][0, 0] >= 0
