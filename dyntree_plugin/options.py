@@ -56,10 +56,11 @@ class DynTreeOptions(BaseModel):
     budget: Budget | None = Field(
         default=None,
         description="adaptive verifies, of all trees of a step together, the nodes that make the "
-        "most tokens per second: it measures at start-up what rows cost (some 10 s), follows that "
+        "most tokens per second: it measures at start-up what rows cost (some seconds), follows that "
         "while serving, and ends drafting that cannot pay. fixed verifies every tree that was "
-        "grown. The output is the same either way. For growth topk.",
-        json_schema_extra={"derived": "fixed"},
+        "grown. The output is the same either way.",
+        json_schema_extra={"derived": "adaptive with growth topk; fixed, and nothing else, with "
+        "the others"},
     )
     max_depth: int | None = Field(
         default=None,
@@ -68,8 +69,9 @@ class DynTreeOptions(BaseModel):
         description="Depth of the deepest node: the most draft tokens that one step can accept, "
         "and the number of draft forwards per step. At most node_budget.",
         json_schema_extra={
-            "derived": "2 log2(node_budget), rounded: 8 for 16, 12 for 64; node_budget, at most "
-            f"{ADAPTIVE_DEPTH}, with an adaptive budget"
+            "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, where an adaptive budget ends "
+            "drafting: on a CPU without tensor parallelism; elsewhere 2 log2(node_budget), "
+            "rounded: 8 for 16, 12 for 64"
         },
     )
     width: int | None = Field(
@@ -194,8 +196,10 @@ class DynTreeOptions(BaseModel):
             wrong = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
             raise ValueError("; ".join(_explain(name, value[name]) for name in wrong)) from None
 
-    def resolve(self, num_speculative_tokens: int) -> TreePlan:
+    def resolve(self, num_speculative_tokens: int, *, drafting_ends: bool = True) -> TreePlan:
         """Fills in every default for an engine with `num_speculative_tokens`.
+
+        ``drafting_ends``: whether an adaptive budget can end drafting on this engine.
 
         Raises:
             ValueError: naming the options that do not fit this engine or each other.
@@ -215,8 +219,9 @@ class DynTreeOptions(BaseModel):
                 "or raise node_budget"
             )
         depth, width, children = default_shape(node_budget)
-        if self.budget == "adaptive":
-            # Drafting ends by itself where depth does not pay.
+        budget = self.budget or self._default_budget()
+        if budget == "adaptive" and drafting_ends:
+            # Depth that does not pay is not drafted.
             depth = min(node_budget, ADAPTIVE_DEPTH)
         if self.expansion is not None:
             depth = len(self.expansion)
@@ -230,11 +235,15 @@ class DynTreeOptions(BaseModel):
             self.coupling == "on",
         )
         try:
-            return self._plan(shape)
+            return self._plan(shape, budget)
         except ValueError as error:
             raise ValueError(f"{NAMESPACE}.{error}") from None
 
-    def _plan(self, shape: TreeShape) -> TreePlan:
+    def _default_budget(self) -> Budget:
+        """adaptive wherever a plan may have it."""
+        return "adaptive" if self.growth == "topk" and self.rule in (None, "match") else "fixed"
+
+    def _plan(self, shape: TreeShape, budget: Budget) -> TreePlan:
         # With these torch is loaded, which a vLLM without dyntree options need not do for us.
         from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
         from dyntree_plugin.tree.plan import TreePlan
@@ -252,7 +261,7 @@ class DynTreeOptions(BaseModel):
         # Some growths stop before max_depth, whatever the draft says.
         shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
         rule = self.rule or default_rule(growing.sampling)
-        return TreePlan(shape, growth, rule, self.calibration == "on", self.budget or "fixed")
+        return TreePlan(shape, growth, rule, self.calibration == "on", budget)
 
 
 def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

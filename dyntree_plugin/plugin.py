@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
     from dyntree_plugin.options import DynTreeOptions
+    from dyntree_plugin.tree.plan import TreePlan
 
 WORKERS = {
     "cpu": "dyntree_plugin.engine.cpu.worker.TreeCPUWorker",
@@ -56,7 +57,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     if speculation is not None and config.is_marked(speculation):
         return  # vLLM checks a configuration again when it derives another, as for the draft.
     compat.check(vllm_config, options, device_type, WORKERS)
-    plan = options.resolve(vllm_config.num_speculative_tokens)
+    plan = cast("TreePlan", config.tree_plan(vllm_config))
     vllm_config.parallel_config.worker_cls = WORKERS[device_type]
     if device_type == "cuda":
         _choose_attention(vllm_config)

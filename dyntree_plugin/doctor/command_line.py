@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from dyntree_plugin import compat
 from dyntree_plugin.doctor import kernels
 from dyntree_plugin.doctor.checks import Check, device_type, memory
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.engine.config import plan_in_force
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -80,13 +80,12 @@ def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
 
 
 def _admitted(config: VllmConfig) -> Iterator[Check]:
-    options = DynTreeOptions.of(config.additional_config)
     speculation = config.speculative_config
-    if options is None or speculation is None:
+    plan = None if speculation is None else plan_in_force(speculation)
+    if plan is None or speculation is None:
         advice = f"for trees add --dyntree '{{}}' and --speculative-config '{compat.EXAMPLE}'"
         yield Check(_NAME, "warn", "it asks for no trees: vLLM would run as it is", advice)
         return
-    plan = options.resolve(config.num_speculative_tokens)
     in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     advice = compat.token_budget_advice(config) or ""
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.options import DynTreeOptions
-
-logger = logging.getLogger("vllm.dyntree")
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -22,7 +19,25 @@ def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
     options = DynTreeOptions.of(vllm_config.additional_config)
     if options is None or vllm_config.speculative_config is None:
         return None
-    return options.resolve(vllm_config.num_speculative_tokens)
+    return options.resolve(
+        vllm_config.num_speculative_tokens, drafting_ends=_drafting_ends(vllm_config)
+    )
+
+
+def _drafting_ends(vllm_config: VllmConfig) -> bool:
+    """Whether drafting may stop by what forwards earn: the host must see the trees as they grow,
+    and clocks of several ranks would not agree."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and vllm_config.parallel_config.world_size_across_dp == 1
+
+
+def trees_are_cut(vllm_config: VllmConfig) -> bool:
+    """Whether steps verify what is worth it. With data parallelism they must be alike on all ranks,
+    which would choose differently."""
+    plan = tree_plan(vllm_config)
+    alone = vllm_config.parallel_config.data_parallel_size == 1
+    return plan is not None and plan.budget == "adaptive" and alone
 
 
 def claim(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
@@ -48,15 +63,19 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
     vLLM's own schedule of draft tokens by batch size is given every size that there may be: its
     CUDA graphs are captured for those, and the scheduler replaces the schedule by a choice.
     """
+    from vllm.logger import init_logger
+
     plan = tree_plan(vllm_config)
     scheduler, speculation = vllm_config.scheduler_config, vllm_config.speculative_config
     if plan is None or speculation is None or plan.budget != "adaptive":
         return
+    if not trees_are_cut(vllm_config):
+        init_logger("vllm.dyntree").info_once(
+            "With data parallelism every step verifies whole trees, as with budget=fixed."
+        )
+        return
     if device_type == "cpu" and not scheduler.async_scheduling:
         return  # The worker sees the trees before the next step is scheduled.
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        logger.info("With data parallelism every step verifies whole trees: budget=fixed.")
-        return  # The ranks' schedulers would choose differently, and their steps must be alike.
     sizes = sorted(node_buckets(plan.shape.node_budget)[-scheduler.max_num_seqs :], reverse=True)
     speculation.num_speculative_tokens_per_batch_size = [
         (batch, batch, size) for batch, size in enumerate(sizes, start=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -11,37 +12,54 @@ from dyntree_plugin.tree.row_cost import RowCost
 if TYPE_CHECKING:
     from dyntree_plugin.engine.runner import TreeRunnerMixin
 
-LONGEST_SECONDS = 8.0
+LONGEST_SECONDS = 4.0
 """What the measurement may take, about. Slow models are measured at fewer numbers of rows."""
 PASSES = 5
 
+Agree = Callable[[float], float]
+"""Gives the first rank's number to every rank: they run all steps together."""
 
-def measure_rows(runner: TreeRunnerMixin) -> RowCost:
+
+def measure_rows(runner: TreeRunnerMixin, agree: Agree) -> RowCost:
     """Time the target's forward and head over 1, 2, 3, … rows, as many as a step can verify.
 
     Call it when the KV cache is there and no request has come yet: the steps write into it.
     """
     most = min(runner.max_num_reqs * (runner.trees.shape.node_budget + 1), runner.max_num_tokens)
-    rows, passes, allowed = row_numbers(most), PASSES, LONGEST_SECONDS / 2
+    best: dict[int, float] = {}
+    began = time.perf_counter()
+
+    def left(share: float = 1.0) -> float:
+        return agree(share * LONGEST_SECONDS - (time.perf_counter() - began))
+
+    def measure(rows: int) -> None:
+        """Keep the least, which is what no other program has disturbed."""
+        best[rows] = min(best.get(rows, float("inf")), _seconds(runner, rows))
+
+    def measure_first(rows: int) -> None:
+        _seconds(runner, rows)  # makes what kernels keep by their number of rows
+        measure(rows)
+
+    numbers = row_numbers(most)
+    powers = [rows for rows in numbers if rows.bit_count() == 1]
     with mock.patch.object(runner, "speculator", None):
-        _seconds(runner, most)
-        if runner.parallel_config.world_size_across_dp > 1:
-            # Ranks run every step together, and their clocks would not end it at the same one.
-            rows, passes, allowed = rows[::4], 2, float("inf")
-        else:
-            # Rows in the middle are taken to cost half of the most.
-            pass_seconds = len(rows) * _seconds(runner, most) / 2
-            rows = rows[:: max(1, round(pass_seconds / allowed))]
-        best = dict.fromkeys(rows, float("inf"))
-        began = time.perf_counter()
-        # The first pass makes what kernels keep by their number of rows; the least of all passes
-        # is what no other program has disturbed.
-        for number in range(passes):
-            for each in rows:
-                best[each] = min(best[each], _seconds(runner, each))
-            if number and time.perf_counter() - began > allowed:
+        for rows in powers:
+            # Twice the rows take twice the time at most, and are run twice.
+            if best and agree(4 * best[rows // 2]) > left(0.5):
                 break
-    return RowCost(tuple(rows), tuple(best[each] for each in rows), most)
+            measure_first(rows)
+        for rows in numbers:
+            if rows > max(best) or left() < 0:
+                break
+            if rows not in best:
+                measure_first(rows)
+        for _ in range(PASSES - 1):
+            for rows in sorted(best):
+                if left() < 0:
+                    break
+                measure(rows)
+    rows, seconds = zip(*sorted(best.items()), strict=True)
+    return RowCost(rows, seconds, most)
 
 
 def row_numbers(most: int) -> list[int]:

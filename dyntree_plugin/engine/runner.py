@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -17,7 +18,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from dyntree_plugin.drafters.children import ChildPicker, Perturb
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.batch import Requests, pack
-from dyntree_plugin.engine.config import tree_plan
+from dyntree_plugin.engine.config import tree_plan, trees_are_cut
 from dyntree_plugin.engine.kv import Move, PathMover
 from dyntree_plugin.engine.measured_rows import measure_rows
 from dyntree_plugin.engine.plain_cost import PlainCost, measure
@@ -149,8 +150,8 @@ class TreeRunnerMixin(GPUModelRunner):
     def measure_plain_cost(self) -> None:
         """Learn what trees are compared with; call it before the first request."""
         self._plain_cost = measure(self)
-        if self.trees.plan.budget == "adaptive":
-            self.budget_by(measure_rows(self))
+        if trees_are_cut(self.vllm_config):
+            self.budget_by(measure_rows(self, get_tp_group().broadcast_object))
         self._record = self._new_record()
 
     def budget_by(self, cost: RowCost) -> None:

@@ -14,7 +14,11 @@ from dyntree_plugin.engine.cpu import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine.measured_rows import measure_rows, row_numbers  # noqa: E402
+from dyntree_plugin.engine.measured_rows import (  # noqa: E402
+    LONGEST_SECONDS,
+    measure_rows,
+    row_numbers,
+)
 from dyntree_plugin.engine.node_buckets import NodeBuckets  # noqa: E402
 from dyntree_plugin.engine.node_budget import AdaptiveBudget  # noqa: E402
 from dyntree_plugin.engine.stats import StepRecord, report  # noqa: E402
@@ -114,7 +118,7 @@ def test_every_number_of_rows_is_measured_where_trees_are_small() -> None:
     assert all(after <= before * 1.13 + 1 for before, after in pairwise(numbers))
 
 
-def fake_runner(now: list[float], per_row: float, ran: list[int], ranks: int = 1) -> Any:
+def fake_runner(now: list[float], per_row: float, ran: list[int]) -> Any:
     """Steps take 10 ms and ``per_row``; ``ran`` gets their rows, ``now`` is their clock."""
     clock = StageClock()
 
@@ -135,30 +139,49 @@ def fake_runner(now: list[float], per_row: float, ran: list[int], ranks: int = 1
         speculator=object(),
         model=SimpleNamespace(compute_logits=lambda hidden: hidden),
         _dummy_run=dummy_run,
-        parallel_config=SimpleNamespace(world_size_across_dp=ranks),
     )
 
 
+def alone(seconds: float) -> float:
+    return seconds
+
+
 @pytest.mark.parametrize("per_row", [1e-3, 0.0])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_was_measured_is_what_rows_took(per_row: float, ranks: int, monkeypatch: Any) -> None:
+def test_what_was_measured_is_what_rows_took(per_row: float, monkeypatch: Any) -> None:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    seconds = measure_rows(fake_runner(now, per_row, [], ranks)).seconds()
+    seconds = measure_rows(fake_runner(now, per_row, []), alone).seconds()
     assert len(seconds) == 4 * (NODES + 1) + 1
     assert seconds[1:] == pytest.approx(0.01 + per_row * np.arange(1, len(seconds)))
 
 
-def test_ranks_measure_the_same_steps_whatever_their_clocks_say(monkeypatch: Any) -> None:
-    """The control: one rank alone measures as many as it has time for."""
-    now = [0.0]
+@pytest.mark.parametrize("per_row", [1e-3, 0.03, 0.2])
+def test_a_slow_model_is_measured_at_few_rows_and_the_others_lie_behind(
+    per_row: float, monkeypatch: Any
+) -> None:
+    now, ran = [0.0], list[int]()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    steps: dict[tuple[int, float], list[int]] = {}
-    for ranks in (1, 2):
-        for per_row in (1e-3, 0.1):
-            measure_rows(fake_runner(now, per_row, steps.setdefault((ranks, per_row), []), ranks))
-    assert len(steps[1, 1e-3]) > len(steps[1, 0.1])
-    assert steps[2, 1e-3] == steps[2, 0.1]
+    seconds = measure_rows(fake_runner(now, per_row, ran), alone).seconds()
+    assert now[0] < 1.5 * LONGEST_SECONDS
+    assert (max(ran) < 16) == (per_row > 0.1)
+    assert seconds[1:] == pytest.approx(0.01 + per_row * np.arange(1, len(seconds)))
+
+
+def test_ranks_measure_the_same_steps_whatever_their_clocks_say(monkeypatch: Any) -> None:
+    """The control: a rank that goes by its own clock measures others."""
+    now, told = [0.0], list[float]()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def first(seconds: float) -> float:
+        told.append(seconds)
+        return seconds
+
+    steps: list[list[int]] = [[], [], []]
+    measure_rows(fake_runner(now, 0.05, steps[0]), first)
+    others = iter(told)
+    measure_rows(fake_runner(now, 0.01, steps[1]), lambda _: next(others))
+    measure_rows(fake_runner(now, 0.01, steps[2]), alone)
+    assert steps[0] == steps[1] != steps[2]
 
 
 def test_a_scheduler_that_sees_no_tree_goes_by_averages() -> None:

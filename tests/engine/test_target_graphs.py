@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
-from dyntree_plugin.engine.gpu.target_graphs import offer_larger
+import pytest
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+from dyntree_plugin.engine.config import node_buckets
+from dyntree_plugin.engine.gpu.target_graphs import TILE, offer_larger, thin_out
 
 
 @dataclass(frozen=True)
@@ -60,3 +67,75 @@ def test_with_one_tree_size_vllms_offer_stays() -> None:
     before = {key: list(offered) for key, offered in manager._candidates.items()}
     offer_larger(manager)
     assert manager._candidates == before
+
+
+MOST_ROWS = 512
+
+
+def vllms_manager(nodes: int, requests: int, sizes: tuple[int, ...]) -> Any:
+    """vLLM's own manager, before it captures, for trees of these sizes."""
+    schedule = [(batch, batch, size) for batch, size in enumerate(sorted(sizes)[::-1], start=1)]
+    speculation = SimpleNamespace(
+        num_speculative_tokens_per_batch_size=schedule,
+        uses_dynamic_speculative_decoding=lambda: True,
+    )
+    manager: Any = object.__new__(CudaGraphManager)
+    vars(manager).update(
+        vllm_config=SimpleNamespace(
+            speculative_config=speculation,
+            num_speculative_tokens=nodes,
+            cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1, 2, 4, *range(8, 256, 8), *range(256, MOST_ROWS + 1, 16)],
+            max_cudagraph_capture_size=MOST_ROWS,
+        ),
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        max_num_reqs=requests,
+        decode_query_len=nodes + 1,
+        varlen_decode=False,
+        ubatch_runner=None,
+        lora_capture_cases=[0],
+        _lora_dispatch_map={},
+        _candidates={},
+        _capture_descs={},
+        _graphs_captured=True,
+    )
+    manager._init_candidates()
+    return manager
+
+
+def rows_run(manager: Any, requests: int, nodes: int) -> int | None:
+    """Rows of the FULL graph that a batch of trees is run with; None without one."""
+    rows = requests * (nodes + 1)
+    desc = manager.dispatch(requests, rows, nodes + 1, 0)
+    return desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else None
+
+
+def captured(manager: Any, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> int:
+    return len(manager._capture_descs[mode])
+
+
+@pytest.mark.parametrize(("nodes", "requests"), [(16, 256), (64, 256), (64, 16), (256, 64)])
+def test_few_graphs_serve_every_batch_and_pad_none_far(nodes: int, requests: int) -> None:
+    sizes = node_buckets(nodes)
+    stock, thinned = (vllms_manager(nodes, requests, sizes) for _ in range(2))
+    thin_out(thinned)
+    for manager in (stock, thinned):
+        offer_larger(manager)
+    piecewise = CUDAGraphMode.PIECEWISE
+    assert captured(thinned, piecewise) == captured(stock, piecewise)
+    assert captured(thinned) < min(captured(stock), 80)
+    for size in sizes:
+        for batch in range(1, min(requests, MOST_ROWS // (size + 1)) + 1):
+            rows = batch * (size + 1)
+            run, before = rows_run(thinned, batch, size), rows_run(stock, batch, size)
+            assert (run is None) == (before is None)
+            assert run is None or rows <= run <= max(before, rows + min(TILE, rows))
+
+
+def test_trees_of_one_size_keep_vllms_graphs() -> None:
+    manager = vllms_manager(16, 256, (16,))
+    before = captured(manager)
+    thin_out(manager)
+    assert captured(manager) == before

@@ -17,16 +17,16 @@ def sized(
     asynchronous: bool = True,
     requests: int = 64,
     ranks: int = 1,
-    budget: str = "adaptive",
+    **options: str,
 ) -> set[int]:
     """The sizes in vLLM's own table after the plugin has settled; empty where it has none."""
     speculation = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
     config: Any = SimpleNamespace(
-        additional_config={"dyntree": {"budget": budget}},
+        additional_config={"dyntree": options},
         num_speculative_tokens=24,
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous, max_num_seqs=requests),
-        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks, world_size_across_dp=ranks),
     )
     size_trees_by_step(config, device)
     schedule = speculation.num_speculative_tokens_per_batch_size
@@ -48,6 +48,8 @@ def test_on_the_cpu_the_worker_sizes_trees_unless_scheduling_is_asynchronous() -
     assert sized("cpu", asynchronous=True) == {*node_buckets(24)}
 
 
-def test_data_parallel_ranks_and_fixed_budgets_have_whole_trees() -> None:
-    assert sized(ranks=2) == set()
-    assert sized(budget="fixed") == set()
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_data_parallel_ranks_and_fixed_budgets_have_whole_trees(device: str) -> None:
+    assert sized(device, ranks=2) == set()
+    assert sized(device, budget="fixed") == set()
+    assert sized(device, growth="chain") == set()

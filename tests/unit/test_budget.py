@@ -240,12 +240,31 @@ def test_trees_that_it_cannot_cut_are_refused_by_name(
         DynTreeOptions.parse({"budget": "adaptive", **options}).resolve(8)
 
 
-def test_the_budget_in_force_is_shown() -> None:
-    assert DynTreeOptions(budget="adaptive").resolve(8).in_force()["budget"] == "adaptive"
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({}, "adaptive"),
+        ({"rule": "match", "min_value": 0.1}, "adaptive"),
+        ({"coupling": "off", "calibration": "off"}, "adaptive"),
+        ({"budget": "fixed"}, "fixed"),
+        ({"growth": "chain"}, "fixed"),
+        ({"growth": "dyspec"}, "fixed"),
+        ({"growth": "dyspec", "rule": "match"}, "fixed"),
+    ],
+)
+def test_a_budget_is_adaptive_unless_it_is_said_or_has_to_be_otherwise(
+    options: dict[str, object], budget: str
+) -> None:
+    assert DynTreeOptions.parse(options).resolve(8).in_force()["budget"] == budget
 
 
-def test_an_adaptive_budget_may_draft_deeper() -> None:
-    assert DynTreeOptions(budget="adaptive").resolve(12).shape.max_depth == 12
-    assert DynTreeOptions(budget="adaptive").resolve(64).shape.max_depth == 16
-    assert DynTreeOptions(budget="adaptive", max_depth=4).resolve(12).shape.max_depth == 4
-    assert DynTreeOptions().resolve(12).shape.max_depth < 12
+@pytest.mark.parametrize("options", [{}, {"budget": "adaptive"}])
+def test_trees_may_be_deeper_where_drafting_ends_by_itself(options: dict[str, object]) -> None:
+    def depth(nodes: int, *, drafting_ends: bool = True, **more: object) -> int:
+        parsed = DynTreeOptions.parse(options | more)
+        return parsed.resolve(nodes, drafting_ends=drafting_ends).shape.max_depth
+
+    assert (depth(12), depth(64)) == (12, 16)
+    assert depth(12, max_depth=4) == 4
+    fixed = DynTreeOptions(budget="fixed").resolve(12).shape.max_depth
+    assert depth(12, drafting_ends=False) == fixed < 12

@@ -16,7 +16,7 @@ from dyntree_kernels.gpu.place import place
 from dyntree_plugin.engine.gpu.capture import recorder
 from dyntree_plugin.engine.gpu.clock import EventClock
 from dyntree_plugin.engine.gpu.speculator import MOST_REQUESTS, GraphedTreeSpeculator
-from dyntree_plugin.engine.gpu.target_graphs import offer_larger
+from dyntree_plugin.engine.gpu.target_graphs import offer_larger, thin_out
 from dyntree_plugin.engine.gpu.transfer import StreamSend
 from dyntree_plugin.engine.gpu.verifier import GPUTreeVerifier
 from dyntree_plugin.engine.kv import Move
@@ -78,6 +78,7 @@ class TreeGPUModelRunner(TreeRunnerMixin):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         self.rejection_sampler.graphs = None  # They move rows in the cache that was there.
         super().initialize_kv_cache(*args, **kwargs)
+        thin_out(self.cudagraph_manager)
         offer_larger(self.cudagraph_manager)
 
     @torch.inference_mode()

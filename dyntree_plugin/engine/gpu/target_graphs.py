@@ -1,11 +1,48 @@
-"""Which of the target's CUDA graphs may serve a batch of trees."""
+"""Which of the target's CUDA graphs are captured, and which may serve a batch of trees."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
 
 WIDEST = 2
 """Times its own rows that a batch may be padded to."""
+TILE = 64
+"""Rows that tensor cores multiply at a time, so that a batch of fewer costs no less."""
+
+
+def thin_out(manager: Any) -> None:
+    """Leave of several tree sizes' graphs as few as pad no batch far.
+
+    vLLM's ``CudaGraphManager`` has a graph of every tree size for every number of rows that it
+    captures: 231 with trees of 1, 2, 4, 8 and 16 nodes, and 30 with trees of one size. The 56 that
+    are left pad a batch by at most `TILE` rows, and to less than `WIDEST` times its own, or as
+    vLLM's. Call it when the manager is made, before `offer_larger`.
+    """
+    graphs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    kinds: dict[tuple[int, int], list[Any]] = {}
+    for desc in sorted(graphs, key=lambda desc: desc.num_tokens):
+        if desc.uniform_token_count:
+            kinds.setdefault((desc.uniform_token_count, desc.num_active_loras), []).append(desc)
+    if len({size for size, _ in kinds}) < 2:
+        return
+    gone = {desc for (size, _), descs in kinds.items() for desc in _needless(descs, size)}
+    manager._capture_descs[CUDAGraphMode.FULL] = [desc for desc in graphs if desc not in gone]
+    for offered in manager._candidates.values():
+        offered[:] = [desc for desc in offered if desc not in gone]
+
+
+def _needless(descs: list[Any], size: int) -> Iterator[Any]:
+    """Those of one tree size, ascending, whose batches the following graph serves as well."""
+    smallest = size  # rows of the smallest batch without a graph so far
+    for desc, following in pairwise(descs):
+        if following.num_tokens < smallest + min(TILE + 1, (WIDEST - 1) * smallest):
+            yield desc
+        else:
+            smallest = desc.num_tokens + size
 
 
 def offer_larger(manager: Any) -> None:
