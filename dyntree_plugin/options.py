@@ -56,11 +56,12 @@ class DynTreeOptions(BaseModel):
     budget: Budget | None = Field(
         default=None,
         description="adaptive verifies, of all trees of a step together, the nodes that make the "
-        "most tokens per second: it measures at start-up what rows cost (some seconds), follows that "
-        "while serving, and ends drafting that cannot pay. fixed verifies every tree that was "
-        "grown. The output is the same either way.",
-        json_schema_extra={"derived": "adaptive with growth topk; fixed, and nothing else, with "
-        "the others"},
+        "most tokens per second: it measures at start-up what rows cost (4 s at most, about), "
+        "follows that while serving, and ends drafting that cannot pay. fixed verifies every tree "
+        "that was grown. The output is the same either way.",
+        json_schema_extra={
+            "derived": "adaptive with growth topk and rule match; else fixed, the only one allowed"
+        },
     )
     max_depth: int | None = Field(
         default=None,
@@ -70,8 +71,8 @@ class DynTreeOptions(BaseModel):
         "and the number of draft forwards per step. At most node_budget.",
         json_schema_extra={
             "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, where an adaptive budget ends "
-            "drafting: on a CPU without tensor parallelism; elsewhere 2 log2(node_budget), "
-            "rounded: 8 for 16, 12 for 64"
+            "drafting by itself: on a CPU, with one rank; else 2 log2(node_budget), rounded: "
+            "8 for 16, 12 for 64"
         },
     )
     width: int | None = Field(

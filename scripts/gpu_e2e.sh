@@ -101,8 +101,11 @@ speed() {
     local shape=$1 cache=$2 chains=${CHAINS:-$3} budgets=${BUDGETS:-$4}
     local name=serve-gpu-${part#speed-} engines=() length budget code
     for length in $chains; do engines+=(--chain "$length"); done
+    # The last is cut to what pays, as it is by default; the others show what whole trees do.
     for budget in $budgets; do
-        engines+=(--tree "{\"node_budget\": $budget, \"max_depth\": ${depths[$budget]:-8}}")
+        local kind=', "budget": "fixed"'
+        [[ $budget != "${budgets##* }" ]] || kind=
+        engines+=(--tree "{\"node_budget\": $budget, \"max_depth\": ${depths[$budget]:-8}$kind}")
     done
     # vLLM wants its share of the memory free; what an engine takes is its weights and the cache.
     local arguments="{\"kv_cache_memory_bytes\": $cache, \"gpu_memory_utilization\": 0.05}"

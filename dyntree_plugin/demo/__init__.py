@@ -121,7 +121,7 @@ def _heading(settings: Settings) -> Text:
     )
     return Text.assemble(
         (f"dyntree {__version__}", "bold"),
-        f" on {name} {version}, {settings.dtype}, {drawing}, {settings.nodes} nodes\n",
+        f" on {name} {version}, {settings.dtype}, {drawing}, at most {settings.nodes} nodes\n",
         (f"target {settings.target}\ndraft  {settings.draft}", "dim"),
     )
 

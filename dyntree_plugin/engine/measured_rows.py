@@ -58,8 +58,8 @@ def measure_rows(runner: TreeRunnerMixin, agree: Agree) -> RowCost:
                 if left() < 0:
                     break
                 measure(rows)
-    rows, seconds = zip(*sorted(best.items()), strict=True)
-    return RowCost(rows, seconds, most)
+    measured = sorted(best)
+    return RowCost(tuple(measured), tuple(best[rows] for rows in measured), most)
 
 
 def row_numbers(most: int) -> list[int]:

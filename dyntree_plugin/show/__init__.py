@@ -48,7 +48,13 @@ def show(
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Weights and arithmetic of both models.")
     ] = "float32",
-    options: Annotated[str, typer.Option(metavar="JSON", help="Further dyntree options.")] = "{}",
+    options: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="Further dyntree options; the budget is fixed, unless they say else.",
+        ),
+    ] = "{}",
     trace: Annotated[Path | None, typer.Option(help="Save what is drawn here, as JSON.")] = None,
     from_: Annotated[
         Path | None,
@@ -135,7 +141,8 @@ def _recorded(
 
     if (target is None) != (draft is None):
         raise typer.BadParameter("--target and --draft go together: give both or neither")
-    settings["options"] = tree_options(settings["options"], settings["nodes"])
+    asked = tree_options(settings["options"], settings["nodes"])
+    settings["options"] = {"budget": "fixed", **asked}
     if target is None or draft is None:
         target, draft = (str(path) for path in pair.paths().values())
     prompts = pair.held_out_prompts(1) if prompt is None else [prompt]

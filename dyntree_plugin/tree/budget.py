@@ -46,8 +46,8 @@ def best_cut(
 
     ``values`` [R, N]: estimated chance that the path down to a node is accepted; they must not rise
     from one node of a request to its next; 0 for padding, which is never verified. ``row_seconds``
-    [at least R * (N + 1) + 1]: seconds of the verification of so many rows. ``spent``: what the
-    step takes besides, its drafting included.
+    [more than R]: seconds of the verification of so many rows, up to the most that a step holds.
+    ``spent``: what the step takes besides, its drafting included.
 
     Raises:
         ValueError: if values rise, or ``row_seconds`` is too short or not positive.
@@ -55,14 +55,12 @@ def best_cut(
     requests, nodes = values.shape
     if (np.diff(values, axis=1) > 0).any():
         raise ValueError("values must not rise from one node of a request to its next")
-    if len(row_seconds) <= requests * (nodes + 1):
-        raise ValueError(
-            f"row_seconds has {len(row_seconds)} entries: {requests * (nodes + 1) + 1}"
-            " rows are possible"
-        )
+    room = len(row_seconds) - 1 - requests
+    if room < 0:
+        raise ValueError(f"row_seconds has {len(row_seconds)} entries for {requests} requests")
     flat = values.ravel()
     # Stable: of equal values those of one request keep their order.
-    order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+    order = np.argsort(-flat, kind="stable")[: min(np.count_nonzero(flat), room)]
     tokens = requests + np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
     seconds = spent + row_seconds[requests : requests + len(tokens)]
     if not (seconds > 0).all():
@@ -79,11 +77,13 @@ def best_size(
 
     ``ranked`` [N]: mean value of the trees' first node, their second, …; for where the host does
     not see single trees before it must say how many nodes are verified. ``row_seconds`` of whole
-    steps by their rows; behind its last, rows cost as there.
+    steps by their rows, up to the most that a step holds; more rows take more of such steps.
     """
     tokens = 1 + np.concatenate([[0.0], np.cumsum(ranked)])
-    rows = np.minimum(requests * (1 + np.asarray(sizes)), len(row_seconds) - 1)
-    return int(sizes[int(np.argmax(requests * tokens[list(sizes)] / row_seconds[rows]))])
+    rows = requests * (1 + np.asarray(sizes))
+    held = np.minimum(rows, len(row_seconds) - 1)
+    seconds = row_seconds[held] * rows / held
+    return int(sizes[int(np.argmax(requests * tokens[list(sizes)] / seconds))])
 
 
 def draft_pays(

@@ -29,7 +29,8 @@ if __name__ == "__main__":
     from dyntree_plugin.demo.engines import Settings, compare
     target, draft = map(str, pair.paths().values())
     prompts = pair.held_out_prompts(2)
-    settings = Settings(target, draft, "float32", 16, {}, 0.8, 0.95, 7, 40, prompts)
+    whole = {"budget": "fixed"}
+    settings = Settings(target, draft, "float32", 16, whole, 0.8, 0.95, 7, 40, prompts)
     c = compare(settings, announce)
     traces = [[asdict(step) for step in steps] for steps in c.traces]
     runs = {"plain": asdict(c.plain), "tree": asdict(c.tree), "traces": traces}
@@ -40,7 +41,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Sampled completions without and with the tree, and the traces of the latter."""
+    """Sampled completions without and with whole trees, and the traces of the latter: no clock
+    decides on what is traced and on what is counted before."""
     folder: Path = tmp_path_factory.mktemp("demo")
     (folder / "compare.py").write_text(COMPARE)
     subprocess.run([sys.executable, folder / "compare.py", folder / "result"], check=True)

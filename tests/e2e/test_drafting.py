@@ -37,7 +37,8 @@ def test_coupled_drafting_gains_accepted_tokens_at_temperature_1(
     served: Served, tell: Callable[[str], None]
 ) -> None:
     coupled, uncoupled, chain = (
-        accepted_per_step(served(engine)["acceptance"]) for engine in ("tree", "uncoupled", "chain")
+        accepted_per_step(served(engine)["acceptance"])
+        for engine in ("fixed", "uncoupled", "chain")
     )
     tell(
         "accepted draft tokens per step at temperature 1 with 16 nodes: "
@@ -50,6 +51,6 @@ def test_coupled_drafting_gains_accepted_tokens_at_temperature_1(
 def test_a_tree_step_yields_several_tokens_at_temperature_0(
     served: Served, tell: Callable[[str], None]
 ) -> None:
-    tokens = 1 + accepted_per_step(served("tree")["greedy"])
+    tokens = 1 + accepted_per_step(served("fixed")["greedy"])
     tell(f"tokens per target step at temperature 0 with 16 nodes: {tokens:.2f}")
     assert tokens >= 2.5

@@ -30,12 +30,12 @@ def test_the_tokens_are_those_without_trees(engine: str, name: str, differing: D
 
 @pytest.mark.parametrize("name", sabotage.NAMES)
 def test_a_broken_mechanism_changes_tokens(name: str, served: Served, plain: Outputs) -> None:
-    found = mismatches(workload.TREE_RUNS[name], served("tree")[name], plain)
+    found = mismatches(workload.FIXED_RUNS[name], served("fixed")[name], plain)
     assert any(output.tokens != without.tokens for _, output, without in found)
 
 
 def test_a_difference_is_shown_with_its_margin(differing: Differing) -> None:
-    assert "margin" in differing("tree", sabotage.NAMES[0])
+    assert "margin" in differing("fixed", sabotage.NAMES[0])
 
 
 def test_the_plain_engine_agrees_with_the_v1_runner_at_temperature_0(plain: Outputs) -> None:
@@ -77,9 +77,9 @@ def test_a_conversation_reads_the_kv_that_trees_left_in_the_prefix_cache(served:
     assert from_output >= len(run.requests) // 2
 
 
-def test_an_adaptive_budget_verifies_less_than_was_grown(served: Served) -> None:
+def test_the_default_budget_verifies_less_than_was_grown(served: Served) -> None:
     """The control of its identity: trees of many sizes, and drafting that ended early."""
-    metrics = served("adaptive")["sample"].metrics
+    metrics = served("tree")["mixed"].metrics
     trees = metrics["vllm:dyntree_tree_nodes_count"]
     assert 0 < metrics["vllm:dyntree_tree_nodes_sum"] < 15 * trees
     assert metrics["vllm:dyntree_pruned_nodes_total{reason=budget}"] > 0

@@ -59,6 +59,7 @@ def check_consistency(metrics: Metrics) -> None:
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
+        ("fixed", "greedy"),
         ("tree", "greedy"),
         ("tree", "mixed"),
         ("tree", "aborted"),
@@ -76,7 +77,7 @@ def test_the_counters_agree_with_each_other(engine: str, name: str, served: Serv
 
 
 def test_every_token_is_accepted_or_a_bonus(served: Served) -> None:
-    result = served("tree")["batches of 4"]
+    result = served("fixed")["batches of 4"]
     emitted = sum(len(output.tokens[0]) for output in result.outputs)
     assert result.metrics["vllm:generation_tokens_total"] == emitted
     # The first token comes from the prompt; the last path may lead beyond max_tokens.
@@ -93,7 +94,7 @@ def test_kv_moves_are_counted_where_trees_branch_and_never_for_chains(served: Se
 
 
 def test_the_stages_account_for_most_of_the_time(served: Served) -> None:
-    result = served("tree")["greedy"]
+    result = served("fixed")["greedy"]
     stages = by_label(result.metrics, f"{PREFIX}stage_seconds_sum", "stage")
     assert all(seconds > 0 for seconds in stages.values())
     assert 0.5 * sum(result.seconds) < sum(stages.values()) < sum(result.seconds)
@@ -108,22 +109,23 @@ def test_the_comparison_covers_the_steps_in_which_every_request_decodes(served: 
 
 
 def test_at_the_end_of_the_context_plain_steps_and_cut_trees_are_counted(served: Served) -> None:
-    metrics = served("tree")["max_model_len"].metrics
+    result = served("fixed")["max_model_len"]
+    metrics = result.metrics
     steps = metrics[f"{PREFIX}tree_nodes_count"]
     drafts = metrics["vllm:spec_decode_num_drafts_total"]
     empty = metrics[f"{PREFIX}fallback_steps_total{{reason=empty_tree}}"]
     assert empty == steps - drafts > 0
     assert metrics[f"{PREFIX}pruned_nodes_total{{reason=scheduler}}"] > 0
     # A request of n tokens has one from its prompt, and one more than its path from every step.
-    emitted = sum(len(output.tokens[0]) for output in served("tree")["max_model_len"].outputs)
+    emitted = sum(len(output.tokens[0]) for output in result.outputs)
     accepted = metrics[f"{PREFIX}accepted_path_tokens_sum"]
-    requests = len(served("tree")["max_model_len"].outputs)
+    requests = len(result.outputs)
     assert emitted == requests + steps + accepted
 
 
 def test_candidates_beyond_the_budget_are_counted_as_pruned(served: Served) -> None:
     pruned = f"{PREFIX}pruned_nodes_total{{reason=budget}}"
-    assert served("tree")["greedy"].metrics[pruned] > 0
+    assert served("fixed")["greedy"].metrics[pruned] > 0
 
 
 def test_an_engine_without_trees_exports_none_of_our_metrics(

@@ -13,6 +13,8 @@ from dyntree_plugin.bench.serve.results import Result, read
 
 pytestmark = pytest.mark.e2e
 
+TREE = "dynamic tree of 8, budget fixed"
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
@@ -21,7 +23,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     command = [
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--dtype", "float32"),
         *("--requests", "2", "--max-tokens", "24", "--batch", "1", "--batch", "2"),
-        *("--chain", "2", "--tree", '{"node_budget": 8}', "--rounds", "2"),
+        *("--chain", "2", "--tree", '{"node_budget": 8, "budget": "fixed"}', "--rounds", "2"),
         *("--side-by-side", "4", "--time-limit", "400", "--note", "A note."),
         *("--json", str(folder / "result.json"), "--plots", str(folder / "plots")),
     ]
@@ -39,7 +41,7 @@ def result(measured: tuple[Path, str]) -> Result:
 
 
 def test_every_engine_is_measured_in_every_round_and_gives_the_same_text(result: Result) -> None:
-    names = ["no speculation", "chain of 2", "static tree of 8", "dynamic tree of 8"]
+    names = ["no speculation", "chain of 2", "static tree of 8", TREE]
     assert [engine.name for engine in result.engines] == names
     for cell in result.cells():
         for series in result.of(cell).values():
@@ -70,7 +72,7 @@ def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> Non
 def test_the_tables_and_pictures_are_there(measured: tuple[Path, str]) -> None:
     folder, printed = measured
     # In a table per cell, of each run, and in the overview.
-    assert printed.count("dynamic tree of 8") >= 2 + 4 + 1
+    assert printed.count(TREE) >= 2 + 4 + 1
     assert "A note." in printed
     assert "× best chain" in printed
     assert len(list((folder / "plots").glob("*.png"))) == 3

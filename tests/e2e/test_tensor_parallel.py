@@ -58,7 +58,7 @@ def test_a_rank_with_other_trees_changes_the_tokens(
 def test_ranks_with_clocks_of_their_own_verify_the_same_cuts(plain: Outputs) -> None:
     """An adaptive budget goes by seconds, which differ from rank to rank."""
     run = Run(REQUESTS[:24])
-    ranked = serve_on_ranks(workload.tree(budget="adaptive"), {"trees": run})["trees"]
+    ranked = serve_on_ranks(workload.with_options(), {"trees": run})["trees"]
     found = mismatches(run, ranked.result, plain)
     assert not found, explain(found)
     first, second = ranked.traces

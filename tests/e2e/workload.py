@@ -120,24 +120,34 @@ TREE_RUNS: dict[str, Run] = {
     **{kind: Run([ask(n, kind) for n in range(len(PROMPTS))]) for kind in KINDS},
     "batches of 4": Run(each_kind(range(24)), batch=4),
     "batches of 1": Run(each_kind(range(6, 15)), batch=1),
-    "acceptance": ACCEPTANCE,
     "cold": Run(long_each_kind(range(140, 152), 300)),
     "warm": Run(long_each_kind(range(140, 152), 300)),
     "continued": CONTINUED,
     **{name: Run(requests) for name, requests in FEATURES.items()},
     **{name: Run(requests) for name, requests in CHAINS.items()},
     "mixed": Run(EVERYTHING),
-    "aborted": Run(each_kind(range(164, 180)), abort_after={0: 1, 3: 2, 5: 3, 6: 3, 11: 5, 15: 7}),
+    "aborted": Run(
+        each_kind(range(164, 180), max_tokens=124, ignore_eos=True),
+        abort_after={0: 1, 3: 2, 5: 3, 6: 3, 11: 5, 15: 7},
+    ),
     "after the aborted": Run(each_kind(range(164, 180))),
     "captured": Run(EVERYTHING[::4], sabotage="captured"),
-    **{name: Run(each_kind(range(32), max_tokens=24), sabotage=name) for name in sabotage.NAMES},
-    "after the sabotage": Run(each_kind(range(32), max_tokens=24)),
 }
 
 GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
 
 SAMPLE = Run([*each_kind(range(12)), *EVERYTHING[::3]])
 
+
+FIXED_RUNS: dict[str, Run] = {
+    name: TREE_RUNS[name] for name in ("greedy", "batches of 4", "max_model_len")
+} | {
+    "acceptance": ACCEPTANCE,
+    "sample": SAMPLE,
+    **{name: Run(each_kind(range(32), max_tokens=24), sabotage=name) for name in sabotage.NAMES},
+    "after the sabotage": Run(each_kind(range(32), max_tokens=24)),
+}
+"""Of whole trees, whose counts no clock decides."""
 
 LAW = Run(
     [
@@ -159,16 +169,22 @@ DRAWN_RUNS: dict[str, Run] = {
 def tree(
     nodes: int = 16, slots: int | None = None, draft: str = "draft", **options: Any
 ) -> dict[str, Any]:
-    """Arguments of ``LLM`` for an engine with trees of the embedded pair."""
+    """Arguments of ``LLM`` for an engine with whole trees of the embedded pair."""
+    return with_options(slots or nodes, draft, node_budget=nodes, budget="fixed", **options)
+
+
+def with_options(slots: int = 16, draft: str = "draft", **options: Any) -> dict[str, Any]:
+    """Arguments of ``LLM`` for an engine with trees of the embedded pair, by default those that an
+    engine has without an option."""
     models = pair.paths()
     return {
         "model": str(models["target"]),
         "speculative_config": {
             "method": "draft_model",
             "model": str(models[draft]),
-            "num_speculative_tokens": slots or nodes,
+            "num_speculative_tokens": slots,
         },
-        "additional_config": {"dyntree": {"node_budget": nodes, **options}},
+        "additional_config": {"dyntree": options},
     }
 
 
@@ -184,17 +200,14 @@ def _untruncated(requests: list[Request]) -> list[Request]:
 
 
 ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
-    "tree": (tree(), TREE_RUNS),
+    "tree": (with_options(), TREE_RUNS),
+    "fixed": (tree(), FIXED_RUNS),
     "uncoupled": (tree(coupling="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
     "chain": (
         tree(width=1, children=1, max_depth=16),
         {"acceptance": ACCEPTANCE, "sample": SAMPLE},
     ),
     "wide": (tree(64, width=8, max_depth=6, children=8), {"sample": SAMPLE}),
-    "adaptive": (
-        tree(budget="adaptive"),
-        {"sample": SAMPLE, "batches of 1": Run(each_kind(range(6, 15)), batch=1)},
-    ),
     "tight": (
         tree(10, slots=16, width=3, max_depth=4, children=3)
         | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},

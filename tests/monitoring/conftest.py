@@ -22,8 +22,9 @@ def binaries() -> Path:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with trees and two API processes, which tells every request its acceptance."""
-    arguments = ("--per-request-spec-decode-metrics", "detailed", "--api-server-count", "2")
+    """A server with whole trees and two API processes, which tells every request its acceptance."""
+    arguments = ("--dyntree.budget", "fixed")
+    arguments += ("--per-request-spec-decode-metrics", "detailed", "--api-server-count", "2")
     folder = tmp_path_factory.mktemp("server")
     counters = folder / stack.COUNTERS
     counters.mkdir()

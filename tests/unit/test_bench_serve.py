@@ -23,6 +23,7 @@ from dyntree_plugin.bench.serve.plan import Load, Models
 from dyntree_plugin.bench.serve.pool import Pool
 from dyntree_plugin.bench.serve.results import Cell, Engine, Run, Speculation, latencies_ms
 from dyntree_plugin.bench.serve.session import Contest, Settings
+from dyntree_plugin.options import DynTreeOptions
 
 CELL = Cell(prompts="code", temperature=0.0, batch=2)
 
@@ -295,6 +296,13 @@ def test_trees_are_named_by_what_tells_them_apart() -> None:
         plan.named_trees([{"max_depth": 4}])
     with pytest.raises(ValueError, match="two have the name 'dynamic tree of 8'"):
         plan.named_trees([{"node_budget": 8}, {"node_budget": 8}])
+
+
+def test_by_default_the_products_trees_are_measured_beside_whole_ones() -> None:
+    names = list(plan.named_trees(command._TREES))
+    assert names == ["dynamic tree of 16", "dynamic tree of 16, budget fixed"]
+    budgets = [DynTreeOptions.parse(each).resolve(16).budget for each in command._TREES]
+    assert budgets == ["adaptive", "fixed"]
 
 
 def settings(**changes: Any) -> Settings:

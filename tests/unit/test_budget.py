@@ -90,6 +90,12 @@ def test_rows_that_cost_nothing_are_all_taken_and_padding_never_is() -> None:
     assert best_cut(values, np.ones(20), 0.0).counts.tolist() == [2, 3]
 
 
+def test_no_more_rows_are_taken_than_a_step_holds() -> None:
+    values = np.array([[0.5, 0.25, 0.1], [0.4, 0.3, 0.2]])
+    assert best_cut(values, np.ones(6), 0.0).counts.tolist() == [1, 2]
+    assert best_cut(values, np.ones(3), 0.0).counts.tolist() == [0, 0]
+
+
 def test_rows_that_cost_too_much_leave_plain_decoding() -> None:
     seconds = np.arange(20) + 1e-6
     found = best_cut(np.full((2, 4), 0.5), seconds, 0.0)
@@ -126,11 +132,17 @@ def test_one_size_for_all_is_the_best_of_those_there_are() -> None:
     assert best_size(ranked, 1, seconds, sizes) > best_size(ranked, 4, seconds, sizes)
 
 
+def test_of_one_size_for_all_trees_what_does_not_fit_into_a_step_takes_another() -> None:
+    ranked, seconds = np.full(8, 0.2), np.ones(20)
+    assert best_size(ranked, 2, seconds, (1, 2, 4, 8)) == 8
+    assert best_size(ranked, 6, seconds, (1, 2, 4, 8)) == 2
+
+
 @pytest.mark.parametrize(
     ("values", "seconds", "said"),
     [
         (np.array([[0.1, 0.2]]), np.ones(9), "rise"),
-        (np.array([[0.2, 0.1]]), np.ones(3), "3 entries"),
+        (np.array([[0.2, 0.1], [0.2, 0.1]]), np.ones(2), "2 entries for 2 requests"),
         (np.array([[0.2, 0.1]]), np.zeros(9), "some time"),
     ],
 )

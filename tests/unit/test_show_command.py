@@ -88,6 +88,13 @@ def test_a_recorded_generation_is_saved_and_drawn(
     assert "digraph step2" in capsys.readouterr().out
 
 
+def test_trees_are_whole_unless_it_is_said_otherwise(asked: list[Any]) -> None:
+    run("a")
+    run("a", "--options", '{"width": 2, "budget": "adaptive"}')
+    assert [settings.options["budget"] for settings in asked] == ["fixed", "adaptive"]
+    assert asked[1].options["width"] == 2
+
+
 def test_the_prompt_comes_from_a_file_or_from_standard_input(
     asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

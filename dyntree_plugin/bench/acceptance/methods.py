@@ -53,8 +53,8 @@ class Method:
         At temperature 0 every rule accepts what ``match`` does, and the draft's best tokens are
         the best children.
         """
-        options = {"calibration": "off", "max_depth": setting.max_depth} | self.options(setting)
-        return DynTreeOptions.parse(options).resolve(setting.budget)
+        common = {"budget": "fixed", "calibration": "off", "max_depth": setting.max_depth}
+        return DynTreeOptions.parse(common | self.options(setting)).resolve(setting.budget)
 
 
 def _chain(setting: Setting) -> dict[str, Any]:

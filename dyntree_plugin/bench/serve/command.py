@@ -22,7 +22,7 @@ from dyntree_plugin.bench.serve.plan import Models
 from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, write
 from dyntree_plugin.bench.serve.session import Contest, Done, Settings, of_engines, of_servers
 
-_TREE = {"node_budget": 16}
+_TREES: list[dict[str, Any]] = [{"node_budget": 16}, {"node_budget": 16, "budget": "fixed"}]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -61,8 +61,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="JSON",
-            help=f"dyntree options of an engine with trees, by default {json.dumps(_TREE)}. "
-            "Repeatable.",
+            help="dyntree options of an engine with trees, by default "
+            f"{' and '.join(map(json.dumps, _TREES))}. Repeatable.",
         ),
     ] = None,
     static_trees: Annotated[
@@ -126,7 +126,7 @@ def serve(
         else:
             models, notes = _models(target, draft, target_shape, dtype, engine_arguments)
             notes += note or ()
-            options = [_json("--tree", one) for one in tree or [json.dumps(_TREE)]]
+            options = [_json("--tree", one) for one in tree or ()] or _TREES
             trees: plan.Trees = plan.named_trees(options)
             if static_trees:
                 trees = {**_static(target, draft, trees), **trees}
