@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from dyntree_kernels.cpu.growth import CompiledGrowth, RowBuffers, TreeArrays
-from dyntree_plugin.engine.draft_forwards import Requests, Roots
+from dyntree_plugin.engine.batch import Requests
+from dyntree_plugin.engine.draft_forwards import Roots
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
@@ -31,7 +32,8 @@ class CPUTreeSpeculator(TreeSpeculator):
         if growth is None:
             return super()._grow(requests, roots, greedy)
         classes = temperature_class(requests.temperature)
-        growth.start(at, requests.temperature, classes, requests.seeds, requests.chained)
+        chained = self._chained[requests.slots]
+        growth.start(at, requests.temperature, classes, requests.seeds, chained)
         growth.pick(roots.logits)
         if widths:
             self._scratch_slot_mappings(requests, at)
