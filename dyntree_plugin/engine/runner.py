@@ -45,6 +45,7 @@ class TreeRunnerMixin(GPUModelRunner):
     # A platform's runner brings these.
     speculator_type: type[TreeSpeculator] = TreeSpeculator
     verifier_type: type[TreeVerifier] = TreeVerifier
+    estimate_type: type[AcceptanceEstimate] = AcceptanceEstimate
     perturb: Perturb
     clock: Clock
     send: Send
@@ -76,7 +77,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self.send = self.make_send()
         vocabulary = self.model_config.get_vocab_size()
         self.trees = TreeStore(self.max_num_reqs, plan, vocabulary, device)
-        self.estimate = AcceptanceEstimate(device)
+        self.estimate = self.estimate_type(device)
         # One more, for the trees' spare slot.
         self.chained = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
         # vLLM has no registry of speculators; the stock one of this method is dropped unused.

@@ -18,6 +18,7 @@ from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
+from dyntree_plugin.engine.cpu.estimate import CompiledEstimate
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator
 from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.node_budget import AdaptiveBudget
@@ -30,6 +31,7 @@ from dyntree_plugin.tree.row_cost import RowCost
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     speculator_type = CPUTreeSpeculator
+    estimate_type = CompiledEstimate
     perturb = staticmethod(perturbed_logits)
     _budget: AdaptiveBudget | None = None
 
@@ -49,6 +51,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     def warm_up_kernels(self) -> None:
         cpu.warm_up()
         warm_up(self.dtype)  # type: ignore[arg-type]  # vLLM has resolved its name by now
+        CompiledEstimate(self.device).warm_up()
 
     def budget_by(self, cost: RowCost) -> None:
         if self.vllm_config.scheduler_config.async_scheduling:
