@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dyntree_plugin import options, plugin, preload
+from dyntree_plugin.engine.config import plan_in_force, tree_plan
 
 STOCK = """
 import json, os, sys
@@ -247,6 +248,18 @@ def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
     assert config.use_v2_model_runner
     (line,) = [line for line in logged().splitlines() if "is active" in line]
     assert "node_budget=8" in line
+
+
+@pytest.mark.parametrize(("ranks", "depth"), [(1, 8), (2, 6)])
+def test_trees_are_deeper_where_one_rank_can_end_drafting(
+    ranks: int, depth: int, build: Callable[..., Any], logged: Callable[[], str]
+) -> None:
+    config = build(tensor_parallel_size=ranks)
+    plan = tree_plan(config)
+    assert plan is not None
+    assert (plan.budget, plan.shape.max_depth) == ("adaptive", depth)
+    assert plan_in_force(config.speculative_config) == plan
+    assert f"max_depth={depth}" in logged()
 
 
 def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
