@@ -53,6 +53,7 @@ def measure(runner: TreeRunnerMixin) -> PlainCost:
     deadline = 0.0 if together else time.monotonic() + SECONDS
     context = max(1, min(CONTEXT, runner.max_model_len - 1))
     with mock.patch.object(runner, "speculator", None):
+        runner.sample_greedily(most)
         _step(runner, most, context)
         alone, behind = (
             tuple(_usual(runner, size, length, deadline) for size in sizes)
@@ -85,5 +86,5 @@ def _step(runner: TreeRunnerMixin, requests: int, context: int) -> float:
     if hidden is None:
         raise RuntimeError("this worker does not hold the last layer of the model")
     with runner.clock("sample"):
-        runner._dummy_sampler_run(hidden)
+        runner.sample_plain(hidden)
     return sum(runner.clock.split().seconds().values())

@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
+from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -147,6 +148,26 @@ class TreeRunnerMixin(GPUModelRunner):
             own = [layers[name] for name in group.layer_names if name not in drafts]
             if own:
                 self._movers.append((index, PathMover(self.mover_of(own))))
+
+    def sample_greedily(self, requests: int) -> None:
+        """Have the first slots sample greedily, whatever vLLM's rehearsals left there."""
+        sampler: Any = self.sampler
+        for slot in range(requests):
+            sampler.add_request(slot, SamplingParams(temperature=0.0))
+        sampler.apply_staged_writes()
+
+    @torch.inference_mode()
+    def sample_plain(self, hidden: torch.Tensor) -> None:
+        """Sample one token of each row as a plain step does.
+
+        vLLM's own rehearsal, ``_dummy_sampler_run``, samples a second time with every option on
+        since 0.33.
+        """
+        model: Any = self.model
+        sampler: Any = self.sampler
+        rows = hidden.shape[0]
+        batch = InputBatch.make_dummy(rows, rows, self.input_buffers)
+        sampler(model.compute_logits(hidden), batch)
 
     def measure_plain_cost(self) -> None:
         """Learn what trees are compared with; call it before the first request."""

@@ -108,6 +108,11 @@ class TreeSpeculator(DraftForwards):
                 chain = Emitted(verified.positions, verified.tokens, verified.emitted, most)
                 return self._draft(packed, chain, greedy)
             roots = self._catch_up(input_batch, num_sampled, emitted)
+            if num_speculative_tokens == 0:
+                # So says vLLM since 0.33 where no request has a next step that could verify: all
+                # read further pieces of their prompts, or end.
+                self.forwards = 1
+                return self.draft_tokens[:num_reqs]
             return self._grow_behind(packed, roots, greedy)
 
     def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -199,6 +199,11 @@ class CountedOutput(AsyncModelRunnerOutput):
         output = self._output.get_output()
         setattr(output, ATTRIBUTE, self._times.complete(self._record))
         return output
+
+    def get_kv_connector_output(self) -> Any:
+        # vLLM asks for it since 0.33, where `get_output` has failed.
+        stock: Any = self._output
+        return stock.get_kv_connector_output()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from dyntree_plugin.engine.cpu import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine.speculator import CatchUpPlan  # noqa: E402
+from dyntree_plugin.engine.batch import COLUMNS  # noqa: E402
+from dyntree_plugin.engine.speculator import CatchUpPlan, TreeSpeculator  # noqa: E402
 
 
 def plan(
@@ -59,3 +61,49 @@ def test_prompts_and_trees_share_a_batch() -> None:
 @pytest.mark.parametrize("drafts", [None, [0, 0]])
 def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | None) -> None:
     assert plan([1, 1], [False, False], drafts).num_rows == 2
+
+
+class Noting(TreeSpeculator):
+    """Runs no draft, and notes what it would have done."""
+
+    def __init__(self) -> None:
+        self.verified = None
+        clock: Any = lambda stage: nullcontext()  # noqa: E731
+        self._clock = clock
+        self.draft_tokens = torch.zeros(2, 4, dtype=torch.int64)
+        self.done: list[str] = []
+
+    def _pack(self, *_: Any) -> torch.Tensor:
+        return torch.zeros(2, COLUMNS, dtype=torch.int64)
+
+    def _catch_up(self, *_: Any) -> Any:
+        self.done.append("read")
+
+    def _grow_behind(self, *_: Any) -> torch.Tensor:
+        self.done.append("grow")
+        return self.draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("asked", "done"), [(4, ["read", "grow"]), (None, ["read", "grow"]), (0, ["read"])]
+)
+def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(
+    asked: int | None, done: list[str]
+) -> None:
+    speculator, slots = Noting(), torch.arange(2)
+    batch: Any = SimpleNamespace(num_reqs=2, idx_mapping=slots)
+    of_requests = dict.fromkeys(("temperature", "seeds", "next_prefill_tokens"), torch.zeros(2))
+    tokens = speculator.propose(
+        batch,
+        {},
+        {},
+        last_hidden_states=torch.empty(0),
+        aux_hidden_states=None,
+        num_sampled=torch.zeros(2),
+        num_rejected=torch.zeros(2),
+        last_sampled=torch.zeros(2, 1, dtype=torch.int64),
+        num_speculative_tokens=asked,
+        **of_requests,
+    )
+    assert speculator.done == done
+    assert tokens.shape == (2, 4)

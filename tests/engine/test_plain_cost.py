@@ -36,7 +36,11 @@ class Runner:
         self.clock.now += self._slow
         return None, "hidden"
 
-    def _dummy_sampler_run(self, hidden: str) -> None:
+    def sample_greedily(self, requests: int) -> None:
+        self.greedy = requests
+
+    def sample_plain(self, hidden: str) -> None:
+        assert self.greedy >= self.steps[-1][0], "rehearsals leave every sampling option on"
         self.clock.spent["sample"] = 1e-3
 
 

@@ -1,0 +1,157 @@
+"""What vLLM calls of ours takes what the installed vLLM passes, whichever version that is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from inspect import Parameter, Signature
+from typing import Any
+
+import pytest
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    from dyntree_plugin.engine.cpu import install
+
+    install()  # the runner's modules need it before they are imported
+
+CUDA = [
+    "gpu.runner.TreeGPUModelRunner",
+    "gpu.speculator.GraphedTreeSpeculator",
+    "gpu.worker.TreeGPUWorker",
+    *[
+        f"attention.cuda.Tree{backend}Attention{part}"
+        for backend in ("Flash", "Triton")
+        for part in ("Backend", "Impl", "MetadataBuilder")
+    ],
+]
+CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker", "speculator.TreeSpeculator"]
+SHARED = [
+    "scheduler.TreeScheduler",
+    "scheduler.AsyncTreeScheduler",
+    "stats.CountedOutput",
+    "prometheus.TreeSpecDecodingProm",
+    "attention.metadata.TreeAttnMetadata",
+]
+CLASSES = SHARED + (CPU if current_platform.is_cpu() else CUDA)
+
+REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+PASSED_AS = {
+    Parameter.POSITIONAL_ONLY: REST[:1],
+    Parameter.POSITIONAL_OR_KEYWORD: REST,
+    Parameter.KEYWORD_ONLY: REST[1:],
+    Parameter.VAR_POSITIONAL: REST[:1],
+    Parameter.VAR_KEYWORD: REST[1:],
+}
+
+
+def named(name: str) -> type:
+    module, _, attribute = name.rpartition(".")
+    found: type = getattr(importlib.import_module(f"dyntree_plugin.engine.{module}"), attribute)
+    return found
+
+
+def replaced(cls: type) -> Iterator[tuple[str, Any, Any]]:
+    """Name, ours and vLLM's of every method that a class of ours in front of vLLM's replaces."""
+    order = cls.__mro__
+    for place, owner in enumerate(order):
+        if not owner.__module__.startswith("dyntree_plugin"):
+            continue
+        for name, own in vars(owner).items():
+            behind = (vars(each).get(name) for each in order[place + 1 :])
+            stock = next((each for each in behind if each is not None), None)
+            of_vllm = getattr(stock, "__module__", "").startswith("vllm")
+            # Each of our constructors hands on what it does not know, or is called by us alone.
+            if of_vllm and name != "__init__" and callable(_function(stock)):
+                yield name, own, stock
+
+
+def _function(method: Any) -> Any:
+    """What a class or static method holds; any other method itself."""
+    return getattr(method, "__func__", method)
+
+
+def signature(method: Any) -> Signature:
+    return inspect.signature(_function(method))
+
+
+def differing(own: Signature, stock: Signature) -> list[str]:
+    """Parameters of ``stock`` that ``own`` does not take, and those that it needs beyond them."""
+    ours, theirs = own.parameters, stock.parameters
+    rest = {each.kind for each in ours.values()} & {*REST}
+    missing = [
+        name
+        for name, each in theirs.items()
+        if name not in ours and not rest.issuperset(PASSED_AS[each.kind])
+    ]
+    unknown = [
+        name
+        for name, each in ours.items()
+        if name not in theirs and each.default is Parameter.empty and each.kind not in rest
+    ]
+    return missing + unknown
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_in_front_of_vllms_takes_what_vllm_passes(name: str) -> None:
+    methods = [*replaced(named(name))]
+    assert methods
+    found = {n: differing(signature(own), signature(stock)) for n, own, stock in methods}
+    assert [(method, names) for method, names in found.items() if names] == []
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_in_front_of_vllms_leaves_nothing_abstract(name: str) -> None:
+    left: frozenset[str] = getattr(named(name), "__abstractmethods__", frozenset())
+    assert not left
+
+
+def test_verification_takes_the_rejection_samplers_arguments() -> None:
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    from dyntree_plugin.engine.verifier import TreeVerifier
+
+    own, stock = TreeVerifier.__call__, RejectionSampler.__call__
+    assert differing(signature(own), signature(stock)) == []
+
+
+def test_what_is_replaced_at_start_up_takes_what_it_took() -> None:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.spec_decode.metrics import SpecDecodingLogging
+
+    from dyntree_plugin import plugin
+
+    plugin.register()
+    places: list[tuple[type, str]] = [
+        (EngineArgs, "add_cli_args"),
+        (type(current_platform), "check_and_update_config"),
+        (VllmConfig, "_validate_v2_model_runner"),
+        (SamplingParams, "_validate_spec_decode"),
+        (SpecDecodingLogging, "observe"),
+    ]
+    for owner, name in places:
+        own = _function(inspect.getattr_static(owner, name))
+        stock = signature(own.__wrapped__)
+        assert differing(inspect.signature(own, follow_wrapped=False), stock) == [], name
+
+
+def test_a_parameter_that_is_not_taken_or_not_given_is_found() -> None:
+    def stock(self: Any, tokens: int, *, step: int = 0) -> None: ...
+
+    def same(self: Any, tokens: int, *, step: int = 0, more: int = 0) -> None: ...
+
+    def handing_on(*args: Any, **kwargs: Any) -> None: ...
+
+    def older(self: Any, tokens: int) -> None: ...
+
+    def other(self: Any, tokens: int, place: int, step: int = 0) -> None: ...
+
+    def against_stock(own: Any) -> list[str]:
+        return differing(signature(own), signature(stock))
+
+    assert against_stock(same) == against_stock(handing_on) == []
+    assert against_stock(older) == ["step"]
+    assert against_stock(other) == ["place"]
