@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="these kernels are written in Trit
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from dyntree_kernels.gpu import ancestors, attention, gumbel, kv_move, place, walk  # noqa: E402
+from dyntree_kernels.gpu import ancestors, attention, growth, gumbel, kv_move, place, walk  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(
@@ -32,7 +32,16 @@ POINTERS = {
     **dict.fromkeys(("PATH", "LENGTHS", "EMITTED", "SEEDS", "POSITIONS"), "*i64"),
     **dict.fromkeys(("SLOTS", "DEPTHS"), "*i64"),
     **dict.fromkeys(("LOGITS_BOUNDS", "ROWS_BOUNDS", "SEQ_LENS", "ANCESTORS", "CTX_LENS"), "*i32"),
-    "VALID": "*i1",
+    **dict.fromkeys(("EDGES", "BASES", "FEATURES", "NODE_FEATURES", "WEIGHTS", "VALUES"), "*fp32"),
+    "BEST_SCORES": "*fp32",
+    **dict.fromkeys(("BEST_TOKENS", "CLASSES", "NODES", "ROOTS", "SCRATCH", "ROW_SLOTS"), "*i64"),
+    **dict.fromkeys(
+        ("ROW_POSITIONS", "NODE_TOKENS", "NODE_DEPTHS", "COUNTS", "ADMITTED", "GROWN"), "*i64"
+    ),
+    **dict.fromkeys(("SEEN", "IDS", "ROW_BITS", "RANKS"), "*i32"),
+    **dict.fromkeys(("VALID", "CHAINED"), "*i1"),
+    "OPENED": "*i8",
+    "least": "fp32",
     "scale": "fp32",
     "v_scale": "fp32",
 }
@@ -104,11 +113,16 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": 16, "WORDS": 128}),
         (walk._walk, {"NODES": 64}),
         (place._place, {"ROWS": 64}),
+        (growth._children, {"BLOCKS": 64, "RANKED": 512, "KEPT": 8, "K": 8, "KP": 8,
+                            "CALIBRATED": True}),
+        (growth._expand, {"W": 8, "K": 8, "CP": 512, "WORDS": 2}),
+        (growth._store, {"K": 8, "CP": 512, "ROWS": 32, "WORDS": 1, "CALIBRATED": True}),
         (ancestors._climb, {"NODES": 32, "WORDS": 4}),
         (gumbel._perturb, {"BLOCK": 1024}),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
     ],
 )  # fmt: skip
 def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any]) -> None:
-    used = compiled(kernel, 8 if "K" in constants else 4, **constants)
+    warps = {gumbel._rank: 8, growth._expand: 1}
+    used = compiled(kernel, warps.get(kernel, 4), **constants)
     assert used["stack"] == 0, used

@@ -10,9 +10,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from dyntree_kernels.gpu.growth import DeviceGrowth
 from dyntree_kernels.gpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.kv_move import KVMover
 from dyntree_kernels.gpu.place import place
+from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator
 from dyntree_plugin.engine.gpu.capture import recorder
 from dyntree_plugin.engine.gpu.clock import EventClock
 from dyntree_plugin.engine.gpu.speculator import MOST_REQUESTS, GraphedTreeSpeculator
@@ -28,8 +30,12 @@ HEAD_START_CYCLES = 40_000_000
 """20 ms at 2 GHz: about what launching an eager step of a large model takes."""
 
 
+class GPUTreeSpeculator(GraphedTreeSpeculator, CompiledTreeSpeculator):
+    growth_type = DeviceGrowth
+
+
 class TreeGPUModelRunner(TreeRunnerMixin):
-    speculator_type = GraphedTreeSpeculator
+    speculator_type = GPUTreeSpeculator
     speculator: GraphedTreeSpeculator
     verifier_type = GPUTreeVerifier
     perturb = staticmethod(perturbed_logits)

@@ -14,7 +14,7 @@ is not among them is neither expanded nor kept.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -24,6 +24,7 @@ from dyntree_kernels.cpu.children import pick_children
 from dyntree_kernels.cpu.layout import flat
 from dyntree_kernels.cpu.simd import as_numpy
 from dyntree_kernels.cpu.threads import use_torch_threads
+from dyntree_kernels.growth import RowBuffers, TreeArrays
 
 _NONE = np.float32(-np.inf)
 _NANOSECONDS = 2  # per score, which is how use_torch_threads counts
@@ -153,37 +154,6 @@ def _store(
             out_bits[at, n + 1, (n + 1) // 32] |= np.uint32(1) << np.uint32((n + 1) % 32)
             if out_features.shape[1] > 0:
                 out_features[at, n] = features[r, e, k]
-
-
-class TreeArrays(NamedTuple):
-    """Where trees are stored by slot: the tensors of the engine's store, and `TokenTree`'s terms.
-
-    ``parents``, ``depths`` int64 and ``values`` float32 [slots, N]; ``counts``, ``admitted``,
-    ``grown`` int64 [slots]; ``ancestors`` int32 [slots, N + 1, words]; ``features`` float32
-    [slots, N, 2], or [slots, 0, 2] where they are not kept.
-    """
-
-    parents: torch.Tensor
-    depths: torch.Tensor
-    values: torch.Tensor
-    counts: torch.Tensor
-    admitted: torch.Tensor
-    grown: torch.Tensor
-    ancestors: torch.Tensor
-    features: torch.Tensor
-
-
-class RowBuffers(NamedTuple):
-    """Memory of the rows of a draft forward, R * W of them, W of each request.
-
-    ``ids`` int32, ``positions`` int64; ``slots`` and ``scratch`` int64 [groups, …]: cache slots of
-    the rows, and those behind the roots that rows may take, ``sum(widths)`` of each request.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    scratch: torch.Tensor
 
 
 class CompiledGrowth:

@@ -58,14 +58,15 @@ def _noise(seed, position, token):
 
 @triton.jit
 def _scores(
-    LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, token, inside, s_logits, NOISE: tl.constexpr,
+    LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, request, token, inside, s_logits,
+    NOISE: tl.constexpr,
 ):  # fmt: skip
     x = tl.load(LOGITS + row * s_logits + token, mask=inside, other=float("-inf")).to(tl.float32)
-    t = tl.load(TEMPERATURES + row)
+    t = tl.load(TEMPERATURES + request)
     if t != 0.0:
         x = x / t
         if NOISE:
-            x += _noise(tl.load(SEEDS + row), tl.load(POSITIONS + row), token)
+            x += _noise(tl.load(SEEDS + request), tl.load(POSITIONS + row), token)
     return x
 
 
@@ -76,20 +77,23 @@ def _perturb(
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    x = _scores(LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, token, inside, s_logits, True)
+    x = _scores(LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, row, token, inside, s_logits, True)
     tl.store(OUT + row * s_out + token, x, mask=inside)
 
 
 @triton.jit
 def _rank(
-    TOKENS, SCORES, SUMS, LOGITS, TEMPERATURES, SEEDS, POSITIONS, vocab, blocks, s_logits,
+    TOKENS, SCORES, SUMS, LOGITS, TEMPERATURES, SEEDS, POSITIONS, vocab, blocks, width, s_logits,
     BLOCK: tl.constexpr, K: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
     """The K best of one block of a row, best first, and the log of its sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = _scores(LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, token, token < vocab, s_logits, NOISE)
-    x = tl.where(token < vocab, x, float("-inf"))
+    inside = token < vocab
+    x = _scores(
+        LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, row // width, token, inside, s_logits, NOISE
+    )  # fmt: skip
+    x = tl.where(inside, x, float("-inf"))
     best = tl.max(x, 0)
     at = row * blocks + tl.program_id(1)
     shift = tl.where(best == float("-inf"), 0.0, best)
@@ -150,6 +154,30 @@ def top_children(
     Raises:
         ValueError: for a count that is not served.
     """
+    tokens, scores, sums = rank_blocks(
+        logits, temperatures, seeds, positions, count, coupled=coupled
+    )
+    best = scores.flatten(1).topk(count, dim=1)
+    total = sums.logsumexp(1, keepdim=True)
+    return tokens.flatten(1).gather(1, best.indices), best.values - total
+
+
+def rank_blocks(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    count: int,
+    *,
+    coupled: bool,
+    width: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best tokens of every block of a row's vocabulary; the rest is as for `top_children`.
+
+    ``width`` rows after each other have the same of the temperatures and seeds [T / width]. Returns
+    tokens int64 and scores float32 [T, blocks, count], best first, and the logs of the blocks'
+    sums of exponentials, float32 [T, blocks].
+    """
     rows, vocab = logits.shape
     if not 1 <= count <= min(MAX_CHILDREN, vocab):
         raise ValueError(f"count={count} is not served; allowed: 1 to {min(MAX_CHILDREN, vocab)}")
@@ -161,12 +189,10 @@ def top_children(
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     if rows:
         _rank[(rows, blocks)](
-            tokens, scores, sums, logits, temperatures, seeds, positions, vocab, blocks,
+            tokens, scores, sums, logits, temperatures, seeds, positions, vocab, blocks, width,
             logits.stride(0), BLOCK=block, K=count, NOISE=coupled, num_warps=8,
         )  # fmt: skip
-    best = scores.flatten(1).topk(count, dim=1)
-    total = sums.logsumexp(1, keepdim=True)
-    return tokens.flatten(1).gather(1, best.indices), best.values - total
+    return tokens, scores, sums
 
 
 def _require_dense(*tensors: torch.Tensor) -> None:

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_kernels.cpu import growth
-from dyntree_kernels.cpu.growth import CompiledGrowth, RowBuffers
+from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
+from dyntree_kernels.growth import RowBuffers
 from dyntree_plugin.drafters.children import ChildPicker, Children, DraftRows
-from dyntree_plugin.engine.cpu.speculator import compiled_growth
+from dyntree_plugin.engine.compiled_growth import compiled_growth
 from dyntree_plugin.engine.draft_forwards import PAD_SLOT
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.growth import Frontier, Growth, GrowthConfig
@@ -86,7 +87,7 @@ class Step:
     def compiled(self) -> CompiledGrowth:
         # One slot more than requests, as an engine's batch is seldom full.
         room = (self.requests + 1, MAX_MODEL_LEN, self.rows)
-        growth = compiled_growth(self.trees, self.estimate, *room)
+        growth = compiled_growth(CompiledGrowth, self.trees, self.estimate, *room)
         assert growth is not None
         return growth
 
@@ -364,4 +365,5 @@ def test_other_growths_are_not_compiled() -> None:
     plan = TreePlan(CASE.shape, GrowthConfig("chain"), "match", calibration=True)
     trees = TreeStore(2, plan, VOCAB, torch.device("cpu"))
     step = Step(CASE)
-    assert compiled_growth(trees, step.estimate, 2, MAX_MODEL_LEN, step.rows) is None
+    sizes = (2, MAX_MODEL_LEN)
+    assert compiled_growth(CompiledGrowth, trees, step.estimate, *sizes, step.rows) is None

@@ -1,0 +1,104 @@
+"""Drafting with growth ``topk`` in a few compiled calls between two draft forwards, in place of
+dozens of small tensor operations, which cost more than a small draft's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+
+from dyntree_kernels.growth import RowBuffers, TreeArrays
+from dyntree_plugin.engine.batch import Requests
+from dyntree_plugin.engine.draft_forwards import Roots
+from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
+
+
+class StepGrowth(Protocol):
+    """The growth of one step after the other; `dyntree_kernels` has one for each device."""
+
+    def start(
+        self,
+        roots: torch.Tensor,
+        temperatures: torch.Tensor,
+        classes: torch.Tensor,
+        seeds: torch.Tensor,
+        chained: torch.Tensor,
+    ) -> None: ...
+
+    def pick(self, logits: torch.Tensor) -> None: ...
+
+    def expand(self, ancestor_bits: torch.Tensor) -> int | None:
+        """How many nodes the next forward has; None where the host cannot know."""
+        ...
+
+    @property
+    def frontier_values(self) -> torch.Tensor: ...
+
+    def finish(self, slots: torch.Tensor) -> torch.Tensor: ...
+
+
+G = TypeVar("G", bound=StepGrowth)
+
+
+class CompiledTreeSpeculator(TreeSpeculator):
+    """Grows with ``growth_type`` where the plan is one of growth ``topk``."""
+
+    growth_type: ClassVar[Callable[..., StepGrowth]]
+    _compiled: StepGrowth | None = None
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        rows = RowBuffers(self._input_ids, self._positions, self._slots, self._scratch_slots)
+        sizes = (self.max_num_reqs, self.max_model_len)
+        self._compiled = compiled_growth(
+            type(self).growth_type, self.trees, self._pick.estimate, *sizes, rows
+        )
+
+    def _grow(self, requests: Requests, roots: Roots, greedy: bool) -> torch.Tensor:
+        growth, at, widths = self._compiled, roots.positions, self.growing.widths
+        if growth is None:
+            return super()._grow(requests, roots, greedy)
+        classes = temperature_class(requests.temperature)
+        chained = self._chained[requests.slots]
+        growth.start(at, requests.temperature, classes, requests.seeds, chained)
+        growth.pick(roots.logits)
+        if widths:
+            self._scratch_slot_mappings(requests, at)
+        of_width = {width: self._tree_rows(at, width, self._scratch) for width in {*widths}}
+        self.forwards = 1
+        for width in widths:
+            rows = of_width[width]
+            if growth.expand(rows.ancestor_bits) == 0 or not self._pays(growth.frontier_values):
+                break
+            self.forwards += 1
+            growth.pick(self._forward(rows))
+        return growth.finish(requests.slots)
+
+
+def compiled_growth(
+    growth_type: Callable[..., G],
+    trees: TreeStore,
+    estimate: AcceptanceEstimate,
+    requests: int,
+    max_model_len: int,
+    rows: RowBuffers,
+) -> G | None:
+    """Growth of the trees of up to ``requests`` requests; None for a plan that is not compiled."""
+    plan, growing = trees.plan, trees.plan.growing
+    if plan.growth.name != "topk":
+        return None
+    return growth_type(
+        requests=requests,
+        node_budget=plan.shape.node_budget,
+        children=growing.children,
+        widths=growing.widths,
+        least=plan.growth.min_value or 0.0,
+        longest=max_model_len - 1,
+        coupled=plan.coupled,
+        weights=estimate.weights if plan.calibrated else None,
+        rows=rows,
+        trees=TreeArrays(*(getattr(trees, name) for name in TreeArrays._fields)),
+    )

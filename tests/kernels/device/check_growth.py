@@ -1,0 +1,195 @@
+"""Growth on the device grows the trees of the tensors' growth, from the same logits; on a GPU or in
+Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from paged_cases import DEVICE
+
+from dyntree_kernels.cpu.gumbel import perturbed_logits
+from dyntree_kernels.gpu.growth import DeviceGrowth
+from dyntree_kernels.growth import RowBuffers, TreeArrays
+from dyntree_plugin.drafters.children import ChildPicker, DraftRows
+from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.tree.growth import Frontier, GrowthConfig
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
+
+GROUPS, LONGEST = 2, 63
+TEMPERATURES = torch.tensor([0.0, 0.7, 1.3])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Three requests: their ``room`` of scratch columns, and whether they are chained."""
+
+    shape: TreeShape
+    room: tuple[int, ...] = (40, 40, 40)
+    chained: tuple[bool, ...] = (False, False, False)
+    least: float | None = None
+    calibrated: bool = True
+    vocab: int = 70
+    seed: int = 0
+
+    @property
+    def plan(self) -> TreePlan:
+        growth = GrowthConfig(min_value=self.least)
+        return TreePlan(self.shape, growth, "match", calibration=self.calibrated)
+
+
+class Both:
+    """A step of growth by the kernels and by tensors, and the memory that the kernels write."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.plan = case, case.plan
+        self.requests, widths = len(case.room), self.plan.growing.widths
+        self.estimate = AcceptanceEstimate("cpu")
+        self.estimate.weights += torch.rand_like(self.estimate.weights)
+        rows, scratch = self.requests * max(1, *widths, 1), self.requests * max(1, sum(widths))
+        self.rows = RowBuffers(
+            torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+            torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+            torch.zeros(GROUPS, rows + 3, dtype=torch.int64, device=DEVICE),
+            1000 + torch.arange(GROUPS * scratch, device=DEVICE).view(GROUPS, scratch),
+        )
+        self.trees = TreeStore(self.requests, self.plan, case.vocab, DEVICE)
+        self.roots = LONGEST - torch.tensor(case.room)
+        self.seeds = torch.arange(self.requests) + case.seed
+        self.tensors = self.plan.growing.start(self.requests, torch.tensor(case.room))
+        self.growth = DeviceGrowth(
+            requests=self.requests + 1,
+            node_budget=case.shape.node_budget,
+            children=self.plan.growing.children,
+            widths=widths,
+            least=case.least or 0.0,
+            longest=LONGEST,
+            coupled=self.plan.coupled,
+            weights=self.estimate.weights.to(DEVICE) if self.plan.calibrated else None,
+            rows=self.rows,
+            trees=TreeArrays(*(getattr(self.trees, name) for name in TreeArrays._fields)),
+        )
+
+    def start(self) -> None:
+        self.features: list[torch.Tensor] = []
+        classes, chained = temperature_class(TEMPERATURES), torch.tensor(self.case.chained)
+        self.of_requests = (TEMPERATURES, classes, self.seeds, chained)
+        self.growth.start(*(each.to(DEVICE) for each in (self.roots, *self.of_requests)))
+
+    def add(self, positions: torch.Tensor) -> None:
+        """Children of rows at ``positions`` [R, W]."""
+        logits = 3 * torch.randn(positions.numel(), self.case.vocab)
+        logits[:, 5] = float("-inf")
+        self.growth.pick(logits.to(DEVICE))
+        rows = [each.repeat_interleave(positions.shape[1]) for each in self.of_requests]
+        flat = positions.flatten()
+        pick = ChildPicker(self.plan, perturbed_logits, self.estimate)
+        found = pick(logits, DraftRows(*rows, flat, flat), all_greedy=False)
+        found = found.by_request(self.requests)
+        self.tensors.add(*found[:3])
+        if found.features is not None:
+            self.features.append(found.features.flatten(1, 2))
+
+    def grow(self) -> None:
+        """Grow by both; raises where they differ."""
+        self.start()
+        self.add(self.roots[:, None])
+        widths = self.plan.growing.widths
+        for width, end in zip(widths, accumulate(widths), strict=True):
+            words = -(-sum(widths) // 32)
+            bits = torch.zeros(self.requests * width, words, dtype=torch.int32, device=DEVICE)
+            self.growth.expand(bits)
+            frontier = self.tensors.frontier()
+            self.same_rows(frontier, bits.cpu(), end - width)
+            self.add((self.roots[:, None] + frontier.depths).clamp(max=LONGEST))
+        slots = torch.tensor([2, 0, 1])
+        tokens, tree = self.growth.finish(slots.to(DEVICE)).cpu(), self.tensors.finish()
+        assert torch.equal(tokens, tree.tokens)
+        expected = TreeStore(self.requests, self.plan, self.case.vocab, torch.device("cpu"))
+        expected.put(slots, tree, torch.cat(self.features, dim=1) if self.features else None)
+        for name in ("parents", "depths", "counts", "admitted", "grown", "ancestors"):
+            got, wanted = getattr(self.trees, name)[:3].cpu(), getattr(expected, name)[:3]
+            assert torch.equal(got, wanted), name
+        there = expected.values[:3] > float("-inf")
+        for name in ("values", *(["features"] if self.plan.calibrated else [])):
+            got, wanted = getattr(self.trees, name)[:3].cpu(), getattr(expected, name)[:3]
+            torch.testing.assert_close(got[there], wanted[there], atol=1e-3, rtol=1e-4)
+        assert (self.trees.values[:3].cpu()[~there] == float("-inf")).all()
+
+    def same_rows(self, frontier: Frontier, bits: torch.Tensor, first: int) -> None:
+        valid, shape = frontier.valid, frontier.tokens.shape
+        count = frontier.tokens.numel()
+        ids, positions, slots = (each.cpu() for each in self.rows[:3])
+        assert torch.equal(ids[:count].view(shape)[valid], frontier.tokens[valid].int())
+        at = (self.roots[:, None] + frontier.depths).clamp(max=LONGEST)
+        assert torch.equal(positions[:count].view(shape)[valid], at[valid])
+        assert torch.equal(bits.view(frontier.ancestors.shape), frontier.ancestors)
+        scratch = self.rows.scratch.cpu().view(GROUPS, self.requests, -1)
+        own = scratch[:, :, first : first + shape[1]].masked_fill(~valid, -1)
+        assert torch.equal(slots[:, :count], own.flatten(1))
+        assert frontier.values is not None
+        got = self.growth.frontier_values.cpu()
+        torch.testing.assert_close(got, frontier.values, atol=1e-3, rtol=1e-4)
+
+
+CASE = Case(TreeShape(node_budget=12, max_depth=4, width=3, children=4))
+CASES = {
+    "usual": CASE,
+    "not calibrated": replace(CASE, calibrated=False),
+    "not coupled": replace(CASE, shape=replace(CASE.shape, coupling=False)),
+    "chained": replace(CASE, chained=(True, False, True)),
+    "little room": replace(CASE, room=(40, 2, 0)),
+    "a least value": replace(CASE, least=0.05),
+    "several blocks of vocabulary": replace(CASE, vocab=5000),
+    "one child": Case(TreeShape(node_budget=3, max_depth=5, width=1, children=1)),
+    "no forward": Case(TreeShape(node_budget=3, max_depth=1, width=1, children=3)),
+    "wide": Case(TreeShape(node_budget=40, max_depth=6, width=7, children=5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_logits_grow_the_same_trees(name: str) -> None:
+    torch.manual_seed(3)
+    both = Both(CASES[name])
+    both.grow()
+    if name == "usual":  # What a step leaves behind does not reach the next.
+        both.tensors = both.plan.growing.start(both.requests, torch.tensor(both.case.room))
+        both.grow()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(CASE, shape=replace(CASE.shape, node_budget=11)),
+        replace(CASE, room=(40, 2, 40)),
+        replace(CASE, least=0.2),
+    ],
+)
+def test_another_growth_would_be_told_apart(other: Case) -> None:
+    torch.manual_seed(3)
+    both = Both(CASE)
+    both.tensors = other.plan.growing.start(3, torch.tensor(other.room))
+    with pytest.raises((AssertionError, RuntimeError)):
+        both.grow()
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_without_a_distribution_has_no_children(broken: float) -> None:
+    both = Both(CASE)
+    both.start()
+    logits = torch.randn(3, CASE.vocab)
+    logits[0, slice(None) if broken < 0 else 7] = broken
+    both.growth.pick(logits.to(DEVICE))
+    both.growth.finish(torch.arange(3, device=DEVICE))
+    assert both.trees.counts.tolist()[:3] == [0, 4, 4]
+
+
+def test_logits_of_another_number_of_rows_are_refused() -> None:
+    both = Both(CASE)
+    both.start()
+    with pytest.raises(ValueError, match="logits of 4 rows"):
+        both.growth.pick(torch.zeros(4, CASE.vocab, device=DEVICE))
