@@ -104,7 +104,7 @@ class TreeSpeculator(DraftForwards):
             elif input_batch.is_prefilling_np[:num_reqs].any():
                 emitted = verified.tokens
             else:
-                most = _most_emitted(input_batch, self.shape.max_depth)
+                most = self._most_emitted(input_batch, verified.emitted)
                 chain = Emitted(verified.positions, verified.tokens, verified.emitted, most)
                 return self._draft(packed, chain, greedy)
             roots = self._catch_up(input_batch, num_sampled, emitted)
@@ -114,6 +114,11 @@ class TreeSpeculator(DraftForwards):
                 self.forwards = 1
                 return self.draft_tokens[:num_reqs]
             return self._grow_behind(packed, roots, greedy)
+
+    def _most_emitted(self, batch: InputBatch, emitted: torch.Tensor) -> int:
+        """The most tokens that a request can have got in this step, as far as the host knows;
+        ``emitted`` [R] knows the device."""
+        return int(_emitted(batch, self.shape.max_depth).max())
 
     def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:
         """As `_grow`, where every one of the ``packed`` requests has come from a verification."""
@@ -284,7 +289,3 @@ def _emitted(batch: InputBatch, max_depth: int) -> np.ndarray:
         return np.ones(batch.num_reqs, dtype=np.int64)
     emitted: np.ndarray = np.minimum(drafts[: batch.num_reqs], max_depth) + 1
     return emitted
-
-
-def _most_emitted(batch: InputBatch, max_depth: int) -> int:
-    return int(_emitted(batch, max_depth).max())

@@ -15,7 +15,11 @@ from dyntree_plugin.engine.cpu import install
 install()  # the runner's modules need it before they are imported
 
 from dyntree_plugin.engine.batch import COLUMNS  # noqa: E402
+from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.draft_forwards import Emitted  # noqa: E402
 from dyntree_plugin.engine.speculator import CatchUpPlan, TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.verifier import Verification  # noqa: E402
+from dyntree_plugin.tree.shape import TreeShape  # noqa: E402
 
 
 def plan(
@@ -63,8 +67,8 @@ def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | N
     assert plan([1, 1], [False, False], drafts).num_rows == 2
 
 
-class Noting(TreeSpeculator):
-    """Runs no draft, and notes what it would have done."""
+class Noting:
+    """Runs no draft, and notes what it would have done. Stands before a speculator."""
 
     def __init__(self) -> None:
         self.verified = None
@@ -83,17 +87,22 @@ class Noting(TreeSpeculator):
         self.done.append("grow")
         return self.draft_tokens
 
+    def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:
+        self.done.append(f"draft over {emitted.most}")
+        return self.draft_tokens
 
-@pytest.mark.parametrize(
-    ("asked", "done"), [(4, ["read", "grow"]), (None, ["read", "grow"]), (0, ["read"])]
-)
-def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(
-    asked: int | None, done: list[str]
-) -> None:
-    speculator, slots = Noting(), torch.arange(2)
-    batch: Any = SimpleNamespace(num_reqs=2, idx_mapping=slots)
+
+class NotingTreeSpeculator(Noting, TreeSpeculator):
+    pass
+
+
+class NotingCPUTreeSpeculator(Noting, CPUTreeSpeculator):
+    pass
+
+
+def propose(speculator: Any, batch: Any, asked: int | None = None) -> torch.Tensor:
     of_requests = dict.fromkeys(("temperature", "seeds", "next_prefill_tokens"), torch.zeros(2))
-    tokens = speculator.propose(
+    tokens: torch.Tensor = speculator.propose(
         batch,
         {},
         {},
@@ -105,5 +114,36 @@ def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(
         num_speculative_tokens=asked,
         **of_requests,
     )
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("asked", "done"), [(4, ["read", "grow"]), (None, ["read", "grow"]), (0, ["read"])]
+)
+def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(
+    asked: int | None, done: list[str]
+) -> None:
+    speculator: Any = NotingTreeSpeculator()
+    batch: Any = SimpleNamespace(num_reqs=2, idx_mapping=torch.arange(2))
+    tokens = propose(speculator, batch, asked)
     assert speculator.done == done
     assert tokens.shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(NotingTreeSpeculator, 9), (NotingCPUTreeSpeculator, 3)]
+)
+def test_the_draft_runs_over_as_many_tokens_as_the_host_can_tell_were_emitted(
+    kind: type[Any], rows: int
+) -> None:
+    speculator = kind()
+    speculator.shape = TreeShape(node_budget=16, max_depth=8, width=4, children=4)
+    of_requests = {name: torch.zeros(2, dtype=torch.int64) for name in Verification.__annotations__}
+    speculator.verified = Verification(**of_requests | {"emitted": torch.tensor([1, 3])})
+    batch: Any = SimpleNamespace(
+        num_reqs=2,
+        is_prefilling_np=np.zeros(2, dtype=bool),
+        num_draft_tokens_per_req=np.array([16, 10]),
+    )
+    propose(speculator, batch)
+    assert speculator.done == [f"draft over {rows}"]

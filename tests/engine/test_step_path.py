@@ -35,9 +35,9 @@ STEP_PATH = sorted(
         *(PACKAGE / "drafters").glob("*.py"),
         PACKAGE / "tree" / "value.py",
         *(PACKAGE / "engine" / f"{name}.py" for name in (
-            "speculator", "draft_forwards", "runner", "verifier", "trees", "kv", "stats", "batch",
-            "transfer", "gpu/runner", "gpu/clock", "gpu/transfer", "gpu/verification",
-            "gpu/speculator", "gpu/graphs",
+            "speculator", "compiled_growth", "draft_forwards", "runner", "verifier", "trees", "kv",
+            "stats", "batch", "transfer", "gpu/runner", "gpu/clock", "gpu/transfer",
+            "gpu/verification", "gpu/speculator", "gpu/graphs",
             "attention/buffers", "attention/gpu", "attention/kernels",
         )),
     ]

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator
 
 
 class CPUTreeSpeculator(CompiledTreeSpeculator):
     growth_type = CompiledGrowth
+
+    def _most_emitted(self, batch: InputBatch, emitted: torch.Tensor) -> int:
+        return max(1, int(emitted.max()))
