@@ -13,4 +13,4 @@ class CPUTreeSpeculator(CompiledTreeSpeculator):
     growth_type = CompiledGrowth
 
     def _most_emitted(self, batch: InputBatch, emitted: torch.Tensor) -> int:
-        return max(1, int(emitted.max()))
+        return min(super()._most_emitted(batch, emitted), max(1, int(emitted.max())))
