@@ -2,6 +2,7 @@
 # On a machine with a CUDA device: trees in vLLM's engine, in parts of at most 10 minutes.
 #
 #   PART     identity   the same tokens as vLLM without trees, with controls; and the tests for GPUs
+#            launches   what a decode step starts on the device, by function
 #            speed-1b   no speculation, vLLM's chains and trees, a target of Llama-3.2-1B's shape
 #            speed-8b   the same with the shape of Llama-3.1-8B
 #   PYTHON   the Python to use; else .venv's, else python3
@@ -16,9 +17,9 @@ cd "$(dirname "$0")/.." || exit
 
 part=${PART:-}
 case $part in
-    identity | speed-1b | speed-8b) ;;
+    identity | launches | speed-1b | speed-8b) ;;
     *)
-        echo "make gpu-e2e needs PART=identity, PART=speed-1b or PART=speed-8b; it was '$part'" >&2
+        echo "make gpu-e2e needs PART=identity, PART=launches, PART=speed-1b or PART=speed-8b; it was '$part'" >&2
         exit 2
         ;;
 esac
@@ -96,6 +97,16 @@ identity() {
     ((code == 0 && checks == 0))
 }
 
+launches() {
+    timeout "$limit" "$python" tests/engine/launches.py >"$out/gpu-launches.txt" \
+        2>"$out/gpu-launches.log"
+    local code=$?
+    ((code == 0)) || tail -n 40 "$out/gpu-launches.log"
+    cat "$out/gpu-launches.txt"
+    echo "launches exited with $code; results are in $out"
+    return $code
+}
+
 # Shape, bytes of KV cache, lengths of chains, budgets of trees. All engines run side by side.
 speed() {
     local shape=$1 cache=$2 chains=${CHAINS:-$3} budgets=${BUDGETS:-$4}
@@ -126,6 +137,7 @@ speed() {
 declare -A depths=([8]=6 [16]=8 [32]=8 [64]=10)
 case $part in
     identity) identity ;;
+    launches) launches ;;
     speed-1b) speed llama-1b $((3 << 29)) "1 2 3 5 8" "8 16 32 64" ;;
     # With 14 GB of weights each, seven engines are what 140 GB hold.
     speed-8b) speed llama-8b $((7 << 29)) "2 3 5 8" "8 32" ;;

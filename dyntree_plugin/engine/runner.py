@@ -277,14 +277,18 @@ class TreeRunnerMixin(GPUModelRunner):
         return report(self.trees, requests.slots, verification)
 
     def _learn(self, verification: Verification, requests: Requests) -> None:
-        slots = requests.slots
+        classes = temperature_class(requests.temperature)
+        # What only fills a batch up is of no class.
+        classes = torch.where(requests.index < 0, -1, classes)
+        self.learn(verification, requests.slots, classes)
+
+    def learn(self, verification: Verification, slots: torch.Tensor, classes: torch.Tensor) -> None:
+        """Have the estimate observe what was taken of the trees at ``slots``; classes of -1 are
+        none."""
         nodes = torch.arange(self.trees.shape.node_budget, device=slots.device)
         judged, taken = outcomes(
             self.trees.parents[slots], verification.path, nodes < verification.counts[:, None]
         )
-        classes = temperature_class(requests.temperature)
-        # What only fills a batch up is of no class.
-        classes = torch.where(requests.index < 0, -1, classes)
         self.estimate.observe(self.trees.features[slots], judged, taken, classes)
 
     def _on_verified(

@@ -82,12 +82,12 @@ class AcceptanceEstimate:
     def __init__(self, device: torch.device | str, memory: float = 2048.0) -> None:
         """``memory``: judged nodes of one class after which an observation counts for 1/e."""
         self.memory = memory
-        self._prior = torch.tensor(PRIOR_WEIGHTS, device=device)
-        self._low = torch.tensor(LOWEST_WEIGHTS, device=device)
-        self._high = torch.tensor(HIGHEST_WEIGHTS, device=device)
+        self.prior = torch.tensor(PRIOR_WEIGHTS, device=device)
+        self.low = torch.tensor(LOWEST_WEIGHTS, device=device)
+        self.high = torch.tensor(HIGHEST_WEIGHTS, device=device)
         self._prior_information = PRIOR_STRENGTH * torch.eye(1 + FEATURES, device=device)
         self._classes = torch.arange(CLASSES, device=device)
-        self.weights = self._prior.repeat(CLASSES, 1)
+        self.weights = self.prior.repeat(CLASSES, 1)
         """float32 [CLASSES, 1 + FEATURES]: bias, then a weight per feature."""
         self.information = self._prior_information.repeat(CLASSES, 1, 1)
         """float32 [CLASSES, 1 + FEATURES, 1 + FEATURES]: the inverse of the weights' covariance."""
@@ -131,14 +131,14 @@ class AcceptanceEstimate:
             gradient = (
                 of_class @ surprise.sum(dim=1)
                 + _times(remembered, self.weights - weights)
-                + _times(reverting, self._prior - weights)
+                + _times(reverting, self.prior - weights)
             )
             learned = of_class @ (curvature.transpose(1, 2) @ x).flatten(1)
             information = remembered + reverting + learned.view_as(remembered)
             step = _solve(information, gradient)
-            weights = (weights + step).clamp(self._low, self._high)
+            weights = (weights + step).clamp(self.low, self.high)
         sound = weights.isfinite().all(dim=1) & information.isfinite().flatten(1).all(dim=1)
-        self.weights.copy_(torch.where(sound[:, None], weights, self._prior))
+        self.weights.copy_(torch.where(sound[:, None], weights, self.prior))
         self.information.copy_(
             torch.where(sound[:, None, None], information, self._prior_information)
         )

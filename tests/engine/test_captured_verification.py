@@ -86,6 +86,7 @@ class Engine:
             _movers=[(0, PathMover(self.move))], block_tables=SimpleNamespace(slot_mappings=slots),
         )  # fmt: skip
         runner._learn = lambda *args: TreeRunnerMixin._learn(runner, *args)
+        runner.learn = lambda *args: TreeRunnerMixin.learn(runner, *args)
         sampler: Any = SimpleNamespace()
         self.verifier = GraphedTreeVerifier(
             sampler, trees, None, StageClock(), buffers, None,  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="these kernels are written in Trit
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from dyntree_kernels.gpu import ancestors, attention, growth, gumbel, kv_move, place, walk  # noqa: E402
+from dyntree_kernels.gpu import ancestors, attention, growth, gumbel, kv_move, learn, place, walk  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(
@@ -41,7 +41,8 @@ POINTERS = {
     **dict.fromkeys(("SEEN", "IDS", "ROW_BITS", "RANKS"), "*i32"),
     **dict.fromkeys(("VALID", "CHAINED"), "*i1"),
     "OPENED": "*i8",
-    "least": "fp32",
+    **dict.fromkeys(("INFORMATION", "PRIOR", "LOW", "HIGH"), "*fp32"),
+    **dict.fromkeys(("least", "strength", "memory"), "fp32"),
     "scale": "fp32",
     "v_scale": "fp32",
 }
@@ -113,6 +114,7 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": 16, "WORDS": 128}),
         (walk._walk, {"NODES": 64}),
         (place._place, {"ROWS": 64}),
+        (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),
         (growth._children, {"BLOCKS": 64, "RANKED": 512, "KEPT": 8, "K": 8, "KP": 8,
                             "CALIBRATED": True}),
         (growth._expand, {"W": 8, "K": 8, "CP": 512, "WORDS": 2}),

@@ -26,7 +26,10 @@ def test_a_part_that_there_is_not_is_refused_with_those_there_are(
 ) -> None:
     done = run(tmp_path, PART=part)
     assert done.returncode == 2
-    assert f"PART=identity, PART=speed-1b or PART=speed-8b; it was '{part}'" in done.stderr
+    assert (
+        f"PART=identity, PART=launches, PART=speed-1b or PART=speed-8b; it was '{part}'"
+        in done.stderr
+    )
     assert not list(tmp_path.iterdir())
 
 

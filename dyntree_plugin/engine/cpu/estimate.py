@@ -20,7 +20,7 @@ class CompiledEstimate(AcceptanceEstimate):
     ) -> None:
         """As `AcceptanceEstimate.observe`."""
         seen = (each.contiguous().numpy() for each in (features, judged, taken, classes))
-        state = (self._prior, self._prior_information, self._low, self._high)
+        state = (self.prior, self._prior_information, self.low, self.high)
         newton_steps(
             *seen,
             self.memory,

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from dyntree_kernels.gpu.growth import DeviceGrowth
 from dyntree_kernels.gpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.kv_move import KVMover
+from dyntree_kernels.gpu.learn import Regression, learn
 from dyntree_kernels.gpu.place import place
 from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator
 from dyntree_plugin.engine.gpu.capture import recorder
@@ -25,6 +26,8 @@ from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.transfer import Send
+from dyntree_plugin.engine.verifier import Verification
+from dyntree_plugin.tree.value import NEWTON_STEPS, PRIOR_STRENGTH
 
 HEAD_START_CYCLES = 40_000_000
 """20 ms at 2 GHz: about what launching an eager step of a large model takes."""
@@ -61,6 +64,19 @@ class TreeGPUModelRunner(TreeRunnerMixin):
             self.trees.depths,
             self.trees.ancestors,
             batch.num_tokens,
+        )
+
+    def learn(self, verification: Verification, slots: torch.Tensor, classes: torch.Tensor) -> None:
+        own, trees = self.estimate, self.trees
+        tensors = (own.weights, own.information, own.prior, own.low, own.high)
+        learn(
+            Regression(*tensors, PRIOR_STRENGTH, own.memory, NEWTON_STEPS),
+            trees.features,
+            trees.parents,
+            verification.path,
+            verification.counts,
+            slots,
+            classes,
         )
 
     def get_ahead(self) -> None:
