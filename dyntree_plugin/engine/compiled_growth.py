@@ -3,6 +3,7 @@ dozens of small tensor operations, which cost more than a small draft's forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -47,10 +48,16 @@ class CompiledTreeSpeculator(TreeSpeculator):
     """Grows with ``growth_type`` where the plan is one of growth ``topk``."""
 
     growth_type: ClassVar[Callable[..., StepGrowth]]
+    most_candidates: ClassVar[float] = math.inf
+    """Of a request, that growth is compiled for; of more it is the tensors'."""
+
     _compiled: StepGrowth | None = None
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
+        self._compiled = None
+        if self.growing.children * (1 + self.growing.scratch_slots) > self.most_candidates:
+            return
         rows = RowBuffers(self._input_ids, self._positions, self._slots, self._scratch_slots)
         sizes = (self.max_num_reqs, self.max_model_len)
         self._compiled = compiled_growth(

@@ -15,7 +15,17 @@ triton = pytest.importorskip("triton", reason="these kernels are written in Trit
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from dyntree_kernels.gpu import ancestors, attention, growth, gumbel, kv_move, learn, place, walk  # noqa: E402
+from dyntree_kernels.gpu import (  # noqa: E402
+    ancestors,
+    attention,
+    children,
+    growth,
+    gumbel,
+    kv_move,
+    learn,
+    place,
+    walk,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(
@@ -32,22 +42,21 @@ POINTERS = {
     **dict.fromkeys(("PATH", "LENGTHS", "EMITTED", "SEEDS", "POSITIONS"), "*i64"),
     **dict.fromkeys(("SLOTS", "DEPTHS"), "*i64"),
     **dict.fromkeys(("LOGITS_BOUNDS", "ROWS_BOUNDS", "SEQ_LENS", "ANCESTORS", "CTX_LENS"), "*i32"),
-    **dict.fromkeys(("EDGES", "BASES", "FEATURES", "NODE_FEATURES", "WEIGHTS", "VALUES"), "*fp32"),
-    "BEST_SCORES": "*fp32",
-    **dict.fromkeys(("BEST_TOKENS", "CLASSES", "NODES", "ROOTS", "SCRATCH", "ROW_SLOTS"), "*i64"),
-    **dict.fromkeys(
-        ("ROW_POSITIONS", "NODE_TOKENS", "NODE_DEPTHS", "COUNTS", "ADMITTED", "GROWN"), "*i64"
-    ),
-    **dict.fromkeys(("SEEN", "IDS", "ROW_BITS", "RANKS"), "*i32"),
+    **dict.fromkeys(("VALUES", "OPEN", "FEATURES", "BASES", "WEIGHTS"), "*fp32"),
+    **dict.fromkeys(("STORED_VALUES", "STORED_FEATURES"), "*fp32"),
+    **dict.fromkeys(("BEST", "CLASSES", "NODES", "LEVELS", "ROOTS", "SCRATCH", "BECAME"), "*i64"),
+    **dict.fromkeys(("COUNTS", "ADMITTED", "GROWN", "STORED_AT", "OUT_TOKENS"), "*i64"),
+    **dict.fromkeys(("IDS", "ROW_BITS"), "*i32"),
     **dict.fromkeys(("VALID", "CHAINED"), "*i1"),
-    "OPENED": "*i8",
     **dict.fromkeys(("INFORMATION", "PRIOR", "LOW", "HIGH"), "*fp32"),
     **dict.fromkeys(("least", "strength", "memory"), "fp32"),
     "scale": "fp32",
     "v_scale": "fp32",
 }
 ODD = {
-    *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits", "s_table"]
+    *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],
+    *["s_table", "first", "width", "expansions", "budget", "known", "capacity", "longest"],
+    *["groups", "deepest"],
 }
 
 
@@ -115,16 +124,40 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (walk._walk, {"NODES": 64}),
         (place._place, {"ROWS": 64}),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),
-        (growth._children, {"BLOCKS": 64, "RANKED": 512, "KEPT": 8, "K": 8, "KP": 8,
-                            "CALIBRATED": True}),
-        (growth._expand, {"W": 8, "K": 8, "CP": 512, "WORDS": 2}),
-        (growth._store, {"K": 8, "CP": 512, "ROWS": 32, "WORDS": 1, "CALIBRATED": True}),
+        (growth._order, {"RANKED": growth._RANKED, "AGAINST": growth._AGAINST, "NODES": 1024}),
+        (growth._store, {"K": 8, "FEATURED": True, "ROWS": growth._RANKED, "WORDS": 32}),
         (ancestors._climb, {"NODES": 32, "WORDS": 4}),
         (gumbel._perturb, {"BLOCK": 1024}),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
     ],
 )  # fmt: skip
 def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any]) -> None:
-    warps = {gumbel._rank: 8, growth._expand: 1}
+    warps = {gumbel._rank: 8}
     used = compiled(kernel, warps.get(kernel, 4), **constants)
+    assert used["stack"] == 0, used
+
+
+@pytest.mark.parametrize(
+    ("candidates", "children_each", "width", "words"),
+    [(64, 4, 4, 2), (256, 4, 4, 2), (1024, 8, 8, 4), (4096, 8, 16, 16), (8192, 8, 32, 32)],
+)
+def test_growth_holds_a_requests_candidates_without_spills(
+    candidates: int, children_each: int, width: int, words: int
+) -> None:
+    used = compiled(
+        growth._expand, children.warps_for(candidates), K=children_each, WIDTH=width, WORDS=words,
+        CANDIDATES=candidates,
+    )  # fmt: skip
+    assert used["stack"] == 0, used
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize(("blocks", "kept"), [(16, 4), (64, 8), (128, 64)])
+def test_the_best_of_a_vocabularys_blocks_are_merged_without_spills(
+    blocks: int, kept: int, learned: bool
+) -> None:
+    used = compiled(
+        children._merge, children.warps_for(blocks * kept), K=kept, KEPT=kept, LEARNED=learned,
+        RANKS=kept, ENTRIES=blocks * kept, BLOCKS=blocks,
+    )  # fmt: skip
     assert used["stack"] == 0, used

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dyntree_kernels.gpu.growth import DeviceGrowth
+from dyntree_kernels.gpu.growth import MOST_CANDIDATES, DeviceGrowth
 from dyntree_kernels.gpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.kv_move import KVMover
 from dyntree_kernels.gpu.learn import Regression, learn
@@ -35,6 +35,7 @@ HEAD_START_CYCLES = 40_000_000
 
 class GPUTreeSpeculator(GraphedTreeSpeculator, CompiledTreeSpeculator):
     growth_type = DeviceGrowth
+    most_candidates = MOST_CANDIDATES
 
 
 class TreeGPUModelRunner(TreeRunnerMixin):

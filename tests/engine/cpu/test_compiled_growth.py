@@ -16,8 +16,9 @@ from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.growth import RowBuffers
 from dyntree_plugin.drafters.children import ChildPicker, Children, DraftRows
-from dyntree_plugin.engine.compiled_growth import compiled_growth
+from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator, compiled_growth
 from dyntree_plugin.engine.draft_forwards import PAD_SLOT
+from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.growth import Frontier, Growth, GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
@@ -367,3 +368,24 @@ def test_other_growths_are_not_compiled() -> None:
     step = Step(CASE)
     sizes = (2, MAX_MODEL_LEN)
     assert compiled_growth(CompiledGrowth, trees, step.estimate, *sizes, step.rows) is None
+
+
+@pytest.mark.parametrize(("most", "compiled"), [(40, True), (39, False)])
+def test_more_candidates_than_are_compiled_for_are_the_tensors(
+    most: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step(CASE)  # 10 expansions of 4 children
+
+    class Speculator(CompiledTreeSpeculator):
+        growth_type = CompiledGrowth
+        most_candidates = most
+
+    monkeypatch.setattr(TreeSpeculator, "set_attn", lambda *_: None)
+    speculator = object.__new__(Speculator)
+    speculator.trees, speculator.growing = step.trees, step.plan.growing
+    speculator._pick = ChildPicker(step.plan, perturbed_logits, step.estimate)
+    speculator.max_num_reqs, speculator.max_model_len = 2, MAX_MODEL_LEN
+    speculator._input_ids, speculator._positions = step.rows.ids, step.rows.positions
+    speculator._slots, speculator._scratch_slots = step.rows.slots, step.rows.scratch
+    speculator.set_attn()
+    assert (speculator._compiled is not None) == compiled
