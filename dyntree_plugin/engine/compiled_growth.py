@@ -78,7 +78,7 @@ class CompiledTreeSpeculator(TreeSpeculator):
         self.forwards = 1
         for width in widths:
             rows = of_width[width]
-            if growth.expand(rows.ancestor_bits) == 0 or not self._pays(growth.frontier_values):
+            if not self._goes_on(growth.expand(rows.ancestor_bits), growth.frontier_values):
                 break
             self.forwards += 1
             growth.pick(self._forward(rows))

@@ -166,7 +166,7 @@ class TreeSpeculator(DraftForwards):
         of_width = {w: self._tree_rows(at, w, self._scratch) for w in {*growing.widths}}
         for width, end in zip(growing.widths, accumulate(growing.widths), strict=True):
             frontier = growth.frontier()
-            if self._nothing_left(frontier) or not self._pays(frontier.values):
+            if not self._goes_on(_nodes_of(frontier), frontier.values):
                 break
             self.forwards += 1
             positions = (at[:, None] + frontier.depths).clamp(max=self.max_model_len - 1)
@@ -177,17 +177,12 @@ class TreeSpeculator(DraftForwards):
         self.trees.put(requests.slots, tree, torch.cat(features, dim=1) if features else None)
         return tree.tokens
 
-    def _nothing_left(self, frontier: Frontier) -> bool:
-        """Whether no request has a node to expand; False where the host cannot know."""
-        on_host = frontier.valid.device.type == "cpu"
-        return on_host and not frontier.valid.any().item()  # sync: host memory on the CPU
-
-    def _pays(self, values: torch.Tensor | None) -> bool:
-        """Whether a draft forward over a frontier of these values is worth its time, as far as the
-        host knows."""
-        if self.budget is None or values is None:
-            return True
-        return self.budget.drafting_pays(values)
+    def _goes_on(self, nodes: int | None, values: torch.Tensor | None) -> bool:
+        """Whether to run the draft over a frontier: there are nodes, None where the host cannot
+        know, and by their ``values`` it is worth its time."""
+        if nodes == 0:
+            return False
+        return self.budget is None or values is None or self.budget.drafting_pays(values)
 
     def _catch_up(
         self, batch: InputBatch, num_sampled: torch.Tensor, emitted: torch.Tensor
@@ -280,6 +275,12 @@ class CatchUpPlan:
         offset = np.arange(self.num_rows) - self.starts[request]
         arrays = (request, offset, self.starts, self.carried)
         return tuple(async_tensor_h2d(x, device=device, dtype=torch.int64) for x in arrays)
+
+
+def _nodes_of(frontier: Frontier) -> int | None:
+    """Nodes that there are to expand; None where the host cannot know."""
+    on_host = frontier.valid.device.type == "cpu"
+    return int(frontier.valid.sum()) if on_host else None  # sync: host memory on the CPU
 
 
 def _emitted(batch: InputBatch, max_depth: int) -> np.ndarray:

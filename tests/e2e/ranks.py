@@ -63,7 +63,7 @@ def _break_last_rank(worker: Any, name: str) -> None:
     worker.broken = ExitStack()
     # A rank that alone stops drafting early leaves the other waiting for it for ever.
     speculator = worker.model_runner.speculator
-    worker.broken.enter_context(mock.patch.object(speculator, "_nothing_left", return_value=False))
+    worker.broken.enter_context(mock.patch.object(speculator, "_goes_on", return_value=True))
     if worker.rank == worker.parallel_config.world_size - 1:
         worker.broken.enter_context(getattr(sabotage, name)(worker.model_runner))
 
