@@ -5,41 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from dyntree_kernels.growth import RowBuffers, TreeArrays
+from dyntree_kernels.growth import GrowthSettings, RowBuffers, StepGrowth, TreeArrays
 from dyntree_plugin.engine.batch import Requests
 from dyntree_plugin.engine.draft_forwards import Roots
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
-
-
-class StepGrowth(Protocol):
-    """The growth of one step after the other; `dyntree_kernels` has one for each device."""
-
-    def start(
-        self,
-        roots: torch.Tensor,
-        temperatures: torch.Tensor,
-        classes: torch.Tensor,
-        seeds: torch.Tensor,
-        chained: torch.Tensor,
-    ) -> None: ...
-
-    def pick(self, logits: torch.Tensor) -> None: ...
-
-    def expand(self, ancestor_bits: torch.Tensor) -> int | None:
-        """How many nodes the next forward has; None where the host cannot know."""
-        ...
-
-    @property
-    def frontier_values(self) -> torch.Tensor: ...
-
-    def finish(self, slots: torch.Tensor) -> torch.Tensor: ...
-
 
 G = TypeVar("G", bound=StepGrowth)
 
@@ -86,7 +61,7 @@ class CompiledTreeSpeculator(TreeSpeculator):
 
 
 def compiled_growth(
-    growth_type: Callable[..., G],
+    growth_type: Callable[[GrowthSettings], G],
     trees: TreeStore,
     estimate: AcceptanceEstimate,
     requests: int,
@@ -97,7 +72,7 @@ def compiled_growth(
     plan, growing = trees.plan, trees.plan.growing
     if plan.growth.name != "topk":
         return None
-    return growth_type(
+    settings = GrowthSettings(
         requests=requests,
         node_budget=plan.shape.node_budget,
         children=growing.children,
@@ -109,3 +84,4 @@ def compiled_growth(
         rows=rows,
         trees=TreeArrays(*(getattr(trees, name) for name in TreeArrays._fields)),
     )
+    return growth_type(settings)

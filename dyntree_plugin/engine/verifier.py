@@ -297,7 +297,7 @@ class TreeVerifier:
             scores[rows],
             num_logprobs,
             found.tokens[request, step],
-            batch.cu_num_logits_np.tolist(),
+            batch.cu_num_logits_np.tolist(),  # sync: host memory
             self.sampler.logprob_token_ids_state,
             batch.expanded_idx_mapping,
             num_token_ids,

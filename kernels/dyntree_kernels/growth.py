@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,3 +36,71 @@ class RowBuffers(NamedTuple):
     positions: torch.Tensor
     slots: torch.Tensor
     scratch: torch.Tensor
+
+
+class GrowthSettings(NamedTuple):
+    """What a `StepGrowth` is made with.
+
+    ``requests``: the most. ``least``: the least value of a node but the root's first child.
+    ``longest``: the last position. ``coupled``: whether scores have the target sampler's noise.
+    ``weights`` float32 [classes, 3]: of the learned chance, followed as they change; None where
+    it is not learned. ``rows`` and ``trees`` are written.
+    """
+
+    requests: int
+    node_budget: int
+    children: int
+    widths: tuple[int, ...]
+    least: float
+    longest: int
+    coupled: bool
+    weights: torch.Tensor | None
+    rows: RowBuffers
+    trees: TreeArrays
+
+
+class StepGrowth(Protocol):
+    """Grows trees step by step as growth ``topk`` does, for as many requests as there is room.
+
+    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``.
+    """
+
+    def start(
+        self,
+        roots: torch.Tensor,
+        temperatures: torch.Tensor,
+        classes: torch.Tensor,
+        seeds: torch.Tensor,
+        chained: torch.Tensor,
+    ) -> None:
+        """Begin a step's growth over R requests; [R] each.
+
+        ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
+        ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
+        """
+        ...
+
+    def pick(self, logits: torch.Tensor) -> None:
+        """Take the children of the last expansions from their logits [R * W, V].
+
+        Raises:
+            ValueError: for another number of rows.
+        """
+        ...
+
+    def expand(self, ancestor_bits: torch.Tensor) -> int | None:
+        """Choose the nodes of the next draft forward and write its rows; how many nodes they are,
+        None where the host cannot know.
+
+        ``ancestor_bits`` int32 [R * W, words]: written, bits over the scratch columns.
+        """
+        ...
+
+    @property
+    def frontier_values(self) -> torch.Tensor:
+        """Log of the values of the nodes that ``expand`` chose, float32 [R, W], -inf for none."""
+        ...
+
+    def finish(self, slots: torch.Tensor) -> torch.Tensor:
+        """Store the trees at ``slots`` int64 [R]; their nodes' tokens, int64 [R, N]."""
+        ...

@@ -24,7 +24,7 @@ from dyntree_kernels.cpu.children import pick_children
 from dyntree_kernels.cpu.layout import flat
 from dyntree_kernels.cpu.simd import as_numpy
 from dyntree_kernels.cpu.threads import use_torch_threads
-from dyntree_kernels.growth import RowBuffers, TreeArrays
+from dyntree_kernels.growth import GrowthSettings, RowBuffers, StepGrowth, TreeArrays
 
 _NONE = np.float32(-np.inf)
 _NANOSECONDS = 2  # per score, which is how use_torch_threads counts
@@ -156,31 +156,13 @@ def _store(
                 out_features[at, n] = features[r, e, k]
 
 
-class CompiledGrowth:
-    """Grows trees step by step as growth ``topk`` does, for as many requests as there is room.
+class CompiledGrowth(StepGrowth):
+    """`StepGrowth` in compiled calls on the CPU."""
 
-    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``.
-    """
-
-    def __init__(
-        self,
-        *,
-        requests: int,
-        node_budget: int,
-        children: int,
-        widths: tuple[int, ...],
-        least: float,
-        longest: int,
-        coupled: bool,
-        weights: torch.Tensor | None,
-        rows: RowBuffers,
-        trees: TreeArrays,
-    ) -> None:
-        """``requests``: the most. ``least``: the least value of a node but the root's first child.
-        ``longest``: the last position. ``coupled``: whether scores have the target sampler's noise.
-        ``weights`` float32 [classes, 3]: of the learned chance, followed as they change; None where
-        it is not learned. ``rows`` and ``trees`` are written.
-        """
+    def __init__(self, settings: GrowthSettings) -> None:
+        requests, node_budget, children, widths, least, longest, coupled, weights, rows, trees = (
+            settings
+        )
         expansions, candidates = 1 + sum(widths), children * (1 + sum(widths))
         self._widths, self._coupled, self._longest = widths, coupled, longest
         self._least = np.float32(math.log(least) if least > 0 else -math.inf)
@@ -220,11 +202,6 @@ class CompiledGrowth:
         seeds: torch.Tensor,
         chained: torch.Tensor,
     ) -> None:
-        """Begin a step's growth over R requests; [R] each.
-
-        ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
-        ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
-        """
         of_requests = (temperatures, classes, seeds, chained)
         self._of_requests = tuple(each.contiguous().numpy() for each in of_requests)
         self._roots = roots.contiguous().numpy()
@@ -233,7 +210,6 @@ class CompiledGrowth:
         self._picked = (0, 0)
 
     def pick(self, logits: torch.Tensor) -> None:
-        """Take the children of the last expansions from their logits [R * W, V]."""
         first, last = self._new
         rows, vocab = logits.shape
         if rows != len(self._roots) * (last - first):
@@ -249,10 +225,6 @@ class CompiledGrowth:
         self._picked = self._new
 
     def expand(self, ancestor_bits: torch.Tensor) -> int:
-        """Choose the nodes of the next draft forward and write its rows; how many nodes they are.
-
-        ``ancestor_bits`` int32 [R * W, words]: written, bits over the scratch columns.
-        """
         added, last = self._picked, self._new[1]
         self._new, self._picked = (last, last + self._widths[self._forward]), (last, last)
         self._forward += 1
@@ -267,11 +239,9 @@ class CompiledGrowth:
 
     @property
     def frontier_values(self) -> torch.Tensor:
-        """Log of the values of the nodes that ``expand`` chose, float32 [R, W], -inf for none."""
         return self._bases_tensor[: len(self._roots), slice(*self._new)]
 
     def finish(self, slots: torch.Tensor) -> torch.Tensor:
-        """Store the trees at ``slots`` int64 [R]; their nodes' tokens, int64 [R, N]."""
         tokens = torch.empty(len(self._roots), self._best.shape[1], dtype=torch.int64)
         _store(
             self._picked, self._least, self._bases, self.edges, self._values, self._opened,
@@ -285,7 +255,7 @@ def warm_up(dtype: torch.dtype) -> None:
     """Compile growth from logits of `dtype`, or load it from numba's cache."""
     slot, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     bits = torch.zeros(1, 1, dtype=torch.int32)
-    growth = CompiledGrowth(
+    settings = GrowthSettings(
         requests=1, node_budget=1, children=1, widths=(1,), least=0.0, longest=1, coupled=True,
         weights=torch.zeros(1, 3), rows=RowBuffers(slot.int(), slot.clone(), one, one.clone()),
         trees=TreeArrays(
@@ -293,6 +263,7 @@ def warm_up(dtype: torch.dtype) -> None:
             torch.zeros(1, 2, 1, dtype=torch.int32), torch.zeros(1, 1, 2),
         ),
     )  # fmt: skip
+    growth = CompiledGrowth(settings)
     growth.start(slot, torch.ones(1), slot, slot, slot.bool())
     growth.pick(torch.zeros(1, 2, dtype=dtype))
     growth.expand(bits)

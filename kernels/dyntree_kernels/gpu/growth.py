@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dyntree_kernels.gpu.children import merge, warps_for
 from dyntree_kernels.gpu.gumbel import rank_blocks
-from dyntree_kernels.growth import RowBuffers, TreeArrays
+from dyntree_kernels.growth import GrowthSettings, StepGrowth
 
 MOST_CANDIDATES = 8192
 """Of a request: one program has them all in its registers."""
@@ -188,30 +188,13 @@ def _store(
     tl.store(to, bits, mask=(row <= budget)[:, None] & (word < words)[None, :])
 
 
-class DeviceGrowth:
-    """Grows trees step by step as growth ``topk`` does, for as many requests as there is room.
+class DeviceGrowth(StepGrowth):
+    """`StepGrowth` in a few launches on the device."""
 
-    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``.
-    """
-
-    def __init__(
-        self,
-        *,
-        requests: int,
-        node_budget: int,
-        children: int,
-        widths: tuple[int, ...],
-        least: float,
-        longest: int,
-        coupled: bool,
-        weights: torch.Tensor | None,
-        rows: RowBuffers,
-        trees: TreeArrays,
-    ) -> None:
-        """``requests``: the most. ``least``: the least value of a node but the root's first child.
-        ``longest``: the last position. ``coupled``: whether scores have the target sampler's noise.
-        ``weights`` float32 [classes, 3]: of the learned chance, followed as they change; None where
-        it is not learned. ``rows`` and ``trees`` are written."""
+    def __init__(self, settings: GrowthSettings) -> None:
+        requests, node_budget, children, widths, least, longest, coupled, weights, rows, trees = (
+            settings
+        )
         expansions = 1 + sum(widths)
         device = trees.parents.device
         self._widths, self._coupled, self._longest = widths, coupled, longest
@@ -247,21 +230,11 @@ class DeviceGrowth:
         seeds: torch.Tensor,
         chained: torch.Tensor,
     ) -> None:
-        """Begin a step's growth over R requests; [R] each.
-
-        ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
-        ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
-        """
         of_requests = (roots, temperatures, classes, seeds, chained)
         self._of_requests = tuple(each.contiguous() for each in of_requests)
         self._forward, self._new, self._picked = 0, (0, 1), 0
 
     def pick(self, logits: torch.Tensor) -> None:
-        """Take the children of the last expansions from their logits [R * W, V].
-
-        Raises:
-            ValueError: for another number of rows.
-        """
         roots, temperatures, classes, seeds, chained = self._of_requests
         first, end = self._new
         width, kept = end - first, self.tokens.shape[2]
@@ -285,10 +258,6 @@ class DeviceGrowth:
         self._picked = end
 
     def expand(self, ancestor_bits: torch.Tensor) -> None:
-        """Choose the nodes of the next draft forward and write its rows.
-
-        ``ancestor_bits`` int32 [R * W, words]: written, bits over the scratch columns.
-        """
         roots, rows, first = self._of_requests[0], self._rows, self._new[1]
         requests, children = len(roots), self.tokens.shape[2]
         width = self._widths[self._forward]
@@ -308,11 +277,9 @@ class DeviceGrowth:
 
     @property
     def frontier_values(self) -> torch.Tensor:
-        """Log of the values of the nodes that ``expand`` chose, float32 [R, W], -inf for none."""
         return self._bases[: len(self._of_requests[0]), slice(*self._new)]
 
     def finish(self, slots: torch.Tensor) -> torch.Tensor:
-        """Store the trees at ``slots`` int64 [R]; their nodes' tokens, int64 [R, N]."""
         requests, budget, trees = len(slots), self._budget, self._trees
         tokens = torch.empty(requests, budget, dtype=torch.int64, device=slots.device)
         known, words = self._picked * self.tokens.shape[2], trees.ancestors.shape[2]

@@ -12,7 +12,7 @@ from paged_cases import DEVICE
 
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.growth import DeviceGrowth
-from dyntree_kernels.growth import RowBuffers, TreeArrays
+from dyntree_kernels.growth import GrowthSettings, RowBuffers, TreeArrays
 from dyntree_plugin.drafters.children import ChildPicker, DraftRows
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.growth import Frontier, GrowthConfig
@@ -61,7 +61,7 @@ class Both:
         self.roots = LONGEST - torch.tensor(case.room)
         self.seeds = torch.arange(self.requests) + case.seed
         self.tensors = self.plan.growing.start(self.requests, torch.tensor(case.room))
-        self.growth = DeviceGrowth(
+        settings = GrowthSettings(
             requests=self.requests + 1,
             node_budget=case.shape.node_budget,
             children=self.plan.growing.children,
@@ -73,6 +73,7 @@ class Both:
             rows=self.rows,
             trees=TreeArrays(*(getattr(self.trees, name) for name in TreeArrays._fields)),
         )
+        self.growth = DeviceGrowth(settings)
 
     def start(self) -> None:
         self.features: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ from paged_cases import DEVICE
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.growth import DeviceGrowth
-from dyntree_kernels.growth import RowBuffers, TreeArrays
+from dyntree_kernels.growth import GrowthSettings, RowBuffers, TreeArrays
 from dyntree_plugin.drafters.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.growth import GrowthConfig
@@ -102,7 +102,7 @@ class Step:
             1000 + torch.arange(scratch[0] * scratch[1], device=device).view(scratch),
         )
         self.trees = TreeStore(SLOTS, self.plan, case.vocab, device)
-        self.growth = kind(
+        settings = GrowthSettings(
             requests=SLOTS,
             node_budget=case.shape.node_budget,
             children=self.plan.growing.children,
@@ -114,6 +114,7 @@ class Step:
             rows=self.rows,
             trees=TreeArrays(*(getattr(self.trees, name) for name in TreeArrays._fields)),
         )
+        self.growth = kind(settings)
         self.slots = torch.arange(case.requests, device=device) + 1
 
     def start(self) -> None:
