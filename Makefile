@@ -11,11 +11,14 @@ help: ## Shows the targets.
 demo: .venv/installed ## Completes code with and without the tree, and draws a tree.
 	@$(BIN)/dyntree demo $(ARGS)
 
-test: lint ## Checks style and types and runs every test.
-	$(BIN)/pytest $(ARGS)
+FAST := not e2e and not gpu and not monitoring
 
+test: lint test-fast ## Checks style and types and runs every test.
+	$(BIN)/pytest -m "not ($(FAST))"
+
+# The others start processes of their own, as many as there are cores, and some measure.
 test-fast: .venv/installed ## Runs the tests that start no engine.
-	$(BIN)/pytest -m "not e2e and not gpu and not monitoring" $(ARGS)
+	$(BIN)/pytest -m "$(FAST)" -n auto --maxprocesses 4 $(ARGS)
 
 gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... says where results go.
 	@scripts/gpu_kernels.sh
