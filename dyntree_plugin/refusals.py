@@ -276,8 +276,8 @@ OF_MODEL = (
     Refusal(
         "dtype",
         dtype_of,
-        lambda dtype: dtype not in ("float32", "bfloat16"),
-        "set --dtype to float32 or bfloat16",
+        lambda dtype: dtype not in ("float32", "bfloat16", "float16"),
+        "set --dtype to bfloat16, float16 or float32",
     ),
 )
 """Of ``ModelConfig``, the target's and the draft's."""

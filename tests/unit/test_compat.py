@@ -116,7 +116,7 @@ MODEL: dict[str, tuple[str, Any]] = {
     "attention_chunk_size": ("attention_chunk_size", 64),
     "attn_logit_softcapping": ("hf_text_config.attn_logit_softcapping", 50.0),
     "uses_mrope": ("uses_mrope", True),
-    "dtype": ("dtype", torch.float16),
+    "dtype": ("dtype", torch.float64),
 }
 CHANGES = [
     *((option, path, value) for option, (path, value) in ENGINE.items()),
@@ -164,7 +164,6 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
         ({"scheduler_cls": "my.Scheduler"}, "scheduler_cls='my.Scheduler'"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype (cache, model)=('fp8', 'float32')"),
-        ({"dtype": "float16"}, "dtype='float16'"),
         ({"speculative": {"rejection_sample_method": "block"}}, "rejection_sample_method='block'"),
         (
             {"max_num_batched_tokens": WIDTH + 1, "max_num_seqs": 2, "max_model_len": 16},
