@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
@@ -128,10 +129,26 @@ def _refusals(
     for table, config, prefix in checked:
         yield from filter(None, (refusal(config, prefix) for refusal in table))
     others = (
+        _unreadable_table(options, device_type),
         _too_many_children(vllm_config.model_config, options),
         _tree_exceeds_token_budget(vllm_config),
     )
     yield from filter(None, others)
+
+
+def _unreadable_table(options: DynTreeOptions, device_type: str) -> str | None:
+    if options.kernel_table is None:
+        return None
+    given = f"dyntree.kernel_table={options.kernel_table!r}"
+    if device_type != "cuda":
+        return f"{given} is for CUDA, where there are several kernels; leave it out"
+    from dyntree_kernels.dispatch import load_table
+
+    try:
+        load_table(Path(options.kernel_table))
+    except (OSError, ValueError) as error:
+        return f"{given} must be a result file of `python -m dyntree_kernels.bench`: {error}"
+    return None
 
 
 def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> str | None:

@@ -155,6 +155,13 @@ class DynTreeOptions(BaseModel):
         json_schema_extra={"derived": "none; growth sequoia needs it"},
     )
 
+    kernel_table: str | None = Field(
+        default=None,
+        description="On CUDA: what `python -m dyntree_kernels.bench` measured on such a GPU. Of "
+        "the kernels that can carry the trees it chooses the fastest at the nearest shape.",
+        json_schema_extra={"derived": "none: rules choose the kernel"},
+    )
+
     @field_validator("expansion", "acceptance", mode="before")
     @classmethod
     def _tuple_from_list(cls, value: object) -> object:
@@ -308,6 +315,8 @@ def _allowed(field: FieldInfo) -> str:
     if get_origin(type_) is tuple:
         of_what = "integers >= 1" if int in get_args(get_args(type_)[0]) else "numbers from 0 to 1"
         return f"a list of {of_what}"
+    if str in get_args(field.annotation):
+        return "the path of a file"
     if type_ is float or float in get_args(type_):
         return "a number above 0, at most 1"
     low = next(m.ge for m in field.metadata if hasattr(m, "ge"))

@@ -11,10 +11,12 @@ from pydantic import ValidationError
 from dyntree_plugin import compat
 from dyntree_plugin.doctor import kernels
 from dyntree_plugin.doctor.checks import Check, device_type, memory
-from dyntree_plugin.engine.config import plan_in_force
+from dyntree_plugin.engine.config import measured_kernels, plan_in_force
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+    from dyntree_kernels.dispatch import Measurement
 
 _NAME = "command line"
 
@@ -90,16 +92,19 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     advice = compat.token_budget_advice(config) or ""
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
     for name, model in (("target", config.model_config), ("draft", speculation.draft_model_config)):
-        yield from _of_model(name, model, plan.shape.node_budget + 1)
+        yield from _of_model(name, model, plan.shape.node_budget + 1, measured_kernels(config))
     cache = config.cache_config
     if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:
         yield memory(cache.gpu_memory_utilization)
 
 
-def _of_model(name: str, model: ModelConfig, rows: int) -> Iterator[Check]:
+def _of_model(
+    name: str, model: ModelConfig, rows: int, table: list[Measurement]
+) -> Iterator[Check]:
     architecture = model.model_arch_config
     heads, kv_heads = architecture.total_num_attention_heads, model.get_total_num_kv_heads()
-    yield kernels.attention(heads, kv_heads, model.get_head_size(), _dtype(model), rows, model=name)
+    shape = (heads, kv_heads, model.get_head_size(), _dtype(model), rows)
+    yield kernels.attention(*shape, model=name, table=table)
     if device_type() == "cpu":
         yield kernels.layout(model.get_head_size(), _dtype(model), model=name)
 

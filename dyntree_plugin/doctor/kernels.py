@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 
 import torch
@@ -22,10 +22,11 @@ def attention(
     dtype: torch.dtype = torch.bfloat16,
     rows: int = _ROWS,
     model: str = "",
+    table: Collection[dispatch.Measurement] = (),
 ) -> Check:
     """The implementation of tree attention for a model's shape, and why it.
 
-    ``model``: whose shape it is; without one it is an example.
+    ``model``: whose shape it is; without one it is an example. ``table``: what was measured.
     """
     name = f"attention, {model}" if model else "attention"
     cuda = torch.cuda.is_available()
@@ -45,7 +46,7 @@ def attention(
         f"{str(dtype).removeprefix('torch.')}"
     )
     try:
-        choice = dispatch.choose(problem, _available(problem))
+        choice = dispatch.choose(problem, _available(problem), table)
     except ValueError as error:
         return Check(name, "fail", f"none for {shape}", str(error).partition("(")[2].rstrip(")"))
     example = "" if model else ", for example"

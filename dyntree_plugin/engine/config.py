@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.options import DynTreeOptions
@@ -9,6 +10,7 @@ from dyntree_plugin.options import DynTreeOptions
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
+    from dyntree_kernels.dispatch import Measurement
     from dyntree_plugin.tree.plan import TreePlan
 
 _MARK = "_dyntree_plan"
@@ -38,6 +40,16 @@ def trees_are_cut(vllm_config: VllmConfig) -> bool:
     plan = tree_plan(vllm_config)
     alone = vllm_config.parallel_config.data_parallel_size == 1
     return plan is not None and plan.budget == "adaptive" and alone
+
+
+def measured_kernels(vllm_config: VllmConfig) -> list[Measurement]:
+    """The kernel table that the user gave; it was read once when the configuration was checked."""
+    from dyntree_kernels.dispatch import load_table
+
+    options = DynTreeOptions.of(vllm_config.additional_config)
+    if options is None or options.kernel_table is None:
+        return []
+    return load_table(Path(options.kernel_table))
 
 
 def claim(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from functools import reduce
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -340,3 +341,19 @@ def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
             model=model_folder(option, **changes), skip_tokenizer_init=True, dtype="float32"
         )
         assert [r.option for r in refusals.OF_MODEL if r(config)] == [option]
+
+
+def test_a_kernel_table_is_read_before_anything_loads(
+    admitted: VllmConfig, on_cuda: VllmConfig, tmp_path: Path
+) -> None:
+    table = tmp_path / "kernels.json"
+    options = DynTreeOptions(kernel_table=str(table))
+    for content, reason in ((None, "No such file"), ("{}", "must be a result file")):
+        if content is not None:
+            table.write_text(content)
+        with pytest.raises(compat.Refused, match=rf"dyntree\.kernel_table='.*{reason}"):
+            compat.check(on_cuda, options, "cuda", plugin.WORKERS)
+    table.write_text('{"attention": []}')
+    compat.check(on_cuda, options, "cuda", plugin.WORKERS)
+    with pytest.raises(compat.Refused, match=r"kernel_table='.*' is for CUDA"):
+        compat.check(admitted, options, "cpu", plugin.WORKERS)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,6 +299,20 @@ def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
     monkeypatch.setattr(dispatch, "installed", lambda: installed)
     monkeypatch.setattr(choice, "built_variant", lambda *_: built)
     assert kernels.attention().found.startswith(chosen)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_was_measured_decides_which_attention_a_gpu_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "installed", lambda: {"triton", "flashinfer"})
+    monkeypatch.setattr(choice, "built_variant", lambda *_: "module")
+    fast = dispatch.Measurement("triton", "NVIDIA H200", 4, 128, "bfloat16", 17, 1024, 5.0)
+    slow = replace(fast, implementation="flashinfer", microseconds=9.0)
+    assert kernels.attention(table=[fast, slow]).found.startswith("triton")
+    assert kernels.attention(table=[replace(fast, microseconds=99.0), slow]).found.startswith(
+        "flashinfer"
+    )
 
 
 @pytest.mark.parametrize(

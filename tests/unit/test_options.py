@@ -158,7 +158,7 @@ def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, beg
     for name, field in DynTreeOptions.model_fields.items():
         (line,) = [line for line in lines if line.startswith(begin.format(name))]
         assert str(field.description) in line
-        bounds = ("from 1 to", " or ", "a list of", "a number above")
+        bounds = ("from 1 to", " or ", "a list of", "a number above", "the path of")
         assert any(bound in line for bound in bounds)
 
 

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from dyntree_kernels import dispatch
 from dyntree_plugin.engine.attention.kernels import FlashInferTrees, Heads, TreeKernel, TritonTrees
+from dyntree_plugin.engine.config import measured_kernels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +51,8 @@ def choose_kernel(
         context=vllm_config.model_config.max_model_len,
     )
     variant = built_variant(dtype, kv_cache_spec.dtype, heads.size)
-    choice = dispatch.choose(problem, {"triton"} if variant is None else {"triton", "flashinfer"})
+    built = {"triton"} if variant is None else {"triton", "flashinfer"}
+    choice = dispatch.choose(problem, built, measured_kernels(vllm_config))
     logger.info_once(
         "tree attention of %d heads, %d with KV, by %s: %s",
         heads.query,
