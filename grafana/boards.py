@@ -57,8 +57,9 @@ def at_a_glance() -> list[Panel]:
         ),
         number(
             "Fallback",
-            "Share of the decoding requests' steps that had no free tree: a chain because "
-            "sampling needs its order, or no node at all. The reasons are in *Tree in depth*.",
+            "Share of the decoding requests' steps whose tree was a chain, because sampling needs "
+            "its order. Steps without a node, which an adaptive budget may choose, are shown with "
+            "the reasons, in *Fallback by reason*.",
             Query(f.fallback_share(s)),
             unit="percentunit",
             lines=[(None, "green"), (0.2, "red")],
@@ -257,7 +258,8 @@ def per_engine() -> list[Panel]:
         ),
         lines(
             "Fallback",
-            "Share of the decoding requests' steps without a free tree.",
+            "Share of the decoding requests' steps whose tree was a chain, because sampling needs "
+            "its order.",
             Query(f.fallback_share(s), legend),
             unit="percentunit",
         ),

@@ -68,7 +68,9 @@ def calibration(s: Scope) -> str:
 
 
 def fallback_share(s: Scope) -> str:
-    return ratio(s.rate(f"{PREFIX}fallback_steps_total"), request_steps(s))
+    """Of steps whose tree had to be a chain. That there is no node is an adaptive budget's choice
+    where rows are dear."""
+    return ratio(s.rate(f"{PREFIX}fallback_steps_total", 'reason!="empty_tree"'), request_steps(s))
 
 
 def drafting_share(s: Scope) -> str:

@@ -86,6 +86,7 @@ def _of_engine(model_name: str, engine: str, seconds: float | None, c: _Counters
     nodes = c.total(f"{PREFIX}tree_nodes_sum")
     accepted = c.total(f"{PREFIX}accepted_path_tokens_sum")
     fallbacks = c.by("reason", f"{PREFIX}fallback_steps_total")
+    chained = sum(steps for reason, steps in fallbacks.items() if reason != "empty_tree")
     by_depth = c.by("depth", f"{PREFIX}accepted_nodes_total")
     forwards = c.total(f"{PREFIX}stage_seconds_count", stage="target")
     compared = c.by("decoding", f"{PREFIX}compared_seconds_total")
@@ -106,7 +107,7 @@ def _of_engine(model_name: str, engine: str, seconds: float | None, c: _Counters
         node_efficiency=_ratio(accepted, nodes),
         nodes=_ratio(nodes, steps),
         calibration=_ratio(accepted, c.total(f"{PREFIX}estimated_accepted_tokens_total")),
-        fallback_share=_ratio(sum(fallbacks.values()), steps),
+        fallback_share=_ratio(chained, steps),
         fallbacks=_shares(fallbacks, steps),
         pruned=_shares(c.by("reason", f"{PREFIX}pruned_nodes_total"), steps),
         reached=list(_shares(by_depth, steps).values()),

@@ -39,6 +39,7 @@ def text(steps: int, engine: str = "0") -> str:
         f'{PREFIX}estimated_accepted_tokens_total{{LABELS,depth="1"}}': 2 * steps,
         f'{PREFIX}fallback_steps_total{{LABELS,reason="penalties"}}': steps / 10,
         f'{PREFIX}fallback_steps_total{{LABELS,reason="bad_words"}}': 0,
+        f'{PREFIX}fallback_steps_total{{LABELS,reason="empty_tree"}}': steps / 2,
         f'{PREFIX}stage_seconds_sum{{LABELS,stage="target"}}': 0.02 * steps,
         f'{PREFIX}stage_seconds_count{{LABELS,stage="target"}}': steps / 2,
         f'{PREFIX}compared_seconds_total{{LABELS,decoding="tree"}}': 0.1 * steps,
@@ -57,7 +58,8 @@ def test_the_figures_are_ratios_of_the_counters() -> None:
     assert found.speed == pytest.approx(2)
     assert found.calibration == 1.5
     assert found.tokens_per_step == 8
-    assert found.fallbacks == {"penalties": pytest.approx(0.1)}
+    assert found.fallbacks == {"penalties": pytest.approx(0.1), "empty_tree": pytest.approx(0.5)}
+    assert found.fallback_share == pytest.approx(0.1), "an empty tree may be a choice"
     assert found.reached == [2, 1]
     assert found.stage_seconds == {"target": pytest.approx(0.04)}
     assert found.tokens_per_second is None
