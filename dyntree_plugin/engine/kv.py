@@ -6,23 +6,24 @@ from collections.abc import Callable
 
 import torch
 
-Move = Callable[[torch.Tensor, torch.Tensor], None]
-"""Copies rows from source to target cache slots, int64 [R, D], in every layer of a group; a
-negative source moves nothing."""
+Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Brings node ``path[r, k]`` of every request to the place of depth ``k + 1``, in every layer of a
+group.
+
+``path`` int64 [R, D], ``-1`` after the last accepted node; ``roots`` int64 [R]: batch row of each
+root, followed by its nodes' rows; ``slots`` int64 [T]: cache slot of every row.
+"""
 
 
 class PathMover:
-    """Moves accepted rows within the cache of one KV cache group's target layers."""
+    """A `Move` made of one of rows."""
 
-    def __init__(self, move: Move) -> None:
+    def __init__(self, move: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """``move`` copies rows from source to target cache slots, int64 [R, D]; a negative source
+        moves nothing."""
         self._move = move
 
     def __call__(self, path: torch.Tensor, roots: torch.Tensor, slots: torch.Tensor) -> None:
-        """Bring node ``path[r, k]`` of every request to the place of depth ``k + 1``.
-
-        ``path`` int64 [R, D], ``-1`` after the last accepted node; ``roots`` int64 [R]: batch row
-        of each root, followed by its nodes' rows; ``slots`` int64 [T]: cache slot of every row.
-        """
         step = torch.arange(path.shape[1], device=path.device)
         first, last = roots[:, None] + 1, slots.shape[0] - 1
         target = slots[(first + step).clamp(max=last)]

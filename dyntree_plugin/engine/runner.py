@@ -20,7 +20,7 @@ from dyntree_plugin.drafters.children import ChildPicker, Perturb
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.batch import Requests, pack
 from dyntree_plugin.engine.config import tree_plan, trees_are_cut
-from dyntree_plugin.engine.kv import Move, PathMover
+from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.measured_rows import measure_rows
 from dyntree_plugin.engine.plain_cost import PlainCost, measure
 from dyntree_plugin.engine.requests import chain_reason
@@ -32,7 +32,7 @@ from dyntree_plugin.engine.transfer import Send
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
 from dyntree_plugin.tree.row_cost import RowCost
-from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
+from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes
 
 
 class TreeRunnerMixin(GPUModelRunner):
@@ -59,7 +59,7 @@ class TreeRunnerMixin(GPUModelRunner):
         raise NotImplementedError
 
     def mover_of(self, layers: list[Attention]) -> Move:
-        """Moves rows within the cache of one KV cache group's layers."""
+        """Moves accepted rows within the cache of one KV cache group's target layers."""
         raise NotImplementedError
 
     def get_ahead(self) -> None:
@@ -100,7 +100,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self._row_cost: RowCost | None = None
         self._row_cost_told = False
         self._step_times = StepTimes()
-        self._movers: list[tuple[int, PathMover]] = []
+        self._movers: list[tuple[int, Move]] = []
 
     def _pack(self, batch: InputBatch) -> torch.Tensor:
         if self.sampler is None:
@@ -147,7 +147,7 @@ class TreeRunnerMixin(GPUModelRunner):
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
             own = [layers[name] for name in group.layer_names if name not in drafts]
             if own:
-                self._movers.append((index, PathMover(self.mover_of(own))))
+                self._movers.append((index, self.mover_of(own)))
 
     def sample_greedily(self, requests: int) -> None:
         """Have the first slots sample greedily, whatever vLLM's rehearsals left there."""
@@ -266,30 +266,25 @@ class TreeRunnerMixin(GPUModelRunner):
         self._record.send(self.send)
         return output
 
-    def _settle(self, verification: Verification, requests: Requests) -> torch.Tensor:
-        """Move the accepted paths, and learn; what is to be counted, before the next trees come."""
+    def _settle(self, verification: Verification, requests: Requests) -> None:
+        """Move the accepted paths, and learn."""
         with self.clock("move"):
             for group, move in self._movers:
                 slots = self.block_tables.slot_mappings[group]
                 move(verification.path, verification.roots, slots)
         if self.trees.plan.calibrated:
-            self._learn(verification, requests)
-        return report(self.trees, requests.slots, verification)
+            self.learn(verification, requests)
 
-    def _learn(self, verification: Verification, requests: Requests) -> None:
-        classes = temperature_class(requests.temperature)
-        # What only fills a batch up is of no class.
-        classes = torch.where(requests.index < 0, -1, classes)
-        self.learn(verification, requests.slots, classes)
-
-    def learn(self, verification: Verification, slots: torch.Tensor, classes: torch.Tensor) -> None:
-        """Have the estimate observe what was taken of the trees at ``slots``; classes of -1 are
-        none."""
-        nodes = torch.arange(self.trees.shape.node_budget, device=slots.device)
+    def learn(self, verification: Verification, requests: Requests) -> None:
+        """Have the estimate observe what was taken of the trees."""
+        nodes = torch.arange(self.trees.shape.node_budget, device=requests.slots.device)
         judged, taken = outcomes(
-            self.trees.parents[slots], verification.path, nodes < verification.counts[:, None]
+            self.trees.parents[requests.slots],
+            verification.path,
+            nodes < verification.counts[:, None],
         )
-        self.estimate.observe(self.trees.features[slots], judged, taken, classes)
+        features = self.trees.features[requests.slots]
+        self.estimate.observe(features, judged, taken, requests.classes)
 
     def _on_verified(
         self, verification: Verification, found: torch.Tensor, batch: InputBatch

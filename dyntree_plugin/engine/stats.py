@@ -63,11 +63,11 @@ def report(
     """What is to be counted of R requests at ``slots`` int64 [R], float64 [R, C], for StepRecord.
 
     The trees are those that waited for this step, and were verified if there is a verification.
-    Counts are exact in double precision.
+    Counts are exact in double precision. `dyntree_kernels.gpu.walk` names the columns.
     """
     columns = [trees.grown[slots, None], trees.admitted[slots, None]]
     if trees.plan.budget == "adaptive":
-        columns.append(trees.values[slots].exp())
+        columns.append(trees.values[slots].double().exp())
     if verification is not None:
         columns.extend(_of_verification(trees, slots, verification))
     return torch.cat([column.double() for column in columns], dim=1)

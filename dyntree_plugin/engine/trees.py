@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dyntree_kernels.growth import TreeArrays
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 from dyntree_plugin.tree.value import FEATURES
@@ -48,6 +49,11 @@ class TreeStore:
             (num_slots, rows, plan.growing.children), -1, dtype=torch.int64, device=device
         )
         self._log_draft = torch.zeros(num_slots, rows, vocabulary, device=device)
+
+    @property
+    def arrays(self) -> TreeArrays:
+        """The same tensors, for kernels."""
+        return TreeArrays(*(getattr(self, name) for name in TreeArrays._fields))
 
     def put(
         self, slots: torch.Tensor, tree: TokenTree, features: torch.Tensor | None = None

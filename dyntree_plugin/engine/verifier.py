@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from dyntree_plugin.drafters.children import Perturb
 from dyntree_plugin.drafters.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.engine.batch import Requests
+from dyntree_plugin.engine.stats import report
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.tree.verify.match import Accepted, match
@@ -47,8 +48,8 @@ class Verification:
     rejected: torch.Tensor
 
 
-Settle = Callable[[Verification, Requests], torch.Tensor]
-"""Does on the device what follows from a verification; returns what is to be counted of it."""
+Settle = Callable[[Verification, Requests], None]
+"""Does on the device what follows from a verification."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class TreeVerifier:
         on_verified: Callable[[Verification, torch.Tensor, InputBatch], None],
     ) -> None:
         """``buffers``: those that every batch is a part of. ``pack`` as in `batch`, with the
-        sampler's states. ``on_verified`` is called with every Verification, what ``settle`` made of
+        sampler's states. ``on_verified`` is called with every Verification, what `report` makes of
         it, and its batch, before the output is copied to the host."""
         self.sampler = sampler
         self.trees = trees
@@ -115,13 +116,13 @@ class TreeVerifier:
         wanted = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         sampled, processed = self._sample(logits, input_batch, wanted is not None)
         packed = self._pack(input_batch)
-        found, report = self._verify(packed, sampled, processed, invalid_drafts)
+        found, counted = self._verify(packed, sampled, processed, invalid_drafts)
         logprobs = None
         if wanted is not None:
             of_processed = self.sampler.logprobs_mode.startswith("processed")
             scores = processed if of_processed else logits
             logprobs = self._logprobs(scores, input_batch, found, *wanted)
-        self._on_verified(found, report, input_batch)
+        self._on_verified(found, counted, input_batch)
         return SamplerOutput(
             sampled_token_ids=found.tokens,
             logprobs_tensors=logprobs,
@@ -137,28 +138,40 @@ class TreeVerifier:
         processed: torch.Tensor,
         invalid_drafts: torch.Tensor | None,
     ) -> tuple[Verification, torch.Tensor]:
-        """Verify the ``packed`` requests' trees, and settle what follows."""
+        """Verify the ``packed`` requests' trees, and settle what follows; what is to be counted."""
         on_device = packed.to(sampled.device, non_blocking=True)
-        requests = Requests.of(on_device, self.trees.spare)
-        return self._walk_and_settle(requests, sampled, processed, invalid_drafts)
+        return self._walk_and_settle(on_device, sampled, processed, invalid_drafts)
 
     def _walk_and_settle(
         self,
-        requests: Requests,
+        packed: torch.Tensor,
         sampled: torch.Tensor,
         processed: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> tuple[Verification, torch.Tensor]:
+        requests = Requests.of(packed, self.trees.spare)
         with self._clock("walk"):
-            rows = self._rows(requests, sampled.shape[0], invalid_drafts)
-            if self.trees.plan.reads_draws and processed is not None:
-                accepted = self._walk_draws(rows, processed, requests)
-            else:
-                accepted = self._match(rows, sampled, requests)
-            # The last token of a prompt that is incomplete is no output.
-            complete = self._buffers.seq_lens[: len(rows.roots)] >= requests.prefill_len
-            emitted = torch.where(complete, accepted.lengths + 1, 0)
-            rejected = torch.where(complete, requests.drafts + 1 - emitted, 0)
+            found, counted = self._walk(requests, sampled, processed, invalid_drafts)
+        self._settle(found, requests)
+        return found, counted
+
+    def _walk(
+        self,
+        requests: Requests,
+        sampled: torch.Tensor,
+        processed: torch.Tensor | None,
+        invalid_drafts: torch.Tensor | None,
+    ) -> tuple[Verification, torch.Tensor]:
+        """Verify, by the plan's rule; and what is to be counted, before the next trees come."""
+        rows = self._rows(requests, sampled.shape[0], invalid_drafts)
+        if self.trees.plan.reads_draws and processed is not None:
+            accepted = self._walk_draws(rows, processed, requests)
+        else:
+            accepted = self._match(rows, sampled, requests.slots)
+        # The last token of a prompt that is incomplete is no output.
+        complete = self._buffers.seq_lens[: len(rows.roots)] >= requests.prefill_len
+        emitted = torch.where(complete, accepted.lengths + 1, 0)
+        rejected = torch.where(complete, requests.drafts + 1 - emitted, 0)
         found = Verification(
             accepted.path,
             accepted.tokens,
@@ -168,7 +181,7 @@ class TreeVerifier:
             emitted.int(),
             rejected.int(),
         )
-        return found, self._settle(found, requests)
+        return found, report(self.trees, requests.slots, found)
 
     def _sample(
         self, logits: torch.Tensor, batch: InputBatch, want_logprobs: bool
@@ -227,8 +240,8 @@ class TreeVerifier:
         tokens = buffers.input_ids[(requests.root[:, None] + 1 + nodes).clamp(max=last)].long()
         return TreeRows(requests.first, rows, positions, tokens, room, counts, valid)
 
-    def _match(self, rows: TreeRows, sampled: torch.Tensor, requests: Requests) -> Accepted:
-        trees, slots = self.trees, requests.slots
+    def _match(self, rows: TreeRows, sampled: torch.Tensor, slots: torch.Tensor) -> Accepted:
+        trees = self.trees
         return match(
             rows.tokens,
             trees.parents[slots],

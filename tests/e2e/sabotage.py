@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -65,14 +64,18 @@ def wrong_ancestor_bit(runner: Any) -> Iterator[None]:
 def wrong_child(runner: Any) -> Iterator[None]:
     """Verification accepts every tree's first node, whatever its token is."""
     kind = type(runner.rejection_sampler)
-    stock = kind._match
+    stock = kind._verify
 
-    def match(self: Any, rows: Any, sampled: torch.Tensor, requests: Any) -> Any:
-        first = sampled[rows.roots, None]
-        found = replace(rows, tokens=torch.cat([first, rows.tokens[:, 1:]], dim=1))
-        return stock(self, found, sampled, requests)
+    def verify(self: Any, packed: torch.Tensor, sampled: torch.Tensor, *others: Any) -> Any:
+        ids = self._buffers.input_ids
+        trees = packed[packed[:, 2] > 0].to(ids.device)
+        honest = ids.clone()
+        ids[trees[:, 3] + 1] = sampled[trees[:, 1]].to(ids.dtype)
+        found = stock(self, packed, sampled, *others)
+        ids.copy_(honest)
+        return found
 
-    with verified_eagerly(runner), mock.patch.object(kind, "_match", match):
+    with mock.patch.object(kind, "_verify", verify):
         yield
 
 
@@ -88,7 +91,7 @@ def always_accepted(runner: Any) -> Iterator[None]:
 @contextmanager
 def learns_nothing(runner: Any) -> Iterator[None]:
     """Nodes keep the values that they have without learning."""
-    with mock.patch.object(runner, "_learn"):
+    with mock.patch.object(runner, "learn"):
         yield
 
 

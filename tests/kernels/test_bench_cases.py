@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton", reason="the benchmark runs Triton kernels")
 
 from dyntree_kernels.ancestors import ancestor_bits
-from dyntree_kernels.gpu.bench_cases import active_tiles, heavy_path_tree, reordered
+from dyntree_kernels.gpu.bench_cases import active_tiles, heavy_path_tree, reordered, walk_batch
+from dyntree_plugin.tree.verify.match import match
 
 
 def tiles(parents: list[int]) -> int:
@@ -40,3 +41,20 @@ def test_heavy_path_order_keeps_the_tree_and_needs_fewer_tiles() -> None:
 def test_reordering_an_ordered_tree_changes_nothing() -> None:
     tree = heavy_path_tree(100, torch.Generator().manual_seed(1))
     assert reordered(tree) == tree
+
+
+def test_the_walk_that_is_timed_accepts_heavy_paths_to_their_ends() -> None:
+    requests, nodes = 5, 64
+    batch, trees = walk_batch(requests, nodes, "cpu")
+    rows = torch.arange(requests * (nodes + 1)).view(requests, -1)
+    assert torch.equal(batch.requests[:, 1], rows[:, 0])
+    tokens, depth = batch.ids.long()[rows], int(trees.depths.max())
+    found = match(
+        tokens[:, 1:], trees.parents, trees.depths, trees.ancestors, tokens[:, 1:] >= 0,
+        batch.sampled[rows], depth,
+    )  # fmt: skip
+    for request in range(requests):
+        length = int(found.lengths[request])
+        assert found.path[request, :length].tolist() == list(range(length))
+        assert trees.depths[request, length - 1] == length >= 4
+        assert length - 1 not in trees.parents[request]

@@ -38,16 +38,17 @@ POINTERS = {
     **dict.fromkeys(("LSE", "PARTIAL", "PARTIAL_M", "PARTIAL_L", "TEMPERATURES"), "*fp32"),
     **dict.fromkeys(("SCORES", "SUMS"), "*fp32"),
     **dict.fromkeys(("TABLE", "CTX", "INDPTR", "BITS"), "*i32"),
-    **dict.fromkeys(("LAYERS", "SRC", "DST", "TOKENS", "PARENTS", "SAMPLED"), "*i64"),
-    **dict.fromkeys(("PATH", "LENGTHS", "EMITTED", "SEEDS", "POSITIONS"), "*i64"),
+    **dict.fromkeys(("LAYERS", "TOKENS", "PARENTS", "SAMPLED"), "*i64"),
+    **dict.fromkeys(("PATH", "SEEDS", "POSITIONS", "REQUESTS", "ROW_POSITIONS", "STORED"), "*i64"),
     **dict.fromkeys(("SLOTS", "DEPTHS"), "*i64"),
     **dict.fromkeys(("LOGITS_BOUNDS", "ROWS_BOUNDS", "SEQ_LENS", "ANCESTORS", "CTX_LENS"), "*i32"),
     **dict.fromkeys(("VALUES", "OPEN", "FEATURES", "BASES", "WEIGHTS"), "*fp32"),
     **dict.fromkeys(("STORED_VALUES", "STORED_FEATURES"), "*fp32"),
     **dict.fromkeys(("BEST", "CLASSES", "NODES", "LEVELS", "ROOTS", "SCRATCH", "BECAME"), "*i64"),
     **dict.fromkeys(("COUNTS", "ADMITTED", "GROWN", "STORED_AT", "OUT_TOKENS"), "*i64"),
-    **dict.fromkeys(("IDS", "ROW_BITS"), "*i32"),
-    **dict.fromkeys(("VALID", "CHAINED"), "*i1"),
+    **dict.fromkeys(("IDS", "ROW_BITS", "EMITTED", "REJECTED"), "*i32"),
+    "REPORT": "*fp64",
+    "CHAINED": "*i1",
     **dict.fromkeys(("INFORMATION", "PRIOR", "LOW", "HIGH"), "*fp32"),
     **dict.fromkeys(("least", "strength", "memory"), "fp32"),
     "scale": "fp32",
@@ -55,7 +56,20 @@ POINTERS = {
 }
 ODD = {
     *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],
-    *["s_table", "first", "width", "expansions", "budget", "known", "capacity", "longest"],
+    *[
+        "s_table",
+        "s_path",
+        "s_slots",
+        "s_requests",
+        "s_report",
+        "first",
+        "width",
+        "expansions",
+        "budget",
+        "known",
+        "capacity",
+        "longest",
+    ],
     *["groups", "deepest"],
 }
 
@@ -121,7 +135,6 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (attention._reduce_splits, {"H": 8, "G": 4, "D": 128, "DP": 128, "SPLITS": 4, "BH": 8,
                                     "WANT_LSE": True}),
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": 16, "WORDS": 128}),
-        (walk._walk, {"NODES": 64}),
         (place._place, {"ROWS": 64}),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),
         (growth._order, {"RANKED": growth._RANKED, "AGAINST": growth._AGAINST, "NODES": 1024}),
@@ -148,6 +161,16 @@ def test_growth_holds_a_requests_candidates_without_spills(
         growth._expand, children.warps_for(candidates), K=children_each, WIDTH=width, WORDS=words,
         CANDIDATES=candidates,
     )  # fmt: skip
+    assert used["stack"] == 0, used
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+@pytest.mark.parametrize(("nodes", "levels"), [(16, 8), (64, 16), (256, 32), (1024, 64)])
+def test_the_walk_holds_a_requests_tree_without_spills(
+    nodes: int, levels: int, ranked: bool
+) -> None:
+    warps, tile = walk.tiling(nodes, levels)
+    used = compiled(walk._walk, warps, RANKED=ranked, NODES=nodes, LEVELS=levels, TILE=tile)
     assert used["stack"] == 0, used
 
 

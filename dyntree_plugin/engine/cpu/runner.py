@@ -20,7 +20,7 @@ from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
 from dyntree_plugin.engine.cpu.estimate import CompiledEstimate
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator
-from dyntree_plugin.engine.kv import Move
+from dyntree_plugin.engine.kv import Move, PathMover
 from dyntree_plugin.engine.node_budget import AdaptiveBudget
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.stats import StepRecord
@@ -46,7 +46,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         if len(isas) != 1:
             raise RuntimeError(f"one KV cache group holds layers of several layouts: {isas}")
         keys, values = zip(*(split_kv_cache(layer.kv_cache) for layer in layers), strict=True)
-        return KVMover(keys, values, isas.pop())
+        return PathMover(KVMover(keys, values, isas.pop()))
 
     def warm_up_kernels(self) -> None:
         cpu.warm_up()

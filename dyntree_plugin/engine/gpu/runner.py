@@ -15,6 +15,7 @@ from dyntree_kernels.gpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.kv_move import KVMover
 from dyntree_kernels.gpu.learn import Regression, learn
 from dyntree_kernels.gpu.place import place
+from dyntree_plugin.engine.batch import Requests
 from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator
 from dyntree_plugin.engine.gpu.capture import recorder
 from dyntree_plugin.engine.gpu.clock import EventClock
@@ -67,7 +68,7 @@ class TreeGPUModelRunner(TreeRunnerMixin):
             batch.num_tokens,
         )
 
-    def learn(self, verification: Verification, slots: torch.Tensor, classes: torch.Tensor) -> None:
+    def learn(self, verification: Verification, requests: Requests) -> None:
         own, trees = self.estimate, self.trees
         tensors = (own.weights, own.information, own.prior, own.low, own.high)
         learn(
@@ -76,8 +77,8 @@ class TreeGPUModelRunner(TreeRunnerMixin):
             trees.parents,
             verification.path,
             verification.counts,
-            slots,
-            classes,
+            requests.index,
+            requests.classes,
         )
 
     def get_ahead(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import torch
 
-from dyntree_plugin.engine.batch import COLUMNS, PADDING, Requests
+from dyntree_plugin.engine.batch import COLUMNS, PADDING
 from dyntree_plugin.engine.gpu.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
 
@@ -33,9 +33,8 @@ class GraphedTreeVerifier(TreeVerifier):
         self.graphs.capture(record)
 
     def _captured(self, packed: torch.Tensor, sampled: torch.Tensor) -> Tensors:
-        requests = Requests.of(packed, self.trees.spare)
-        found, report = self._walk_and_settle(requests, sampled)
-        return *(getattr(found, field.name) for field in fields(found)), report
+        found, counted = self._walk_and_settle(packed, sampled)
+        return *(getattr(found, field.name) for field in fields(found)), counted
 
     def _verify(
         self,

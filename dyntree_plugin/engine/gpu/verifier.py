@@ -1,24 +1,30 @@
-"""Verification on CUDA: sample-and-match by one kernel."""
+"""Verification on CUDA: sample-and-match, and what is counted of it, by one kernel."""
 
 from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.gpu.walk import walk
+from dyntree_kernels.gpu.walk import BatchRows, walk
 from dyntree_plugin.engine.batch import Requests
 from dyntree_plugin.engine.gpu.verification import GraphedTreeVerifier
-from dyntree_plugin.engine.verifier import TreeRows
-from dyntree_plugin.tree.verify.match import Accepted
+from dyntree_plugin.engine.verifier import Verification
 
 
 class GPUTreeVerifier(GraphedTreeVerifier):
-    def _match(self, rows: TreeRows, sampled: torch.Tensor, requests: Requests) -> Accepted:
-        path, lengths, emitted = walk(
-            rows.tokens,
-            self.trees.parents[requests.slots],
-            rows.valid,
-            sampled[rows.root_and_nodes].long(),
-            self.trees.shape.max_depth,
-        )
-        # Behind the emitted tokens stands -1, and the draft's padding rows read it as a token.
-        return Accepted(path, lengths, emitted.clamp_(min=0))
+    """The tensors' verification, but for rule ``match`` where no grammar forbids drafts."""
+
+    def _walk(
+        self,
+        requests: Requests,
+        sampled: torch.Tensor,
+        processed: torch.Tensor | None,
+        invalid_drafts: torch.Tensor | None,
+    ) -> tuple[Verification, torch.Tensor]:
+        trees, buffers = self.trees, self._buffers
+        if trees.plan.reads_draws or invalid_drafts is not None:
+            return super()._walk(requests, sampled, processed, invalid_drafts)
+        rows = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens)
+        ranked = trees.plan.budget == "adaptive"
+        batch = BatchRows(requests.packed, *rows)
+        *found, counted = walk(batch, trees.arrays, trees.shape.max_depth, ranked=ranked)
+        return Verification(*found), counted

@@ -146,22 +146,24 @@ def sparse_tiles() -> list[dict[str, Any]]:
 
 def small_kernels() -> dict[str, float]:
     """Microseconds of a KV move of 12 rows in all layers, and of bits and walk of 32 trees."""
-    batch = cases.make_batch(64, 4096)
-    mover = KVMover(list(batch.caches))
+    mover = KVMover(list(cases.make_batch(64, 4096).caches))
+    path = torch.arange(1, 37, 3, device="cuda")[None]
+    root = torch.zeros(1, dtype=torch.int64, device="cuda")
     slots = torch.arange(64, device="cuda") + 16
-    src, dst = slots[None, 2:38:3].contiguous(), slots[None, 1:13].contiguous()
-    g = torch.Generator().manual_seed(0)
-    parents = torch.tensor([cases.heavy_path_tree(65, g)[1:] for _ in range(32)]).cuda() - 1
-    tokens = torch.randint(1000, (32, 64), generator=g).cuda()
-    sampled, valid = torch.randint(1000, (32, 65), generator=g).cuda(), tokens >= 0
-    rooted = torch.nn.functional.pad(parents + 1, (1, 0), value=-1)
+    batch, trees = cases.walk_batch(32, 64)
+    rooted = torch.nn.functional.pad(trees.parents + 1, (1, 0), value=-1)
+    levels = int(trees.depths.max())
+
+    def walk_all() -> None:
+        walk(batch, trees, levels, ranked=True)
 
     def bits_and_walk() -> None:
         ancestor_bits(rooted)
-        walk(tokens, parents, valid, sampled, 12)
+        walk_all()
 
     return {
-        "kv_move, 12 rows, 32 layers": timing.replay_microseconds(lambda: mover(src, dst)),
+        "kv_move, 12 rows, 32 layers": timing.replay_microseconds(lambda: mover(path, root, slots)),
+        "walk, 32 × 64 nodes": timing.replay_microseconds(walk_all),
         "ancestor bits and walk, 32 × 64 nodes": timing.replay_microseconds(bits_and_walk),
         "ancestor bits in plain torch": timing.replay_microseconds(
             lambda: plain_ancestor_bits(rooted)

@@ -14,6 +14,8 @@ import torch
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.gpu.attention import tree_attention
 from dyntree_kernels.gpu.two_pass import two_pass_attention
+from dyntree_kernels.gpu.walk import BatchRows
+from dyntree_kernels.growth import TreeArrays
 from dyntree_kernels.reference import masked_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, LAYERS = 32, 8, 128, 16, 32
@@ -243,6 +245,27 @@ def _flashinfer() -> tuple[Any, Any]:
     if not variant.is_built():
         raise UnavailableError(f"FlashInfer's module {variant.name} is not built")
     return variant, flashinfer_attention
+
+
+def walk_batch(requests: int, nodes: int, device: str = "cuda") -> tuple[BatchRows, TreeArrays]:
+    """Requests that accept the heavy path of their random trees to its end."""
+    g = torch.Generator().manual_seed(0)
+    rooted = torch.tensor([heavy_path_tree(nodes + 1, g) for _ in range(requests)])
+    depths = torch.zeros_like(rooted)
+    for node in range(1, nodes + 1):
+        depths[:, node] = depths.gather(1, rooted[:, node, None])[:, 0] + 1
+    count = torch.full((requests,), nodes)
+    trees = TreeArrays(
+        rooted[:, 1:] - 1, depths[:, 1:].contiguous(), -torch.rand(requests, nodes, generator=g),
+        count, count, count, ancestor_bits(rooted), torch.zeros(requests, 0, 2),
+    )  # fmt: skip
+    rows = torch.arange(requests * (nodes + 1))
+    first = rows[:: nodes + 1]
+    packed = torch.stack([rows[:requests], first, count, first, torch.zeros_like(first)], dim=1)
+    # A node's row is its token, and the next one, its heaviest child or none, is drawn at each.
+    lens = torch.full((requests,), nodes + 1, dtype=torch.int32)
+    batch = BatchRows(packed, rows + 1, rows.int(), rows, lens)
+    return BatchRows(*(x.to(device) for x in batch)), TreeArrays(*(x.to(device) for x in trees))
 
 
 def active_tiles(bits: torch.Tensor, columns: int, size: int = 32) -> int:

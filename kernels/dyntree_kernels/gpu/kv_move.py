@@ -1,4 +1,4 @@
-"""Compaction of accepted tree rows in vLLM's paged cache: all layers in one launch."""
+"""Compaction of accepted paths in vLLM's paged cache: all layers in one launch."""
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
 
@@ -16,18 +16,20 @@ _ROWS = 16  # moves that are in flight at once
 
 @triton.jit
 def _move(
-    LAYERS, SRC, DST, depth, words, s_src, s_dst, s_block, s_slot, s_head,
+    LAYERS, PATH, ROOTS, SLOTS, depth, words, s_path, s_block, s_slot, s_head,
     PAGE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     request = tl.program_id(1)
     cache = tl.multiple_of(tl.load(LAYERS + tl.program_id(2)), ALIGN).to(tl.pointer_type(tl.int32))
     for first in range(0, depth, ROWS):
-        move = first + tl.arange(0, ROWS)
-        src = tl.load(SRC + request * s_src + move, mask=move < depth, other=-1)
-        dst = tl.load(DST + request * s_dst + move, mask=move < depth, other=-1)
-        moves = (src >= 0) & (src != dst)
+        step = first + tl.arange(0, ROWS)
+        node = tl.load(PATH + request * s_path + step, mask=step < depth, other=-1)
+        moves = (node >= 0) & (node != step)
         if tl.max(moves.to(tl.int32), 0) != 0:
+            below = SLOTS + tl.load(ROOTS + request) + 1
+            src = tl.load(below + node, mask=moves, other=0)
+            dst = tl.load(below + step, mask=moves, other=0)
             at = src // PAGE * s_block + src % PAGE * s_slot
             to = dst // PAGE * s_block + dst % PAGE * s_slot
             for begin in range(0, words, WORDS):
@@ -42,7 +44,7 @@ def _move(
 
 
 class KVMover:
-    """Copies cache rows between slots in every layer, in place and bit-exact.
+    """Moves the rows of accepted nodes to where a chain's would be, in place and bit-exact.
 
     Args:
         kv_caches: per layer [blocks, Hkv, N, C] in any physical order with the last dimension
@@ -76,27 +78,27 @@ class KVMover:
         self._words, self._s_block, self._s_head, self._s_slot = (x // 4 for x in steps)
         self._align = 16 if not any(x % 16 for x in steps + addresses) else 4
 
-    def __call__(self, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
-        """Apply the moves.
+    def __call__(self, path: torch.Tensor, roots: torch.Tensor, slots: torch.Tensor) -> None:
+        """Bring node ``path[r, k]`` of every request to the place of depth ``k + 1``.
 
         Args:
-            src_slots, dst_slots: int64 [R, depth], slot = block * N + offset, with the last
-                dimension dense. A negative source means nothing to move. No move may read a slot
-                that an earlier move of its request has written, nor touch another request's slots:
-                accepted rows only move forward, so neither happens.
+            path: int64 [R, D] with the last dimension dense, a request's accepted nodes from the
+                root down, -1 after the last. A node stands behind those above it: rows only move
+                forward.
+            roots: int64 [R], batch row of each root, followed by its nodes' rows.
+            slots: int64 [T], cache slot of every row, block * N + offset.
         """
-        requests, depth = src_slots.shape
-        if dst_slots.shape != src_slots.shape or {src_slots.stride(1), dst_slots.stride(1)} != {1}:
+        requests, depth = path.shape
+        if path.stride(1) != 1 or not (roots.is_contiguous() and slots.is_contiguous()):
             raise ValueError(
-                f"src_slots {tuple(src_slots.shape)} {src_slots.stride()} and dst_slots "
-                f"{tuple(dst_slots.shape)} {dst_slots.stride()} must be [R, depth] with dense rows"
+                f"path {tuple(path.shape)} {path.stride()} must have dense rows, and roots "
+                f"{roots.stride()} and slots {slots.stride()} be dense"
             )
         if requests == 0 or depth == 0:
             return
         rows = min(_ROWS, triton.next_power_of_2(depth))
         _move[(self._heads, requests, len(self._caches))](
-            self._layers, src_slots, dst_slots, depth, self._words, src_slots.stride(0),
-            dst_slots.stride(0), self._s_block, self._s_slot, self._s_head, PAGE=self._page,
-            ALIGN=self._align, ROWS=rows,
+            self._layers, path, roots, slots, depth, self._words, path.stride(0), self._s_block,
+            self._s_slot, self._s_head, PAGE=self._page, ALIGN=self._align, ROWS=rows,
             WORDS=min(_WORDS, triton.next_power_of_2(self._words)), num_warps=4,
         )  # fmt: skip

@@ -15,15 +15,15 @@ _TILE = 1024  # nodes that are looked at together
 
 @triton.jit
 def _seen(
-    FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, own,
+    FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path, s_slots, own,
     DEPTH: tl.constexpr, RB: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of requests of one class: who is in it, and of its nodes whether they were judged
     and taken, and their two features, which are 0 where they were not judged."""
     request, node = first + tl.arange(0, RB).to(tl.int64), tl.arange(0, NP)
     inside = request < requests
-    member = inside & (tl.load(CLASSES + request, mask=inside, other=-1) == own)
-    slot = tl.load(SLOTS + request, mask=member, other=0)
+    member = inside & (tl.load(CLASSES + request * s_slots, mask=inside, other=-1) == own)
+    slot = tl.load(SLOTS + request * s_slots, mask=member, other=0)
     count = tl.load(COUNTS + request, mask=member, other=0)
     real = member[:, None] & (node[None, :] < count[:, None]) & (node < nodes)[None, :]
     at = slot[:, None] * nodes + node[None, :]
@@ -31,7 +31,7 @@ def _seen(
     taken = tl.zeros([RB, NP], tl.int32)
     reached = (parent == -1).to(tl.int32)
     for depth in tl.static_range(DEPTH):
-        accepted = tl.load(PATH + request * DEPTH + depth, mask=member, other=-1)[:, None]
+        accepted = tl.load(PATH + request * s_path + depth, mask=member, other=-1)[:, None]
         taken |= (node[None, :] == accepted).to(tl.int32)
         reached |= ((parent == accepted) & (accepted >= 0)).to(tl.int32)
     judged = real & (reached != 0)
@@ -48,15 +48,15 @@ def _sum(x):
 @triton.jit
 def _learn(
     WEIGHTS, INFORMATION, FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, PRIOR, LOW, HIGH,
-    requests, nodes, strength, memory, STEPS: tl.constexpr, DEPTH: tl.constexpr,
+    requests, nodes, s_path, s_slots, strength, memory, STEPS: tl.constexpr, DEPTH: tl.constexpr,
     RB: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     own = tl.program_id(0)
     seen = 0.0
     for first in range(0, requests, RB):
         member, judged, taken, x1, x2 = _seen(
-            FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, own, DEPTH,
-            RB, NP,
+            FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path,
+            s_slots, own, DEPTH, RB, NP,
         )  # fmt: skip
         each = tl.maximum(tl.sum(judged, 1), 1.0)
         seen += tl.sum(tl.where(member, each, 0.0), 0)
@@ -82,8 +82,8 @@ def _learn(
         a00, a01, a02, a11, a12, a22 = k00 + back, k01, k02, k11 + back, k12, k22 + back
         for first in range(0, requests, RB):
             member, judged, taken, x1, x2 = _seen(
-                FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, own,
-                DEPTH, RB, NP,
+                FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path,
+                s_slots, own, DEPTH, RB, NP,
             )  # fmt: skip
             chance = tl.sigmoid(w0 + w1 * x1 + w2 * x2)
             surprise = (taken - chance) * judged
@@ -159,17 +159,22 @@ def learn(
 
     Args:
         features: float32 [S, N, 2], and parents: int64 [S, N], the trees.
-        path: int64 [R, D], the nodes that were taken, -1 after the last.
+        path: int64 [R, D] of dense rows, the nodes that were taken, -1 after the last.
         counts: int64 [R], nodes that were verified, the first ones.
-        slots: int64 [R], where the requests' trees are.
-        classes: int64 [R], a request's class; -1 for none.
+        slots: int64 [R], where the requests' trees are; not read where there is no class.
+        classes: int64 [R], a request's class; -1 for none. Slots and classes may be columns of
+            one array.
 
     Raises:
-        ValueError: for arrays that are not dense.
+        ValueError: for other arrays that are not dense.
     """
-    arrays = (features, parents, path, counts, slots, classes)
-    if not all(array.is_contiguous() for array in (*arrays, *regression[:5])):
+    dense = (array.is_contiguous() for array in (features, parents, counts, *regression[:5]))
+    if not all(dense) or path.stride(1) != 1:
         raise ValueError("the arrays of the trees and the regression must be dense")
+    if slots.stride() != classes.stride():
+        raise ValueError(
+            f"slots {slots.stride()} and classes {classes.stride()} must be laid out alike"
+        )
     requests, nodes = slots.shape[0], parents.shape[1]
     if not requests:
         return
@@ -177,6 +182,6 @@ def learn(
     tile = max(1, min(triton.next_power_of_2(requests), _TILE // lanes))
     _learn[(regression.weights.shape[0],)](
         *regression[:2], features, parents, path, counts, slots, classes, *regression[2:5],
-        requests, nodes, regression.strength, regression.memory, STEPS=regression.steps,
-        DEPTH=path.shape[1], RB=tile, NP=lanes, num_warps=4,
+        requests, nodes, path.stride(0), slots.stride(0), regression.strength, regression.memory,
+        STEPS=regression.steps, DEPTH=path.shape[1], RB=tile, NP=lanes, num_warps=4,
     )  # fmt: skip

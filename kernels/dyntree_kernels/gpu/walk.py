@@ -1,87 +1,198 @@
-"""Sample-and-match on the device: from the root to the child that carries the target's token."""
+"""Sample-and-match on the device: from the packed requests to the accepted paths, in one launch.
+
+`tree/verify/match.py` is the rule in plain torch, for any tree. A program has one request's tree in
+its registers; each node first finds out whether it carries the token that was drawn at its parent,
+all at once, and the walk then needs no memory.
+"""
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from dyntree_kernels.growth import TreeArrays
+
+_PER_WARP = 64  # nodes
+_PAIRS_PER_WARP = 1024  # of a level and a node, that are added up at a time
+
+
+@triton.jit
+def _path(parents, node, max_depth, NODES: tl.constexpr, LEVELS: tl.constexpr):
+    """The nodes from the root down of whose `parents` each is the one before, -1 after the last;
+    and how many they are."""
+    level = tl.arange(0, LEVELS)
+    path = tl.full([LEVELS], -1, tl.int32)
+    length, at = 0, -1
+    # Nobody's parent is NODES.
+    while (length < max_depth) & (at < NODES):
+        at = tl.min(tl.where(parents == at, node, NODES), 0)
+        found = at < NODES
+        path = tl.where((level == length) & found, at, path)
+        length += found.to(tl.int32)
+    return path, length
+
+
+@triton.jit
+def _report(
+    OUT, depths, chances, real, path, count, emitted, max_depth,
+    NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    depths = tl.where(real, depths, 0)
+    moved = (path >= 0) & (path != tl.arange(0, LEVELS))
+    tl.store(OUT, count.to(tl.float64))
+    tl.store(OUT + 1, tl.max(depths, 0).to(tl.float64))
+    tl.store(OUT + 2, tl.sum(moved.to(tl.int32), 0).to(tl.float64))
+    tl.store(OUT + 3, emitted.to(tl.float64))
+    for first in range(0, max_depth, TILE):
+        level = first + tl.arange(0, TILE)
+        here = depths[None, :] == level[:, None] + 1
+        out, inside = OUT + 4 + level, level < max_depth
+        number = tl.sum(here.to(tl.int32), 1)
+        tl.store(out, number.to(tl.float64), mask=inside)
+        estimated = tl.sum(tl.where(here, chances[None, :], 0.0), 1)
+        tl.store(out + max_depth, estimated, mask=inside)
+
 
 @triton.jit
 def _walk(
-    TOKENS, PARENTS, VALID, SAMPLED, PATH, LENGTHS, EMITTED, nodes, max_depth,
-    s_tokens, s_parents, s_valid, s_sampled, NODES: tl.constexpr,
+    REQUESTS, SAMPLED, IDS, ROW_POSITIONS, SEQ_LENS,
+    PARENTS, DEPTHS, VALUES, STORED, ADMITTED, GROWN,
+    PATH, TOKENS, ROOTS, POSITIONS, COUNTS, EMITTED, REJECTED, REPORT,
+    s_requests, s_report, nodes, max_depth,
+    RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, NODES)
-    inside = node < nodes
-    tokens = tl.load(TOKENS + request * s_tokens + node, mask=inside, other=-1)
-    parents = tl.load(PARENTS + request * s_parents + node, mask=inside, other=-2)
-    valid = tl.load(VALID + request * s_valid + node, mask=inside, other=0) != 0
-    parents = tl.where(valid & inside, parents, -2)
-    sampled = SAMPLED + request * s_sampled
-    path, emitted = PATH + request * max_depth, EMITTED + request * (max_depth + 1)
+    own = REQUESTS + request * s_requests
+    slot, first = tl.maximum(tl.load(own), 0), tl.maximum(tl.load(own + 1), 0)
+    drafts, root = tl.maximum(tl.load(own + 2), 0), tl.maximum(tl.load(own + 3), 0)
+    prefill_len = tl.maximum(tl.load(own + 4), 0)
+    position = tl.load(ROW_POSITIONS + root)
+    # A tree that was proposed while the prompt was incomplete starts from a token that was never
+    # sampled; a tree may have been cut short, and its first nodes are a tree.
+    room = tl.where(position >= prefill_len, drafts, 0)
+    count = tl.minimum(room, tl.load(STORED + slot)).to(tl.int32)
 
-    at = tl.full([], -1, tl.int32)
-    length = tl.full([], 0, tl.int32)
-    drawn = tl.load(sampled)
-    tl.store(emitted, drawn)
-    going = tl.full([], 1, tl.int32)
-    for depth in range(max_depth):
-        # After the walk has stopped, `at` is -3: nobody's parent.
-        child = tl.min(tl.where((parents == at) & (tokens == drawn), node, NODES), 0)
-        going = (child < NODES).to(tl.int32)
-        length += going
-        at = tl.where(going != 0, child, -3)
-        drawn = tl.load(sampled + child + 1, mask=going != 0, other=-1)
-        tl.store(path + depth, tl.where(going != 0, child, -1).to(tl.int64))
-        tl.store(emitted + depth + 1, drawn)
-    tl.store(LENGTHS + request, length.to(tl.int64))
+    node, level = tl.arange(0, NODES), tl.arange(0, LEVELS)
+    at = slot * nodes + node
+    scheduled, real = (node < drafts) & (node < nodes), node < count
+    parents = tl.load(PARENTS + at, mask=scheduled, other=-1).to(tl.int32)
+    carried = tl.load(IDS + root + 1 + node, mask=scheduled, other=-1)
+    drawn = tl.load(SAMPLED + first + 1 + parents, mask=real, other=-2)
+    parents = tl.where(real & (carried == drawn), parents, -2)
+    path, length = _path(parents, node, max_depth, NODES, LEVELS)
+
+    # The last token of a prompt that is incomplete is no output.
+    complete = tl.load(SEQ_LENS + request) >= prefill_len
+    emitted = tl.where(complete, length + 1, 0)
+    rejected = tl.where(complete, drafts.to(tl.int32) + 1 - emitted, 0)
+    inside = level < max_depth
+    tokens = TOKENS + request * (max_depth + 1)
+    tl.store(tokens, tl.load(SAMPLED + first))
+    along = tl.load(SAMPLED + first + 1 + path, mask=inside, other=0)
+    tl.store(tokens + 1 + level, along, mask=inside)
+    tl.store(PATH + request * max_depth + level, path.to(tl.int64), mask=inside)
+    tl.store(ROOTS + request, root)
+    tl.store(POSITIONS + request, position)
+    tl.store(COUNTS + request, count.to(tl.int64))
+    tl.store(EMITTED + request, emitted)
+    tl.store(REJECTED + request, rejected)
+
+    out = REPORT + request * s_report
+    tl.store(out, tl.load(GROWN + slot).to(tl.float64))
+    tl.store(out + 1, tl.load(ADMITTED + slot).to(tl.float64))
+    out += 2
+    values = tl.load(VALUES + at, mask=node < nodes, other=float("-inf"))
+    chances = tl.exp(values.to(tl.float64))
+    depths = tl.load(DEPTHS + at, mask=scheduled, other=0).to(tl.int32)
+    if RANKED:
+        tl.store(out + node, chances, mask=node < nodes)
+        out += nodes
+    _report(out, depths, chances, real, path, count, emitted, max_depth, NODES, LEVELS, TILE)
 
 
-def walk(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    valid: torch.Tensor,
-    sampled: torch.Tensor,
-    max_depth: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accept the path that the target's samples follow, one launch for all requests.
+class BatchRows(NamedTuple):
+    """A batch of R requests, T rows and L rows of logits.
 
-    Args:
-        tokens, parents: int64 [R, N], the nodes; parent -1 is the root. Children of one node carry
-            different tokens. Any order.
-        valid: bool [R, N], nodes that may be accepted.
-        sampled: int64 [R, N + 1], the target's draw at the root and at every node.
-        max_depth: levels of the deepest tree.
+    ``requests`` int64 [R, at least 5], dense rows: where a request's tree is stored, row of its
+    root among those of logits, rows of nodes behind it, row of the root among all, tokens of its
+    prompt; -1 throughout in what only fills the batch up. ``sampled`` int64 [L]: the target's
+    draws. ``ids`` int32 and ``positions`` int64 [T]. ``seq_lens`` int32 [R].
+    """
 
-    Returns:
-        path int64 [R, max_depth], the accepted nodes from the root down; lengths int64 [R]; the
-        emitted tokens int64 [R, max_depth + 1], the bonus token at column lengths[r]. What follows
-        the last entry of a row is -1.
+    requests: torch.Tensor
+    sampled: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class Walked(NamedTuple):
+    """What a walk over R requests and trees of at most D levels gives.
+
+    ``path`` int64 [R, D]: accepted nodes from the root down, -1 after the last. ``tokens`` int64
+    [R, D + 1]: the target's along the path, then the one at the root. ``roots`` int64 [R]: their
+    rows among all, and ``positions``. ``counts`` int64 [R]: nodes that were verified. ``emitted``
+    int32 [R]: tokens that the request has got, 0 while its prompt is incomplete, and ``rejected``
+    the rest of its rows, 0 while it is.
+
+    ``report`` float64 [R, C], what is counted: nodes that were grown, and admitted; the chance of
+    every node, N columns, if they are asked for; nodes that were verified, the depth of the
+    deepest, accepted nodes that change place, ``emitted``; nodes that were verified at depth 1 to
+    D; the sum of their chances at depth 1 to D.
+    """
+
+    path: torch.Tensor
+    tokens: torch.Tensor
+    roots: torch.Tensor
+    positions: torch.Tensor
+    counts: torch.Tensor
+    emitted: torch.Tensor
+    rejected: torch.Tensor
+    report: torch.Tensor
+
+
+def tiling(nodes: int, levels: int) -> tuple[int, int]:
+    """Warps of a program, and levels that it adds up at a time; of powers of two."""
+    warps = max(1, min(16, nodes // _PER_WARP))
+    return warps, max(1, min(levels, _PAIRS_PER_WARP * warps // nodes))
+
+
+def walk(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -> Walked:
+    """Accept the paths that the target's samples follow.
+
+    Children of one node carry different tokens. ``max_depth``: levels of the deepest tree.
+    ``ranked``: whether the report has the chance of every node.
 
     Raises:
-        ValueError: for shapes that do not fit each other.
+        ValueError: for arrays that are not dense.
     """
-    requests, nodes = tokens.shape
-    shapes = parents.shape, valid.shape, (requests, nodes + 1)
-    if shapes != (tokens.shape, tokens.shape, sampled.shape):
-        raise ValueError(
-            f"tokens {tuple(tokens.shape)}, parents {tuple(parents.shape)} and valid "
-            f"{tuple(valid.shape)} must be [R, N] and sampled {tuple(sampled.shape)} [R, N + 1]"
-        )
-    if any(x.stride(1) != 1 for x in (tokens, parents, valid, sampled)):
-        raise ValueError("the rows of tokens, parents, valid and sampled must be dense")
-    path = torch.empty(requests, max_depth, dtype=torch.int64, device=tokens.device)
-    emitted = torch.empty(requests, max_depth + 1, dtype=torch.int64, device=tokens.device)
-    lengths = torch.empty(requests, dtype=torch.int64, device=tokens.device)
+    arrays = (*batch[1:], *trees[:6])
+    if not all(array.is_contiguous() for array in arrays) or batch.requests.stride(1) != 1:
+        raise ValueError("the arrays of a batch and its trees must be dense")
+    requests, nodes = batch.requests.shape[0], trees.parents.shape[1]
+    columns = 6 + 2 * max_depth + (nodes if ranked else 0)
+    found = _empty(requests, max_depth, columns, batch.sampled.device)
     if requests:
-        width = triton.next_power_of_2(nodes)
+        lanes, levels = triton.next_power_of_2(nodes), triton.next_power_of_2(max_depth)
+        warps, tile = tiling(lanes, levels)
         _walk[(requests,)](
-            tokens, parents, valid, sampled, path, lengths, emitted, nodes, max_depth,
-            tokens.stride(0), parents.stride(0), valid.stride(0), sampled.stride(0), NODES=width,
-            num_warps=max(1, min(8, width // 128)),
+            *batch, trees.parents, trees.depths, trees.values, trees.counts, trees.admitted,
+            trees.grown, *found, batch.requests.stride(0), columns, nodes, max_depth,
+            RANKED=ranked, NODES=lanes, LEVELS=levels, TILE=tile, num_warps=warps,
         )  # fmt: skip
-    return path, lengths, emitted
+    return found
+
+
+def _empty(requests: int, max_depth: int, columns: int, device: torch.device) -> Walked:
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(requests, *shape, dtype=dtype, device=device)
+
+    return Walked(
+        empty(max_depth), empty(max_depth + 1), empty(), empty(), empty(),
+        empty(dtype=torch.int32), empty(dtype=torch.int32), empty(columns, dtype=torch.float64),
+    )  # fmt: skip

@@ -9,8 +9,6 @@ from paged_cases import DEVICE, LAYOUTS, chain, paged_layers, random_tree, star
 from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
 from dyntree_kernels.gpu.ancestors import ancestor_bits
 from dyntree_kernels.gpu.kv_move import KVMover
-from dyntree_kernels.gpu.walk import walk
-from dyntree_plugin.tree.verify.match import match
 
 SRC = [[33, 35, 36, 64, 100], [150, 153, -1, -1, -1], [-1, -1, -1, -1, -1]]
 DST = [[33, 34, 35, 36, 96], [111, 112, 7, 7, 7], [9, 9, 9, 9, 9]]
@@ -24,6 +22,17 @@ def random_bytes(layout: str, layers: int, content: int) -> torch.Tensor:
 
 def flat(moves: list[list[int]]) -> list[int]:
     return [slot for request in moves for slot in request]
+
+
+def moves(src: list[list[int]], dst: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    """Paths, roots and slots that move cache rows from ``src`` to ``dst``; -1 moves nothing.
+
+    Behind its root a request has the rows of its destinations, then those of its sources."""
+    depth = len(src[0])
+    path = [[depth + k if at >= 0 else -1 for k, at in enumerate(row)] for row in src]
+    roots = [1 + r * (1 + 2 * depth) for r in range(len(src))]
+    slots = [5, *(slot for s, d in zip(src, dst, strict=True) for slot in (6, *d, *s))]
+    return tuple(torch.tensor(each, device=DEVICE) for each in (path, roots, slots))
 
 
 def rows(caches: torch.Tensor) -> torch.Tensor:
@@ -43,7 +52,7 @@ def test_rows_move_bit_exactly_and_nothing_else_changes(
             expected[:, dst] = expected[:, src]
     assert not torch.equal(rows(caches), expected)
     mover = KVMover(list(caches.view(dtype)))
-    mover(torch.tensor(SRC, device=DEVICE), torch.tensor(DST, device=DEVICE))
+    mover(*moves(SRC, DST))
     assert torch.equal(rows(caches), expected)
 
 
@@ -53,8 +62,26 @@ def test_more_rows_than_are_in_flight_at_once_move_in_order() -> None:
     src = torch.arange(40)[None] * 3 + 12
     dst = torch.arange(40)[None] + 11
     expected[:, dst[0]] = expected[:, src[0]]
-    wide = torch.nn.functional.pad(src, (1, 5)).to(DEVICE)
-    KVMover(list(caches))(wide[:, 1:41], dst.to(DEVICE))
+    path, *others = moves(src.tolist(), dst.tolist())
+    wide = torch.nn.functional.pad(path, (1, 5))
+    KVMover(list(caches))(wide[:, 1:41], *others)
+    assert torch.equal(rows(caches), expected)
+
+
+def test_accepted_nodes_come_behind_their_roots() -> None:
+    caches = random_bytes("LBHNC", 2, 64)
+    before = rows(caches)
+    path = torch.tensor([[0, 3, 4, -1], [-1] * 4, [1, 2, -1, -1], [0, 1, 2, 3]])
+    roots = torch.tensor([0, 8, 9, 14])
+    slots = torch.randperm(before.shape[1], generator=torch.Generator().manual_seed(0))[:19]
+    expected = before.clone()
+    for root, row in zip(roots.tolist(), path.tolist(), strict=True):
+        for step, node in enumerate(row):
+            if node >= 0:
+                expected[:, slots[root + 1 + step]] = before[:, slots[root + 1 + node]]
+    KVMover(list(caches))(*(each.to(DEVICE) for each in (path, roots, slots)))
+    changed = (rows(caches) != before).flatten(2).any(2).any(0)
+    assert sorted(changed.nonzero()[:, 0].tolist()) == sorted(slots[[2, 3, 10, 11]].tolist())
     assert torch.equal(rows(caches), expected)
 
 
@@ -64,6 +91,9 @@ def test_rows_of_odd_bytes_and_layers_of_two_shapes_are_refused() -> None:
     a, b = random_bytes("LBNHC", 2, 64)
     with pytest.raises(ValueError, match="one shape and strides"):
         KVMover([a, b[:, :2]])
+    path, roots, slots = moves(SRC, DST)
+    with pytest.raises(ValueError, match="dense"):
+        KVMover([a, b])(path, roots, slots[::2])
 
 
 @pytest.mark.parametrize("nodes", [1, 31, 33, 130])
@@ -80,61 +110,3 @@ def test_ancestor_bits_are_those_of_the_plain_version(nodes: int) -> None:
 def test_parents_may_come_after_their_children() -> None:
     parents = torch.tensor([[2, -1, 1]])
     assert torch.equal(ancestor_bits(parents.to(DEVICE)).cpu(), plain_ancestor_bits(parents))
-
-
-def trees(requests: int, nodes: int, vocab: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Random trees whose siblings differ, some invalid nodes, draws that at times follow them."""
-    g = torch.Generator().manual_seed(seed)
-    parents = torch.tensor([random_tree(nodes + 1, g)[1:] for _ in range(requests)]) - 1
-    tokens, depths = torch.empty(2, requests, nodes, dtype=torch.int64)
-    sampled = torch.randint(vocab, (requests, nodes + 1), generator=g)
-    for r in range(requests):
-        taken: dict[int, int] = {}
-        for i in range(nodes):
-            p = int(parents[r, i])
-            taken[p] = taken.get(p, -1) + 1
-            tokens[r, i] = (taken[p] * 7 + p) % 997
-            depths[r, i] = 1 if p < 0 else depths[r, p] + 1
-            if torch.rand((), generator=g) < 0.6:
-                sampled[r, p + 1] = tokens[r, i]
-    valid = torch.rand(requests, nodes, generator=g) < 0.9
-    return tokens, parents, depths, valid, sampled
-
-
-@pytest.mark.parametrize(("requests", "nodes"), [(1, 1), (5, 16), (3, 65)])
-def test_the_walk_accepts_what_match_does(requests: int, nodes: int) -> None:
-    longest = 0
-    for seed in range(4):
-        tokens, parents, depths, valid, sampled = trees(requests, nodes, 30, seed)
-        levels = int(depths.max()) + 1
-        bits = plain_ancestor_bits(torch.nn.functional.pad(parents + 1, (1, 0), value=-1))
-        expected = match(tokens, parents, depths, bits, valid, sampled, levels)
-        batch = (x.to(DEVICE) for x in (tokens, parents, valid, sampled))
-        path, lengths, emitted = (x.cpu() for x in walk(*batch, levels))
-        assert torch.equal(path, expected.path)
-        assert torch.equal(lengths, expected.lengths)
-        meant = torch.arange(levels + 1) <= lengths[:, None]
-        assert torch.equal(emitted[meant], expected.tokens[meant])
-        assert (emitted[~meant] == -1).all()
-        longest = max(longest, int(lengths.max()))
-    assert longest >= min(2, nodes)
-
-
-def test_the_walk_stops_at_an_invalid_node_and_at_the_last_level() -> None:
-    tokens, parents = torch.tensor([[5, 6, 7]]), torch.tensor([chain(3)])
-    sampled = torch.tensor([[5, 6, 7, 8]])
-    for valid, levels, path, emitted in (
-        ([True, True, True], 3, [0, 1, 2], [5, 6, 7, 8]),
-        ([True, False, True], 3, [0, -1, -1], [5, 6, -1, -1]),
-        ([True, True, True], 2, [0, 1], [5, 6, 7]),
-    ):
-        batch = (tokens, parents, torch.tensor([valid]), sampled)
-        got, _, drawn = walk(*(x.to(DEVICE) for x in batch), levels)
-        assert got.tolist() == [path]
-        assert drawn.tolist() == [emitted]
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    nodes = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match=r"sampled \(2, 3\) \[R, N \+ 1\]"):
-        walk(nodes, nodes, nodes.bool(), nodes, 2)
