@@ -94,6 +94,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self.trace: TreeTrace | None = None
         self._custom_processors = bool(self.model_config.logits_processors)
         self._mask: TreeMask | None = None
+        self._packed: tuple[InputBatch, torch.Tensor] | None = None
         self._plain_cost: PlainCost | None = None
         self._record = StepRecord()
         self._report: torch.Tensor | None = None
@@ -103,9 +104,12 @@ class TreeRunnerMixin(GPUModelRunner):
         self._movers: list[tuple[int, Move]] = []
 
     def _pack(self, batch: InputBatch) -> torch.Tensor:
+        """The batch's requests, for verification and for drafting."""
         if self.sampler is None:
             raise RuntimeError("trees were wanted before the sampler was made")
-        return pack(batch, self.sampler.sampling_states)
+        if self._packed is None or self._packed[0] is not batch:
+            self._packed = batch, pack(batch, self.sampler.sampling_states)
+        return self._packed[1]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

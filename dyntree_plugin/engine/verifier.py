@@ -187,8 +187,10 @@ class TreeVerifier:
         self, logits: torch.Tensor, batch: InputBatch, want_logprobs: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's token at every row, and the processed logits where something reads them."""
-        positions = batch.positions[batch.logits_indices]
-        input_ids = batch.input_ids[batch.logits_indices]
+        # Where no request is in its prompt every row has logits.
+        every = logits.shape[0] == batch.num_tokens
+        at = slice(batch.num_tokens) if every else batch.logits_indices
+        positions, input_ids = batch.positions[at], batch.input_ids[at]
         bound = batch.seq_lens_cpu_upper_bound.numpy()
         keep = self.trees.plan.reads_draws or (
             want_logprobs and self.sampler.logprobs_mode.startswith("processed")

@@ -85,6 +85,22 @@ def test_what_an_earlier_batch_left_is_gone(buffers: MaskBuffers) -> None:
     assert torch.equal(seen(bits), torch.cat([causal(40), causal(40)]))
 
 
+@pytest.mark.parametrize("all_trees", [False, True])
+def test_requests_that_an_earlier_batch_had_are_padding(
+    buffers: MaskBuffers, all_trees: bool
+) -> None:
+    many, few = batch(*[(40, 60)] * 4), batch((40, 100), (40, 90))
+    trees = torch.cat([tree_bits(40, seed) for seed in range(4)])
+    lens = torch.full((4,), 60).int()
+    buffers.fill(*many, lens, trees, all_trees=all_trees)
+    for requests in (2, 3, 4):
+        start = torch.tensor([0, 40, 80, *[80] * (requests - 2)]).int()
+        lengths = torch.nn.functional.pad(few[1], (0, requests - 2))
+        given = torch.tensor([100, 90]).int()
+        ctx_lens, _ = buffers.fill(start, lengths, 80, given, trees[:80], all_trees=True)
+        assert ctx_lens.tolist() == [100, 90, *[-1] * (requests - 2)]
+
+
 def test_every_batch_is_found_at_the_same_addresses(buffers: MaskBuffers) -> None:
     """Captured graphs hold addresses; batches of one shape differ in contents alone."""
     found = []

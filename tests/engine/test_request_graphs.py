@@ -63,6 +63,29 @@ def test_what_a_larger_batch_left_behind_is_padding_for_a_smaller_one() -> None:
     assert graphs._captured[MOST][1][0].tolist()[3:] == [-1.0] * 5
 
 
+def test_padding_is_written_where_there_is_none_and_never_again() -> None:
+    graphs, _ = captured(sizes=(MOST,))
+    index = graphs._inputs[0].buffer
+    graphs(*batch(2))
+    assert index.tolist() == [0, 1, -1, -1, -1, -1, -1, -1]
+    index[6:] = -7
+    graphs(*batch(6))
+    assert index.tolist() == [0, 1, 2, 3, 4, 5, -7, -7]
+    graphs(*batch(4))
+    assert index.tolist() == [0, 1, 2, 3, -1, -1, -7, -7]
+
+
+def test_two_functions_of_one_input_find_its_padding() -> None:
+    index = Input(torch.zeros(MOST, dtype=torch.int64), padding=-1)
+    both = [RequestGraphs(lambda each: (each + 0,), [index], (MOST,)) for _ in range(2)]
+    for graphs in both:
+        graphs.capture(Recorder())
+    for graphs, requests in zip([*both, both[0]], (3, 6, 2), strict=True):
+        graphs(torch.arange(requests))
+        values = graphs._captured[MOST][1][0]
+        assert values.tolist() == [*range(requests), *[-1] * (MOST - requests)]
+
+
 def test_inputs_and_values_stay_where_they_are() -> None:
     graphs, _ = captured()
     addresses = [each.buffer.data_ptr() for each in graphs._inputs]

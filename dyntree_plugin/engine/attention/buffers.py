@@ -25,6 +25,7 @@ class MaskBuffers:
         words = self._chain.shape[1]
         self._ctx_lens = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self._bits = torch.zeros(max_rows, words, dtype=torch.int32, device=device)
+        self._filled = 0  # Context lengths that need not be -1, the first ones.
 
     def fill(
         self,
@@ -48,8 +49,9 @@ class MaskBuffers:
         real = 0 if ctx_lens is None else ctx_lens.shape[0]
         if not all_trees:
             self._fill_chains(query_start_loc, seq_lens, out_lens, out_bits)
-        else:
-            out_lens[real:].fill_(-1)
+        elif real < self._filled:
+            self._ctx_lens[real : self._filled].fill_(-1)
+        self._filled = real if all_trees else max(requests, self._filled)
         if ctx_lens is None or ancestor_bits is None:
             return out_lens, out_bits
         rows = ancestor_bits.shape[0]

@@ -15,7 +15,7 @@ Record = Callable[[Call], tuple[Replay, Tensors]]
 """Captures a call; returns how to replay it, and where the results then are."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Input:
     """One argument of the function: for the most requests [M * rows, ...], and what an entry holds
     that no request fills; None where anything will do. A batch may have fewer than ``rows`` entries
@@ -24,6 +24,16 @@ class Input:
     buffer: torch.Tensor
     padding: int | None = None
     rows: int = 1
+
+    def __post_init__(self) -> None:
+        self._not_padded = self.buffer.shape[0]
+
+    def pad_behind(self, requests: int) -> None:
+        """Have padding behind the entries of so many requests, which are to be filled."""
+        end = requests * self.rows
+        if self.padding is not None and end < self._not_padded:
+            self.buffer[end : self._not_padded].fill_(self.padding)
+        self._not_padded = end
 
 
 class RequestGraphs:
@@ -68,8 +78,7 @@ class RequestGraphs:
         """Take in a batch; without arguments, one of padding alone."""
         requests = arguments[0].shape[0] if arguments else 0
         for each in self._inputs:
-            if each.padding is not None:
-                each.buffer[requests * each.rows :].fill_(each.padding)
+            each.pad_behind(requests)
         for each, argument in zip(self._inputs, arguments, strict=False):
             each.buffer[: argument.shape[0]].copy_(argument, non_blocking=True)
 
