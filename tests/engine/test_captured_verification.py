@@ -32,7 +32,7 @@ from dyntree_plugin.engine.timing import StageClock  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.token_tree import TokenTree  # noqa: E402
-from dyntree_plugin.tree.value import AcceptanceEstimate  # noqa: E402
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
 
 NODES, VOCAB, SLOTS, MOST = 6, 2, 9, 8
 PLAN = DynTreeOptions(max_depth=3, budget="adaptive").resolve(NODES)
@@ -135,20 +135,25 @@ class Engine:
         return [each.clone() for each in (*given, report, self.cache, *learned)]
 
 
-def packed(requests: int) -> torch.Tensor:
+def batch_of(requests: int) -> Any:
     drafts, rows = DRAFTS[:requests], ROWS[:requests]
-    batch: Any = SimpleNamespace(
+    return SimpleNamespace(
         num_reqs=requests,
         idx_mapping_np=np.array(IN_USE[:requests]),
         cu_num_logits_np=np.cumsum([0, *(n + 1 for n in drafts)], dtype=np.int32),
         query_start_loc_np=np.cumsum([0, *rows, 0], dtype=np.int32),
         prefill_len_np=np.array(PREFILL[:requests], dtype=np.int32),
     )
-    states: Any = SimpleNamespace(
-        temperature=SimpleNamespace(np=np.linspace(0, 2, SLOTS, dtype=np.float32)),
-        seeds=SimpleNamespace(np=np.arange(SLOTS) - (1 << 40)),
-    )
-    return pack(batch, states)
+
+
+STATES: Any = SimpleNamespace(
+    temperature=SimpleNamespace(np=np.linspace(0, 2, SLOTS, dtype=np.float32)),
+    seeds=SimpleNamespace(np=np.arange(SLOTS) - (1 << 40)),
+)
+
+
+def packed(requests: int) -> torch.Tensor:
+    return pack(batch_of(requests), STATES)
 
 
 def same(ours: list[torch.Tensor], others: list[torch.Tensor], kernels: bool = False) -> bool:
@@ -166,9 +171,21 @@ def test_the_host_says_where_the_rows_are() -> None:
     assert requests.drafts.tolist() == DRAFTS
     assert requests.prefill_len.tolist() == PREFILL
     assert requests.temperature.tolist() == [0.75, 0.0, 1.75, 0.5, 1.25]
+    assert requests.classes.tolist() == temperature_class(requests.temperature).tolist()
+    assert len(requests.classes.unique()) > 3
     assert requests.seeds.tolist() == [slot - (1 << 40) for slot in IN_USE]
     assert not packing.all_greedy(packed(5))
     assert packing.all_greedy(packed(5)[1:2])
+
+
+def test_a_batch_is_packed_once_and_each_batch_anew() -> None:
+    runner: Any = SimpleNamespace(sampler=SimpleNamespace(sampling_states=STATES), _packed=None)
+    batch, other = batch_of(5), batch_of(2)
+    first = TreeRunnerMixin._pack(runner, batch)
+    assert torch.equal(first, packed(5))
+    assert TreeRunnerMixin._pack(runner, batch) is first
+    assert torch.equal(TreeRunnerMixin._pack(runner, other), packed(2))
+    assert torch.equal(TreeRunnerMixin._pack(runner, batch), first)
 
 
 @pytest.mark.parametrize(

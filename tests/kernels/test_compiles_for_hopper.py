@@ -134,7 +134,7 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
     [
         (attention._reduce_splits, {"H": 8, "G": 4, "D": 128, "DP": 128, "SPLITS": 4, "BH": 8,
                                     "WANT_LSE": True}),
-        (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": 16, "WORDS": 128}),
+        (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": kv_move._ROWS, "WORDS": 128}),
         (place._place, {"ROWS": 64}),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),
         (growth._order, {"RANKED": growth._RANKED, "AGAINST": growth._AGAINST, "NODES": 1024}),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _WORDS = 256  # int32 words of a row that a program moves
-_ROWS = 16  # moves that are in flight at once
+_ROWS = 8  # moves in flight at once; 16 take up to 196 registers, 8 take 72
 
 
 @triton.jit
@@ -22,12 +22,12 @@ def _move(
     head = tl.program_id(0)
     request = tl.program_id(1)
     cache = tl.multiple_of(tl.load(LAYERS + tl.program_id(2)), ALIGN).to(tl.pointer_type(tl.int32))
+    below = SLOTS + tl.load(ROOTS + request) + 1
     for first in range(0, depth, ROWS):
         step = first + tl.arange(0, ROWS)
         node = tl.load(PATH + request * s_path + step, mask=step < depth, other=-1)
         moves = (node >= 0) & (node != step)
         if tl.max(moves.to(tl.int32), 0) != 0:
-            below = SLOTS + tl.load(ROOTS + request) + 1
             src = tl.load(below + node, mask=moves, other=0)
             dst = tl.load(below + step, mask=moves, other=0)
             at = src // PAGE * s_block + src % PAGE * s_slot
