@@ -39,10 +39,17 @@ def _path(parents, node, max_depth, NODES: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _report(
-    OUT, depths, chances, real, path, count, emitted, max_depth,
-    NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
+    OUT, grown, admitted, values, depths, nodes, path, count, emitted, max_depth,
+    RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    depths = tl.where(real, depths, 0)
+    tl.store(OUT, grown.to(tl.float64))
+    tl.store(OUT + 1, admitted.to(tl.float64))
+    OUT += 2
+    node = tl.arange(0, NODES)
+    chances = tl.exp(values.to(tl.float64))
+    if RANKED:
+        tl.store(OUT + node, chances, mask=node < nodes)
+        OUT += nodes
     moved = (path >= 0) & (path != tl.arange(0, LEVELS))
     tl.store(OUT, count.to(tl.float64))
     tl.store(OUT + 1, tl.max(depths, 0).to(tl.float64))
@@ -78,9 +85,12 @@ def _walk(
     count = tl.minimum(room, tl.load(STORED + slot)).to(tl.int32)
 
     node, level = tl.arange(0, NODES), tl.arange(0, LEVELS)
-    at = slot * nodes + node
     scheduled, real = (node < drafts) & (node < nodes), node < count
+    at = slot * nodes + node
     parents = tl.load(PARENTS + at, mask=scheduled, other=-1).to(tl.int32)
+    depths = tl.load(DEPTHS + at, mask=scheduled, other=0).to(tl.int32)
+    values = tl.load(VALUES + at, mask=node < nodes, other=float("-inf"))
+    grown, admitted = tl.load(GROWN + slot), tl.load(ADMITTED + slot)
     carried = tl.load(IDS + root + 1 + node, mask=scheduled, other=-1)
     drawn = tl.load(SAMPLED + first + 1 + parents, mask=real, other=-2)
     parents = tl.where(real & (carried == drawn), parents, -2)
@@ -102,17 +112,11 @@ def _walk(
     tl.store(EMITTED + request, emitted)
     tl.store(REJECTED + request, rejected)
 
-    out = REPORT + request * s_report
-    tl.store(out, tl.load(GROWN + slot).to(tl.float64))
-    tl.store(out + 1, tl.load(ADMITTED + slot).to(tl.float64))
-    out += 2
-    values = tl.load(VALUES + at, mask=node < nodes, other=float("-inf"))
-    chances = tl.exp(values.to(tl.float64))
-    depths = tl.load(DEPTHS + at, mask=scheduled, other=0).to(tl.int32)
-    if RANKED:
-        tl.store(out + node, chances, mask=node < nodes)
-        out += nodes
-    _report(out, depths, chances, real, path, count, emitted, max_depth, NODES, LEVELS, TILE)
+    depths = tl.where(real, depths, 0)
+    _report(
+        REPORT + request * s_report, grown, admitted, values, depths, nodes, path, count, emitted,
+        max_depth, RANKED, NODES, LEVELS, TILE,
+    )  # fmt: skip
 
 
 class BatchRows(NamedTuple):
