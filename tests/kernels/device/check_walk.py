@@ -147,7 +147,7 @@ def differences(ours: Walked, other: Walked, depth: int) -> list[str]:
     return differing
 
 
-SIZES = [(1, 1, 1), (3, 6, 3), (6, 16, 16), (9, 24, 5), (4, 65, 12), (2, 200, 32)]
+SIZES = [(1, 1, 1), (3, 6, 3), (40, 7, 3), (6, 16, 16), (9, 24, 5), (4, 65, 12), (2, 200, 32)]
 
 
 @pytest.mark.parametrize(("requests", "nodes", "depth"), SIZES)
