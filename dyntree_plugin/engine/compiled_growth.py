@@ -40,17 +40,12 @@ class CompiledTreeSpeculator(TreeSpeculator):
         )
 
     def _grow(self, requests: Requests, roots: Roots, greedy: bool) -> torch.Tensor:
-        growth, at, widths = self._compiled, roots.positions, self.growing.widths
+        growth, widths = self._compiled, self.growing.widths[: self.most_forwards]
         if growth is None:
             return super()._grow(requests, roots, greedy)
-        classes = temperature_class(requests.temperature)
-        chained = self._chained[requests.slots]
-        growth.start(at, requests.temperature, classes, requests.seeds, chained)
-        growth.pick(roots.logits)
-        if widths:
-            self._scratch_slot_mappings(requests, at)
-        of_width = {width: self._tree_rows(at, width, self._scratch) for width in {*widths}}
-        self.forwards = 1
+        self._start(growth, requests, roots)
+        num_reqs = len(roots.positions)
+        of_width = {width: self._tree_rows(num_reqs, width, self._scratch) for width in {*widths}}
         for width in widths:
             rows = of_width[width]
             if not self._goes_on(growth.expand(rows.ancestor_bits), growth.frontier_values):
@@ -58,6 +53,17 @@ class CompiledTreeSpeculator(TreeSpeculator):
             self.forwards += 1
             growth.pick(self._forward(rows))
         return growth.finish(requests.slots)
+
+    def _start(self, growth: StepGrowth, requests: Requests, roots: Roots) -> None:
+        """Pick the roots' children, and say what the rows of the forwards to come see."""
+        at = roots.positions
+        classes = temperature_class(requests.temperature)
+        chained = self._chained[requests.slots]
+        growth.start(at, requests.temperature, classes, requests.seeds, chained)
+        growth.pick(self._logits(roots))
+        if self.growing.widths:
+            self._scratch_slot_mappings(requests, at)
+            self._see(at, self._scratch)
 
 
 def compiled_growth(

@@ -27,11 +27,14 @@ def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
 
 
 def _drafting_ends(vllm_config: VllmConfig) -> bool:
-    """Whether drafting may stop by what forwards earn: the host must see the trees as they grow,
-    and clocks of several ranks would not agree."""
+    """Whether drafting may end by what forwards earn: on a CPU the ranks decide, whose clocks
+    would not agree where they are several; elsewhere their scheduler does."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cpu() and vllm_config.parallel_config.world_size_across_dp == 1
+    parallel = vllm_config.parallel_config
+    if current_platform.is_cpu():
+        return parallel.world_size_across_dp == 1
+    return parallel.data_parallel_size == 1
 
 
 def trees_are_cut(vllm_config: VllmConfig) -> bool:
@@ -95,9 +98,10 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
 
 
 def node_buckets(node_budget: int) -> tuple[int, ...]:
-    """Powers of two up to the budget, and the budget: every size may have graphs of its own."""
+    """None, powers of two up to the budget, and the budget: every size may have graphs of its
+    own."""
     powers = (1 << power for power in range((node_budget - 1).bit_length()))
-    return (*powers, node_budget)
+    return (0, *powers, node_budget)
 
 
 def is_marked(speculative_config: Any) -> bool:

@@ -34,10 +34,10 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Roots:
-    """The next trees' roots, the last tokens emitted: the draft's ``logits`` [R, V] after them and
-    their ``positions`` int64 [R]."""
+    """The next trees' roots, the last tokens emitted: the draft's ``hidden`` states [R, H] at them
+    and their ``positions`` int64 [R]."""
 
-    logits: torch.Tensor
+    hidden: torch.Tensor
     positions: torch.Tensor
 
 
@@ -78,6 +78,13 @@ class DraftForwards(StandaloneARSpeculator):
         self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
         # Rows of a tree are attended by masks; how long a request is, only the device knows.
         self._longest = torch.full((self.max_num_reqs,), self.max_model_len, dtype=torch.int32)
+        # What rows see. All that a forward reads stays where it is, for graphs of single forwards.
+        words = max(_words(rows_per_request), _words(scratch_slots))
+        bits = self.max_num_reqs * rows_per_request * words
+        self._bits = torch.zeros(bits, dtype=torch.int32, device=device)
+        self._ctx_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._seq_lens = torch.zeros_like(self._ctx_lens)
+        self._row_starts: dict[int, torch.Tensor] = {}
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -96,16 +103,22 @@ class DraftForwards(StandaloneARSpeculator):
         positions = behind.clamp(max=self.max_model_len - 1)
         slots = self.block_tables.compute_slot_mappings(
             requests.index,
-            self.arange_gpu[: num_reqs + 1] * width,
+            self._starts(num_reqs, width),
             positions.flatten(),
             num_reqs * width,
             out=self._slots,
         ).view(-1, num_reqs, width)
-        rows = self._tree_rows(emitted.roots, width, columns=width)
+        self._see(emitted.roots, columns=width)
+        rows = self._tree_rows(num_reqs, width, columns=width)
         chain = Frontier(emitted.tokens[:, :width], step, _chain_bits(step), real)
         last = self.arange_gpu[:num_reqs] * width + (emitted.counts.long() - 1).clamp(min=0)
-        logits = self._expand(rows, chain, positions, slots, last)
-        return Roots(logits, positions.flatten()[last])
+        self._fill(rows, chain, positions, slots)
+        return Roots(self._hidden(rows)[last], positions.flatten()[last])
+
+    def _logits(self, roots: Roots) -> torch.Tensor:
+        """What the draft expects behind the roots, [R, V]."""
+        with self._clock("draft"):
+            return self.compute_draft_logits(roots.hidden, 0)
 
     def _scratch_slot_mappings(self, requests: Requests, roots: torch.Tensor) -> torch.Tensor:
         """Cache slots behind the roots, int64 [groups, R, scratch_slots]."""
@@ -113,30 +126,42 @@ class DraftForwards(StandaloneARSpeculator):
         behind = roots[:, None] + 1 + torch.arange(scratch, device=roots.device)
         slots = self.block_tables.compute_slot_mappings(
             requests.index,
-            self.arange_gpu[: num_reqs + 1] * scratch,
+            self._starts(num_reqs, scratch),
             behind.clamp(max=self.max_model_len - 1).flatten(),
             num_reqs * scratch,
             out=self._scratch_slots,
         )
         return slots.view(-1, num_reqs, scratch)
 
-    def _tree_rows(self, roots: torch.Tensor, width: int, columns: int) -> TreeRows:
-        """Rows that see the context up to ``roots`` [R], and ``columns`` slots behind as told."""
+    def _see(self, roots: torch.Tensor, columns: int) -> None:
+        """Have rows see the context up to ``roots`` [R], and of ``columns`` slots behind those that
+        their ancestor bits say."""
         num_reqs = roots.shape[0]
-        rows = num_reqs * width
-        words = max(1, -(-columns // 32))
-        bits = torch.zeros(rows, words, dtype=torch.int32, device=roots.device)
+        torch.add(roots, 1, out=self._ctx_lens[:num_reqs])
+        lengths = torch.add(roots, 1 + columns, out=self._seq_lens[:num_reqs])
+        lengths.clamp_(max=self.max_model_len)
+
+    def _starts(self, num_reqs: int, width: int) -> torch.Tensor:
+        """First rows of requests that have ``width`` each, int32 [R + 1]."""
+        if width not in self._row_starts:
+            self._row_starts[width] = self.arange_gpu * width
+        return self._row_starts[width][: num_reqs + 1]
+
+    def _tree_rows(self, num_reqs: int, width: int, columns: int) -> TreeRows:
+        """Rows of R requests that see what `_see` was told, with bits of as many ``columns``; they
+        are to be filled."""
+        rows, words = num_reqs * width, _words(columns)
+        bits = self._bits[: rows * words].view(rows, words)
         slots = self._slots[:, :rows]
-        seq_lens = (roots + 1 + columns).clamp(max=self.max_model_len).int()
-        mask = TreeMask((roots + 1).int(), bits, has_plain=False, in_place=True)
+        mask = TreeMask(self._ctx_lens[:num_reqs], bits, has_plain=False, in_place=True)
         metadata = build_attn_metadata(
             attn_groups=self.attn_groups,
             num_reqs=num_reqs,
             num_tokens=rows,
-            query_start_loc_gpu=self.arange_gpu[: num_reqs + 1] * width,
+            query_start_loc_gpu=self._starts(num_reqs, width),
             query_start_loc_cpu=torch.from_numpy(self.arange_np[: num_reqs + 1] * width),
             max_query_len=width,
-            seq_lens=seq_lens,
+            seq_lens=self._seq_lens[:num_reqs],
             max_seq_len=self.max_model_len,
             block_tables=[table[:num_reqs] for table in self.block_tables.input_block_tables],
             slot_mappings=slots,
@@ -150,33 +175,37 @@ class DraftForwards(StandaloneARSpeculator):
         ids, positions = self._input_ids[:rows], self._positions[:rows]
         return TreeRows(ids, positions, bits, slots, metadata, by_layer)
 
-    def _expand(
-        self,
-        rows: TreeRows,
-        frontier: Frontier,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """One draft forward over the frontier of every request.
+    def _fill(
+        self, rows: TreeRows, frontier: Frontier, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Have ``rows`` run on the frontier of every request.
 
         ``positions`` int64 [R, width]; ``slots`` int64 [groups, R, width], written where the
-        frontier is valid. Returns logits [R * width, V], or of the ``wanted`` rows only.
+        frontier is valid.
         """
         width = positions.shape[1]
         rows.ids.view(positions.shape).copy_(frontier.tokens)
         rows.positions.view(positions.shape).copy_(positions)
         rows.ancestor_bits.view(-1, width, rows.ancestor_bits.shape[1]).copy_(frontier.ancestors)
         rows.slots.copy_(slots.masked_fill(~frontier.valid, PAD_SLOT).flatten(1))
-        return self._forward(rows, wanted)
 
-    def _forward(self, rows: TreeRows, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """The draft over rows that are filled; logits of all of them, or the ``wanted`` ones."""
+    def _hidden(self, rows: TreeRows) -> torch.Tensor:
+        """The draft over rows that are filled: hidden states of all of them."""
         with self._clock("draft"):
-            hidden = self._run_model(
+            return self._run_model(
                 rows.ids, rows.positions, rows.metadata, rows.slots_by_layer, None
             )
-            return self.compute_draft_logits(hidden if wanted is None else hidden[wanted], 0)
+
+    def _forward(self, rows: TreeRows) -> torch.Tensor:
+        """The draft over rows that are filled: logits of all of them."""
+        hidden = self._hidden(rows)
+        with self._clock("draft"):
+            return self.compute_draft_logits(hidden, 0)
+
+
+def _words(columns: int) -> int:
+    """Of ancestor bits."""
+    return max(1, -(-columns // 32))
 
 
 def _chain_bits(step: torch.Tensor) -> torch.Tensor:

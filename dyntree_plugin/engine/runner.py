@@ -22,6 +22,7 @@ from dyntree_plugin.engine.batch import Requests, pack
 from dyntree_plugin.engine.config import tree_plan, trees_are_cut
 from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.measured_rows import measure_rows
+from dyntree_plugin.engine.node_buckets import FORWARDS
 from dyntree_plugin.engine.plain_cost import PlainCost, measure
 from dyntree_plugin.engine.requests import chain_reason
 from dyntree_plugin.engine.speculator import TreeSpeculator
@@ -193,9 +194,16 @@ class TreeRunnerMixin(GPUModelRunner):
 
     def _new_record(self) -> StepRecord:
         record = StepRecord(self._plain_cost)
+        record.weighs_trees = self._row_cost is not None
         if self._row_cost is not None and not self._row_cost_told:
             record.row_cost, self._row_cost_told = self._row_cost, True
+            record.fewest_forwards = self.speculator.fewest_forwards
         return record
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        if self.speculator is not None:  # as it is while plain steps are measured
+            self.speculator.most_forwards = getattr(scheduler_output, FORWARDS, None)
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
@@ -256,6 +264,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self.clock.stop()
         with self.clock("sample"):
             output = super().sample(hidden_states, input_batch, grammar_output)
+        self._record.grown_by = self.speculator.grown_by
         requests = slice(input_batch.num_reqs)
         found, self._report = self._report, None
         if found is None:

@@ -11,7 +11,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dyntree_plugin.engine.node_buckets import NodeBuckets
+from dyntree_plugin.engine.config import tree_plan
+from dyntree_plugin.engine.node_buckets import FORWARDS, NodeBuckets
 from dyntree_plugin.engine.requests import EMPTY_TREE, chain_reason
 from dyntree_plugin.engine.stats import ATTRIBUTE, TreeSpecDecodingStats, WorkerCounts
 
@@ -20,7 +21,7 @@ class TreeCounting(Scheduler):
     """Takes what the worker counted and hands it on with vLLM's statistics.
 
     Where the configuration schedules numbers of draft tokens (`config.size_trees_by_step`), the
-    next one is chosen from what the trees so far were worth.
+    next one, and how many forwards draft them, are chosen from what the trees so far were worth.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -30,10 +31,18 @@ class TreeCounting(Scheduler):
         self._stats: TreeSpecDecodingStats | None = None
         self._custom_processors = bool(self.vllm_config.model_config.logits_processors)
         self._buckets: NodeBuckets | None = None
-        if self.dynamic_sd_lookup is not None:
+        plan = tree_plan(self.vllm_config)
+        if self.dynamic_sd_lookup is not None and plan is not None:
             # Entry 0 is of no batch.
-            lookup: Any = NodeBuckets(tuple(sorted({*self.dynamic_sd_lookup[1:]})))
+            sizes = tuple(sorted({*self.dynamic_sd_lookup[1:]}))
+            lookup: Any = NodeBuckets(sizes, len(plan.growing.widths))
             self._buckets = self.dynamic_sd_lookup = lookup
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        scheduled = super().schedule(*args, **kwargs)
+        if self._buckets is not None:
+            setattr(scheduled, FORWARDS, self._buckets.forwards)
+        return scheduled
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -43,9 +52,8 @@ class TreeCounting(Scheduler):
         counts: WorkerCounts | None = getattr(model_runner_output, ATTRIBUTE, None)
         if self._buckets is not None and counts is not None:
             if counts.row_cost is not None:
-                self._buckets.measured(counts.row_cost)
-            rows = scheduler_output.total_num_scheduled_tokens
-            self._buckets.observe(counts.ranked, rows, all(counts.decoding))
+                self._buckets.measured(counts.row_cost, counts.fewest_forwards)
+            self._buckets.observe(counts, scheduler_output.total_num_scheduled_tokens)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_counts(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:

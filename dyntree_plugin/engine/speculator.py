@@ -64,6 +64,10 @@ class TreeSpeculator(DraftForwards):
         self.verified: Verification | None = None
         # Draft forwards of the last step, the catch-up's included.
         self.forwards = 0
+        # The most that may follow the catch-up in the next step, where the scheduler says so.
+        self.most_forwards: int | None = None
+        # Those that drafted the trees of the last step, None where none grew.
+        self.grown_by: int | None = None
         self.budget: AdaptiveBudget | None = None
 
     @torch.inference_mode()
@@ -98,22 +102,46 @@ class TreeSpeculator(DraftForwards):
         packed = self._pack(input_batch)
         greedy = all_greedy(packed)
         verified, self.verified = self.verified, None
+        # No drafts are asked for where trees do not pay, and by vLLM since 0.33 where no request
+        # has a next step that could verify: all read further pieces of their prompts, or end.
+        grows, self.forwards = num_speculative_tokens != 0, 1
+        self.grown_by = None
         with self._clock("grow"):
             if verified is None:
-                emitted = last_sampled[input_batch.idx_mapping].view(num_reqs, 1)
-            elif input_batch.is_prefilling_np[:num_reqs].any():
-                emitted = verified.tokens
+                tokens = last_sampled[input_batch.idx_mapping].view(num_reqs, 1)
             else:
-                most = self._most_emitted(input_batch, verified.emitted)
-                chain = Emitted(verified.positions, verified.tokens, verified.emitted, most)
-                return self._draft(packed, chain, greedy)
-            roots = self._catch_up(input_batch, num_sampled, emitted)
-            if num_speculative_tokens == 0:
-                # So says vLLM since 0.33 where no request has a next step that could verify: all
-                # read further pieces of their prompts, or end.
-                self.forwards = 1
-                return self.draft_tokens[:num_reqs]
-            return self._grow_behind(packed, roots, greedy)
+                tokens = verified.tokens
+            if input_batch.is_prefilling_np[:num_reqs].any():
+                roots = self._catch_up(input_batch, num_sampled, tokens)
+                drafts = self._grow_behind(packed, roots, greedy) if grows else None
+            else:
+                emitted = self._emitted(input_batch, verified, tokens, num_sampled)
+                drafts = self._draft(packed, emitted, greedy) if grows else None
+                if not grows:
+                    self._follow(packed, emitted)
+        if drafts is None:
+            return self.draft_tokens[:num_reqs]
+        self.grown_by = self.forwards - 1
+        return drafts
+
+    def _emitted(
+        self,
+        batch: InputBatch,
+        verified: Verification | None,
+        tokens: torch.Tensor,
+        num_sampled: torch.Tensor,
+    ) -> Emitted:
+        """What requests got that all decode."""
+        if verified is None:
+            roots = batch.positions[batch.query_start_loc[: batch.num_reqs].long()]
+            return Emitted(roots, tokens, num_sampled, most=1)
+        most = self._most_emitted(batch, verified.emitted)
+        return Emitted(verified.positions, tokens, verified.emitted, most)
+
+    @property
+    def fewest_forwards(self) -> int:
+        """Draft forwards behind the catch-up's that every tree takes."""
+        return 0
 
     def _most_emitted(self, batch: InputBatch, emitted: torch.Tensor) -> int:
         """The most tokens that a request can have got in this step, as far as the host knows;
@@ -121,9 +149,13 @@ class TreeSpeculator(DraftForwards):
         return int(_emitted(batch, self.shape.max_depth).max())
 
     def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:
-        """As `_grow`, where every one of the ``packed`` requests has come from a verification."""
+        """As `_grow`, where every one of the ``packed`` requests decodes."""
         requests = self._unpacked(packed)
         return self._grow(requests, self._run_over(requests, emitted), greedy)
+
+    def _follow(self, packed: torch.Tensor, emitted: Emitted) -> None:
+        """Have the draft read what the ``packed`` requests got, and grow no tree."""
+        self._run_over(self._unpacked(packed), emitted)
 
     def _grow_behind(self, packed: torch.Tensor, roots: Roots, greedy: bool) -> torch.Tensor:
         return self._grow(self._unpacked(packed), roots, greedy)
@@ -158,20 +190,22 @@ class TreeSpeculator(DraftForwards):
                 features.append(found.features.flatten(1, 2))
             return found
 
-        self.forwards = 1
         growth = growing.start(num_reqs, self.max_model_len - 1 - at)
-        growth.add(*children(roots.logits, at[:, None], 0)[:3])
-        if growing.widths:
+        growth.add(*children(self._logits(roots), at[:, None], 0)[:3])
+        widths = growing.widths[: self.most_forwards]
+        if widths:
             scratch = self._scratch_slot_mappings(requests, at)
-        of_width = {w: self._tree_rows(at, w, self._scratch) for w in {*growing.widths}}
-        for width, end in zip(growing.widths, accumulate(growing.widths), strict=True):
+            self._see(at, self._scratch)
+        of_width = {w: self._tree_rows(num_reqs, w, self._scratch) for w in {*widths}}
+        for width, end in zip(widths, accumulate(widths), strict=True):
             frontier = growth.frontier()
             if not self._goes_on(_nodes_of(frontier), frontier.values):
                 break
             self.forwards += 1
             positions = (at[:, None] + frontier.depths).clamp(max=self.max_model_len - 1)
             slots = scratch[:, :, end - width : end]
-            logits = self._expand(of_width[width], frontier, positions, slots)
+            self._fill(of_width[width], frontier, positions, slots)
+            logits = self._forward(of_width[width])
             growth.add(*children(logits, positions, 1 + end - width)[:3])
         tree = growth.finish()
         self.trees.put(requests.slots, tree, torch.cat(features, dim=1) if features else None)
@@ -241,7 +275,7 @@ class TreeSpeculator(DraftForwards):
                 build_slot_mappings_by_layer(slot_mappings, self.kv_cache_config),
                 None,
             )
-            return Roots(self.compute_draft_logits(hidden[last], 0), self._positions[last])
+            return Roots(hidden[last], self._positions[last])
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from dyntree_plugin.engine.config import node_buckets
 from dyntree_plugin.engine.requests import BUDGET, SCHEDULER
-from dyntree_plugin.engine.timing import PLAIN, TREE, Measured, StageTimes
+from dyntree_plugin.engine.timing import DRAFTING, PLAIN, TREE, Measured, StageTimes
 from dyntree_plugin.engine.transfer import Arrival, Send, at_hand
+from dyntree_plugin.tree.worth import worth_by_forwards
 
 if TYPE_CHECKING:
     from dyntree_plugin.engine.plain_cost import PlainCost
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "dyntree"
 """Where a ModelRunnerOutput carries the worker's counts."""
+
+MOST_LOOKED_AT = 32
+"""Trees of a step whose worth is looked at."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,13 @@ class WorkerCounts:
     accepted. ``pruned``: nodes by reason. ``stage_seconds``: of the stages that the step had.
     ``compared``: seconds of a step in which every request decoded, and those that the target alone
     would have taken for the same tokens. Both are those of earlier steps where a device had not
-    finished this one. ``ranked``: mean chance of the first node, the second, … of the decoding
-    requests' grown trees, where the scheduler chooses the budget; ``row_cost``: with the first
-    step, for the same.
+    finished this one.
+
+    For where the scheduler chooses the budget: ``worth`` as of `worth_by_forwards`, of the decoding
+    requests' trees, each of `node_buckets`; ``grown_by``: draft forwards behind the catch-up's that
+    drafted them, None where no tree was. ``drafted``: requests, draft forwards and seconds of
+    drafting of finished steps in which every request decoded. With the first step ``row_cost`` and
+    ``fewest_forwards``, which drafting can be ended behind.
     """
 
     decoding: list[bool]
@@ -53,8 +62,11 @@ class WorkerCounts:
     node_budget: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
     compared: dict[str, float] = field(default_factory=dict)
-    ranked: list[float] = field(default_factory=list)
+    worth: list[list[float]] = field(default_factory=list)
+    grown_by: int | None = None
+    drafted: list[tuple[int, int, float]] = field(default_factory=list)
     row_cost: RowCost | None = None
+    fewest_forwards: int = 0
 
 
 def report(
@@ -67,10 +79,15 @@ def report(
     """
     columns = [trees.grown[slots, None], trees.admitted[slots, None]]
     if trees.plan.budget == "adaptive":
-        columns.append(trees.values[slots].double().exp())
+        columns.extend(_of_growth(trees, slots))
     if verification is not None:
         columns.extend(_of_verification(trees, slots, verification))
     return torch.cat([column.double() for column in columns], dim=1)
+
+
+def _of_growth(trees: TreeStore, slots: torch.Tensor) -> list[torch.Tensor]:
+    """What trees' worth is told by: the nodes' values and depths, [R, N] each."""
+    return [trees.values[slots].double().exp(), trees.depths[slots]]
 
 
 def _of_verification(
@@ -102,8 +119,13 @@ class StepRecord:
         self._plain_cost = plain_cost
         self._decoding = np.zeros(0, dtype=bool)
         self._context = 0.0
+        self.fewest_forwards = 0
+        # Whether the scheduler must know what trees are worth.
+        self.weighs_trees = False
+        # As in WorkerCounts, of the trees that waited for this step.
+        self.grown_by: int | None = 0
         self._report = torch.zeros(0, 2)
-        self._ranks = 0
+        self._plan: TreePlan | None = None
         self._arrival: Arrival | None = None
         self._emitted = 0
 
@@ -115,7 +137,7 @@ class StepRecord:
         self._context = float(contexts.mean())
         self._decoding = ~prefilling
         self._report = found
-        self._ranks = plan.shape.node_budget if plan.budget == "adaptive" else 0
+        self._plan = plan if plan.budget == "adaptive" else None
 
     def send(self, send: Send) -> None:
         """Have what was noted copied to the host."""
@@ -126,8 +148,11 @@ class StepRecord:
         arrival = self._arrival or at_hand(self._report)
         numbers = arrival().numpy()  # sync: it has arrived
         decoding = self._decoding
-        bounds = np.cumsum([1, 1, self._ranks])
-        grown, admitted, ranked, verified = np.split(numbers, bounds, axis=1)
+        of_growth = 0 if self._plan is None else 2 * self._plan.shape.node_budget
+        bounds = np.cumsum([1, 1, of_growth])
+        grown, admitted, nodes_grown, verified = np.split(numbers, bounds, axis=1)
+        # The slots hold trees of earlier steps where none grew.
+        judged = decoding & (self.grown_by is not None)
         nodes, depths, moved, emitted = _columns(verified[:, :4])
         by_depth, estimated = np.split(verified[:, 4:].sum(axis=0), 2)
         self._emitted = sum(emitted)
@@ -140,14 +165,34 @@ class StepRecord:
             [int(at_depth) for at_depth in by_depth],
             estimated.tolist(),  # sync: host memory
             {
-                reason: int(cut[decoding].sum())
+                reason: int(cut[judged].sum())
                 for reason, cut in zip((BUDGET, SCHEDULER), pruned, strict=True)
             },
             self.draft_forwards,
             self.node_budget,
-            ranked=(ranked[decoding].sum(axis=0) / max(1, decoding.sum())).tolist(),  # sync: host
+            worth=self._worth(nodes_grown[judged]),
+            grown_by=self.grown_by,
             row_cost=self.row_cost,
+            fewest_forwards=self.fewest_forwards,
         )
+
+    def _worth(self, of_growth: np.ndarray) -> list[list[float]]:
+        """``worth`` of what `_of_growth` reported of R requests, [R, 2 N]; of some of many."""
+        if self._plan is None or not self.weighs_trees or not of_growth.size:
+            return []
+        some = of_growth[:: -(-len(of_growth) // MOST_LOOKED_AT)]
+        shape = self._plan.shape
+        sizes = node_buckets(shape.node_budget)
+        chances, depths = np.split(some, 2, axis=1)
+        found = worth_by_forwards(chances, depths, shape.max_depth - 1, sizes)
+        return found.tolist()  # type: ignore[no-any-return]  # sync: host memory
+
+    def drafting(self, spent: dict[str, float]) -> list[tuple[int, int, float]]:
+        """``drafted``, of a step that spent so much on its stages."""
+        seconds = sum(spent.get(stage, 0.0) for stage in DRAFTING)
+        if not (seconds and self.draft_forwards and self._decoding.all()):
+            return []
+        return [(len(self._decoding), self.draft_forwards, seconds)]
 
     def compare(self, seconds: float) -> dict[str, float]:
         """``compared``, of a step that took ``seconds``; call it after ``counts``."""
@@ -177,12 +222,16 @@ class StepTimes:
         self._records.append(record)
         stage_seconds: Counter[str] = Counter()
         compared: Counter[str] = Counter()
+        drafted: list[tuple[int, int, float]] = []
         while self._records and self._records[0].times.ready():
             finished = self._records.popleft()
             spent = {name: value for name, value in finished.times.seconds().items() if value}
             stage_seconds.update(spent)
             compared.update(finished.compare(sum(spent.values())))
-        return replace(counts, stage_seconds=dict(stage_seconds), compared=dict(compared))
+            drafted.extend(finished.drafting(spent))
+        return replace(
+            counts, stage_seconds=dict(stage_seconds), compared=dict(compared), drafted=drafted
+        )
 
 
 class CountedOutput(AsyncModelRunnerOutput):

@@ -70,20 +70,39 @@ def best_cut(
     return Cut(counts.astype(np.int64), float(tokens[most]), float(seconds[most]))
 
 
-def best_size(
-    ranked: np.ndarray, requests: int, row_seconds: np.ndarray, sizes: Sequence[int]
-) -> int:
-    """The one of ``sizes`` that makes the most tokens per second if all trees get it.
+@dataclass(frozen=True)
+class Drafting:
+    """How trees are drafted and verified: draft ``forwards`` behind the catch-up's, and ``nodes``
+    that each tree verifies."""
 
-    ``ranked`` [N]: mean value of the trees' first node, their second, …; for where the host does
-    not see single trees before it must say how many nodes are verified. ``row_seconds`` of whole
-    steps by their rows, up to the most that a step holds; more rows take more of such steps.
+    forwards: int
+    nodes: int
+
+
+def best_drafting(
+    worth: np.ndarray,
+    requests: int,
+    row_seconds: np.ndarray,
+    forward_seconds: float,
+    sizes: Sequence[int],
+    forwards: Sequence[int] | None = None,
+) -> Drafting:
+    """The drafting that makes the most tokens per second, of equals that of fewest forwards.
+
+    For where the host does not see single trees before it must say what all of them get.
+    ``worth`` [F + 1, sizes]: mean tokens that the first nodes of trees add that so many forwards
+    drafted, as in `worth`. ``row_seconds`` of steps without drafting by their rows, up to the most
+    that a step holds; more rows take more of such steps. ``forward_seconds``: of one forward, of
+    which there is one more, the catch-up's. ``forwards``: those to choose from; None is all.
     """
-    tokens = 1 + np.concatenate([[0.0], np.cumsum(ranked)])
+    allowed = np.arange(len(worth)) if forwards is None else np.asarray(forwards)
     rows = requests * (1 + np.asarray(sizes))
     held = np.minimum(rows, len(row_seconds) - 1)
-    seconds = row_seconds[held] * rows / held
-    return int(sizes[int(np.argmax(requests * tokens[list(sizes)] / seconds))])
+    verifying = row_seconds[held] * rows / held
+    drafting = forward_seconds * (1 + allowed)
+    rates = (1 + worth[allowed]) / (verifying + drafting[:, None])
+    best, size = np.unravel_index(int(np.argmax(rates)), rates.shape)
+    return Drafting(int(allowed[best]), int(sizes[int(size)]))
 
 
 def draft_pays(

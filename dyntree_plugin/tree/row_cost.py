@@ -76,9 +76,9 @@ class RowCost:
         return least
 
 
-def followed(seconds: float, seen: float) -> float:
+def followed(seconds: float, seen: float, memory: float = MEMORY) -> float:
     """An average of seconds after one more was ``seen``, as robust as `RowCost.observe`."""
-    return seconds * float(np.exp(_bounded(np.log(max(seen, 1e-9) / seconds)) / MEMORY))
+    return seconds * float(np.exp(_bounded(np.log(max(seen, 1e-9) / seconds)) / memory))
 
 
 def _bounded(surprise: float) -> float:

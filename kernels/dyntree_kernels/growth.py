@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,10 +60,18 @@ class GrowthSettings(NamedTuple):
     trees: TreeArrays
 
 
+def expansions_of(widths: Sequence[int], forwards: int) -> tuple[int, int]:
+    """The first expansion of the last of so many draft forwards, 0 for the root's, and the one
+    behind its last."""
+    end = 1 + sum(widths[:forwards])
+    return end - (widths[forwards - 1] if forwards else 1), end
+
+
 class StepGrowth(Protocol):
     """Grows trees step by step as growth ``topk`` does, for as many requests as there is room.
 
-    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``.
+    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``, which may come behind
+    any ``pick``.
     """
 
     def start(
@@ -73,11 +82,16 @@ class StepGrowth(Protocol):
         seeds: torch.Tensor,
         chained: torch.Tensor,
     ) -> None:
-        """Begin a step's growth over R requests; [R] each.
+        """Begin a step's growth over R requests; [R] each, which are copied.
 
         ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
         ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
         """
+        ...
+
+    def resume(self, requests: int, forwards: int) -> None:
+        """Go on behind ``forwards`` draft forwards, whose children were picked, over the first
+        ``requests`` of those that ``start`` was given last: for calls that are captured apart."""
         ...
 
     def pick(self, logits: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ Each takes the engine's model runner and is in force within its context.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -110,7 +111,8 @@ def draws_other_seeds(runner: Any) -> Iterator[None]:
 @contextmanager
 def captured(runner: Any) -> Iterator[None]:
     """No sabotage: verification and drafting as CUDA graphs make them, in padded batches at fixed
-    addresses. Replaying runs the captured call again."""
+    addresses, each step with another number of draft forwards. Replaying runs the captured call
+    again."""
     from vllm.config import CUDAGraphMode
 
     from dyntree_plugin.engine.gpu.speculator import GraphedTreeSpeculator
@@ -123,7 +125,8 @@ def captured(runner: Any) -> Iterator[None]:
             values = run()
 
             def replay() -> None:
-                replayed[kind].append(len(values[0]))
+                # What passes values on by its own memory gives none.
+                replayed[kind].extend(map(len, values))
                 for value, new in zip(values, run(), strict=True):
                     value.copy_(new)
 
@@ -133,19 +136,32 @@ def captured(runner: Any) -> Iterator[None]:
 
     speculator, verifier = runner.speculator, runner.rejection_sampler
     stock = type(speculator), type(verifier)
-    speculator.__class__, verifier.__class__ = GraphedTreeSpeculator, GraphedTreeVerifier
+    graphed = type("Graphed", (GraphedTreeSpeculator, stock[0]), {})
+    speculator.__class__, verifier.__class__ = graphed, GraphedTreeVerifier
+    numbers = itertools.cycle(range(1 + len(speculator.growing.widths)))
+    propose, forwards = stock[0].propose, set()
+
+    def with_another_number(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.most_forwards = next(numbers)
+        drafts = propose(self, *args, **kwargs)
+        forwards.add(self.forwards)
+        return drafts
+
     try:
         with torch.inference_mode():
             speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
-            for graphs in (speculator._decoding, speculator._growing):
-                graphs.capture(recorder("drafting"))
+            speculator.capture_drafting(recorder("drafting"))
             verifier.capture(recorder("verification"), runner.max_num_reqs)
-        yield
+        with mock.patch.object(graphed, "propose", with_another_number):
+            yield
     finally:
         speculator.__class__, verifier.__class__ = stock
+        speculator.most_forwards = None
     for kind, sizes in replayed.items():
         if len(set(sizes)) < 2:
             raise RuntimeError(f"{kind}: batches of {sorted(set(sizes))} requests were replayed")
+    if speculator._finishing and forwards != {*range(1, 2 + len(speculator.growing.widths))}:
+        raise RuntimeError(f"trees of {sorted(forwards)} draft forwards were grown")
 
 
 @contextmanager

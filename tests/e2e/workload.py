@@ -220,7 +220,10 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "batches of 16": Run(_untruncated(each_kind(range(48)))),
             "batches of 3": Run(_untruncated(each_kind(range(9))), batch=3),
             "again": Run(_untruncated(each_kind(range(48)))),
-            "captured": Run(_untruncated(each_kind(range(24))), sabotage="captured"),
+            "captured": Run(
+                _untruncated([*each_kind(range(12)), *each_kind(range(12, 24), max_tokens=24)]),
+                sabotage="captured",
+            ),
             "continued": Run(_untruncated(CONTINUED.requests)),
         },
     ),

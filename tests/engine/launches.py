@@ -103,14 +103,17 @@ def counted() -> Iterator[Launches]:
 
 
 @contextmanager
-def captured() -> Iterator[dict[str, Counter[tuple[str, str, str]]]]:
-    """Counts of our graphs, one of each, by the function that is captured."""
+def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
+    """Counts of our graphs for one request, by the function that is captured: of each graph."""
     from dyntree_plugin.engine.gpu.graphs import RequestGraphs
 
-    counts: dict[str, Counter[tuple[str, str, str]]] = {}
+    counts: dict[str, list[Counter[tuple[str, str, str]]]] = {}
     stock = RequestGraphs.capture
 
     def capture(graphs: Any, record: Any) -> None:
+        function = getattr(graphs._function, "func", graphs._function)
+        of_sizes = []
+
         def counting(run: Any) -> Any:
             with counted() as launches:
                 recorded = record(run)
@@ -121,10 +124,11 @@ def captured() -> Iterator[dict[str, Counter[tuple[str, str, str]]]]:
                 for key, number in launches.counts.items()
                 if not key[2].startswith("recorder.")
             }
-            counts[graphs._function.__qualname__] = Counter(halves)
+            of_sizes.append(Counter(halves))
             return recorded
 
         stock(graphs, counting)
+        counts.setdefault(function.__qualname__, []).append(of_sizes[-1])
 
     with mock.patch.object(RequestGraphs, "capture", capture):
         yield counts
@@ -176,8 +180,8 @@ def main(config: dict[str, Any]) -> None:
     with captured() as graphs:
         llm = LLM(**arguments | config.get("llm", {}))
     for name, counts in graphs.items():
-        sys.stdout.write(f"within the graph of {name}\n")
-        table(counts, 1, sys.stdout.write)
+        sys.stdout.write(f"within each of {len(counts)} graphs of {name}, on average\n")
+        table(sum(counts, Counter()), len(counts), sys.stdout.write)
     prompts = pair.held_out_prompts(config.get("requests", 6))
     steps = config.get("steps", 8)
     params = {"temperature": config.get("temperature", 0.0)}

@@ -124,7 +124,9 @@ def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(
     asked: int | None, done: list[str]
 ) -> None:
     speculator: Any = NotingTreeSpeculator()
-    batch: Any = SimpleNamespace(num_reqs=2, idx_mapping=torch.arange(2))
+    batch: Any = SimpleNamespace(
+        num_reqs=2, idx_mapping=torch.arange(2), is_prefilling_np=np.ones(2, dtype=bool)
+    )
     tokens = propose(speculator, batch, asked)
     assert speculator.done == done
     assert tokens.shape == (2, 4)

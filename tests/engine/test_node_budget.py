@@ -14,6 +14,7 @@ from dyntree_plugin.engine.cpu import install
 
 install()  # the runner's modules need it before they are imported
 
+from dyntree_plugin.engine import node_buckets  # noqa: E402
 from dyntree_plugin.engine.measured_rows import (  # noqa: E402
     LONGEST_SECONDS,
     measure_rows,
@@ -21,7 +22,7 @@ from dyntree_plugin.engine.measured_rows import (  # noqa: E402
 )
 from dyntree_plugin.engine.node_buckets import NodeBuckets  # noqa: E402
 from dyntree_plugin.engine.node_budget import AdaptiveBudget  # noqa: E402
-from dyntree_plugin.engine.stats import StepRecord, report  # noqa: E402
+from dyntree_plugin.engine.stats import StepRecord, WorkerCounts, report  # noqa: E402
 from dyntree_plugin.engine.timing import StageClock  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
@@ -184,46 +185,198 @@ def test_ranks_measure_the_same_steps_whatever_their_clocks_say(monkeypatch: Any
     assert steps[0] == steps[1] != steps[2]
 
 
-def test_a_scheduler_that_sees_no_tree_goes_by_averages() -> None:
-    buckets = NodeBuckets((1, 2, 4, 8, 12))
-    assert buckets[1] == 12, "nothing is known yet"
-    buckets.observe([0.9, 0.8, *[0.01] * 10], 13, decoding=True)
-    buckets.measured(RowCost((1, 13), (0.05, 0.17), 60))
-    assert buckets[1] == 2
-    assert buckets[4] <= 2
-    for _ in range(100):
-        buckets.observe([0.95] * 12, 13, decoding=True)
-    assert buckets[1] == 12
+FORWARDS, SIZES = 7, (0, 1, 2, 4, 8)
 
 
-def test_the_pace_of_outputs_is_what_rows_cost(monkeypatch: Any) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    buckets = NodeBuckets((1, 2, 4, 8))
-    buckets.measured(RowCost((1, 9), (0.05, 0.05), 60))
-    values = [0.9, *[0.2] * 7]
-    buckets.observe(values, 9, decoding=True)
-    assert buckets[1] == 8
-    for step in range(300):
-        rows = (2, 9)[step % 2]
-        now[0] += 0.02 * rows
-        buckets.observe(values, rows, decoding=True)
-        now[0] += 100.0
-        buckets.observe([], 0, decoding=False)
-        buckets.observe(values, 9, decoding=True)
-    assert buckets[1] < 8
+class World:
+    """An engine whose steps take what they take, in which trees are worth what they are.
+
+    ``chance``: that one more node of a path is accepted. A tree's nodes are a chain down to the
+    depth that forwards reach, and behind it siblings of a fifth of a node's chance.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+        self.now, self.chance, self.requests = 0.0, 0.8, 1
+        self.forward, self.row, self.noise, self.fewest = 0.1, 0.001, 0.0, 0
+        vars(self).update(more)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        self.buckets = NodeBuckets(SIZES, FORWARDS)
+        # What is measured is a fifth off: contexts are longer.
+        seconds = (0.8 * (1 + self.row), 0.8 * (1 + 3000 * self.row))
+        self.buckets.measured(RowCost((1, 3000), seconds, 3000), self.fewest)
+        self.random = np.random.default_rng(0)
+        self.waiting: tuple[int, int] | None = None  # forwards and nodes of the last trees
+        self.tokens = 0.0
+        self.chosen: list[tuple[int, int]] = []
+
+    def worth(self, chance: float) -> np.ndarray:
+        depth = np.arange(1, 2 + FORWARDS)
+        side = 0.2 * chance ** np.arange(SIZES[-1])
+        table = [
+            np.sort(np.concatenate([chance ** depth[: 1 + f], side]))[::-1].cumsum()
+            for f in range(1 + FORWARDS)
+        ]
+        return np.array([[0.0 if n == 0 else row[n - 1] for n in SIZES] for row in table])
+
+    def seconds(self, forwards: int, nodes: int) -> float:
+        verifying = 1 + self.row * self.requests * (1 + nodes)
+        return verifying + self.forward * (1 + forwards)
+
+    def rate(self, forwards: int, nodes: int) -> float:
+        made = 1 + self.worth(self.chance)[forwards, SIZES.index(nodes)]
+        return self.requests * float(made) / self.seconds(forwards, nodes)
+
+    @property
+    def best(self) -> float:
+        """Tokens per second of the best choice."""
+        return max(self.rate(f, n) for f in range(1 + FORWARDS) for n in SIZES)
+
+    def step(self) -> None:
+        """Verify the trees that wait, and draft the next."""
+        forwards, nodes = self.waiting or (0, 0)
+        # The trees that wait were drafted behind the output of the last step.
+        took = self.seconds(forwards, nodes)
+        self.now += took
+        drawn = float(np.clip(self.chance + self.noise * self.random.normal(), 0.01, 0.99))
+        table = self.worth(drawn)
+        table[forwards:] = table[forwards]
+        self.tokens += self.requests * (1 + table[forwards, SIZES.index(nodes)])
+        counts = WorkerCounts(
+            [True] * self.requests,
+            [nodes] * self.requests if nodes else [],
+            worth=table.tolist(),
+            grown_by=forwards if nodes else None,
+            drafted=[(self.requests, 1 + forwards, self.forward * (1 + forwards))],
+        )
+        self.buckets.observe(counts, self.requests * (1 + nodes))
+        nodes = self.buckets[self.requests]
+        self.waiting = (self.buckets.forwards, nodes)
+        self.chosen.append(self.waiting)
+
+    def run(self, steps: int) -> float:
+        """Tokens per second of so many steps, as a part of the best."""
+        began, self.tokens = self.now, 0.0
+        for _ in range(steps):
+            self.step()
+        return self.tokens / (self.now - began) / self.best
 
 
-def test_steps_note_values_by_rank_where_the_scheduler_needs_them() -> None:
+WORLDS: dict[str, dict[str, Any]] = {
+    "cheap drafts": {"forward": 0.01},
+    "dear drafts": {"forward": 0.15},
+    "drafts that are seldom right": {"chance": 0.3, "forward": 0.15},
+    "many requests": {"requests": 64, "row": 0.01},
+    "so many that no tree pays": {"requests": 256, "row": 0.05, "chance": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_choice_of_forwards_and_nodes_becomes_the_best_of_its_world(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, **WORLDS[name])
+    assert world.buckets[1] == SIZES[-1], "nothing is known yet"
+    world.run(400)
+    assert world.run(640) > 0.96
+    usual = max(set(world.chosen[-640:]), key=world.chosen[-640:].count)
+    assert world.rate(*usual) > 0.99 * world.best
+
+
+def test_worlds_differ_in_what_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: no single choice would do in all of them."""
+    worlds = [World(monkeypatch, **more) for more in WORLDS.values()]
+    for forwards in range(1 + FORWARDS):
+        for nodes in SIZES:
+            assert min(world.rate(forwards, nodes) / world.best for world in worlds) < 0.9
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "drafts become right": ({"chance": 0.2, "forward": 0.2}, {"chance": 0.95}),
+    "drafts become wrong": ({"chance": 0.95, "forward": 0.05}, {"chance": 0.2}),
+    "the batch grows": ({"row": 0.005}, {"requests": 128}),
+    "the batch shrinks": ({"row": 0.05, "requests": 128, "chance": 0.5}, {"requests": 1}),
+    "drafting becomes dear": ({"forward": 0.01}, {"forward": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_choice_follows_what_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, then = CHANGES[name]
+    world = World(monkeypatch, **first)
+    world.run(600)
+    vars(world).update(then)
+    world.run(1300)
+    assert world.run(640) > 0.95
+
+
+def test_without_trying_more_a_change_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: of trees that do not pay nothing is learned unless some are grown."""
+    shares = []
+    for every in (node_buckets.TRIED_EVERY, 10**9):
+        monkeypatch.setattr(node_buckets, "TRIED_EVERY", every)
+        world = World(monkeypatch, requests=64, row=0.01, chance=0.05)
+        world.run(600)
+        assert world.chosen[-2] == (0, 0)
+        vars(world).update(chance=0.99)
+        world.run(1300)
+        shares.append(world.run(640))
+    assert shares[0] > 0.95
+    assert shares[1] < 0.8
+
+
+def test_what_is_tried_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    for more in WORLDS.values():
+        world = World(monkeypatch, **more)
+        world.run(600)
+        tried = [i for i, choice in enumerate(world.chosen) if i > 100 and choice != (
+            world.chosen[i - 1]
+        ) and (i + 1) % node_buckets.TRIED_EVERY == 0]  # fmt: skip
+        assert len(tried) <= 600 / node_buckets.TRIED_EVERY
+        assert world.run(6 * node_buckets.TRIED_EVERY) > 1 - 2.5 / node_buckets.TRIED_EVERY
+
+
+def test_single_trees_that_differ_much_do_not_mislead(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, forward=0.1, noise=0.3)
+    world.run(600)
+    usual = max(set(world.chosen[-500:]), key=world.chosen[-500:].count)
+    assert world.rate(*usual) > 0.93 * world.best
+
+
+def test_where_drafting_cannot_end_early_every_forward_is_reckoned_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, forward=0.3, fewest=FORWARDS)
+    world.run(300)
+    assert {forwards for forwards, _ in world.chosen} == {FORWARDS}
+
+
+def test_steps_that_read_a_prompt_teach_a_scheduler_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    world.run(300)
+    before = world.buckets[1], world.buckets.forwards
+    for _ in range(50):
+        world.now += 100.0
+        counts = WorkerCounts([True, False], [8, 0], worth=[[9.0] * 5] * 8, grown_by=7)
+        world.buckets.observe(counts, 500)
+    assert (world.buckets[1], world.buckets.forwards) == before
+
+
+def test_steps_note_what_trees_were_worth_where_the_scheduler_needs_it() -> None:
     values = torch.tensor([[0.8, 0.4, 0.2], [0.6, 0.2, 0.0], [1.0, 1.0, 1.0]]).log()
+    depths = torch.tensor([[1, 2, 2], [1, 1, 1], [1, 1, 1]])
     noted = []
-    for budget in ("adaptive", "fixed"):
-        plan = DynTreeOptions(budget=budget).resolve(3)
+    for weighs, budget in ((True, "adaptive"), (False, "adaptive"), (True, "fixed")):
+        plan = DynTreeOptions(budget=budget, max_depth=2).resolve(3)
         trees = TreeStore(4, plan, 8, torch.device("cpu"))
-        trees.values[1:4] = values
+        trees.values[1:4], trees.depths[1:4] = values, depths
         record = StepRecord()
+        record.weighs_trees = weighs
         prefilling = np.array([False, False, True])
         found = report(trees, torch.tensor([1, 2, 3]))
         record.sampled(prefilling, np.array([5, 5, 5]), found, plan)
-        noted.append(record.counts().ranked)
-    assert noted == [pytest.approx([0.7, 0.3, 0.1]), []]
+        noted.append(record.counts().worth)
+    # Of no node, one, two and three; without a forward, and with one.
+    assert noted[0] == [pytest.approx([0, 0.7, 0.8, 0.8]), pytest.approx([0, 0.7, 1.0, 1.1])]
+    assert noted[1:] == [[], []]

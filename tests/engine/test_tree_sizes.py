@@ -35,7 +35,7 @@ def sized(
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_on_cuda_vllm_knows_every_size(asynchronous: bool) -> None:
-    assert sized(asynchronous=asynchronous) == {*node_buckets(24)} == {1, 2, 4, 8, 16, 24}
+    assert sized(asynchronous=asynchronous) == {*node_buckets(24)} == {0, 1, 2, 4, 8, 16, 24}
 
 
 def test_of_few_requests_the_largest_sizes_are_known() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyntree_plugin.options import DynTreeOptions
-from dyntree_plugin.tree.budget import best_cut, best_size, draft_pays
+from dyntree_plugin.tree.budget import Drafting, best_cut, best_drafting, draft_pays
 from dyntree_plugin.tree.row_cost import LARGEST_SURPRISE, RowCost, followed
 
 CHANCES = st.lists(st.floats(0, 1), min_size=4, max_size=4).map(lambda v: sorted(v, reverse=True))
@@ -132,10 +132,56 @@ def test_one_size_for_all_is_the_best_of_those_there_are() -> None:
     assert best_size(ranked, 1, seconds, sizes) > best_size(ranked, 4, seconds, sizes)
 
 
+def best_size(
+    ranked: np.ndarray, requests: int, seconds: np.ndarray, sizes: tuple[int, ...]
+) -> int:
+    """Where trees are drafted already, which are worth what their nodes are by rank."""
+    worth = np.concatenate([[0.0], ranked.cumsum()])[None, list(sizes)]
+    return best_drafting(worth, requests, seconds, 0.0, sizes).nodes
+
+
 def test_of_one_size_for_all_trees_what_does_not_fit_into_a_step_takes_another() -> None:
     ranked, seconds = np.full(8, 0.2), np.ones(20)
     assert best_size(ranked, 2, seconds, (1, 2, 4, 8)) == 8
     assert best_size(ranked, 6, seconds, (1, 2, 4, 8)) == 2
+
+
+WORTHS = st.lists(st.lists(st.floats(0, 8), min_size=4, max_size=4), min_size=1, max_size=5).map(
+    lambda rows: np.array(rows).cumsum(axis=0).cumsum(axis=1)
+)
+
+
+@given(WORTHS, STEPS.map(curve), st.floats(0, 2), st.integers(1, 4))
+def test_no_other_number_of_forwards_and_nodes_makes_more_tokens_per_second(
+    worth: np.ndarray, seconds: np.ndarray, forward: float, requests: int
+) -> None:
+    sizes = (0, 1, 2, 4)
+    worth[:, 0] = 0.0
+
+    def rate_of(choice: Drafting) -> float:
+        rows = requests * (1 + choice.nodes)
+        held = min(rows, len(seconds) - 1)
+        took = seconds[held] * rows / held + forward * (1 + choice.forwards)
+        return float((1 + worth[choice.forwards, sizes.index(choice.nodes)]) / took)
+
+    every = range(len(worth))
+    for allowed in (None, every[-1:]):
+        found = best_drafting(worth, requests, seconds, forward, sizes, allowed)
+        choices = [Drafting(f, n) for f in allowed or every for n in sizes]
+        assert rate_of(found) == pytest.approx(max(map(rate_of, choices)))
+
+
+def test_forwards_that_cost_more_are_fewer_and_trees_that_cost_too_much_are_none() -> None:
+    worth = np.array([[0, 0.6, 0.8], [0, 0.6, 1.1], [0, 0.6, 1.3]])
+    seconds = 1 + 0.01 * np.arange(100)
+
+    def found(forward: float, requests: int = 1, row: float = 1.0) -> Drafting:
+        return best_drafting(worth, requests, seconds**row, forward, (0, 1, 2))
+
+    assert found(0.01) == Drafting(2, 2)
+    assert found(0.15) == Drafting(1, 2)
+    assert found(0.5) == Drafting(0, 2)
+    assert found(0.5, requests=40, row=6.0) == Drafting(0, 0)
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,24 @@ class RequestGraphs:
         """The function's values [R, ...], overwritten by the next call; None where the batch is
         larger than all that was captured. The first argument has one entry per request."""
         requests = arguments[0].shape[0]
-        size = next((size for size in self.sizes if size >= requests), None)
-        if size is None or size not in self._captured:
+        if not self.serves(requests):
             return None
         self.fill(arguments)
-        replay, values = self._captured[size]
+        return self.replay(requests)
+
+    def serves(self, requests: int) -> bool:
+        """Whether a batch of so many requests was captured."""
+        return self._size(requests) in self._captured
+
+    def replay(self, requests: int) -> Tensors:
+        """As a call with the arguments that were filled in last, of as many requests."""
+        replay, values = self._captured[self._size(requests)]
         replay()
         return tuple(value[:requests] for value in values)
+
+    def _size(self, requests: int) -> int:
+        """The next number that was to be captured, 0 for none."""
+        return next((size for size in self.sizes if size >= requests), 0)
 
     def fill(self, arguments: Sequence[torch.Tensor]) -> None:
         """Take in a batch; without arguments, one of padding alone."""

@@ -16,7 +16,6 @@ from dyntree_kernels.gpu.kv_move import KVMover
 from dyntree_kernels.gpu.learn import Regression, learn
 from dyntree_kernels.gpu.place import place
 from dyntree_plugin.engine.batch import Requests
-from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator
 from dyntree_plugin.engine.gpu.capture import recorder
 from dyntree_plugin.engine.gpu.clock import EventClock
 from dyntree_plugin.engine.gpu.speculator import MOST_REQUESTS, GraphedTreeSpeculator
@@ -34,7 +33,7 @@ HEAD_START_CYCLES = 40_000_000
 """20 ms at 2 GHz: about what launching an eager step of a large model takes."""
 
 
-class GPUTreeSpeculator(GraphedTreeSpeculator, CompiledTreeSpeculator):
+class GPUTreeSpeculator(GraphedTreeSpeculator):
     growth_type = DeviceGrowth
     most_candidates = MOST_CANDIDATES
 

@@ -19,7 +19,7 @@ def thin_out(manager: Any) -> None:
 
     vLLM's ``CudaGraphManager`` has a graph of every tree size for every number of rows that it
     captures: 231 with trees of 1, 2, 4, 8 and 16 nodes, and 30 with trees of one size. The 56 that
-    are left pad a batch by at most `TILE` rows, and to less than `WIDEST` times its own, or as
+    are left pad a batch by at most `TILE` rows, and to `WIDEST` times its own at most, or as
     vLLM's. Call it when the manager is made, before `offer_larger`.
     """
     graphs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
@@ -39,7 +39,7 @@ def _needless(descs: list[Any], size: int) -> Iterator[Any]:
     """Those of one tree size, ascending, whose batches the following graph serves as well."""
     smallest = size  # rows of the smallest batch without a graph so far
     for desc, following in pairwise(descs):
-        if following.num_tokens < smallest + min(TILE + 1, (WIDEST - 1) * smallest):
+        if following.num_tokens <= smallest + min(TILE, (WIDEST - 1) * smallest):
             yield desc
         else:
             smallest = desc.num_tokens + size

@@ -14,7 +14,6 @@ is not among them is neither expanded nor kept.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numba
 import numpy as np
@@ -24,7 +23,13 @@ from dyntree_kernels.cpu.children import pick_children
 from dyntree_kernels.cpu.layout import flat
 from dyntree_kernels.cpu.simd import as_numpy
 from dyntree_kernels.cpu.threads import use_torch_threads
-from dyntree_kernels.growth import GrowthSettings, RowBuffers, StepGrowth, TreeArrays
+from dyntree_kernels.growth import (
+    GrowthSettings,
+    RowBuffers,
+    StepGrowth,
+    TreeArrays,
+    expansions_of,
+)
 
 _NONE = np.float32(-np.inf)
 _NANOSECONDS = 2  # per score, which is how use_torch_threads counts
@@ -191,8 +196,9 @@ class CompiledGrowth(StepGrowth):
         self._forward = 0
         # The expansions that children come of next, and those whose children were picked last.
         self._new = self._picked = (0, 1)
-        self._of_requests: tuple[np.ndarray[Any, Any], ...] = ()
-        self._roots = np.zeros(0, np.int64)
+        of_requests = (np.int64, np.float32, np.int64, np.int64, np.bool_)
+        self._room = tuple(np.zeros(requests, dtype) for dtype in of_requests)
+        self._roots, *self._of_requests = self._room
 
     def start(
         self,
@@ -202,12 +208,17 @@ class CompiledGrowth(StepGrowth):
         seeds: torch.Tensor,
         chained: torch.Tensor,
     ) -> None:
-        of_requests = (temperatures, classes, seeds, chained)
-        self._of_requests = tuple(each.contiguous().numpy() for each in of_requests)
-        self._roots = roots.contiguous().numpy()
-        self._positions[: len(self._roots), 0] = self._roots
-        self._forward, self._new = 0, (0, 1)
+        self.resume(len(roots), 0)
+        given = (roots, temperatures, classes, seeds, chained)
+        for own, each in zip((self._roots, *self._of_requests), given, strict=True):
+            own[:] = each.numpy()
+        self._positions[: len(roots), 0] = self._roots
         self._picked = (0, 0)
+
+    def resume(self, requests: int, forwards: int) -> None:
+        self._roots, *self._of_requests = (each[:requests] for each in self._room)
+        self._forward = forwards
+        self._new = self._picked = expansions_of(self._widths, forwards)
 
     def pick(self, logits: torch.Tensor) -> None:
         first, last = self._new

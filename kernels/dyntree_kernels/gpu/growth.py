@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dyntree_kernels.gpu.children import merge, warps_for
 from dyntree_kernels.gpu.gumbel import rank_blocks
-from dyntree_kernels.growth import GrowthSettings, StepGrowth
+from dyntree_kernels.growth import GrowthSettings, StepGrowth, expansions_of
 
 MOST_CANDIDATES = 8192
 """Of a request: one program has them all in its registers."""
@@ -220,7 +220,11 @@ class DeviceGrowth(StepGrowth):
         self._forward = 0
         # The expansions that children come of next, and how many have children.
         self._new, self._picked = (0, 1), 0
-        self._of_requests: tuple[torch.Tensor, ...] = ()
+        of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool)
+        self._room = tuple(
+            torch.zeros(requests, dtype=dtype, device=device) for dtype in of_requests
+        )
+        self._of_requests = self._room
 
     def start(
         self,
@@ -230,9 +234,15 @@ class DeviceGrowth(StepGrowth):
         seeds: torch.Tensor,
         chained: torch.Tensor,
     ) -> None:
-        of_requests = (roots, temperatures, classes, seeds, chained)
-        self._of_requests = tuple(each.contiguous() for each in of_requests)
-        self._forward, self._new, self._picked = 0, (0, 1), 0
+        self.resume(len(roots), 0)
+        given = (roots, temperatures, classes, seeds, chained)
+        for own, each in zip(self._of_requests, given, strict=True):
+            own.copy_(each)
+
+    def resume(self, requests: int, forwards: int) -> None:
+        self._of_requests = tuple(each[:requests] for each in self._room)
+        self._forward, self._new = forwards, expansions_of(self._widths, forwards)
+        self._picked = self._new[1]
 
     def pick(self, logits: torch.Tensor) -> None:
         roots, temperatures, classes, seeds, chained = self._of_requests

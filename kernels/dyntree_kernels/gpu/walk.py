@@ -39,7 +39,7 @@ def _path(parents, node, max_depth, NODES: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _report(
-    OUT, grown, admitted, values, depths, nodes, path, count, emitted, max_depth,
+    OUT, grown, admitted, values, depths, nodes, real, path, count, emitted, max_depth,
     RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tl.store(OUT, grown.to(tl.float64))
@@ -49,7 +49,9 @@ def _report(
     chances = tl.exp(values.to(tl.float64))
     if RANKED:
         tl.store(OUT + node, chances, mask=node < nodes)
-        OUT += nodes
+        tl.store(OUT + nodes + node, depths.to(tl.float64), mask=node < nodes)
+        OUT += 2 * nodes
+    depths = tl.where(real, depths, 0)
     moved = (path >= 0) & (path != tl.arange(0, LEVELS))
     tl.store(OUT, count.to(tl.float64))
     tl.store(OUT + 1, tl.max(depths, 0).to(tl.float64))
@@ -88,7 +90,7 @@ def _walk(
     scheduled, real = (node < drafts) & (node < nodes), node < count
     at = slot * nodes + node
     parents = tl.load(PARENTS + at, mask=scheduled, other=-1).to(tl.int32)
-    depths = tl.load(DEPTHS + at, mask=scheduled, other=0).to(tl.int32)
+    depths = tl.load(DEPTHS + at, mask=node < nodes, other=0).to(tl.int32)
     values = tl.load(VALUES + at, mask=node < nodes, other=float("-inf"))
     grown, admitted = tl.load(GROWN + slot), tl.load(ADMITTED + slot)
     carried = tl.load(IDS + root + 1 + node, mask=scheduled, other=-1)
@@ -112,10 +114,9 @@ def _walk(
     tl.store(EMITTED + request, emitted)
     tl.store(REJECTED + request, rejected)
 
-    depths = tl.where(real, depths, 0)
     _report(
-        REPORT + request * s_report, grown, admitted, values, depths, nodes, path, count, emitted,
-        max_depth, RANKED, NODES, LEVELS, TILE,
+        REPORT + request * s_report, grown, admitted, values, depths, nodes, real, path, count,
+        emitted, max_depth, RANKED, NODES, LEVELS, TILE,
     )  # fmt: skip
 
 
@@ -144,10 +145,10 @@ class Walked(NamedTuple):
     int32 [R]: tokens that the request has got, 0 while its prompt is incomplete, and ``rejected``
     the rest of its rows, 0 while it is.
 
-    ``report`` float64 [R, C], what is counted: nodes that were grown, and admitted; the chance of
-    every node, N columns, if they are asked for; nodes that were verified, the depth of the
-    deepest, accepted nodes that change place, ``emitted``; nodes that were verified at depth 1 to
-    D; the sum of their chances at depth 1 to D.
+    ``report`` float64 [R, C], what is counted: nodes that were grown, and admitted; if they are
+    asked for, of every node the chance, N columns, and the depth; nodes that were verified, the
+    depth of the deepest, accepted nodes that change place, ``emitted``; nodes that were verified at
+    depth 1 to D; the sum of their chances at depth 1 to D.
     """
 
     path: torch.Tensor
@@ -170,7 +171,7 @@ def walk(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -
     """Accept the paths that the target's samples follow.
 
     Children of one node carry different tokens. ``max_depth``: levels of the deepest tree.
-    ``ranked``: whether the report has the chance of every node.
+    ``ranked``: whether the report has the chance and the depth of every node.
 
     Raises:
         ValueError: for arrays that are not dense.
@@ -179,7 +180,7 @@ def walk(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -
     if not all(array.is_contiguous() for array in arrays) or batch.requests.stride(1) != 1:
         raise ValueError("the arrays of a batch and its trees must be dense")
     requests, nodes = batch.requests.shape[0], trees.parents.shape[1]
-    columns = 6 + 2 * max_depth + (nodes if ranked else 0)
+    columns = 6 + 2 * max_depth + (2 * nodes if ranked else 0)
     found = _empty(requests, max_depth, columns, batch.sampled.device)
     if requests:
         lanes, levels = triton.next_power_of_2(nodes), triton.next_power_of_2(max_depth)

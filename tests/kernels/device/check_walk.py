@@ -114,7 +114,7 @@ def expected(
     moved = ((found.path >= 0) & (found.path != torch.arange(depth))).sum(1)
     at_depth = real[:, None] & (depths[:, None] == torch.arange(depth)[:, None] + 1)
     columns = [torch.stack([trees.grown[slot], trees.admitted[slot]], 1)]
-    columns += [chances] if ranked else []
+    columns += [chances, depths] if ranked else []
     columns.append(torch.stack([counts, (real * depths).amax(1), moved, emitted.long()], 1))
     columns += [at_depth.sum(2), (at_depth * chances[:, None]).sum(2)]
     report = torch.cat([column.double() for column in columns], dim=1)
@@ -136,7 +136,7 @@ def differences(ours: Walked, other: Walked, depth: int) -> list[str]:
     much as another exp is."""
     pairs = zip(Walked._fields, ours, other, strict=True)
     differing = [name for name, a, b in pairs if name != "report" and not torch.equal(a, b)]
-    nodes = ours.report.shape[1] - 6 - 2 * depth
+    nodes = (ours.report.shape[1] - 6 - 2 * depth) // 2
     exact = torch.ones(ours.report.shape[1], dtype=torch.bool)
     exact[2 : 2 + nodes] = False
     exact[-depth:] = False
