@@ -84,7 +84,9 @@ class DraftForwards(StandaloneARSpeculator):
         self._bits = torch.zeros(bits, dtype=torch.int32, device=device)
         self._ctx_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros_like(self._ctx_lens)
-        self._row_starts: dict[int, torch.Tensor] = {}
+        # First rows of requests by how many rows each has.
+        widths = torch.arange(max(rows_per_request, scratch_slots) + 1, device=device)
+        self._row_starts = widths.int()[:, None] * self.arange_gpu
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -94,15 +96,15 @@ class DraftForwards(StandaloneARSpeculator):
         self._slots = torch.empty(groups, rows, dtype=torch.int64, device=self.device)
         self._scratch_slots = torch.empty(groups, scratch, dtype=torch.int64, device=self.device)
 
-    def _run_over(self, requests: Requests, emitted: Emitted) -> Roots:
-        """Run the draft over the emitted tokens, which makes the last of them the root."""
+    def _run_over(self, index: torch.Tensor, emitted: Emitted) -> Roots:
+        """Run the draft over what requests at ``index`` [R] got, whose last tokens become roots."""
         num_reqs, width = len(emitted.roots), emitted.most
         step = torch.arange(width, device=emitted.roots.device)
         behind = emitted.roots[:, None] + 1 + step
         real = (step < emitted.counts[:, None]) & (behind < self.max_model_len)
         positions = behind.clamp(max=self.max_model_len - 1)
         slots = self.block_tables.compute_slot_mappings(
-            requests.index,
+            index,
             self._starts(num_reqs, width),
             positions.flatten(),
             num_reqs * width,
@@ -111,7 +113,9 @@ class DraftForwards(StandaloneARSpeculator):
         self._see(emitted.roots, columns=width)
         rows = self._tree_rows(num_reqs, width, columns=width)
         chain = Frontier(emitted.tokens[:, :width], step, _chain_bits(step), real)
-        last = self.arange_gpu[:num_reqs] * width + (emitted.counts.long() - 1).clamp(min=0)
+        # What only fills a batch up may hold another's count.
+        final = (emitted.counts.long() - 1).clamp(min=0, max=width - 1)
+        last = self._starts(num_reqs, width)[:-1] + final
         self._fill(rows, chain, positions, slots)
         return Roots(self._hidden(rows)[last], positions.flatten()[last])
 
@@ -143,9 +147,7 @@ class DraftForwards(StandaloneARSpeculator):
 
     def _starts(self, num_reqs: int, width: int) -> torch.Tensor:
         """First rows of requests that have ``width`` each, int32 [R + 1]."""
-        if width not in self._row_starts:
-            self._row_starts[width] = self.arange_gpu * width
-        return self._row_starts[width][: num_reqs + 1]
+        return self._row_starts[width, : num_reqs + 1]
 
     def _tree_rows(self, num_reqs: int, width: int, columns: int) -> TreeRows:
         """Rows of R requests that see what `_see` was told, with bits of as many ``columns``; they

@@ -241,6 +241,24 @@ def test_a_step_that_stops_early_keeps_what_was_picked() -> None:
     assert torch.equal(step.finish(), tensors.finish().tokens)
 
 
+@pytest.mark.parametrize("forwards", [0, 1, 2, 3])
+def test_growth_may_end_behind_any_forward_and_be_captured_apart(forwards: int) -> None:
+    """Calls that are captured one by one leave growth behind any of them."""
+    whole, step, tensors = Step(CASE), Step(replace(CASE, seed=1)), tensor_growth(CASE)
+    grow_both(whole, tensor_growth(CASE))
+    tensors.add(*step.pick(step.logits(1))[:3])
+    for at, width in enumerate(step.widths[:forwards]):
+        step.growth.resume(1, len(step.widths))
+        step.growth.resume(step.requests, at)
+        step.bits = torch.zeros(step.requests * width, step.growth._bits.shape[2]).int()
+        step.growth.expand(step.bits)
+        tensors.frontier()
+        tensors.add(*step.pick(step.logits(width))[:3])
+    step.growth.resume(1, len(step.widths))
+    step.growth.resume(step.requests, forwards)
+    assert torch.equal(step.finish(), tensors.finish().tokens)
+
+
 def picked_by_tensors(
     step: Step, logits: torch.Tensor, positions: torch.Tensor, seeds: torch.Tensor
 ) -> Children:

@@ -95,18 +95,26 @@ class Both:
         if found.features is not None:
             self.features.append(found.features.flatten(1, 2))
 
-    def grow(self) -> None:
-        """Grow by both; raises where they differ."""
+    def grow(self, forwards: int | None = None, *, apart: bool = False) -> None:
+        """Grow by both, with so many forwards; raises where they differ. ``apart``: as calls that
+        are captured one by one, and leave growth behind any of them."""
         self.start()
         self.add(self.roots[:, None])
-        widths = self.plan.growing.widths
-        for width, end in zip(widths, accumulate(widths), strict=True):
-            words = -(-sum(widths) // 32)
+        every = self.plan.growing.widths
+        widths = every[:forwards]
+        for at, (width, end) in enumerate(zip(widths, accumulate(widths), strict=True)):
+            if apart:
+                self.growth.resume(1, len(every))
+                self.growth.resume(self.requests, at)
+            words = -(-sum(every) // 32)
             bits = torch.zeros(self.requests * width, words, dtype=torch.int32, device=DEVICE)
             self.growth.expand(bits)
             frontier = self.tensors.frontier()
             self.same_rows(frontier, bits.cpu(), end - width)
             self.add((self.roots[:, None] + frontier.depths).clamp(max=LONGEST))
+        if apart:
+            self.growth.resume(1, len(every))
+            self.growth.resume(self.requests, len(widths))
         slots = torch.tensor([2, 0, 1])
         tokens, tree = self.growth.finish(slots.to(DEVICE)).cpu(), self.tensors.finish()
         assert torch.equal(tokens, tree.tokens)
@@ -176,6 +184,33 @@ def test_another_growth_would_be_told_apart(other: Case) -> None:
     both.tensors = other.plan.growing.start(3, torch.tensor(other.room))
     with pytest.raises((AssertionError, RuntimeError)):
         both.grow()
+
+
+@pytest.mark.parametrize("forwards", [0, 2])
+def test_growth_may_end_behind_any_forward_and_be_captured_apart(forwards: int) -> None:
+    torch.manual_seed(3)
+    both = Both(CASE)
+    both.grow(apart=True)
+    both.tensors = both.plan.growing.start(both.requests, torch.tensor(both.case.room))
+    both.grow(forwards, apart=True)
+    assert both.trees.depths[:3].max() == 1 + forwards
+
+
+@pytest.mark.parametrize("forwards", [0, 3])
+def test_an_end_behind_another_forward_is_told_apart(forwards: int) -> None:
+    torch.manual_seed(3)
+    both = Both(CASE)
+    both.grow()
+    both.tensors = both.plan.growing.start(both.requests, torch.tensor(both.case.room))
+    stock = both.growth.finish
+
+    def finish(slots: torch.Tensor) -> torch.Tensor:
+        both.growth.resume(both.requests, forwards)
+        return stock(slots)
+
+    both.growth.finish = finish  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        both.grow(1)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
