@@ -68,10 +68,11 @@ class DynTreeOptions(BaseModel):
         ge=1,
         le=64,
         description="Depth of the deepest node: the most draft tokens that one step can accept, "
-        "and the number of draft forwards per step. At most node_budget.",
+        "and the most draft forwards that it makes. At most node_budget.",
         json_schema_extra={
             "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, where an adaptive budget ends "
-            "drafting by itself: on a CPU, with one rank; else 2 log2(node_budget), rounded: "
+            "drafting by itself: on CUDA, and on a CPU with one rank; without data parallelism; "
+            "else 2 log2(node_budget), rounded: "
             "8 for 16, 12 for 64"
         },
     )
