@@ -267,7 +267,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self._record.grown_by = self.speculator.grown_by
         requests = slice(input_batch.num_reqs)
         found, self._report = self._report, None
-        if found is None:
+        if found is None and self.speculator.grown_by is not None:
             found = report(self.trees, input_batch.idx_mapping)
         self._record.sampled(
             input_batch.is_prefilling_np[requests],

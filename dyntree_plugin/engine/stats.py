@@ -130,14 +130,23 @@ class StepRecord:
         self._emitted = 0
 
     def sampled(
-        self, prefilling: np.ndarray, contexts: np.ndarray, found: torch.Tensor, plan: TreePlan
+        self,
+        prefilling: np.ndarray,
+        contexts: np.ndarray,
+        found: torch.Tensor | None,
+        plan: TreePlan,
     ) -> None:
         """Note the step's requests: ``prefilling`` bool [R] and ``contexts`` [R], the tokens behind
-        them, on the host, and what `report` ``found`` of them."""
+        them, on the host, and what `report` ``found`` of them; None where no tree waited."""
         self._context = float(contexts.mean())
         self._decoding = ~prefilling
-        self._report = found
         self._plan = plan if plan.budget == "adaptive" else None
+        nothing = torch.zeros(len(prefilling), 2 + self._columns_of_growth)
+        self._report = nothing if found is None else found
+
+    @property
+    def _columns_of_growth(self) -> int:
+        return 0 if self._plan is None else 2 * self._plan.shape.node_budget
 
     def send(self, send: Send) -> None:
         """Have what was noted copied to the host."""
@@ -148,8 +157,7 @@ class StepRecord:
         arrival = self._arrival or at_hand(self._report)
         numbers = arrival().numpy()  # sync: it has arrived
         decoding = self._decoding
-        of_growth = 0 if self._plan is None else 2 * self._plan.shape.node_budget
-        bounds = np.cumsum([1, 1, of_growth])
+        bounds = np.cumsum([1, 1, self._columns_of_growth])
         grown, admitted, nodes_grown, verified = np.split(numbers, bounds, axis=1)
         # The slots hold trees of earlier steps where none grew.
         judged = decoding & (self.grown_by is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
@@ -16,6 +18,7 @@ from dyntree_plugin.engine.cpu import install
 
 install()  # the runner's modules need it before they are imported
 
+from dyntree_plugin.engine.node_buckets import FORWARDS  # noqa: E402
 from dyntree_plugin.engine.patches import carry_tree_stats, log_drafts_alone  # noqa: E402
 from dyntree_plugin.engine.plain_cost import PlainCost  # noqa: E402
 from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
@@ -324,3 +327,32 @@ def test_vllms_log_line_is_of_steps_with_drafts_alone() -> None:
     log.observe(stats)
     log.log(lambda *line: said.append(line))
     assert [line[1] for line in said] == [2.0]
+
+
+@pytest.mark.parametrize("budget", ["adaptive", "fixed"])
+def test_a_step_that_no_tree_waited_for_counts_none(budget: str) -> None:
+    plan = DynTreeOptions(max_depth=3, budget=budget).resolve(5)
+    record = StepRecord()
+    record.grown_by, record.weighs_trees = None, True
+    record.sampled(DECODING, CONTEXTS, None, plan)
+    counts = record.counts()
+    assert (counts.nodes, counts.worth, counts.grown_by) == ([], [], None)
+    assert counts.decoding == [True, True]
+    assert {*counts.pruned.values()} == {0}
+
+
+def test_the_number_of_draft_forwards_travels_with_the_schedule() -> None:
+    """Workers of several ranks get it pickled."""
+    scheduled = SchedulerOutput.make_empty()
+    setattr(scheduled, FORWARDS, 3)
+    assert getattr(pickle.loads(pickle.dumps(scheduled)), FORWARDS) == 3
+
+
+def test_times_of_drafting_are_told_of_steps_in_which_all_decoded(trees: TreeStore) -> None:
+    told = []
+    for prefilling in (DECODING, np.array([False, True])):
+        record = record_of(trees, prefilling=prefilling)
+        record.draft_forwards = 4
+        record.times = Measured({"target": 1.0, "draft": 0.2, "grow": 0.1})
+        told.append(StepTimes().complete(record).drafted)
+    assert told == [[(2, 4, pytest.approx(0.3))], []]
