@@ -200,13 +200,10 @@ class TreeRunnerMixin(GPUModelRunner):
             record.fewest_forwards = self.speculator.fewest_forwards
         return record
 
-    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        if self.speculator is not None:  # as it is while plain steps are measured
-            self.speculator.most_forwards = getattr(scheduler_output, FORWARDS, None)
-        return super().execute_model(scheduler_output, *args, **kwargs)
-
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
+        # vLLM calls it in every step, whether or not a request is new.
+        self.speculator.most_forwards = getattr(scheduler_output, FORWARDS, None)
         new = scheduler_output.scheduled_new_reqs
         if not new:
             return

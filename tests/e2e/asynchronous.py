@@ -1,0 +1,85 @@
+"""An engine on the CPU whose scheduler chooses forwards and nodes before it sees a tree, as it does
+on CUDA.
+
+As a program it takes the files of a job and of its results, as engine_process.py does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from engine_process import Engine, Result, Run, answered, result_of, run_of
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A run's result, and the draft forwards and nodes that were chosen, by step."""
+
+    result: Result
+    choices: list[tuple[int, int]]
+
+
+def serve_asynchronously(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Chosen]:
+    """Start an engine and work through the runs; "every_choice" is a sabotage of this file."""
+    found = answered(__file__, engine, runs, threads=1)
+    return {
+        name: Chosen(result_of(one["result"]), [(f, n) for f, n in one["choices"]])
+        for name, one in found.items()
+    }
+
+
+@contextmanager
+def every_choice(buckets: Any) -> Iterator[None]:
+    """No sabotage: all numbers of forwards and of nodes in turn."""
+    from dyntree_plugin.tree.budget import Drafting
+
+    turns = zip(
+        itertools.cycle(range(1 + buckets.forwards)), itertools.cycle(buckets.sizes), strict=False
+    )
+    choices = (Drafting(*turn) for turn in turns)
+    with mock.patch.object(buckets, "_choose", side_effect=choices):
+        yield
+
+
+def work(engine: Engine, run: Run) -> Chosen:
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    buckets, choices = scheduler._buckets, list[tuple[int, int]]()
+    stock = type(buckets).__getitem__
+
+    def noted(self: Any, requests: int) -> int:
+        nodes: int = stock(self, requests)
+        choices.append((self.forwards, nodes))
+        return nodes
+
+    forced = nullcontext() if run.sabotage is None else every_choice(buckets)
+    with mock.patch.object(type(buckets), "__getitem__", noted), forced:
+        return Chosen(engine.work(run), choices)
+
+
+def main(job_path: str, results_path: str) -> None:
+    from dyntree_plugin import plugin
+
+    settle = plugin.settle
+
+    def asynchronously(vllm_config: Any, device_type: str) -> None:
+        # vLLM's platform for CPUs does not offer it.
+        vllm_config.scheduler_config.async_scheduling = True
+        settle(vllm_config, device_type)
+
+    job = json.loads(Path(job_path).read_text())
+    with mock.patch.object(plugin, "settle", asynchronously):
+        engine = Engine(job["engine"])
+    found = {name: asdict(work(engine, run_of(run))) for name, run in job["runs"].items()}
+    Path(results_path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

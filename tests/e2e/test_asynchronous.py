@@ -1,0 +1,58 @@
+"""Where the scheduler chooses before it sees a tree, the tokens stay the same, whatever it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import workload
+from asynchronous import Chosen, serve_asynchronously
+from comparison import Outputs, explain, mismatches
+from engine_process import Run
+
+from dyntree_plugin.engine.config import node_buckets
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = workload.each_kind(range(24))
+RUNS = {
+    "every_choice": Run([*REQUESTS, *workload.EVERYTHING[::5]], sabotage="every_choice", batch=6),
+    "its own": Run(REQUESTS, batch=4),
+}
+FORWARDS = 15
+
+
+@pytest.fixture(scope="module")
+def chosen() -> dict[str, Chosen]:
+    return serve_asynchronously(workload.with_options(), RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_tokens_are_those_without_trees(
+    name: str, chosen: dict[str, Chosen], plain: Outputs
+) -> None:
+    found = mismatches(RUNS[name], chosen[name].result, plain)
+    assert not found, explain(found)
+
+
+def test_every_number_of_forwards_and_nodes_was_chosen(chosen: dict[str, Chosen]) -> None:
+    forwards, nodes = map(set, zip(*chosen["every_choice"].choices, strict=True))
+    assert forwards == {*range(1 + FORWARDS)}
+    assert nodes == {*node_buckets(16)}
+
+
+def test_forwards_are_those_that_were_chosen(chosen: dict[str, Chosen]) -> None:
+    """And without a tree the catch-up's alone."""
+    metrics, choices = chosen["every_choice"].result.metrics, chosen["every_choice"].choices
+    most = sum(1 + (forwards if nodes else 0) for forwards, nodes in choices)
+    made = metrics["vllm:dyntree_draft_forwards_total"]
+    # A forward over no node at all is left out, and the last step's is not counted.
+    assert 0.7 * most < made <= most
+
+
+def test_a_draft_that_costs_as_much_as_its_target_is_not_run_to_the_end(
+    chosen: dict[str, Chosen],
+) -> None:
+    choices = chosen["its own"].choices
+    (usual, _), *_ = Counter(choices[len(choices) // 2 :]).most_common(1)
+    assert usual[0] < FORWARDS
