@@ -15,8 +15,11 @@ from dyntree_plugin.engine.config import node_buckets
 pytestmark = pytest.mark.e2e
 
 REQUESTS = workload.each_kind(range(24))
+# Drafts that a grammar checks are handed to the scheduler, which the runner on the CPU does not do
+# where scheduling is asynchronous.
+OTHERS = [each for each in workload.EVERYTHING[::5] if "structured_outputs" not in each.params]
 RUNS = {
-    "every_choice": Run([*REQUESTS, *workload.EVERYTHING[::5]], sabotage="every_choice", batch=6),
+    "every_choice": Run([*REQUESTS, *OTHERS], sabotage="every_choice", batch=6),
     "its own": Run(REQUESTS, batch=4),
 }
 FORWARDS = 15
