@@ -7,7 +7,7 @@ one per number of requests. What passes from one to the next lies at addresses t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,13 +37,13 @@ class GraphedTreeSpeculator(CompiledTreeSpeculator):
     _catching_up: dict[int, RequestGraphs] | None = None
     # The roots' children, and every forward with its children; a graph of all growth where it is
     # not compiled.
-    _growing: list[RequestGraphs]
+    _growing: Sequence[RequestGraphs] = ()
     # The tree behind so many forwards; none where all growth is one graph.
-    _finishing: list[RequestGraphs]
+    _finishing: Sequence[RequestGraphs] = ()
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Make room for inputs; vLLM calls it whenever there is a new KV cache."""
-        self._catching_up, self._growing, self._finishing = None, [], []
+        self._catching_up, self._growing, self._finishing = None, (), ()
         if cudagraph_mode == CUDAGraphMode.NONE:
             return
         sizes = request_sizes(min(self.max_num_reqs, MOST_REQUESTS))
