@@ -1,0 +1,62 @@
+"""Stands for vLLM's own attention kernels on CUDA, which are not under test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from emulated.device import recorded
+
+
+def _reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *_: Any,
+) -> None:
+    """Write rows [T, Hkv, D] to caches [blocks, N, Hkv, D]; nowhere for a slot of -1."""
+    rows = (slots >= 0).nonzero().flatten()
+    at = slots[rows]
+    block, place = at // key_cache.shape[1], at % key_cache.shape[1]
+    key_cache[block, place] = key[rows]
+    value_cache[block, place] = value[rows]
+
+
+def _unified_attention(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    block_table: torch.Tensor,
+    **_: Any,
+) -> None:
+    """Causal attention of each request's last rows over its ``seqused_k`` cached ones."""
+    group = q.shape[1] // k.shape[2]
+    bounds = cu_seqlens_q.tolist()
+    for request, length in enumerate(seqused_k.tolist()):
+        first, last = bounds[request : request + 2]
+        if last == first:
+            continue
+        at = torch.arange(max(length, 1))
+        blocks, places = block_table[request, at // k.shape[1]].long(), at % k.shape[1]
+        keys, values = (x[blocks, places].repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("thd,shd->hts", q[first:last], keys) * softmax_scale
+        seen = at <= (length - last + torch.arange(first, last))[:, None]
+        scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1).nan_to_num()
+        out[first:last] = torch.einsum("hts,shd->thd", scores, values)
+
+
+def stand_in() -> None:
+    """Put them in the place of vLLM's."""
+    from vllm.v1.attention.backends import triton_attn
+
+    module: Any = triton_attn
+    module.unified_attention = recorded(_unified_attention)
+    module.triton_reshape_and_cache_flash = recorded(_reshape_and_cache)

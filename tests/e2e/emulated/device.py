@@ -1,0 +1,196 @@
+"""What the CUDA engine asks of torch.cuda, of Triton and of vLLM's launches, on a CPU."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from emulated.tape import RUBBISH, Tape
+
+PROCESSORS = 2
+"""Few, as each splits the columns of attention further."""
+
+replays: Counter[str] = Counter()
+"""Of graphs, by who captured them."""
+
+_arriving: list[Callable[[], None]] = []
+_idle = False
+
+
+class Event:
+    """Brings what was copied to the host before it was recorded, to whoever waits for it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._brings: list[Callable[[], None]] = []
+        self._at = 0.0
+
+    def record(self, *_: Any) -> None:
+        self._brings, self._at = _arriving[:], time.perf_counter()
+
+    def synchronize(self) -> None:
+        for arrive in self._brings:
+            arrive()
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._at - self._at) * 1e3
+
+
+def synchronize(*_: Any) -> None:
+    for arrive in _arriving[:]:
+        arrive()
+
+
+class Graph:
+    """For ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.tape = Tape()
+        self.of = ""
+
+    def replay(self) -> None:
+        if Tape.recording is not None:
+            raise RuntimeError("a graph is replayed within a capture")
+        replays[self.of] += 1
+        self.tape.replay()
+
+    def reset(self) -> None:
+        self.tape = Tape()
+
+
+class Capture:
+    """For ``torch.cuda.graph``."""
+
+    def __init__(self, graph: Graph, *_: Any, **__: Any) -> None:
+        self._graph = graph
+
+    def __enter__(self) -> None:
+        self._graph.of = _capturing()
+        self._graph.tape.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._graph.tape.__exit__(*error)
+
+
+def _capturing() -> str:
+    """Who captures: the target, verification or drafting."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    from dyntree_plugin.engine.speculator import TreeSpeculator
+    from dyntree_plugin.engine.verifier import TreeVerifier
+
+    kinds = {CudaGraphManager: "target", TreeVerifier: "verification", TreeSpeculator: "drafting"}
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        own = frame.f_locals.get("self")
+        for kind, name in kinds.items():
+            if isinstance(own, kind):
+                return name
+    raise RuntimeError("nobody known captures")
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A copy to the host that does not wait arrives with an event."""
+    found = _STOCK_TO(tensor, *args, **kwargs)
+    if not kwargs.get("non_blocking") or args[:1] != ("cpu",):
+        return found
+    sent, arrived = found.clone(), torch.empty_like(found)
+    arrived.view(-1).view(torch.uint8).fill_(RUBBISH) if arrived.numel() else None
+
+    def arrive() -> None:
+        if arrive in _arriving:
+            _arriving.remove(arrive)
+            with torch.inference_mode():
+                arrived.copy_(sent)
+
+    _arriving.append(arrive)
+    return arrived
+
+
+_STOCK_TO = torch.Tensor.to
+
+
+def emulate() -> None:
+    """Replace what is missing, before vLLM's worker or the engine's CUDA side are imported."""
+    # vLLM's own patches of torch.cuda, which these come after.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+    from vllm.platforms import current_platform
+
+    cuda: Any = torch.cuda
+    cuda.Event, cuda.CUDAGraph, cuda.graph = Event, Graph, Capture
+    cuda.is_current_stream_capturing = lambda: Tape.recording is not None
+    cuda._sleep = lambda cycles: None
+    cuda.synchronize = torch.accelerator.synchronize = synchronize
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=PROCESSORS
+    )
+    torch.Tensor.to = _to  # type: ignore[assignment, method-assign]
+    platform: Any = type(current_platform)
+    platform.graph_pool_handle = classmethod(lambda cls: (0, 1))
+    # The layers of attention launch within the capture instead of behind an operation.
+    platform.opaque_attention_op = classmethod(lambda cls: False)
+    _quicken_interpreter()
+    _record_launches()
+
+
+def _quicken_interpreter() -> None:
+    """What it does over and over: patch Triton's language for every call of a function within a
+    kernel, where once is enough, and look for overflows of integers."""
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in patched:
+            patched.add(self.fn)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    function: Any = interpreter.InterpretedFunction
+    function.__call__ = call
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+
+def _record_launches() -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+    from vllm.triton_utils.dispatcher import KernelOverride
+
+    for owner, name in ((InterpretedFunction, "run"), (KernelOverride, "_launch")):
+        setattr(owner, name, recorded(getattr(owner, name)))
+
+
+def recorded(kernel: Callable[..., None]) -> Callable[..., None]:
+    """A kernel that is recorded as one, with everything that it was launched with."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        if Tape.recording is not None:
+            Tape.recording.launch(kernel, args, kwargs)
+        elif not _idle:
+            kernel(*args, **kwargs)
+
+    return launch
+
+
+@contextmanager
+def idle() -> Iterator[None]:
+    """Without kernels, where nothing depends on what they would have written."""
+    global _idle
+    _idle = True
+    try:
+        yield
+    finally:
+        _idle = False

@@ -1,0 +1,153 @@
+"""A CUDA graph's stand-in: operations recorded with their addresses, and executed again on these.
+
+A replay runs no Python of the engine, so what the host computed at capture stays as it was. Memory
+that was allocated within the capture holds rubbish before a replay, and after it too unless the
+engine kept a tensor in it: other graphs may use a pool's memory. Memory from elsewhere has to be
+still there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+RUBBISH = 0xFF
+"""Of every byte: NaN, or -1."""
+
+aten = torch.ops.aten
+_UNWRITTEN = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+_WAITING = {aten.item, aten._local_scalar_dense, aten.is_nonzero, aten.equal}
+_INDEXING = {aten.index, aten.index_put, aten.index_put_}
+
+
+class Tape(TorchDispatchMode):
+    """Records while it is entered; `replay` executes what was recorded."""
+
+    recording: ClassVar[Tape | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], Any]] = []
+        # Storages by the address of their object: allocated within, and from elsewhere.
+        self._own: dict[int, torch.UntypedStorage] = {}
+        self._others: dict[int, StorageWeakRef] = {}
+
+    def __enter__(self) -> Self:
+        Tape.recording = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Tape.recording = None
+        super().__exit__(*error)
+        self._spoil()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.lift_fresh.default:  # makes a tensor of the host's memory
+            return func(*args, **kwargs)
+        _refuse_waiting(func, args, kwargs)
+        arguments = tree_map_only(torch.Tensor, self._at, (args, kwargs))
+        given = _storages((args, kwargs))
+        found = func(*args, **kwargs)
+        into = [self._new(each, given) for each in tree_flatten(found)[0]]
+        if func in _UNWRITTEN:
+            found.zero_()  # what reads it now, as no kernel has run, has to find indices
+        else:
+            self.steps.append(partial(_again, partial(func, *arguments[0], **arguments[1]), into))
+        return found
+
+    def launch(self, kernel: Callable[..., None], args: tuple[Any, ...], kwargs: Any) -> None:
+        """Record a kernel, which is not run now."""
+        with _disable_current_modes():
+            own_args, own_kwargs = tree_map_only(torch.Tensor, self._at, (args, kwargs))
+            self.steps.append(partial(kernel, *own_args, **own_kwargs))
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        if any(storage.expired() for storage in self._others.values()):
+            raise RuntimeError("a graph is replayed whose memory was freed")
+        self._spoil()
+        for step in self.steps:
+            step()
+        self._spoil(kept=True)
+
+    def _at(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, which this does not keep."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own and storage._cdata not in self._others:
+            self._others[storage._cdata] = StorageWeakRef(storage)
+        return _alias(tensor)
+
+    def _new(self, found: Any, given: set[int]) -> torch.Tensor | None:
+        """Where a result has to be written at a replay; None for one that is an argument's."""
+        if not isinstance(found, torch.Tensor):
+            return None
+        storage = found.untyped_storage()
+        if storage._cdata in given:
+            return None
+        self._own.setdefault(storage._cdata, storage)
+        return _alias(found)
+
+    def _spoil(self, kept: bool = False) -> None:
+        """Fill own memory with rubbish; what the engine has tensors in is ``kept``."""
+        with _disable_current_modes():
+            for storage in self._own.values():
+                used = torch._C._storage_Use_Count(storage._cdata) > 1  # type: ignore[attr-defined]
+                if storage.nbytes() and not (kept and used):
+                    ctypes.memset(storage.data_ptr(), RUBBISH, storage.nbytes())
+
+
+def _again(call: Callable[[], Any], into: list[torch.Tensor | None]) -> None:
+    for value, place in zip(tree_flatten(call())[0], into, strict=True):
+        if place is not None:
+            place.copy_(value)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return tensor.detach()
+    at = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
+    memory = torch.frombuffer(at, dtype=torch.uint8).untyped_storage()
+    alias = torch.empty(0, dtype=tensor.dtype)
+    return alias.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _storages(values: Any) -> set[int]:
+    return {
+        each.untyped_storage()._cdata
+        for each in tree_flatten(values)[0]
+        if isinstance(each, torch.Tensor)
+    }
+
+
+def _refuse_waiting(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises for what no stream can capture: it makes the host wait, or copies from its memory."""
+    packet, tags = func.overloadpacket, func.tags
+    if packet in _INDEXING:
+        masks = [index for index in args[1] if index is not None and index.dtype is torch.bool]
+        filled = packet is not aten.index and args[2].numel() == 1 and len(args[1]) == 1
+        waits = bool(masks) and not filled
+    elif packet is aten.repeat_interleave:
+        waits = isinstance(args[-1], torch.Tensor) and kwargs.get("output_size") is None
+    else:
+        dependent = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        waits = packet in _WAITING or not dependent.isdisjoint(tags)
+    if waits:
+        raise RuntimeError(f"{func} cannot be captured")

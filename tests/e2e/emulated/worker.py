@@ -1,0 +1,97 @@
+"""vLLM's CPU worker with the CUDA engine in it, and the configuration of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from emulated.attention import stand_in
+from emulated.device import emulate, idle
+
+emulate()
+
+from dyntree_plugin.engine.cpu import install  # noqa: E402
+
+install()
+
+from vllm.config import CUDAGraphMode, VllmConfig  # noqa: E402
+from vllm.v1.attention.backends.registry import (  # noqa: E402
+    AttentionBackendEnum,
+    register_backend,
+)
+from vllm.v1.worker import gpu_worker  # noqa: E402
+from vllm.v1.worker.cpu import model_runner  # noqa: E402
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
+from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
+from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
+
+from dyntree_plugin import plugin  # noqa: E402
+from dyntree_plugin.engine import config  # noqa: E402
+from dyntree_plugin.engine.gpu.runner import TreeGPUModelRunner  # noqa: E402
+from dyntree_plugin.engine.gpu.worker import TreeGPUWorker  # noqa: E402
+
+
+class _StartsAsOnCuda(CPUWorker):
+    compile_or_warm_up_model = gpu_worker.Worker.compile_or_warm_up_model
+
+    def determine_available_memory(self) -> int:
+        """As on CUDA, where graphs are captured over a cache that is then thrown away."""
+        runner: Any = self.model_runner
+        with idle():
+            runner.profile_run()
+            if runner.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+                runner.profile_cudagraph_memory()
+        return int(super().determine_available_memory())
+
+
+class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
+    """The CUDA worker of ours on vLLM's of the CPU."""
+
+    def init_device(self) -> None:
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "dyntree_plugin.engine.attention.cuda.TreeTritonAttentionBackend",
+        )
+        with mock.patch.object(model_runner, "CPUModelRunner", TreeGPUModelRunner):
+            super().init_device()
+        init_workspace_manager(torch.device("cpu"))
+
+
+def _zeroing(stock: Any) -> Any:
+    """vLLM's kernel also zeroes the rows that pad a graph; its CPU implementation has none."""
+
+    def gather(self: Any, requests: torch.Tensor, padded: int, *args: Any) -> Any:
+        found = stock(self, requests, padded, *args)
+        for table in found:
+            table[len(requests) :].zero_()
+        return found
+
+    return lambda self, idx_mapping, num_reqs_padded, *args: gather(
+        self, idx_mapping, num_reqs_padded, *args
+    )
+
+
+def configure() -> None:
+    """Have engines with trees be configured as on CUDA, with asynchronous scheduling and graphs."""
+    stand_in()
+    # Of models that ask for kernels of their own, with their dependencies.
+    gpu_worker.kernel_warmup = lambda worker: None  # type: ignore[assignment]
+    tables: Any = BlockTables
+    tables.gather_block_tables = _zeroing(tables.gather_block_tables)
+    plugin.WORKERS["cuda"] = f"{__name__}.EmulatedWorker"
+    module: Any = plugin
+    admit, settle = plugin.admit, plugin.settle
+
+    def settle_as_on_cuda(vllm_config: VllmConfig, device_type: str) -> None:
+        vllm_config.scheduler_config.async_scheduling = True
+        if not vllm_config.model_config.enforce_eager:
+            vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            vllm_config.compilation_config.cudagraph_capture_sizes = None
+            vllm_config._set_cudagraph_sizes()
+        settle(vllm_config, "cuda")
+
+    module.admit = lambda vllm_config, options, device_type: admit(vllm_config, options, "cuda")
+    module.settle = settle_as_on_cuda
+    config._drafting_ends = lambda vllm_config: False  # type: ignore[attr-defined]

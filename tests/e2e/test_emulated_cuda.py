@@ -1,0 +1,140 @@
+"""The CUDA engine, graphs and kernels included, emulated on a CPU: the tokens are those without
+trees. Where it is emulated and what that cannot show, emulated/__init__.py says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import workload
+from comparison import Outputs, by_request, mismatches
+from emulated.models import make_pair
+from emulated_engine import Emulated, serve_emulated
+from engine_process import Request, Result, Run, serve
+from workload import ask
+
+pytestmark = pytest.mark.e2e
+
+NODES, SEQUENCES = 8, 4
+PROMPT_TOKENS = 16
+LIMITS = {
+    "max_model_len": 128,
+    "max_num_seqs": SEQUENCES,
+    "max_num_batched_tokens": 96,
+    "num_gpu_blocks_override": 40,
+}
+"""Every launch takes the interpreter milliseconds for each of its programs."""
+TREE = {"node_budget": NODES, "max_depth": 4, "width": 2, "children": 3}
+AS_ON_CUDA = {"enforce_eager": False, "compilation_config": {"mode": 0}}
+
+
+def _short(*requests: Request) -> list[Request]:
+    return [replace(request, keep=PROMPT_TOKENS) for request in requests]
+
+
+MIXED = _short(
+    ask(0, "greedy", max_tokens=9, ignore_eos=True),
+    ask(1, "full", max_tokens=12, ignore_eos=True),
+    ask(2, "full", max_tokens=7, ignore_eos=True, top_k=5, top_p=0.9),
+    ask(3, "nucleus", max_tokens=11, ignore_eos=True),
+    # These come when the slots of the first are free, to others that decode.
+    ask(4, "greedy", max_tokens=8, ignore_eos=True, repetition_penalty=1.3),
+    ask(5, "full", max_tokens=8, structured_outputs={"regex": r"(ab|cd){2,9}[0-9]{2,5}!"}),
+    ask(6, "greedy", max_tokens=10, ignore_eos=True),
+)
+"""Short prompts, as many again as there are slots."""
+BROKEN = _short(*(ask(n, "full", max_tokens=14, ignore_eos=True) for n in range(10, 13)))
+"""Three at a time, which graphs of four serve."""
+CONTROLS = ("tree_moves", "stale_masks", "padding_is_alive", "without_kv_move")
+RUNS = {
+    "mixed": Run(MIXED),
+    "three": Run(BROKEN),
+    **{name: Run(BROKEN, sabotage=name) for name in CONTROLS},
+}
+EMULATED = {
+    "fixed": RUNS,
+    "adaptive": {"mixed": RUNS["mixed"]},
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    plain: Outputs
+    on_cpu: Result
+    emulated: Mapping[str, Mapping[str, Emulated]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    target, draft = make_pair(tmp_path_factory.mktemp("pair"))
+    plain = {**workload.without_tree(model=target), **LIMITS}
+    every = Run([*MIXED, *BROKEN])
+
+    def trees(budget: str) -> dict[str, Any]:
+        engine = workload.with_options(NODES, budget=budget, **TREE)
+        speculation = {**engine["speculative_config"], "model": draft}
+        return {**engine, **LIMITS, "model": target, "speculative_config": speculation}
+
+    with ThreadPoolExecutor(2) as pool:
+        emulated: dict[str, Future[dict[str, Emulated]]] = {
+            budget: pool.submit(serve_emulated, {**trees(budget), **AS_ON_CUDA}, runs)
+            for budget, runs in EMULATED.items()
+        }
+        without = pool.submit(serve, plain, {"every": every}, 1)
+        on_cpu = pool.submit(serve, trees("fixed"), {"mixed": RUNS["mixed"]}, 1)
+        yield Served(
+            by_request(every, without.result()["every"]),
+            on_cpu.result()["mixed"],
+            {budget: future.result() for budget, future in emulated.items()},
+        )
+
+
+def accepted(result: Result) -> float:
+    return result.metrics["vllm:spec_decode_num_accepted_tokens_total"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "name"),
+    [
+        (budget, name)
+        for budget, runs in EMULATED.items()
+        for name, run in runs.items()
+        if run.sabotage is None
+    ],
+)
+def test_the_tokens_are_those_without_trees(budget: str, name: str, served: Served) -> None:
+    result = served.emulated[budget][name].result
+    found = mismatches(EMULATED[budget][name], result, served.plain)
+    assert not [(request.params, mine.tokens, other.tokens) for request, mine, other in found]
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_is_broken_changes_tokens(name: str, served: Served) -> None:
+    assert mismatches(RUNS[name], served.emulated["fixed"][name].result, served.plain)
+
+
+def test_whole_trees_are_accepted_as_on_the_cpu(served: Served) -> None:
+    found = served.emulated["fixed"]["mixed"].result
+    assert accepted(found) == pytest.approx(accepted(served.on_cpu), rel=0.1)
+    assert accepted(found) > sum(request.params["max_tokens"] for request in MIXED) / 3
+    assert found.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
+
+
+@pytest.mark.parametrize("reason", ["penalties", "structured_output"])
+def test_chains_are_verified_too(reason: str, served: Served) -> None:
+    metrics = served.emulated["fixed"]["mixed"].result.metrics
+    assert metrics[f"vllm:dyntree_fallback_steps_total{{reason={reason}}}"] > 0
+
+
+def test_an_adaptive_budget_verifies_trees(served: Served) -> None:
+    assert accepted(served.emulated["adaptive"]["mixed"].result) > 0
+
+
+@pytest.mark.parametrize("budget", EMULATED)
+def test_the_steps_were_replayed(budget: str, served: Served) -> None:
+    emulated = served.emulated[budget]["mixed"]
+    assert emulated.replays.keys() == {"target", "verification", "drafting"}
+    assert min(emulated.replays.values()) >= len(emulated.result.seconds) / 3
