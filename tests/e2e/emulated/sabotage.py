@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -40,15 +40,13 @@ def stale_masks(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def padding_is_alive(runner: Any) -> Iterator[None]:
-    """What fills a batch up is taken for its first request."""
-    from dyntree_plugin.engine.gpu.graphs import RequestGraphs
+    """Rows that fill a graph of the target up write to the cache, where the first row does."""
+    stock = runner.prepare_attn
 
-    stock = RequestGraphs.fill
+    def prepare_attn(batch: Any) -> Any:
+        tables, slots = stock(batch)
+        slots[:, batch.num_tokens :] = slots[:, :1]
+        return tables, slots
 
-    def fill(self: Any, arguments: Sequence[torch.Tensor]) -> None:
-        stock(self, arguments)
-        packed = self._inputs[0].buffer
-        packed[arguments[0].shape[0] :] = packed[0]
-
-    with mock.patch.object(RequestGraphs, "fill", fill):
+    with mock.patch.object(runner, "prepare_attn", prepare_attn):
         yield
