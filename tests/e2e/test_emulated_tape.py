@@ -1,4 +1,4 @@
-"""What stands for a CUDA graph in test_emulated_cuda forgives no more than a graph does."""
+"""What stands for CUDA in test_emulated_cuda forgives no more than CUDA does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from emulated.device import Event, to
 from emulated.tape import Tape
 
 
@@ -76,6 +77,16 @@ def test_freed_memory_is_not_read() -> None:
     with pytest.raises(RuntimeError, match="freed"):
         tape.replay()
     assert len(found) == 2
+
+
+def test_a_copy_to_the_host_arrives_with_its_event() -> None:
+    given, event = torch.ones(2), Event()
+    copy = to(given, "cpu", non_blocking=True)
+    event.record()
+    given += 1
+    assert copy.isnan().all()
+    event.synchronize()
+    assert copy.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,14 @@ def _capturing() -> str:
     raise RuntimeError("nobody known captures")
 
 
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A copy to the host that does not wait arrives with an event."""
     found = _STOCK_TO(tensor, *args, **kwargs)
     if not kwargs.get("non_blocking") or args[:1] != ("cpu",):
         return found
     sent, arrived = found.clone(), torch.empty_like(found)
-    arrived.view(-1).view(torch.uint8).fill_(RUBBISH) if arrived.numel() else None
+    if arrived.numel():
+        arrived.view(-1).view(torch.uint8).fill_(RUBBISH)
 
     def arrive() -> None:
         if arrive in _arriving:
@@ -138,7 +139,7 @@ def emulate() -> None:
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, multi_processor_count=PROCESSORS
     )
-    torch.Tensor.to = _to  # type: ignore[assignment, method-assign]
+    torch.Tensor.to = to  # type: ignore[assignment, method-assign]
     platform: Any = type(current_platform)
     platform.graph_pool_handle = classmethod(lambda cls: (0, 1))
     # The layers of attention launch within the capture instead of behind an operation.
