@@ -28,7 +28,12 @@ LIMITS = {
 }
 """Every launch takes the interpreter milliseconds for each of its programs."""
 TREE = {"node_budget": NODES, "max_depth": 4, "width": 2, "children": 3}
-AS_ON_CUDA = {"enforce_eager": False, "compilation_config": {"mode": 0}}
+GRAPHS = {
+    "fixed": {"cudagraph_capture_sizes": [requests * (NODES + 1) for requests in (1, 2, 4)]},
+    "adaptive": {},
+}
+"""Those of the first pad three requests to four; vLLM's own choice has one for each number of them,
+as they are few."""
 
 
 def _short(*requests: Request) -> list[Request]:
@@ -78,9 +83,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         speculation = {**engine["speculative_config"], "model": draft}
         return {**engine, **LIMITS, "model": target, "speculative_config": speculation}
 
+    def as_on_cuda(budget: str) -> dict[str, Any]:
+        graphs = {"mode": 0, **GRAPHS[budget]}
+        return {**trees(budget), "enforce_eager": False, "compilation_config": graphs}
+
     with ThreadPoolExecutor(2) as pool:
         emulated: dict[str, Future[dict[str, Emulated]]] = {
-            budget: pool.submit(serve_emulated, {**trees(budget), **AS_ON_CUDA}, runs)
+            budget: pool.submit(serve_emulated, as_on_cuda(budget), runs)
             for budget, runs in EMULATED.items()
         }
         without = pool.submit(serve, plain, {"every": every}, 1)

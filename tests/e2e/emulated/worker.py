@@ -83,15 +83,20 @@ def configure() -> None:
     plugin.WORKERS["cuda"] = f"{__name__}.EmulatedWorker"
     module: Any = plugin
     admit, settle = plugin.admit, plugin.settle
+    sizes: list[list[int] | None] = []
+
+    def admit_as_on_cuda(vllm_config: VllmConfig, options: Any, device_type: str) -> None:
+        # Those of graphs, which vLLM's platform of the CPU forgets before it is settled.
+        sizes[:] = [vllm_config.compilation_config.cudagraph_capture_sizes]
+        admit(vllm_config, options, "cuda")
 
     def settle_as_on_cuda(vllm_config: VllmConfig, device_type: str) -> None:
         vllm_config.scheduler_config.async_scheduling = True
         if not vllm_config.model_config.enforce_eager:
             vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-            vllm_config.compilation_config.cudagraph_capture_sizes = None
+            vllm_config.compilation_config.cudagraph_capture_sizes = sizes[0]
             vllm_config._set_cudagraph_sizes()
         settle(vllm_config, "cuda")
 
-    module.admit = lambda vllm_config, options, device_type: admit(vllm_config, options, "cuda")
-    module.settle = settle_as_on_cuda
+    module.admit, module.settle = admit_as_on_cuda, settle_as_on_cuda
     config._drafting_ends = lambda vllm_config: False  # type: ignore[attr-defined]
