@@ -39,7 +39,7 @@ def _path(parents, node, max_depth, NODES: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _report(
-    OUT, grown, admitted, values, depths, nodes, real, path, count, emitted, max_depth,
+    OUT, grown, admitted, values, levels, nodes, path, count, emitted, max_depth,
     RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tl.store(OUT, grown.to(tl.float64))
@@ -49,9 +49,9 @@ def _report(
     chances = tl.exp(values.to(tl.float64))
     if RANKED:
         tl.store(OUT + node, chances, mask=node < nodes)
-        tl.store(OUT + nodes + node, depths.to(tl.float64), mask=node < nodes)
+        tl.store(OUT + nodes + node, levels.to(tl.float64), mask=node < nodes)
         OUT += 2 * nodes
-    depths = tl.where(real, depths, 0)
+    depths = tl.where(node < count, levels, 0)
     moved = (path >= 0) & (path != tl.arange(0, LEVELS))
     tl.store(OUT, count.to(tl.float64))
     tl.store(OUT + 1, tl.max(depths, 0).to(tl.float64))
@@ -115,8 +115,8 @@ def _walk(
     tl.store(REJECTED + request, rejected)
 
     _report(
-        REPORT + request * s_report, grown, admitted, values, depths, nodes, real, path, count,
-        emitted, max_depth, RANKED, NODES, LEVELS, TILE,
+        REPORT + request * s_report, grown, admitted, values, depths, nodes, path, count, emitted,
+        max_depth, RANKED, NODES, LEVELS, TILE,
     )  # fmt: skip
 
 
@@ -145,8 +145,8 @@ class Walked(NamedTuple):
     int32 [R]: tokens that the request has got, 0 while its prompt is incomplete, and ``rejected``
     the rest of its rows, 0 while it is.
 
-    ``report`` float64 [R, C], what is counted: nodes that were grown, and admitted; if they are
-    asked for, of every node the chance, N columns, and the depth; nodes that were verified, the
+    ``report`` float64 [R, C], what is counted: nodes that were grown, and admitted; the chance of
+    every node and its depth, N columns each, if they are asked for; nodes that were verified, the
     depth of the deepest, accepted nodes that change place, ``emitted``; nodes that were verified at
     depth 1 to D; the sum of their chances at depth 1 to D.
     """
@@ -171,7 +171,7 @@ def walk(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -
     """Accept the paths that the target's samples follow.
 
     Children of one node carry different tokens. ``max_depth``: levels of the deepest tree.
-    ``ranked``: whether the report has the chance and the depth of every node.
+    ``ranked``: whether the report has the chance and depth of every node.
 
     Raises:
         ValueError: for arrays that are not dense.

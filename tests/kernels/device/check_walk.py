@@ -136,6 +136,7 @@ def differences(ours: Walked, other: Walked, depth: int) -> list[str]:
     much as another exp is."""
     pairs = zip(Walked._fields, ours, other, strict=True)
     differing = [name for name, a, b in pairs if name != "report" and not torch.equal(a, b)]
+    # Chances of all nodes and their depths, where they are asked for.
     nodes = (ours.report.shape[1] - 6 - 2 * depth) // 2
     exact = torch.ones(ours.report.shape[1], dtype=torch.bool)
     exact[2 : 2 + nodes] = False
