@@ -109,4 +109,4 @@ class Requests:
     @cached_property
     def _numbers(self) -> torch.Tensor:
         """Columns that are not negative; 0 in what only fills the batch up."""
-        return self.packed.t().contiguous().clamp_(min=0)
+        return self.packed.clamp(min=0).t().contiguous()
