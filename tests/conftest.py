@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+FIGURE = "figure"
+"""Property of a test's report that holds what it has measured."""
+
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -23,6 +26,30 @@ TINY_LLAMA: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what tests have measured, those in other processes too."""
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]
+    told = [v for r in reports if r.when == "call" for k, v in r.user_properties if k == FIGURE]
+    if told:
+        terminalreporter.section("figures")
+    for text in told:
+        terminalreporter.line(str(text))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a module's tests, which share engines, in one process where there are several; those of
+    modules that share engines with others say so."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Has measured figures shown at the end of pytest's own output."""
+    return lambda text: record_property(FIGURE, text)
 
 
 @pytest.fixture(scope="session")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import workload
 from comparison import Outputs, by_request, explain, mismatches
-from engine_process import Result, serve
+from engine_process import PARALLEL, Result, serve
 from serving import server as serving_server
 
 Served = Callable[[str], Mapping[str, Result]]
 
-PARALLEL = min(os.cpu_count() or 1, 4)
 PLAIN = "plain"
 
 
@@ -77,14 +74,3 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server with trees, as the README starts it."""
     with serving_server(tmp_path_factory.mktemp("server")) as found:
         yield found.address
-
-
-@pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Shows measured figures among pytest's own output."""
-
-    def show(text: str) -> None:
-        with capsys.disabled():
-            sys.stdout.write(f"\n{text}\n")
-
-    return show

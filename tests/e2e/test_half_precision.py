@@ -10,8 +10,7 @@ from statistics import mean
 import pytest
 import torch
 import workload
-from conftest import PARALLEL
-from engine_process import Request, Result, Run, serve
+from engine_process import PARALLEL, Request, Result, Run, serve
 
 pytestmark = pytest.mark.e2e
 

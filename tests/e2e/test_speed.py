@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import speed
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
 
 
 @pytest.fixture(scope="module")
