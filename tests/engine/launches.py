@@ -164,7 +164,7 @@ def main(config: dict[str, Any]) -> None:
     from dyntree_plugin import pair
 
     paths = {name: str(path) for name, path in pair.paths().items()}
-    options = config.get("dyntree", {})
+    options = config.get("dyntree", {"budget": "fixed"})  # every step verifies a whole tree
     arguments: dict[str, Any] = {
         "model": paths["target"],
         "dtype": "bfloat16",
