@@ -29,21 +29,13 @@ TINY_LLAMA: dict[str, Any] = {
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what tests have measured, those in other processes too."""
+    """Show what tests have measured, at the end."""
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]
     told = [v for r in reports if r.when == "call" for k, v in r.user_properties if k == FIGURE]
     if told:
         terminalreporter.section("figures")
     for text in told:
         terminalreporter.line(str(text))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a module's tests, which share engines, in one process where there are several; those of
-    modules that share engines with others say so."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 @pytest.fixture

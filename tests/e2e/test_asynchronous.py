@@ -12,7 +12,7 @@ from engine_process import Run
 
 from dyntree_plugin.engine.config import node_buckets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("shared engines")]
+pytestmark = pytest.mark.e2e
 
 REQUESTS = workload.each_kind(range(24))
 # Drafts that a grammar checks are handed to the scheduler, which the runner on the CPU does not do

@@ -8,7 +8,7 @@ import pytest
 import workload
 from engine_process import Result
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("shared engines")]
+pytestmark = pytest.mark.e2e
 
 Served = Callable[[str], Mapping[str, Result]]
 

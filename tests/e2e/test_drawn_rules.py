@@ -11,7 +11,7 @@ from comparison import Outputs, mismatches
 from engine_process import Result
 from scipy.stats import chi2_contingency
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("shared engines")]
+pytestmark = pytest.mark.e2e
 
 Served = Callable[[str], Mapping[str, Result]]
 ENGINES = list(workload.DRAWN)

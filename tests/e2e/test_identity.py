@@ -10,7 +10,7 @@ import workload
 from comparison import Outputs, by_request, mismatches
 from engine_process import Result, serve
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("shared engines")]
+pytestmark = pytest.mark.e2e
 
 Served = Callable[[str], Mapping[str, Result]]
 Differing = Callable[[str, str], str]

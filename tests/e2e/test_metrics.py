@@ -9,7 +9,7 @@ from engine_process import Metrics, Result
 
 from dyntree_plugin.metrics.names import METRICS, PREFIX
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("shared engines")]
+pytestmark = pytest.mark.e2e
 
 Served = Callable[[str], Mapping[str, Result]]
 

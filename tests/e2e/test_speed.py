@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import speed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
