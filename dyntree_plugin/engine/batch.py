@@ -57,10 +57,6 @@ class Requests:
     packed: torch.Tensor
     spare: int
 
-    @classmethod
-    def of(cls, packed: torch.Tensor, spare: int) -> Requests:
-        return cls(packed, spare)
-
     @property
     def index(self) -> torch.Tensor:
         """Their places in vLLM's states, -1 for one that only fills the batch up."""

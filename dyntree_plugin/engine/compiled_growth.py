@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from dyntree_kernels.growth import GrowthSettings, RowBuffers, StepGrowth, TreeArrays
+from dyntree_kernels.growth import GrowthSettings, RowBuffers, StepGrowth
 from dyntree_plugin.engine.batch import Requests
 from dyntree_plugin.engine.draft_forwards import Roots
 from dyntree_plugin.engine.speculator import TreeSpeculator
@@ -88,6 +88,6 @@ def compiled_growth(
         coupled=plan.coupled,
         weights=estimate.weights if plan.calibrated else None,
         rows=rows,
-        trees=TreeArrays(*(getattr(trees, name) for name in TreeArrays._fields)),
+        trees=trees.arrays,
     )
     return growth_type(settings)

@@ -161,7 +161,7 @@ class TreeSpeculator(DraftForwards):
         return self._grow(self._unpacked(packed), roots, greedy)
 
     def _unpacked(self, packed: torch.Tensor) -> Requests:
-        return Requests.of(packed.to(self.device, non_blocking=True), self.trees.spare)
+        return Requests(packed.to(self.device, non_blocking=True), self.trees.spare)
 
     def _grow(self, requests: Requests, roots: Roots, greedy: bool) -> torch.Tensor:
         """Grow and store the trees of R requests; their node tokens, int64 [R, node_budget]."""

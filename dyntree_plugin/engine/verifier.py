@@ -149,7 +149,7 @@ class TreeVerifier:
         processed: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> tuple[Verification, torch.Tensor]:
-        requests = Requests.of(packed, self.trees.spare)
+        requests = Requests(packed, self.trees.spare)
         with self._clock("walk"):
             found, counted = self._walk(requests, sampled, processed, invalid_drafts)
         self._settle(found, requests)

@@ -21,7 +21,7 @@ def packed(requests: int) -> torch.Tensor:
 @pytest.mark.parametrize("requests", [1, 2, 3])
 def test_reading_requests_leaves_the_array_as_it_is(requests: int) -> None:
     array = packed(requests)
-    read = Requests.of(array, SPARE)
+    read = Requests(array, SPARE)
     names = ("index", "classes", "slots", "first", "drafts", "root", "prefill_len")
     numbers = [getattr(read, name)[0].item() for name in names]
     assert numbers == [3, 1, 3, 4, 2, 6, 10]

@@ -164,7 +164,7 @@ def same(ours: list[torch.Tensor], others: list[torch.Tensor], kernels: bool = F
 
 
 def test_the_host_says_where_the_rows_are() -> None:
-    requests = Requests.of(packed(5), spare=SLOTS)
+    requests = Requests(packed(5), spare=SLOTS)
     assert requests.slots.tolist() == requests.index.tolist() == IN_USE
     assert requests.first.tolist() == [0, 7, 14, 18, 25]
     assert requests.root.tolist() == [0, 7, 14, 18, 33]
