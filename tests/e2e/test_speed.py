@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import speed
+import torch
+from counting import Step, fastest, page_of_two_engines
 
 pytestmark = pytest.mark.e2e
 
@@ -42,3 +44,29 @@ def test_the_machinery_of_a_step_costs_few_plain_steps(
     """The pair is so small that a plain step is mostly overhead: of the same kind as ours, on the
     same machine."""
     assert speeds[batch].machinery <= 2 * AIM[batch] * speeds[batch].v1
+
+
+@pytest.mark.parametrize("batch", speed.BATCHES)
+def test_counting_takes_the_engine_less_than_a_hundredth_of_a_step(
+    batch: int, speeds: dict[int, speed.Speed], tell: Callable[[str], None]
+) -> None:
+    step = Step(batch)
+    with_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        spent = 1e3 * fastest(lambda: step.send(step.add_up(step.count())))
+    finally:
+        torch.set_num_threads(with_threads)
+    tell(f"counting a step of {batch}: {spent:.3f} ms of {speeds[batch].step:.2f}")
+    assert spent < speeds[batch].step / 100
+
+
+@pytest.mark.parametrize("batch", speed.BATCHES)
+def test_so_does_the_process_that_serves_the_metrics(
+    batch: int, speeds: dict[int, speed.Speed]
+) -> None:
+    step = Step(batch)
+    stats = step.add_up(step.count())
+    with page_of_two_engines() as page:
+        spent = 1e3 * fastest(lambda: page.observe(stats))
+    assert spent < speeds[batch].step / 100
