@@ -61,12 +61,13 @@ class Step:
         self.verification = Verification(
             path, tokens, self.slots, self.slots, counts, lengths + 1, self.slots
         )
+        # The walk writes it as it goes.
+        self.found = report(self.trees, self.slots, self.verification)
         self.encoder = MsgpackEncoder()
 
     def count(self) -> WorkerCounts:
         record = StepRecord(PlainCost((1, 16), 1024, (0.003, 0.006), (0.004, 0.009)))
-        found = report(self.trees, self.slots, self.verification)
-        record.sampled(self.prefilling, self.contexts, found, PLAN)
+        record.sampled(self.prefilling, self.contexts, self.found, PLAN)
         record.times = Measured(dict.fromkeys(STAGES, 0.002))
         record.draft_forwards, record.node_budget = SHAPE.max_depth, SHAPE.node_budget
         return StepTimes().complete(record)

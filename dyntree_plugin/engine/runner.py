@@ -16,6 +16,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from dyntree_kernels.learn import Learn
+from dyntree_kernels.walk import Walk
 from dyntree_plugin.drafters.children import ChildPicker, Perturb
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.batch import Requests, pack
@@ -33,7 +35,7 @@ from dyntree_plugin.engine.transfer import Send
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
 from dyntree_plugin.tree.row_cost import RowCost
-from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes
+from dyntree_plugin.tree.value import AcceptanceEstimate
 
 
 class TreeRunnerMixin(GPUModelRunner):
@@ -47,8 +49,9 @@ class TreeRunnerMixin(GPUModelRunner):
     # A platform's runner brings these.
     speculator_type: type[TreeSpeculator] = TreeSpeculator
     verifier_type: type[TreeVerifier] = TreeVerifier
-    estimate_type: type[AcceptanceEstimate] = AcceptanceEstimate
     perturb: Perturb
+    walk: Walk
+    learn: Learn
     clock: Clock
     send: Send
 
@@ -79,7 +82,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self.send = self.make_send()
         vocabulary = self.model_config.get_vocab_size()
         self.trees = TreeStore(self.max_num_reqs, plan, vocabulary, device)
-        self.estimate = self.estimate_type(device)
+        self.estimate = AcceptanceEstimate(device)
         # One more, for the trees' spare slot.
         self.chained = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
         # vLLM has no registry of speculators; the stock one of this method is dropped unused.
@@ -121,6 +124,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self.rejection_sampler: Any = self.verifier_type(
             self.sampler,
             self.trees,
+            self.walk,
             self.perturb,
             self.clock,
             self.input_buffers,
@@ -283,18 +287,15 @@ class TreeRunnerMixin(GPUModelRunner):
                 slots = self.block_tables.slot_mappings[group]
                 move(verification.path, verification.roots, slots)
         if self.trees.plan.calibrated:
-            self.learn(verification, requests)
-
-    def learn(self, verification: Verification, requests: Requests) -> None:
-        """Have the estimate observe what was taken of the trees."""
-        nodes = torch.arange(self.trees.shape.node_budget, device=requests.slots.device)
-        judged, taken = outcomes(
-            self.trees.parents[requests.slots],
-            verification.path,
-            nodes < verification.counts[:, None],
-        )
-        features = self.trees.features[requests.slots]
-        self.estimate.observe(features, judged, taken, requests.classes)
+            self.learn(
+                self.estimate.regression,
+                self.trees.features,
+                self.trees.parents,
+                verification.path,
+                verification.counts,
+                requests.index,
+                requests.classes,
+            )
 
     def _on_verified(
         self, verification: Verification, found: torch.Tensor, batch: InputBatch

@@ -75,7 +75,7 @@ def report(
     """What is to be counted of R requests at ``slots`` int64 [R], float64 [R, C], for StepRecord.
 
     The trees are those that waited for this step, and were verified if there is a verification.
-    Counts are exact in double precision. `dyntree_kernels.gpu.walk` names the columns.
+    Counts are exact in double precision. `Walked` names the columns.
     """
     columns = [trees.grown[slots, None], trees.admitted[slots, None]]
     if trees.plan.budget == "adaptive":
@@ -157,28 +157,29 @@ class StepRecord:
         arrival = self._arrival or at_hand(self._report)
         numbers = arrival().numpy()  # sync: it has arrived
         decoding = self._decoding
-        bounds = np.cumsum([1, 1, self._columns_of_growth])
-        grown, admitted, nodes_grown, verified = np.split(numbers, bounds, axis=1)
+        end = 2 + self._columns_of_growth
+        (grown, admitted), verified = numbers[:, :2].T, numbers[:, end:]
         # The slots hold trees of earlier steps where none grew.
         judged = decoding & (self.grown_by is not None)
         nodes, depths, moved, emitted = _columns(verified[:, :4])
-        by_depth, estimated = np.split(verified[:, 4:].sum(axis=0), 2)
+        of_depths: list[float] = verified[:, 4:].sum(axis=0).tolist()  # sync: host memory
+        levels = len(of_depths) // 2
         self._emitted = sum(emitted)
-        pruned = (grown - admitted, admitted - (verified[:, :1] if nodes else 0.0))
+        pruned = (grown - admitted, admitted - (verified[:, 0] if nodes else 0.0))
         return WorkerCounts(
             decoding.tolist(),  # sync: host memory
             nodes,
             depths,
             moved,
-            [int(at_depth) for at_depth in by_depth],
-            estimated.tolist(),  # sync: host memory
+            [int(at_depth) for at_depth in of_depths[:levels]],
+            of_depths[levels:],
             {
                 reason: int(cut[judged].sum())
                 for reason, cut in zip((BUDGET, SCHEDULER), pruned, strict=True)
             },
             self.draft_forwards,
             self.node_budget,
-            worth=self._worth(nodes_grown[judged]),
+            worth=self._worth(numbers[judged, 2:end]),
             grown_by=self.grown_by,
             row_cost=self.row_cost,
             fewest_forwards=self.fewest_forwards,

@@ -16,13 +16,14 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from dyntree_kernels.walk import BatchRows, Walk
 from dyntree_plugin.drafters.children import Perturb
 from dyntree_plugin.drafters.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.engine.batch import Requests
 from dyntree_plugin.engine.stats import report
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trees import TreeStore
-from dyntree_plugin.tree.verify.match import Accepted, match
+from dyntree_plugin.tree.verify.match import Accepted
 from dyntree_plugin.tree.verify.rules import DRAWN_RULES
 
 MAX_CHUNK_BYTES = 1 << 30
@@ -58,8 +59,7 @@ class TreeRows:
 
     ``roots`` int64 [R], ``nodes`` int64 [R, N]: rows. ``positions`` int64 [R] of the roots.
     ``tokens`` int64 [R, N] of the nodes. ``room`` int64 [R]: nodes that vLLM scheduled, whatever
-    the tree holds. ``counts`` int64 [R]: nodes that are verified, the first ones; ``valid`` bool
-    [R, N] says so of each, and that no grammar forbids it.
+    the tree holds. ``counts`` int64 [R]: nodes that are verified, the first ones.
     """
 
     roots: torch.Tensor
@@ -68,7 +68,6 @@ class TreeRows:
     tokens: torch.Tensor
     room: torch.Tensor
     counts: torch.Tensor
-    valid: torch.Tensor
 
     @property
     def root_and_nodes(self) -> torch.Tensor:
@@ -86,6 +85,7 @@ class TreeVerifier:
         self,
         sampler: Sampler,
         trees: TreeStore,
+        walk: Walk,
         perturb: Perturb,
         clock: Clock,
         buffers: InputBuffers,
@@ -98,6 +98,7 @@ class TreeVerifier:
         it, and its batch, before the output is copied to the host."""
         self.sampler = sampler
         self.trees = trees
+        self._sample_and_match = walk
         self._perturb = perturb
         self._clock = clock
         self._buffers = buffers
@@ -163,25 +164,18 @@ class TreeVerifier:
         invalid_drafts: torch.Tensor | None,
     ) -> tuple[Verification, torch.Tensor]:
         """Verify, by the plan's rule; and what is to be counted, before the next trees come."""
-        rows = self._rows(requests, sampled.shape[0], invalid_drafts)
-        if self.trees.plan.reads_draws and processed is not None:
-            accepted = self._walk_draws(rows, processed, requests)
-        else:
-            accepted = self._match(rows, sampled, requests.slots)
-        # The last token of a prompt that is incomplete is no output.
-        complete = self._buffers.seq_lens[: len(rows.roots)] >= requests.prefill_len
-        emitted = torch.where(complete, accepted.lengths + 1, 0)
-        rejected = torch.where(complete, requests.drafts + 1 - emitted, 0)
-        found = Verification(
-            accepted.path,
-            accepted.tokens,
-            requests.root,
-            rows.positions,
-            rows.counts,
-            emitted.int(),
-            rejected.int(),
+        trees, buffers = self.trees, self._buffers
+        if trees.plan.reads_draws:
+            if processed is None:
+                raise RuntimeError(f"rule {trees.plan.rule!r} needs the target's logits")
+            found = self._walk_draws(requests, processed)
+            return found, report(trees, requests.slots, found)
+        rows = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, invalid_drafts)
+        batch, ranked = BatchRows(requests.packed, *rows), trees.plan.budget == "adaptive"
+        *walked, counted = self._sample_and_match(
+            batch, trees.arrays, trees.shape.max_depth, ranked=ranked
         )
-        return found, report(self.trees, requests.slots, found)
+        return Verification(*walked), counted
 
     def _sample(
         self, logits: torch.Tensor, batch: InputBatch, want_logprobs: bool
@@ -222,9 +216,7 @@ class TreeVerifier:
         whole = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         return whole, torch.cat(kept) if keep else logits[:0]
 
-    def _rows(
-        self, requests: Requests, num_rows: int, invalid_drafts: torch.Tensor | None
-    ) -> TreeRows:
+    def _rows(self, requests: Requests, num_rows: int) -> TreeRows:
         trees, buffers = self.trees, self._buffers
         # A tree that was proposed while the prompt was incomplete starts from a token that was
         # never sampled.
@@ -235,31 +227,17 @@ class TreeVerifier:
 
         nodes = torch.arange(trees.shape.node_budget, device=room.device)
         rows = (requests.first[:, None] + 1 + nodes).clamp(max=num_rows - 1)
-        valid = nodes < counts[:, None]
-        if invalid_drafts is not None:
-            valid &= ~invalid_drafts[rows]
         last = buffers.input_ids.shape[0] - 1
         tokens = buffers.input_ids[(requests.root[:, None] + 1 + nodes).clamp(max=last)].long()
-        return TreeRows(requests.first, rows, positions, tokens, room, counts, valid)
+        return TreeRows(requests.first, rows, positions, tokens, room, counts)
 
-    def _match(self, rows: TreeRows, sampled: torch.Tensor, slots: torch.Tensor) -> Accepted:
-        trees = self.trees
-        return match(
-            rows.tokens,
-            trees.parents[slots],
-            trees.depths[slots],
-            trees.ancestors[slots],
-            rows.valid,
-            sampled[rows.root_and_nodes],
-            trees.shape.max_depth,
-        )
-
-    def _walk_draws(self, rows: TreeRows, logits: torch.Tensor, requests: Requests) -> Accepted:
+    def _walk_draws(self, requests: Requests, logits: torch.Tensor) -> Verification:
         """``logits`` [rows, V]: after temperature, top-k, penalties and whatever else applies.
 
         A node that a grammar forbids needs no mask: its probability is 0, and it stays a try.
         """
         trees, temperature, seeds = self.trees, requests.temperature, requests.seeds
+        rows = self._rows(requests, logits.shape[0])
         request = torch.arange(len(seeds), device=logits.device)
         row_of = rows.root_and_nodes
 
@@ -283,7 +261,23 @@ class TreeVerifier:
             uniforms.view(len(seeds), depth, children),
         )
         after = position + 1 + walk.lengths
-        return walk.emit(rows.tokens, self._gumbel(stream(seeds, BONUS), after, logits.shape[1]))
+        noise = self._gumbel(stream(seeds, BONUS), after, logits.shape[1])
+        return self._emit(walk.emit(rows.tokens, noise), rows, requests)
+
+    def _emit(self, accepted: Accepted, rows: TreeRows, requests: Requests) -> Verification:
+        # The last token of a prompt that is incomplete is no output.
+        complete = self._buffers.seq_lens[: len(rows.roots)] >= requests.prefill_len
+        emitted = torch.where(complete, accepted.lengths + 1, 0)
+        rejected = torch.where(complete, requests.drafts + 1 - emitted, 0)
+        return Verification(
+            accepted.path,
+            accepted.tokens,
+            requests.root,
+            rows.positions,
+            rows.counts,
+            emitted.int(),
+            rejected.int(),
+        )
 
     def _gumbel(self, seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
         zeros = torch.zeros(seeds.shape[0], count, device=seeds.device)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import torch
 
+from dyntree_kernels.learn import Regression
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
 FEATURES = 2
@@ -91,6 +92,12 @@ class AcceptanceEstimate:
         """float32 [CLASSES, 1 + FEATURES]: bias, then a weight per feature."""
         self.information = self._prior_information.repeat(CLASSES, 1, 1)
         """float32 [CLASSES, 1 + FEATURES, 1 + FEATURES]: the inverse of the weights' covariance."""
+
+    @property
+    def regression(self) -> Regression:
+        """The same tensors and constants, for kernels that observe."""
+        tensors = (self.weights, self.information, self.prior, self.low, self.high)
+        return Regression(*tensors, PRIOR_STRENGTH, self.memory, NEWTON_STEPS)
 
     def log_chance(self, features: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         """Log of the chance that the target takes each candidate if it gets there, at most 0.

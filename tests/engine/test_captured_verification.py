@@ -1,5 +1,5 @@
 """Verification in a padded batch at fixed addresses does what it does eagerly, and padding nothing;
-CUDA's kernels, in Triton's interpreter, do what the tensors do.
+CUDA's kernels, in Triton's interpreter, do what the CPU's do.
 
 Batches hold whole trees, a cut one, a slot that was cleared, and prompts, complete and not.
 """
@@ -21,6 +21,10 @@ from dyntree_plugin.engine.cpu import install
 
 install()  # the runner's modules need it before they are imported
 
+from dyntree_kernels.cpu.learn import learn as compiled_learning  # noqa: E402
+from dyntree_kernels.cpu.walk import walk as compiled_walk  # noqa: E402
+from dyntree_kernels.learn import Learn  # noqa: E402
+from dyntree_kernels.walk import Walk  # noqa: E402
 from dyntree_plugin.engine import batch as packing  # noqa: E402
 from dyntree_plugin.engine.batch import Requests, pack  # noqa: E402
 from dyntree_plugin.engine.gpu import verification  # noqa: E402
@@ -102,26 +106,25 @@ class Engine:
             clock=StageClock(), trees=trees, estimate=self.estimate,
             block_tables=SimpleNamespace(slot_mappings=slots),
         )  # fmt: skip
-        verifier_type, runner_type, mover = self.parts(kernels)
+        walk, runner.learn, mover = self.parts(kernels)
         runner._movers = [(0, mover)]
-        runner.learn = lambda *args: runner_type.learn(runner, *args)
         sampler: Any = SimpleNamespace()
-        self.verifier = verifier_type(
-            sampler, trees, None, StageClock(), buffers, None,  # type: ignore[arg-type]
+        self.verifier = GraphedTreeVerifier(
+            sampler, trees, walk, None, StageClock(), buffers, None,  # type: ignore[arg-type]
             lambda *args: TreeRunnerMixin._settle(runner, *args), lambda *args: None,
         )  # fmt: skip
         self.packed = packed(requests)
         logits = sum(DRAFTS[:requests]) + requests
         self.sampled = torch.randint(VOCAB, (logits,), generator=g)
 
-    def parts(self, kernels: bool) -> tuple[type[GraphedTreeVerifier], type[Any], Move]:
+    def parts(self, kernels: bool) -> tuple[Walk, Learn, Move]:
         if not kernels:
-            return GraphedTreeVerifier, TreeRunnerMixin, PathMover(self.move)
+            return compiled_walk, compiled_learning, PathMover(self.move)
         from dyntree_kernels.gpu.kv_move import KVMover
-        from dyntree_plugin.engine.gpu.runner import TreeGPUModelRunner
-        from dyntree_plugin.engine.gpu.verifier import GPUTreeVerifier
+        from dyntree_kernels.gpu.learn import learn
+        from dyntree_kernels.gpu.walk import walk
 
-        return GPUTreeVerifier, TreeGPUModelRunner, KVMover([self.cache.view(-1, 1, 1, 1)])
+        return walk, learn, KVMover([self.cache.view(-1, 1, 1, 1)])
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         moves = source >= 0
@@ -193,14 +196,11 @@ def test_a_batch_is_packed_once_and_each_batch_anew() -> None:
     [(1, False), (2, False), (3, False), (4, False), (5, False), by_kernels(5)],
 )
 def test_a_padded_batch_does_what_the_eager_one_does(requests: int, kernels: bool) -> None:
-    tensors, eager, captured = (
-        Engine(requests),
-        Engine(requests, kernels),
-        Engine(requests, kernels),
-    )
+    on_cpu = Engine(requests)
+    eager, captured = Engine(requests, kernels), Engine(requests, kernels)
     captured.verifier.capture(replayed, MOST)
     for _ in range(2):
-        expected, found = tensors.verify(), eager.verify()
+        expected, found = on_cpu.verify(), eager.verify()
         assert same(found, expected, kernels)
         assert same(captured.verify(), found)
     path, counts, emitted = expected[0], expected[4], expected[5]
@@ -209,8 +209,8 @@ def test_a_padded_batch_does_what_the_eager_one_does(requests: int, kernels: boo
         assert counts.tolist() == [6, 6, 3, 0, 0]
         assert emitted.tolist()[4] == 0
         assert len(path[:3].unique()) > 2
-        assert not torch.equal(tensors.cache, torch.arange(len(tensors.cache)))
-        learned = tensors.estimate.weights - AcceptanceEstimate("cpu").weights
+        assert not torch.equal(on_cpu.cache, torch.arange(len(on_cpu.cache)))
+        learned = on_cpu.estimate.weights - AcceptanceEstimate("cpu").weights
         assert learned.abs().max() > 10 * LEARNED
 
 
@@ -251,7 +251,7 @@ def test_drafts_that_a_grammar_forbids_are_verified_eagerly(kernels: bool) -> No
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this process runs them")
-def test_the_kernels_do_what_the_tensors_do() -> None:
+def test_the_kernels_do_what_those_of_the_cpu_do() -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from tree_cases import chain, make_case, random_tree, tree_mask, write
+from tree_cases import make_case, tree_mask, write
+from tree_shapes import chain, random_tree
 
 from dyntree_kernels.cpu.kv_move import KVMover, kv_move
 from dyntree_kernels.cpu.layout import unpack

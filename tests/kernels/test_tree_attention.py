@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from tree_cases import Case, chain, make_case, random_tree, star, tree_mask
+from tree_cases import Case, make_case, tree_mask
+from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention, _tree_attention
 from dyntree_kernels.cpu.kv_move import _move, kv_move

@@ -12,19 +12,6 @@ from dyntree_kernels.cpu.layout import offsets
 from dyntree_kernels.reference import masked_attention
 
 
-def random_tree(nodes: int, generator: torch.Generator) -> list[int]:
-    picks = torch.rand(nodes, generator=generator)
-    return [-1, *(int(picks[i] * i) for i in range(1, nodes))]
-
-
-def chain(nodes: int) -> list[int]:
-    return list(range(-1, nodes - 1))
-
-
-def star(nodes: int) -> list[int]:
-    return [-1] + [0] * (nodes - 1)
-
-
 def empty_cache(
     blocks: int, kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:

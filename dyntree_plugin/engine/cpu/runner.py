@@ -15,10 +15,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.kv_move import KVMover
+from dyntree_kernels.cpu.learn import learn
+from dyntree_kernels.cpu.walk import walk
 from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
-from dyntree_plugin.engine.cpu.estimate import CompiledEstimate
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator
 from dyntree_plugin.engine.kv import Move, PathMover
 from dyntree_plugin.engine.node_budget import AdaptiveBudget
@@ -31,8 +32,9 @@ from dyntree_plugin.tree.row_cost import RowCost
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     speculator_type = CPUTreeSpeculator
-    estimate_type = CompiledEstimate
     perturb = staticmethod(perturbed_logits)
+    walk = staticmethod(walk)
+    learn = staticmethod(learn)
     _budget: AdaptiveBudget | None = None
 
     def make_clock(self) -> Clock:
@@ -51,7 +53,6 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     def warm_up_kernels(self) -> None:
         cpu.warm_up()
         warm_up(self.dtype)  # type: ignore[arg-type]  # vLLM has resolved its name by now
-        CompiledEstimate(self.device).warm_up()
 
     def budget_by(self, cost: RowCost) -> None:
         if self.vllm_config.scheduler_config.async_scheduling:

@@ -13,21 +13,19 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from dyntree_kernels.gpu.growth import MOST_CANDIDATES, DeviceGrowth
 from dyntree_kernels.gpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.kv_move import KVMover
-from dyntree_kernels.gpu.learn import Regression, learn
+from dyntree_kernels.gpu.learn import learn
 from dyntree_kernels.gpu.place import place
-from dyntree_plugin.engine.batch import Requests
+from dyntree_kernels.gpu.walk import walk
 from dyntree_plugin.engine.gpu.capture import recorder
 from dyntree_plugin.engine.gpu.clock import EventClock
 from dyntree_plugin.engine.gpu.speculator import MOST_REQUESTS, GraphedTreeSpeculator
 from dyntree_plugin.engine.gpu.target_graphs import offer_larger, thin_out
 from dyntree_plugin.engine.gpu.transfer import StreamSend
-from dyntree_plugin.engine.gpu.verifier import GPUTreeVerifier
+from dyntree_plugin.engine.gpu.verification import GraphedTreeVerifier
 from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.transfer import Send
-from dyntree_plugin.engine.verifier import Verification
-from dyntree_plugin.tree.value import NEWTON_STEPS, PRIOR_STRENGTH
 
 HEAD_START_CYCLES = 40_000_000
 """20 ms at 2 GHz: about what launching an eager step of a large model takes."""
@@ -41,8 +39,10 @@ class GPUTreeSpeculator(GraphedTreeSpeculator):
 class TreeGPUModelRunner(TreeRunnerMixin):
     speculator_type = GPUTreeSpeculator
     speculator: GraphedTreeSpeculator
-    verifier_type = GPUTreeVerifier
+    verifier_type = GraphedTreeVerifier
     perturb = staticmethod(perturbed_logits)
+    walk = staticmethod(walk)
+    learn = staticmethod(learn)
 
     def make_clock(self) -> Clock:
         return EventClock()
@@ -65,19 +65,6 @@ class TreeGPUModelRunner(TreeRunnerMixin):
             self.trees.depths,
             self.trees.ancestors,
             batch.num_tokens,
-        )
-
-    def learn(self, verification: Verification, requests: Requests) -> None:
-        own, trees = self.estimate, self.trees
-        tensors = (own.weights, own.information, own.prior, own.low, own.high)
-        learn(
-            Regression(*tensors, PRIOR_STRENGTH, own.memory, NEWTON_STEPS),
-            trees.features,
-            trees.parents,
-            verification.path,
-            verification.counts,
-            requests.index,
-            requests.classes,
         )
 
     def get_ahead(self) -> None:

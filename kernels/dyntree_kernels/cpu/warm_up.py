@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.cpu import growth
+from dyntree_kernels.cpu import growth, learn, walk
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.kv_move import kv_move
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile tree attention and KV moves for caches and queries, growth for logits of `dtype`.
+    """Compile tree attention and KV moves for caches and queries, growth for logits of `dtype`,
+    walks and learning.
 
     Takes about 10 s the first time on a machine; later processes load numba's on-disk cache
     (next to the package, or in NUMBA_CACHE_DIR) in a fraction of a second.
@@ -23,3 +24,5 @@ def warm_up(dtype: torch.dtype) -> None:
     tree_attention(q, key, value, "vec", slot, slot[0], rows, one, torch.empty_like(q), 1.0)
     kv_move([key], [value], "vec", slot + 1, slot)
     growth.warm_up(dtype)
+    walk.warm_up()
+    learn.warm_up()

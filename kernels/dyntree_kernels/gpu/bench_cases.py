@@ -14,9 +14,9 @@ import torch
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.gpu.attention import tree_attention
 from dyntree_kernels.gpu.two_pass import two_pass_attention
-from dyntree_kernels.gpu.walk import BatchRows
 from dyntree_kernels.growth import TreeArrays
 from dyntree_kernels.reference import masked_attention
+from dyntree_kernels.walk import BatchRows
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, LAYERS = 32, 8, 128, 16, 32
 GROUP = HEADS // KV_HEADS
@@ -265,7 +265,7 @@ def walk_batch(requests: int, nodes: int, device: str = "cuda") -> tuple[BatchRo
     # A node's row is its token, and the next one, its heaviest child or none, is drawn at each.
     lens = torch.full((requests,), nodes + 1, dtype=torch.int32)
     batch = BatchRows(packed, rows + 1, rows.int(), rows, lens)
-    return BatchRows(*(x.to(device) for x in batch)), TreeArrays(*(x.to(device) for x in trees))
+    return BatchRows(*(x.to(device) for x in batch[:5])), TreeArrays(*(x.to(device) for x in trees))
 
 
 def active_tiles(bits: torch.Tensor, columns: int, size: int = 32) -> int:

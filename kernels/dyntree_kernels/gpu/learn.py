@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+
+from dyntree_kernels.learn import Regression, check_dense
 
 _TILE = 1024  # nodes that are looked at together
 
@@ -131,21 +131,6 @@ def _between(x, LOW, HIGH):
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
-class Regression(NamedTuple):
-    """``weights`` float32 [classes, 3] and ``information`` [classes, 3, 3], which are changed.
-    ``prior``, ``low``, ``high`` float32 [3]: what is known before of the weights, as sure as
-    ``strength``, and their bounds. ``memory``: judged nodes after which one counts for 1/e."""
-
-    weights: torch.Tensor
-    information: torch.Tensor
-    prior: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-    strength: float
-    memory: float
-    steps: int
-
-
 def learn(
     regression: Regression,
     features: torch.Tensor,
@@ -155,22 +140,12 @@ def learn(
     slots: torch.Tensor,
     classes: torch.Tensor,
 ) -> None:
-    """Learn which nodes the target took, of those whose parent is the root or was taken.
-
-    Args:
-        features: float32 [S, N, 2], and parents: int64 [S, N], the trees.
-        path: int64 [R, D] of dense rows, the nodes that were taken, -1 after the last.
-        counts: int64 [R], nodes that were verified, the first ones.
-        slots: int64 [R], where the requests' trees are; not read where there is no class.
-        classes: int64 [R], a request's class; -1 for none. Slots and classes may be columns of
-            one array.
+    """As `Learn`; ``slots`` and ``classes`` may be columns of one array.
 
     Raises:
-        ValueError: for other arrays that are not dense.
+        ValueError: as it does, and where those two are not laid out alike.
     """
-    dense = (array.is_contiguous() for array in (features, parents, counts, *regression[:5]))
-    if not all(dense) or path.stride(1) != 1:
-        raise ValueError("the arrays of the trees and the regression must be dense")
+    check_dense(regression, features, parents, path, counts)
     if slots.stride() != classes.stride():
         raise ValueError(
             f"slots {slots.stride()} and classes {classes.stride()} must be laid out alike"

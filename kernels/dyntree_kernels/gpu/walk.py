@@ -9,13 +9,11 @@ all at once, and the walk then needs no memory.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 from dyntree_kernels.growth import TreeArrays
+from dyntree_kernels.walk import BatchRows, Walked, room_for
 
 _PER_WARP = 64  # nodes
 _PAIRS_PER_WARP = 1024  # of a level and a node, that are added up at a time
@@ -69,10 +67,10 @@ def _report(
 
 @triton.jit
 def _walk(
-    REQUESTS, SAMPLED, IDS, ROW_POSITIONS, SEQ_LENS,
+    REQUESTS, SAMPLED, IDS, ROW_POSITIONS, SEQ_LENS, FORBIDDEN,
     PARENTS, DEPTHS, VALUES, STORED, ADMITTED, GROWN,
     PATH, TOKENS, ROOTS, POSITIONS, COUNTS, EMITTED, REJECTED, REPORT,
-    s_requests, s_report, nodes, max_depth,
+    s_requests, s_report, nodes, max_depth, GRAMMAR: tl.constexpr,
     RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
@@ -95,7 +93,10 @@ def _walk(
     grown, admitted = tl.load(GROWN + slot), tl.load(ADMITTED + slot)
     carried = tl.load(IDS + root + 1 + node, mask=scheduled, other=-1)
     drawn = tl.load(SAMPLED + first + 1 + parents, mask=real, other=-2)
-    parents = tl.where(real & (carried == drawn), parents, -2)
+    agrees = real & (carried == drawn)
+    if GRAMMAR:
+        agrees &= tl.load(FORBIDDEN + first + 1 + node, mask=real, other=1) == 0
+    parents = tl.where(agrees, parents, -2)
     path, length = _path(parents, node, max_depth, NODES, LEVELS)
 
     # The last token of a prompt that is incomplete is no output.
@@ -120,47 +121,6 @@ def _walk(
     )  # fmt: skip
 
 
-class BatchRows(NamedTuple):
-    """A batch of R requests, T rows and L rows of logits.
-
-    ``requests`` int64 [R, at least 5], dense rows: where a request's tree is stored, row of its
-    root among those of logits, rows of nodes behind it, row of the root among all, tokens of its
-    prompt; -1 throughout in what only fills the batch up. ``sampled`` int64 [L]: the target's
-    draws. ``ids`` int32 and ``positions`` int64 [T]. ``seq_lens`` int32 [R].
-    """
-
-    requests: torch.Tensor
-    sampled: torch.Tensor
-    ids: torch.Tensor
-    positions: torch.Tensor
-    seq_lens: torch.Tensor
-
-
-class Walked(NamedTuple):
-    """What a walk over R requests and trees of at most D levels gives.
-
-    ``path`` int64 [R, D]: accepted nodes from the root down, -1 after the last. ``tokens`` int64
-    [R, D + 1]: the target's along the path, then the one at the root. ``roots`` int64 [R]: their
-    rows among all, and ``positions``. ``counts`` int64 [R]: nodes that were verified. ``emitted``
-    int32 [R]: tokens that the request has got, 0 while its prompt is incomplete, and ``rejected``
-    the rest of its rows, 0 while it is.
-
-    ``report`` float64 [R, C], what is counted: nodes that were grown, and admitted; the chance of
-    every node and its depth, N columns each, if they are asked for; nodes that were verified, the
-    depth of the deepest, accepted nodes that change place, ``emitted``; nodes that were verified at
-    depth 1 to D; the sum of their chances at depth 1 to D.
-    """
-
-    path: torch.Tensor
-    tokens: torch.Tensor
-    roots: torch.Tensor
-    positions: torch.Tensor
-    counts: torch.Tensor
-    emitted: torch.Tensor
-    rejected: torch.Tensor
-    report: torch.Tensor
-
-
 def tiling(nodes: int, levels: int) -> tuple[int, int]:
     """Warps of a program, and levels that it adds up at a time; of powers of two."""
     warps = max(1, min(16, nodes // _PER_WARP))
@@ -168,36 +128,16 @@ def tiling(nodes: int, levels: int) -> tuple[int, int]:
 
 
 def walk(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -> Walked:
-    """Accept the paths that the target's samples follow.
-
-    Children of one node carry different tokens. ``max_depth``: levels of the deepest tree.
-    ``ranked``: whether the report has the chance and depth of every node.
-
-    Raises:
-        ValueError: for arrays that are not dense.
-    """
-    arrays = (*batch[1:], *trees[:6])
-    if not all(array.is_contiguous() for array in arrays) or batch.requests.stride(1) != 1:
-        raise ValueError("the arrays of a batch and its trees must be dense")
+    """As `Walk`."""
+    found = room_for(batch, trees, max_depth, ranked=ranked)
     requests, nodes = batch.requests.shape[0], trees.parents.shape[1]
-    columns = 6 + 2 * max_depth + (2 * nodes if ranked else 0)
-    found = _empty(requests, max_depth, columns, batch.sampled.device)
     if requests:
         lanes, levels = triton.next_power_of_2(nodes), triton.next_power_of_2(max_depth)
         warps, tile = tiling(lanes, levels)
         _walk[(requests,)](
             *batch, trees.parents, trees.depths, trees.values, trees.counts, trees.admitted,
-            trees.grown, *found, batch.requests.stride(0), columns, nodes, max_depth,
-            RANKED=ranked, NODES=lanes, LEVELS=levels, TILE=tile, num_warps=warps,
+            trees.grown, *found, batch.requests.stride(0), found.report.shape[1], nodes, max_depth,
+            GRAMMAR=batch.forbidden is not None, RANKED=ranked, NODES=lanes, LEVELS=levels,
+            TILE=tile, num_warps=warps,
         )  # fmt: skip
     return found
-
-
-def _empty(requests: int, max_depth: int, columns: int, device: torch.device) -> Walked:
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(requests, *shape, dtype=dtype, device=device)
-
-    return Walked(
-        empty(max_depth), empty(max_depth + 1), empty(), empty(), empty(),
-        empty(dtype=torch.int32), empty(dtype=torch.int32), empty(columns, dtype=torch.float64),
-    )  # fmt: skip

@@ -9,17 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged_cases import (
-    DEVICE,
-    LAYOUTS,
-    Case,
-    chain,
-    draft_masks,
-    make_case,
-    random_tree,
-    star,
-    tree_mask,
-)  # fmt: skip
+from paged_cases import DEVICE, LAYOUTS, Case, draft_masks, make_case, tree_mask
+from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.gpu.attention import Tiling, tree_attention
 from dyntree_kernels.gpu.two_pass import two_pass_attention
@@ -28,6 +19,7 @@ from dyntree_kernels.reference import path_attention
 ON_GPU = DEVICE.type == "cuda"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SMALL = Tiling(16, 32, 4, 2)
+
 BFLOAT16 = pytest.param(
     torch.bfloat16,
     marks=pytest.mark.skipif(not ON_GPU, reason="the interpreter's bfloat16 products are wrong"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import DEVICE, LAYOUTS, chain, paged_layers, random_tree, star
+from paged_cases import DEVICE, LAYOUTS, paged_layers
+from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
 from dyntree_kernels.gpu.ancestors import ancestor_bits

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import DEVICE, random_tree
+from paged_cases import DEVICE
+from tree_shapes import random_tree
 
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_kernels.gpu.place import place

@@ -35,19 +35,6 @@ def paged_layers(
     return raw.permute(*(order.index(i) for i in range(4)), 4)
 
 
-def random_tree(nodes: int, generator: torch.Generator) -> list[int]:
-    picks = torch.rand(nodes, generator=generator)
-    return [-1, *(int(picks[i] * i) for i in range(1, nodes))]
-
-
-def chain(nodes: int) -> list[int]:
-    return list(range(-1, nodes - 1))
-
-
-def star(nodes: int) -> list[int]:
-    return [-1] + [0] * (nodes - 1)
-
-
 def tree_mask(parents: list[int]) -> torch.Tensor:
     return unpack_bits(ancestor_bits(torch.tensor([parents]))[0], len(parents))
 

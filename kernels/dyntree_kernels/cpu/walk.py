@@ -1,0 +1,109 @@
+"""Sample-and-match on the CPU: from the packed requests to the accepted paths, in one call."""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# Compiled functions take what numba infers; their docstrings give shapes.
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+import torch
+
+from dyntree_kernels.growth import TreeArrays
+from dyntree_kernels.walk import BatchRows, Walked, room_for
+
+_NOTHING = torch.zeros(0, dtype=torch.bool)
+
+
+@numba.njit(cache=True)
+def _path(count, parents, carried, drawn, forbidden, path, tokens):
+    """The accepted nodes of one tree, and the target's tokens along them; how many they are.
+
+    parents [N], of which the first `count` are verified; carried: their tokens; drawn: the target's
+    at the root and behind every node; forbidden: as drawn, or empty; path [D], tokens [D + 1]:
+    written.
+    """
+    path[:], tokens[:] = -1, drawn[0]
+    length, at = 0, -1
+    # Parents stand before their children.
+    for node in range(count):
+        if length == path.shape[0] or parents[node] != at or carried[node] != drawn[at + 1]:
+            continue
+        if forbidden.shape[0] == 0 or not forbidden[node + 1]:
+            at = path[length] = node
+            length += 1
+            tokens[length] = drawn[node + 1]
+    return length
+
+
+@numba.njit(cache=True)
+def _report(count, emitted, path, depths, values, of_nodes, totals):
+    """What is counted of one tree: of_nodes [2, N], or of none; totals [4 + 2 D]: written."""
+    nodes, levels = depths.shape[0], path.shape[0]
+    deepest, moved = 0, 0
+    totals[4:] = 0.0
+    for node in range(nodes if of_nodes.shape[1] else count):
+        chance = math.exp(np.float64(values[node]))
+        if of_nodes.shape[1]:
+            of_nodes[0, node], of_nodes[1, node] = chance, depths[node]
+        if node < count:
+            deepest = max(deepest, depths[node])
+            totals[3 + depths[node]] += 1.0
+            totals[3 + levels + depths[node]] += chance
+    for level in range(levels):
+        if path[level] >= 0 and path[level] != level:
+            moved += 1
+    totals[0], totals[1], totals[2], totals[3] = count, deepest, moved, emitted
+
+
+@numba.njit(cache=True)
+def _walk(
+    requests, sampled, ids, row_positions, seq_lens, forbidden, parents, depths, values,
+    stored, admitted, grown, path, tokens, roots, positions, counts, emitted, rejected, report,
+    ranked,
+):  # fmt: skip
+    """The arguments are BatchRows, of TreeArrays, and Walked, which is written."""
+    nodes = parents.shape[1]
+    ranks = 2 * nodes if ranked else 0
+    for r in range(requests.shape[0]):
+        slot, first = max(requests[r, 0], 0), max(requests[r, 1], 0)
+        drafts, root = max(requests[r, 2], 0), max(requests[r, 3], 0)
+        prompt = max(requests[r, 4], 0)
+        roots[r], positions[r] = root, row_positions[root]
+        # A tree that was proposed while the prompt was incomplete starts from a token that was
+        # never sampled; a tree may have been cut short, and its first nodes are a tree.
+        count = counts[r] = min(drafts if positions[r] >= prompt else 0, stored[slot])
+        length = _path(
+            count, parents[slot], ids[root + 1 :], sampled[first:], forbidden[first:], path[r],
+            tokens[r],
+        )  # fmt: skip
+        # The last token of a prompt that is incomplete is no output.
+        complete = seq_lens[r] >= prompt
+        emitted[r] = length + 1 if complete else 0
+        rejected[r] = drafts + 1 - emitted[r] if complete else 0
+        report[r, 0], report[r, 1] = grown[slot], admitted[slot]
+        of_nodes = report[r, 2 : 2 + ranks].reshape(2, ranks // 2)
+        _report(
+            count, emitted[r], path[r], depths[slot], values[slot], of_nodes, report[r, 2 + ranks :]
+        )
+
+
+def walk(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -> Walked:
+    """As `Walk`."""
+    found = room_for(batch, trees, max_depth, ranked=ranked)
+    forbidden = _NOTHING if batch.forbidden is None else batch.forbidden
+    arrays = (*batch[:5], forbidden, *trees[:6], *found)
+    _walk(*(each.numpy() for each in arrays), ranked)
+    return found
+
+
+def warm_up() -> None:
+    """Compile the walk, or load it from numba's cache."""
+    one, level = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    trees = TreeArrays(
+        level, level + 1, level.float(), one, one, one, level.int()[None], torch.zeros(1, 0, 2)
+    )
+    requests = torch.zeros(1, 5, dtype=torch.int64)
+    walk(BatchRows(requests, one, one.int(), one, one.int()), trees, 1, ranked=False)
