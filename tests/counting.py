@@ -74,8 +74,9 @@ class Step:
 
     def add_up(self, counts: WorkerCounts) -> TreeSpecDecodingStats:
         stats = TreeSpecDecodingStats.of_step(SHAPE.node_budget, counts)
-        for nodes, depth, moved in zip(counts.nodes, counts.depths, counts.moved, strict=True):
-            stats.observe_tree(nodes, depth, ACCEPTED, moved)
+        for row in range(self.requests):
+            stats.observe_tree(counts, row, ACCEPTED)
+        stats.observe_depths(counts, [*range(self.requests)])
         return stats
 
     def send(self, stats: TreeSpecDecodingStats) -> None:

@@ -91,10 +91,29 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
         return
     if device_type == "cpu" and not scheduler.async_scheduling:
         return  # The worker sees the trees before the next step is scheduled.
-    sizes = sorted(node_buckets(plan.shape.node_budget)[-scheduler.max_num_seqs :], reverse=True)
+    sizes = _sizes_of(plan.shape.node_budget, scheduler.max_num_seqs)
+    if left_out := sorted({*node_buckets(plan.shape.node_budget)} - {*sizes}):
+        init_logger("vllm.dyntree").info_once(
+            "max_num_seqs=%d leaves room for trees of %s nodes, and not of %s.",
+            scheduler.max_num_seqs,
+            ", ".join(map(str, sizes[::-1])),
+            ", ".join(map(str, left_out)),
+        )
     speculation.num_speculative_tokens_per_batch_size = [
         (batch, batch, size) for batch, size in enumerate(sizes, start=1)
     ]
+
+
+def _sizes_of(node_budget: int, requests: int) -> list[int]:
+    """The sizes that vLLM's schedule has room for, descending: one for each number of requests.
+
+    The budget comes first, then none, by which speculation ends where it does not pay; small trees
+    differ least from those.
+    """
+    none, *sizes = node_buckets(node_budget)
+    if requests == 1:
+        return sizes[-1:]
+    return [*sizes[-(requests - 1) :][::-1], none]
 
 
 def node_buckets(node_budget: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ class TreeCounting(Scheduler):
         super().__init__(*args, **kwargs)
         self._counts: WorkerCounts | None = None
         self._rows: dict[str, int] = {}
+        self._observed: list[int] = []
         self._stats: TreeSpecDecodingStats | None = None
         self._custom_processors = bool(self.vllm_config.model_config.logits_processors)
         self._buckets: NodeBuckets | None = None
@@ -59,7 +60,7 @@ class TreeCounting(Scheduler):
     def _take_counts(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Begin the step's statistics, with the requests that vLLM gave no draft to verify."""
         counts: WorkerCounts | None = getattr(output, ATTRIBUTE, None)
-        self._counts, self._rows = counts, output.req_id_to_index
+        self._counts, self._rows, self._observed = counts, output.req_id_to_index, []
         if counts is None:
             self._stats = None
             return
@@ -72,18 +73,15 @@ class TreeCounting(Scheduler):
             if not output.sampled_token_ids or not output.sampled_token_ids[row]:
                 continue
             if not scheduled.scheduled_spec_decode_tokens.get(request_id):
-                self._observe(self._stats, request_id, 0, 0, 0, 0)
+                self._observe(self._stats, counts, request_id, 0)
 
     def _observe(
-        self,
-        stats: TreeSpecDecodingStats,
-        request_id: str,
-        nodes: int,
-        depth: int,
-        accepted: int,
-        moved: int,
+        self, stats: TreeSpecDecodingStats, counts: WorkerCounts, request_id: str, accepted: int
     ) -> None:
-        stats.observe_tree(nodes, depth, accepted, moved)
+        row = self._rows[request_id]
+        nodes = stats.observe_tree(counts, row, accepted)
+        if nodes:
+            self._observed.append(row)
         params = self.requests[request_id].sampling_params
         reason = chain_reason(params, self._custom_processors)
         if reason is None and nodes == 0:
@@ -102,16 +100,21 @@ class TreeCounting(Scheduler):
         counts, stats = self._counts, self._stats
         if counts is None or stats is None or not counts.nodes:
             return spec_decoding_stats
-        row = self._rows[request_id]
-        nodes, depth, moved = counts.nodes[row], counts.depths[row], counts.moved[row]
-        self._observe(stats, request_id, nodes, depth, num_accepted_tokens, moved)
+        self._observe(stats, counts, request_id, num_accepted_tokens)
         return stats
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> SchedulerStats | None:
-        stats, self._stats, self._counts = self._stats, None, None
-        return super().make_stats(stats or spec_decoding_stats, *args, **kwargs)
+        return super().make_stats(self._counted() or spec_decoding_stats, *args, **kwargs)
+
+    def _counted(self) -> TreeSpecDecodingStats | None:
+        """The step's statistics, which are complete."""
+        stats, counts = self._stats, self._counts
+        self._stats = self._counts = None
+        if stats is not None and counts is not None and self._observed:
+            stats.observe_depths(counts, self._observed)
+        return stats
 
 
 class TreeScheduler(TreeCounting):

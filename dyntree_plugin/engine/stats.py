@@ -34,15 +34,15 @@ MOST_LOOKED_AT = 8
 @dataclass(frozen=True)
 class WorkerCounts:
     """One step's counts. Lists are by request of the batch; where nothing was verified, ``nodes``,
-    ``depths`` and ``moved`` are empty.
+    ``depths``, ``moved`` and ``by_depth`` are empty.
 
     ``decoding``: requests whose prompt was complete before the step. ``nodes``, ``depths``,
-    ``moved``: nodes verified, depth of the deepest, KV rows moved. ``by_depth``, ``estimated``:
-    nodes of all trees at depth 1, 2, …, and how many of them the trees' values expected to be
-    accepted. ``pruned``: nodes by reason. ``stage_seconds``: of the stages that the step had.
-    ``compared``: seconds of a step in which every request decoded, and those that the target alone
-    would have taken for the same tokens. Both are those of earlier steps where a device had not
-    finished this one.
+    ``moved``: nodes verified, depth of the deepest, KV rows moved. ``by_depth`` float64 [R, 2, D]:
+    nodes at depth 1, 2, …, and how many of them the tree's values expected to be accepted.
+    ``pruned``: nodes by reason. ``stage_seconds``: of the stages that the step had. ``compared``:
+    seconds of a step in which every request decoded, and those that the target alone would have
+    taken for the same tokens. Both are those of earlier steps where a device had not finished this
+    one.
 
     For where the scheduler chooses the budget: ``worth`` as of `worth_by_forwards`, of the decoding
     requests' trees, each of `node_buckets`; ``grown_by``: draft forwards behind the catch-up's that
@@ -55,8 +55,7 @@ class WorkerCounts:
     nodes: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
-    by_depth: list[int] = field(default_factory=list)
-    estimated: list[float] = field(default_factory=list)
+    by_depth: np.ndarray = field(default_factory=lambda: np.zeros((0, 2, 0)), compare=False)
     pruned: dict[str, int] = field(default_factory=dict)
     draft_forwards: int = 0
     node_budget: int = 0
@@ -162,8 +161,6 @@ class StepRecord:
         # The slots hold trees of earlier steps where none grew.
         judged = decoding & (self.grown_by is not None)
         nodes, depths, moved, emitted = _columns(verified[:, :4])
-        of_depths: list[float] = verified[:, 4:].sum(axis=0).tolist()  # sync: host memory
-        levels = len(of_depths) // 2
         self._emitted = sum(emitted)
         pruned = (grown - admitted, admitted - (verified[:, 0] if nodes else 0.0))
         return WorkerCounts(
@@ -171,8 +168,7 @@ class StepRecord:
             nodes,
             depths,
             moved,
-            [int(at_depth) for at_depth in of_depths[:levels]],
-            of_depths[levels:],
+            verified[:, 4:].reshape(len(decoding), 2, -1).copy(),
             {
                 reason: int(cut[judged].sum())
                 for reason, cut in zip((BUDGET, SCHEDULER), pruned, strict=True)
@@ -291,13 +287,14 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     @classmethod
     def of_step(cls, num_spec_tokens: int, counts: WorkerCounts) -> TreeSpecDecodingStats:
         """What the worker has counted of the step as a whole."""
+        levels = counts.by_depth.shape[2]
         return cls(
             num_spec_tokens,
             num_accepted_tokens_per_pos=[0] * num_spec_tokens,
             num_draft_tokens_per_pos=[0] * num_spec_tokens,
-            nodes_by_depth=counts.by_depth,
-            accepted_by_depth=[0] * len(counts.by_depth),
-            estimated_by_depth=counts.estimated,
+            nodes_by_depth=[0] * levels,
+            accepted_by_depth=[0] * levels,
+            estimated_by_depth=[0.0] * levels,
             pruned=counts.pruned,
             draft_forwards=counts.draft_forwards,
             node_budget=counts.node_budget,
@@ -305,16 +302,25 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             compared=counts.compared,
         )
 
-    def observe_tree(self, nodes: int, depth: int, accepted: int, moved: int) -> None:
-        """Count a decoding request's step; with 0 ``nodes`` it has decoded plainly."""
+    def observe_tree(self, counts: WorkerCounts, row: int, accepted: int) -> int:
+        """Count the step of the decoding request in ``row``; the nodes that were verified, without
+        which it has decoded plainly."""
+        nodes = counts.nodes[row] if counts.nodes else 0
         if nodes:
             self.observe_draft(num_draft_tokens=nodes, num_accepted_tokens=accepted)
+            self.kv_moved += counts.moved[row]
         self.tree_nodes.append(nodes)
-        self.tree_depths.append(depth)
+        self.tree_depths.append(counts.depths[row] if nodes else 0)
         self.accepted_paths.append(accepted)
         for above in range(accepted):
             self.accepted_by_depth[above] += 1
-        self.kv_moved += moved
+        return nodes
+
+    def observe_depths(self, counts: WorkerCounts, rows: list[int]) -> None:
+        """Count at which depths the trees of requests in these ``rows`` had their nodes."""
+        nodes, estimated = counts.by_depth[rows].sum(axis=0).tolist()  # sync: host memory
+        self.nodes_by_depth = [int(real) for real in nodes]
+        self.estimated_by_depth = estimated
 
     def fall_back(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1

@@ -39,8 +39,10 @@ from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 def worker_counts(
     nodes: list[int], depths: list[int], moved: list[int], **more: Any
 ) -> WorkerCounts:
+    """All nodes at depth 1, and a quarter of them expected to be accepted."""
     decoding = [True] * max(2, len(nodes))
-    return WorkerCounts(decoding, nodes, depths, moved, by_depth=[sum(nodes), 0, 0], **more)
+    by_depth = np.array([[[n, 0, 0], [n / 4, 0, 0]] for n in nodes]).reshape(-1, 2, 3)
+    return WorkerCounts(decoding, nodes, depths, moved, by_depth, **more)
 
 
 class Counting(TreeCounting):
@@ -53,6 +55,7 @@ class Counting(TreeCounting):
         self.num_spec_tokens = 8
         self._custom_processors = False
         self._counts = self._stats = None
+        self._observed = []
         self.requests: Any = {
             name: SimpleNamespace(sampling_params=SamplingParams(**own), is_finished=lambda: False)
             for name, own in {"a": sampling, "b": {}}.items()
@@ -72,8 +75,9 @@ class Counting(TreeCounting):
         self._take_counts(SimpleNamespace(scheduled_spec_decode_tokens=drafts), output)  # type: ignore[arg-type]
         for request, count in accepted.items():
             self.make_spec_decoding_stats(None, 8, count, None, request)
-        assert self._stats is not None
-        return self._stats
+        stats = self._counted()
+        assert stats is not None
+        return stats
 
 
 def verification(
@@ -119,8 +123,9 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     counts = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2])).counts()
     assert counts.nodes == [4, 2]
     assert counts.depths == [3, 2]
-    assert counts.by_depth == [3, 2, 1]
-    assert counts.estimated == pytest.approx([0.5 + 0.5 + 1, 0.25 + 0.5, 0.125])
+    real, estimated = counts.by_depth.swapaxes(0, 1)
+    assert real.tolist() == [[2, 1, 1], [1, 1, 0]]
+    assert estimated == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
     # Nodes 1, 2, 3 come to the places of nodes 0, 1, 2; node 0 is in its place.
     assert counts.moved == [3, 0]
     # Of 20 candidates 7 were kept, and one of these was not scheduled.
@@ -130,7 +135,7 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
 def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
     counts = record_of(trees, prefilling=np.array([True, False])).counts()
     assert counts.decoding == [False, True]
-    assert counts.nodes == counts.depths == counts.moved == counts.by_depth == []
+    assert counts.nodes == counts.depths == counts.moved == [] == [*counts.by_depth.flat]
     assert counts.pruned == {"budget": 8, "scheduler": 2}
 
 
@@ -198,6 +203,7 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
     record.send(send)
     trees.counts[:] = trees.admitted[:] = trees.grown[:] = 0  # the next trees take their places
     assert record.counts() == expected
+    assert np.array_equal(record.counts().by_depth, expected.by_depth)
     assert len(sent) == 1
 
 
@@ -223,6 +229,7 @@ def test_drafted_are_the_nodes_verified_and_not_the_slots_scheduled() -> None:
     assert stats.tree_depths == [2, 3]
     assert stats.accepted_paths == [2, 0]
     assert stats.nodes_by_depth == [8, 0, 0]
+    assert stats.estimated_by_depth == [2.0, 0.0, 0.0]
     assert stats.accepted_by_depth == [1, 1, 0]
     assert stats.kv_moved == 1
     assert stats.fallbacks == {}
@@ -277,12 +284,22 @@ def test_a_request_that_has_ended_meanwhile_is_not_counted() -> None:
     assert scheduler.step(worker_counts([], [], []), {}).tree_nodes == []
 
 
+def test_the_tree_of_a_request_that_has_ended_meanwhile_counts_nowhere() -> None:
+    """Asynchronous scheduling verifies one more tree of it."""
+    counts = worker_counts([5, 3], [2, 3], [1, 0])
+    scheduler = Counting()
+    scheduler.requests["a"].is_finished = lambda: True
+    stats = scheduler.step(counts, {"b": 2})
+    assert stats.num_draft_tokens == sum(stats.nodes_by_depth) == sum(stats.tree_nodes) == 3
+    assert stats.estimated_by_depth == [0.75, 0.0, 0.0]
+    assert stats.kv_moved == 0
+
+
 def test_what_the_worker_counted_of_the_step_is_handed_on() -> None:
     counts = worker_counts(
         [2, 2],
         [1, 1],
         [0, 0],
-        estimated=[1.5, 0.25],
         pruned={"budget": 3},
         draft_forwards=8,
         node_budget=16,
@@ -290,7 +307,6 @@ def test_what_the_worker_counted_of_the_step_is_handed_on() -> None:
         compared={"tree": 0.5},
     )
     stats = Counting().step(counts, {})
-    assert stats.estimated_by_depth == [1.5, 0.25]
     assert stats.pruned == {"budget": 3}
     assert (stats.draft_forwards, stats.node_budget) == (8, 16)
     assert stats.stage_seconds == {"target": 0.5}
@@ -303,9 +319,9 @@ def test_the_counts_survive_vllms_stats_channel() -> None:
     before = dict(SchedulerStats.__annotations__)
     try:
         carry_tree_stats()
-        counts = worker_counts([5], [2], [1], estimated=[0.5], pruned={"budget": 1})
+        counts = worker_counts([5], [2], [1], pruned={"budget": 1})
         stats = TreeSpecDecodingStats.of_step(8, counts)
-        stats.observe_tree(nodes=5, depth=2, accepted=1, moved=1)
+        stats.observe_tree(counts, 0, accepted=1)
         stats.fall_back("penalties")
         sent = MsgpackEncoder().encode(SchedulerStats(spec_decoding_stats=stats))
         got = MsgpackDecoder(SchedulerStats).decode(sent).spec_decoding_stats
@@ -322,8 +338,9 @@ def test_vllms_log_line_is_of_steps_with_drafts_alone() -> None:
     log.observe(TreeSpecDecodingStats.of_step(8, WorkerCounts([True])))
     log.log(lambda *line: said.append(line))
     assert said == []
-    stats = TreeSpecDecodingStats.of_step(8, worker_counts([2], [1], [0]))
-    stats.observe_tree(nodes=2, depth=1, accepted=1, moved=0)
+    counts = worker_counts([2], [1], [0])
+    stats = TreeSpecDecodingStats.of_step(8, counts)
+    stats.observe_tree(counts, 0, accepted=1)
     log.observe(stats)
     log.log(lambda *line: said.append(line))
     assert [line[1] for line in said] == [2.0]

@@ -38,8 +38,10 @@ def test_on_cuda_vllm_knows_every_size(asynchronous: bool) -> None:
     assert sized(asynchronous=asynchronous) == {*node_buckets(24)} == {0, 1, 2, 4, 8, 16, 24}
 
 
-def test_of_few_requests_the_largest_sizes_are_known() -> None:
-    assert sized(requests=2) == {16, 24}
+def test_of_few_requests_the_largest_sizes_are_known_and_that_there_may_be_none() -> None:
+    assert sized(requests=6) == {0, 2, 4, 8, 16, 24}
+    assert sized(requests=3) == {0, 16, 24}
+    assert sized(requests=2) == {0, 24}
     assert sized(requests=1) == {24}
 
 
