@@ -14,9 +14,9 @@ demo: .venv/installed ## Completes code with and without the tree, and draws a t
 FAST := not e2e and not gpu and not monitoring
 
 test: lint test-fast ## Checks style and types and runs every test.
-	$(BIN)/pytest -m "not ($(FAST))"
+	$(BIN)/pytest -m "not ($(FAST)) and not quiet" -n 2 --dist loadgroup
+	$(BIN)/pytest -m quiet
 
-# The others start processes of their own, as many as there are cores, and some measure.
 test-fast: .venv/installed ## Runs the tests that start no engine.
 	$(BIN)/pytest -m "$(FAST)" -n auto --maxprocesses 4 $(ARGS)
 

@@ -13,6 +13,9 @@ import pytest
 FIGURE = "figure"
 """Property of a test's report that holds what it has measured."""
 
+SESSIONS_ENGINES = {"served", "server"}
+"""Fixtures of tests/e2e that start engines once per session."""
+
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -29,13 +32,27 @@ TINY_LLAMA: dict[str, Any] = {
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what tests have measured, at the end."""
+    """Show what tests have measured, those in other processes too."""
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]
     told = [v for r in reports if r.when == "call" for k, v in r.user_properties if k == FIGURE]
     if told:
         terminalreporter.section("figures")
     for text in told:
         terminalreporter.line(str(text))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there are several processes, keep those tests in one that share engines: a module's,
+    and those of all modules that use what a session starts once."""
+    sharing = {
+        item.path
+        for item in items
+        if item.path.parent.name == "e2e" and SESSIONS_ENGINES & {*item.fixturenames}  # type: ignore[attr-defined]
+    }
+    for item in items:
+        group = "the session's engines" if item.path in sharing else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

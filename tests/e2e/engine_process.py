@@ -21,8 +21,8 @@ from typing import Any
 
 START_AND_WORK_SECONDS = 540
 """Less than what a test may take."""
-PARALLEL = min(os.cpu_count() or 1, 4)
-"""Engines that run at a time."""
+PARALLEL = max(1, min(os.cpu_count() or 1, 4) // int(os.getenv("PYTEST_XDIST_WORKER_COUNT", "1")))
+"""Engines that one process of pytest has running at a time."""
 
 Metrics = dict[str, float]
 """By name and labels beside the model's and engine's, as in ``name{depth=1}``."""

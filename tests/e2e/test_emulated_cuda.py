@@ -76,7 +76,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     target, draft = make_pair(tmp_path_factory.mktemp("pair"))
     plain = {**workload.without_tree(model=target), **LIMITS}
     every = Run([*MIXED, *BROKEN])
@@ -116,37 +116,37 @@ def accepted(result: Result) -> float:
         if run.sabotage is None
     ],
 )
-def test_the_tokens_are_those_without_trees(budget: str, name: str, served: Served) -> None:
-    result = served.emulated[budget][name].result
-    found = mismatches(EMULATED[budget][name], result, served.plain)
+def test_the_tokens_are_those_without_trees(budget: str, name: str, runs: Served) -> None:
+    result = runs.emulated[budget][name].result
+    found = mismatches(EMULATED[budget][name], result, runs.plain)
     assert not [(request.params, mine.tokens, other.tokens) for request, mine, other in found]
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_what_is_broken_changes_tokens(name: str, served: Served) -> None:
-    assert mismatches(RUNS[name], served.emulated["fixed"][name].result, served.plain)
+def test_what_is_broken_changes_tokens(name: str, runs: Served) -> None:
+    assert mismatches(RUNS[name], runs.emulated["fixed"][name].result, runs.plain)
 
 
-def test_whole_trees_are_accepted_as_on_the_cpu(served: Served) -> None:
-    found = served.emulated["fixed"]["mixed"].result
-    assert accepted(found) == pytest.approx(accepted(served.on_cpu), rel=0.1)
+def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
+    found = runs.emulated["fixed"]["mixed"].result
+    assert accepted(found) == pytest.approx(accepted(runs.on_cpu), rel=0.1)
     assert accepted(found) > sum(request.params["max_tokens"] for request in MIXED) / 3
     assert found.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
 
 
 @pytest.mark.parametrize("reason", ["penalties", "structured_output"])
-def test_chains_are_verified_too(reason: str, served: Served) -> None:
-    metrics = served.emulated["fixed"]["mixed"].result.metrics
+def test_chains_are_verified_too(reason: str, runs: Served) -> None:
+    metrics = runs.emulated["fixed"]["mixed"].result.metrics
     assert metrics[f"vllm:dyntree_fallback_steps_total{{reason={reason}}}"] > 0
 
 
-def test_an_adaptive_budget_verifies_trees(served: Served) -> None:
-    assert accepted(served.emulated["adaptive"]["mixed"].result) > 0
+def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
+    assert accepted(runs.emulated["adaptive"]["mixed"].result) > 0
 
 
 @pytest.mark.parametrize(("budget", "name"), [("fixed", "three"), ("adaptive", "mixed")])
-def test_the_steps_were_replayed(budget: str, name: str, served: Served) -> None:
+def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
     """Where no grammar checks drafts, which are then verified without a graph."""
-    emulated = served.emulated[budget][name]
+    emulated = runs.emulated[budget][name]
     assert emulated.replays.keys() == {"target", "verification", "drafting"}
     assert min(emulated.replays.values()) >= len(emulated.result.seconds) / 3

@@ -9,7 +9,7 @@ import speed
 import torch
 from counting import Step, fastest, page_of_two_engines
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
 
 
 @pytest.fixture(scope="module")
