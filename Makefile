@@ -14,7 +14,7 @@ demo: .venv/installed ## Completes code with and without the tree, and draws a t
 FAST := not e2e and not gpu and not monitoring
 
 test: lint test-fast ## Checks style and types and runs every test.
-	$(BIN)/pytest -m "not ($(FAST)) and not quiet" -n 2 --dist loadgroup
+	$(BIN)/pytest -m "not ($(FAST)) and not quiet" -n 2 --dist loadfile
 	$(BIN)/pytest -m quiet
 
 test-fast: .venv/installed ## Runs the tests that start no engine.

@@ -13,8 +13,17 @@ import pytest
 FIGURE = "figure"
 """Property of a test's report that holds what it has measured."""
 
-SESSIONS_ENGINES = {"served", "server"}
-"""Fixtures of tests/e2e that start engines once per session."""
+SHARING_ENGINES = (
+    "test_asynchronous",
+    "test_drafting",
+    "test_drawn_rules",
+    "test_examples",
+    "test_identity",
+    "test_metrics",
+    "test_server",
+    "test_tensor_parallel",
+)
+"""Modules that use the engines which tests/e2e/conftest.py starts once for each process."""
 
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,18 +50,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(str(text))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there are several processes, keep those tests in one that share engines: a module's,
-    and those of all modules that use what a session starts once."""
-    sharing = {
-        item.path
-        for item in items
-        if item.path.parent.name == "e2e" and SESSIONS_ENGINES & {*item.fixturenames}  # type: ignore[attr-defined]
-    }
-    for item in items:
-        group = "the session's engines" if item.path in sharing else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile`` modules that share engines run in one process too."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharedEngines(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module: str = super()._split_scope(nodeid)
+            return "shared engines" if Path(module).stem in SHARING_ENGINES else module
+
+    return BySharedEngines(config, log)
 
 
 @pytest.fixture
