@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor.loader import _cached_load_v2_logitsprocs
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 EMPTY_TREE = "empty_tree"
 """Reason of a step in which a request had no node to verify, such as at the end of its context."""
@@ -21,6 +27,12 @@ CHAIN_REASONS = (
 
 FALLBACK_REASONS = (*CHAIN_REASONS, EMPTY_TREE)
 PRUNE_REASONS = (BUDGET, SCHEDULER)
+
+
+def has_custom_processors(model_config: ModelConfig) -> bool:
+    """Whether the sampler runs logits processors that are not vLLM's own: those of the
+    configuration, and those of installed packages."""
+    return bool(_cached_load_v2_logitsprocs(tuple(model_config.logits_processors or ())))
 
 
 def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str | None:

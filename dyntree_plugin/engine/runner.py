@@ -26,7 +26,7 @@ from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.measured_rows import measure_rows
 from dyntree_plugin.engine.node_buckets import FORWARDS
 from dyntree_plugin.engine.plain_cost import PlainCost, measure
-from dyntree_plugin.engine.requests import chain_reason
+from dyntree_plugin.engine.requests import chain_reason, has_custom_processors
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.stats import CountedOutput, StepRecord, StepTimes, report
 from dyntree_plugin.engine.timing import Clock
@@ -96,7 +96,7 @@ class TreeRunnerMixin(GPUModelRunner):
             self.clock,
         )
         self.trace: TreeTrace | None = None
-        self._custom_processors = bool(self.model_config.logits_processors)
+        self._custom_processors = has_custom_processors(self.model_config)
         self._mask: TreeMask | None = None
         self._packed: tuple[InputBatch, torch.Tensor] | None = None
         self._plain_cost: PlainCost | None = None

@@ -13,7 +13,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.engine.config import tree_plan
 from dyntree_plugin.engine.node_buckets import FORWARDS, NodeBuckets
-from dyntree_plugin.engine.requests import EMPTY_TREE, chain_reason
+from dyntree_plugin.engine.requests import EMPTY_TREE, chain_reason, has_custom_processors
 from dyntree_plugin.engine.stats import ATTRIBUTE, TreeSpecDecodingStats, WorkerCounts
 
 
@@ -30,7 +30,7 @@ class TreeCounting(Scheduler):
         self._rows: dict[str, int] = {}
         self._observed: list[int] = []
         self._stats: TreeSpecDecodingStats | None = None
-        self._custom_processors = bool(self.vllm_config.model_config.logits_processors)
+        self._custom_processors = has_custom_processors(self.vllm_config.model_config)
         self._buckets: NodeBuckets | None = None
         plan = tree_plan(self.vllm_config)
         if self.dynamic_sd_lookup is not None and plan is not None:

@@ -90,6 +90,13 @@ def always_accepted(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
+def branches(runner: Any) -> Iterator[None]:
+    """Logits processors meet trees that branch."""
+    with mock.patch.object(runner, "_custom_processors", False):
+        yield
+
+
+@contextmanager
 def learns_nothing(runner: Any) -> Iterator[None]:
     """Nodes keep the values that they have without learning."""
     with mock.patch.object(runner, "learn"):
