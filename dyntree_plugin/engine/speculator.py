@@ -94,10 +94,7 @@ class TreeSpeculator(DraftForwards):
         """Grow the next trees of R requests; their node tokens, int64 [R, node_budget]."""
         num_reqs = input_batch.num_reqs
         if dummy_run:
-            rows = input_batch.num_tokens
-            ids, positions = input_batch.input_ids[:rows], input_batch.positions[:rows]
-            hidden = self._run_model(ids, positions, None, None, None)
-            self.compute_draft_logits(hidden[:num_reqs], 0)
+            self._rehearse(input_batch, most_logits=is_profile)
             return self.draft_tokens[:num_reqs]
         packed = self._pack(input_batch)
         greedy = all_greedy(packed)
@@ -123,6 +120,17 @@ class TreeSpeculator(DraftForwards):
             return self.draft_tokens[:num_reqs]
         self.grown_by = self.forwards - 1
         return drafts
+
+    def _rehearse(self, batch: InputBatch, most_logits: bool) -> None:
+        """One forward of the draft, as in vLLM's own rehearsals; with as many logits as there ever
+        are, for its profile of memory."""
+        rows = batch.num_tokens
+        hidden = self._run_model(batch.input_ids[:rows], batch.positions[:rows], None, None, None)
+        # A CPU's cache has the size that it is told.
+        most_logits &= self.device.type != "cpu"
+        width = max(self.growing.widths, default=1) if most_logits else 1
+        at = torch.arange(batch.num_reqs * width, device=hidden.device) % rows
+        self.compute_draft_logits(hidden[at], 0)
 
     def _emitted(
         self,

@@ -26,6 +26,7 @@ from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.transfer import Send
+from dyntree_plugin.engine.verifier import MAX_CHUNK_BYTES
 
 HEAD_START_CYCLES = 40_000_000
 """20 ms at 2 GHz: about what launching an eager step of a large model takes."""
@@ -84,6 +85,18 @@ class TreeGPUModelRunner(TreeRunnerMixin):
                 kv_cache = layers[group.layer_names[0]].kv_cache
                 builder: Any = group.get_metadata_builder(0)
                 builder.warm_up(kv_cache, self.dtype, table)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """vLLM's profile of memory, which has a row for each request: with those of trees too."""
+        requests, node_budget = len(hidden_states), self.trees.shape.node_budget
+        rows = min(self.max_num_tokens, requests * (1 + node_budget))
+        at = torch.arange(rows, device=hidden_states.device) % requests
+        model: Any = self.model
+        logits = model.compute_logits(hidden_states[at])
+        copied = min(rows, MAX_CHUNK_BYTES // (4 * logits.shape[1]))
+        kept = logits, logits[:copied].float()
+        super()._dummy_sampler_run(hidden_states)
+        del kept
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         self.rejection_sampler.graphs = None  # They move rows in the cache that was there.

@@ -18,8 +18,8 @@ def thin_out(manager: Any) -> None:
     """Leave of several tree sizes' graphs as few as pad no batch far.
 
     vLLM's ``CudaGraphManager`` has a graph of every tree size for every number of rows that it
-    captures: 231 with trees of 1, 2, 4, 8 and 16 nodes, and 30 with trees of one size. The 56 that
-    are left pad a batch by at most `TILE` rows, and to `WIDEST` times its own at most, or as
+    captures: 256 with trees of 0, 1, 2, 4, 8 and 16 nodes, and 30 with trees of one size. The 59
+    that are left pad a batch by at most `TILE` rows, and to `WIDEST` times its own at most, or as
     vLLM's. Call it when the manager is made, before `offer_larger`.
     """
     graphs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
