@@ -13,7 +13,7 @@ from tree_shapes import chain
 
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_kernels.growth import TreeArrays
-from dyntree_kernels.walk import BatchRows, Walk, Walked
+from dyntree_kernels.walk import BatchRows, Walk, Walked, room_for
 from dyntree_plugin.tree.verify.match import match
 
 VOCAB = 3
@@ -174,7 +174,10 @@ class WalkChecks:
     def walked(self, batch: BatchRows, trees: TreeArrays, depth: int, ranked: bool) -> Walked:
         rows = BatchRows(*(x if x is None else x.to(self.device) for x in batch))
         stored = TreeArrays(*(x.to(self.device) for x in trees))
-        return Walked(*(x.cpu() for x in self.walk(rows, stored, depth, ranked=ranked)))
+        size = len(batch.requests), trees.parents.shape[1], depth
+        found = room_for(*size, self.device, ranked=ranked)
+        self.walk(rows, stored, found, ranked=ranked)
+        return Walked(*(x.cpu() for x in found))
 
     @pytest.mark.parametrize(("requests", "nodes", "depth"), SIZES)
     @pytest.mark.parametrize("ranked", [True, False])

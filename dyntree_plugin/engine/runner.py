@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -36,6 +38,9 @@ from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
 from dyntree_plugin.tree.row_cost import RowCost
 from dyntree_plugin.tree.value import AcceptanceEstimate
+
+# vLLM shows only what is logged below the name of its own package.
+logger = init_logger("vllm.dyntree")
 
 
 class TreeRunnerMixin(GPUModelRunner):
@@ -180,9 +185,11 @@ class TreeRunnerMixin(GPUModelRunner):
 
     def measure_plain_cost(self) -> None:
         """Learn what trees are compared with; call it before the first request."""
+        began = time.monotonic()
         self._plain_cost = measure(self)
         if trees_are_cut(self.vllm_config):
             self.budget_by(measure_rows(self, get_tp_group().broadcast_object))
+        logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 
     def budget_by(self, cost: RowCost) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.engine.config import tree_plan
 from dyntree_plugin.engine.node_buckets import FORWARDS, NodeBuckets
 from dyntree_plugin.engine.requests import EMPTY_TREE, chain_reason, has_custom_processors
 from dyntree_plugin.engine.stats import ATTRIBUTE, TreeSpecDecodingStats, WorkerCounts
+
+# vLLM shows only what is logged below the name of its own package.
+logger = init_logger("vllm.dyntree")
 
 
 class TreeCounting(Scheduler):
@@ -38,6 +43,12 @@ class TreeCounting(Scheduler):
             sizes = tuple(sorted({*self.dynamic_sd_lookup[1:]}))
             lookup: Any = NodeBuckets(sizes, len(plan.growing.widths))
             self._buckets = self.dynamic_sd_lookup = lookup
+
+    def add_request(self, request: Request) -> None:
+        reason = chain_reason(request.sampling_params, self._custom_processors)
+        if reason is not None:  # Counted as well, but only where there are statistics.
+            logger.info_once("Requests with %s are drafted as chains.", reason)
+        super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduled = super().schedule(*args, **kwargs)

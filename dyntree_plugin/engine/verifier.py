@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from dyntree_kernels.walk import BatchRows, Walk
+from dyntree_kernels.walk import BatchRows, Walk, Walked, room_for
 from dyntree_plugin.drafters.children import Perturb
 from dyntree_plugin.drafters.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.engine.batch import Requests
@@ -149,33 +149,44 @@ class TreeVerifier:
         sampled: torch.Tensor,
         processed: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
+        room: Walked | None = None,
     ) -> tuple[Verification, torch.Tensor]:
+        """``room``: for what rule ``match`` gives, if it is to lie at certain addresses."""
         requests = Requests(packed, self.trees.spare)
         with self._clock("walk"):
-            found, counted = self._walk(requests, sampled, processed, invalid_drafts)
+            if not self.trees.plan.reads_draws:
+                walked = self._match(requests, sampled, invalid_drafts, room)
+                found, counted = Verification(*walked[:-1]), walked.report
+            elif processed is not None:
+                found = self._walk_draws(requests, processed)
+                counted = report(self.trees, requests.slots, found)
+            else:
+                raise RuntimeError(f"rule {self.trees.plan.rule!r} needs the target's logits")
         self._settle(found, requests)
         return found, counted
 
-    def _walk(
+    def _match(
         self,
         requests: Requests,
         sampled: torch.Tensor,
-        processed: torch.Tensor | None,
         invalid_drafts: torch.Tensor | None,
-    ) -> tuple[Verification, torch.Tensor]:
-        """Verify, by the plan's rule; and what is to be counted, before the next trees come."""
-        trees, buffers = self.trees, self._buffers
-        if trees.plan.reads_draws:
-            if processed is None:
-                raise RuntimeError(f"rule {trees.plan.rule!r} needs the target's logits")
-            found = self._walk_draws(requests, processed)
-            return found, report(trees, requests.slots, found)
+        room: Walked | None,
+    ) -> Walked:
+        buffers = self._buffers
+        walked = self.room_for(len(requests.packed)) if room is None else room
         rows = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, invalid_drafts)
-        batch, ranked = BatchRows(requests.packed, *rows), trees.plan.budget == "adaptive"
-        *walked, counted = self._sample_and_match(
-            batch, trees.arrays, trees.shape.max_depth, ranked=ranked
-        )
-        return Verification(*walked), counted
+        batch = BatchRows(requests.packed, *rows)
+        self._sample_and_match(batch, self.trees.arrays, walked, ranked=self._ranked)
+        return walked
+
+    def room_for(self, requests: int) -> Walked:
+        """Memory for what a walk of so many requests gives."""
+        shape, device = self.trees.shape, self._buffers.device
+        return room_for(requests, shape.node_budget, shape.max_depth, device, ranked=self._ranked)
+
+    @property
+    def _ranked(self) -> bool:
+        return self.trees.plan.budget == "adaptive"
 
     def _sample(
         self, logits: torch.Tensor, batch: InputBatch, want_logprobs: bool

@@ -52,17 +52,32 @@ class Walked(NamedTuple):
     report: torch.Tensor
 
 
+def room_for(
+    requests: int, nodes: int, max_depth: int, device: torch.device, *, ranked: bool
+) -> Walked:
+    """Memory for what a walk gives of trees of N ``nodes`` and ``max_depth`` levels at most; with
+    room for the chance and depth of every node if they are to be ``ranked``."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(requests, *shape, dtype=dtype, device=device)
+
+    columns = 6 + 2 * max_depth + (2 * nodes if ranked else 0)
+    return Walked(
+        empty(max_depth), empty(max_depth + 1), empty(), empty(), empty(),
+        empty(dtype=torch.int32), empty(dtype=torch.int32), empty(columns, dtype=torch.float64),
+    )  # fmt: skip
+
+
 class Walk(Protocol):
     """Accepts the paths that the target's samples follow, for all requests in one call.
 
     `tree/verify/match.py` is the rule in plain torch, for any tree.
     """
 
-    def __call__(
-        self, batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool
-    ) -> Walked:
-        """Children of one node carry different tokens. ``max_depth``: levels of the deepest tree.
-        ``ranked``: whether the report has the chance and depth of every node.
+    def __call__(self, batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
+        """Fill ``found``, which `room_for` has made; ``ranked`` as there.
+
+        Children of one node carry different tokens.
 
         Raises:
             ValueError: for arrays that are not dense.
@@ -70,18 +85,7 @@ class Walk(Protocol):
         ...
 
 
-def room_for(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -> Walked:
-    """Memory for what `Walk` gives, of whose arguments this checks that they are dense."""
-    arrays = [array for array in (*batch[1:], *trees[:6]) if array is not None]
+def check_dense(batch: BatchRows, trees: TreeArrays, found: Walked) -> None:
+    arrays = [array for array in (*batch[1:], *trees[:6], *found) if array is not None]
     if not all(array.is_contiguous() for array in arrays) or batch.requests.stride(1) != 1:
-        raise ValueError("the arrays of a batch and its trees must be dense")
-    requests, nodes = batch.requests.shape[0], trees.parents.shape[1]
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(requests, *shape, dtype=dtype, device=batch.sampled.device)
-
-    columns = 6 + 2 * max_depth + (2 * nodes if ranked else 0)
-    return Walked(
-        empty(max_depth), empty(max_depth + 1), empty(), empty(), empty(),
-        empty(dtype=torch.int32), empty(dtype=torch.int32), empty(columns, dtype=torch.float64),
-    )  # fmt: skip
+        raise ValueError("the arrays of a batch, its trees and the results must be dense")

@@ -214,6 +214,20 @@ def test_a_padded_batch_does_what_the_eager_one_does(requests: int, kernels: boo
         assert learned.abs().max() > 10 * LEARNED
 
 
+def test_results_lie_in_memory_that_no_other_graph_can_be_given() -> None:
+    results: list[torch.Tensor] = []
+
+    def noted(run: Call) -> tuple[Replay, Tensors]:
+        replay, values = replayed(run)
+        results.extend(values)
+        return replay, values
+
+    verifier = Engine(5).verifier
+    verifier.capture(noted, MOST)
+    own = {each.untyped_storage().data_ptr() for each in verifier._room}
+    assert {each.untyped_storage().data_ptr() for each in results} == own
+
+
 @pytest.mark.parametrize("kernels", [False, by_kernels()])
 def test_padding_that_is_taken_for_a_request_is_seen(
     kernels: bool, monkeypatch: pytest.MonkeyPatch

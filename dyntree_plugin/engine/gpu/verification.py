@@ -10,6 +10,7 @@ from dataclasses import fields
 
 import torch
 
+from dyntree_kernels.walk import Walked
 from dyntree_plugin.engine.batch import COLUMNS, PADDING
 from dyntree_plugin.engine.gpu.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
@@ -20,6 +21,7 @@ class GraphedTreeVerifier(TreeVerifier):
     rule reads the draws."""
 
     graphs: RequestGraphs | None = None
+    _room: Walked
 
     def capture(self, record: Record, most: int) -> None:
         """Capture batches of up to ``most`` requests; the KV cache is there."""
@@ -29,11 +31,15 @@ class GraphedTreeVerifier(TreeVerifier):
         packed = torch.zeros(most, COLUMNS, dtype=torch.int64, device=device)
         sampled = torch.zeros(most * rows, dtype=torch.int64, device=device)
         inputs = [Input(packed, PADDING), Input(sampled, rows=rows)]
+        # Results are copied to the host while graphs of drafting run, to which memory of this
+        # graph's own could belong as well.
+        self._room = self.room_for(most)
         self.graphs = RequestGraphs(self._captured, inputs, request_sizes(most))
         self.graphs.capture(record)
 
     def _captured(self, packed: torch.Tensor, sampled: torch.Tensor) -> Tensors:
-        found, counted = self._walk_and_settle(packed, sampled)
+        room = Walked(*(each[: len(packed)] for each in self._room))
+        found, counted = self._walk_and_settle(packed, sampled, room=room)
         return *(getattr(found, field.name) for field in fields(found)), counted
 
     def _verify(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dyntree_kernels.growth import TreeArrays
-from dyntree_kernels.walk import BatchRows, Walked, room_for
+from dyntree_kernels.walk import BatchRows, Walked, check_dense, room_for
 
 _NOTHING = torch.zeros(0, dtype=torch.bool)
 
@@ -90,13 +90,12 @@ def _walk(
         )
 
 
-def walk(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -> Walked:
+def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
     """As `Walk`."""
-    found = room_for(batch, trees, max_depth, ranked=ranked)
+    check_dense(batch, trees, found)
     forbidden = _NOTHING if batch.forbidden is None else batch.forbidden
     arrays = (*batch[:5], forbidden, *trees[:6], *found)
     _walk(*(each.numpy() for each in arrays), ranked)
-    return found
 
 
 def warm_up() -> None:
@@ -105,5 +104,5 @@ def warm_up() -> None:
     trees = TreeArrays(
         level, level + 1, level.float(), one, one, one, level.int()[None], torch.zeros(1, 0, 2)
     )
-    requests = torch.zeros(1, 5, dtype=torch.int64)
-    walk(BatchRows(requests, one, one.int(), one, one.int()), trees, 1, ranked=False)
+    batch = BatchRows(torch.zeros(1, 5, dtype=torch.int64), one, one.int(), one, one.int())
+    walk(batch, trees, room_for(1, 1, 1, one.device, ranked=False), ranked=False)

@@ -21,6 +21,7 @@ from dyntree_kernels.gpu.ancestors import ancestor_bits
 from dyntree_kernels.gpu.attention import Tiling, tree_attention
 from dyntree_kernels.gpu.kv_move import KVMover
 from dyntree_kernels.gpu.walk import walk
+from dyntree_kernels.walk import room_for
 
 ROWS, CONTEXTS = (16, 64, 256, 512, 1024), (4096, 16384)
 TREES = (64, 128, 256, 512, 1024, 2048)
@@ -152,10 +153,10 @@ def small_kernels() -> dict[str, float]:
     slots = torch.arange(64, device="cuda") + 16
     batch, trees = cases.walk_batch(32, 64)
     rooted = torch.nn.functional.pad(trees.parents + 1, (1, 0), value=-1)
-    levels = int(trees.depths.max())
+    found = room_for(32, 64, int(trees.depths.max()), slots.device, ranked=True)
 
     def walk_all() -> None:
-        walk(batch, trees, levels, ranked=True)
+        walk(batch, trees, found, ranked=True)
 
     def bits_and_walk() -> None:
         ancestor_bits(rooted)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dyntree_kernels.growth import TreeArrays
-from dyntree_kernels.walk import BatchRows, Walked, room_for
+from dyntree_kernels.walk import BatchRows, Walked, check_dense
 
 _PER_WARP = 64  # nodes
 _PAIRS_PER_WARP = 1024  # of a level and a node, that are added up at a time
@@ -127,17 +127,18 @@ def tiling(nodes: int, levels: int) -> tuple[int, int]:
     return warps, max(1, min(levels, _PAIRS_PER_WARP * warps // nodes))
 
 
-def walk(batch: BatchRows, trees: TreeArrays, max_depth: int, *, ranked: bool) -> Walked:
+def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
     """As `Walk`."""
-    found = room_for(batch, trees, max_depth, ranked=ranked)
+    check_dense(batch, trees, found)
     requests, nodes = batch.requests.shape[0], trees.parents.shape[1]
-    if requests:
-        lanes, levels = triton.next_power_of_2(nodes), triton.next_power_of_2(max_depth)
-        warps, tile = tiling(lanes, levels)
-        _walk[(requests,)](
-            *batch, trees.parents, trees.depths, trees.values, trees.counts, trees.admitted,
-            trees.grown, *found, batch.requests.stride(0), found.report.shape[1], nodes, max_depth,
-            GRAMMAR=batch.forbidden is not None, RANKED=ranked, NODES=lanes, LEVELS=levels,
-            TILE=tile, num_warps=warps,
-        )  # fmt: skip
-    return found
+    if not requests:
+        return
+    max_depth = found.path.shape[1]
+    lanes, levels = triton.next_power_of_2(nodes), triton.next_power_of_2(max_depth)
+    warps, tile = tiling(lanes, levels)
+    _walk[(requests,)](
+        *batch, trees.parents, trees.depths, trees.values, trees.counts, trees.admitted,
+        trees.grown, *found, batch.requests.stride(0), found.report.shape[1], nodes, max_depth,
+        GRAMMAR=batch.forbidden is not None, RANKED=ranked, NODES=lanes, LEVELS=levels,
+        TILE=tile, num_warps=warps,
+    )  # fmt: skip
