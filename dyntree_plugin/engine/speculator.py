@@ -159,11 +159,11 @@ class TreeSpeculator(DraftForwards):
     def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:
         """As `_grow`, where every one of the ``packed`` requests decodes."""
         requests = self._unpacked(packed)
-        return self._grow(requests, self._run_over(requests.index, emitted), greedy)
+        return self._grow(requests, self._run_over(requests, emitted), greedy)
 
     def _follow(self, packed: torch.Tensor, emitted: Emitted) -> None:
         """Have the draft read what the ``packed`` requests got, and grow no tree."""
-        self._run_over(self._unpacked(packed).index, emitted)
+        self._run_over(self._unpacked(packed), emitted)
 
     def _grow_behind(self, packed: torch.Tensor, roots: Roots, greedy: bool) -> torch.Tensor:
         return self._grow(self._unpacked(packed), roots, greedy)

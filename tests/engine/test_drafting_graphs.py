@@ -91,6 +91,7 @@ class BlockTables:
     def compute_slot_mappings(
         self, index: torch.Tensor, _: Any, positions: torch.Tensor, rows: int, out: torch.Tensor
     ) -> torch.Tensor:
+        assert index.is_contiguous(), "vLLM's kernel takes no stride"
         of_row = index.repeat_interleave(rows // len(index))
         out[:, :rows] = torch.where(of_row < 0, -1, 100 * of_row + positions)
         return out[:, :rows]

@@ -107,7 +107,7 @@ class GraphedTreeSpeculator(CompiledTreeSpeculator):
     def _run_captured(self, packed: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
         roots, tokens, counts = tensors
         emitted = Emitted(roots, tokens, counts, most=tokens.shape[1])
-        found = self._run_over(packed[:, 0].contiguous(), emitted)
+        found = self._run_over(self._unpacked(packed), emitted)
         for own, new in zip(self._roots, (found.hidden, found.positions), strict=True):
             own.buffer[: len(new)].copy_(new)
         return ()
