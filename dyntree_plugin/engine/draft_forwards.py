@@ -54,6 +54,16 @@ class TreeRows:
     slots_by_layer: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Chain:
+    """Rows that run on what R requests got, and where the last tokens are, the next trees' roots:
+    ``last`` int64 [R] among the rows, and ``positions`` int64 [R]."""
+
+    rows: TreeRows
+    last: torch.Tensor
+    positions: torch.Tensor
+
+
 class DraftForwards(StandaloneARSpeculator):
     """Runs the draft over rows that the device alone knows.
 
@@ -84,6 +94,8 @@ class DraftForwards(StandaloneARSpeculator):
         self._bits = torch.zeros(bits, dtype=torch.int32, device=device)
         self._ctx_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros_like(self._ctx_lens)
+        # Of the next trees' roots.
+        self._root_positions = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # First rows of requests by how many rows each has.
         widths = torch.arange(max(rows_per_request, scratch_slots) + 1, device=device)
         self._row_starts = widths.int()[:, None] * self.arange_gpu
@@ -98,6 +110,11 @@ class DraftForwards(StandaloneARSpeculator):
 
     def _run_over(self, requests: Requests, emitted: Emitted) -> Roots:
         """Run the draft over what R requests got, whose last tokens become roots."""
+        chain = self._chain(requests, emitted)
+        return Roots(self._hidden(chain.rows)[chain.last], chain.positions)
+
+    def _chain(self, requests: Requests, emitted: Emitted) -> Chain:
+        """Rows of the tokens that R requests got, each of which sees those before it."""
         num_reqs, width = len(emitted.roots), emitted.most
         step = torch.arange(width, device=emitted.roots.device)
         behind = emitted.roots[:, None] + 1 + step
@@ -107,11 +124,13 @@ class DraftForwards(StandaloneARSpeculator):
         self._see(emitted.roots, columns=width)
         rows = self._tree_rows(num_reqs, width, columns=width)
         chain = Frontier(emitted.tokens[:, :width], step, _chain_bits(step), real)
+        self._fill(rows, chain, positions, slots)
         # What only fills a batch up may hold another's count.
         final = (emitted.counts.long() - 1).clamp(min=0, max=width - 1)
         last = self._starts(num_reqs, width)[:-1] + final
-        self._fill(rows, chain, positions, slots)
-        return Roots(self._hidden(rows)[last], positions.flatten()[last])
+        ends = self._root_positions[:num_reqs]
+        torch.index_select(positions.flatten(), 0, last, out=ends)
+        return Chain(rows, last, ends)
 
     def _logits(self, roots: Roots) -> torch.Tensor:
         """What the draft expects behind the roots, [R, V]."""

@@ -29,7 +29,6 @@ from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import Verification
 from dyntree_plugin.tree.growth.base import Frontier
-from dyntree_plugin.tree.value import temperature_class
 
 
 class TreeSpeculator(DraftForwards):
@@ -175,7 +174,7 @@ class TreeSpeculator(DraftForwards):
         """Grow and store the trees of R requests; their node tokens, int64 [R, node_budget]."""
         num_reqs, growing, at = len(roots.positions), self.growing, roots.positions
         features: list[torch.Tensor] = []
-        classes = temperature_class(requests.temperature)
+        classes = requests.classes.clamp(min=0)
         chained = self._chained[requests.slots]
         of_rows = {
             width: (
