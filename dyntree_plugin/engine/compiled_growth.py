@@ -14,7 +14,7 @@ from dyntree_plugin.engine.batch import Requests
 from dyntree_plugin.engine.draft_forwards import Roots
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.trees import TreeStore
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
+from dyntree_plugin.tree.value import AcceptanceEstimate
 
 G = TypeVar("G", bound=StepGrowth)
 
@@ -33,6 +33,8 @@ class CompiledTreeSpeculator(TreeSpeculator):
         self._compiled = None
         if self.growing.children * (1 + self.growing.scratch_slots) > self.most_candidates:
             return
+        # Where the trees are stored that grow.
+        self._stored_at = self._root_positions.new_zeros(self.max_num_reqs)
         rows = RowBuffers(self._input_ids, self._positions, self._slots, self._scratch_slots)
         sizes = (self.max_num_reqs, self.max_model_len)
         self._compiled = compiled_growth(
@@ -52,15 +54,20 @@ class CompiledTreeSpeculator(TreeSpeculator):
                 break
             self.forwards += 1
             growth.pick(self._forward(rows))
-        return growth.finish(requests.slots)
+        return growth.finish(self._stored_at[:num_reqs])
 
     def _start(self, growth: StepGrowth, requests: Requests, roots: Roots) -> None:
-        """Pick the roots' children, and say what the rows of the forwards to come see."""
-        at = roots.positions
-        classes = temperature_class(requests.temperature)
-        chained = self._chained[requests.slots]
-        growth.start(at, requests.temperature, classes, requests.seeds, chained)
+        """Begin, and pick the roots' children."""
+        self._begin(growth, requests, roots.positions)
         growth.pick(self._logits(roots))
+
+    def _begin(self, growth: StepGrowth, requests: Requests, at: torch.Tensor) -> None:
+        """Note what grows behind roots ``at`` [R], and what the rows of the forwards to come
+        see."""
+        slots = requests.slots
+        self._stored_at[: len(slots)].copy_(slots)
+        classes = requests.classes.clamp(min=0)
+        growth.start(at, requests.temperature, classes, requests.seeds, self._chained[slots])
         if self.growing.widths:
             self._scratch_slot_mappings(requests, at)
             self._see(at, self._scratch)

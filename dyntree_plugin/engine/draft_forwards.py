@@ -54,6 +54,16 @@ class TreeRows:
     slots_by_layer: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Chain:
+    """Rows that run on what R requests got, and where the last tokens are, the next trees' roots:
+    ``last`` int64 [R] among the rows, and ``positions`` int64 [R]."""
+
+    rows: TreeRows
+    last: torch.Tensor
+    positions: torch.Tensor
+
+
 class DraftForwards(StandaloneARSpeculator):
     """Runs the draft over rows that the device alone knows.
 
@@ -84,6 +94,8 @@ class DraftForwards(StandaloneARSpeculator):
         self._bits = torch.zeros(bits, dtype=torch.int32, device=device)
         self._ctx_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros_like(self._ctx_lens)
+        # Of the next trees' roots.
+        self._root_positions = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # First rows of requests by how many rows each has.
         widths = torch.arange(max(rows_per_request, scratch_slots) + 1, device=device)
         self._row_starts = widths.int()[:, None] * self.arange_gpu
@@ -96,28 +108,29 @@ class DraftForwards(StandaloneARSpeculator):
         self._slots = torch.empty(groups, rows, dtype=torch.int64, device=self.device)
         self._scratch_slots = torch.empty(groups, scratch, dtype=torch.int64, device=self.device)
 
-    def _run_over(self, index: torch.Tensor, emitted: Emitted) -> Roots:
-        """Run the draft over what requests at ``index`` [R] got, whose last tokens become roots."""
+    def _run_over(self, requests: Requests, emitted: Emitted) -> Roots:
+        """Run the draft over what R requests got, whose last tokens become roots."""
+        chain = self._chain(requests, emitted)
+        return Roots(self._hidden(chain.rows)[chain.last], chain.positions)
+
+    def _chain(self, requests: Requests, emitted: Emitted) -> Chain:
+        """Rows of the tokens that R requests got, each of which sees those before it."""
         num_reqs, width = len(emitted.roots), emitted.most
         step = torch.arange(width, device=emitted.roots.device)
         behind = emitted.roots[:, None] + 1 + step
         real = (step < emitted.counts[:, None]) & (behind < self.max_model_len)
         positions = behind.clamp(max=self.max_model_len - 1)
-        slots = self.block_tables.compute_slot_mappings(
-            index,
-            self._starts(num_reqs, width),
-            positions.flatten(),
-            num_reqs * width,
-            out=self._slots,
-        ).view(-1, num_reqs, width)
+        slots = self._slot_mappings(requests, positions, self._slots)
         self._see(emitted.roots, columns=width)
         rows = self._tree_rows(num_reqs, width, columns=width)
         chain = Frontier(emitted.tokens[:, :width], step, _chain_bits(step), real)
+        self._fill(rows, chain, positions, slots)
         # What only fills a batch up may hold another's count.
         final = (emitted.counts.long() - 1).clamp(min=0, max=width - 1)
         last = self._starts(num_reqs, width)[:-1] + final
-        self._fill(rows, chain, positions, slots)
-        return Roots(self._hidden(rows)[last], positions.flatten()[last])
+        ends = self._root_positions[:num_reqs]
+        torch.index_select(positions.flatten(), 0, last, out=ends)
+        return Chain(rows, last, ends)
 
     def _logits(self, roots: Roots) -> torch.Tensor:
         """What the draft expects behind the roots, [R, V]."""
@@ -126,16 +139,23 @@ class DraftForwards(StandaloneARSpeculator):
 
     def _scratch_slot_mappings(self, requests: Requests, roots: torch.Tensor) -> torch.Tensor:
         """Cache slots behind the roots, int64 [groups, R, scratch_slots]."""
-        num_reqs, scratch = roots.shape[0], self._scratch
-        behind = roots[:, None] + 1 + torch.arange(scratch, device=roots.device)
+        behind = roots[:, None] + 1 + torch.arange(self._scratch, device=roots.device)
+        positions = behind.clamp(max=self.max_model_len - 1)
+        return self._slot_mappings(requests, positions, self._scratch_slots)
+
+    def _slot_mappings(
+        self, requests: Requests, positions: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Cache slots of ``positions`` [R, W], int64 [groups, R, W] within ``out``."""
+        num_reqs, width = positions.shape
         slots = self.block_tables.compute_slot_mappings(
-            requests.index,
-            self._starts(num_reqs, scratch),
-            behind.clamp(max=self.max_model_len - 1).flatten(),
-            num_reqs * scratch,
-            out=self._scratch_slots,
+            requests.index.contiguous(),  # vLLM's kernel takes no stride
+            self._starts(num_reqs, width),
+            positions.flatten(),
+            num_reqs * width,
+            out=out,
         )
-        return slots.view(-1, num_reqs, scratch)
+        return slots.view(-1, num_reqs, width)
 
     def _see(self, roots: torch.Tensor, columns: int) -> None:
         """Have rows see the context up to ``roots`` [R], and of ``columns`` slots behind those that

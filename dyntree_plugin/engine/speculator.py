@@ -29,7 +29,6 @@ from dyntree_plugin.engine.timing import Clock
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import Verification
 from dyntree_plugin.tree.growth.base import Frontier
-from dyntree_plugin.tree.value import temperature_class
 
 
 class TreeSpeculator(DraftForwards):
@@ -159,11 +158,11 @@ class TreeSpeculator(DraftForwards):
     def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:
         """As `_grow`, where every one of the ``packed`` requests decodes."""
         requests = self._unpacked(packed)
-        return self._grow(requests, self._run_over(requests.index, emitted), greedy)
+        return self._grow(requests, self._run_over(requests, emitted), greedy)
 
     def _follow(self, packed: torch.Tensor, emitted: Emitted) -> None:
         """Have the draft read what the ``packed`` requests got, and grow no tree."""
-        self._run_over(self._unpacked(packed).index, emitted)
+        self._run_over(self._unpacked(packed), emitted)
 
     def _grow_behind(self, packed: torch.Tensor, roots: Roots, greedy: bool) -> torch.Tensor:
         return self._grow(self._unpacked(packed), roots, greedy)
@@ -175,7 +174,7 @@ class TreeSpeculator(DraftForwards):
         """Grow and store the trees of R requests; their node tokens, int64 [R, node_budget]."""
         num_reqs, growing, at = len(roots.positions), self.growing, roots.positions
         features: list[torch.Tensor] = []
-        classes = temperature_class(requests.temperature)
+        classes = requests.classes.clamp(min=0)
         chained = self._chained[requests.slots]
         of_rows = {
             width: (

@@ -39,6 +39,20 @@ class RowBuffers(NamedTuple):
     scratch: torch.Tensor
 
 
+class OfRequests(NamedTuple):
+    """What growth knows of R requests, [R] each.
+
+    ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
+    ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
+    """
+
+    roots: torch.Tensor
+    temperatures: torch.Tensor
+    classes: torch.Tensor
+    seeds: torch.Tensor
+    chained: torch.Tensor
+
+
 class GrowthSettings(NamedTuple):
     """What a `StepGrowth` is made with.
 
@@ -82,11 +96,7 @@ class StepGrowth(Protocol):
         seeds: torch.Tensor,
         chained: torch.Tensor,
     ) -> None:
-        """Begin a step's growth over R requests; [R] each, which are copied.
-
-        ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
-        ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
-        """
+        """Begin a step's growth over R requests with what is copied of `OfRequests`."""
         ...
 
     def resume(self, requests: int, forwards: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from emulated.device import Event, to
+from emulated.device import Event, dense_vectors, to
 from emulated.tape import Tape
 
 
@@ -54,6 +54,17 @@ def test_a_kernel_is_launched_at_replays_alone() -> None:
     source += 1
     tape.replay()
     assert target.tolist() == [6.0, 6.0]
+
+
+def test_a_kernel_of_vllms_is_given_no_vector_with_a_stride() -> None:
+    def kernel(vector: torch.Tensor, *, table: torch.Tensor) -> None:
+        vector += table[0, :3]
+
+    table = torch.ones(3, 8)
+    dense_vectors(kernel)(table[1, :3], table=table[:, 2:])
+    assert table[1].tolist() == [2.0] * 3 + [1.0] * 5
+    with pytest.raises(RuntimeError, match="stride 8"):
+        dense_vectors(kernel)(table[:, 0], table=table)
 
 
 def test_memory_of_a_capture_holds_rubbish_unless_it_is_kept_and_written() -> None:

@@ -116,7 +116,7 @@ def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
 
         def counting(run: Any) -> Any:
             with counted() as launches:
-                recorded = record(run)
+                replay, values = record(run)
             # The call is run once before it is captured. What the recorder itself asks for, torch
             # does before the graph begins, to register the generator's state.
             halves = {
@@ -125,7 +125,8 @@ def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
                 if not key[2].startswith("recorder.")
             }
             of_sizes.append(Counter(halves))
-            return recorded
+            graph = replay.__self__
+            return (lambda: graph.replay()), values  # as it is replaced when it is called
 
         stock(graphs, counting)
         counts.setdefault(function.__qualname__, []).append(of_sizes[-1])

@@ -1,21 +1,26 @@
 """Drafting in graphs of single forwards grows the trees of eager drafting that ends as early.
 
 A graph is played by a call that is run again, and whose own memory is ruined when it ends, as the
-next graph of its pool may write over it.
+next graph of its pool may write over it. Where kernels are interpreted, those of CUDA draft in the
+graphs, and the tensors beside them.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from vllm.config.compilation import CUDAGraphMode
 
@@ -28,6 +33,7 @@ from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_plugin.drafters.children import ChildPicker  # noqa: E402
 from dyntree_plugin.engine import draft_forwards  # noqa: E402
 from dyntree_plugin.engine.batch import COLUMNS  # noqa: E402
+from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator  # noqa: E402
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator  # noqa: E402
 from dyntree_plugin.engine.draft_forwards import Emitted, Roots  # noqa: E402
 from dyntree_plugin.engine.gpu import speculator as graphed  # noqa: E402
@@ -35,11 +41,14 @@ from dyntree_plugin.engine.gpu.graphs import Call, Replay, Tensors  # noqa: E402
 from dyntree_plugin.engine.gpu.speculator import GraphedTreeSpeculator  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.value import AcceptanceEstimate  # noqa: E402
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
 
 MOST, LONGEST, VOCAB, HIDDEN = 8, 64, 40, 16
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive").resolve(7)
 FORWARDS = len(PLAN.growing.widths)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Chosen when triton is imported, so of a whole process."""
+ROOT = Path(__file__).parents[2]
 STORED = ("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features")
 
 
@@ -85,12 +94,22 @@ def graph(run: Call) -> tuple[Replay, Tensors]:
 
 
 class BlockTables:
+    """One group, in which every request has a block of its own of 100 slots."""
+
     num_kv_cache_groups = 1
     input_block_tables: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self) -> None:
+        self._blocks = torch.arange(MOST, dtype=torch.int32)
+        self.block_table_ptrs = torch.tensor([self._blocks.data_ptr()], dtype=torch.uint64)
+        self.block_table_strides = torch.tensor([1])
+        self.block_sizes_tensor = torch.tensor([100], dtype=torch.int32)
+        self.slot_mapping_enabled = torch.tensor([True])
 
     def compute_slot_mappings(
         self, index: torch.Tensor, _: Any, positions: torch.Tensor, rows: int, out: torch.Tensor
     ) -> torch.Tensor:
+        assert index.is_contiguous(), "vLLM's kernel takes no stride"
         of_row = index.repeat_interleave(rows // len(index))
         out[:, :rows] = torch.where(of_row < 0, -1, 100 * of_row + positions)
         return out[:, :rows]
@@ -151,9 +170,11 @@ def speculators(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     monkeypatch.setattr(draft_forwards, "build_slot_mappings_by_layer", lambda slots, _: slots)
     monkeypatch.setattr(graphed, "trees_are_cut", lambda _: True)
 
-    def make(growth: type[CompiledGrowth] = CompiledGrowth, most: float = np.inf) -> list[Any]:
+    def make(
+        growth: type[Any] = CompiledGrowth, most: float = np.inf, kinds: Any = ON_THE_CPU
+    ) -> list[Any]:
         made = []
-        for kind in (CPUTreeSpeculator, GraphedCPUTreeSpeculator):
+        for kind in kinds:
             trees = TreeStore(MOST, PLAN, VOCAB, torch.device("cpu"))
             estimate = AcceptanceEstimate("cpu")
             estimate.weights += torch.linspace(0, 1, 3)
@@ -179,12 +200,17 @@ class GraphedCPUTreeSpeculator(GraphedTreeSpeculator, CPUTreeSpeculator):
     pass
 
 
+ON_THE_CPU = CPUTreeSpeculator, GraphedCPUTreeSpeculator
+
+
 def packed(slots: list[int]) -> torch.Tensor:
     """Requests in these slots."""
     found = torch.zeros(len(slots), COLUMNS, dtype=torch.int64)
     found[:, 0] = index = torch.tensor(slots)
-    found[:, 5] = (index % 3 / 2).view(torch.int32)
+    temperature = index % 3 / 2
+    found[:, 5] = temperature.view(torch.int32)
     found[:, 6] = index + 7
+    found[:, 7] = temperature_class(temperature)
     return found
 
 
@@ -213,10 +239,10 @@ def step(speculator: Any, number: int, forwards: int) -> list[torch.Tensor]:
     return [each.clone() for each in (drafts, *trees)]
 
 
-def differing(speculators: list[Any]) -> list[tuple[int, int]]:
+def differing(speculators: list[Any], steps: int = 24) -> list[tuple[int, int]]:
     """Steps, and their numbers of forwards, whose trees differ."""
-    numbers = [(at, (at * 5 + at // 4) % (1 + FORWARDS)) for at in range(24)]
-    assert {f for _, f in numbers} == {*range(1 + FORWARDS)}
+    numbers = [(at, (at * 5 + at // 4) % (1 + FORWARDS)) for at in range(steps)]
+    assert steps < 12 or {f for _, f in numbers} == {*range(1 + FORWARDS)}
     found = []
     with torch.inference_mode():
         for number, forwards in numbers:
@@ -234,6 +260,65 @@ def test_any_number_of_forwards_grows_the_trees_of_eager_drafting(
     tree = made[0].trees
     assert tree.counts[:MOST].min() > 0
     assert tree.depths.max() == PLAN.shape.max_depth
+
+
+@pytest.fixture
+def by_kernels(speculators: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Growth by kernels, and what surrounds the forwards by tensors and by kernels."""
+    if not INTERPRETED:
+        pytest.skip("runs in a process with TRITON_INTERPRET=1")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from dyntree_kernels.gpu.growth import DeviceGrowth
+    from dyntree_plugin.engine.gpu.draft_rows import GPUTreeSpeculator
+
+    stock: Any = InterpretedFunction.run
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():  # It makes tensors of its own in the arguments' memory.
+            stock(*args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return speculators(DeviceGrowth, kinds=(CompiledTreeSpeculator, GPUTreeSpeculator))
+
+
+def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: list[Any]) -> None:
+    assert differing(by_kernels, steps=12) == []
+    assert by_kernels[0].trees.counts[:MOST].min() > 0
+
+
+@pytest.mark.parametrize("name", ["_chain", "_begin"])
+def test_interpreted_kernels_whose_slots_are_off_are_seen(
+    name: str, by_kernels: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = by_kernels
+    stock = getattr(made[1], name)
+    tables = made[1]._tables
+
+    def elsewhere(*args: Any) -> Any:
+        made[1]._tables = tables._replace(sizes=tables.sizes + 1)
+        found = stock(*args)
+        made[1]._tables = tables
+        return found
+
+    monkeypatch.setattr(made[1], name, elsewhere)
+    assert differing(made, steps=3) != []
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this process runs them")
+def test_the_kernels_do_what_the_tensors_do() -> None:
+    pytest.importorskip("triton", reason="these kernels are written in Triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, __file__, "-k", "interpreted"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "3 passed" in done.stdout, done.stdout
 
 
 def test_trees_of_other_numbers_of_forwards_differ(

@@ -37,7 +37,7 @@ STEP_PATH = sorted(
         *(PACKAGE / "engine" / f"{name}.py" for name in (
             "speculator", "compiled_growth", "draft_forwards", "runner", "verifier", "trees", "kv",
             "stats", "batch", "transfer", "gpu/runner", "gpu/clock", "gpu/transfer",
-            "gpu/verification", "gpu/speculator", "gpu/graphs",
+            "gpu/verification", "gpu/speculator", "gpu/draft_rows", "gpu/graphs",
             "attention/buffers", "attention/gpu", "attention/kernels",
         )),
     ]

@@ -18,7 +18,7 @@ if current_platform.is_cpu():
 
 CUDA = [
     "gpu.runner.TreeGPUModelRunner",
-    "gpu.speculator.GraphedTreeSpeculator",
+    "gpu.draft_rows.GPUTreeSpeculator",
     "gpu.worker.TreeGPUWorker",
     *[
         f"attention.cuda.Tree{backend}Attention{part}"

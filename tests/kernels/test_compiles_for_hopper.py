@@ -19,6 +19,7 @@ from dyntree_kernels.gpu import (  # noqa: E402
     ancestors,
     attention,
     children,
+    draft_rows,
     growth,
     gumbel,
     kv_move,
@@ -48,7 +49,10 @@ POINTERS = {
     **dict.fromkeys(("COUNTS", "ADMITTED", "GROWN", "STORED_AT", "OUT_TOKENS"), "*i64"),
     **dict.fromkeys(("IDS", "ROW_BITS", "EMITTED", "REJECTED"), "*i32"),
     "REPORT": "*fp64",
-    "CHAINED": "*i1",
+    **dict.fromkeys(("CHAINED", "CHAINED_AT", "MAPPED"), "*i1"),
+    **dict.fromkeys(("STRIDES", "LAST", "ENDS"), "*i64"),
+    "TABLES": "*u64",
+    "SIZES": "*i32",
     **dict.fromkeys(("INFORMATION", "PRIOR", "LOW", "HIGH"), "*fp32"),
     **dict.fromkeys(("least", "strength", "memory"), "fp32"),
     "scale": "fp32",
@@ -70,7 +74,7 @@ ODD = {
         "capacity",
         "longest",
     ],
-    *["groups", "deepest"],
+    *["groups", "deepest", "columns", "spare", "s_tokens"],
 }
 
 
@@ -136,6 +140,8 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
                                     "WANT_LSE": True}),
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": kv_move._ROWS, "WORDS": 128}),
         (place._place, {"ROWS": 64}),
+        (draft_rows._chain, {"ROWS": 64}),
+        (draft_rows._begin, {"COLUMNS": 512}),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),
         (growth._order, {"RANKED": growth._RANKED, "AGAINST": growth._AGAINST, "NODES": 1024}),
         (growth._store, {"K": 8, "FEATURED": True, "ROWS": growth._RANKED, "WORDS": 32}),

@@ -10,7 +10,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dyntree_kernels.gpu.growth import MOST_CANDIDATES, DeviceGrowth
 from dyntree_kernels.gpu.gumbel import perturbed_logits
 from dyntree_kernels.gpu.kv_move import KVMover
 from dyntree_kernels.gpu.learn import learn
@@ -18,7 +17,8 @@ from dyntree_kernels.gpu.place import place
 from dyntree_kernels.gpu.walk import walk
 from dyntree_plugin.engine.gpu.capture import recorder
 from dyntree_plugin.engine.gpu.clock import EventClock
-from dyntree_plugin.engine.gpu.speculator import MOST_REQUESTS, GraphedTreeSpeculator
+from dyntree_plugin.engine.gpu.draft_rows import GPUTreeSpeculator
+from dyntree_plugin.engine.gpu.speculator import MOST_REQUESTS
 from dyntree_plugin.engine.gpu.target_graphs import offer_larger, thin_out
 from dyntree_plugin.engine.gpu.transfer import StreamSend
 from dyntree_plugin.engine.gpu.verification import GraphedTreeVerifier
@@ -32,14 +32,9 @@ HEAD_START_CYCLES = 40_000_000
 """20 ms at 2 GHz: about what launching an eager step of a large model takes."""
 
 
-class GPUTreeSpeculator(GraphedTreeSpeculator):
-    growth_type = DeviceGrowth
-    most_candidates = MOST_CANDIDATES
-
-
 class TreeGPUModelRunner(TreeRunnerMixin):
     speculator_type = GPUTreeSpeculator
-    speculator: GraphedTreeSpeculator
+    speculator: GPUTreeSpeculator
     verifier_type = GraphedTreeVerifier
     perturb = staticmethod(perturbed_logits)
     walk = staticmethod(walk)

@@ -57,9 +57,8 @@ class GraphedTreeSpeculator(CompiledTreeSpeculator):
         packed = zeros(COLUMNS, dtype=torch.int64, padding=PADDING)
         positions, counts = zeros(dtype=torch.int64), zeros(dtype=torch.int32)
         tokens = zeros(self.shape.max_depth + 1, dtype=torch.int64)
-        self._roots = [zeros(self.hidden_size, dtype=dtype), zeros(dtype=torch.int64)]
-        # Where trees are stored, for their end.
-        self._slots_of_trees = packed.buffer.new_zeros(sizes[-1])
+        self._hidden_of_roots = zeros(self.hidden_size, dtype=dtype)
+        roots = [self._hidden_of_roots, Input(self._root_positions[: sizes[-1]])]
 
         def graphs(function: Callable[..., Tensors], *inputs: Input) -> RequestGraphs:
             return RequestGraphs(function, [packed, *inputs], sizes)
@@ -70,10 +69,10 @@ class GraphedTreeSpeculator(CompiledTreeSpeculator):
         }
         growth, forwards = self._compiled, len(self.growing.widths)
         if growth is None:
-            self._growing = [graphs(self._grow_captured, *self._roots)]
+            self._growing = [graphs(self._grow_captured, *roots)]
             return
         steps = [partial(self._forward_captured, growth, f) for f in range(1, 1 + forwards)]
-        start = graphs(partial(self._start_captured, growth), *self._roots)
+        start = graphs(partial(self._start_captured, growth), *roots)
         self._growing = [start, *map(graphs, steps)]
         ends = [partial(self._finish_captured, growth, f) for f in range(1 + forwards)]
         self._finishing = list(map(graphs, ends))
@@ -107,9 +106,9 @@ class GraphedTreeSpeculator(CompiledTreeSpeculator):
     def _run_captured(self, packed: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
         roots, tokens, counts = tensors
         emitted = Emitted(roots, tokens, counts, most=tokens.shape[1])
-        found = self._run_over(packed[:, 0].contiguous(), emitted)
-        for own, new in zip(self._roots, (found.hidden, found.positions), strict=True):
-            own.buffer[: len(new)].copy_(new)
+        chain = self._chain(self._unpacked(packed), emitted)
+        own = self._hidden_of_roots.buffer[: len(packed)]
+        torch.index_select(self._hidden(chain.rows), 0, chain.last, out=own)
         return ()
 
     def _grow_captured(self, packed: torch.Tensor, *roots: torch.Tensor) -> Tensors:
@@ -118,9 +117,7 @@ class GraphedTreeSpeculator(CompiledTreeSpeculator):
     def _start_captured(
         self, growth: StepGrowth, packed: torch.Tensor, *roots: torch.Tensor
     ) -> Tensors:
-        requests = self._unpacked(packed)
-        self._slots_of_trees[: len(packed)].copy_(requests.slots)
-        self._start(growth, requests, Roots(*roots))
+        self._start(growth, self._unpacked(packed), Roots(*roots))
         return ()
 
     def _forward_captured(self, growth: StepGrowth, forward: int, packed: torch.Tensor) -> Tensors:
@@ -132,7 +129,7 @@ class GraphedTreeSpeculator(CompiledTreeSpeculator):
 
     def _finish_captured(self, growth: StepGrowth, forwards: int, packed: torch.Tensor) -> Tensors:
         growth.resume(len(packed), forwards)
-        return (growth.finish(self._slots_of_trees[: len(packed)]),)
+        return (growth.finish(self._stored_at[: len(packed)]),)
 
     def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:
         with self._clock("draft"):

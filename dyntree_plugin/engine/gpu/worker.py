@@ -37,4 +37,8 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         self.model_runner.warm_up_attention()
         # With graphs, if there are any: as the steps that it is compared with run.
         self.model_runner.measure_plain_cost()
+        super()._maybe_activate_jit_monitor()
         return times
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """vLLM does it when its own kernels are compiled, and then reports every other."""

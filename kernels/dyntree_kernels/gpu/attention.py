@@ -273,7 +273,8 @@ def tree_attention(
         lse: float32 [T, H], written with the natural logarithm of the softmax denominators.
         seeded: `out` and `lse` hold the attention over the context alone, and only the tree's
             columns are added. `lse` is left as it is.
-        max_rows: no request has more rows. Default: T, which launches programs that do nothing.
+        max_rows: no request has more rows, and tiles are made for as many, however many there are.
+            Default: T, which launches programs that do nothing.
         splits: programs that share the columns of a tile; 1 makes the order of the sums
             independent of the batch. Default: as many as fill the device.
 
@@ -286,8 +287,9 @@ def tree_attention(
     if tokens == 0:
         return
     group, requests, words = heads // kv_heads, len(ctx_lens), ancestor_bits.shape[1]
-    max_rows = min(max_rows or tokens, tokens)
+    max_rows = max_rows or tokens
     tile = tiles or tiling(d, max_rows * group, kv_cache.element_size())
+    max_rows = min(max_rows, tokens)
     if words * 32 > MAX_TILES * tile.block_n:
         limit = MAX_TILES * tile.block_n
         raise ValueError(f"{words * 32} tree columns, at most {limit} are served")

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dyntree_kernels.gpu.children import merge, warps_for
 from dyntree_kernels.gpu.gumbel import rank_blocks
-from dyntree_kernels.growth import GrowthSettings, StepGrowth, expansions_of
+from dyntree_kernels.growth import GrowthSettings, OfRequests, StepGrowth, expansions_of
 
 MOST_CANDIDATES = 8192
 """Of a request: one program has them all in its registers."""
@@ -221,10 +221,11 @@ class DeviceGrowth(StepGrowth):
         # The expansions that children come of next, and how many have children.
         self._new, self._picked = (0, 1), 0
         of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool)
-        self._room = tuple(
-            torch.zeros(requests, dtype=dtype, device=device) for dtype in of_requests
+        self._room = OfRequests(
+            *(torch.zeros(requests, dtype=dtype, device=device) for dtype in of_requests)
         )
-        self._of_requests = self._room
+        self.of_requests = self._room
+        """Those that it grows trees of, at addresses that never change."""
 
     def start(
         self,
@@ -236,16 +237,16 @@ class DeviceGrowth(StepGrowth):
     ) -> None:
         self.resume(len(roots), 0)
         given = (roots, temperatures, classes, seeds, chained)
-        for own, each in zip(self._of_requests, given, strict=True):
+        for own, each in zip(self.of_requests, given, strict=True):
             own.copy_(each)
 
     def resume(self, requests: int, forwards: int) -> None:
-        self._of_requests = tuple(each[:requests] for each in self._room)
+        self.of_requests = OfRequests(*(each[:requests] for each in self._room))
         self._forward, self._new = forwards, expansions_of(self._widths, forwards)
         self._picked = self._new[1]
 
     def pick(self, logits: torch.Tensor) -> None:
-        roots, temperatures, classes, seeds, chained = self._of_requests
+        roots, temperatures, classes, seeds, chained = self.of_requests
         first, end = self._new
         width, kept = end - first, self.tokens.shape[2]
         if len(logits) != len(roots) * width:
@@ -268,7 +269,7 @@ class DeviceGrowth(StepGrowth):
         self._picked = end
 
     def expand(self, ancestor_bits: torch.Tensor) -> None:
-        roots, rows, first = self._of_requests[0], self._rows, self._new[1]
+        roots, rows, first = self.of_requests.roots, self._rows, self._new[1]
         requests, children = len(roots), self.tokens.shape[2]
         width = self._widths[self._forward]
         self._forward += 1
@@ -287,7 +288,7 @@ class DeviceGrowth(StepGrowth):
 
     @property
     def frontier_values(self) -> torch.Tensor:
-        return self._bases[: len(self._of_requests[0]), slice(*self._new)]
+        return self._bases[: len(self.of_requests.roots), slice(*self._new)]
 
     def finish(self, slots: torch.Tensor) -> torch.Tensor:
         requests, budget, trees = len(slots), self._budget, self._trees

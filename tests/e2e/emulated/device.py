@@ -170,8 +170,23 @@ def _record_launches() -> None:
     from triton.runtime.interpreter import InterpretedFunction
     from vllm.triton_utils.dispatcher import KernelOverride
 
-    for owner, name in ((InterpretedFunction, "run"), (KernelOverride, "_launch")):
-        setattr(owner, name, recorded(getattr(owner, name)))
+    interpreted: Any = InterpretedFunction
+    interpreted.run = recorded(interpreted.run)
+    vllms_own: Any = KernelOverride
+    vllms_own._launch = recorded(dense_vectors(vllms_own._launch))
+
+
+def dense_vectors(kernel: Callable[..., None]) -> Callable[..., None]:
+    """What stands for a kernel of vLLM's and would read strides, which vLLM's does not of vectors;
+    it fails where there is one."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, torch.Tensor) and each.dim() == 1 and not each.is_contiguous():
+                raise RuntimeError(f"vLLM's kernel is given a vector of stride {each.stride(0)}")
+        kernel(*args, **kwargs)
+
+    return launch
 
 
 def recorded(kernel: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,100 @@
+"""On CUDA every kernel of the target's tree attention is compiled before the engine serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dyntree_plugin.engine.cpu import install
+
+install()  # the worker's modules need it before they are imported
+
+pytest.importorskip("triton", reason="these kernels are written in Triton")
+
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
+
+from dyntree_kernels.gpu import attention  # noqa: E402
+from dyntree_plugin.engine.attention.buffers import MaskBuffers  # noqa: E402
+from dyntree_plugin.engine.attention.kernels import Heads, TreeRows, TritonTrees  # noqa: E402
+from dyntree_plugin.engine.gpu.worker import TreeGPUWorker  # noqa: E402
+
+MOST, ROWS, PROCESSORS = 8, 200, 132
+
+
+class Kernel:
+    """Notes what Triton would have compiled, and runs nothing."""
+
+    def __init__(self) -> None:
+        self.compiled: set[Any] = set()
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self._launch
+
+    def _launch(self, *args: Any, **constants: Any) -> None:
+        of_arguments = (
+            (each == 1, each % 16 == 0) if isinstance(each, int) else getattr(each, "dtype", float)
+            for each in args
+        )
+        self.compiled.add((*of_arguments, *sorted(constants.items())))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+    made = [Kernel(), Kernel()]
+    monkeypatch.setattr(attention, "_tree_attention", made[0])
+    monkeypatch.setattr(attention, "_reduce_splits", made[1])
+    return made
+
+
+def batches() -> Iterator[tuple[int, int]]:
+    """Requests and rows of batches of trees and prompts."""
+    for requests in range(1, MOST + 1):
+        yield from ((requests, rows) for rows in range(requests + 1, 40))
+        yield from ((requests, rows) for rows in (64, 65, 66, 128, 199))
+
+
+@pytest.mark.parametrize("heads", [Heads(8, 4, 32), Heads(32, 8, 128), Heads(16, 16, 64)])
+@pytest.mark.parametrize("columns", [5, 17, 65])
+def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
+    heads: Heads, columns: int, kernels: list[Kernel]
+) -> None:
+    kernel = TritonTrees(heads, 2, PROCESSORS, one_split=False)
+    buffers = MaskBuffers(MOST, ROWS, columns, torch.device("cpu"))
+    cache = torch.zeros(2, heads.kv, 16, 2 * heads.size, dtype=torch.bfloat16)
+    table = torch.zeros(MOST, 8, dtype=torch.int32)
+    kernel.warm_up(cache, torch.bfloat16, table, buffers)
+    rehearsed = [{*each.compiled} for each in kernels]
+    q = torch.zeros(ROWS, heads.query, heads.size, dtype=torch.bfloat16)
+    start = torch.zeros(MOST + 1, dtype=torch.int32)
+    for requests, rows in batches():
+        begin = start[: requests + 1]
+        lengths, bits = buffers.fill(begin, start[:requests], rows)
+        batch = TreeRows(table[:requests], lengths, begin, bits, rows, columns, begin, None)
+        kernel.plan(batch)(q[:rows], cache, torch.empty_like(q[:rows]), 0.1)
+    assert [{*each.compiled} for each in kernels] == rehearsed
+    assert all(rehearsed)
+
+
+def test_vllm_watches_for_compilation_when_the_rehearsals_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def vllms_own(worker: Any) -> str:
+        done.append("vLLM's")
+        worker._maybe_activate_jit_monitor()
+        return "times"
+
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", vllms_own)
+    monkeypatch.setattr(Worker, "_maybe_activate_jit_monitor", lambda _: done.append("watch"))
+    worker: Any = object.__new__(TreeGPUWorker)
+    worker.model_runner = SimpleNamespace(
+        warm_up_attention=lambda: done.append("attention"),
+        measure_plain_cost=lambda: done.append("steps"),
+    )
+    assert worker.compile_or_warm_up_model() == "times"
+    assert done == ["vLLM's", "attention", "steps", "watch"]

@@ -1,0 +1,227 @@
+"""What a draft's forwards read is what plain torch makes of the requests, and cache slots are those
+of vLLM's own kernel, on a GPU or in Triton's interpreter.
+
+Batches hold requests with little room behind them, and what only fills them up; groups of the KV
+cache differ in their blocks, and one has no slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from paged_cases import DEVICE
+from vllm.v1.worker.gpu import block_table, buffer_utils
+
+from dyntree_kernels.ancestors import pack_bits
+from dyntree_kernels.gpu.draft_rows import ChainRows, Seen, SlotTables, begin, chain
+from dyntree_kernels.growth import OfRequests
+
+STATES, LONGEST, PAD = 9, 63, -1
+SIZES = [16, 4, 8]  # of a block, by group
+MAPPED = [True, True, False]
+GROUPS = len(SIZES)
+CHAIN = ("padding", "room", "count", "ancestors", "columns", "last")
+BEGIN = ("padding", "class", "room", "chained", "columns")
+
+
+class Tables:
+    """Blocks of every request, at random."""
+
+    def __init__(self, g: torch.Generator) -> None:
+        wide = [-(-(LONGEST + 1) // size) + 3 for size in SIZES]
+        self.own = [
+            torch.randint(1, 500, (STATES, blocks), generator=g, dtype=torch.int32).to(DEVICE)
+            for blocks in wide
+        ]
+        of_groups: dict[str, Any] = {
+            "addresses": ([each.data_ptr() for each in self.own], torch.uint64),
+            "strides": ([each.stride(0) for each in self.own], torch.int64),
+            "sizes": (SIZES, torch.int32),
+            "mapped": (MAPPED, torch.bool),
+        }
+        self.arrays = SlotTables(
+            *(torch.tensor(x, dtype=dtype, device=DEVICE) for x, dtype in of_groups.values())
+        )
+
+    def slots(self, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What vLLM's kernel makes of ``positions`` [R, W], [groups, R, W]."""
+        requests, width = positions.shape
+        out = torch.zeros(GROUPS, requests * width + 2, dtype=torch.int64, device=DEVICE)
+        starts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE) * width
+        vllms_slot_mappings()[(GROUPS, requests + 1)](
+            out.shape[1], index.contiguous().to(DEVICE), starts,
+            positions.flatten().contiguous().to(DEVICE), *self.arrays[:3], self.arrays.mapped,
+            torch.ones(GROUPS, dtype=torch.bool, device=DEVICE), out, out.stride(0), 0, CP_SIZE=1,
+            CP_INTERLEAVE=1, PAD_ID=PAD, TRITON_BLOCK_SIZE=1024,
+        )  # fmt: skip
+        return out[:, : requests * width].view(GROUPS, requests, width).cpu()
+
+
+def vllms_slot_mappings() -> Any:
+    """Where vLLM found no GPU, it made no kernel of it."""
+    kernel: Any = block_table._compute_slot_mappings_kernel
+    if not hasattr(kernel, "__getitem__"):
+        kernel.__annotations__.update(
+            dict.fromkeys(("CP_SIZE", "CP_INTERLEAVE", "PAD_ID", "TRITON_BLOCK_SIZE"), tl.constexpr)
+        )
+        kernel = triton.jit(kernel)
+    return kernel
+
+
+@pytest.fixture(autouse=True)
+def language() -> Any:
+    with mock.patch.object(block_table, "tl", tl), mock.patch.object(buffer_utils, "tl", tl):
+        yield
+
+
+def requests_of(number: int, g: torch.Generator) -> torch.Tensor:
+    """As the engine packs them; the last one only fills the batch up where there are several."""
+    packed = torch.randint(1, 1000, (number, 8), generator=g)
+    packed[:, 0] = torch.randperm(STATES, generator=g)[:number]
+    packed[:, 5] = torch.rand(number, generator=g).view(torch.int32)
+    packed[:, 7] = torch.randint(6, (number,), generator=g)
+    if number > 1:
+        packed[-1] = -1
+    return packed
+
+
+def roots_of(number: int, g: torch.Generator) -> torch.Tensor:
+    roots = torch.randint(LONGEST - 12, (number,), generator=g)
+    roots[0] = LONGEST - 1
+    return roots
+
+
+def differing(ours: tuple[torch.Tensor, ...], expected: tuple[Any, ...]) -> bool:
+    return not all(torch.equal(a.cpu(), b) for a, b in zip(ours, expected, strict=True))
+
+
+def chain_of(number: int, width: int, seed: int) -> Any:
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1000, (number, width + 1), generator=g)[:, :width]
+    counts = torch.randint(0, width + 4, (number,), generator=g, dtype=torch.int32)
+    counts[number // 2] = 1
+    return Tables(g), requests_of(number, g), roots_of(number, g), tokens, counts
+
+
+def chained_by_kernel(case: Any) -> tuple[torch.Tensor, ...]:
+    tables, packed, roots, tokens, counts = case
+    (number, width), words = tokens.shape, -(-tokens.shape[1] // 32)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full(shape, -7, dtype=dtype, device=DEVICE)
+
+    rows = number * width
+    out = ChainRows(
+        empty(rows, dtype=torch.int32), empty(rows), empty(rows, words, dtype=torch.int32),
+        empty(GROUPS, rows + 3)[:, :rows], empty(number), empty(number),
+    )  # fmt: skip
+    seen = Seen(empty(number, dtype=torch.int32), empty(number, dtype=torch.int32))
+    given = (each.to(DEVICE) for each in (packed, roots, tokens, counts))
+    chain(*given, tables.arrays, out, seen, LONGEST)
+    return (*out, *seen)
+
+
+def chained_by_tensors(case: Any, without: str = "") -> tuple[Any, ...]:
+    """The same by tensors, but for a mechanism."""
+    tables, packed, roots, tokens, counts = case
+    number, width = tokens.shape
+    index = packed[:, 0].clamp(min=0) if without == "padding" else packed[:, 0]
+    step = torch.arange(width)
+    behind = roots[:, None] + 1 + step
+    positions = behind.clamp(max=LONGEST)
+    real = torch.ones_like(behind).bool()
+    if without != "count":
+        real &= step < counts[:, None]
+    if without != "room":
+        real &= behind <= LONGEST
+    slots = tables.slots(index, positions).masked_fill(~real, PAD)
+    mask = torch.ones(width, width).bool()
+    bits = pack_bits(mask if without == "ancestors" else mask.tril()).repeat(number, 1)
+    last = (counts.long() - 1).clamp(min=0, max=None if without == "last" else width - 1)
+    columns = 0 if without == "columns" else width
+    return (
+        tokens.flatten().int(), positions.flatten(), bits, slots.flatten(1),
+        torch.arange(number) * width + last, (roots + 1 + last).clamp(max=LONGEST),
+        (roots + 1).int(), (roots + 1 + columns).clamp(max=LONGEST + 1).int(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "width"), [(1, 1), (1, 6), (4, 1), (7, 9), (3, 33), (2, 65)])
+def test_rows_run_on_what_the_requests_got(number: int, width: int) -> None:
+    for seed in range(2):
+        case = chain_of(number, width, seed)
+        assert not differing(chained_by_kernel(case), chained_by_tensors(case))
+
+
+@pytest.mark.parametrize("mechanism", CHAIN)
+def test_rows_that_lack_a_mechanism_are_seen(mechanism: str) -> None:
+    case = chain_of(7, 9, 0)
+    assert differing(chained_by_kernel(case), chained_by_tensors(case, mechanism))
+
+
+def begun_by_kernel(case: Any, columns: int) -> tuple[torch.Tensor, ...]:
+    tables, packed, roots, chained = case
+    number = len(roots)
+    of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool)
+    growth = OfRequests(*(torch.ones(number, dtype=x, device=DEVICE) for x in of_requests))
+    stored_at = torch.zeros(number, dtype=torch.int64, device=DEVICE)
+    slots = torch.zeros(GROUPS, number * columns + 5, dtype=torch.int64, device=DEVICE)
+    seen = Seen(*torch.zeros(2, number, dtype=torch.int32, device=DEVICE))
+    given = (each.to(DEVICE) for each in (packed, roots, chained))
+    begin(*given, tables.arrays, growth, stored_at, slots, seen, columns, LONGEST)
+    return (*growth, stored_at, slots[:, : number * columns], *seen)
+
+
+def begun_by_tensors(case: Any, columns: int, without: str = "") -> tuple[Any, ...]:
+    tables, packed, roots, chained = case
+    index = packed[:, 0]
+    spare = 0 if without == "padding" else STATES
+    stored_at = torch.where(index < 0, spare, index)
+    behind = roots[:, None] + 1 + torch.arange(columns)
+    positions = behind if without == "room" else behind.clamp(max=LONGEST)
+    end = roots + 1 + (0 if without == "columns" else columns)
+    return (
+        roots,
+        packed[:, 5].clamp(min=0).int().view(torch.float32),
+        packed[:, 7] if without == "class" else packed[:, 7].clamp(min=0),
+        packed[:, 6],
+        torch.zeros(len(roots)).bool() if without == "chained" else chained[stored_at],
+        stored_at,
+        tables.slots(index, positions).flatten(1),
+        (roots + 1).int(),
+        end.clamp(max=LONGEST + 1).int(),
+    )
+
+
+def beginning(number: int, seed: int) -> Any:
+    g = torch.Generator().manual_seed(seed)
+    chained = torch.rand(STATES + 1, generator=g) < 0.4
+    chained[0], chained[-1] = False, True
+    return Tables(g), requests_of(number, g), roots_of(number, g), chained
+
+
+@pytest.mark.parametrize(("number", "columns"), [(1, 1), (1, 0), (3, 7), (7, 12), (5, 130)])
+def test_growth_begins_with_what_the_requests_are(number: int, columns: int) -> None:
+    for seed in range(2):
+        case = beginning(number, seed)
+        assert not differing(begun_by_kernel(case, columns), begun_by_tensors(case, columns))
+
+
+@pytest.mark.parametrize("mechanism", BEGIN)
+def test_a_beginning_that_lacks_a_mechanism_is_seen(mechanism: str) -> None:
+    case = beginning(7, 0)
+    assert differing(begun_by_kernel(case, 12), begun_by_tensors(case, 12, mechanism))
+
+
+def test_arrays_that_are_not_dense_are_refused() -> None:
+    tables, packed, roots, tokens, counts = chain_of(3, 4, 0)
+    with pytest.raises(ValueError, match="dense"):
+        chained_by_kernel((tables, packed, roots, tokens.to(DEVICE).t().contiguous().t(), counts))
+    thin = roots.to(DEVICE).repeat_interleave(2)[::2]
+    with pytest.raises(ValueError, match="dense"):
+        chained_by_kernel((tables, packed, thin, tokens, counts))
