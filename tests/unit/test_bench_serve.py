@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from dyntree_plugin import pair
 from dyntree_plugin.bench.serve import command, counts, plan, prompts, server, session
+from dyntree_plugin.bench.serve.arguments import TREES
 from dyntree_plugin.bench.serve.measure import differing, measure
 from dyntree_plugin.bench.serve.plan import Load, Models
 from dyntree_plugin.bench.serve.pool import Pool
@@ -299,9 +300,9 @@ def test_trees_are_named_by_what_tells_them_apart() -> None:
 
 
 def test_by_default_the_products_trees_are_measured_beside_whole_ones() -> None:
-    names = list(plan.named_trees(command._TREES))
+    names = list(plan.named_trees(TREES))
     assert names == ["dynamic tree of 16", "dynamic tree of 16, budget fixed"]
-    budgets = [DynTreeOptions.parse(each).resolve(16).budget for each in command._TREES]
+    budgets = [DynTreeOptions.parse(each).resolve(16).budget for each in TREES]
     assert budgets == ["adaptive", "fixed"]
 
 

@@ -68,6 +68,11 @@ class Contest:
     trees: plan.Trees
     places: int | None = None
 
+    @property
+    def engines(self) -> int:
+        """How many; the first is the one without speculation."""
+        return 1 + len(self.chains) + len(self.trees)
+
 
 def of_engines(
     settings: Settings,
