@@ -24,6 +24,7 @@ from dyntree_plugin.bench.acceptance.experiment import Laboratory, Pair, Trial
 from dyntree_plugin.bench.acceptance.methods import METHODS, Method, fixed_threshold
 from dyntree_plugin.bench.acceptance.models import load
 from dyntree_plugin.bench.acceptance.step_times import StepTimes
+from dyntree_plugin.bench.pictures import check_plots
 from dyntree_plugin.bench.provenance import provenance
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -76,6 +77,7 @@ def acceptance(
         prompts, calibration, tokens, budgets, thresholds = 16, 8, 32, "16,64", ""
     console = Console(highlight=False)
     try:
+        check_plots(plots)
         texts = _texts(prompt_file, prompts + calibration)
         trial = Trial(
             *(texts[:prompts], texts[prompts:], _methods(methods)),

@@ -8,14 +8,29 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+OF_ENGINES = "Of engines on this machine"
+OF_SERVERS = "Of running servers"
+"""Panels of the help; what one of them has is refused where the other is measured."""
+
 TREES: list[dict[str, Any]] = [{"node_budget": 16}, {"node_budget": 16, "budget": "fixed"}]
 """dyntree options of the engines with trees, unless others are given."""
 
+Target = Annotated[
+    str | None,
+    typer.Option(help="Target model: a folder or a name.", rich_help_panel=OF_ENGINES),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="Draft model of the same vocabulary.", rich_help_panel=OF_ENGINES),
+]
 TargetShape = Annotated[
     str | None,
-    typer.Option(help="Grow the embedded target to the cost of llama-1b, llama-3b, llama-8b."),
+    typer.Option(
+        help="Grow the embedded target to the cost of llama-1b, llama-3b, llama-8b.",
+        rich_help_panel=OF_ENGINES,
+    ),
 ]
-Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option()]
+Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(rich_help_panel=OF_ENGINES)]
 PromptSets = Annotated[
     list[str] | None,
     typer.Option(
@@ -33,7 +48,12 @@ Temperatures = Annotated[
 ]
 Chains = Annotated[
     list[int] | None,
-    typer.Option("--chain", min=1, help="Length of a chain of vLLM's. Repeatable."),
+    typer.Option(
+        "--chain",
+        min=1,
+        help="Length of a chain of vLLM's. Repeatable.",
+        rich_help_panel=OF_ENGINES,
+    ),
 ]
 Trees = Annotated[
     list[str] | None,
@@ -42,6 +62,7 @@ Trees = Annotated[
         metavar="JSON",
         help="dyntree options of an engine with trees, by default "
         f"{' and '.join(map(json.dumps, TREES))}. Repeatable.",
+        rich_help_panel=OF_ENGINES,
     ),
 ]
 StaticTrees = Annotated[
@@ -49,11 +70,15 @@ StaticTrees = Annotated[
     typer.Option(
         "--static/--no-static",
         help="Add the best static tree of each budget; it takes both models in fp32 to find.",
+        rich_help_panel=OF_ENGINES,
     ),
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="How often everything is measured.")]
 SideBySide = Annotated[
-    int | None, typer.Option(min=1, help="Engines kept at a time; by default what fits.")
+    int | None,
+    typer.Option(
+        min=1, help="Engines kept at a time; by default what fits.", rich_help_panel=OF_ENGINES
+    ),
 ]
 TimeLimit = Annotated[
     float | None,
@@ -69,17 +94,26 @@ Notes = Annotated[
     typer.Option("--note", help="A line for the result's notes. Repeatable."),
 ]
 EngineArguments = Annotated[
-    str, typer.Option(metavar="JSON", help="Further arguments of every engine's LLM().")
+    str,
+    typer.Option(
+        metavar="JSON",
+        help="Further arguments of every engine's LLM().",
+        rich_help_panel=OF_ENGINES,
+    ),
 ]
 BaseUrls = Annotated[
     list[str] | None,
     typer.Option(
         "--base-url",
         metavar="[NAME=]URL",
-        help="Measure this running server instead. Repeatable.",
+        help="Measure this server, and start no engine. Repeatable.",
+        rich_help_panel=OF_SERVERS,
     ),
 ]
-Endpoint = Annotated[Literal["completions", "chat"], typer.Option(help="What servers are asked.")]
+Endpoint = Annotated[
+    Literal["completions", "chat"],
+    typer.Option(help="What servers are asked.", rich_help_panel=OF_SERVERS),
+]
 Seed = Annotated[int, typer.Option(min=0)]
 ResultFile = Annotated[Path | None, typer.Option("--json", help="Write the result here.")]
 PlotFolder = Annotated[

@@ -16,9 +16,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
+from typer.core import TyperOption
 
 from dyntree_plugin import pair
-from dyntree_plugin.arguments import Draft, Target, both_or_neither
+from dyntree_plugin.arguments import both_or_neither
+from dyntree_plugin.bench.pictures import check_plots
 from dyntree_plugin.bench.serve import arguments, overview, plan, plots, prompts, table
 from dyntree_plugin.bench.serve.plan import Models
 from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, write
@@ -35,8 +37,9 @@ def main(words: Sequence[str]) -> None:
 
 @app.command()
 def serve(
-    target: Target = None,
-    draft: Draft = None,
+    context: typer.Context,
+    target: arguments.Target = None,
+    draft: arguments.Draft = None,
     target_shape: arguments.TargetShape = None,
     dtype: arguments.Dtype = "bfloat16",
     prompt_sets: arguments.PromptSets = None,
@@ -68,24 +71,40 @@ def serve(
     loads = prompt_sets or [prompts.CODE], temperatures or [0.0], batches or [1, 4]
     settings = Settings(*loads, requests, max_tokens, rounds, seed)
     try:
+        check_plots(plot_folder)
         if base_urls:
-            if target or draft or target_shape or chains or trees:
-                raise ValueError("--base-url measures what is served there: give no models")
+            _refuse(context, arguments.OF_ENGINES, "--base-url measures what is served there")
             engines = len(base_urls)
-            measured = partial(of_servers, settings, base_urls, chat=endpoint == "chat")
+            measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
         else:
+            _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is asked")
             models, remarks = _models(target, draft, target_shape, dtype, engine_arguments)
             compared = _trees(trees, target, draft, with_static=static_trees)
             contest = Contest(models, chains or plan.CHAINS, compared, side_by_side)
             engines = contest.engines
-            remarks += notes or ()
-            measured = partial(of_engines, settings, contest, remarks, seconds_left=seconds_left)
+            measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
         with _progress(console, settings, engines) as done:
-            result = _last(measured(done=done), result_file)
+            result = _last(measured(done=done, seconds_left=seconds_left), result_file)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"dyntree bench serve: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
     _show(console, result, plot_folder)
+
+
+def _refuse(context: typer.Context, panel: str, reason: str) -> None:
+    """
+    Raises:
+        ValueError: if an argument of this panel of the help is given.
+    """
+    given = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        # By its name: some versions of typer have an enumeration of their own for click's.
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and isinstance(option, TyperOption) and option.rich_help_panel == panel:
+            given.append("/".join([*option.opts, *option.secondary_opts]))
+    if given:
+        raise ValueError(f"{', '.join(given)} must not be given: {reason}")
 
 
 def _until(limit: float | None) -> Callable[[], float]:
