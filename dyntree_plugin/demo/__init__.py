@@ -26,6 +26,7 @@ from dyntree_plugin.arguments import (
     TopP,
     Verbose,
     both_or_neither,
+    chosen_dtype,
 )
 from dyntree_plugin.demo.engines import Announce, Comparison, Settings, compare
 from dyntree_plugin.demo.quiet import quiet
@@ -70,25 +71,28 @@ def demo(
     seed: Annotated[
         int, typer.Option(min=0, help="Of the first prompt; each next has one more.")
     ] = 0,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     options: Annotated[str, typer.Option(metavar="JSON", help="Further dyntree options.")] = "{}",
     verbose: Verbose = False,
 ) -> None:
     """Completes held-out Python code with the target alone and with a tree of draft tokens, shows
     that the text is the same and where the time goes, and draws one step's tree.
 
-    Without --target and --draft it takes the pair of tiny models that comes with dyntree.
+    Without --target and --draft it takes the pair of tiny models that comes with dyntree. Both
+    engines are eager: to compile them and to capture graphs would take longer than it all, and
+    `dyntree bench serve` measures such ones.
     """
     both_or_neither(target, draft)
     parsed = tree_options(options, nodes)
     console = Console(highlight=False)
+    used = chosen_dtype(dtype, target)
     try:
         if target is None or draft is None:
             target, draft = (str(path) for path in pair.paths().values())
         settings = Settings(
             target=target,
             draft=draft,
-            dtype=dtype,
+            dtype=used,
             nodes=nodes,
             options=parsed,
             temperature=temperature,
@@ -134,7 +138,8 @@ def _heading(settings: Settings) -> Text:
     )
     return Text.assemble(
         (f"dyntree {__version__}", "bold"),
-        f" on {name} {version}, {settings.dtype}, {drawing}, at most {settings.nodes} nodes\n",
+        f" on {name} {version}, dtype {settings.dtype}, eager, {drawing}, "
+        f"at most {settings.nodes} nodes\n",
         (f"target {settings.target}\ndraft  {settings.draft}", "dim"),
     )
 

@@ -22,6 +22,7 @@ from dyntree_plugin.arguments import (
     TopP,
     Verbose,
     both_or_neither,
+    chosen_dtype,
 )
 from dyntree_plugin.show import arguments, page
 from dyntree_plugin.show.arguments import Format
@@ -52,7 +53,7 @@ def show(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: arguments.Seed = 0,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     options: arguments.Options = "{}",
     trace: arguments.Trace = None,
     saved: arguments.SavedTrace = None,
@@ -73,8 +74,9 @@ def show(
     asked = (prompt, file, target, draft, trace)
     if saved is not None and any(value is not None for value in asked):
         raise typer.BadParameter("--from draws a saved trace: give no prompt, model or --trace")
-    settings = {"dtype": dtype, "nodes": nodes, "options": options, "temperature": temperature}
-    settings |= {"top_p": top_p, "seed": seed, "max_tokens": max_tokens}
+    settings: dict[str, Any] = {"dtype": chosen_dtype(dtype, target), "options": options}
+    settings |= {"nodes": nodes, "temperature": temperature, "top_p": top_p}
+    settings |= {"seed": seed, "max_tokens": max_tokens}
     try:
         if saved is not None:
             generation = load(saved)
