@@ -8,7 +8,7 @@
 #   PYTHON   the Python to use; else .venv's, else python3
 #   OUT      where results go; else benchmarks/results
 #   LIMIT    seconds that all of it may take; 570
-#   MODELS   where grown targets and compiled code are kept; else /tmp/dyntree-gpu
+#   MODELS   where grown targets and compiled code are kept; else the user's cache
 #   DYNTREE_COMMIT   the commit that results name where there is no repository
 #   CHAINS, BUDGETS   of speed: lengths of vLLM's chains, and nodes of trees, separated by blanks
 #   ARGS     of speed: further arguments of `dyntree bench serve`
@@ -31,7 +31,7 @@ out=${OUT:-benchmarks/results}
 limit=${LIMIT:-570}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-export XDG_CACHE_HOME=${MODELS:-/tmp/dyntree-gpu}
+export XDG_CACHE_HOME=${MODELS:-${XDG_CACHE_HOME:-$HOME/.cache}}
 export PYTHONPATH=$PWD:$PWD/kernels:$scratch${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$out" "$XDG_CACHE_HOME"
 

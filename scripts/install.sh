@@ -2,7 +2,7 @@
 # Makes the virtual environment .venv with the package, the engine for this machine and the tools.
 #
 #   PYTHON   the Python to use; else the first of the usual names that vLLM's PyTorch is there for
-#   ENGINE   cpu or gpu: vLLM's build; trees are served on the CPU so far, which is the default
+#   ENGINE   cpu or gpu: vLLM's build; else cpu
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -42,8 +42,8 @@ if [[ -z ${installed-} ]]; then
     rm -rf "$venv"
     cat >&2 <<MESSAGE
 
-pip finds no CPU build of PyTorch for Python ${tried[*]}. It lies on the PyTorch CPU wheel index:
-see pytorch.org, Get started, pip, CPU, for its address, and add it to pip's own index:
+pip finds no CPU build of PyTorch for Python ${tried[*]}. It lies on PyTorch's own index for CPU
+builds: see pytorch.org, Get started, pip, CPU, for its address, and add it to pip's own index:
 
     PIP_EXTRA_INDEX_URL=<address> make ${MAKECMDGOALS:-test}
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -16,7 +16,19 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from dyntree_plugin import __version__, compat, pair
-from dyntree_plugin.demo.engines import Announce, Settings, compare
+from dyntree_plugin.arguments import (
+    Draft,
+    Dtype,
+    MaxTokens,
+    Nodes,
+    Target,
+    Temperature,
+    TopP,
+    Verbose,
+    both_or_neither,
+    chosen_dtype,
+)
+from dyntree_plugin.demo.engines import Announce, Comparison, Settings, compare
 from dyntree_plugin.demo.quiet import quiet
 from dyntree_plugin.demo.screen import show
 from dyntree_plugin.options import DynTreeOptions
@@ -49,38 +61,38 @@ def tree_options(value: str, nodes: int) -> dict[str, Any]:
 
 @app.command()
 def demo(
-    target: Annotated[str | None, typer.Option(help="Target model: a folder or a name.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model of the same vocabulary.")] = None,
+    target: Target = None,
+    draft: Draft = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts to complete.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each completion.")] = 128,
-    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Nodes of a tree.")] = 16,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1)] = 1.0,
+    max_tokens: MaxTokens = 128,
+    nodes: Nodes = 16,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     seed: Annotated[
         int, typer.Option(min=0, help="Of the first prompt; each next has one more.")
     ] = 0,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Weights and arithmetic of both models.")
-    ] = "float32",
+    dtype: Dtype = None,
     options: Annotated[str, typer.Option(metavar="JSON", help="Further dyntree options.")] = "{}",
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own messages.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Completes held-out Python code with the target alone and with a tree of draft tokens, shows
     that the text is the same and where the time goes, and draws one step's tree.
 
-    Without --target and --draft it takes the pair of tiny models that comes with dyntree.
+    Without --target and --draft it takes the pair of tiny models that comes with dyntree. Both
+    engines are eager: to compile them and to capture graphs would take longer than it all, and
+    `dyntree bench serve` measures such ones.
     """
-    if (target is None) != (draft is None):
-        raise typer.BadParameter("--target and --draft go together: give both or neither")
+    both_or_neither(target, draft)
     parsed = tree_options(options, nodes)
     console = Console(highlight=False)
+    used = chosen_dtype(dtype, target)
     try:
         if target is None or draft is None:
             target, draft = (str(path) for path in pair.paths().values())
         settings = Settings(
             target=target,
             draft=draft,
-            dtype=dtype,
+            dtype=used,
             nodes=nodes,
             options=parsed,
             temperature=temperature,
@@ -89,20 +101,25 @@ def demo(
             max_tokens=max_tokens,
             prompts=pair.held_out_prompts(prompts),
         )
-        console.print(_heading(settings))
-        for model in (target, draft):
-            fetch(model)
-        with (
-            nullcontext(sys.stdout) if verbose else quiet() as screen,
-            announcing(Console(file=screen)) as announce,
-        ):
-            comparison = compare(settings, announce)
+        comparison = _compared(console, settings, verbose=verbose)
     except (ValueError, OSError) as error:
         if verbose:
             raise
         print(f"dyntree demo: {message(error)}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
     raise typer.Exit(show(console, settings, comparison))
+
+
+def _compared(console: Console, settings: Settings, *, verbose: bool) -> Comparison:
+    """What both engines give, told while it is made."""
+    console.print(_heading(settings))
+    for model in (settings.target, settings.draft):
+        fetch(model)
+    with (
+        nullcontext(sys.stdout) if verbose else quiet() as screen,
+        announcing(Console(file=screen)) as announce,
+    ):
+        return compare(settings, announce)
 
 
 def message(error: Exception) -> str:
@@ -121,7 +138,8 @@ def _heading(settings: Settings) -> Text:
     )
     return Text.assemble(
         (f"dyntree {__version__}", "bold"),
-        f" on {name} {version}, {settings.dtype}, {drawing}, at most {settings.nodes} nodes\n",
+        f" on {name} {version}, dtype {settings.dtype}, eager, {drawing}, "
+        f"at most {settings.nodes} nodes\n",
         (f"target {settings.target}\ndraft  {settings.draft}", "dim"),
     )
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from dyntree_plugin.arguments import DtypeName
 from dyntree_plugin.options import NAMESPACE
 from dyntree_plugin.tree.render import Detokenise
 from dyntree_plugin.tree.step import TreeStep
@@ -25,7 +26,7 @@ class Settings:
 
     target: str
     draft: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: DtypeName
     nodes: int
     options: Mapping[str, Any]
     temperature: float

@@ -21,6 +21,11 @@ _SLOWER = Text(
     "pays with a target that is much larger than its draft.\n",
     style="yellow",
 )
+_ROUNDED = Text(
+    "Engines that add in another order may part where two tokens are all but equally likely: with "
+    "--dtype float32 that is rare.\n",
+    style="yellow",
+)
 _CODE_LINES = 4
 _CONTEXT_TOKENS = 200
 
@@ -41,6 +46,8 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
         console.print(_SLOWER)
     found = differences(plain, with_tree)
     console.print(verdict(plain, found, text))
+    if found and settings.dtype != "float32":
+        console.print(_ROUNDED)
     return 1 if found else 0
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from dyntree_plugin import compat
 from dyntree_plugin.demo.quiet import quiet
-from dyntree_plugin.doctor.checks import Check, device_type, memory, of_machine
+from dyntree_plugin.doctor.checks import Check, companions, device_type, memory, of_machine
 
 _MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
@@ -48,12 +48,16 @@ def _checks(
     yield from of_machine()
     if compat.installed_vllm() is None:
         return
+    found = companions()
+    yield found
+    if found.status == "fail":  # vLLM cannot be imported
+        return
     from dyntree_plugin.doctor import command_line, kernels
 
     config = None
     if command:
-        found, config = command_line.of_command_line(command)
-        yield from found
+        checks, config = command_line.of_command_line(command)
+        yield from checks
     else:
         yield kernels.attention()
         if device_type() == "cpu":

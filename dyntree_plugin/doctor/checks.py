@@ -7,11 +7,14 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Literal
 
 from dyntree_plugin import compat, preload
 from dyntree_plugin.options import NAMESPACE
+
+_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def vllm() -> Check:
     found = f"{name} {version}"
     if compat.version_refusal() is None:
         return Check("vLLM", "ok", found)
-    advice = f"install a version {compat.SUPPORTED_VLLM}, as pip install 'dyntree[cpu]' does"
+    names = " or ".join(compat.DISTRIBUTIONS)
+    advice = f"install {names} {compat.SUPPORTED_VLLM}, as the README's section Install says"
     return Check("vLLM", "fail", found, advice)
 
 
@@ -108,6 +112,26 @@ def packages(kind: str) -> Iterator[Check]:
                 yield Check(name, "fail", "not installed", f"pip install {distribution}")
             else:
                 yield Check(name, "warn", "not installed", f"for its kernel: {distribution}")
+
+
+def companions() -> Check:
+    """Whether the packages load that transformers imports wherever they are installed.
+
+    Those for CUDA, which pip takes where it does not find others, do not beside a PyTorch for CPUs.
+    """
+    name = "companions"
+    there = [package for package in _COMPANIONS if find_spec(package) is not None]
+    broken = {}
+    for package in there:
+        try:
+            import_module(package)
+        except (ImportError, OSError, RuntimeError) as problem:
+            broken[package] = str(problem).partition("\n")[0]
+    if not broken:
+        return Check(name, "ok", f"of PyTorch: {', '.join(there) or 'none, and none is needed'}")
+    advice = f"pip uninstall {' '.join(broken)}; or install their builds for this PyTorch"
+    told = "; ".join(f"{package} does not load: {problem}" for package, problem in broken.items())
+    return Check(name, "fail", told, advice)
 
 
 def native_kernels() -> Check:

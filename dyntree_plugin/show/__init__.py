@@ -7,70 +7,60 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from dyntree_plugin.show import page
+from dyntree_plugin.arguments import (
+    Draft,
+    Dtype,
+    MaxTokens,
+    Nodes,
+    Target,
+    Temperature,
+    TopP,
+    Verbose,
+    both_or_neither,
+    chosen_dtype,
+)
+from dyntree_plugin.show import arguments, page
+from dyntree_plugin.show.arguments import Format
 from dyntree_plugin.show.generation import Generation, load, save
 from dyntree_plugin.show.text import as_dot, as_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-Format = Literal["terminal", "dot", "html"]
 _BY_SUFFIX: dict[str, Format] = {".html": "html", ".htm": "html", ".dot": "dot", ".gv": "dot"}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run it with the arguments behind ``dyntree show``; ends the process.
+def main(words: Sequence[str]) -> None:
+    """Run it with the words behind ``dyntree show``; ends the process.
 
     Exit status: 0 if the trees are shown, 2 if the arguments, the models or the trace do not fit.
     """
-    app(list(arguments), prog_name="dyntree show")
+    app(list(words), prog_name="dyntree show")
 
 
 @app.command()
 def show(
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to complete; without it held-out Python code.")
-    ] = None,
-    file: Annotated[
-        str | None, typer.Option(help="Read the prompt from this file; - is standard input.")
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="Target model: a folder or a name.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model of the same vocabulary.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the completion.")] = 96,
-    nodes: Annotated[int, typer.Option(min=1, max=1024, help="Nodes of a tree.")] = 16,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1)] = 1.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Weights and arithmetic of both models.")
-    ] = "float32",
-    options: Annotated[
-        str,
-        typer.Option(
-            metavar="JSON",
-            help="Further dyntree options; the budget is fixed, unless they say else.",
-        ),
-    ] = "{}",
-    trace: Annotated[Path | None, typer.Option(help="Save what is drawn here, as JSON.")] = None,
-    from_: Annotated[
-        Path | None,
-        typer.Option("--from", help="Draw what --trace has saved; starts no engine."),
-    ] = None,
-    format_: Annotated[
-        Format | None,
-        typer.Option("--format", help="By default what the suffix of --output says, or terminal."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write here and not to standard output.")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(min=1, help="Only this step; terminal and dot, from 1.")
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own messages.")] = False,
+    prompt: arguments.Prompt = None,
+    file: arguments.PromptFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    max_tokens: MaxTokens = 96,
+    nodes: Nodes = 16,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: arguments.Seed = 0,
+    dtype: Dtype = None,
+    options: arguments.Options = "{}",
+    trace: arguments.Trace = None,
+    saved: arguments.SavedTrace = None,
+    given_format: arguments.GivenFormat = None,
+    output: arguments.Output = None,
+    step: arguments.Step = None,
+    verbose: Verbose = False,
 ) -> None:
     """Completes a prompt and shows the tree of every step: its tokens, how likely each was
     thought to be, which were accepted, and the bonus token.
@@ -78,25 +68,19 @@ def show(
     Without --target and --draft it takes the pair of tiny models that comes with dyntree.
     """
     suffix = output.suffix.lower() if output is not None else ""
-    form = format_ or _BY_SUFFIX.get(suffix, "terminal")
+    form = given_format or _BY_SUFFIX.get(suffix, "terminal")
     if step is not None and form == "html":
         raise typer.BadParameter("--step is for --format terminal or dot: a page has all steps")
     asked = (prompt, file, target, draft, trace)
-    if from_ is not None and any(value is not None for value in asked):
+    if saved is not None and any(value is not None for value in asked):
         raise typer.BadParameter("--from draws a saved trace: give no prompt, model or --trace")
+    settings: dict[str, Any] = {"dtype": chosen_dtype(dtype, target), "options": options}
+    settings |= {"nodes": nodes, "temperature": temperature, "top_p": top_p}
+    settings |= {"seed": seed, "max_tokens": max_tokens}
     try:
-        if from_ is not None:
-            generation = load(from_)
+        if saved is not None:
+            generation = load(saved)
         else:
-            settings = {
-                "dtype": dtype,
-                "nodes": nodes,
-                "options": options,
-                "temperature": temperature,
-                "top_p": top_p,
-                "seed": seed,
-                "max_tokens": max_tokens,
-            }
             text = _prompt(prompt, file, own_models=target is not None)
             generation = _recorded(target, draft, text, settings, verbose=verbose)
         if trace is not None:
@@ -139,8 +123,7 @@ def _recorded(
     from dyntree_plugin.demo.quiet import quiet
     from dyntree_plugin.show.record import record
 
-    if (target is None) != (draft is None):
-        raise typer.BadParameter("--target and --draft go together: give both or neither")
+    both_or_neither(target, draft)
     asked = tree_options(settings["options"], settings["nodes"])
     settings["options"] = {"budget": "fixed", **asked}
     if target is None or draft is None:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -31,6 +32,8 @@ def run(console: Console, address: str, interval: float, once: bool, as_json: bo
             for last, now in _changes(address, page, interval):
                 if isinstance(now, Page):
                     _show(console, address, figures(now, last), as_json)
+                else:
+                    _write(console, {"address": address, "error": str(now)})
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             live.update(screen(address, figures(page)), refresh=True)
@@ -61,8 +64,11 @@ def _changes(
 
 def _show(console: Console, address: str, found: list[Figures], as_json: bool) -> None:
     if as_json:
-        engines = [asdict(one) for one in found]
-        console.file.write(json.dumps({"address": address, "engines": engines}) + "\n")
-        console.file.flush()
+        _write(console, {"address": address, "engines": [asdict(one) for one in found]})
     else:
         console.print(screen(address, found))
+
+
+def _write(console: Console, look: dict[str, Any]) -> None:
+    console.file.write(json.dumps(look) + "\n")
+    console.file.flush()

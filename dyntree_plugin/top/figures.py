@@ -43,13 +43,25 @@ class Figures:
 
 
 def figures(now: Page, before: Page | None = None) -> list[Figures]:
-    """Of every engine, since ``before`` or since the engine began."""
+    """Of every engine, since ``before`` or since the engine began, whichever came later."""
     found = []
     for key, series in sorted(now.engines.items()):
         earlier = {} if before is None else before.engines.get(key, {})
+        if _began_anew(series, earlier):
+            earlier = {}
         seconds = None if before is None else now.seconds - before.seconds
         found.append(_of_engine(*key, seconds, _Counters(series, earlier)))
     return found
+
+
+def _began_anew(now: Series, before: Series) -> bool:
+    """Whether something has been counted less often; seconds may round otherwise when summed."""
+    return any(
+        _total(now, name, labels) < value
+        for name, found in before.items()
+        if name.startswith(PREFIX) and name.endswith("_count")
+        for labels, value in found
+    )
 
 
 class _Counters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -40,9 +41,12 @@ def read(address: str) -> Page:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
             text = response.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise Unreadable(f"{url} cannot be read: {error}") from None
-    page = parse(text)
+    try:
+        page = parse(text)
+    except ValueError as error:
+        raise Unreadable(f"{url} is no page of metrics: {error}") from None
     if not page.engines:
         raise Unreadable(
             f"{url} has no {PREFIX}* metrics: this server decodes without dyntree, or with "
@@ -52,7 +56,11 @@ def read(address: str) -> Page:
 
 
 def parse(text: str) -> Page:
-    """The page of every engine that has trees."""
+    """The page of every engine that has trees.
+
+    Raises:
+        ValueError: if the text is no page of metrics.
+    """
     engines: dict[EngineKey, Series] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -16,7 +16,7 @@ from dyntree_plugin.cli import app
 from dyntree_plugin.metrics.names import PREFIX
 from dyntree_plugin.top import run
 from dyntree_plugin.top.figures import figures
-from dyntree_plugin.top.page import Page, parse
+from dyntree_plugin.top.page import Page, Unreadable, parse, read
 
 PLAIN = 'vllm:generation_tokens_total{model_name="m",engine="0"} 5\n'
 
@@ -72,6 +72,19 @@ def test_between_two_pages_only_what_happened_between_them_counts() -> None:
     assert found.acceptance_length == 4
 
 
+def test_an_engine_that_began_anew_has_counted_from_nothing_since() -> None:
+    (found,) = figures(page(30, seconds=12.0), page(100, seconds=10.0))
+    assert found.request_steps == 30
+    assert found.tokens_per_second == 60
+    assert found.acceptance_length == 4
+
+
+def test_one_engine_that_began_anew_leaves_the_others_as_they_are() -> None:
+    before = Page(10.0, page(100).engines | page(10, engine="1").engines)
+    now = Page(12.0, page(30).engines | page(15, engine="1").engines)
+    assert [found.request_steps for found in figures(now, before)] == [30, 5]
+
+
 def test_an_engine_that_did_nothing_has_no_figures_rather_than_wrong_ones() -> None:
     (found,) = figures(page(100, seconds=12.0), page(100, seconds=10.0))
     assert found.request_steps == 0
@@ -85,13 +98,19 @@ def test_every_engine_has_its_own_figures() -> None:
 
 
 class Server(HTTPServer):
+    """``raw``: all that it answers, in place of a page with the ``body``."""
+
     body = ""
+    raw = b""
 
 
 class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        if self.server.raw:
+            self.wfile.write(self.server.raw)
+            return
         self.send_response(200)
         self.end_headers()
         self.wfile.write(self.server.body.encode())
@@ -103,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     found = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=found.serve_forever)
+    thread = threading.Thread(target=found.serve_forever, args=(0.01,))
     thread.start()
     yield found
     found.shutdown()
@@ -144,6 +163,48 @@ def test_a_server_that_is_not_there_is_told() -> None:
     done = CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"])
     assert done.exit_code != 0
     assert "cannot be read" in " ".join(done.output.replace("│", "").split())
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"SSH-2.0-OpenSSH_9.9\r\n", "cannot be read: SSH-2.0"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nvllm:", "cannot be read: IncompleteRead"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<!doctype html><html></html>\n", "is no page of metrics"),
+        (b"HTTP/1.1 200 OK\r\n\r\n\xff\xfe", "cannot be read: 'utf-8'"),
+        (b"HTTP/1.1 503 Starting\r\n\r\n", "cannot be read: HTTP Error 503"),
+    ],
+)
+def test_an_answer_that_is_no_page_is_told(raw: bytes, says: str, server: Server) -> None:
+    server.raw = raw
+    with pytest.raises(Unreadable, match=says):
+        read(address_of(server))
+
+
+def test_an_address_that_is_none_is_told() -> None:
+    with pytest.raises(Unreadable, match="cannot be read: nonnumeric port"):
+        read("http://localhost:port")
+
+
+def test_every_look_is_a_line_of_json_those_that_failed_too(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.body = text(100)
+    answers = iter([b"SSH-2.0-OpenSSH_9.9\r\n", b""])
+
+    def sleep(_: float) -> None:
+        answer = next(answers, None)
+        if answer is None:
+            raise KeyboardInterrupt
+        server.raw, server.body = answer, text(30)
+
+    monkeypatch.setattr("dyntree_plugin.top.time.sleep", sleep)
+    console = Console(file=io.StringIO())
+    run(console, address_of(server), 1.0, once=False, as_json=True)
+    failed, after = map(json.loads, console.file.getvalue().splitlines())
+    assert failed.keys() == {"address", "error"}
+    assert "cannot be read" in failed["error"]
+    assert after["engines"][0]["request_steps"] == 30
 
 
 def test_it_looks_again_until_interrupted_and_tells_of_a_server_that_went_away(

@@ -12,6 +12,7 @@ from acceptance_models import VOCABULARY, in_rows, plain
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dyntree_plugin.bench import pictures
 from dyntree_plugin.bench.acceptance import command, report
 from dyntree_plugin.bench.acceptance.paper import REPORTED
 from dyntree_plugin.bench.acceptance.plots import draw
@@ -166,6 +167,16 @@ def test_mistakes_are_refused_by_name_before_a_model_is_loaded(
     done = invoke(folders, *arguments)
     assert done.exit_code == 2
     assert told in done.stderr
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_a_model_is_loaded(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "load", lambda *_: pytest.fail("a model was loaded"))
+    done = invoke(folders, "--plots", str(tmp_path))
+    assert done.exit_code == 2
+    assert "--plots needs matplotlib" in done.stderr
 
 
 def test_one_model_alone_is_refused() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from dyntree_plugin import pair
-from dyntree_plugin.bench.serve import command, counts, plan, prompts, server, session
+from dyntree_plugin.bench.serve import command, counts, plan, prompts, session
+from dyntree_plugin.bench.serve.arguments import TREES
 from dyntree_plugin.bench.serve.measure import differing, measure
 from dyntree_plugin.bench.serve.plan import Load, Models
 from dyntree_plugin.bench.serve.pool import Pool
@@ -269,7 +267,16 @@ def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine
         (["--target", "T"], "--target and --draft go together"),
         (["--target", "T", "--draft", "D", "--target-shape", "llama-1b"], "leave out --target"),
         (["--target-shape", "llama-2b"], "'llama-2b' must be one of llama-1b"),
-        (["--base-url", "http://h:1", "--chain", "2"], "give no models"),
+        (["--base-url", "http://h:1", "--chain", "2"], "--chain must not be given: --base-url"),
+        (
+            ["--base-url", "http://h:1", "--target", "T", "--draft", "D"],
+            "--target, --draft must not",
+        ),
+        (["--base-url", "http://h:1", "--dtype", "bfloat16"], "--dtype must not be given"),
+        (["--base-url", "http://h:1", "--no-static"], "--static/--no-static must not be given"),
+        (["--base-url", "http://h:1", "--side-by-side", "2"], "--side-by-side must not be given"),
+        (["--base-url", "http://h:1", "--engine-arguments", "{}"], "--engine-arguments must not"),
+        (["--endpoint", "chat"], "--endpoint must not be given: without a --base-url"),
         (["--base-url", "h:1"], "must be http://HOST:PORT"),
         (["--base-url", "http://h:1", "--prompts", "none.jsonl"], "a JSONL file that exists"),
     ],
@@ -299,9 +306,9 @@ def test_trees_are_named_by_what_tells_them_apart() -> None:
 
 
 def test_by_default_the_products_trees_are_measured_beside_whole_ones() -> None:
-    names = list(plan.named_trees(command._TREES))
+    names = list(plan.named_trees(TREES))
     assert names == ["dynamic tree of 16", "dynamic tree of 16, budget fixed"]
-    budgets = [DynTreeOptions.parse(each).resolve(16).budget for each in command._TREES]
+    budgets = [DynTreeOptions.parse(each).resolve(16).budget for each in TREES]
     assert budgets == ["adaptive", "fixed"]
 
 
@@ -418,102 +425,6 @@ vllm:dyntree_stage_seconds_count{engine="0",stage="draft"} 4
     families = list(text_string_to_metric_families(page))
     assert counts.stages(families) == {"draft": 0.5, "target": 1.5}
     assert counts.stages([]) == {}
-
-
-def test_servers_are_named_by_their_address_or_as_asked() -> None:
-    found = server.engines(["http://a:1/v1/", "tree=http://b:2"])
-    assert [(e.name, e.arguments["base_url"]) for e in found] == [
-        ("http://a:1/v1/", "http://a:1"),
-        ("tree", "http://b:2"),
-    ]
-
-
-@pytest.mark.parametrize("addresses", [["a:1"], ["x=a:1"], ["x=http://a", "x=http://b"]])
-def test_an_address_that_is_none_or_a_name_given_twice_is_refused(addresses: list[str]) -> None:
-    with pytest.raises(ValueError, match="--base-url"):
-        server.engines(addresses)
-
-
-REFUSED = 999
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    """Streams three pieces of two tokens each; every request adds to the counters."""
-
-    drafts = 0
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        if self.path == "/metrics":
-            body = (
-                "# TYPE vllm:spec_decode_num_drafts_total counter\n"
-                f"vllm:spec_decode_num_drafts_total {_Handler.drafts}\n"
-            )
-            self._reply(body, "text/plain")
-        else:
-            self._reply('{"object": "list", "data": [{"id": "m"}]}', "application/json")
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if asked["max_tokens"] == REFUSED:
-            self.send_response(400)
-            self.end_headers()
-            self.wfile.write(b'{"error": {"message": "too many"}}')
-            return
-        _Handler.drafts += 1
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        chat = "chat" in self.path
-        for piece in ("ab", "cd", "ef"):
-            choice: dict[str, Any] = {"index": 0, "finish_reason": None}
-            choice |= {"delta": {"content": piece}} if chat else {"text": piece}
-            self._event({"id": "1", "created": 0, "model": "m", "object": "x", "choices": [choice]})
-            time.sleep(0.05)
-        assert asked["stream_options"] == {"include_usage": True}
-        usage = {"completion_tokens": 6, "prompt_tokens": 1, "total_tokens": 7}
-        self._event(
-            {"id": "1", "created": 0, "model": "m", "object": "x", "choices": [], "usage": usage}
-        )
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def _event(self, value: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
-        self.wfile.flush()
-
-    def _reply(self, body: str, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_server_is_streamed_and_its_own_counters_are_read(address: str, chat: bool) -> None:
-    load = Load(["x", "y", "z"], 2, 0.0, 6)
-    run, texts = server.Client(address, chat=chat).serve(load)
-    assert texts == ["abcdef"] * 3
-    assert run.output_tokens == 18
-    assert run.speculation.drafts == 3
-    # Two pauses of 50 ms between the first piece and the last, over five tokens behind the first.
-    assert 15 < run.tpot_ms < 60
-
-
-def test_what_a_server_refuses_is_the_users_mistake(address: str) -> None:
-    with pytest.raises(ValueError, match=r"refuses: .*too many"):
-        server.Client(address, chat=False).serve(Load(["x"], 1, 0.0, REFUSED))
 
 
 def test_the_prompts_of_a_measurement_suffice_for_its_largest_batch() -> None:

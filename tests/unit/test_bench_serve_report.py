@@ -179,6 +179,32 @@ def test_the_readme_shows_the_table_of_the_result_that_it_names(path: Path) -> N
     assert table.markdown_table(read(path)).strip() in readme
 
 
+def test_the_readme_says_by_which_measure_the_tree_is_how_fast() -> None:
+    found = read(ROOT / "benchmarks" / "results" / "serve-llama-1b.json")
+    said = " ".join((ROOT / "README.md").read_text().split())
+    ratios: dict[str, list[float]] = {name: [] for name in ("per token", "throughput")}
+    over_chain: dict[str, list[float]] = {name: [] for name in ratios}
+    for cell in found.cells():
+        rows = {row.series.engine: row for row in summary.rows(found, cell)}
+        plain, tree = rows["no speculation"], rows["dynamic tree of 16"]
+        assert tree.over_chain is not None
+        chains = [row for name, row in rows.items() if name.startswith("chain")]
+        most = max(chain.tokens_per_second.median for chain in chains)
+        ratios["per token"].append(tree.over_first.median)
+        ratios["throughput"].append(tree.tokens_per_second.median / plain.tokens_per_second.median)
+        over_chain["per token"].append(tree.over_chain.median)
+        over_chain["throughput"].append(tree.tokens_per_second.median / most)
+
+    def span(values: list[float]) -> str:
+        return f"{min(values):.1f} to {max(values):.1f} times"
+
+    per_token, throughput = map(span, ratios.values())
+    assert f"{per_token} as fast as no speculation by the time per token" in said
+    assert f"{throughput} by throughput" in said
+    per_token, throughput = map(span, over_chain.values())
+    assert f"{per_token} as fast per token, and by throughput {throughput}" in said
+
+
 def test_the_overview_has_a_line_per_engine_and_a_ratio_per_cell() -> None:
     stream = io.StringIO()
     sampled = CELL.model_copy(update={"temperature": 1.0, "batch": 8})

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from dyntree_plugin import demo, pair
+from dyntree_plugin.arguments import DtypeName
 from dyntree_plugin.demo import screen
 from dyntree_plugin.demo.engines import Comparison, Completion, Run, Settings
 from dyntree_plugin.tree.step import TreeStep
@@ -32,8 +33,13 @@ def step(parents: list[int], accepted: list[int]) -> TreeStep:
     return TreeStep("r", 0, 1, 50, tokens, parents, values, accepted, [*accepted, 51])
 
 
-def shown(plain: Run, tree: Run, traces: list[list[TreeStep]] | None = None) -> tuple[int, str]:
-    settings = Settings("t", "d", "float32", 16, {}, 0.0, 1.0, 0, 8, PROMPTS)
+def shown(
+    plain: Run,
+    tree: Run,
+    traces: list[list[TreeStep]] | None = None,
+    dtype: DtypeName = "float32",
+) -> tuple[int, str]:
+    settings = Settings("t", "d", dtype, 16, {}, 0.0, 1.0, 0, 8, PROMPTS)
     comparison = Comparison(plain, tree, traces or [[], []], lambda token: f"<{token}>")
     file = io.StringIO()
     status = screen.show(Console(file=file, width=200), settings, comparison)
@@ -53,6 +59,13 @@ def test_a_wrong_token_ends_with_status_1_and_is_named() -> None:
     assert "The text is the same" not in text
     assert "differs with the tree in 1 of 2 completions" in text
     assert "completion 2, token 2: <7> without the tree, <8> with it" in text
+
+
+def test_with_less_than_float32_it_is_said_why_text_may_differ() -> None:
+    same, other = run([3, 4], [6]), run([3, 5], [6])
+    assert "add in another order" in shown(same, other, dtype="auto")[1]
+    assert "add in another order" not in shown(same, same, dtype="auto")[1]
+    assert "add in another order" not in shown(same, other)[1]
 
 
 @pytest.mark.parametrize(("plain", "tree"), [([3], [3, 4]), ([3, 4], [3])])
@@ -182,6 +195,25 @@ def test_a_name_that_is_no_folder_is_fetched_first(monkeypatch: pytest.MonkeyPat
     with pytest.raises(Stop):
         demo.main(["--target", "some/name", "--draft", folder, "--verbose"])
     assert fetched == ["some/name"]
+
+
+def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def compare(settings: Settings, announce: Any) -> None:
+        asked.append(settings.dtype)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(demo, "compare", compare)
+    folders = [str(path) for path in pair.paths().values()]
+    own = ["--target", folders[0], "--draft", folders[1]]
+    for line in ([], own, [*own, "--dtype", "float16"]):
+        with pytest.raises(SystemExit):
+            demo.main(line)
+    assert asked == ["float32", "auto", "float16"]
+    assert "dtype auto, eager, greedy" in capsys.readouterr().out
 
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,20 @@ def test_packages_for_a_gpu_are_missed_on_a_gpu_alone(monkeypatch: pytest.Monkey
         assert found == failing
 
 
+def test_a_package_that_does_not_load_is_named_before_vllm_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_vision.py").write_text("raise RuntimeError('no operator\\nnms')")
+    (tmp_path / "sound_audio.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(checks, "_COMPANIONS", ("broken_vision", "sound_audio", "no_codec"))
+    monkeypatch.setattr(doctor, "of_machine", lambda: iter(()))
+    assert run(["model"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["checks"]
+    assert found["found"] == "broken_vision does not load: no operator"
+    assert "pip uninstall broken_vision;" in found["advice"]
+
+
 @pytest.fixture
 def attention() -> Any:
     """The module that is imported by its name now, in case a test has had it loaded anew."""

@@ -38,3 +38,22 @@ def test_without_a_device_it_ends_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, PART="speed-1b")
     assert done.returncode == 1
     assert "needs a CUDA device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "kept"),
+    [
+        ({"MODELS": "/given", "XDG_CACHE_HOME": "/cache"}, "given"),
+        ({"MODELS": "", "XDG_CACHE_HOME": "/cache"}, "cache"),
+        ({"MODELS": "", "XDG_CACHE_HOME": ""}, "home/.cache"),
+    ],
+)
+def test_what_is_kept_lies_in_the_users_cache_unless_a_folder_is_given(
+    variables: dict[str, str], kept: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf %s "$XDG_CACHE_HOME" >"$(dirname "$0")/found"\nexit 1\n')
+    python.chmod(0o755)
+    inside = {name: value and f"{tmp_path}{value}" for name, value in variables.items()}
+    run(tmp_path, PART="launches", PYTHON=str(python), HOME=f"{tmp_path}/home", **inside)
+    assert (tmp_path / "found").read_text() == f"{tmp_path}/{kept}"

@@ -95,6 +95,17 @@ def test_trees_are_whole_unless_it_is_said_otherwise(asked: list[Any]) -> None:
     assert asked[1].options["width"] == 2
 
 
+def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
+    asked: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    own = ["--target", str(tmp_path / "a"), "--draft", str(tmp_path / "a"), "text"]
+    run("text")
+    run(*own)
+    run(*own, "--dtype", "float16")
+    assert [settings.dtype for settings in asked] == ["float32", "auto", "float16"]
+
+
 def test_the_prompt_comes_from_a_file_or_from_standard_input(
     asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

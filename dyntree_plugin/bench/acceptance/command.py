@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import typer
@@ -18,11 +18,13 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dyntree_plugin import pair as embedded
-from dyntree_plugin.bench.acceptance import report
+from dyntree_plugin.arguments import Draft, Target, both_or_neither
+from dyntree_plugin.bench.acceptance import arguments, report
 from dyntree_plugin.bench.acceptance.experiment import Laboratory, Pair, Trial
 from dyntree_plugin.bench.acceptance.methods import METHODS, Method, fixed_threshold
 from dyntree_plugin.bench.acceptance.models import load
 from dyntree_plugin.bench.acceptance.step_times import StepTimes
+from dyntree_plugin.bench.pictures import check_plots
 from dyntree_plugin.bench.provenance import provenance
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -30,50 +32,39 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Advance = Callable[[dict[str, Any]], dict[str, Any]]
 Number = TypeVar("Number", int, float)
 
+OWN = "dyntree's own"
+"""What a result calls the embedded models."""
+
 SWEEP_PROMPTS = 32
 """Prompts that thresholds are compared on, at the largest budget."""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run it with the arguments behind ``dyntree bench acceptance``; ends the process."""
-    app(list(arguments), prog_name="dyntree bench acceptance")
+def main(words: Sequence[str]) -> None:
+    """Run it with the words behind ``dyntree bench acceptance``; ends the process."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    app(list(words), prog_name="dyntree bench acceptance")
 
 
 @app.command()
 def acceptance(
-    target: Annotated[str | None, typer.Option(help="Target model: a folder or a name.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model of the same vocabulary.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to measure on.")] = 200,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help='JSONL of {"prompt": …} in place of held-out code.')
-    ] = None,
-    calibration: Annotated[
-        int, typer.Option(min=1, help="Further prompts: for Sequoia's P and our values.")
-    ] = 32,
-    budgets: Annotated[str, typer.Option(help="Nodes per tree.")] = "16,64,256,768",
-    temperatures: Annotated[str, typer.Option(help="0 is greedy.")] = "0,0.6,1",
-    methods: Annotated[str, typer.Option(help="What to compare.")] = ",".join(METHODS),
-    thresholds: Annotated[
-        str, typer.Option(help="To compare the dynamic threshold with; empty for none.")
-    ] = "0.03,0.01,0.003,0.001",
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 64,
-    max_depth: Annotated[int, typer.Option(min=1, max=64, help="Of every method's trees.")] = 24,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Of the first prompt; each next has one more.")
-    ] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Weights and arithmetic of both models.")
-    ] = "float32",
-    step_times: Annotated[
-        Path | None,
-        typer.Option(help='{"target": {"1": ms, …}, "draft": …} to model with; else measured.'),
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the result goes, as JSON.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for pictures.")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="16 prompts × 32 tokens, 16 and 64 nodes.")
-    ] = False,
+    target: Target = None,
+    draft: Draft = None,
+    prompts: arguments.Prompts = 200,
+    prompt_file: arguments.PromptFile = None,
+    calibration: arguments.Calibration = 32,
+    budgets: arguments.Budgets = "16,64,256,768",
+    temperatures: arguments.Temperatures = "0,0.6,1",
+    methods: arguments.Methods = arguments.ALL_METHODS,
+    thresholds: arguments.Thresholds = "0.03,0.01,0.003,0.001",
+    tokens: arguments.Tokens = 64,
+    max_depth: arguments.MaxDepth = 24,
+    seed: arguments.Seed = 0,
+    device: arguments.Device = "cpu",
+    dtype: arguments.Dtype = "float32",
+    step_times: arguments.StepTimesFile = None,
+    output: arguments.Output = None,
+    plots: arguments.PlotFolder = None,
+    quick: arguments.Quick = False,
 ) -> None:
     """Tokens per step of every way to grow a tree, each with a rule it is exact with, on the same
     prompts and without the engine.
@@ -81,37 +72,35 @@ def acceptance(
     Continuations are short by default: a small greedy target soon repeats itself, and what it
     repeats any draft foretells. An end of text does not end them.
     """
-    if (target is None) != (draft is None):
-        raise typer.BadParameter("--target and --draft go together: give both or neither")
+    both_or_neither(target, draft)
     if quick:
         prompts, calibration, tokens, budgets, thresholds = 16, 8, 32, "16,64", ""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     console = Console(highlight=False)
     try:
+        check_plots(plots)
         texts = _texts(prompt_file, prompts + calibration)
         trial = Trial(
-            texts[:prompts],
-            texts[prompts:],
-            _methods(methods),
+            *(texts[:prompts], texts[prompts:], _methods(methods)),
             _numbers("--budgets", budgets, int, 1, 1024),
             _numbers("--temperatures", temperatures, float, 0, 100),
-            tokens,
-            max_depth,
-            seed,
+            *(tokens, max_depth, seed),
         )
         sweep = [fixed_threshold(t) for t in _numbers("--thresholds", thresholds, float, 1e-6, 1)]
         times = None if step_times is None else StepTimes.read(step_times)
-        names = {"target": target, "draft": draft}
-        if target is None or draft is None:
-            names = dict.fromkeys(names, "dyntree's own")
-            target, draft = (str(path) for path in embedded.paths().values())
         pair = _pair(target, draft, torch.device(device), getattr(torch, dtype))
         result = run(console, pair, trial, sweep, times)
     except (ValueError, OSError) as error:
         print(f"dyntree bench acceptance: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
-    result["settings"] |= names | {"dtype": dtype}
+    result["settings"] |= {"target": target or OWN, "draft": draft or OWN, "dtype": dtype}
     result["provenance"] = provenance()
+    _show(console, result, output, plots)
+
+
+def _show(
+    console: Console, result: dict[str, Any], output: Path | None, plots: Path | None
+) -> None:
+    """On the screen, and where it is asked for as a file and as pictures."""
     console.print(report.heading(result))
     report.show(console, result)
     if output is not None:
@@ -172,7 +161,10 @@ def run(
     }
 
 
-def _pair(target: str, draft: str, device: torch.device, dtype: torch.dtype) -> Pair:
+def _pair(target: str | None, draft: str | None, device: torch.device, dtype: torch.dtype) -> Pair:
+    """Both models; the embedded ones where none are given."""
+    if target is None or draft is None:
+        target, draft = (str(path) for path in embedded.paths().values())
     models = load(target, device, dtype), load(draft, device, dtype)
     vocabularies = [model.config.get_text_config().vocab_size for model in models]
     if vocabularies[0] != vocabularies[1]:

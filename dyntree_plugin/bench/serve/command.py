@@ -6,137 +6,114 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import logging
+from typer.core import TyperOption
 
 from dyntree_plugin import pair
-from dyntree_plugin.bench.serve import overview, plan, plots, prompts, table
+from dyntree_plugin.arguments import both_or_neither
+from dyntree_plugin.bench.pictures import check_plots
+from dyntree_plugin.bench.serve import arguments, overview, plan, plots, prompts, table
 from dyntree_plugin.bench.serve.plan import Models
 from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, write
 from dyntree_plugin.bench.serve.session import Contest, Done, Settings, of_engines, of_servers
 
-_TREES: list[dict[str, Any]] = [{"node_budget": 16}, {"node_budget": 16, "budget": "fixed"}]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run it with the arguments behind ``dyntree bench serve``; ends the process."""
-    app(list(arguments), prog_name="dyntree bench serve")
+def main(words: Sequence[str]) -> None:
+    """Run it with the words behind ``dyntree bench serve``; ends the process."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    app(list(words), prog_name="dyntree bench serve")
 
 
 @app.command()
 def serve(
-    target: Annotated[str | None, typer.Option(help="Target model: a folder or a name.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model of the same vocabulary.")] = None,
-    target_shape: Annotated[
-        str | None,
-        typer.Option(help="Grow the embedded target to the cost of llama-1b, llama-3b, llama-8b."),
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option()] = "bfloat16",
-    prompt_sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompts",
-            metavar="SET",
-            help="'code' (held-out Python), a JSONL file, or 'vllm:' and flags of vLLM's data "
-            "sets. Repeatable.",
-        ),
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Prompts of a set.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 128,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable.")] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Repeatable.")] = None,
-    chain: Annotated[
-        list[int] | None, typer.Option(min=1, help="Length of a chain of vLLM's. Repeatable.")
-    ] = None,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="JSON",
-            help="dyntree options of an engine with trees, by default "
-            f"{' and '.join(map(json.dumps, _TREES))}. Repeatable.",
-        ),
-    ] = None,
-    static_trees: Annotated[
-        bool,
-        typer.Option(
-            "--static/--no-static",
-            help="Add the best static tree of each budget; it takes both models in fp32 to find.",
-        ),
-    ] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
-    side_by_side: Annotated[
-        int | None, typer.Option(min=1, help="Engines kept at a time; by default what fits.")
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help="From the command's start: what would not end by then is left out, and named. "
-            "What is measured first is not.",
-        ),
-    ] = None,
-    note: Annotated[
-        list[str] | None, typer.Option(help="A line for the result's notes. Repeatable.")
-    ] = None,
-    engine_arguments: Annotated[
-        str, typer.Option(metavar="JSON", help="Further arguments of every engine's LLM().")
-    ] = "{}",
-    base_url: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[NAME=]URL", help="Measure this running server instead. Repeatable."),
-    ] = None,
-    endpoint: Annotated[
-        Literal["completions", "chat"], typer.Option(help="What servers are asked.")
-    ] = "completions",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
-    plot_folder: Annotated[
-        Path | None, typer.Option("--plots", help="Write pictures into this folder.")
-    ] = None,
+    context: typer.Context,
+    target: arguments.Target = None,
+    draft: arguments.Draft = None,
+    target_shape: arguments.TargetShape = None,
+    dtype: arguments.Dtype = "bfloat16",
+    prompt_sets: arguments.PromptSets = None,
+    requests: arguments.Requests = 8,
+    max_tokens: arguments.MaxTokens = 128,
+    batches: arguments.Batches = None,
+    temperatures: arguments.Temperatures = None,
+    chains: arguments.Chains = None,
+    trees: arguments.Trees = None,
+    static_trees: arguments.StaticTrees = True,
+    rounds: arguments.Rounds = 3,
+    side_by_side: arguments.SideBySide = None,
+    time_limit: arguments.TimeLimit = None,
+    notes: arguments.Notes = None,
+    engine_arguments: arguments.EngineArguments = "{}",
+    base_urls: arguments.BaseUrls = None,
+    endpoint: arguments.Endpoint = "completions",
+    seed: arguments.Seed = 0,
+    result_file: arguments.ResultFile = None,
+    plot_folder: arguments.PlotFolder = None,
 ) -> None:
     """Compares no speculation, vLLM's chains, and static and dynamic trees in one run.
 
     Every engine serves every load in every round, so that drift hits all alike. Without a target
     and a draft it takes the embedded pair.
     """
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    seconds_left = _until(time_limit)
     console = Console(highlight=False)
-    end = math.inf if time_limit is None else time.monotonic() + time_limit
-    settings = Settings(
-        prompt_sets or [prompts.CODE], temperature or [0.0], batch or [1, 4],
-        requests, max_tokens, rounds, seed,
-    )  # fmt: skip
+    loads = prompt_sets or [prompts.CODE], temperatures or [0.0], batches or [1, 4]
+    settings = Settings(*loads, requests, max_tokens, rounds, seed)
     try:
-        if base_url:
-            if target or draft or target_shape or chain or tree:
-                raise ValueError("--base-url measures what is served there: give no models")
-            with _progress(console, settings, len(base_url)) as done:
-                results = of_servers(settings, base_url, chat=endpoint == "chat", done=done)
-                result = _last(results, json_file)
+        check_plots(plot_folder)
+        if base_urls:
+            _refuse(context, arguments.OF_ENGINES, "--base-url measures what is served there")
+            engines = len(base_urls)
+            measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
         else:
-            models, notes = _models(target, draft, target_shape, dtype, engine_arguments)
-            notes += note or ()
-            options = [_json("--tree", one) for one in tree or ()] or _TREES
-            trees: plan.Trees = plan.named_trees(options)
-            if static_trees:
-                trees = {**_static(target, draft, trees), **trees}
-            contest = Contest(models, chain or plan.CHAINS, trees, side_by_side)
-            with _progress(console, settings, 1 + len(contest.chains) + len(contest.trees)) as done:
-                results = of_engines(settings, contest, notes, done, lambda: end - time.monotonic())
-                result = _last(results, json_file)
+            _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is asked")
+            models, remarks = _models(target, draft, target_shape, dtype, engine_arguments)
+            compared = _trees(trees, target, draft, with_static=static_trees)
+            contest = Contest(models, chains or plan.CHAINS, compared, side_by_side)
+            engines = contest.engines
+            measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
+        with _progress(console, settings, engines) as done:
+            result = _last(measured(done=done, seconds_left=seconds_left), result_file)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"dyntree bench serve: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
+    _show(console, result, plot_folder)
+
+
+def _refuse(context: typer.Context, panel: str, reason: str) -> None:
+    """
+    Raises:
+        ValueError: if an argument of this panel of the help is given.
+    """
+    given = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        # By its name: some versions of typer have an enumeration of their own for click's.
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and isinstance(option, TyperOption) and option.rich_help_panel == panel:
+            given.append("/".join([*option.opts, *option.secondary_opts]))
+    if given:
+        raise ValueError(f"{', '.join(given)} must not be given: {reason}")
+
+
+def _until(limit: float | None) -> Callable[[], float]:
+    """Gives how many seconds are left of so many from now."""
+    end = math.inf if limit is None else time.monotonic() + limit
+    return lambda: end - time.monotonic()
+
+
+def _show(console: Console, result: Result, plot_folder: Path | None) -> None:
     table.show(console, result)
     if len(list(result.cells())) > 1:
         overview.show(console, result)
@@ -157,35 +134,43 @@ def _models(
     target: str | None, draft: str | None, shape: str | None, dtype: str, engine_arguments: str
 ) -> tuple[Models, list[str]]:
     """The models, and what is to be said of them."""
-    if (target is None) != (draft is None):
-        raise ValueError("--target and --draft go together: give both or neither")
-    arguments = _json("--engine-arguments", engine_arguments)
+    both_or_neither(target, draft)
+    further = _json("--engine-arguments", engine_arguments)
     if target is not None and draft is not None:
         if shape is not None:
             raise ValueError("--target-shape grows the embedded target: leave out --target")
-        return Models(target, draft, dtype, arguments), []
+        return Models(target, draft, dtype, further), []
     embedded = {name: str(path) for name, path in pair.paths().items()}
     labels = {path: f"the embedded {name}" for name, path in embedded.items()}
     if shape is None:
         notes = [f"The embedded pair, {dtype}."]
-        return Models(embedded["target"], embedded["draft"], dtype, arguments, labels), notes
+        return Models(embedded["target"], embedded["draft"], dtype, further, labels), notes
     from dyntree_plugin.pair import shapes
 
     grown = shapes.grown_target(shape, Path(embedded["target"]))
     labels[str(grown)] = f"the embedded target as {shape}"
     proof = ", ".join(f"{key} {value}" for key, value in shapes.proof_of(grown).items())
     notes = [f"{shapes.limits(shape)}; {dtype}.", f"Proof of the shape: {proof}."]
-    return Models(str(grown), embedded["draft"], dtype, arguments, labels), notes
+    return Models(str(grown), embedded["draft"], dtype, further, labels), notes
 
 
-def _static(target: str | None, draft: str | None, trees: plan.Trees) -> plan.Trees:
-    """The best static trees of the same budgets. A grown target is as good as the embedded one."""
+def _trees(
+    given: Sequence[str] | None, target: str | None, draft: str | None, *, with_static: bool
+) -> plan.Trees:
+    """The dynamic trees, and before them the best static ones of the same budgets.
+
+    Those of the embedded target are as good for a grown one.
+    """
+    options = [_json("--tree", one) for one in given or ()] or arguments.TREES
+    dynamic = plan.named_trees(options)
+    if not with_static:
+        return dynamic
     from dyntree_plugin.bench.serve import static
 
     embedded = {name: str(path) for name, path in pair.paths().items()}
-    budgets = sorted({nodes for nodes, _ in trees.values()})
+    budgets = sorted({nodes for nodes, _ in dynamic.values()})
     found = static.trees(target or embedded["target"], draft or embedded["draft"], budgets)
-    return plan.named_trees(found)
+    return plan.named_trees(found) | dynamic
 
 
 def _json(option: str, value: str) -> dict[str, Any]:

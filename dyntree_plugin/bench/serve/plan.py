@@ -75,23 +75,8 @@ def engines(
 
     ``longest``: tokens of the longest prompt with its answer.
     """
-    batch = max(cell.batch for cell in cells)
     budget = max([*chains, *(nodes for nodes, _ in trees.values())], default=0)
-    length = longest + budget + 1
-    shared = {
-        "model": models.target,
-        "dtype": models.dtype,
-        "max_model_len": length,
-        # Every prompt is read in one step, and no tree has to wait for room in one.
-        "max_num_batched_tokens": max(length, batch * (budget + 1)) + length,
-        "max_num_seqs": batch,
-        "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        # Every run reads its prompts itself.
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "use_tqdm_on_load": False,
-        **models.engine_arguments,
-    }
+    shared = _of_all(models, max(cell.batch for cell in cells), longest + budget + 1, budget)
     found = [Engine(name="no speculation", kind="plain", budget=0, arguments=shared)]
     found += [
         Engine(
@@ -114,6 +99,24 @@ def engines(
             )
         )
     return found
+
+
+def _of_all(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
+    """What every engine is started with. ``budget``: the most draft tokens of a step in any."""
+    return {
+        "model": models.target,
+        "dtype": models.dtype,
+        "max_model_len": length,
+        # Every prompt is read in one step, and no tree has to wait for room in one.
+        "max_num_batched_tokens": max(length, batch * (budget + 1)) + length,
+        "max_num_seqs": batch,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        # Every run reads its prompts itself.
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "use_tqdm_on_load": False,
+        **models.engine_arguments,
+    }
 
 
 def named_trees(options: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Mapping[str, Any]]]:

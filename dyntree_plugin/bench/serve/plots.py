@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -26,15 +25,7 @@ _OTHER = "scheduler and the rest"
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
-    """Write every picture that this result has points for; their files.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            "--plots needs matplotlib: pip install 'dyntree[bench]', or leave --plots out"
-        )
+    """Write every picture that this result has points for; their files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in _figures(result):

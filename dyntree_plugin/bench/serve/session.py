@@ -68,6 +68,11 @@ class Contest:
     trees: plan.Trees
     places: int | None = None
 
+    @property
+    def engines(self) -> int:
+        """How many; the first is the one without speculation."""
+        return 1 + len(self.chains) + len(self.trees)
+
 
 def of_engines(
     settings: Settings,
@@ -112,9 +117,17 @@ def of_engines(
 
 
 def of_servers(
-    settings: Settings, addresses: Sequence[str], *, chat: bool, done: Done
+    settings: Settings,
+    addresses: Sequence[str],
+    notes: Sequence[str],
+    chat: bool,
+    done: Done,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Result]:
-    """Measure running servers, each for itself; the result so far, after each round.
+    """Measure running servers, all of them with a load before the next; the result so far, after
+    each round.
+
+    ``chat``: ask for chat completions. ``seconds_left``: as of `of_engines`.
 
     Raises:
         ValueError: if an address or a set of prompts is none.
@@ -135,12 +148,15 @@ def of_servers(
         warm.add(engine.name)
         yield client
 
-    notes = [
+    remarks = [
         "Acceptance is from each server's /metrics, which counts its other clients too.",
         "Prompts repeat from round to round, and a prefix cache shortens reading them again.",
     ]
-    for series in measure(engines, loads, settings.rounds, opened, done):
-        yield _result(settings, engines, series, notes)
+    for series in measure(
+        engines, loads, settings.rounds, opened, done, by_cell=True, seconds_left=seconds_left
+    ):
+        told = [*remarks, *notes, *_left_out(settings, loads, series)]
+        yield _result(settings, engines, series, told)
 
 
 def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series]) -> Iterator[str]:

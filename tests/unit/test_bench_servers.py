@@ -1,0 +1,165 @@
+"""`dyntree bench serve --base-url`: servers that run elsewhere, asked as their users ask them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from dyntree_plugin.bench import pictures
+from dyntree_plugin.bench.serve import command, server
+from dyntree_plugin.bench.serve.plan import Load
+from dyntree_plugin.bench.serve.results import Result, read
+
+
+def test_servers_are_named_by_their_address_or_as_asked() -> None:
+    found = server.engines(["http://a:1/v1/", "tree=http://b:2"])
+    assert [(e.name, e.arguments["base_url"]) for e in found] == [
+        ("http://a:1/v1/", "http://a:1"),
+        ("tree", "http://b:2"),
+    ]
+
+
+@pytest.mark.parametrize("addresses", [["a:1"], ["x=a:1"], ["x=http://a", "x=http://b"]])
+def test_an_address_that_is_none_or_a_name_given_twice_is_refused(addresses: list[str]) -> None:
+    with pytest.raises(ValueError, match="--base-url"):
+        server.engines(addresses)
+
+
+REFUSED = 999
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Streams three pieces of two tokens each; every request adds to the counters."""
+
+    drafts = 0
+    asked: ClassVar[set[str]] = set()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            body = (
+                "# TYPE vllm:spec_decode_num_drafts_total counter\n"
+                f"vllm:spec_decode_num_drafts_total {_Handler.drafts}\n"
+            )
+            self._reply(body, "text/plain")
+        else:
+            self._reply('{"object": "list", "data": [{"id": "m"}]}', "application/json")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["max_tokens"] == REFUSED:
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "too many"}}')
+            return
+        _Handler.drafts += 1
+        _Handler.asked.add(self.path)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        chat = "chat" in self.path
+        for piece in ("ab", "cd", "ef"):
+            choice: dict[str, Any] = {"index": 0, "finish_reason": None}
+            choice |= {"delta": {"content": piece}} if chat else {"text": piece}
+            self._event({"id": "1", "created": 0, "model": "m", "object": "x", "choices": [choice]})
+            time.sleep(0.05)
+        assert asked["stream_options"] == {"include_usage": True}
+        usage = {"completion_tokens": 6, "prompt_tokens": 1, "total_tokens": 7}
+        self._event(
+            {"id": "1", "created": 0, "model": "m", "object": "x", "choices": [], "usage": usage}
+        )
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, value: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+        self.wfile.flush()
+
+    def _reply(self, body: str, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    _Handler.asked.clear()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_server_is_streamed_and_its_own_counters_are_read(address: str, chat: bool) -> None:
+    load = Load(["x", "y", "z"], 2, 0.0, 6)
+    run, texts = server.Client(address, chat=chat).serve(load)
+    assert texts == ["abcdef"] * 3
+    assert run.output_tokens == 18
+    assert run.speculation.drafts == 3
+    # Two pauses of 50 ms between the first piece and the last, over five tokens behind the first.
+    assert 15 < run.tpot_ms < 60
+
+
+def test_what_a_server_refuses_is_the_users_mistake(address: str) -> None:
+    with pytest.raises(ValueError, match=r"refuses: .*too many"):
+        server.Client(address, chat=False).serve(Load(["x"], 1, 0.0, REFUSED))
+
+
+def measured(address: str, file: Path, *more: str) -> Result:
+    line = ["--base-url", f"a={address}", "--base-url", f"b={address}/v1", "--json", str(file)]
+    small = ["--requests", "1", "--max-tokens", "6", "--rounds", "2", "--batch", "1"]
+    done = CliRunner().invoke(command.app, [*line, *small, *more])
+    assert done.exit_code == 0, done.output
+    return read(file)
+
+
+def test_what_is_asked_for_is_done_with_servers_too(address: str, tmp_path: Path) -> None:
+    asked = ["--endpoint", "chat", "--note", "Of today.", "--plots", str(tmp_path / "plots")]
+    result = measured(address, tmp_path / "result.json", *asked)
+    assert [engine.name for engine in result.engines] == ["a", "b"]
+    assert [len(series.runs) for series in result.series] == [2, 2]
+    assert "Of today." in result.notes
+    assert not any(note.startswith("Rounds measured") for note in result.notes)
+    assert _Handler.asked == {"/v1/chat/completions"}
+
+
+def test_the_time_that_servers_may_take_is_kept(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float | None] = []
+
+    def until(limit: float | None) -> Any:
+        limits.append(limit)
+        return lambda: -1.0
+
+    monkeypatch.setattr(command, "_until", until)
+    asked = ["--batch", "2", "--time-limit", "7"]
+    result = measured(address, tmp_path / "result.json", *asked)
+    assert limits == [7]
+    assert [(series.engine, series.cell.batch) for series in result.series] == [("a", 1), ("b", 1)]
+    (told,) = (note for note in result.notes if note.startswith("Rounds measured, of 2"))
+    assert "0 at temperature 0 with batch 2" in told
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    line = ["--base-url", address, "--plots", str(tmp_path)]
+    done = CliRunner().invoke(command.app, line)
+    assert done.exit_code == 2
+    assert "--plots needs matplotlib" in done.stderr
+    assert not _Handler.asked
