@@ -199,11 +199,12 @@ class DynTreeOptions(BaseModel):
                 f"{NAMESPACE}={value!r} must be a JSON object of options, for example "
                 f'{{"node_budget": 16}}; the options are {_known_options()}'
             )
+        given = {str(name): each for name, each in value.items()}
         try:
-            return cls.model_validate(dict(value))
+            return cls.model_validate(given)
         except ValidationError as error:
             wrong = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
-            raise ValueError("; ".join(_explain(name, value[name]) for name in wrong)) from None
+            raise ValueError("; ".join(_explain(name, given[name]) for name in wrong)) from None
 
     def resolve(self, num_speculative_tokens: int, *, drafting_ends: bool = True) -> TreePlan:
         """Fills in every default for an engine with `num_speculative_tokens`.
@@ -315,7 +316,7 @@ def _allowed(field: FieldInfo) -> str:
         return " or ".join(str(value) for value in get_args(type_))
     if get_origin(type_) is tuple:
         of_what = "integers >= 1" if int in get_args(get_args(type_)[0]) else "numbers from 0 to 1"
-        return f"a list of {of_what}"
+        return f"a list of one or more {of_what}"
     if str in get_args(field.annotation):
         return "the path of a file"
     if type_ is float or float in get_args(type_):

@@ -64,14 +64,20 @@ def test_a_budget_that_the_depth_does_not_fit_is_refused_below_the_engines() -> 
         ({"width": 1.5}, "dyntree.width=1.5 must be an integer"),
         ({"children": 0}, "dyntree.children=0 must be an integer"),
         ({"threshold": 2.0}, "dyntree.threshold=2.0 must be a number above 0"),
-        ({"expansion": [1, 0]}, "dyntree.expansion=[1, 0] must be a list of integers >= 1"),
+        (
+            {"expansion": [1, 0]},
+            "dyntree.expansion=[1, 0] must be a list of one or more integers >= 1",
+        ),
+        ({"expansion": []}, "dyntree.expansion=[] must be a list of one or more integers"),
+        ({"acceptance": []}, "dyntree.acceptance=[] must be a list of one or more numbers"),
+        ({1: 2}, "dyntree.1=2 is not an option"),
         ({"growth": "heap"}, "dyntree.growth='heap' must be topk or dyspec"),
         ({"coupling": "maybe"}, "dyntree.coupling='maybe' must be on or off"),
         ({"coupling": 1}, "dyntree.coupling=1 must be on or off"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_option_and_what_is_allowed(
-    given_options: dict[str, object], named: str
+    given_options: dict[object, object], named: str
 ) -> None:
     with pytest.raises(ValueError) as error:
         DynTreeOptions.parse(given_options)
