@@ -179,11 +179,17 @@ class DynTreeOptions(BaseModel):
         """The options in an engine's ``additional_config``, or None where it asks for no tree.
 
         Raises:
-            ValueError: as `parse`.
+            ValueError: as `parse`, and for a key that is almost ours.
         """
-        if isinstance(additional_config, Mapping) and NAMESPACE in additional_config:
-            return cls.parse(additional_config[NAMESPACE])
-        return None
+        if not isinstance(additional_config, Mapping):
+            return None
+        for key in additional_config:
+            if key != NAMESPACE and _nearly_ours(str(key)):
+                raise ValueError(
+                    f"additional_config key {key!r} is not known: did you mean {NAMESPACE!r}? "
+                    "Without that key there are no trees"
+                )
+        return cls.parse(additional_config[NAMESPACE]) if NAMESPACE in additional_config else None
 
     @classmethod
     def parse(cls, value: object) -> DynTreeOptions:
@@ -304,6 +310,11 @@ def markdown_table() -> str:
         for name, field in DynTreeOptions.model_fields.items()
     ]
     return "\n".join(["| option | allowed | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _nearly_ours(key: str) -> bool:
+    """Whether a key is ours but for its case, a separator, or a letter or two out of place."""
+    return bool(difflib.get_close_matches(key.lower(), [NAMESPACE], cutoff=0.85))
 
 
 def _known_options() -> str:

@@ -156,6 +156,7 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
         ({"dyntree": {"node_budget": 17}}, "dyntree.node_budget=17 exceeds num_speculative_tokens"),
         ({"dyntree": {"nodes": 4}}, "dyntree.nodes=4 is not an option"),
         ({"dyntree": {"width": 65}}, "dyntree.width=65 must be an integer from 1 to 64"),
+        ({"additional_config": {"dyn_tree": {}}}, "did you mean 'dyntree'"),
         ({"speculative_config": None}, "speculative_config is missing"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},

@@ -150,6 +150,17 @@ def test_no_options_are_found_where_none_are_given() -> None:
     assert DynTreeOptions.of({"dyntree": {}}) == DynTreeOptions()
 
 
+@pytest.mark.parametrize("key", ["dyn_tree", "DynTree", "dyntre", "dytnree"])
+def test_a_key_that_is_almost_ours_is_refused_and_not_a_server_without_trees(key: str) -> None:
+    for others in ({}, {"dyntree": {}}):
+        with pytest.raises(ValueError, match=f"key '{key}' is not known: did you mean 'dyntree'"):
+            DynTreeOptions.of({key: {"node_budget": 4}, **others})
+
+
+def test_the_keys_of_other_plugins_are_theirs() -> None:
+    assert DynTreeOptions.of({"radix_tree": {}, "dynatrace": {}, "tree": {}, 3: {}}) is None
+
+
 def test_merging_keeps_what_both_agree_on_and_refuses_what_they_do_not() -> None:
     assert merge_options({"width": 2}, {"width": 2, "children": 3}) == {"width": 2, "children": 3}
     with pytest.raises(ValueError, match=r"dyntree.width .*2 .*3"):
