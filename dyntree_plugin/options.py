@@ -40,6 +40,10 @@ def default_shape(node_budget: int) -> tuple[int, int, int]:
     return depth, min(root, 32), min(max(root, 2), 8)
 
 
+MOST_NODES = 1024
+MOST_DEPTH = MOST_CHILDREN = 64
+
+
 class DynTreeOptions(BaseModel):
     """What a user may set. Bounds that depend on the engine are checked by `resolve`."""
 
@@ -48,7 +52,7 @@ class DynTreeOptions(BaseModel):
     node_budget: int | None = Field(
         default=None,
         ge=1,
-        le=1024,
+        le=MOST_NODES,
         description="Most nodes in one request's tree, and so the draft tokens that the target "
         "verifies per step. At most num_speculative_tokens.",
         json_schema_extra={"derived": "num_speculative_tokens"},
@@ -66,7 +70,7 @@ class DynTreeOptions(BaseModel):
     max_depth: int | None = Field(
         default=None,
         ge=1,
-        le=64,
+        le=MOST_DEPTH,
         description="Depth of the deepest node: the most draft tokens that one step can accept, "
         "and the most draft forwards that it makes. At most node_budget.",
         json_schema_extra={
@@ -86,7 +90,7 @@ class DynTreeOptions(BaseModel):
     children: int | None = Field(
         default=None,
         ge=1,
-        le=64,
+        le=MOST_CHILDREN,
         description="Candidate children kept of each expanded node. 1 makes the tree a chain.",
         json_schema_extra={
             "derived": "square root of node_budget, 2 to 8; "
@@ -145,12 +149,14 @@ class DynTreeOptions(BaseModel):
     expansion: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         default=None,
         min_length=1,
+        max_length=MOST_DEPTH,
         description="For growth expansion: children of every node at depth 0, 1, …",
         json_schema_extra={"derived": "none; growth expansion needs it"},
     )
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
         default=None,
         min_length=1,
+        max_length=MOST_CHILDREN,
         description="For growth sequoia: how often the target takes a node's first child, its "
         "second, …; `dyntree bench acceptance` measures it.",
         json_schema_extra={"derived": "none; growth sequoia needs it"},
@@ -222,6 +228,11 @@ class DynTreeOptions(BaseModel):
         """
         slots = num_speculative_tokens
         node_budget = slots if self.node_budget is None else self.node_budget
+        if node_budget > MOST_NODES:
+            raise ValueError(
+                f"num_speculative_tokens={slots} is more than the {MOST_NODES} nodes that a tree "
+                f"may have: lower it, or set {NAMESPACE}.node_budget to at most {MOST_NODES}"
+            )
         if node_budget > slots:
             raise ValueError(
                 f"{NAMESPACE}.node_budget={node_budget} exceeds num_speculative_tokens={slots}: "
@@ -327,7 +338,8 @@ def _allowed(field: FieldInfo) -> str:
         return " or ".join(str(value) for value in get_args(type_))
     if get_origin(type_) is tuple:
         of_what = "integers >= 1" if int in get_args(get_args(type_)[0]) else "numbers from 0 to 1"
-        return f"a list of one or more {of_what}"
+        most = next(m.max_length for m in field.metadata if hasattr(m, "max_length"))
+        return f"a list of 1 to {most} {of_what}"
     if str in get_args(field.annotation):
         return "the path of a file"
     if type_ is float or float in get_args(type_):

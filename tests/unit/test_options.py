@@ -35,6 +35,18 @@ def test_the_defaults_fit_every_node_budget_that_is_allowed(
         assert shape.width <= shape.node_budget
 
 
+@given(slots=st.integers(min_value=1025), node_budget=st.none() | BUDGETS)
+def test_more_draft_tokens_than_a_tree_may_have_nodes_want_a_node_budget(
+    slots: int, node_budget: int | None
+) -> None:
+    chosen = DynTreeOptions(node_budget=node_budget)
+    if node_budget is None:
+        with pytest.raises(ValueError, match=f"num_speculative_tokens={slots} .*at most 1024"):
+            chosen.resolve(slots)
+    else:
+        assert chosen.resolve(slots).shape.node_budget == node_budget
+
+
 @given(slots=BUDGETS, max_depth=st.integers(1, 64), width=st.integers(1, 64))
 def test_an_explicit_depth_and_width_are_kept_or_refused(
     slots: int, max_depth: int, width: int
@@ -66,10 +78,12 @@ def test_a_budget_that_the_depth_does_not_fit_is_refused_below_the_engines() -> 
         ({"threshold": 2.0}, "dyntree.threshold=2.0 must be a number above 0"),
         (
             {"expansion": [1, 0]},
-            "dyntree.expansion=[1, 0] must be a list of one or more integers >= 1",
+            "dyntree.expansion=[1, 0] must be a list of 1 to 64 integers >= 1",
         ),
-        ({"expansion": []}, "dyntree.expansion=[] must be a list of one or more integers"),
-        ({"acceptance": []}, "dyntree.acceptance=[] must be a list of one or more numbers"),
+        ({"expansion": []}, "dyntree.expansion=[] must be a list of 1 to 64 integers"),
+        ({"acceptance": []}, "dyntree.acceptance=[] must be a list of 1 to 64 numbers"),
+        ({"expansion": [1] * 65}, "1] must be a list of 1 to 64 integers >= 1"),
+        ({"acceptance": [0.01] * 65}, "0.01] must be a list of 1 to 64 numbers"),
         ({1: 2}, "dyntree.1=2 is not an option"),
         ({"growth": "heap"}, "dyntree.growth='heap' must be topk or dyspec"),
         ({"coupling": "maybe"}, "dyntree.coupling='maybe' must be on or off"),
