@@ -131,9 +131,15 @@ def _refusals(
     others = (
         _unreadable_table(options, device_type),
         _too_many_children(vllm_config.model_config, options),
-        _tree_exceeds_token_budget(vllm_config),
     )
     yield from filter(None, others)
+    try:
+        plan = options.resolve(vllm_config.num_speculative_tokens)
+    except ValueError as error:
+        yield str(error)
+        return
+    if too_small := _tree_exceeds_token_budget(vllm_config, plan.shape.node_budget):
+        yield too_small
 
 
 def _unreadable_table(options: DynTreeOptions, device_type: str) -> str | None:
@@ -161,7 +167,7 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
     )
 
 
-def _step_tokens(vllm_config: VllmConfig) -> tuple[int, int]:
+def _step_tokens(vllm_config: VllmConfig, node_budget: int) -> tuple[int, int]:
     """Tokens that one step can schedule, and those that one request's tree takes of them.
 
     The tree takes its nodes, its root, and one more slot that the draft's catch-up needs.
@@ -169,32 +175,33 @@ def _step_tokens(vllm_config: VllmConfig) -> tuple[int, int]:
     scheduler = vllm_config.scheduler_config
     budget = scheduler.max_num_batched_tokens
     scheduled = scheduler.max_num_scheduled_tokens or budget
-    return min(budget, scheduled), vllm_config.num_speculative_tokens + 2
+    return min(budget, scheduled), node_budget + 2
 
 
-def _tree_exceeds_token_budget(vllm_config: VllmConfig) -> str | None:
-    budget, tree = _step_tokens(vllm_config)
+def _tree_exceeds_token_budget(vllm_config: VllmConfig, node_budget: int) -> str | None:
+    budget, tree = _step_tokens(vllm_config, node_budget)
     if tree <= budget:
         return None
     return (
-        f"max_num_batched_tokens={budget} is too small: a tree takes num_speculative_tokens + 2 = "
+        f"max_num_batched_tokens={budget} is too small: a tree takes dyntree.node_budget + 2 = "
         f"{tree} tokens of a step; raise max_num_batched_tokens to at least {tree}, or lower "
-        f"num_speculative_tokens to at most {max(budget - 2, 1)}"
+        f"dyntree.node_budget to at most {max(budget - 2, 1)}"
     )
 
 
 def token_budget_advice(vllm_config: VllmConfig) -> str | None:
     """What to do where not every running request's whole tree fits into one step, or None.
 
-    vLLM then cuts trees short, which costs speed and never changes the output.
+    vLLM then cuts trees short, which costs speed and never changes the output. The configuration
+    is an admitted one, whose draft tokens are the nodes of a tree.
     """
-    budget, tree = _step_tokens(vllm_config)
+    budget, tree = _step_tokens(vllm_config, vllm_config.num_speculative_tokens)
     num_seqs = vllm_config.scheduler_config.max_num_seqs
     if num_seqs * tree <= budget:
         return None
     return (
         f"A step of max_num_batched_tokens={budget} holds {budget // tree} whole trees of "
-        f"num_speculative_tokens + 2 = {tree} tokens; with more requests running (max_num_seqs="
+        f"dyntree.node_budget + 2 = {tree} tokens; with more requests running (max_num_seqs="
         f"{num_seqs}) vLLM cuts trees short. For whole trees always, set max_num_seqs to "
         f"{budget // tree} or max_num_batched_tokens to {num_seqs * tree}."
     )

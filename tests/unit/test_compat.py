@@ -225,6 +225,23 @@ def test_the_smallest_token_budget_that_holds_a_tree_is_admitted(build: Build) -
     assert compat.token_budget_advice(roomy) is None
 
 
+def test_a_step_must_hold_the_tree_and_not_the_draft_tokens_that_there_may_be(build: Build) -> None:
+    many = {"speculative": {"num_speculative_tokens": 64}, "max_num_batched_tokens": 32}
+    small = {"max_num_seqs": 2, "max_model_len": 16}
+    build({"node_budget": 8}, **many, **small)
+    build({"node_budget": 30}, **many, **small)
+    with pytest.raises(
+        ValueError, match=r"node_budget \+ 2 = 33 tokens .*node_budget to at most 30"
+    ):
+        build({"node_budget": 31}, **many, **small)
+
+
+def test_options_that_do_not_fit_are_one_reason_among_the_others(admitted: VllmConfig) -> None:
+    reason = refusal_of(changed(admitted, "parallel_config.ubatch_size", 2), node_budget=17)
+    assert "ubatch_size=2" in reason
+    assert "dyntree.node_budget=17 exceeds num_speculative_tokens=16" in reason
+
+
 @pytest.mark.parametrize("slots", [16, 64])
 def test_vllms_defaults_hold_a_tree(build: Build, slots: int) -> None:
     build(speculative={"num_speculative_tokens": slots})
