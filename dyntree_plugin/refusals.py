@@ -161,6 +161,18 @@ OF_ENGINE = (
         "every layer must see every row of the tree; leave it out",
     ),
     Refusal(
+        "enable_prompt_embeds",
+        lambda c: c.model_config.enable_prompt_embeds,
+        bool,
+        "the draft reads tokens, which such a prompt has none of; leave it out",
+    ),
+    Refusal(
+        "enable_trace_replay",
+        lambda c: c.model_config.enable_trace_replay,
+        bool,
+        "a tree is verified by the target's own samples; leave it out",
+    ),
+    Refusal(
         "return_sampling_mask",
         lambda c: c.model_config.return_sampling_mask,
         bool,

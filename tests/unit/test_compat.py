@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dyntree_plugin import compat, plugin, refusals
+from dyntree_plugin.engine.cpu.refused import REFUSED
 from dyntree_plugin.options import DynTreeOptions
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ ENGINE: dict[str, tuple[str, Any]] = {
     "kv_transfer_config": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector")),
     "kv_cache_dtype (cache, model)": ("cache_config.cache_dtype", "fp8"),
     "kv_sharing_fast_prefill": ("cache_config.kv_sharing_fast_prefill", True),
+    "enable_prompt_embeds": ("model_config.enable_prompt_embeds", True),
+    "enable_trace_replay": ("model_config.enable_trace_replay", True),
     "return_sampling_mask": ("model_config.return_sampling_mask", True),
     "enable_return_routed_experts": ("aux_output_config", SimpleNamespace(enabled=True)),
     "watermark_config": ("watermark_config", SimpleNamespace()),
@@ -150,6 +153,39 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
     assert {r.option for r in refusals.OF_MODEL} == MODEL.keys()
 
 
+METHODS = {
+    "a drafter that reads the target's hidden states (EAGLE, MTP)": "eagle",
+    "a drafter with several MTP modules": "mtp",
+    "a DFlash drafter": "dflash",
+    "an n-gram drafter": "ngram",
+}
+UNSERVED = {
+    "decode context parallelism": "decode_context_parallel_size",
+    "a multimodal rotary embedding": "uses_mrope",
+    "trace replay": "enable_trace_replay",
+    "return_sampling_mask": "return_sampling_mask",
+    "batch-sharded sampling": "enable_batch_sharded_sampling",
+    "watermarking": "watermark_config",
+    "a hybrid state-space model": "is_hybrid",
+    "a prompt given as embeddings": "enable_prompt_embeds",
+    "adaptive verification": "enable_adaptive_verification",
+    "rejection_sample_method='block'": "rejection_sample_method",
+}
+"""What the CPU has no kernels for, and vLLM's option that asks for it."""
+
+
+def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_starts(
+    admitted: VllmConfig,
+) -> None:
+    assert METHODS.keys() | UNSERVED.keys() == REFUSED.keys()
+    changes = {option: (path, value) for option, path, value in reversed(CHANGES)}
+    for option in UNSERVED.values():
+        assert f"{option}=" in refusal_of(changed(admitted, *changes[option]))
+    for method in METHODS.values():
+        reason = refusal_of(changed(admitted, "speculative_config.method", method))
+        assert f"speculative_config.method={method!r} is not supported" in reason
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -166,6 +202,8 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
         ({"scheduler_cls": "my.Scheduler"}, "scheduler_cls='my.Scheduler'"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype (cache, model)=('fp8', 'float32')"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True"),
+        ({"enable_trace_replay": True}, "enable_trace_replay=True"),
         ({"speculative": {"rejection_sample_method": "block"}}, "rejection_sample_method='block'"),
         (
             {"max_num_batched_tokens": WIDTH + 1, "max_num_seqs": 2, "max_model_len": 16},
