@@ -75,9 +75,8 @@ class DynTreeOptions(BaseModel):
         "and the most draft forwards that it makes. At most node_budget.",
         json_schema_extra={
             "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, where an adaptive budget ends "
-            "drafting by itself: on CUDA, and on a CPU with one rank; without data parallelism; "
-            "else 2 log2(node_budget), rounded: "
-            "8 for 16, 12 for 64"
+            "drafting by itself: on CUDA, and on a CPU with one rank; else 2 log2(node_budget), "
+            "rounded: 8 for 16, 12 for 64"
         },
     )
     width: int | None = Field(

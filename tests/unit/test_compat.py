@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dyntree_plugin import compat, plugin, refusals
+from dyntree_plugin.engine.config import plan_in_force, tree_plan, trees_are_cut
 from dyntree_plugin.engine.cpu.refused import REFUSED
 from dyntree_plugin.options import DynTreeOptions
 
@@ -148,7 +149,8 @@ def test_one_change_is_refused_with_its_option_and_advice(
 
 
 def test_every_refusal_of_the_tables_is_tested() -> None:
-    assert {r.option for r in refusals.OF_ENGINE} == ENGINE.keys() | {"VLLM_USE_V2_MODEL_RUNNER"}
+    apart = {"VLLM_USE_V2_MODEL_RUNNER", "data_parallel_size (ranks, target)"}
+    assert {r.option for r in refusals.OF_ENGINE} == ENGINE.keys() | apart
     assert {r.option for r in refusals.OF_SPECULATION} == SPECULATION.keys()
     assert {r.option for r in refusals.OF_MODEL} == MODEL.keys()
 
@@ -242,6 +244,31 @@ def test_the_v1_runner_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER='0'"):
         build()
+
+
+def test_data_parallel_ranks_of_a_mixture_of_experts_are_refused(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    model = model_folder("experts", num_local_experts=4, sliding_window=None, **experts)
+    build(model=model)
+    with pytest.raises(ValueError, match=r"data_parallel_size \(ranks, target\)=\(2, 'experts'\)"):
+        build(model=model, data_parallel_size=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_of_a_dense_target_is_an_engine_of_its_own_with_the_same_trees(
+    build: Build, ranks: int
+) -> None:
+    config = build(data_parallel_size=ranks)
+    plan = tree_plan(config)
+    assert trees_are_cut(config)
+    # What vLLM does in the process of every such rank.
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert tree_plan(config) == plan == plan_in_force(config.speculative_config)
+    assert plan is not None
+    assert plan.shape.max_depth == 16
+    assert trees_are_cut(config)
 
 
 def test_more_children_than_tokens_are_refused(admitted: VllmConfig) -> None:
