@@ -138,6 +138,7 @@ def _refusals(
     except ValueError as error:
         yield str(error)
         return
+    yield from options.without_effect(plan)
     if too_small := _tree_exceeds_token_budget(vllm_config, plan.shape.node_budget):
         yield too_small
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -264,6 +264,32 @@ class DynTreeOptions(BaseModel):
             return self._plan(shape, budget)
         except ValueError as error:
             raise ValueError(f"{NAMESPACE}.{error}") from None
+
+    def without_effect(self, plan: TreePlan) -> Iterator[str]:
+        """Each option that was given and that the plan made of it does not read, and why."""
+        from dyntree_plugin.tree.growth import SHAPE_READ
+
+        growth = plan.growth.name
+        for name in ("max_depth", "width", "children"):
+            value = getattr(self, name)
+            if value is not None and name not in SHAPE_READ[growth]:
+                yield (
+                    f"{NAMESPACE}.{name}={value} has no effect with growth={growth}: leave it out"
+                )
+        if self._asked_for("coupling") and not plan.coupled:
+            yield (
+                f"{NAMESPACE}.coupling='on' has no effect with rule={plan.rule}, which takes "
+                "children to be independent of the target's draws: leave it out, or use rule=match"
+            )
+        if self._asked_for("calibration") and not plan.calibrated:
+            yield (
+                f"{NAMESPACE}.calibration='on' has no effect with sampling="
+                f"{plan.growing.sampling}: the values of drawn children are the draft's "
+                "probabilities; leave it out"
+            )
+
+    def _asked_for(self, switch: str) -> bool:
+        return switch in self.model_fields_set and getattr(self, switch) == "on"
 
     def _default_budget(self) -> Budget:
         """adaptive wherever a plan may have it."""

@@ -194,6 +194,8 @@ def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_
         ({"dyntree": {"node_budget": 17}}, "dyntree.node_budget=17 exceeds num_speculative_tokens"),
         ({"dyntree": {"nodes": 4}}, "dyntree.nodes=4 is not an option"),
         ({"dyntree": {"width": 65}}, "dyntree.width=65 must be an integer from 1 to 64"),
+        ({"dyntree": {"growth": "chain", "width": 2}}, "dyntree.width=2 has no effect with"),
+        ({"dyntree": {"growth": "dyspec", "coupling": "on"}}, "coupling='on' has no effect with"),
         ({"additional_config": {"dyn_tree": {}}}, "did you mean 'dyntree'"),
         ({"speculative_config": None}, "speculative_config is missing"),
         (

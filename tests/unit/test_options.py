@@ -158,6 +158,51 @@ def test_candidates_are_coupled_with_the_target_under_match_alone() -> None:
     assert not DynTreeOptions.parse({"coupling": "off"}).resolve(4).coupled
 
 
+SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("given_options", "without"),
+    [
+        ({"growth": "chain", "width": 3, "children": 7}, ["width=3", "children=7"]),
+        ({"growth": "dyspec", "width": 3, "children": 7}, ["width=3"]),
+        ({"growth": "threshold", "width": 3}, ["width=3"]),
+        ({"growth": "dynamic_threshold", "width": 3, "children": 7}, []),
+        ({"growth": "expansion", "expansion": [2, 2], "max_depth": 8}, ["max_depth=8"]),
+        ({**SEQUOIA, "children": 9, "max_depth": 3}, ["children=9"]),
+        ({"growth": "dyspec", "coupling": "on"}, ["coupling='on'"]),
+        ({"growth": "dyspec", "calibration": True}, ["calibration='on'"]),
+        ({"growth": "dyspec", "rule": "match", "coupling": "on"}, []),
+        ({"growth": "dyspec", "coupling": "off", "calibration": "off"}, []),
+        ({"growth": "dyspec"}, []),
+        ({**SEQUOIA, "sampling": "best", "coupling": "on", "calibration": "on"}, []),
+        ({"max_depth": 3, "width": 3, "children": 7, "coupling": "on", "calibration": "on"}, []),
+    ],
+)
+def test_what_was_asked_for_and_has_no_effect_is_named_and_not_shown(
+    given_options: dict[str, object], without: list[str]
+) -> None:
+    chosen = DynTreeOptions.parse(given_options)
+    plan = chosen.resolve(16)
+    found = list(chosen.without_effect(plan))
+    assert [reason.partition(" has no effect with ")[0] for reason in found] == [
+        f"dyntree.{name}" for name in without
+    ]
+    shown = plan.in_force()
+    for name in {
+        "max_depth",
+        "width",
+        "children",
+        "coupling",
+        "calibration",
+    } & given_options.keys():
+        of_no_effect = any(option.startswith(f"{name}=") for option in without)
+        stands = shown.get(name) == {"on": True, "off": False}.get(
+            str(given_options[name]), given_options[name]
+        )
+        assert stands is not of_no_effect, name
+
+
 def test_no_options_are_found_where_none_are_given() -> None:
     assert DynTreeOptions.of({"other": {}}) is None
     assert DynTreeOptions.of(None) is None

@@ -17,6 +17,7 @@ import pytest
 
 from dyntree_plugin import options, plugin, preload
 from dyntree_plugin.engine.config import plan_in_force, tree_plan
+from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
 
 STOCK = """
 import json, os, sys
@@ -260,6 +261,17 @@ def test_trees_are_deeper_where_one_rank_can_end_drafting(
     assert (plan.budget, plan.shape.max_depth) == ("adaptive", depth)
     assert plan_in_force(config.speculative_config) == plan
     assert f"max_depth={depth}" in logged()
+
+
+def test_what_the_growth_does_not_read_is_no_label_of_the_configuration() -> None:
+    from dyntree_plugin.engine.prometheus import _label_values
+
+    plan = options.DynTreeOptions.parse({"growth": "chain"}).resolve(8)
+    (metric,) = [metric for metric in METRICS if metric.labels == CONFIG_LABELS]
+    (values,) = _label_values(metric, plan)
+    labels = dict(zip(CONFIG_LABELS, values, strict=True))
+    assert (labels["growth"], labels["node_budget"], labels["max_depth"]) == ("chain", "8", "6")
+    assert (labels["width"], labels["children"]) == ("", "")
 
 
 def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
