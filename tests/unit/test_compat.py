@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from dyntree_plugin import compat, plugin, refusals
+from dyntree_plugin.engine.attention import served
 from dyntree_plugin.engine.config import plan_in_force, tree_plan, trees_are_cut
 from dyntree_plugin.engine.cpu.refused import REFUSED
 from dyntree_plugin.options import DynTreeOptions
@@ -426,6 +428,70 @@ def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
             model=model_folder(option, **changes), skip_tokenizer_init=True, dtype="float32"
         )
         assert [r.option for r in refusals.OF_MODEL if r(config)] == [option]
+
+
+def test_a_head_size_without_a_kernel_is_refused_before_weights_load(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    odd = model_folder("odd", head_dim=24)
+    for model in ({"model": odd}, {"speculative": {"model": odd}}):
+        which = "target" if "model" in model else "draft"
+        with pytest.raises(ValueError, match=f"{which} model: head_size=24, .*no multiple of 16"):
+            build(**model)
+
+
+@pytest.mark.parametrize(("isa", "served_here"), [("amx", True), ("vec16", True), ("neon", False)])
+def test_a_cpu_whose_cache_the_kernels_do_not_read_is_refused_before_weights_load(
+    build: Build, monkeypatch: pytest.MonkeyPatch, isa: str, served_here: bool
+) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: isa)
+    if served_here:
+        build()
+        return
+    with pytest.raises(
+        ValueError, match=r"'neon', and trees need one of .*use an x86 CPU"
+    ) as error:
+        build()
+    assert "target model: head_size=32, dtype=float32 is not supported" in str(error.value)
+    assert "draft model: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_size", "reason"),
+    [
+        ((9, 0), 128, None),
+        ((9, 0), 80, None),
+        ((8, 0), 256, None),
+        ((9, 0), 288, "not supported here: triton: head size 288 is above 256"),
+        (
+            (7, 5),
+            128,
+            "dtype=bfloat16 is not supported here: triton: it needs a GPU of capability 8.0",
+        ),
+        (None, 128, None),
+    ],
+)
+def test_on_cuda_the_gpu_and_the_head_size_decide_whether_a_model_is_served(
+    admitted: VllmConfig,
+    on_cuda: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    head_size: int,
+    reason: str | None,
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    found = capability and DeviceCapability(*capability)
+    ask = classmethod(lambda cls: found)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", ask)
+    config = changed(on_cuda, "model_config.model_arch_config.head_size", head_size)
+    config = changed(config, "model_config.dtype", torch.bfloat16)
+    refused = pytest.raises(compat.Refused, match=reason) if reason else nullcontext()
+    with refused:
+        compat.check(config, DynTreeOptions(), "cuda", plugin.WORKERS, served.refusal)
 
 
 def test_a_kernel_table_is_read_before_anything_loads(
