@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from dyntree_plugin import vocabularies
 from dyntree_plugin.refusals import (
     CUDA_BACKENDS,
     OF_CUDA,
@@ -137,6 +138,7 @@ def _refusals(
     others = (
         _unreadable_table(options, device_type),
         _too_many_children(vllm_config.model_config, options),
+        _other_tokens(vllm_config),
     )
     yield from filter(None, others)
     try:
@@ -179,6 +181,40 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
     return (
         f"dyntree.children={options.children} exceeds the vocabulary of {vocab_size} tokens: "
         "lower it"
+    )
+
+
+def _differing_tokens(vllm_config: VllmConfig) -> vocabularies.Difference | None:
+    """Of the tokenizers that are on this machine; None where one is not, or they agree."""
+    speculation = vllm_config.speculative_config
+    target = vllm_config.model_config
+    draft = None if speculation is None else speculation.draft_model_config
+    if draft is None or not target.tokenizer:
+        return None
+    ours = vocabularies.tokenizer_file(target.tokenizer, target.tokenizer_revision)
+    theirs = vocabularies.tokenizer_file(draft.model, draft.revision)
+    return vocabularies.difference(ours, theirs) if ours and theirs else None
+
+
+def _other_tokens(vllm_config: VllmConfig) -> str | None:
+    found = _differing_tokens(vllm_config)
+    if found is None or found.share < vocabularies.MOST_OTHER:
+        return None
+    return (
+        "target and draft have different tokenizers, so hardly a token of the draft would be "
+        f"accepted: {found}; use a draft with the target's vocabulary"
+    )
+
+
+def vocabulary_advice(vllm_config: VllmConfig) -> str | None:
+    """What to know where the tokenizers of an admitted configuration differ in some tokens, or
+    None. It never changes the output."""
+    found = _differing_tokens(vllm_config)
+    if found is None:
+        return None
+    return (
+        f"The tokenizers of target and draft differ: {found}. Such tokens of the draft are hardly "
+        "ever accepted."
     )
 
 

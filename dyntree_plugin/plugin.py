@@ -70,6 +70,8 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     logger.info("dyntree %s is active: %s", __version__, in_force)
     if advice := compat.token_budget_advice(vllm_config):
         logger.info("%s", advice)
+    if difference := compat.vocabulary_advice(vllm_config):
+        logger.warning("%s", difference)
     if device_type == "cpu":
         _prefer_intels_openmp()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -233,6 +234,18 @@ def test_a_draft_with_another_vocabulary_is_refused(
         build(speculative={"model": other})
     with pytest.raises(ValueError, match=r"vocab_size \(target, draft\)=\(128, 64\)"):
         build(speculative={"model": other, "use_heterogeneous_vocab": True})
+
+
+def test_a_draft_with_another_tokenizer_is_refused(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    models = {name: model_folder(name) for name in ("one", "other")}
+    for name, model in models.items():
+        content = {"model": {"vocab": {f"{name}{token}": token for token in range(128)}}}
+        (Path(model) / "tokenizer.json").write_text(json.dumps(content))
+    build(model=models["one"], speculative={"model": models["one"]})
+    with pytest.raises(ValueError, match=r"different tokenizers.* 128 of 128 tokens differ"):
+        build(model=models["one"], speculative={"model": models["other"]})
 
 
 def test_a_draft_with_a_shorter_context_is_refused_until_the_target_is_cut_to_it(

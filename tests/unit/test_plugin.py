@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin import options, plugin, preload
+from dyntree_plugin import compat, options, plugin, preload
 from dyntree_plugin.engine.config import plan_in_force, tree_plan
 from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
 
@@ -302,6 +302,16 @@ def test_a_model_in_this_process_without_intels_openmp_is_warned_about(
     monkeypatch.setattr(preload, "loaded", lambda: loaded)
     build()
     assert ("Start it with LD_PRELOAD=/env/lib/libiomp5.so" in logged()) is not loaded
+
+
+def test_tokenizers_that_differ_a_little_are_warned_of(
+    build: Callable[..., Any], logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build()
+    assert "differ" not in logged()
+    monkeypatch.setattr(compat, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
+    build()
+    assert "3 of 9 tokens differ" in logged()
 
 
 def test_a_configuration_that_vllm_derives_is_not_admitted_again(
