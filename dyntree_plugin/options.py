@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -40,6 +40,10 @@ def default_shape(node_budget: int) -> tuple[int, int, int]:
     return depth, min(root, 32), min(max(root, 2), 8)
 
 
+MOST_NODES = 1024
+MOST_DEPTH = MOST_CHILDREN = 64
+
+
 class DynTreeOptions(BaseModel):
     """What a user may set. Bounds that depend on the engine are checked by `resolve`."""
 
@@ -48,7 +52,7 @@ class DynTreeOptions(BaseModel):
     node_budget: int | None = Field(
         default=None,
         ge=1,
-        le=1024,
+        le=MOST_NODES,
         description="Most nodes in one request's tree, and so the draft tokens that the target "
         "verifies per step. At most num_speculative_tokens.",
         json_schema_extra={"derived": "num_speculative_tokens"},
@@ -66,14 +70,13 @@ class DynTreeOptions(BaseModel):
     max_depth: int | None = Field(
         default=None,
         ge=1,
-        le=64,
+        le=MOST_DEPTH,
         description="Depth of the deepest node: the most draft tokens that one step can accept, "
         "and the most draft forwards that it makes. At most node_budget.",
         json_schema_extra={
             "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, where an adaptive budget ends "
-            "drafting by itself: on CUDA, and on a CPU with one rank; without data parallelism; "
-            "else 2 log2(node_budget), rounded: "
-            "8 for 16, 12 for 64"
+            "drafting by itself: on CUDA, and on a CPU with one rank; else 2 log2(node_budget), "
+            "rounded: 8 for 16, 12 for 64"
         },
     )
     width: int | None = Field(
@@ -86,7 +89,7 @@ class DynTreeOptions(BaseModel):
     children: int | None = Field(
         default=None,
         ge=1,
-        le=64,
+        le=MOST_CHILDREN,
         description="Candidate children kept of each expanded node. 1 makes the tree a chain.",
         json_schema_extra={
             "derived": "square root of node_budget, 2 to 8; "
@@ -145,12 +148,14 @@ class DynTreeOptions(BaseModel):
     expansion: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         default=None,
         min_length=1,
+        max_length=MOST_DEPTH,
         description="For growth expansion: children of every node at depth 0, 1, …",
         json_schema_extra={"derived": "none; growth expansion needs it"},
     )
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
         default=None,
         min_length=1,
+        max_length=MOST_CHILDREN,
         description="For growth sequoia: how often the target takes a node's first child, its "
         "second, …; `dyntree bench acceptance` measures it.",
         json_schema_extra={"derived": "none; growth sequoia needs it"},
@@ -179,11 +184,17 @@ class DynTreeOptions(BaseModel):
         """The options in an engine's ``additional_config``, or None where it asks for no tree.
 
         Raises:
-            ValueError: as `parse`.
+            ValueError: as `parse`, and for a key that is almost ours.
         """
-        if isinstance(additional_config, Mapping) and NAMESPACE in additional_config:
-            return cls.parse(additional_config[NAMESPACE])
-        return None
+        if not isinstance(additional_config, Mapping):
+            return None
+        for key in additional_config:
+            if key != NAMESPACE and _nearly_ours(str(key)):
+                raise ValueError(
+                    f"additional_config key {key!r} is not known: did you mean {NAMESPACE!r}? "
+                    "Without that key there are no trees"
+                )
+        return cls.parse(additional_config[NAMESPACE]) if NAMESPACE in additional_config else None
 
     @classmethod
     def parse(cls, value: object) -> DynTreeOptions:
@@ -199,11 +210,12 @@ class DynTreeOptions(BaseModel):
                 f"{NAMESPACE}={value!r} must be a JSON object of options, for example "
                 f'{{"node_budget": 16}}; the options are {_known_options()}'
             )
+        given = {str(name): each for name, each in value.items()}
         try:
-            return cls.model_validate(dict(value))
+            return cls.model_validate(given)
         except ValidationError as error:
             wrong = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
-            raise ValueError("; ".join(_explain(name, value[name]) for name in wrong)) from None
+            raise ValueError("; ".join(_explain(name, given[name]) for name in wrong)) from None
 
     def resolve(self, num_speculative_tokens: int, *, drafting_ends: bool = True) -> TreePlan:
         """Fills in every default for an engine with `num_speculative_tokens`.
@@ -215,6 +227,11 @@ class DynTreeOptions(BaseModel):
         """
         slots = num_speculative_tokens
         node_budget = slots if self.node_budget is None else self.node_budget
+        if node_budget > MOST_NODES:
+            raise ValueError(
+                f"num_speculative_tokens={slots} is more than the {MOST_NODES} nodes that a tree "
+                f"may have: lower it, or set {NAMESPACE}.node_budget to at most {MOST_NODES}"
+            )
         if node_budget > slots:
             raise ValueError(
                 f"{NAMESPACE}.node_budget={node_budget} exceeds num_speculative_tokens={slots}: "
@@ -247,6 +264,32 @@ class DynTreeOptions(BaseModel):
             return self._plan(shape, budget)
         except ValueError as error:
             raise ValueError(f"{NAMESPACE}.{error}") from None
+
+    def without_effect(self, plan: TreePlan) -> Iterator[str]:
+        """Each option that was given and that the plan made of it does not read, and why."""
+        from dyntree_plugin.tree.growth import SHAPE_READ
+
+        growth = plan.growth.name
+        for name in ("max_depth", "width", "children"):
+            value = getattr(self, name)
+            if value is not None and name not in SHAPE_READ[growth]:
+                yield (
+                    f"{NAMESPACE}.{name}={value} has no effect with growth={growth}: leave it out"
+                )
+        if self._asked_for("coupling") and not plan.coupled:
+            yield (
+                f"{NAMESPACE}.coupling='on' has no effect with rule={plan.rule}, which takes "
+                "children to be independent of the target's draws: leave it out, or use rule=match"
+            )
+        if self._asked_for("calibration") and not plan.calibrated:
+            yield (
+                f"{NAMESPACE}.calibration='on' has no effect with sampling="
+                f"{plan.growing.sampling}: the values of drawn children are the draft's "
+                "probabilities; leave it out"
+            )
+
+    def _asked_for(self, switch: str) -> bool:
+        return switch in self.model_fields_set and getattr(self, switch) == "on"
 
     def _default_budget(self) -> Budget:
         """adaptive wherever a plan may have it."""
@@ -305,6 +348,11 @@ def markdown_table() -> str:
     return "\n".join(["| option | allowed | default | meaning |", "|---|---|---|---|", *rows])
 
 
+def _nearly_ours(key: str) -> bool:
+    """Whether a key is ours but for its case, a separator, or a letter or two out of place."""
+    return bool(difflib.get_close_matches(key.lower(), [NAMESPACE], cutoff=0.85))
+
+
 def _known_options() -> str:
     return ", ".join(DynTreeOptions.model_fields)
 
@@ -315,7 +363,8 @@ def _allowed(field: FieldInfo) -> str:
         return " or ".join(str(value) for value in get_args(type_))
     if get_origin(type_) is tuple:
         of_what = "integers >= 1" if int in get_args(get_args(type_)[0]) else "numbers from 0 to 1"
-        return f"a list of {of_what}"
+        most = next(m.max_length for m in field.metadata if hasattr(m, "max_length"))
+        return f"a list of 1 to {most} {of_what}"
     if str in get_args(field.annotation):
         return "the path of a file"
     if type_ is float or float in get_args(type_):

@@ -52,11 +52,12 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
 
     from dyntree_plugin import compat
     from dyntree_plugin.engine import config
+    from dyntree_plugin.engine.attention import served
 
     speculation = vllm_config.speculative_config
     if speculation is not None and config.is_marked(speculation):
         return  # vLLM checks a configuration again when it derives another, as for the draft.
-    compat.check(vllm_config, options, device_type, WORKERS)
+    compat.check(vllm_config, options, device_type, WORKERS, served.refusal)
     plan = cast("TreePlan", config.tree_plan(vllm_config))
     vllm_config.parallel_config.worker_cls = WORKERS[device_type]
     if device_type == "cuda":
@@ -69,6 +70,8 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     logger.info("dyntree %s is active: %s", __version__, in_force)
     if advice := compat.token_budget_advice(vllm_config):
         logger.info("%s", advice)
+    if difference := compat.vocabulary_advice(vllm_config):
+        logger.warning("%s", difference)
     if device_type == "cpu":
         _prefer_intels_openmp()
 

@@ -11,6 +11,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from dyntree_plugin import compat
+
 _VARIABLE = "LD_PRELOAD"
 _LIBRARY = "libiomp5.so"
 
@@ -32,7 +34,10 @@ def loaded() -> bool:
 
 
 def set_for_children() -> None:
-    """Has every process that starts from here on load the library, unless the user chose one."""
+    """Has every process that starts from here on load the library, unless the user chose one.
+
+    It stays in the environment: an engine's processes may start at any time.
+    """
     path = library()
     entries = [entry for entry in os.environ.get(_VARIABLE, "").split(":") if entry]
     # PyTorch's own is what vLLM's CPU platform adds by itself; any other is the user's choice.
@@ -43,8 +48,9 @@ def set_for_children() -> None:
 
 
 def restart_with_library() -> None:
-    """Replaces this process by itself with the library loaded, where that changes anything."""
-    if loaded() or library() is None:
+    """Replaces this process by itself with the library loaded, where that changes anything: with a
+    CPU build of vLLM. The library may have come with something else."""
+    if not compat.is_cpu_build() or loaded() or library() is None:
         return
     before = os.environ.get(_VARIABLE)
     set_for_children()

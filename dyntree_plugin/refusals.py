@@ -105,7 +105,23 @@ OF_SPECULATION = (
 )
 """Of ``SpeculativeConfig``."""
 
+
+def _ranks_of_experts(config: Any) -> tuple[int, str]:
+    """Ranks that make their forwards together, and of what; vLLM takes a model for one of experts
+    unless it is known to be none."""
+    parallel = config.parallel_config
+    return parallel.data_parallel_size, "dense" if parallel.is_moe_model is False else "experts"
+
+
 OF_ENGINE = (
+    Refusal(
+        "data_parallel_size (ranks, target)",
+        _ranks_of_experts,
+        lambda found: found[0] > 1 and found[1] != "dense",
+        "the ranks of a mixture-of-experts target make every forward together, and trees of "
+        "different requests take different numbers of draft forwards; set it to 1, or use a dense "
+        "target",
+    ),
     Refusal(
         "pipeline_parallel_size",
         lambda c: c.parallel_config.pipeline_parallel_size,
@@ -159,6 +175,18 @@ OF_ENGINE = (
         lambda c: c.cache_config.kv_sharing_fast_prefill,
         bool,
         "every layer must see every row of the tree; leave it out",
+    ),
+    Refusal(
+        "enable_prompt_embeds",
+        lambda c: c.model_config.enable_prompt_embeds,
+        bool,
+        "the draft reads tokens, which such a prompt has none of; leave it out",
+    ),
+    Refusal(
+        "enable_trace_replay",
+        lambda c: c.model_config.enable_trace_replay,
+        bool,
+        "a tree is verified by the target's own samples; leave it out",
     ),
     Refusal(
         "return_sampling_mask",

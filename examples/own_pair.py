@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
 
-    # vLLM and dyntree compare the sizes only; the same number must also mean the same token.
+    # The same number must mean the same token. dyntree compares tokenizers that are on the machine
+    # when it starts; these are downloaded where they are not.
     target, draft = (
         AutoTokenizer.from_pretrained(model).get_vocab() for model in (given.target, given.draft)
     )

@@ -91,6 +91,8 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     advice = compat.token_budget_advice(config) or ""
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
+    if difference := compat.vocabulary_advice(config):
+        yield Check("vocabularies", "warn", difference)
     for name, model in (("target", config.model_config), ("draft", speculation.draft_model_config)):
         yield from _of_model(name, model, plan.shape.node_budget + 1, measured_kernels(config))
     cache = config.cache_config

@@ -31,18 +31,15 @@ def _drafting_ends(vllm_config: VllmConfig) -> bool:
     would not agree where they are several; elsewhere their scheduler does."""
     from vllm.platforms import current_platform
 
-    parallel = vllm_config.parallel_config
-    if current_platform.is_cpu():
-        return parallel.world_size_across_dp == 1
-    return parallel.data_parallel_size == 1
+    # Data parallelism plays no part: it is served for dense targets, whose ranks are engines of
+    # their own.
+    return not current_platform.is_cpu() or vllm_config.parallel_config.world_size == 1
 
 
 def trees_are_cut(vllm_config: VllmConfig) -> bool:
-    """Whether steps verify what is worth it. With data parallelism they must be alike on all ranks,
-    which would choose differently."""
+    """Whether steps verify what is worth it."""
     plan = tree_plan(vllm_config)
-    alone = vllm_config.parallel_config.data_parallel_size == 1
-    return plan is not None and plan.budget == "adaptive" and alone
+    return plan is not None and plan.budget == "adaptive"
 
 
 def measured_kernels(vllm_config: VllmConfig) -> list[Measurement]:
@@ -83,11 +80,6 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
     plan = tree_plan(vllm_config)
     scheduler, speculation = vllm_config.scheduler_config, vllm_config.speculative_config
     if plan is None or speculation is None or plan.budget != "adaptive":
-        return
-    if not trees_are_cut(vllm_config):
-        init_logger("vllm.dyntree").info_once(
-            "With data parallelism every step verifies whole trees, as with budget=fixed."
-        )
         return
     if device_type == "cpu" and not scheduler.async_scheduling:
         return  # The worker sees the trees before the next step is scheduled.

@@ -101,7 +101,8 @@ def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[str, ...]]:
         return [()]
     if metric.labels == CONFIG_LABELS:
         in_force = {"version": __version__, **plan.in_force()}
-        return [tuple(str(in_force[label]) for label in CONFIG_LABELS)]
+        # A label that is empty is one that is not there: the growth reads no such parameter.
+        return [tuple(str(in_force.get(label, "")) for label in CONFIG_LABELS)]
     (label,) = metric.labels
     values: dict[str, Iterable[object]] = {
         "depth": range(1, plan.shape.max_depth + 1),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan, plan_growth
+from dyntree_plugin.tree.growth import SHAPE_READ, GrowthConfig, GrowthPlan, plan_growth
 from dyntree_plugin.tree.names import Budget, Rule
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.verify.rules import check_pair
@@ -68,13 +68,14 @@ class TreePlan:
         return self.calibration and self.growing.sampling == "best"
 
     def in_force(self) -> dict[str, Any]:
-        """Names and values to show, without parameters that the growth does not have."""
+        """Names and values to show, without parameters that the growth does not have or read."""
         growth = {name: value for name, value in asdict(self.growth).items() if value is not None}
+        read = ("node_budget", "max_depth", *SHAPE_READ[self.growth.name])
         return {
             "growth": growth.pop("name"),
             "sampling": growth.pop("sampling", self.growing.sampling),
             "rule": self.rule,
-            **asdict(self.shape),
+            **{name: value for name, value in asdict(self.shape).items() if name in read},
             "coupling": self.coupled,
             "calibration": self.calibrated,
             "budget": self.budget,

@@ -98,7 +98,7 @@ def engine(**additional: Any) -> Any:
         speculative_config=object(),
         num_speculative_tokens=NODES,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),
-        parallel_config=SimpleNamespace(world_size_across_dp=1, data_parallel_size=1),
+        parallel_config=SimpleNamespace(world_size=1),
     )
 
 

@@ -57,6 +57,7 @@ def test_cuda_loads_nothing_of_the_cpu() -> None:
 def test_what_platforms_share_loads_neither() -> None:
     # The runner's stock class must not load on a CPU before the CPU's own patches.
     own = ["vllm.v1.worker.cpu.shm", "dyntree_plugin.engine.runner", "dyntree_plugin.engine.worker"]
+    own += ["dyntree_plugin.engine.attention.served"]
     assert loaded_with(own, (*OF_CUDA, *OF_CPU[1:])) == "[]"
 
 

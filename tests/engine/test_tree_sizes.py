@@ -16,7 +16,6 @@ def sized(
     *,
     asynchronous: bool = True,
     requests: int = 64,
-    ranks: int = 1,
     **options: str,
 ) -> set[int]:
     """The sizes in vLLM's own table after the plugin has settled; empty where it has none."""
@@ -26,7 +25,7 @@ def sized(
         num_speculative_tokens=24,
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous, max_num_seqs=requests),
-        parallel_config=SimpleNamespace(data_parallel_size=ranks, world_size_across_dp=ranks),
+        parallel_config=SimpleNamespace(world_size=1),
     )
     size_trees_by_step(config, device)
     schedule = speculation.num_speculative_tokens_per_batch_size
@@ -51,7 +50,6 @@ def test_on_the_cpu_the_worker_sizes_trees_unless_scheduling_is_asynchronous() -
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_data_parallel_ranks_and_fixed_budgets_have_whole_trees(device: str) -> None:
-    assert sized(device, ranks=2) == set()
+def test_fixed_budgets_have_whole_trees(device: str) -> None:
     assert sized(device, budget="fixed") == set()
     assert sized(device, growth="chain") == set()

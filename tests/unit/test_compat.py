@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,9 @@ import pytest
 import torch
 
 from dyntree_plugin import compat, plugin, refusals
+from dyntree_plugin.engine.attention import served
+from dyntree_plugin.engine.config import plan_in_force, tree_plan, trees_are_cut
+from dyntree_plugin.engine.cpu.refused import REFUSED
 from dyntree_plugin.options import DynTreeOptions
 
 if TYPE_CHECKING:
@@ -90,6 +95,8 @@ ENGINE: dict[str, tuple[str, Any]] = {
     "kv_transfer_config": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector")),
     "kv_cache_dtype (cache, model)": ("cache_config.cache_dtype", "fp8"),
     "kv_sharing_fast_prefill": ("cache_config.kv_sharing_fast_prefill", True),
+    "enable_prompt_embeds": ("model_config.enable_prompt_embeds", True),
+    "enable_trace_replay": ("model_config.enable_trace_replay", True),
     "return_sampling_mask": ("model_config.return_sampling_mask", True),
     "enable_return_routed_experts": ("aux_output_config", SimpleNamespace(enabled=True)),
     "watermark_config": ("watermark_config", SimpleNamespace()),
@@ -145,9 +152,43 @@ def test_one_change_is_refused_with_its_option_and_advice(
 
 
 def test_every_refusal_of_the_tables_is_tested() -> None:
-    assert {r.option for r in refusals.OF_ENGINE} == ENGINE.keys() | {"VLLM_USE_V2_MODEL_RUNNER"}
+    apart = {"VLLM_USE_V2_MODEL_RUNNER", "data_parallel_size (ranks, target)"}
+    assert {r.option for r in refusals.OF_ENGINE} == ENGINE.keys() | apart
     assert {r.option for r in refusals.OF_SPECULATION} == SPECULATION.keys()
     assert {r.option for r in refusals.OF_MODEL} == MODEL.keys()
+
+
+METHODS = {
+    "a drafter that reads the target's hidden states (EAGLE, MTP)": "eagle",
+    "a drafter with several MTP modules": "mtp",
+    "a DFlash drafter": "dflash",
+    "an n-gram drafter": "ngram",
+}
+UNSERVED = {
+    "decode context parallelism": "decode_context_parallel_size",
+    "a multimodal rotary embedding": "uses_mrope",
+    "trace replay": "enable_trace_replay",
+    "return_sampling_mask": "return_sampling_mask",
+    "batch-sharded sampling": "enable_batch_sharded_sampling",
+    "watermarking": "watermark_config",
+    "a hybrid state-space model": "is_hybrid",
+    "a prompt given as embeddings": "enable_prompt_embeds",
+    "adaptive verification": "enable_adaptive_verification",
+    "rejection_sample_method='block'": "rejection_sample_method",
+}
+"""What the CPU has no kernels for, and vLLM's option that asks for it."""
+
+
+def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_starts(
+    admitted: VllmConfig,
+) -> None:
+    assert METHODS.keys() | UNSERVED.keys() == REFUSED.keys()
+    changes = {option: (path, value) for option, path, value in reversed(CHANGES)}
+    for option in UNSERVED.values():
+        assert f"{option}=" in refusal_of(changed(admitted, *changes[option]))
+    for method in METHODS.values():
+        reason = refusal_of(changed(admitted, "speculative_config.method", method))
+        assert f"speculative_config.method={method!r} is not supported" in reason
 
 
 @pytest.mark.parametrize(
@@ -156,6 +197,9 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
         ({"dyntree": {"node_budget": 17}}, "dyntree.node_budget=17 exceeds num_speculative_tokens"),
         ({"dyntree": {"nodes": 4}}, "dyntree.nodes=4 is not an option"),
         ({"dyntree": {"width": 65}}, "dyntree.width=65 must be an integer from 1 to 64"),
+        ({"dyntree": {"growth": "chain", "width": 2}}, "dyntree.width=2 has no effect with"),
+        ({"dyntree": {"growth": "dyspec", "coupling": "on"}}, "coupling='on' has no effect with"),
+        ({"additional_config": {"dyn_tree": {}}}, "did you mean 'dyntree'"),
         ({"speculative_config": None}, "speculative_config is missing"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
@@ -165,6 +209,8 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
         ({"scheduler_cls": "my.Scheduler"}, "scheduler_cls='my.Scheduler'"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype (cache, model)=('fp8', 'float32')"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True"),
+        ({"enable_trace_replay": True}, "enable_trace_replay=True"),
         ({"speculative": {"rejection_sample_method": "block"}}, "rejection_sample_method='block'"),
         (
             {"max_num_batched_tokens": WIDTH + 1, "max_num_seqs": 2, "max_model_len": 16},
@@ -190,6 +236,18 @@ def test_a_draft_with_another_vocabulary_is_refused(
         build(speculative={"model": other, "use_heterogeneous_vocab": True})
 
 
+def test_a_draft_with_another_tokenizer_is_refused(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    models = {name: model_folder(name) for name in ("one", "other")}
+    for name, model in models.items():
+        content = {"model": {"vocab": {f"{name}{token}": token for token in range(128)}}}
+        (Path(model) / "tokenizer.json").write_text(json.dumps(content))
+    build(model=models["one"], speculative={"model": models["one"]})
+    with pytest.raises(ValueError, match=r"different tokenizers.* 128 of 128 tokens differ"):
+        build(model=models["one"], speculative={"model": models["other"]})
+
+
 def test_a_draft_with_a_shorter_context_is_refused_until_the_target_is_cut_to_it(
     build: Build, model_folder: Callable[..., str]
 ) -> None:
@@ -203,6 +261,31 @@ def test_the_v1_runner_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER='0'"):
         build()
+
+
+def test_data_parallel_ranks_of_a_mixture_of_experts_are_refused(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    model = model_folder("experts", num_local_experts=4, sliding_window=None, **experts)
+    build(model=model)
+    with pytest.raises(ValueError, match=r"data_parallel_size \(ranks, target\)=\(2, 'experts'\)"):
+        build(model=model, data_parallel_size=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_of_a_dense_target_is_an_engine_of_its_own_with_the_same_trees(
+    build: Build, ranks: int
+) -> None:
+    config = build(data_parallel_size=ranks)
+    plan = tree_plan(config)
+    assert trees_are_cut(config)
+    # What vLLM does in the process of every such rank.
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert tree_plan(config) == plan == plan_in_force(config.speculative_config)
+    assert plan is not None
+    assert plan.shape.max_depth == 16
+    assert trees_are_cut(config)
 
 
 def test_more_children_than_tokens_are_refused(admitted: VllmConfig) -> None:
@@ -222,6 +305,23 @@ def test_the_smallest_token_budget_that_holds_a_tree_is_admitted(build: Build) -
     assert compat.token_budget_advice(build(max_num_batched_tokens=WIDTH + 2, **small))
     roomy = build(max_num_batched_tokens=2 * (WIDTH + 2), **small)
     assert compat.token_budget_advice(roomy) is None
+
+
+def test_a_step_must_hold_the_tree_and_not_the_draft_tokens_that_there_may_be(build: Build) -> None:
+    many = {"speculative": {"num_speculative_tokens": 64}, "max_num_batched_tokens": 32}
+    small = {"max_num_seqs": 2, "max_model_len": 16}
+    build({"node_budget": 8}, **many, **small)
+    build({"node_budget": 30}, **many, **small)
+    with pytest.raises(
+        ValueError, match=r"node_budget \+ 2 = 33 tokens .*node_budget to at most 30"
+    ):
+        build({"node_budget": 31}, **many, **small)
+
+
+def test_options_that_do_not_fit_are_one_reason_among_the_others(admitted: VllmConfig) -> None:
+    reason = refusal_of(changed(admitted, "parallel_config.ubatch_size", 2), node_budget=17)
+    assert "ubatch_size=2" in reason
+    assert "dyntree.node_budget=17 exceeds num_speculative_tokens=16" in reason
 
 
 @pytest.mark.parametrize("slots", [16, 64])
@@ -341,6 +441,70 @@ def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
             model=model_folder(option, **changes), skip_tokenizer_init=True, dtype="float32"
         )
         assert [r.option for r in refusals.OF_MODEL if r(config)] == [option]
+
+
+def test_a_head_size_without_a_kernel_is_refused_before_weights_load(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    odd = model_folder("odd", head_dim=24)
+    for model in ({"model": odd}, {"speculative": {"model": odd}}):
+        which = "target" if "model" in model else "draft"
+        with pytest.raises(ValueError, match=f"{which} model: head_size=24, .*no multiple of 16"):
+            build(**model)
+
+
+@pytest.mark.parametrize(("isa", "served_here"), [("amx", True), ("vec16", True), ("neon", False)])
+def test_a_cpu_whose_cache_the_kernels_do_not_read_is_refused_before_weights_load(
+    build: Build, monkeypatch: pytest.MonkeyPatch, isa: str, served_here: bool
+) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: isa)
+    if served_here:
+        build()
+        return
+    with pytest.raises(
+        ValueError, match=r"'neon', and trees need one of .*use an x86 CPU"
+    ) as error:
+        build()
+    assert "target model: head_size=32, dtype=float32 is not supported" in str(error.value)
+    assert "draft model: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_size", "reason"),
+    [
+        ((9, 0), 128, None),
+        ((9, 0), 80, None),
+        ((8, 0), 256, None),
+        ((9, 0), 288, "not supported here: triton: head size 288 is above 256"),
+        (
+            (7, 5),
+            128,
+            "dtype=bfloat16 is not supported here: triton: it needs a GPU of capability 8.0",
+        ),
+        (None, 128, None),
+    ],
+)
+def test_on_cuda_the_gpu_and_the_head_size_decide_whether_a_model_is_served(
+    admitted: VllmConfig,
+    on_cuda: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    head_size: int,
+    reason: str | None,
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    found = capability and DeviceCapability(*capability)
+    ask = classmethod(lambda cls: found)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", ask)
+    config = changed(on_cuda, "model_config.model_arch_config.head_size", head_size)
+    config = changed(config, "model_config.dtype", torch.bfloat16)
+    refused = pytest.raises(compat.Refused, match=reason) if reason else nullcontext()
+    with refused:
+        compat.check(config, DynTreeOptions(), "cuda", plugin.WORKERS, served.refusal)
 
 
 def test_a_kernel_table_is_read_before_anything_loads(

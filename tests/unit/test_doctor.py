@@ -110,6 +110,14 @@ def test_a_step_that_cuts_trees_short_is_warned_of(line: Line) -> None:
     assert "cuts trees short" in found.advice
 
 
+def test_tokenizers_that_differ_a_little_are_warned_of(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
+    (found,) = [check for check in checked(line()) if check.name == "vocabularies"]
+    assert (found.status, found.found) == ("warn", "3 of 9 tokens differ")
+
+
 def statuses(json_text: str) -> dict[str, str]:
     return {check["name"]: check["status"] for check in json.loads(json_text)["checks"]}
 

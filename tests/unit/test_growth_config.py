@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from typing import Any
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from growing import grow, paths_of
 
-from dyntree_plugin.tree.growth import GROWTHS, GrowthConfig, grow_with, plan_growth
+from dyntree_plugin.tree.growth import (
+    GROWTHS,
+    SHAPE_READ,
+    GrowthConfig,
+    grow_with,
+    plan_growth,
+)
 from dyntree_plugin.tree.shape import TreeShape
 
 SHAPE = TreeShape(node_budget=12, max_depth=4, width=3, children=3)
@@ -36,6 +43,21 @@ def test_a_growth_fills_its_budget_and_keeps_to_its_plan(name: str) -> None:
         plan.children,
         plan.widths,
     )
+
+
+@every_growth
+def test_a_growth_reads_of_the_shape_what_it_says_and_nothing_else(name: str) -> None:
+    def planned(shape: TreeShape) -> tuple[Any, ...]:
+        plan = plan_growth(GrowthConfig(name, **PARAMETERS.get(name, {})), shape)
+        return plan.sampling, plan.children, plan.widths
+
+    smaller = {"max_depth": 3, "width": 2, "children": 2}
+    read = {
+        field
+        for field, value in smaller.items()
+        if planned(dataclasses.replace(SHAPE, **{field: value})) != planned(SHAPE)
+    }
+    assert read == {*SHAPE_READ[name]}
 
 
 @every_growth

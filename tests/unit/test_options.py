@@ -35,6 +35,18 @@ def test_the_defaults_fit_every_node_budget_that_is_allowed(
         assert shape.width <= shape.node_budget
 
 
+@given(slots=st.integers(min_value=1025), node_budget=st.none() | BUDGETS)
+def test_more_draft_tokens_than_a_tree_may_have_nodes_want_a_node_budget(
+    slots: int, node_budget: int | None
+) -> None:
+    chosen = DynTreeOptions(node_budget=node_budget)
+    if node_budget is None:
+        with pytest.raises(ValueError, match=f"num_speculative_tokens={slots} .*at most 1024"):
+            chosen.resolve(slots)
+    else:
+        assert chosen.resolve(slots).shape.node_budget == node_budget
+
+
 @given(slots=BUDGETS, max_depth=st.integers(1, 64), width=st.integers(1, 64))
 def test_an_explicit_depth_and_width_are_kept_or_refused(
     slots: int, max_depth: int, width: int
@@ -64,14 +76,22 @@ def test_a_budget_that_the_depth_does_not_fit_is_refused_below_the_engines() -> 
         ({"width": 1.5}, "dyntree.width=1.5 must be an integer"),
         ({"children": 0}, "dyntree.children=0 must be an integer"),
         ({"threshold": 2.0}, "dyntree.threshold=2.0 must be a number above 0"),
-        ({"expansion": [1, 0]}, "dyntree.expansion=[1, 0] must be a list of integers >= 1"),
+        (
+            {"expansion": [1, 0]},
+            "dyntree.expansion=[1, 0] must be a list of 1 to 64 integers >= 1",
+        ),
+        ({"expansion": []}, "dyntree.expansion=[] must be a list of 1 to 64 integers"),
+        ({"acceptance": []}, "dyntree.acceptance=[] must be a list of 1 to 64 numbers"),
+        ({"expansion": [1] * 65}, "1] must be a list of 1 to 64 integers >= 1"),
+        ({"acceptance": [0.01] * 65}, "0.01] must be a list of 1 to 64 numbers"),
+        ({1: 2}, "dyntree.1=2 is not an option"),
         ({"growth": "heap"}, "dyntree.growth='heap' must be topk or dyspec"),
         ({"coupling": "maybe"}, "dyntree.coupling='maybe' must be on or off"),
         ({"coupling": 1}, "dyntree.coupling=1 must be on or off"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_option_and_what_is_allowed(
-    given_options: dict[str, object], named: str
+    given_options: dict[object, object], named: str
 ) -> None:
     with pytest.raises(ValueError) as error:
         DynTreeOptions.parse(given_options)
@@ -138,10 +158,66 @@ def test_candidates_are_coupled_with_the_target_under_match_alone() -> None:
     assert not DynTreeOptions.parse({"coupling": "off"}).resolve(4).coupled
 
 
+SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
+
+
+@pytest.mark.parametrize(
+    ("given_options", "without"),
+    [
+        ({"growth": "chain", "width": 3, "children": 7}, ["width=3", "children=7"]),
+        ({"growth": "dyspec", "width": 3, "children": 7}, ["width=3"]),
+        ({"growth": "threshold", "width": 3}, ["width=3"]),
+        ({"growth": "dynamic_threshold", "width": 3, "children": 7}, []),
+        ({"growth": "expansion", "expansion": [2, 2], "max_depth": 8}, ["max_depth=8"]),
+        ({**SEQUOIA, "children": 9, "max_depth": 3}, ["children=9"]),
+        ({"growth": "dyspec", "coupling": "on"}, ["coupling='on'"]),
+        ({"growth": "dyspec", "calibration": True}, ["calibration='on'"]),
+        ({"growth": "dyspec", "rule": "match", "coupling": "on"}, []),
+        ({"growth": "dyspec", "coupling": "off", "calibration": "off"}, []),
+        ({"growth": "dyspec"}, []),
+        ({**SEQUOIA, "sampling": "best", "coupling": "on", "calibration": "on"}, []),
+        ({"max_depth": 3, "width": 3, "children": 7, "coupling": "on", "calibration": "on"}, []),
+    ],
+)
+def test_what_was_asked_for_and_has_no_effect_is_named_and_not_shown(
+    given_options: dict[str, object], without: list[str]
+) -> None:
+    chosen = DynTreeOptions.parse(given_options)
+    plan = chosen.resolve(16)
+    found = list(chosen.without_effect(plan))
+    assert [reason.partition(" has no effect with ")[0] for reason in found] == [
+        f"dyntree.{name}" for name in without
+    ]
+    shown = plan.in_force()
+    for name in {
+        "max_depth",
+        "width",
+        "children",
+        "coupling",
+        "calibration",
+    } & given_options.keys():
+        of_no_effect = any(option.startswith(f"{name}=") for option in without)
+        stands = shown.get(name) == {"on": True, "off": False}.get(
+            str(given_options[name]), given_options[name]
+        )
+        assert stands is not of_no_effect, name
+
+
 def test_no_options_are_found_where_none_are_given() -> None:
     assert DynTreeOptions.of({"other": {}}) is None
     assert DynTreeOptions.of(None) is None
     assert DynTreeOptions.of({"dyntree": {}}) == DynTreeOptions()
+
+
+@pytest.mark.parametrize("key", ["dyn_tree", "DynTree", "dyntre", "dytnree"])
+def test_a_key_that_is_almost_ours_is_refused_and_not_a_server_without_trees(key: str) -> None:
+    for others in ({}, {"dyntree": {}}):
+        with pytest.raises(ValueError, match=f"key '{key}' is not known: did you mean 'dyntree'"):
+            DynTreeOptions.of({key: {"node_budget": 4}, **others})
+
+
+def test_the_keys_of_other_plugins_are_theirs() -> None:
+    assert DynTreeOptions.of({"radix_tree": {}, "dynatrace": {}, "tree": {}, 3: {}}) is None
 
 
 def test_merging_keeps_what_both_agree_on_and_refuses_what_they_do_not() -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin import options, plugin, preload
+from dyntree_plugin import compat, options, plugin, preload
 from dyntree_plugin.engine.config import plan_in_force, tree_plan
+from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
 
 STOCK = """
 import json, os, sys
@@ -262,6 +263,17 @@ def test_trees_are_deeper_where_one_rank_can_end_drafting(
     assert f"max_depth={depth}" in logged()
 
 
+def test_what_the_growth_does_not_read_is_no_label_of_the_configuration() -> None:
+    from dyntree_plugin.engine.prometheus import _label_values
+
+    plan = options.DynTreeOptions.parse({"growth": "chain"}).resolve(8)
+    (metric,) = [metric for metric in METRICS if metric.labels == CONFIG_LABELS]
+    (values,) = _label_values(metric, plan)
+    labels = dict(zip(CONFIG_LABELS, values, strict=True))
+    assert (labels["growth"], labels["node_budget"], labels["max_depth"]) == ("chain", "8", "6")
+    assert (labels["width"], labels["children"]) == ("", "")
+
+
 def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
     config = build(worker_cls=plugin.WORKERS["cpu"])
     assert config.scheduler_config.scheduler_cls == build().scheduler_config.scheduler_cls
@@ -290,6 +302,16 @@ def test_a_model_in_this_process_without_intels_openmp_is_warned_about(
     monkeypatch.setattr(preload, "loaded", lambda: loaded)
     build()
     assert ("Start it with LD_PRELOAD=/env/lib/libiomp5.so" in logged()) is not loaded
+
+
+def test_tokenizers_that_differ_a_little_are_warned_of(
+    build: Callable[..., Any], logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build()
+    assert "differ" not in logged()
+    monkeypatch.setattr(compat, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
+    build()
+    assert "3 of 9 tokens differ" in logged()
 
 
 def test_a_configuration_that_vllm_derives_is_not_admitted_again(

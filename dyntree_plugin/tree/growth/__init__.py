@@ -16,12 +16,19 @@ from dyntree_plugin.tree.growth import (
     threshold,
     topk,
 )
-from dyntree_plugin.tree.growth.base import Frontier, Growth, GrowthConfig, GrowthPlan
+from dyntree_plugin.tree.growth.base import (
+    SHAPE_READ,
+    Frontier,
+    Growth,
+    GrowthConfig,
+    GrowthPlan,
+)
 from dyntree_plugin.tree.names import Sampling
 from dyntree_plugin.tree.shape import TreeShape
 
 __all__ = [
     "GROWTHS",
+    "SHAPE_READ",
     "Frontier",
     "Growth",
     "GrowthConfig",

@@ -129,6 +129,17 @@ _PARAMETER = {
 }
 """The parameter of each growth that has one."""
 
+SHAPE_READ: dict[str, tuple[str, ...]] = {
+    "topk": ("max_depth", "width", "children"),
+    "dyspec": ("max_depth", "children"),
+    "threshold": ("max_depth", "children"),
+    "dynamic_threshold": ("max_depth", "width", "children"),
+    "expansion": (),
+    "sequoia": ("max_depth",),
+    "chain": ("max_depth",),
+}
+"""What each growth makes of a `TreeShape`, beside ``node_budget``; the rest it decides itself."""
+
 
 @dataclass(frozen=True)
 class GrowthPlan:

@@ -1,0 +1,63 @@
+"""Whether this hardware has a kernel for a model's attention with trees, before weights load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dyntree_kernels import dispatch
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+_USUAL_BLOCK = 128
+"""vLLM's on a CPU; only its being a multiple of 32 matters."""
+
+
+def refusal(model: ModelConfig, device_type: str) -> str | None:
+    """Why no kernel serves the model's shape and type here, or None where one does."""
+    from vllm.platforms import current_platform
+
+    dtype = getattr(torch, str(model.dtype).removeprefix("torch."))
+    head_size = model.get_head_size()
+    shape = f"head_size={head_size}, dtype={str(dtype).removeprefix('torch.')}"
+    capability = None
+    if device_type == "cuda":
+        capability = current_platform.get_device_capability()
+        if capability is None:
+            return None  # It will be known when attention is set up.
+    elif unread := _unread_layout(dtype, head_size):
+        return f"{shape} is not supported on this CPU: {unread}; use an x86 CPU"
+    problem = dispatch.Problem(
+        device=device_type,
+        capability=capability and (capability.major, capability.minor),
+        heads=max(model.model_arch_config.total_num_attention_heads, 1),
+        kv_heads=max(model.get_total_num_kv_heads(), 1),
+        head_size=head_size,
+        dtype=dtype,
+        kv_dtype=dtype,
+        rows=1,
+        context=1,
+    )
+    # The draft's forwards are Triton's on every GPU, whatever carries the target's trees.
+    needed = {"triton"} if capability else dispatch.installed() & {"cpu"}
+    try:
+        dispatch.choose(problem, needed)
+    except ValueError as error:
+        told = str(error).partition(") (")[2].removesuffix(")").split("; ")
+        obstacles = [each for each in told if not each.endswith(": not installed")] or told
+        return f"{shape} is not supported here: {'; '.join(obstacles)}"
+    return None
+
+
+def _unread_layout(dtype: torch.dtype, head_size: int) -> str | None:
+    """Why our kernels cannot read the KV cache as vLLM packs it on this CPU."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    from dyntree_kernels.cpu.layout import ISAS
+
+    isa = cpu_attn._get_attn_isa(dtype, _USUAL_BLOCK, head_size)
+    if isa in ISAS:
+        return None
+    return f"vLLM packs its KV cache as {isa!r}, and trees need one of {', '.join(ISAS)}"
