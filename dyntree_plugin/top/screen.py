@@ -34,7 +34,9 @@ def _engine(total: Figures, lately: Figures | None) -> Panel:
     ]
     if now.fallbacks:
         parts.append(_bars("fallback", now.fallbacks, "{:.1%}"))
-    options = ", ".join(f"{name}={value}" for name, value in total.configuration.items())
+    # What the growth does not read has no value.
+    in_force = [f"{name}={value}" for name, value in total.configuration.items() if value]
+    options = ", ".join(in_force)
     return Panel(
         Group(Columns(parts, padding=(0, 3)), Text(f"dyntree {options}", style="dim")),
         title=f"{total.model_name} · engine {total.engine}",
