@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -151,9 +150,12 @@ def _as_built(variant: Variant) -> Iterator[None]:
     """
     from flashinfer import prefill
 
-    name = "get_customize_batch_prefill_module"
-    with mock.patch.object(prefill, name, return_value=_module(variant)):
+    stock = prefill.get_customize_batch_prefill_module
+    prefill.get_customize_batch_prefill_module = lambda *_, **__: _module(variant)
+    try:
         yield
+    finally:
+        prefill.get_customize_batch_prefill_module = stock
 
 
 @functools.cache
