@@ -210,7 +210,8 @@ def _wrapper(
 
 def _block_list(block_table: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
     """The first indptr[r + 1] - indptr[r] blocks of every request, one after the other."""
-    total, device = int(indptr[-1]), block_table.device
+    total = int(indptr[-1])  # sync: host memory
+    device = block_table.device
     starts = indptr.to(device, non_blocking=True).long()
     index = torch.arange(total, device=device)
     request = torch.searchsorted(starts[1:], index, right=True)
