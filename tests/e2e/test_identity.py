@@ -153,6 +153,10 @@ def test_thoughts_end_when_their_budget_is_spent(served: Served) -> None:
     assert max(budgeted) == workload.THINKING_BUDGET < max(free)
 
 
+def test_in_trees_that_branch_thoughts_would_end_elsewhere(served: Served, plain: Outputs) -> None:
+    assert mismatches(workload.TREE_RUNS["branches"], served("tree")["branches"], plain)
+
+
 @pytest.mark.parametrize("reason", workload.CHAINS)
 def test_what_needs_chain_order_gets_chains_and_is_counted(reason: str, served: Served) -> None:
     metrics = served("tree")[reason].metrics

@@ -137,6 +137,7 @@ TREE_RUNS: dict[str, Run] = {
     ),
     "after the aborted": Run(each_kind(range(164, 180))),
     "captured": Run(EVERYTHING[::4], sabotage="captured"),
+    "branches": Run(CHAINS["thinking_budget"], sabotage="branches"),
 }
 
 GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
