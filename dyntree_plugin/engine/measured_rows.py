@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
+from dyntree_plugin.engine.timed_steps import seconds_of, without_drafting
 from dyntree_plugin.tree.row_cost import RowCost
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def measure_rows(runner: TreeRunnerMixin, agree: Agree) -> RowCost:
 
     numbers = row_numbers(most)
     powers = [rows for rows in numbers if rows.bit_count() == 1]
-    with mock.patch.object(runner, "speculator", None):
+    with without_drafting(runner):
         for rows in powers:
             # Twice the rows take twice the time at most, and are run twice.
             if best and agree(4 * best[rows // 2]) > left(0.5):
@@ -73,11 +73,8 @@ def row_numbers(most: int) -> list[int]:
 
 def _seconds(runner: TreeRunnerMixin, rows: int) -> float:
     model: Any = runner.model
-    runner.clock.split()
-    runner.get_ahead()
-    hidden, _ = runner._dummy_run(rows)
-    if hidden is None:
-        raise RuntimeError("this worker does not hold the last layer of the model")
-    with runner.clock("sample"):
-        model.compute_logits(hidden[:rows])
-    return sum(runner.clock.split().seconds().values())
+    return seconds_of(
+        runner,
+        lambda: runner._dummy_run(rows)[0],
+        lambda hidden: model.compute_logits(hidden[:rows]),
+    )

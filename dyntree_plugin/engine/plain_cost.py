@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import numpy as np
+
+from dyntree_plugin.engine.timed_steps import seconds_of, without_drafting
 
 if TYPE_CHECKING:
     from dyntree_plugin.engine.runner import TreeRunnerMixin
@@ -52,7 +53,7 @@ def measure(runner: TreeRunnerMixin) -> PlainCost:
     together = runner.parallel_config.world_size_across_dp > 1
     deadline = 0.0 if together else time.monotonic() + SECONDS
     context = max(1, min(CONTEXT, runner.max_model_len - 1))
-    with mock.patch.object(runner, "speculator", None):
+    with without_drafting(runner):
         runner.sample_greedily(most)
         _step(runner, most, context)
         alone, behind = (
@@ -80,11 +81,6 @@ def _usual(runner: TreeRunnerMixin, requests: int, context: int, deadline: float
 
 
 def _step(runner: TreeRunnerMixin, requests: int, context: int) -> float:
-    runner.clock.split()
-    runner.get_ahead()
-    _, hidden = runner._dummy_run(requests, context_len=context)
-    if hidden is None:
-        raise RuntimeError("this worker does not hold the last layer of the model")
-    with runner.clock("sample"):
-        runner.sample_plain(hidden)
-    return sum(runner.clock.split().seconds().values())
+    return seconds_of(
+        runner, lambda: runner._dummy_run(requests, context_len=context)[1], runner.sample_plain
+    )

@@ -54,7 +54,7 @@ Settle = Callable[[Verification, Requests], None]
 
 
 @dataclass(frozen=True)
-class TreeRows:
+class LogitRows:
     """Where the trees of R requests lie among the rows of logits.
 
     ``roots`` int64 [R], ``nodes`` int64 [R, N]: rows. ``positions`` int64 [R] of the roots.
@@ -227,7 +227,7 @@ class TreeVerifier:
         whole = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         return whole, torch.cat(kept) if keep else logits[:0]
 
-    def _rows(self, requests: Requests, num_rows: int) -> TreeRows:
+    def _rows(self, requests: Requests, num_rows: int) -> LogitRows:
         trees, buffers = self.trees, self._buffers
         # A tree that was proposed while the prompt was incomplete starts from a token that was
         # never sampled.
@@ -240,7 +240,7 @@ class TreeVerifier:
         rows = (requests.first[:, None] + 1 + nodes).clamp(max=num_rows - 1)
         last = buffers.input_ids.shape[0] - 1
         tokens = buffers.input_ids[(requests.root[:, None] + 1 + nodes).clamp(max=last)].long()
-        return TreeRows(requests.first, rows, positions, tokens, room, counts)
+        return LogitRows(requests.first, rows, positions, tokens, room, counts)
 
     def _walk_draws(self, requests: Requests, logits: torch.Tensor) -> Verification:
         """``logits`` [rows, V]: after temperature, top-k, penalties and whatever else applies.
@@ -275,7 +275,7 @@ class TreeVerifier:
         noise = self._gumbel(stream(seeds, BONUS), after, logits.shape[1])
         return self._emit(walk.emit(rows.tokens, noise), rows, requests)
 
-    def _emit(self, accepted: Accepted, rows: TreeRows, requests: Requests) -> Verification:
+    def _emit(self, accepted: Accepted, rows: LogitRows, requests: Requests) -> Verification:
         # The last token of a prompt that is incomplete is no output.
         complete = self._buffers.seq_lens[: len(rows.roots)] >= requests.prefill_len
         emitted = torch.where(complete, accepted.lengths + 1, 0)

@@ -1,12 +1,10 @@
-"""A verified tree for the eye: in a terminal, as plain text, as Graphviz DOT."""
+"""A verified tree for the eye: as a renderable of rich, as Graphviz DOT."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
@@ -54,19 +52,6 @@ def rich_tree(step: TreeStep, text: Detokenise, max_siblings: int | None = MAX_S
     bonus = Text(f"{BONUS} {visible(text(step.bonus_token))}", style="bold cyan")
     branches[end].add(bonus.append("  bonus: the target's own token", style="not bold dim"))
     return drawn
-
-
-def plain_text(
-    step: TreeStep,
-    text: Detokenise,
-    max_siblings: int | None = MAX_SIBLINGS,
-    width: int = 100,
-) -> str:
-    """The tree as lines of text without colour."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
-    with console.capture() as captured:
-        console.print(rich_tree(step, text, max_siblings))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
 
 def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:

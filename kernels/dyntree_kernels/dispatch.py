@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -206,19 +205,3 @@ def _default(p: Problem, serving: list[str]) -> Choice:
         if len(serving) > 1:
             return Choice(serving[1], f"{rows} are below {TWO_PASS_ROWS}; no measurement")
     return Choice(serving[0], "the first that serves; no measurement of this shape")
-
-
-def problem_of(q: torch.Tensor, kv_cache: torch.Tensor, rows: int, context: int) -> Problem:
-    """The problem that these tensors of the contract pose."""
-    cuda: Any = torch.cuda if q.device.type == "cuda" else None
-    return Problem(
-        device=cuda.get_device_name(q.device) if cuda else q.device.type,
-        capability=cuda.get_device_capability(q.device) if cuda else None,
-        heads=q.shape[1],
-        kv_heads=kv_cache.shape[1],
-        head_size=q.shape[2],
-        dtype=q.dtype,
-        kv_dtype=kv_cache.dtype,
-        rows=rows,
-        context=context,
-    )

@@ -9,6 +9,7 @@ import sabotage
 import workload
 from comparison import Outputs, by_request, mismatches
 from engine_process import Result, serve
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -130,6 +131,30 @@ def test_aborted_requests_end_and_the_others_finish(served: Served) -> None:
     run = workload.TREE_RUNS["aborted"]
     ended = [output is None for output in served("tree")["aborted"].outputs]
     assert ended == [number in run.abort_after for number in range(len(run.requests))]
+
+
+def test_thoughts_end_when_their_budget_is_spent(served: Served) -> None:
+    """The control: without a budget there are longer ones."""
+    encode = AutoTokenizer.from_pretrained(workload.without_tree()["model"]).encode
+    (start,), (end,) = map(encode, workload.REASONING.values())
+
+    def longest_thought(tokens: list[int]) -> int:
+        longest, since = 0, None
+        for at, token in enumerate(tokens):
+            since = at if token == start else None if token == end else since
+            longest = max(longest, 0 if since is None else at - since)
+        return longest
+
+    results = served("tree")
+    budgeted, free = (
+        [longest_thought(output.tokens[0]) for output in results[name].outputs]
+        for name in ("thinking_budget", "greedy")
+    )
+    assert max(budgeted) == workload.THINKING_BUDGET < max(free)
+
+
+def test_in_trees_that_branch_thoughts_would_end_elsewhere(served: Served, plain: Outputs) -> None:
+    assert mismatches(workload.TREE_RUNS["branches"], served("tree")["branches"], plain)
 
 
 @pytest.mark.parametrize("reason", workload.CHAINS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import median
 
 import pytest
 from engine_process import Metrics, Result
@@ -97,7 +98,10 @@ def test_the_stages_account_for_most_of_the_time(served: Served) -> None:
     result = served("fixed")["greedy"]
     stages = by_label(result.metrics, f"{PREFIX}stage_seconds_sum", "stage")
     assert all(seconds > 0 for seconds in stages.values())
-    assert 0.5 * sum(result.seconds) < sum(stages.values()) < sum(result.seconds)
+    assert sum(stages.values()) < sum(result.seconds)
+    of_steps = zip(result.stages, result.seconds, strict=True)
+    # Of the usual step: what interrupts the process may do so outside of all stages.
+    assert median(sum(each.values()) / seconds for each, seconds in of_steps) > 0.5
 
 
 def test_the_comparison_covers_the_steps_in_which_every_request_decodes(served: Served) -> None:

@@ -9,6 +9,8 @@ import speed
 import torch
 from counting import Step, fastest, page_of_two_engines
 
+from dyntree_plugin.engine.timing import STAGES
+
 pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
 
 
@@ -22,7 +24,14 @@ def test_where_the_time_goes_is_printed(
 ) -> None:
     text = speed.report(speeds)
     tell(text)
-    assert "machinery" in text
+    for batch, found in speeds.items():
+        assert found.stages.keys() == {*STAGES}
+        # A step's machinery is a part of it, and a tree gives more than the bonus token.
+        assert 0 < found.machinery < found.step
+        assert found.tokens > 1
+        own = text.partition(f"batch {batch}:")[2].partition("batch")[0]
+        assert all(f"{stage} {spent:.2f}" in own for stage, spent in found.stages.items())
+        assert f"{found.machinery:.2f}" in own
 
 
 @pytest.mark.parametrize("batch", speed.BATCHES)

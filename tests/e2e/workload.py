@@ -15,6 +15,10 @@ PROMPTS = pair.held_out_prompts(200)
 MAX_MODEL_LEN = 512
 END = 0  # the token that ends a text, as the pair's configuration has it
 
+REASONING = {"reasoning_start_str": "(", "reasoning_end_str": ")"}
+"""What stands in brackets is a thought, so that budgets run out again and again in an answer."""
+THINKING_BUDGET = 3
+
 SEEDS = [number * 7919 - (number % 3) * (1 << 40) for number in range(len(PROMPTS))]
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -89,6 +93,7 @@ CHAINS: dict[str, list[Request]] = {
         *each_kind(range(73, 76), presence_penalty=0.8, frequency_penalty=0.4),
     ],
     "bad_words": each_kind(range(76, 82), bad_words=["self", " the", "return"]),
+    "thinking_budget": each_kind(range(180, 186), thinking_token_budget=THINKING_BUDGET),
     "structured_output": [
         *each_kind(range(82, 85), structured_outputs={"regex": r"(ab|cd){3,9}[0-9]{2,5}!"}),
         *each_kind(range(85, 88), structured_outputs={"json": {
@@ -132,6 +137,7 @@ TREE_RUNS: dict[str, Run] = {
     ),
     "after the aborted": Run(each_kind(range(164, 180))),
     "captured": Run(EVERYTHING[::4], sabotage="captured"),
+    "branches": Run(CHAINS["thinking_budget"], sabotage="branches"),
 }
 
 GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
@@ -185,13 +191,15 @@ def with_options(slots: int = 16, draft: str = "draft", **options: Any) -> dict[
             "num_speculative_tokens": slots,
         },
         "additional_config": {"dyntree": options},
+        "reasoning_config": REASONING,
     }
 
 
 def without_tree(**arguments: Any) -> dict[str, Any]:
     """Arguments of ``LLM`` for vLLM's V2 runner on the same target."""
     target = str(pair.paths()["target"])
-    return {"model": target, "worker_cls": plugin.PLAIN_WORKER, **arguments}
+    stock = {"model": target, "worker_cls": plugin.PLAIN_WORKER, "reasoning_config": REASONING}
+    return stock | arguments
 
 
 def _untruncated(requests: list[Request]) -> list[Request]:

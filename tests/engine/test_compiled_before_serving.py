@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from dyntree_kernels.gpu import attention  # noqa: E402
 from dyntree_plugin.engine.attention.buffers import MaskBuffers  # noqa: E402
-from dyntree_plugin.engine.attention.kernels import Heads, TreeRows, TritonTrees  # noqa: E402
+from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees  # noqa: E402
 from dyntree_plugin.engine.gpu.worker import TreeGPUWorker  # noqa: E402
 
 MOST, ROWS, PROCESSORS = 8, 200, 132
@@ -73,7 +73,7 @@ def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
     for requests, rows in batches():
         begin = start[: requests + 1]
         lengths, bits = buffers.fill(begin, start[:requests], rows)
-        batch = TreeRows(table[:requests], lengths, begin, bits, rows, columns, begin, None)
+        batch = AttentionRows(table[:requests], lengths, begin, bits, rows, columns, begin, None)
         kernel.plan(batch)(q[:rows], cache, torch.empty_like(q[:rows]), 0.1)
     assert [{*each.compiled} for each in kernels] == rehearsed
     assert all(rehearsed)

@@ -14,10 +14,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from dyntree_plugin.engine.attention import gpu
 from dyntree_plugin.engine.attention.kernels import (
+    AttentionRows,
     FlashInferTrees,
     Heads,
     Launch,
-    TreeRows,
     TritonTrees,
 )
 from dyntree_plugin.engine.attention.metadata import TreeMask
@@ -31,9 +31,9 @@ class NotingKernel:
 
     def __init__(self, mark: float) -> None:
         self.mark = mark
-        self.planned: list[TreeRows] = []
+        self.planned: list[AttentionRows] = []
 
-    def plan(self, rows: TreeRows) -> Launch:
+    def plan(self, rows: AttentionRows) -> Launch:
         self.planned.append(rows)
 
         def launch(
@@ -287,7 +287,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferTrees:
     return FlashInferTrees(variant, Heads(4, 2, 64), 16, 250, torch.device("cpu"))
 
 
-def rows_of(*rows: int, context: int, for_graph: bool) -> TreeRows:
+def rows_of(*rows: int, context: int, for_graph: bool) -> AttentionRows:
     own = common(*rows, context=context)
     mask_of = torch.zeros(len(rows)).int(), torch.zeros(sum(rows), 1).int()
     return gpu._rows(own, *mask_of, COLUMNS, for_graph)

@@ -28,13 +28,19 @@ def modules(folder: str) -> list[str]:
     return sorted(name.removesuffix(".__init__") for name in found)
 
 
-def loaded_with(modules: list[str], strangers: tuple[str, ...]) -> str:
-    code = (
-        f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
-        f"print([m for m in sys.modules if m.startswith({strangers!r})])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return run.stdout.splitlines()[-1]
+def run(code: str) -> str:
+    """The last line that ``code`` prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+def loaded_with(modules: list[str]) -> list[str]:
+    imports = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
+    return run(imports + "print(*sys.modules)").split()
+
+
+def among(strangers: tuple[str, ...], loaded: list[str]) -> list[str]:
+    return [name for name in loaded if name.startswith(strangers)]
 
 
 def test_the_cpu_loads_nothing_of_cuda() -> None:
@@ -42,27 +48,35 @@ def test_the_cpu_loads_nothing_of_cuda() -> None:
     # Its kernels for the runner load with install() alone.
     own = [name for name in own if name.endswith(("cpu", "runner", "worker", "install"))]
     assert len(own) == 5
-    assert loaded_with(own, OF_CUDA) == "[]"
-    assert loaded_with(own, OF_CPU) != "[]"
+    loaded = loaded_with(own)
+    assert among(OF_CUDA, loaded) == []
+    assert among(OF_CPU, loaded) != []
 
 
 def test_cuda_loads_nothing_of_the_cpu() -> None:
     pytest.importorskip("triton")
     own = [*modules("gpu"), "dyntree_plugin.engine.attention.cuda"]
     assert len(own) > 4
-    assert loaded_with(own, OF_CPU) == "[]"
-    assert loaded_with(own, OF_CUDA) != "[]"
+    loaded = loaded_with(own)
+    assert among(OF_CPU, loaded) == []
+    assert among(OF_CUDA, loaded) != []
 
 
 def test_what_platforms_share_loads_neither() -> None:
     # The runner's stock class must not load on a CPU before the CPU's own patches.
     own = ["vllm.v1.worker.cpu.shm", "dyntree_plugin.engine.runner", "dyntree_plugin.engine.worker"]
     own += ["dyntree_plugin.engine.attention.served"]
-    assert loaded_with(own, (*OF_CUDA, *OF_CPU[1:])) == "[]"
+    assert among((*OF_CUDA, *OF_CPU[1:]), loaded_with(own)) == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_platform_has_a_worker(device: str) -> None:
-    module, _, name = plugin.WORKERS[device].rpartition(".")
-    assert (ENGINE.parent.parent / module.replace(".", "/")).with_suffix(".py").exists()
-    assert name in (ENGINE.parent.parent / module.replace(".", "/")).with_suffix(".py").read_text()
+@pytest.mark.parametrize(
+    ("device", "stock"),
+    [("cpu", "vllm.v1.worker.cpu_worker.CPUWorker"), ("cuda", "vllm.v1.worker.gpu_worker.Worker")],
+)
+def test_every_platform_has_a_worker_that_goes_before_vllms(device: str, stock: str) -> None:
+    if device == "cuda":
+        pytest.importorskip("triton")
+    resolve = "from vllm.utils.import_utils import resolve_obj_by_qualname as found\n"
+    names = (plugin.WORKERS[device], stock)
+    assert run(f"{resolve}print(issubclass(*map(found, {names!r})))") == "True"
+    assert {"cpu", "cuda"} == plugin.WORKERS.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from waiting import Declared, declarations, waiting
 
+import dyntree_kernels
 import dyntree_plugin
 from dyntree_plugin.drafters.children import ChildPicker, DraftRows
 from dyntree_plugin.engine.trees import TreeStore
@@ -28,59 +30,109 @@ from dyntree_plugin.tree.verify.match import Accepted, match
 from dyntree_plugin.tree.verify.rules import DRAWN_RULES, allowed_rules, default_rule
 
 PACKAGE = Path(dyntree_plugin.__file__).parent
-STEP_PATH = sorted(
-    [
-        *(PACKAGE / "tree" / "growth").glob("*.py"),
-        *(PACKAGE / "tree" / "verify").glob("*.py"),
-        *(PACKAGE / "drafters").glob("*.py"),
-        PACKAGE / "tree" / "value.py",
-        *(PACKAGE / "engine" / f"{name}.py" for name in (
-            "speculator", "compiled_growth", "draft_forwards", "runner", "verifier", "trees", "kv",
-            "stats", "batch", "transfer", "gpu/runner", "gpu/clock", "gpu/transfer",
-            "gpu/verification", "gpu/speculator", "gpu/draft_rows", "gpu/graphs",
-            "attention/buffers", "attention/gpu", "attention/kernels",
-        )),
-    ]
-)  # fmt: skip
-
-WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "masked_select", "unique"}
-ON_THE_HOST = ("_np", "_cpu_upper_bound")
-"""Endings of vLLM's names for what it keeps on the host."""
-EXCUSE = "# sync:"
-"""Marks a line that may wait, and why."""
+KERNELS = Path(dyntree_kernels.__file__).parent
+STEP_PATH = {
+    str(path.relative_to(root.parent)): path
+    for root, patterns in (
+        (PACKAGE, ("tree/**/*.py", "drafters/**/*.py", "engine/*.py", "engine/[!c]*/**/*.py")),
+        (KERNELS, ("*.py", "gpu/*.py")),
+    )
+    for pattern in patterns
+    for path in sorted(root.glob(pattern))
+}
+"""All but ``engine/cpu`` and ``cpu``, whose tensors are on the host."""
+OFF_IT = {
+    "dyntree_plugin/engine/node_budget.py": "cuts trees that are on the host",
+    "dyntree_kernels/gpu/bench_cases.py": "measures",
+    "dyntree_kernels/gpu/bench_timing.py": "measures",
+    "dyntree_kernels/gpu/xformers_attention.py": "only the benchmark runs it",
+}
 
 
-def waiting_calls(source: str) -> list[str]:
-    """Calls of tensor methods that wait for the device, without those that are marked."""
-    lines = source.splitlines()
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        on_host = ast.unparse(node.func.value).endswith(ON_THE_HOST)
-        line = lines[node.lineno - 1]
-        if node.func.attr in WAITING and not on_host and EXCUSE not in line:
-            found.append(f"line {node.lineno}: {line.strip()}")
-    return found
+@pytest.fixture(scope="module")
+def declared() -> Declared:
+    return declarations(path.read_text() for path in STEP_PATH.values())
 
 
-@pytest.mark.parametrize("path", STEP_PATH, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_step_function_calls_a_tensor_method_that_waits(path: Path) -> None:
-    assert waiting_calls(path.read_text()) == []
+@pytest.mark.parametrize("name", sorted(STEP_PATH.keys() - OFF_IT))
+def test_no_step_function_waits_for_the_device(name: str, declared: Declared) -> None:
+    assert waiting(STEP_PATH[name].read_text(), declared) == []
+
+
+@pytest.mark.parametrize("name", OFF_IT)
+def test_what_is_excepted_from_that_would_fail_it(name: str, declared: Declared) -> None:
+    assert waiting(STEP_PATH[name].read_text(), declared) != []
 
 
 @pytest.mark.parametrize(
-    ("line", "waits"),
+    "line",
     [
-        ("count = lengths.sum().item()", True),
-        ("values = batch.counts[slots].tolist()", True),
-        ("values = batch.cu_num_logits_np.tolist()", False),
-        ("bound = batch.seq_lens_cpu_upper_bound.numpy()", False),
-        ("values = counts.tolist()  # sync: after the step", False),
+        "count = lengths.sum().item()",
+        "values = batch.counts[slots].tolist()",
+        "found = torch.nonzero(lengths)",
+        "found = torch.where(lengths > 0)",
+        "same = torch.equal(lengths, positions)",
+        "tokens = lengths.to('cpu')",
+        "tokens = lengths.to(device=torch.device('cpu'))",
+        "count = int(lengths[0])",
+        "count = float(trees.counts.max())",
+        "found = bool((lengths > 0).any())",
+        "most = max(lengths[0], 1)",
+        "rows = [at for at in range(lengths[0])]",
+        "if lengths[0]: pass",
+        "if flag and not lengths.any(): pass",
+        "while positions[0] < 3: pass",
+        "rows = 1 if lengths.sum() > 0 else 2",
+        "rows = [at for at in (1, 2) if lengths[at]]",
+        "found = lengths[lengths > 0]",
+        "real = lengths > 0; kept = positions[real & (positions < 9)]",
+        "real = trees.counts.ne(0); positions[~real] = 0",
+        "rows = positions[: lengths[0]]",
+        "rows = torch.repeat_interleave(positions, lengths)",
+        "a, b = lengths + 1, 2; count = int(a)",
+        "count = int(root_of(batch))",
     ],
 )
-def test_the_search_for_waiting_calls_tells_them_apart(line: str, waits: bool) -> None:
-    assert bool(waiting_calls(line)) is waits
+def test_what_waits_is_found(line: str) -> None:
+    assert waiting(FUNCTION.format(line), DECLARED) != []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "values = batch.cu_num_logits_np.tolist()",
+        "bound = batch.seq_lens_cpu_upper_bound.numpy()",
+        "values = lengths.tolist()  # sync: after the step",
+        "values = lengths.to('cpu', non_blocking=True)",
+        "found = torch.where(lengths > 0, lengths, 0)",
+        "counts = np.bincount(found, minlength=3)",
+        "count = int(lengths.shape[0]) + bool(len(lengths)) + lengths.numel()",
+        "if lengths is None or flag: pass",
+        "if lengths.shape[0] > 3 and lengths.dtype == positions.dtype: pass",
+        "count = max(lengths.shape[0], 1)",
+        "kept = positions[lengths]",
+        "rows = positions[:, None, : lengths.shape[0]]",
+        "rows = torch.repeat_interleave(positions, lengths, output_size=9)",
+        "rows = positions.repeat_interleave(3)",
+        "lengths = len(lengths)\n    count = int(lengths)",
+        "host = torch.zeros(3, device='cpu'); count = int(host[0])",
+        "count = int(batch.num_tokens)",
+    ],
+)
+def test_what_does_not_wait_is_not_taken_for_it(line: str) -> None:
+    assert waiting(FUNCTION.format(line), DECLARED) == []
+
+
+FUNCTION = """
+class Trees:
+    counts: torch.Tensor
+
+def root_of(batch: InputBatch) -> torch.Tensor: ...
+
+def step(lengths: torch.Tensor, positions: torch.Tensor, flag: bool, batch: InputBatch) -> None:
+    {}
+"""
+DECLARED = declarations([FUNCTION.format("pass")])
 
 
 SHAPE = TreeShape(node_budget=40, max_depth=4, width=3, children=5)
@@ -180,15 +232,19 @@ def test_fake_tensors_do_raise_where_a_value_is_needed(waits: object) -> None:
         waits(torch.randn(4))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("package", ["tree", "drafters"])
-def test_the_algorithm_imports_no_vllm(package: str) -> None:
-    modules = [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in sorted((PACKAGE / package).rglob("*.py"))
-    ]
+@pytest.mark.parametrize(
+    "folder", [PACKAGE / "tree", PACKAGE / "drafters", KERNELS], ids=lambda folder: folder.name
+)
+def test_the_algorithm_and_the_kernels_import_no_vllm(folder: Path) -> None:
+    root = KERNELS.parent if folder == KERNELS else PACKAGE.parent
+    names = [path.relative_to(root).with_suffix("") for path in sorted(folder.rglob("*.py"))]
+    of_gpu = {name for name in names if "gpu" in name.parts}
+    there = set(names) - (set() if importlib.util.find_spec("triton") else of_gpu)
+    modules = [".".join(name.parts) for name in sorted(there)]
     assert len(modules) > 1
+    strangers = {"vllm", "dyntree_plugin"} if folder == KERNELS else {"vllm"}
     code = (
         f"import importlib, sys; [importlib.import_module(m) for m in {modules!r}]; "
-        "sys.exit(sorted(m for m in sys.modules if m.split('.')[0] == 'vllm')[:5] or 0)"
+        f"sys.exit(sorted(m for m in sys.modules if m.split('.')[0] in {strangers!r})[:5] or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dyntree_kernels.dispatch import Measurement, Problem, choose, load_table, problem_of
+from dyntree_kernels.dispatch import Measurement, Problem, choose, load_table
 
 HOPPER = Problem(
     device="NVIDIA H200", capability=(9, 0), heads=32, kv_heads=8, head_size=128,
@@ -86,11 +86,3 @@ def test_a_result_file_is_a_table(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"result\.json is no result file"):
         load_table(file)
-
-
-def test_the_problem_is_read_off_the_tensors() -> None:
-    q, cache = torch.empty(6, 8, 32), torch.empty(3, 2, 16, 64)
-    problem = problem_of(q, cache, 6, 100)
-    assert (problem.capability, problem.heads, problem.kv_heads) == (None, 8, 2)
-    assert problem.packed_rows == 24
-    assert choose(problem, {"cpu"}).name == "cpu"

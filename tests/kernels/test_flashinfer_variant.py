@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 
+from dyntree_kernels.gpu import flashinfer_attention  # noqa: E402
 from dyntree_kernels.gpu.flashinfer_attention import _block_list, _halves  # noqa: E402
 from dyntree_kernels.gpu.flashinfer_variant import Variant  # noqa: E402
 
@@ -76,3 +78,16 @@ def test_dtypes_and_head_sizes_without_a_kernel_are_refused() -> None:
         Variant(torch.bfloat16, torch.int8, 128)
     with pytest.raises(ValueError, match="head_size=80"):
         Variant(torch.bfloat16, torch.bfloat16, 80)
+
+
+def test_flashinfer_gets_the_module_that_is_built_and_then_its_own_loader_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flashinfer import prefill
+
+    monkeypatch.setattr(flashinfer_attention, "_module", lambda variant: f"built {variant}")
+    stock = prefill.get_customize_batch_prefill_module
+    variant: Any = "for bfloat16"
+    with flashinfer_attention._as_built(variant):
+        assert prefill.get_customize_batch_prefill_module("fa2", "name") == "built for bfloat16"
+    assert prefill.get_customize_batch_prefill_module is stock

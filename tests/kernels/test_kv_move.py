@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from tree_cases import make_case, tree_mask, write
+from attention_inputs import tree_mask
+from tree_cases import make_case, write
 from tree_shapes import chain, random_tree
 
 from dyntree_kernels.cpu.kv_move import KVMover, kv_move

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from tree_cases import Case, make_case, tree_mask
+from attention_inputs import draft_masks, tree_mask
+from tree_cases import Case, make_case
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention, _tree_attention
@@ -68,17 +69,6 @@ def test_ragged_batches_in_every_layout(
         dtype=dtype, isa=isa,
     )  # fmt: skip
     assert_matches(case)
-
-
-def draft_masks() -> list[torch.Tensor]:
-    """Few rows over many columns, most of which nobody sees."""
-    g = torch.Generator().manual_seed(3)
-    masks = []
-    for rows, columns in ((4, 100), (2, 64), (3, 7)):
-        mask = torch.rand(rows, columns, generator=g) < 0.1
-        mask[:, 0] = True
-        masks.append(mask)
-    return masks
 
 
 @pytest.mark.parametrize(("isa", "dtype"), [("vec", torch.float32), ("amx", torch.bfloat16)])

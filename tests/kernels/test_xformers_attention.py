@@ -9,7 +9,8 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent / "device"))
-from paged_cases import draft_masks, make_case
+from attention_inputs import draft_masks
+from paged_cases import make_case
 
 from dyntree_kernels.gpu.xformers_attention import dense_request, tree_attention
 

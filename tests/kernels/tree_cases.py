@@ -1,12 +1,13 @@
-"""Random trees and packed caches for the kernel tests."""
+"""Batches over packed caches, for the CPU's kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from attention_inputs import make_inputs
 
-from dyntree_kernels.ancestors import ancestor_bits, pack_bits, unpack_bits
+from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.layout import offsets
 from dyntree_kernels.reference import masked_attention
@@ -101,39 +102,24 @@ def make_case(
 
     Columns that no row sees are left out of the cache.
     """
-    g = torch.Generator().manual_seed(seed)
-    width = max(mask.shape[1] for mask in masks)
-    lengths = [ctx + mask.shape[1] for ctx, mask in zip(ctx_lens, masks, strict=True)]
-    table_width = max(-(-length // block_size) for length in lengths)
-    blocks = 1 + table_width * len(masks)
-    table = torch.randperm(blocks - 1, generator=g).view(len(masks), table_width) + 1
-    key_cache, value_cache = empty_cache(blocks, kv_heads, block_size, head_size, dtype)
-    keys, values, bits = [], [], []
-    for mask, ctx, blocks_of, length in zip(masks, ctx_lens, table, lengths, strict=True):
-        position = torch.arange(length)
-        slots = blocks_of[position // block_size] * block_size + position % block_size
-        k, v = torch.randn(2, length, kv_heads, head_size, generator=g).to(dtype)
-        seen = torch.nn.functional.pad(mask.any(0), (ctx, 0), value=True)
-        write(key_cache, value_cache, isa, slots[seen], k[seen], v[seen])
-        keys.append(k)
-        values.append(v)
-        bits.append(torch.nn.functional.pad(mask, (0, width - mask.shape[1])))
-    counts = torch.tensor([0] + [mask.shape[0] for mask in masks])
-    shape = (int(counts.sum()), group * kv_heads, head_size)
+    made = make_inputs(
+        masks, ctx_lens, group=group, kv_heads=kv_heads, head_size=head_size,
+        block_size=block_size, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    caches = empty_cache(made.blocks, kv_heads, block_size, head_size, dtype)
+    for k, v, at, of_request in zip(made.keys, made.values, made.seen, made.table, strict=True):
+        slots = of_request[at // block_size] * block_size + at % block_size
+        write(*caches, isa, slots, k[at], v[at])
     return Case(
         isa=isa,
         scale=head_size**-0.5,
-        q=torch.randn(shape, generator=g).to(dtype),
-        keys=keys,
-        values=values,
+        q=made.q,
+        keys=made.keys,
+        values=made.values,
         ctx_lens=torch.tensor(ctx_lens),
-        qo_indptr=counts.cumsum(0).int(),
-        bits=pack_bits(torch.cat(bits)),
-        block_table=table.int(),
-        key_cache=key_cache,
-        value_cache=value_cache,
+        qo_indptr=made.qo_indptr,
+        bits=made.bits,
+        block_table=made.table.int(),
+        key_cache=caches[0],
+        value_cache=caches[1],
     )
-
-
-def tree_mask(parents: list[int]) -> torch.Tensor:
-    return unpack_bits(ancestor_bits(torch.tensor([parents]))[0], len(parents))

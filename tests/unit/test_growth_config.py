@@ -10,13 +10,7 @@ import pytest
 import torch
 from growing import grow, paths_of
 
-from dyntree_plugin.tree.growth import (
-    GROWTHS,
-    SHAPE_READ,
-    GrowthConfig,
-    grow_with,
-    plan_growth,
-)
+from dyntree_plugin.tree.growth import GROWTHS, SHAPE_READ, Growth, GrowthConfig, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 
 SHAPE = TreeShape(node_budget=12, max_depth=4, width=3, children=3)
@@ -37,7 +31,7 @@ def test_a_growth_fills_its_budget_and_keeps_to_its_plan(name: str) -> None:
     assert plan.scratch_slots == sum(plan.widths)
     assert int(tree.depths.max()) <= len(plan.widths) + 1
     assert (tree.counts > 0).all()
-    growth = grow_with(name, 5, SHAPE, torch.full((5,), 99), **PARAMETERS.get(name, {}))
+    growth = plan.start(5, torch.full((5,), 99))
     assert (growth.sampling, growth.children, growth.widths) == (
         plan.sampling,
         plan.children,
@@ -103,8 +97,12 @@ def test_what_does_not_fit_is_refused_by_name(config: dict[str, Any], said: str)
         plan_growth(GrowthConfig(**config), SHAPE)
 
 
+def one_tree(name: str) -> Growth:
+    return plan_growth(GrowthConfig(name), SHAPE).start(1, torch.tensor([99]))
+
+
 def test_additions_out_of_turn_are_refused() -> None:
-    growth = grow_with("topk", 1, SHAPE, torch.tensor([99]))
+    growth = one_tree("topk")
     tokens, log_probs = torch.arange(3).view(1, 1, 3), torch.tensor([[[-1.0, -2.0, -3.0]]])
     with pytest.raises(ValueError, match=r"frontier\(\)"):
         growth.frontier()
@@ -112,12 +110,12 @@ def test_additions_out_of_turn_are_refused() -> None:
     with pytest.raises(ValueError, match="must be"):
         growth.add(tokens, log_probs)
     with pytest.raises(ValueError, match="takes the best"):
-        grow_with("topk", 1, SHAPE, torch.tensor([99])).add(tokens, log_probs, log_probs)
+        one_tree("topk").add(tokens, log_probs, log_probs)
     assert paths_of(growth.finish(), 0) == [(0,), (1,), (2,)]
 
 
 def test_distributions_come_with_every_addition_or_none() -> None:
-    growth = grow_with("dyspec", 1, SHAPE, torch.tensor([99]))
+    growth = one_tree("dyspec")
     law = torch.tensor([0.5, 0.3, 0.2]).log()
     growth.add(torch.arange(3).view(1, 1, 3), law.view(1, 1, 3), law.view(1, 1, 3))
     growth.frontier()

@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.choice import choose_kernel
-from dyntree_plugin.engine.attention.kernels import Heads, Launch, TreeRows
+from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, Launch
 from dyntree_plugin.engine.attention.metadata import TreeMask, refuse_beyond_trees
 from dyntree_plugin.engine.config import tree_plan
 
@@ -139,8 +139,8 @@ def _rows(
     bits: torch.Tensor,
     max_rows: int,
     for_graph: bool = False,
-) -> TreeRows:
-    return TreeRows(
+) -> AttentionRows:
+    return AttentionRows(
         block_table=common.block_table_tensor,
         ctx_lens=ctx_lens,
         query_start_loc=common.query_start_loc,

@@ -28,7 +28,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class TreeRows:
+class AttentionRows:
     """The rows of a batch of R requests, as `dyntree_kernels` has them.
 
     Kernels read all tensors on the device and at every launch, so a captured launch serves
@@ -49,7 +49,7 @@ class TreeRows:
 
 
 class TreeKernel(Protocol):
-    def plan(self, rows: TreeRows) -> Launch:
+    def plan(self, rows: AttentionRows) -> Launch:
         """Made once per step, for all layers of a group. What it returned for a batch of as many
         requests and rows before, a captured graph's launches included, serves this one too."""
         ...
@@ -65,7 +65,7 @@ class TritonTrees:
         self._processors = processors
         self._one_split = one_split
 
-    def plan(self, rows: TreeRows) -> Launch:
+    def plan(self, rows: AttentionRows) -> Launch:
         from dyntree_kernels.gpu.attention import tree_attention
 
         splits = self.splits(len(rows.ctx_lens), rows.max_rows)
@@ -104,7 +104,7 @@ class TritonTrees:
             # Triton makes another kernel where a number divides by 16.
             for count in (16, 17):
                 lengths, bits = rows.fill(begin, start[:requests], count)
-                nobody = TreeRows(
+                nobody = AttentionRows(
                     table[:requests], lengths, begin, bits, count, rows.columns, begin, None
                 )
                 self.plan(nobody)(q, kv_cache, torch.empty_like(q), 1.0)
@@ -145,7 +145,7 @@ class FlashInferTrees:
         # That of graphs come when these are captured, before requests as well.
         self._attention(None)
 
-    def plan(self, rows: TreeRows) -> Launch:
+    def plan(self, rows: AttentionRows) -> Launch:
         if rows.kv_lens is None:
             raise RuntimeError("vLLM has not said how long the requests may be")
         requests = len(rows.ctx_lens)

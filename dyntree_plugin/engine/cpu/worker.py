@@ -6,7 +6,6 @@ from __future__ import annotations
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 from typing import Any
-from unittest import mock
 
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -31,8 +30,12 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
         from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
 
         # The stock method names the runner's class in its body.
-        with mock.patch.object(model_runner, "CPUModelRunner", TreeCPUModelRunner):
+        module: Any = model_runner
+        module.CPUModelRunner, stock = TreeCPUModelRunner, model_runner.CPUModelRunner
+        try:
             super().init_device()  # type: ignore[no-untyped-call]
+        finally:
+            module.CPUModelRunner = stock
 
     def compile_or_warm_up_model(self) -> Any:
         runner: Any = self.model_runner

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from dyntree_plugin.tree.growth import (
     chain,
@@ -34,7 +31,6 @@ __all__ = [
     "GrowthConfig",
     "GrowthPlan",
     "Sampling",
-    "grow_with",
     "plan_growth",
 ]
 
@@ -58,10 +54,3 @@ def plan_growth(config: GrowthConfig, shape: TreeShape) -> GrowthPlan:
     if config.name not in GROWTHS:
         raise ValueError(f"growth={config.name} must be one of {', '.join(GROWTHS)}")
     return GROWTHS[config.name](config, shape)
-
-
-def grow_with(
-    name: str, num_requests: int, shape: TreeShape, columns: torch.Tensor, **parameters: Any
-) -> Growth:
-    """One step's growth by name; ``parameters`` are those of `GrowthConfig`."""
-    return plan_growth(GrowthConfig(name, **parameters), shape).start(num_requests, columns)

@@ -1,5 +1,7 @@
 """The benchmark on a CUDA device; `python -m dyntree_kernels.bench` runs it where there is one."""
 
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 import argparse
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton import TritonError
 
 from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
 from dyntree_kernels.gpu import bench_cases as cases
@@ -26,6 +29,8 @@ from dyntree_kernels.walk import room_for
 ROWS, CONTEXTS = (16, 64, 256, 512, 1024), (4096, 16384)
 TREES = (64, 128, 256, 512, 1024, 2048)
 TOLERANCE = 2e-2  # of bfloat16 outputs against the float64 oracle
+KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, TritonError)
+"""What CUDA, Triton, the libraries and our own checks raise where a kernel cannot run."""
 
 
 class Benchmark:
@@ -66,15 +71,16 @@ class Benchmark:
         for name, make in self.runners().items():
             if name not in gone and (names is None or name in names):
                 entry = {"implementation": name, "rows": rows, "context": context}
-                try:
-                    if time.monotonic() > self._deadline:
-                        raise TimeoutError("out of time")
-                    entry |= self._times(batch, make(batch))
-                # A kernel that fails must not take the others' results with it.
-                except Exception as error:  # noqa: BLE001
-                    self.left_out.append({**entry, "reason": f"{type(error).__name__}: {error}"})
+                if time.monotonic() > self._deadline:
+                    self.left_out.append({**entry, "reason": "out of time"})
                     continue
-                self.attention.append(entry)
+                try:
+                    times = self._times(batch, make(batch))
+                # A kernel that fails must not take the others' results with it.
+                except KERNEL_ERRORS as error:
+                    self.left_out.append({**entry, "reason": f"{type(error).__name__}: {error}"})
+                else:
+                    self.attention.append(entry | times)
         del batch
         torch.cuda.empty_cache()
 
@@ -251,9 +257,11 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for section in (benchmark.measure_all, lambda: result.update(small=small_kernels()),
                     lambda: result.update(tiles=sparse_tiles())):  # fmt: skip
-        section()
         # After every section: a kernel that breaks the CUDA context ends the process.
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        try:
+            section()
+        finally:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         plot(result, options.plot)
     write_table(result)

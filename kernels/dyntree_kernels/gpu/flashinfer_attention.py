@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -74,7 +73,7 @@ class FlashInferTreeAttention:
         options = {"variant_owns_mask": True} if masked and owner else {}
         with _as_built(variant):
             self._wrapper = _wrapper(
-                "fa2", device, max_requests, max_blocks, self._needs_mask, workspace,
+                device, max_requests, max_blocks, self._needs_mask, workspace,
                 jit_args=variant.jit_args(), jit_kwargs=variant.jit_kwargs(), **options,
             )  # fmt: skip
 
@@ -96,7 +95,15 @@ class FlashInferTreeAttention:
         # the device may not have copied it yet.
         size = self._wrapper._pin_memory_int_workspace_buffer.shape[0]
         self._wrapper._pin_memory_int_workspace_buffer = next(_staging_buffers(size))
-        _plan(self._wrapper, self._shape, self._variant, qo_indptr, kv_lens, block_table, options)
+        heads, kv_heads, head_size, block_size = self._shape
+        pages = (kv_lens + block_size - 1) // block_size
+        indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+        last = kv_lens - (pages - 1).clamp(min=0) * block_size
+        self._wrapper.plan(
+            qo_indptr, indptr, _block_list(block_table, indptr), last.int(), heads, kv_heads,
+            head_size, block_size, q_data_type=self._variant.dtype,
+            kv_data_type=self._variant.kv_dtype, **options,
+        )  # fmt: skip
 
     def run(
         self,
@@ -134,41 +141,6 @@ class FlashInferTreeAttention:
             lse.mul_(math.log(2))
 
 
-class FlashInferContext:
-    """The first of two passes by FlashInfer's own kernels, FA3 on Hopper: no mask at all.
-
-    Without a mask the planned lengths must be the exact ones, so this serves where the host knows
-    the contexts; and FlashInfer compiles its kernel at the first plan, minutes the first time on a
-    machine. See `dyntree_kernels.gpu.two_pass`.
-    """
-
-    def __init__(
-        self, variant: Variant, heads: int, kv_heads: int, block_size: int, device: torch.device,
-        *, backend: str = "fa3",
-    ) -> None:  # fmt: skip
-        self._shape = heads, kv_heads, variant.head_size, block_size
-        self._variant = variant
-        self._wrapper = _wrapper(backend, device, None, None, False)
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_lens: torch.Tensor,
-        block_table: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """As for `FlashInferTreeAttention`, with exact lengths."""
-        options = {"causal": False, "sm_scale": scale}
-        _plan(self._wrapper, self._shape, self._variant, qo_indptr, kv_lens, block_table, options)
-
-    def run(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        """One layer: writes `out` and `lse` float32 [T, H], natural logarithms."""
-        self._wrapper.run(q, _halves(kv_cache), out=out, lse=lse, return_lse=True)
-        lse.mul_(math.log(2))
-
-
 @contextmanager
 def _as_built(variant: Variant) -> Iterator[None]:
     """Have FlashInfer load the module that is there.
@@ -178,9 +150,12 @@ def _as_built(variant: Variant) -> Iterator[None]:
     """
     from flashinfer import prefill
 
-    name = "get_customize_batch_prefill_module"
-    with mock.patch.object(prefill, name, return_value=_module(variant)):
+    stock = prefill.get_customize_batch_prefill_module
+    prefill.get_customize_batch_prefill_module = lambda *_, **__: _module(variant)
+    try:
         yield
+    finally:
+        prefill.get_customize_batch_prefill_module = stock
 
 
 @functools.cache
@@ -204,12 +179,11 @@ def _owns_mask() -> bool:
 
 
 def _wrapper(
-    backend: str,
     device: torch.device,
     max_requests: int | None,
     max_blocks: int | None,
     mask: bool,
-    workspace: torch.Tensor | None = None,
+    workspace: torch.Tensor | None,
     **options: Any,
 ) -> Any:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -231,31 +205,13 @@ def _wrapper(
         options["use_cuda_graph"] = True
     if workspace is None:
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **options)
-
-
-def _plan(
-    wrapper: Any,
-    shape: tuple[int, int, int, int],
-    variant: Variant,
-    qo_indptr: torch.Tensor,
-    kv_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    options: dict[str, Any],
-) -> None:
-    heads, kv_heads, head_size, block_size = shape
-    pages = (kv_lens + block_size - 1) // block_size
-    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
-    last = kv_lens - (pages - 1).clamp(min=0) * block_size
-    wrapper.plan(
-        qo_indptr, indptr, _block_list(block_table, indptr), last.int(), heads, kv_heads, head_size,
-        block_size, q_data_type=variant.dtype, kv_data_type=variant.kv_dtype, **options,
-    )  # fmt: skip
+    return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", **options)
 
 
 def _block_list(block_table: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
     """The first indptr[r + 1] - indptr[r] blocks of every request, one after the other."""
-    total, device = int(indptr[-1]), block_table.device
+    total = int(indptr[-1])  # sync: host memory
+    device = block_table.device
     starts = indptr.to(device, non_blocking=True).long()
     index = torch.arange(total, device=device)
     request = torch.searchsorted(starts[1:], index, right=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged_cases import DEVICE, LAYOUTS, Case, draft_masks, make_case, tree_mask
+from attention_inputs import draft_masks, tree_mask
+from paged_cases import DEVICE, LAYOUTS, Case, make_case
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.gpu.attention import Tiling, tree_attention

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 
 import torch
-from paged_cases import DEVICE, LAYOUTS, Case, draft_masks, make_case, tree_mask
+from attention_inputs import draft_masks, tree_mask
+from paged_cases import DEVICE, LAYOUTS, Case, make_case
 from tree_shapes import chain, random_tree
 
 if DEVICE.type != "cuda":

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from attention_inputs import make_inputs
 
-from dyntree_kernels.ancestors import ancestor_bits, pack_bits, unpack_bits
 from dyntree_kernels.reference import masked_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,10 +33,6 @@ def paged_layers(
     sizes = (layers, blocks, heads, block_size)
     raw = torch.zeros(*(sizes[i] for i in order), content, dtype=torch.uint8, device=DEVICE)
     return raw.permute(*(order.index(i) for i in range(4)), 4)
-
-
-def tree_mask(parents: list[int]) -> torch.Tensor:
-    return unpack_bits(ancestor_bits(torch.tensor([parents]))[0], len(parents))
 
 
 @dataclass
@@ -105,49 +101,26 @@ def make_case(
 
     Columns that no row sees, unused slots and the cache's other layer hold `poison`.
     """
-    g = torch.Generator().manual_seed(seed)
-    width = max(mask.shape[1] for mask in masks)
-    lengths = [ctx + mask.shape[1] for ctx, mask in zip(ctx_lens, masks, strict=True)]
-    table_width = max(-(-length // block_size) for length in lengths)
-    blocks = 1 + table_width * len(masks)
-    table = torch.randperm(blocks - 1, generator=g).view(len(masks), table_width) + 1
+    made = make_inputs(
+        masks, ctx_lens, group=group, kv_heads=kv_heads, head_size=head_size,
+        block_size=block_size, dtype=dtype, seed=seed,
+    )  # fmt: skip
     content = 2 * head_size * dtype.itemsize
-    layers = paged_layers(layout, 2, blocks, kv_heads, block_size, content).view(dtype)
+    layers = paged_layers(layout, 2, made.blocks, kv_heads, block_size, content).view(dtype)
     layers.fill_(poison)
     cache = layers[1]
-    keys, values, bits = [], [], []
-    for mask, ctx, of_request, length in zip(masks, ctx_lens, table, lengths, strict=True):
-        position = torch.arange(length)
-        k, v = torch.randn(2, length, kv_heads, head_size, generator=g).to(dtype)
-        seen = torch.nn.functional.pad(mask.any(0), (ctx, 0), value=True)
-        at = position[seen]
+    for k, v, at, of_request in zip(made.keys, made.values, made.seen, made.table, strict=True):
         blocks_at, slots_at = of_request[at // block_size].to(DEVICE), (at % block_size).to(DEVICE)
-        cache[blocks_at, :, slots_at] = torch.cat([k, v], -1)[seen].to(DEVICE)
-        keys.append(k)
-        values.append(v)
-        bits.append(torch.nn.functional.pad(mask, (0, width - mask.shape[1])))
-    counts = torch.tensor([0] + [mask.shape[0] for mask in masks])
-    shape = (int(counts.sum()), group * kv_heads, head_size)
+        cache[blocks_at, :, slots_at] = torch.cat([k, v], -1)[at].to(DEVICE)
     return Case(
-        q=torch.randn(shape, generator=g).to(dtype).to(DEVICE),
+        q=made.q.to(DEVICE),
         kv_cache=cache,
-        block_table=table.int().to(DEVICE),
+        block_table=made.table.int().to(DEVICE),
         ctx_lens=torch.tensor(ctx_lens, dtype=torch.int32, device=DEVICE),
-        qo_indptr=counts.cumsum(0).int().to(DEVICE),
-        bits=pack_bits(torch.cat(bits)).to(DEVICE),
+        qo_indptr=made.qo_indptr.to(DEVICE),
+        bits=made.bits.to(DEVICE),
         scale=head_size**-0.5,
         masks=masks,
-        keys=keys,
-        values=values,
+        keys=made.keys,
+        values=made.values,
     )
-
-
-def draft_masks() -> list[torch.Tensor]:
-    """Few rows over many columns, most of which nobody sees."""
-    g = torch.Generator().manual_seed(3)
-    masks = []
-    for rows, columns in ((4, 100), (2, 64), (3, 7)):
-        mask = torch.rand(rows, columns, generator=g) < 0.1
-        mask[:, 0] = True
-        masks.append(mask)
-    return masks

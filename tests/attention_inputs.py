@@ -1,0 +1,83 @@
+"""Random requests over blocks of a cache, for the tests of attention's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dyntree_kernels.ancestors import ancestor_bits, pack_bits, unpack_bits
+
+
+def tree_mask(parents: list[int]) -> torch.Tensor:
+    return unpack_bits(ancestor_bits(torch.tensor([parents]))[0], len(parents))
+
+
+def draft_masks() -> list[torch.Tensor]:
+    """Few rows over many columns, most of which nobody sees."""
+    g = torch.Generator().manual_seed(3)
+    masks = []
+    for rows, columns in ((4, 100), (2, 64), (3, 7)):
+        mask = torch.rand(rows, columns, generator=g) < 0.1
+        mask[:, 0] = True
+        masks.append(mask)
+    return masks
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of R requests with T rows in all, on the host.
+
+    ``keys``, ``values`` by request, token-major: context, then one row per column of its mask.
+    ``seen`` by request: positions that some row sees. ``table`` int64 [R, W]: blocks, of which
+    there are ``blocks``.
+    """
+
+    q: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    seen: list[torch.Tensor]
+    bits: torch.Tensor
+    qo_indptr: torch.Tensor
+    table: torch.Tensor
+    blocks: int
+
+
+def make_inputs(
+    masks: list[torch.Tensor],
+    ctx_lens: list[int],
+    *,
+    group: int,
+    kv_heads: int,
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> Inputs:
+    """Inputs for bool masks [rows, columns], one per request, over permuted blocks."""
+    g = torch.Generator().manual_seed(seed)
+    width = max(mask.shape[1] for mask in masks)
+    lengths = [ctx + mask.shape[1] for ctx, mask in zip(ctx_lens, masks, strict=True)]
+    table_width = max(-(-length // block_size) for length in lengths)
+    blocks = 1 + table_width * len(masks)
+    table = torch.randperm(blocks - 1, generator=g).view(len(masks), table_width) + 1
+    keys, values, seen, bits = [], [], [], []
+    for mask, ctx, length in zip(masks, ctx_lens, lengths, strict=True):
+        k, v = torch.randn(2, length, kv_heads, head_size, generator=g).to(dtype)
+        keys.append(k)
+        values.append(v)
+        by_some = torch.nn.functional.pad(mask.any(0), (ctx, 0), value=True)
+        seen.append(torch.arange(length)[by_some])
+        bits.append(torch.nn.functional.pad(mask, (0, width - mask.shape[1])))
+    counts = torch.tensor([0] + [mask.shape[0] for mask in masks])
+    shape = (int(counts.sum()), group * kv_heads, head_size)
+    return Inputs(
+        q=torch.randn(shape, generator=g).to(dtype),
+        keys=keys,
+        values=values,
+        seen=seen,
+        bits=pack_bits(torch.cat(bits)),
+        qo_indptr=counts.cumsum(0).int(),
+        table=table,
+        blocks=blocks,
+    )

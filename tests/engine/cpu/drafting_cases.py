@@ -1,0 +1,105 @@
+"""Cases of vLLM's own drafting and rejection."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from case_table import (
+    CU_LOGITS,
+    PREFILL,
+    REQUESTS,
+    SEEDS,
+    STARTS,
+    TEMPERATURES,
+    Results,
+    case,
+    int32,
+    int64,
+    random_ids,
+)
+
+
+@case()
+def draft_prefill() -> Results:
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import prepare_prefill_inputs
+
+    buffers = SimpleNamespace(query_start_loc=int32(*[-7] * 6), seq_lens=int32(*[-7] * 5))
+    batch = SimpleNamespace(
+        num_reqs=3,
+        num_tokens=12,
+        query_start_loc_np=STARTS.numpy(),
+        input_ids=random_ids(99, 20),
+        positions=torch.cat([torch.arange(18, 21), torch.arange(4, 11), torch.arange(6, 8)]),
+        idx_mapping=REQUESTS,
+        query_start_loc=STARTS,
+        seq_lens=int32(21, 11, 8),
+    )
+    input_ids, positions = random_ids(9, 24), torch.full((24,), -7)
+    indices, last_sampled = torch.full((5,), -7), torch.randint(99, (4, 1))
+    total = prepare_prefill_inputs(
+        buffers, batch, last_sampled, int64(2, 0, 1), input_ids, positions, indices, 5, 20
+    )
+    assert total == 15
+    out = {"ids": input_ids, "positions": positions, "indices": indices}
+    return out | {"starts": buffers.query_start_loc, "lengths": buffers.seq_lens}
+
+
+@case()
+def draft_rows() -> Results:
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+        _flatten_sampled_kernel,
+        gather_draft_sampled,
+    )
+
+    drafts, positions = gather_draft_sampled(
+        random_ids(99, 12),
+        torch.cat([torch.arange(20, 23), torch.arange(4, 11), torch.arange(6, 8)]),
+        int64(0, 1, 2, 8, 9, 11),
+        int64(3, 3, 3, 0, 0, 2),
+        int32(0, 1, 2, 0, 1, 0),
+        PREFILL,
+    )
+    flat = torch.full((5,), -7)
+    _flatten_sampled_kernel[(3,)](
+        flat, torch.randint(99, (3, 3)), 3, int32(2, 0, 1), CU_LOGITS, num_warps=1
+    )
+    return {"drafts": drafts, "positions": positions, "flat": flat}
+
+
+@case("greedy draft", "sampled draft", "synthetic", "fp64", "synthetic greedy")
+def rejection_sampling(variant: str) -> Results:
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    vocab, cu_logits, out = 9000, int32(0, 4, 8, 9, 12), {}
+    requests = int64(2, 0, 1, 3)
+    local = torch.cat([torch.arange(n) for n in (4, 4, 1, 3)]).int()
+    rows = requests.repeat_interleave(int64(4, 4, 1, 3))
+    temperatures = torch.zeros(4) if variant == "synthetic greedy" else TEMPERATURES
+    for trial in range(3):
+        target = (torch.randn(12, vocab + 5) * 7)[:, :vocab]
+        drafts = target.argmax(1).roll(1).int()
+        drafts[3 * trial], drafts[trial + 4] = -1, 0
+        draft_logits = None
+        if variant == "sampled draft":
+            draft_logits = torch.randn(4, 3, vocab) * 3
+            owners, steps = rows[local < 3], local[local < 3].long()
+            draft_logits[owners, steps] += target[local < 3] * temperatures[owners].unsqueeze(1)
+        sampled, count = rejection_sample(
+            target,
+            draft_logits,
+            drafts,
+            cu_logits,
+            torch.randint(2**40, (12,)),
+            requests,
+            rows,
+            local,
+            temperatures,
+            SEEDS,
+            3,
+            torch.tensor([0.7, 0.5, 0.3]) if "synthetic" in variant else None,
+            use_fp64=variant == "fp64",
+        )
+        written = torch.arange(4) < count.unsqueeze(1)
+        out[f"sampled {trial}"], out[f"count {trial}"] = sampled.where(written, -1), count
+    return out

@@ -1,0 +1,149 @@
+"""Cases of what prepares a batch, and of what follows its sampling."""
+
+from __future__ import annotations
+
+import torch
+from case_table import (
+    COMPUTED,
+    CPU,
+    CU_LOGITS,
+    PREFILL,
+    REQUESTS,
+    STARTS,
+    Results,
+    case,
+    int32,
+    int64,
+    random_ids,
+)
+
+
+@case(torch.int32, torch.int64, torch.float32)
+def staged_writes(dtype: torch.dtype) -> Results:
+    from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+
+    table = StagedWriteTensor((5, 1500), dtype, CPU)
+    for row, start, length in ((4, 7, 1100), (0, 0, 3), (4, 9, 2), (2, 1499, 1)):
+        table.stage_write(row, start, torch.randint(99, (length,)).tolist())
+    table.apply_write()
+    flat = StagedWriteTensor(6, dtype, CPU)
+    flat.stage_write_elem(5, 42)
+    flat.stage_write_elem(0, 43)
+    flat.apply_write()
+    return {"table": table.gpu, "flat": flat.gpu}
+
+
+@case(1, 2)
+def block_tables(groups: int) -> Results:
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    widths, sizes = [9, 1200][:groups], [16, 4][:groups]
+    tables = BlockTables(sizes, 4, 40, widths, CPU)
+    for request, blocks in ((3, 2), (0, 1), (2, 1)):
+        ids = tuple(torch.randint(1, 50, (blocks * 4,)).tolist() for _ in range(groups))
+        tables.append_block_ids(request, ids, overwrite=True)
+    tables.append_block_ids(3, tuple([60 + g] for g in range(groups)), overwrite=False)
+    tables.apply_staged_writes()
+    positions = torch.cat([torch.arange(20, 23), torch.arange(4, 11), torch.arange(6, 8)])
+    gathered = tables.gather_block_tables(REQUESTS, 3)
+    slots = tables.compute_slot_mappings(REQUESTS, STARTS, positions, 40).clone()
+    padded = tables.compute_slot_mappings(int64(-1, 2), int32(0, 4, 6), positions, 40).clone()
+    none = tables.compute_slot_mappings(int64(), int32(0), positions, 40).clone()
+    out = {f"gathered{i}": table for i, table in enumerate(gathered)}
+    return out | {"slots": slots, "padded": padded, "none": none}
+
+
+@case()
+def slot_mapping_of_a_disabled_group() -> Results:
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    tables = BlockTables([4, 4], 1, 10, [3, 3], CPU, slot_mapping_enabled=[False, True])
+    tables.append_block_ids(0, ([5, 6], [7, 8]), overwrite=True)
+    tables.apply_staged_writes()
+    return {"slots": tables.compute_slot_mappings(int64(0), int32(0, 6), torch.arange(6), 10)}
+
+
+@case(1, 3)
+def prefill_inputs(lookahead: int) -> Results:
+    from vllm.v1.worker.gpu.input_batch import prepare_prefill_inputs
+
+    input_ids, next_tokens = torch.full((20,), -7, dtype=torch.int32), random_ids(9, lookahead, 4)
+    token_ids = random_ids(500, 4, 30)
+    prepare_prefill_inputs(input_ids, next_tokens, REQUESTS, STARTS, token_ids, PREFILL, COMPUTED)
+    return {"input_ids": input_ids, "next": next_tokens}
+
+
+@case()
+def positions_and_lengths() -> Results:
+    from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
+
+    positions, lengths = torch.full((20,), -7), torch.full((6,), -7, dtype=torch.int32)
+    prepare_pos_seq_lens(REQUESTS, STARTS, COMPUTED, positions, lengths)
+    return {"positions": positions, "lengths": lengths}
+
+
+@case(0, 1)
+def combine_sampled_and_drafts(new_tokens: int) -> Results:
+    from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
+
+    input_ids = torch.full((20,), -7, dtype=torch.int32)
+    # The last request's two rows straddle its prompt, as after a resumption.
+    starts, lengths = int32(0, 3, 10, 12), int32(23, 11, 9)
+    cu_logits = int32(0, 3, 4, 6) if new_tokens else int32(0, 2, 3, 5)
+    indices = combine_sampled_and_draft_tokens(
+        input_ids,
+        REQUESTS,
+        torch.randint(500, (4, 1)),
+        starts,
+        lengths,
+        PREFILL,
+        torch.randint(500, (4, 2)),
+        cu_logits,
+        int(cu_logits[-1]),
+        new_tokens,
+    )
+    return {"input_ids": input_ids, "indices": indices}
+
+
+@case()
+def sampled_and_rejected() -> Results:
+    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+
+    sampled, rejected = get_num_sampled_and_rejected(
+        int32(2, 1, 1), int32(23, 11, 8), CU_LOGITS, REQUESTS, PREFILL
+    )
+    return {"sampled": sampled, "rejected": rejected}
+
+
+@case("full", "no counts", "no query", "empty")
+def after_sampling(variant: str) -> Results:
+    from vllm.v1.worker.gpu.input_batch import post_update, post_update_num_computed_tokens
+
+    requests = int64() if variant == "empty" else int64(3, -1, 2)
+    computed, last_sampled = COMPUTED.clone(), torch.randint(30, (4, 1))
+    counts = None if variant == "no counts" else random_ids(3, 4, 30)
+    token_ids, lengths = random_ids(30, 4, 40), int32(12, 1, 8, 23)
+    post_update(
+        requests,
+        computed,
+        last_sampled,
+        counts,
+        torch.tensor([[7, 7, 9], [1, 2, 3], [4, 0, 0]]),
+        int32(3, 2, 0),
+        int32(0, 1, 2),
+        None if variant == "no query" else STARTS,
+        token_ids,
+        lengths,
+    )
+    advanced = COMPUTED.clone()
+    post_update_num_computed_tokens(REQUESTS, advanced, STARTS)
+    out = {"computed": computed, "last": last_sampled, "ids": token_ids, "lengths": lengths}
+    return out | {"advanced": advanced} | ({} if counts is None else {"counts": counts})
+
+
+@case()
+def expanded_requests() -> Results:
+    from vllm.v1.worker.gpu.input_batch import expand_idx_mapping
+
+    expanded, local = expand_idx_mapping(int64(3, 0, -1), 6, int32(0, 3, 3, 6), 3)
+    return {"expanded": expanded, "local": local}

@@ -1,0 +1,69 @@
+"""Whatever of vLLM is replaced is in the documentation."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dyntree_kernels
+import dyntree_plugin
+
+PACKAGE = Path(dyntree_plugin.__file__).parent
+KERNELS = Path(dyntree_kernels.__file__).parent
+SOURCES = sorted([*PACKAGE.glob("*.py"), *PACKAGE.glob("engine/**/*.py"), *KERNELS.rglob("*.py")])
+
+OURS = (
+    "self._record.", "record.", "self.speculator.", "self.rejection_sampler.", "self.model_runner.",
+)  # fmt: skip
+"""What these names stand for are objects of our classes."""
+SETTINGS = (
+    "speculative_config.num_speculative_tokens",
+    "speculation.num_speculative_tokens_per_batch_size", "scheduler.scheduler_cls",
+    "vllm_config.parallel_config.worker_cls", "attention.backend",
+    "sys.argv", "numba.config.THREADING_LAYER",
+)  # fmt: skip
+"""Fields that are there to be set."""
+
+
+def replaced(source: str) -> Iterator[str]:
+    """The attributes of other objects that are set, and the private ones whose items are."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            parts = [t.elts if isinstance(t, ast.Tuple) else [t] for t in node.targets]
+            for target in (target for targets in parts for target in targets):
+                at = target.value if isinstance(target, ast.Subscript) else target
+                if not isinstance(at, ast.Attribute) or ast.unparse(at.value) in ("self", "cls"):
+                    continue
+                if at is target or at.attr.startswith("_"):
+                    yield ast.unparse(at)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_replace":
+            yield f"{ast.unparse(node.args[0])}.{ast.literal_eval(node.args[1])}"
+
+
+def not_documented(source: str) -> list[str]:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    section = page.partition("## What is replaced in vLLM")[2].partition("### ")[0]
+    others = (x for x in replaced(source) if not x.startswith(OURS) and x not in SETTINGS)
+    known = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`", section))))
+    return [x for x in others if x.rpartition(".")[2] not in known]
+
+
+def test_what_is_replaced_is_documented() -> None:
+    assert [(path.name, x) for path in SOURCES for x in not_documented(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model_state.prepare_inputs = ours",
+        "stock, sampler.sample = sampler.sample, ours",
+        "manager._graphs[3] = ours",
+        "_replace(VllmConfig, 'compute_hash', hashing)",
+    ],
+)
+def test_a_replacement_that_is_not_documented_is_found(line: str) -> None:
+    assert not_documented(line) != []
