@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
-from dyntree_plugin import pair
-from dyntree_plugin.bench.serve import command, counts, plan, prompts, session
+from dyntree_plugin.bench.serve import command, counts, plan, session
 from dyntree_plugin.bench.serve.arguments import TREES
 from dyntree_plugin.bench.serve.measure import differing, measure
 from dyntree_plugin.bench.serve.plan import Load, Models
@@ -331,70 +328,6 @@ def test_every_set_is_served_at_every_temperature_with_every_batch() -> None:
 def test_a_set_with_fewer_prompts_than_the_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="--batch 3 needs as many prompts, and 'x' has 2"):
         settings().loads({"x": [[1], [2]]})
-
-
-def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    lines = [{"prompt": "a"}, {"text": "b"}, {"turns": ["c", "later"]}, {"question": "d"}]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    name, found = prompts.read(str(path), 10, None)
-    assert name == "mine"
-    assert sorted(found) == ["a", "b", "c", "d"]
-    assert prompts.read(str(path), 2, None)[1] == found[:2]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("{", "mine.jsonl:1 is not JSON"), ('{"prompt": 3}', "as text in one of"), ("", "no lines")],
-)
-def test_a_file_that_holds_no_prompts_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        prompts.read(str(path), 10, None)
-
-
-def test_a_set_that_does_not_exist_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ValueError, match="must be 'code', a JSONL file that exists, or 'vllm:"):
-        prompts.read("nothing.jsonl", 1, None)
-
-
-def test_a_data_set_of_vllms_is_read_by_its_own_flags() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(pair.paths()["target"])
-    flags = "vllm:--dataset-name random --random-input-len 24"
-    name, found = prompts.read(flags, 3, tokenizer, seed=1)
-    assert name == "random"
-    assert [len(tokenizer.encode(prompt)) for prompt in found] == pytest.approx([24] * 3, abs=6)
-    assert prompts.read(flags, 3, tokenizer, seed=1)[1] == found
-    with pytest.raises(ValueError, match="--dataset-name: invalid choice"):
-        prompts.read("vllm:--dataset-name nothing", 3, tokenizer)
-
-
-def test_what_a_data_set_of_vllms_needs_is_said(tmp_path: Path) -> None:
-    (tmp_path / "question.jsonl").write_text(json.dumps({"category": "qa", "turns": ["Who?"]}))
-    flags = f"vllm:--dataset-name spec_bench --dataset-path {tmp_path / 'question.jsonl'}"
-    with pytest.raises(ValueError, match="take a JSONL file"):
-        prompts.read(flags, 1, None)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(pair.paths()["target"])
-    if find_spec("pandas") is None:
-        with pytest.raises(ValueError, match="pip install pandas"):
-            prompts.read(flags, 1, tokenizer)
-    else:
-        assert prompts.read(flags, 1, tokenizer) == ("spec_bench question.jsonl", ["Who?"])
-
-
-def test_prompts_that_do_not_fit_are_left_out_and_counted() -> None:
-    class Tokenizer:
-        def encode(self, text: str) -> list[int]:
-            return list(range(len(text)))
-
-    found, longer = prompts.tokens(["ab", "abcdef", "abc"], Tokenizer(), 3)
-    assert [len(ids) for ids in found] == [2, 3]
-    assert longer == 1
 
 
 def test_acceptance_is_the_growth_of_vllms_counters_over_all_engines() -> None:

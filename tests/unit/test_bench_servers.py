@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,11 +33,35 @@ def test_an_address_that_is_none_or_a_name_given_twice_is_refused(addresses: lis
 
 
 REFUSED = 999
+BEFORE_PIECES = 2
+"""Times that are taken of one request before it is answered: the load's and its own."""
+
+
+class Ticks:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self._reads = 0
+        self._read = threading.Condition()
+
+    def perf_counter(self) -> float:
+        with self._read:
+            self._reads += 1
+            self._read.notify_all()
+            return float(self._reads)
+
+    def wait_for(self, reads: int) -> None:
+        with self._read:
+            assert self._read.wait_for(lambda: self._reads >= reads, timeout=60)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Streams three pieces of two tokens each; every request adds to the counters."""
+    """Streams three pieces of two tokens each; every request adds to the counters.
 
+    With a ``clock`` a piece is sent when the time of the one before has been taken.
+    """
+
+    clock: ClassVar[Ticks | None] = None
     drafts = 0
     asked: ClassVar[set[str]] = set()
 
@@ -68,11 +91,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         chat = "chat" in self.path
-        for piece in ("ab", "cd", "ef"):
+        for number, piece in enumerate(("ab", "cd", "ef")):
+            if _Handler.clock is not None:
+                _Handler.clock.wait_for(BEFORE_PIECES + number)
             choice: dict[str, Any] = {"index": 0, "finish_reason": None}
             choice |= {"delta": {"content": piece}} if chat else {"text": piece}
             self._event({"id": "1", "created": 0, "model": "m", "object": "x", "choices": [choice]})
-            time.sleep(0.05)
         assert asked["stream_options"] == {"include_usage": True}
         usage = {"completion_tokens": 6, "prompt_tokens": 1, "total_tokens": 7}
         self._event(
@@ -109,8 +133,20 @@ def test_a_server_is_streamed_and_its_own_counters_are_read(address: str, chat: 
     assert texts == ["abcdef"] * 3
     assert run.output_tokens == 18
     assert run.speculation.drafts == 3
-    # Two pauses of 50 ms between the first piece and the last, over five tokens behind the first.
-    assert 15 < run.tpot_ms < 60
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_times_are_taken_when_pieces_arrive(
+    address: str, chat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = Ticks()
+    monkeypatch.setattr(server, "time", ticks)
+    monkeypatch.setattr(_Handler, "clock", ticks)
+    run, _ = server.Client(address, chat=chat).serve(Load(["x"], 1, 0.0, 6))
+    assert run.ttft_ms == 1000
+    # Two seconds between the first piece and the last, over five tokens behind the first.
+    assert run.tpot_ms == 2000 / 5
+    assert run.seconds == BEFORE_PIECES + 3
 
 
 def test_what_a_server_refuses_is_the_users_mistake(address: str) -> None:
