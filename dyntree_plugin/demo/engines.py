@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.arguments import DtypeName
 from dyntree_plugin.options import NAMESPACE
-from dyntree_plugin.tree.render import Detokenise
+from dyntree_plugin.render import Detokenise
 from dyntree_plugin.tree.step import TreeStep
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dyntree_plugin.demo.engines import Comparison, Run, Settings
-from dyntree_plugin.tree.render import ACCEPTED, Detokenise, rich_tree, visible
+from dyntree_plugin.render import ACCEPTED, Detokenise, rich_tree, visible
 from dyntree_plugin.tree.step import TreeStep
 
 _SLOWER = Text(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dyntree_plugin.demo.screen import tree
+from dyntree_plugin.render import dot
 from dyntree_plugin.show.generation import Generation
-from dyntree_plugin.tree.render import dot
 from dyntree_plugin.tree.step import TreeStep
 
 _WIDTH = 100

@@ -8,9 +8,9 @@ from importlib import resources
 from typing import Any
 
 from dyntree_plugin import __version__
+from dyntree_plugin.render import visible
 from dyntree_plugin.show.generation import Generation
 from dyntree_plugin.show.layout import tidy_rows
-from dyntree_plugin.tree.render import visible
 from dyntree_plugin.tree.step import TreeStep
 
 
