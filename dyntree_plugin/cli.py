@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ import typer
 
 from dyntree_plugin import __version__, compat, preload
 from dyntree_plugin.bench.cli import app as bench
+from dyntree_plugin.ready import ready_for_engine
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,8 +50,7 @@ def _main(
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def serve(context: typer.Context) -> None:
     """Serves a model; takes the arguments of `vllm serve`, --dyntree among them."""
-    _need_vllm()
-    preload.restart_with_library()
+    ready_for_engine()
     _find_vllm_cpu()
     from vllm.entrypoints.cli.main import main as vllm_main
 
@@ -81,16 +80,14 @@ def pair(
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def demo(context: typer.Context) -> None:
     """Completes code with and without the tree, and draws a tree."""
-    _need_vllm(context.args)
-    preload.restart_with_library()
+    ready_for_engine(context.args)
     import_module("dyntree_plugin.demo").main(context.args)
 
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def show(context: typer.Context) -> None:
     """Shows the tree of every step of a completion: in the terminal, as DOT, or as a page."""
-    _need_vllm(context.args)
-    preload.restart_with_library()
+    ready_for_engine(context.args)
     import_module("dyntree_plugin.show").main(context.args)
 
 
@@ -139,17 +136,6 @@ def top(
         run(Console(), address, interval, once, as_json)
     except Unreadable as error:
         raise typer.BadParameter(str(error), param_hint="ADDRESS") from None
-
-
-_STARTS_NO_ENGINE = {"--help", "--from"}
-
-
-def _need_vllm(arguments: Sequence[str] = ()) -> None:
-    """Ends the command with status 1 where there is no vLLM to start an engine with."""
-    missing = compat.absence()
-    if missing and not _STARTS_NO_ENGINE & {word.partition("=")[0] for word in arguments}:
-        typer.echo(f"{missing}; `dyntree doctor` says what to install", err=True)
-        raise typer.Exit(1)
 
 
 def _find_vllm_cpu() -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 import typer
 
 from dyntree_plugin import preload
+from dyntree_plugin.ready import ready_for_engine
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,7 +25,7 @@ _OWN_ARGUMENTS = {
 @app.command(context_settings=_OWN_ARGUMENTS)
 def serve(context: typer.Context) -> None:
     """Speed in the engine, of no speculation, vLLM's chains and trees; or of running servers."""
-    preload.restart_with_library()
+    ready_for_engine(context.args)
     import_module("dyntree_plugin.bench.serve.command").main(context.args)
 
 

