@@ -41,6 +41,7 @@ class LearnChecks:
     learn: ClassVar[Learn]
     device: ClassVar[torch.device] = torch.device("cpu")
     tolerance: ClassVar[float]
+    lessons: ClassVar[int] = 20
 
     def regression_of(self, estimate: AcceptanceEstimate) -> Regression:
         own = estimate.regression
@@ -59,7 +60,7 @@ class LearnChecks:
         """Raise where the two differ after having seen the same."""
         g = torch.Generator().manual_seed(requests)
         regression = self.regression_of(compiled)
-        for _ in range(20):
+        for _ in range(self.lessons):
             arrays = lesson(requests, nodes, g)
             features, parents, path, counts, slots, classes = arrays
             valid = torch.arange(nodes) < counts[:, None]

@@ -49,7 +49,7 @@ POINTERS = {
     **dict.fromkeys(("COUNTS", "ADMITTED", "GROWN", "STORED_AT", "OUT_TOKENS"), "*i64"),
     **dict.fromkeys(("IDS", "ROW_BITS", "EMITTED", "REJECTED"), "*i32"),
     "REPORT": "*fp64",
-    **dict.fromkeys(("CHAINED", "CHAINED_AT", "MAPPED"), "*i1"),
+    **dict.fromkeys(("CHAINED", "CHAINED_AT", "FORBIDDEN", "MAPPED"), "*i1"),
     **dict.fromkeys(("STRIDES", "LAST", "ENDS"), "*i64"),
     "TABLES": "*u64",
     "SIZES": "*i32",
@@ -170,13 +170,15 @@ def test_growth_holds_a_requests_candidates_without_spills(
     assert used["stack"] == 0, used
 
 
-@pytest.mark.parametrize("ranked", [True, False])
+@pytest.mark.parametrize(("ranked", "grammar"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize(("nodes", "levels"), [(16, 8), (64, 16), (256, 32), (1024, 64)])
 def test_the_walk_holds_a_requests_tree_without_spills(
-    nodes: int, levels: int, ranked: bool
+    nodes: int, levels: int, ranked: bool, grammar: bool
 ) -> None:
     warps, tile = walk.tiling(nodes, levels)
-    used = compiled(walk._walk, warps, RANKED=ranked, NODES=nodes, LEVELS=levels, TILE=tile)
+    used = compiled(
+        walk._walk, warps, GRAMMAR=grammar, RANKED=ranked, NODES=nodes, LEVELS=levels, TILE=tile
+    )
     assert used["stack"] == 0, used
 
 

@@ -158,6 +158,7 @@ def test_more_candidates_than_are_compiled_for_are_the_tensors(
     speculator._pick = ChildPicker(step.plan, perturbed_logits, step.estimate)
     speculator.max_num_reqs, speculator.max_model_len = 2, MAX_MODEL_LEN
     speculator._input_ids, speculator._positions = step.rows.ids, step.rows.positions
+    speculator._root_positions = torch.zeros(2, dtype=torch.int64)
     speculator._slots, speculator._scratch_slots = step.rows.slots, step.rows.scratch
     speculator.set_attn()
     assert (speculator._compiled is not None) == compiled

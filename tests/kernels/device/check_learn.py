@@ -12,3 +12,4 @@ class TestLearningInOneLaunch(LearnChecks):
     learn = staticmethod(learn)
     device = DEVICE
     tolerance = 2e-3
+    lessons = 6
