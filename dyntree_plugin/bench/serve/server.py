@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -132,5 +133,9 @@ class Client:
         return answer
 
     def _counts(self) -> Speculation:
-        with urllib.request.urlopen(f"{self._address}/metrics", timeout=60) as page:
-            return counts.read(text_string_to_metric_families(page.read().decode()))
+        url = f"{self._address}/metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=60) as page:
+                return counts.read(text_string_to_metric_families(page.read().decode()))
+        except (OSError, HTTPException, ValueError) as error:
+            raise RuntimeError(f"{url} is no page of metrics: {error}") from error
