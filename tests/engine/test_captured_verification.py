@@ -7,15 +7,13 @@ Batches hold whole trees, a cut one, a slot that was cleared, and prompts, compl
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interpreted import pytest_interpreted
 
 from dyntree_plugin.engine.cpu import install
 
@@ -51,7 +49,6 @@ ROWS = [7, 7, 4, 7, 9]
 PREFILL = [10, 4, 6, 5, 99]
 CONTEXTS = [20, 30, 25, 40, 0]
 CLEARED = 2
-ROOT = Path(__file__).parents[2]
 
 
 def by_kernels(*values: Any) -> Any:
@@ -267,15 +264,7 @@ def test_drafts_that_a_grammar_forbids_are_verified_eagerly(kernels: bool) -> No
 @pytest.mark.skipif(INTERPRETED, reason="this process runs them")
 def test_the_kernels_do_what_those_of_the_cpu_do() -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, __file__, "-k", "True or True-"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        cwd=ROOT,
-    )
+    done = pytest_interpreted(__file__, "-k", "True or True-")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout, done.stdout
     assert "4 passed" in done.stdout, done.stdout

@@ -8,18 +8,16 @@ graphs, and the tensors beside them.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interpreted import pytest_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from vllm.config.compilation import CUDAGraphMode
@@ -48,7 +46,6 @@ PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive").resol
 FORWARDS = len(PLAN.growing.widths)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Chosen when triton is imported, so of a whole process."""
-ROOT = Path(__file__).parents[2]
 STORED = ("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features")
 
 
@@ -308,15 +305,7 @@ def test_interpreted_kernels_whose_slots_are_off_are_seen(
 @pytest.mark.skipif(INTERPRETED, reason="this process runs them")
 def test_the_kernels_do_what_the_tensors_do() -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, __file__, "-k", "interpreted"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        cwd=ROOT,
-    )
+    done = pytest_interpreted(__file__, "-k", "interpreted")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "3 passed" in done.stdout, done.stdout
 
