@@ -32,13 +32,7 @@ MAX_CHUNK_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Verification:
-    """One verified batch of R requests.
-
-    ``path`` int64 [R, D] and ``tokens`` int64 [R, D + 1] as in `Accepted`. ``roots`` int64 [R]:
-    batch row of every request's root; ``positions`` int64 [R]: its position. ``counts`` int64 [R]:
-    nodes that were verified. ``emitted`` int32 [R]: tokens that the request has got, 0 while its
-    prompt is incomplete. ``rejected`` int32 [R]: the rest of its rows, 0 while it is.
-    """
+    """One verified batch of R requests, by any rule; its fields are those of `Walked`."""
 
     path: torch.Tensor
     tokens: torch.Tensor

@@ -1,0 +1,63 @@
+"""vLLM's profile of memory sees as many logits as steps with trees have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dyntree_plugin.engine.cpu import install
+
+install()  # the runner's modules need it before they are imported
+
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
+
+from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
+
+ROWS, REQUESTS, WIDTHS = 32, 6, (1, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("device", "profiled", "expected"),
+    [("cuda", True, REQUESTS * max(WIDTHS)), ("cuda", False, REQUESTS), ("cpu", True, REQUESTS)],
+)
+def test_the_drafts_widest_forward_is_profiled(device: str, profiled: bool, expected: int) -> None:
+    seen: list[int] = []
+    speculator: Any = SimpleNamespace(
+        device=SimpleNamespace(type=device),
+        growing=SimpleNamespace(widths=WIDTHS),
+        _run_model=lambda ids, *_: torch.zeros(len(ids), 2),
+        compute_draft_logits=lambda hidden, _: seen.append(len(hidden)),
+    )
+    ids = torch.zeros(ROWS + 3)
+    batch: Any = SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
+    TreeSpeculator._rehearse(speculator, batch, most_logits=profiled)
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize(("most_tokens", "expected"), [(1000, REQUESTS * 17), (40, 40)])
+def test_every_row_of_the_trees_is_profiled(
+    most_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="the runner on CUDA needs it")
+    from dyntree_plugin.engine.gpu.runner import TreeGPUModelRunner
+
+    seen: list[int] = []
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden))
+        return torch.zeros(len(hidden), 8)
+
+    monkeypatch.setattr(
+        GPUModelRunner, "_dummy_sampler_run", lambda _, hidden: seen.append(len(hidden))
+    )
+    runner: Any = object.__new__(TreeGPUModelRunner)
+    vars(runner).update(
+        trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
+        max_num_tokens=most_tokens,
+        model=SimpleNamespace(compute_logits=logits),
+    )
+    runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
+    assert seen == [expected, REQUESTS]
