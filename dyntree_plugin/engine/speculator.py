@@ -53,7 +53,7 @@ class TreeSpeculator(DraftForwards):
         self.trees = trees
         self.shape = trees.plan.shape
         self.growing = trees.plan.growing
-        rows = max(*self.growing.widths, self.shape.max_depth + 1)
+        rows = max((*self.growing.widths, self.shape.max_depth + 1))
         super().__init__(vllm_config, device, rows, self.growing.scratch_slots, clock)
         self._chained = chained
         self._pick = pick

@@ -16,9 +16,11 @@ install()  # the runner's modules need it before they are imported
 
 from dyntree_plugin.engine.batch import COLUMNS  # noqa: E402
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.draft_forwards import Emitted  # noqa: E402
+from dyntree_plugin.engine.draft_forwards import DraftForwards, Emitted  # noqa: E402
 from dyntree_plugin.engine.speculator import CatchUpPlan, TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.verifier import Verification  # noqa: E402
+from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.shape import TreeShape  # noqa: E402
 
 
@@ -149,3 +151,17 @@ def test_the_draft_runs_over_as_many_tokens_as_the_host_can_tell_were_emitted(
     )
     propose(speculator, batch)
     assert speculator.done == [f"draft over {rows}"]
+
+
+@pytest.mark.parametrize(("max_depth", "rows"), [(1, 2), (3, 4)])
+def test_trees_of_roots_children_alone_need_the_rows_of_the_catch_up(
+    max_depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing below the roots is expanded, so that there is no width of a forward."""
+    told: list[Any] = []
+    monkeypatch.setattr(DraftForwards, "__init__", lambda self, *args: told.extend(args))
+    plan = DynTreeOptions(max_depth=max_depth).resolve(4)
+    trees = TreeStore(2, plan, 8, torch.device("cpu"))
+    pieces: Any = (trees, None, None, None, None)
+    TreeSpeculator(SimpleNamespace(), torch.device("cpu"), *pieces)  # type: ignore[arg-type]
+    assert told[2] == rows
