@@ -305,7 +305,7 @@ def _output(output: Any) -> Output:
             for token, at in zip(
                 output.prompt_token_ids, output.prompt_logprobs or (), strict=False
             )
-            if at is not None
+            if at  # the first has none, which flat logprobs show as an empty one
         ],
         cached=output.num_cached_tokens or 0,
     )

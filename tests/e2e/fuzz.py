@@ -1,0 +1,375 @@
+"""Random requests on random engines with trees, against the engine without trees.
+
+As a program: ``python fuzz.py --cases 10000 --seed 1``; a case is a schedule of one to six
+requests. What differs is written to a file that ``--replay`` takes.
+
+Not among the cases: sampling without a seed, which no two engines share; the papers' rules, whose
+samples are others by design, at temperatures above 0; and equal logprobs where the target's own
+rounding makes a token part, see `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import workload
+from engine_process import Output
+from fuzz_cases import MAX_MODEL_LEN, Schedule, schedule_of, schedules
+from fuzz_engine import Answer, EngineFailed, EngineProcess
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+TOLERANCE = 1e-4
+"""Of a logprob."""
+SMALLER_SECONDS = 90
+"""For making a failure smaller."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of ``LLM`` for an engine with trees; ``greedy``: its rule gives other samples."""
+
+    arguments: Mapping[str, Any]
+    greedy: bool = False
+
+    @property
+    def block_size(self) -> int:
+        size: int = self.arguments["block_size"]
+        return size
+
+
+@dataclass
+class Tally:
+    """What was compared: ``cases`` without a difference, and in them requests, tokens, logprobs,
+    and ``ends`` by reason."""
+
+    cases: int = 0
+    requests: int = 0
+    tokens: int = 0
+    logprobs: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+
+
+GROWTHS: Mapping[str, Mapping[str, Any]] = {
+    "dyspec": {},
+    "threshold": {},
+    "dynamic_threshold": {},
+    "chain": {},
+    "expansion": {"expansion": [2, 2, 1]},
+    "sequoia": {"acceptance": [0.6, 0.2, 0.1]},
+}
+"""Growths beside topk, with the options that they need."""
+
+
+def tree_options(pick: random.Random, growth: str | None = None) -> tuple[int, dict[str, Any]]:
+    """Draft tokens and options of trees. A growth other than topk is verified by match, unless it
+    is left to take its own rule."""
+    nodes = pick.choice([1, 2, 3, 5, 8, 16, 16, 16, 33, 64])
+    slots = nodes + pick.choice([0, 0, 0, 3])
+    growth = growth or pick.choice(["topk"] * 6 + sorted(GROWTHS))
+    options: dict[str, Any] = {"node_budget": nodes, "growth": growth, **GROWTHS.get(growth, {})}
+    if growth != "topk":
+        return slots, options | {"rule": "match"}
+    for name, values in {
+        "budget": ["adaptive", "fixed", "fixed"],
+        "coupling": ["on", "on", "off"],
+        "calibration": ["on", "on", "off"],
+        "min_value": [None, None, 0.05],
+        "max_depth": [None, None, min(nodes, pick.choice([1, 2, 5, 16]))],
+        "width": [None, None, pick.choice([1, 2, 8])],
+        "children": [None, None, pick.choice([1, 2, 8])],
+    }.items():
+        if (value := pick.choice(values)) is not None:
+            options[name] = value
+    return slots, options
+
+
+def engine_options(number: int, growth: str | None = None) -> Options:
+    """Of the engine with this number: any sizes at which vLLM starts."""
+    pick = random.Random(number)
+    slots, options = tree_options(pick, growth)
+    block = pick.choice([16, 32, 32, 64])
+    blocks = math.ceil(MAX_MODEL_LEN / block)
+    room = slots + 2
+    arguments: dict[str, Any] = {
+        "max_model_len": MAX_MODEL_LEN,
+        "block_size": block,
+        "max_num_seqs": pick.choice([1, 2, 4, 8, 16]),
+        "max_num_batched_tokens": pick.choice([room, room + 7, 2 * room, 80 + room, 1024]),
+        "enable_prefix_caching": pick.choice([True, True, True, False]),
+        # One request with its draft's nodes must fit.
+        "num_gpu_blocks_override": pick.choice([None, blocks + 64 // block + 3, 2 * blocks]),
+        "long_prefill_token_threshold": pick.choice([0, 0, 4, 40]),
+        "scheduling_policy": pick.choice(["fcfs", "fcfs", "priority"]),
+        "scheduler_reserve_full_isl": pick.choice([True, True, False]),
+    }
+    arguments["max_num_seqs"] = min(arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
+    trees = workload.with_options(slots, pick.choice(["draft", "draft", "target"]), **options)
+    return Options({k: v for k, v in (arguments | trees).items() if v is not None})
+
+
+def difference(answer: Answer, plain: Answer, aborted: bool) -> str:
+    """How an answer differs from that of the engine without trees; empty if it does not."""
+    if (answer.refused is None) != (plain.refused is None):
+        return f"refused: {answer.refused!r} != {plain.refused!r}"
+    if answer.output is None or plain.output is None:
+        return "" if aborted or answer.refused else "no answer"
+    own, wanted = answer.output, plain.output
+    if own.prompt != wanted.prompt:
+        return "other prompts"
+    if not aborted and own.reasons != wanted.reasons:
+        return f"reasons {own.reasons} != {wanted.reasons}; {_at(own, wanted)}"
+    if not aborted and own.texts != wanted.texts:
+        return f"texts {own.texts} != {wanted.texts}; {_at(own, wanted)}"
+    for sequence, tokens in enumerate(own.tokens):
+        expected = wanted.tokens[sequence]
+        if tokens != (expected[: len(tokens)] if aborted else expected):
+            return _at(own, wanted)
+    return _logprobs(own, wanted, aborted)
+
+
+def _at(own: Output, wanted: Output) -> str:
+    for sequence, pair in enumerate(zip(own.tokens, wanted.tokens, strict=False)):
+        for at, (token, expected) in enumerate(zip(*pair, strict=False)):
+            if token != expected:
+                scores = [
+                    o.logprobs[sequence][at][:4] if o.logprobs[sequence] else None
+                    for o in (own, wanted)
+                ]
+                return (
+                    f"sequence {sequence}, token {at}: {pair[0][at:][:6]} != {pair[1][at:][:6]}"
+                    f", logprobs {scores}"
+                )
+    return f"lengths {[*map(len, own.tokens)]} != {[*map(len, wanted.tokens)]}"
+
+
+def _logprobs(own: Output, wanted: Output, aborted: bool) -> str:
+    pairs = [
+        (f"sequence {number}, token {at}", token, wanted.logprobs[number][at])
+        for number, sequence in enumerate(own.logprobs)
+        for at, token in enumerate(sequence)
+    ]
+    pairs.append(("prompt", own.prompt_logprobs, wanted.prompt_logprobs))
+    for where, values, expected in pairs:
+        near = len(values) == len(expected) and all(map(_near, values, expected))
+        if not near and not (aborted and not values):
+            return f"logprobs of {where}: {values} != {expected}"
+    return ""
+
+
+def _near(value: float, expected: float) -> bool:
+    return value == expected or abs(value - expected) <= TOLERANCE
+
+
+class Differs(AssertionError):
+    """A case with another answer than without trees."""
+
+
+class Comparison:
+    """An engine with trees beside the one without, both asked the same."""
+
+    def __init__(self, options: Options, plain: Plain, tally: Tally) -> None:
+        self._options = options
+        self._plain = plain
+        self._tally = tally
+        self._engine = EngineProcess(options.arguments)
+        self._failed_at: float | None = None
+        self.failures: list[tuple[Schedule, str]] = []
+
+    def check(self, schedule: Schedule) -> None:
+        """Raises `Differs`; does nothing when the time for making a failure smaller is over."""
+        if self._failed_at is not None and time.monotonic() - self._failed_at > SMALLER_SECONDS:
+            return
+        if self._options.greedy:
+            schedule = _greedily(schedule)
+        if found := self._differences(schedule):
+            self.failures.append((schedule, found))
+            self._failed_at = self._failed_at or time.monotonic()
+            raise Differs(found)
+
+    def _differences(self, schedule: Schedule) -> str:
+        wanted = self._plain.answers(schedule)
+        try:
+            if self._engine.closed:
+                self._engine = EngineProcess(self._options.arguments)
+            answers = self._engine.answers(schedule)
+        except EngineFailed as error:
+            return f"the engine failed:\n{error}"
+        pairs = zip(schedule.arrivals, answers, wanted, strict=True)
+        found = [difference(own, other, a.abort is not None) for a, own, other in pairs]
+        if told := [f"request {n}: {text}" for n, text in enumerate(found) if text]:
+            return "\n".join(told)
+        self._count(answers)
+        return ""
+
+    def _count(self, answers: Sequence[Answer]) -> None:
+        self._tally.cases += 1
+        for answer in answers:
+            self._tally.requests += 1
+            if answer.output is None:
+                self._tally.ends["refused" if answer.refused else "aborted"] += 1
+                continue
+            self._tally.ends.update(str(reason) for reason in answer.output.reasons)
+            self._tally.tokens += sum(map(len, answer.output.tokens))
+            self._tally.logprobs += sum(map(len, answer.output.logprobs))
+
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _greedily(schedule: Schedule) -> Schedule:
+    """The same without sampling."""
+    keep = [{**each.params, "temperature": 0.0} for each in schedule.arrivals]
+    for params in keep:
+        params.pop("n", None)
+    return replace(
+        schedule,
+        arrivals=[replace(each, params=p) for each, p in zip(schedule.arrivals, keep, strict=True)],
+    )
+
+
+class Plain:
+    """The engine without trees, whatever sizes the one with them has; it aborts nothing."""
+
+    def __init__(self, **arguments: Any) -> None:
+        sizes = {"max_model_len": MAX_MODEL_LEN}
+        self._engine = EngineProcess(workload.without_tree(**sizes, **arguments))
+
+    def answers(self, schedule: Schedule) -> list[Answer]:
+        # What follows an aborted request is asked behind its prompt, as with trees.
+        arrivals = [replace(each, abort=each.abort and 1 << 30) for each in schedule.arrivals]
+        return self._engine.answers(Schedule(arrivals))
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@contextmanager
+def plain_engine(**arguments: Any) -> Iterator[Plain]:
+    engine = Plain(**arguments)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def fuzz(
+    options: Options, plain: Plain, cases: int, number: int, tally: Tally
+) -> tuple[Schedule, str] | dict[str, float]:
+    """The engine's metrics, or the smallest case found that differs, and how."""
+    try:
+        comparison = Comparison(options, plain, tally)
+    except EngineFailed as error:
+        return Schedule([]), f"the engine does not start:\n{error}"
+
+    @seed(number)
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    @given(schedules(options.block_size))
+    def each(schedule: Schedule) -> None:
+        comparison.check(schedule)
+
+    try:
+        try:
+            each()
+        except BaseException as error:
+            # What hypothesis says of a case that fails once in a while is not the case.
+            if not comparison.failures or isinstance(error, KeyboardInterrupt):
+                raise
+        if comparison.failures:
+            return min(comparison.failures, key=lambda f: len(json.dumps(f[0].as_json())))
+        return comparison.metrics()
+    finally:
+        comparison.close()
+
+
+def report(options: Options, number: int, schedule: Schedule, found: str) -> str:
+    """What to keep of a failure: enough to have it again."""
+    case = {
+        "seed": number,
+        "engine": dict(options.arguments),
+        "greedy": options.greedy,
+        "schedule": schedule.as_json(),
+        "found": found,
+    }
+    return json.dumps(case, indent=1)
+
+
+def replay(path: Path) -> str:
+    """Ask a reported case again; how it differs now."""
+    case = json.loads(path.read_text())
+    with plain_engine() as plain:
+        comparison = Comparison(Options(case["engine"], case["greedy"]), plain, Tally())
+        try:
+            comparison.check(schedule_of(case["schedule"]))
+        except Differs as error:
+            return str(error)
+        finally:
+            comparison.close()
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Fuzz engines with trees.")
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--each", type=int, default=250, help="cases on one engine")
+    parser.add_argument("--seed", type=int, default=1, help="of the first engine")
+    parser.add_argument("--growth", help="of every engine's trees; any by default")
+    parser.add_argument("--engine", type=json.loads, default={}, help="arguments of every LLM")
+    parser.add_argument("--plain", type=json.loads, default={}, help="of the one without trees")
+    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"))
+    parser.add_argument("--replay", type=Path, help="a reported case to ask again")
+    arguments = parser.parse_args()
+    if arguments.replay is not None:
+        found = replay(arguments.replay)
+        print(found or "no difference")
+        return bool(found)
+    failed, tally, began = 0, Tally(), time.monotonic()
+    with plain_engine(**arguments.plain) as plain:
+        for at in range(math.ceil(arguments.cases / arguments.each)):
+            number = arguments.seed + at
+            cases = min(arguments.each, arguments.cases - at * arguments.each)
+            options = engine_options(number, arguments.growth)
+            options = replace(options, arguments={**options.arguments, **arguments.engine})
+            result = fuzz(options, plain, cases, number, tally)
+            seconds = time.monotonic() - began
+            if isinstance(result, tuple):
+                failed += 1
+                arguments.failures.mkdir(exist_ok=True)
+                path = arguments.failures / f"{number}.json"
+                path.write_text(text := report(options, number, *result))
+                print(f"engine {number}: DIFFERS, kept in {path}\n{text}", flush=True)
+            else:
+                preempted = result.get("vllm:num_preemptions_total", 0)
+                accepted = result.get("vllm:spec_decode_num_accepted_tokens_total", 0)
+                print(
+                    f"engine {number}: {cases} cases the same, {accepted:.0f} tokens accepted, "
+                    f"{preempted:.0f} preemptions; {seconds:.0f} s",
+                    flush=True,
+                )
+    print(f"{tally}; {failed} engines differ")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

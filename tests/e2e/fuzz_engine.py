@@ -1,0 +1,236 @@
+"""Engines that work through schedules, each in a process of its own.
+
+As a program it takes an engine's arguments as JSON, reads schedules from its input, a line of JSON
+each, and writes what their requests got.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fuzz_cases
+from engine_process import Engine, Output, _output, sampling_params
+from fuzz_cases import Arrival, Schedule
+
+MOST_STEPS = 3000
+"""More than any schedule can take; an engine that needs them hangs."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine raised an error, which is the text, and is gone."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``output`` has the tokens of an aborted request, too, as far as they came; None before the
+    first. ``refused``: why the engine did not take the request."""
+
+    output: Output | None
+    refused: str | None = None
+
+
+class EngineProcess:
+    """An engine with these arguments of ``LLM``, asked one schedule after the other."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from dyntree_plugin import preload
+
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+        }
+        if (library := preload.library()) is not None:
+            environment["LD_PRELOAD"] = str(library)
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(arguments)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+            text=True,
+        )
+        self._read()
+
+    def _read(self) -> Any:
+        if self._process.stdout is None:
+            raise RuntimeError("the engine's process has no output")
+        line = self._process.stdout.readline()
+        found = json.loads(line) if line else {"error": Path(self._log.name).read_text()[-8000:]}
+        if "error" in found:
+            self.close()
+            raise EngineFailed(found["error"])
+        return found
+
+    def answers(self, schedule: Schedule) -> list[Answer]:
+        """By request.
+
+        Raises:
+            EngineFailed: once; the process has ended.
+        """
+        if self._process.stdin is None:
+            raise RuntimeError("the engine's process has no input")
+        print(json.dumps(asdict(schedule)), file=self._process.stdin, flush=True)
+        return [
+            Answer(value["output"] and Output(**value["output"]), value["refused"])
+            for value in self._read()["answers"]
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Of everything so far."""
+        if self._process.stdin is None:
+            raise RuntimeError("the engine's process has no input")
+        print("metrics", file=self._process.stdin, flush=True)
+        found: dict[str, float] = self._read()["metrics"]
+        return found
+
+    def close(self) -> None:
+        """Again does nothing."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._process.poll() is not None
+
+
+class _Work:
+    """One schedule on one engine."""
+
+    def __init__(self, engine: Engine, schedule: Schedule, prefix: str) -> None:
+        self._engine = engine.llm.llm_engine
+        self._schedule = schedule
+        self._prefix = prefix
+        self._waiting = dict(enumerate(schedule.arrivals))
+        self._begun: dict[int, tuple[int, str]] = {}
+        self._found: dict[int, dict[int, Any]] = {}
+        self._prompts: dict[int, list[int]] = {}
+        self._refused: dict[int, str] = {}
+        self._ended: set[int] = set()
+        self._step = 0
+
+    def answers(self) -> list[Answer]:
+        while self._waiting or self._engine.has_unfinished_requests():
+            self._admit()
+            if self._step in self._schedule.resets:
+                self._engine.reset_prefix_cache(reset_running_requests=True)
+            for output in self._engine.step():
+                self._take(output)
+            self._step += 1
+            for number, (at, name) in self._begun.items():
+                abort = self._schedule.arrivals[number].abort
+                if abort is not None and self._step == at + abort and number not in self._ended:
+                    self._engine.abort_request([name], internal=True)
+                    self._ended.add(number)
+            if self._step > MOST_STEPS:
+                raise RuntimeError(f"requests do not end: {sorted(self._begun)} {self._ended}")
+        return [self._answer(number) for number in range(len(self._schedule.arrivals))]
+
+    def _admit(self) -> None:
+        from vllm.exceptions import VLLMError
+
+        idle = not self._engine.has_unfinished_requests()
+        due = [n for n, arrival in self._waiting.items() if self._due(arrival)]
+        if idle and not due:
+            due = [n for n, arrival in self._waiting.items() if arrival.follows is None][:1]
+        for number in due:
+            arrival = self._waiting.pop(number)
+            before = None if arrival.follows is None else self._conversation(arrival.follows)
+            self._prompts[number] = fuzz_cases.prompt_of(arrival, before)
+            try:
+                name = self._add(number, arrival)
+            except (ValueError, VLLMError) as error:
+                self._refused[number] = str(error)
+                self._ended.add(number)
+            else:
+                self._begun[number] = self._step, name
+
+    def _due(self, arrival: Arrival) -> bool:
+        if arrival.follows is not None:
+            return arrival.follows in self._ended
+        return arrival.at <= self._step
+
+    def _add(self, number: int, arrival: Arrival) -> str:
+        from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+
+        arguments = dict(arrival.params)
+        if repetition := arguments.get("repetition_detection"):
+            arguments["repetition_detection"] = RepetitionDetectionParams(**repetition)
+        params = sampling_params(arguments)
+        params.output_kind = RequestOutputKind.CUMULATIVE
+        prompt = {"prompt_token_ids": self._prompts[number]}
+        name = f"{self._prefix}-{number}"
+        policy = self._engine.vllm_config.scheduler_config.policy
+        priority = arrival.priority if policy == "priority" else 0
+        return str(self._engine.add_request(name, prompt, params, priority=priority))
+
+    def _conversation(self, number: int) -> list[int]:
+        answer = self._answer(number).output
+        aborted = self._schedule.arrivals[number].abort is not None
+        return self._prompts[number] + ([] if aborted or answer is None else answer.tokens[0])
+
+    def _take(self, output: Any) -> None:
+        number = int(output.request_id.rpartition("-")[2])
+        found = self._found.setdefault(number, {})
+        for sequence in output.outputs:
+            found[sequence.index] = sequence
+        output.outputs = list(found.values())
+        found[-1] = output
+        if output.finished:
+            self._ended.add(number)
+
+    def _answer(self, number: int) -> Answer:
+        found = self._found.get(number)
+        if found is None:
+            return Answer(None, self._refused.get(number))
+        output = found[-1]
+        output.outputs = [found[index] for index in sorted(found) if index >= 0]
+        return Answer(_output(output))
+
+
+def main(arguments: str) -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(value: dict[str, Any]) -> None:
+        print(json.dumps(value), file=out, flush=True)
+
+    try:
+        from engine_process import read_metrics
+
+        engine = Engine(json.loads(arguments))
+        tell({"ready": True})
+        for count, line in enumerate(sys.stdin):
+            if line.strip() == "metrics":
+                tell({"metrics": read_metrics()})
+                continue
+            engine.llm.reset_prefix_cache()
+            value = json.loads(line)
+            schedule = replace(
+                fuzz_cases.schedule_of(value), arrivals=[Arrival(**a) for a in value["arrivals"]]
+            )
+            answers = _Work(engine, schedule, str(count)).answers()
+            tell({"answers": [asdict(answer) for answer in answers]})
+    except Exception:
+        tell({"error": traceback.format_exc()[-6000:]})
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,91 @@
+"""A few hundred of the cases of `fuzz`, and that it would find a wrong token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import fuzz
+import pytest
+import workload
+from fuzz import Options, Plain, Tally, engine_options, plain_engine
+from fuzz_cases import Arrival, Schedule, schedule_of
+
+pytestmark = pytest.mark.e2e
+
+CASES = 100
+"""On each engine."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Plain]:
+    with plain_engine() as engine:
+        yield engine
+
+
+def _tight() -> Options:
+    """An engine that preempts, whose steps cut prompts and trees."""
+    return Options(
+        {
+            **workload.with_options(16),
+            "max_model_len": fuzz.MAX_MODEL_LEN,
+            "block_size": 32,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 60,
+            "num_gpu_blocks_override": 14,
+            "long_prefill_token_threshold": 40,
+            "scheduling_policy": "priority",
+        }
+    )
+
+
+def _roomy() -> Options:
+    """Whole trees, and prompts that find each other's blocks."""
+    trees = workload.tree(16)
+    return Options({**trees, "max_model_len": fuzz.MAX_MODEL_LEN, "block_size": 16})
+
+
+@pytest.mark.parametrize("options", [_tight(), _roomy()], ids=["tight", "roomy"])
+def test_random_requests_get_what_they_get_without_trees(
+    options: Options, plain: Plain, tell: Callable[[str], None]
+) -> None:
+    tally = Tally()
+    result = fuzz.fuzz(options, plain, CASES, 1, tally)
+    assert not isinstance(result, tuple), fuzz.report(options, 1, *result)
+    assert tally.cases == CASES
+    assert result["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    if "num_gpu_blocks_override" in options.arguments:
+        assert result["vllm:num_preemptions_total"] > 0
+    tell(f"fuzzed: {tally}")
+
+
+def test_an_engine_with_other_samples_is_found_and_its_case_can_be_asked_again(
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paper's rule keeps the law of a sample, and no token of it."""
+    monkeypatch.setattr(fuzz, "SMALLER_SECONDS", 10)
+    trees = workload.tree(growth="dyspec")
+    options = Options({**trees, "max_model_len": fuzz.MAX_MODEL_LEN, "block_size": 32})
+    result = fuzz.fuzz(options, plain, CASES, 1, Tally())
+    assert isinstance(result, tuple)
+    schedule, found = result
+    told = json.loads(fuzz.report(options, 1, schedule, found))
+    assert schedule_of(told["schedule"]) == schedule
+    assert told["engine"] == dict(options.arguments)
+    assert "sequence" in found
+
+
+def test_options_of_a_number_are_always_the_same() -> None:
+    assert engine_options(5) == engine_options(5)
+    assert len({json.dumps(engine_options(n).arguments) for n in range(20)}) == 20
+
+
+def test_a_schedule_is_the_same_behind_json() -> None:
+    schedule = Schedule([_arrival(), replace(_arrival(), follows=0, abort=3)], [2])
+    assert schedule_of(json.loads(json.dumps(schedule.as_json()))) == schedule
+
+
+def _arrival() -> Arrival:
+    return Arrival(base=1, length=33, params={"max_tokens": 2}, tail=[7])
