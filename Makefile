@@ -3,7 +3,7 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast gpu-kernels gpu-e2e dashboards screenshots lint format clean
+.PHONY: help demo test test-fast soak fuzz gpu-kernels gpu-e2e dashboards screenshots lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -19,6 +19,13 @@ test: lint test-fast ## Checks style and types and runs every test.
 
 test-fast: .venv/installed ## Runs the tests that start no engine.
 	$(BIN)/pytest -m "$(FAST)" -n auto --maxprocesses 4 $(ARGS)
+
+soak: .venv/installed ## Has many clients at one server and repeats their answers; MINUTES=10, CLIENTS=64.
+	PYTHONPATH=tests $(BIN)/python tests/e2e/soak.py $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(CLIENTS),--clients $(CLIENTS)) $(ARGS)
+
+fuzz: .venv/installed ## Compares random requests on random engines with none; CASES=10000, ARGS=--help.
+	PYTHONPATH=tests $(BIN)/python tests/e2e/fuzz.py $(if $(CASES),--cases $(CASES)) $(ARGS)
 
 gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... says where results go.
 	@scripts/gpu_kernels.sh

@@ -12,7 +12,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ def running(
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGINT)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
@@ -75,10 +76,11 @@ def running(
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its address and the file that it logs to."""
+    """A running server: its address, the file that it logs to, and its first process."""
 
     address: str
     log: Path
+    process: subprocess.Popen[bytes]
 
 
 @contextmanager
@@ -119,4 +121,4 @@ def server(
             wait_until(healthy, START_SECONDS, "a healthy server")
         except TimeoutError as error:
             raise RuntimeError(f"{error}:\n{log.read_text()[-8000:]}") from None
-        yield Server(address, log)
+        yield Server(address, log, process)

@@ -1,0 +1,55 @@
+"""Three minutes of `soak`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import soak
+from engine_process import Request
+from soak_clients import Log, Received
+
+pytestmark = pytest.mark.e2e
+
+SECONDS = 170
+CLIENTS = 32
+REPEATED = 600
+"""Answers; an engine without trees makes them in less than a minute."""
+
+
+@pytest.mark.timeout(900)
+def test_a_server_under_many_clients_stays_exact_and_alive(
+    tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    soaked = soak.run(tmp_path, SECONDS, CLIENTS, REPEATED)
+    assert not soak.failures(soaked), soaked.report()
+    assert soaked.log.aborted > 0
+    assert soaked.log.restarts > 0
+    assert soaked.repeated > 50
+    tell("soak: " + soaked.report().splitlines()[0])
+
+
+def test_a_wrong_token_is_seen_and_a_beginning_is_none() -> None:
+    def received(tokens: list[int], aborted: bool) -> Received:
+        return Received(Request("", {}), [tokens], aborted)
+
+    assert not soak.differs(received([1, 2, 3], aborted=False), [[1, 2, 3]])
+    assert not soak.differs(received([1, 2], aborted=True), [[1, 2, 3]])
+    assert soak.differs(received([1, 2], aborted=False), [[1, 2, 3]])
+    assert soak.differs(received([1, 4], aborted=True), [[1, 2, 3]])
+
+
+def test_a_growing_process_is_seen() -> None:
+    growing = soak.Samples({"worker": [(s, 500 + s) for s in range(0, 600, 5)]})
+    steady = soak.Samples({"worker": [(s, 500 + s % 20) for s in range(0, 600, 5)]})
+    bound = soak.MOST_GROWTH
+    assert growing.growth(soak.WARM_UP_SECONDS)["worker"] > bound
+    assert abs(steady.growth(soak.WARM_UP_SECONDS)["worker"]) < bound
+
+
+def test_counters_that_do_not_add_up_are_seen() -> None:
+    log = Log([Received(Request("", {}), [[1, 2, 3]])])
+    metrics = {"vllm:generation_tokens_total": 2.0, "vllm:num_preemptions_total": 0.0}
+    found = soak.faults(log, metrics, check=lambda metrics: None)
+    assert len(found) == 2
