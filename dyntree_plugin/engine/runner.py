@@ -243,20 +243,28 @@ class TreeRunnerMixin(GPUModelRunner):
         drafts = batch.num_draft_tokens_per_req
         if drafts is None:
             raise RuntimeError("vLLM scheduled drafts without saying whose they are")
-        plain = (drafts == 0) | (batch.num_scheduled_tokens[: batch.num_reqs] != drafts + 1)
+        requests = slice(batch.num_reqs)
+        plain = (drafts == 0) | (batch.num_scheduled_tokens[requests] != drafts + 1)
+        plain |= batch.is_prefilling_np[requests]
         return TreeMask(*self.place(batch), bool(plain.any()))
 
     def place(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Change the batch's positions; ``ctx_lens`` and ``ancestor_bits`` as in TreeMask."""
+        """Change the batch's positions; ``ctx_lens`` and ``ancestor_bits`` as in TreeMask.
+
+        vLLM fills a request up with drafts that has one token of its prompt left: these are no
+        tree.
+        """
         slot, row = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
         depth = self.trees.depths[slot, (row - 1).clamp(min=0)]
         rows = batch.logits_indices
-        batch.positions[rows] += torch.where(row > 0, depth - row, 0)
+        has_tree = batch.positions[rows] - row >= self.req_states.prefill_len.gpu[slot]
+        batch.positions[rows] += torch.where(has_tree & (row > 0), depth - row, 0)
 
         num_reqs = batch.num_reqs
         lengths = batch.query_start_loc[1 : num_reqs + 1] - batch.query_start_loc[:num_reqs]
         num_logits = torch.diff(batch.cu_num_logits)
         is_tree = (num_logits > 1) & (lengths == num_logits)
+        is_tree &= has_tree[batch.cu_num_logits[:-1].long()]
         bits = torch.zeros(
             batch.num_tokens, self.trees.words, dtype=torch.int32, device=rows.device
         )

@@ -111,7 +111,9 @@ class TreeCounting(Scheduler):
         counts, stats = self._counts, self._stats
         if counts is None or stats is None or not counts.nodes:
             return spec_decoding_stats
-        self._observe(stats, counts, request_id, num_accepted_tokens)
+        # vLLM fills a request up with drafts that has one token of its prompt left.
+        if counts.decoding[self._rows[request_id]]:
+            self._observe(stats, counts, request_id, num_accepted_tokens)
         return stats
 
     def make_stats(

@@ -299,9 +299,12 @@ class CatchUpPlan:
     @classmethod
     def of(cls, batch: InputBatch, max_depth: int) -> CatchUpPlan:
         num_reqs = batch.num_reqs
-        scheduled = batch.num_scheduled_tokens[:num_reqs]
-        carried = np.where(batch.is_prefilling_np[:num_reqs], scheduled, 0)
-        emitted = _emitted(batch, max_depth)
+        drafts = batch.num_draft_tokens_per_req
+        # Rows that vLLM fills a request up with are neither prompt nor a tree.
+        filled_up = 0 if drafts is None else drafts[:num_reqs]
+        prefilling = batch.is_prefilling_np[:num_reqs]
+        carried = np.where(prefilling, batch.num_scheduled_tokens[:num_reqs] - filled_up, 0)
+        emitted = np.where(prefilling, 1, _emitted(batch, max_depth))
         starts = np.zeros(num_reqs + 1, dtype=np.int32)
         np.cumsum(carried + emitted, out=starts[1:])
         return cls(starts, carried)

@@ -41,6 +41,8 @@ class TreeStore:
         self.ancestors = torch.zeros(
             num_slots, nodes + 1, self.words, dtype=torch.int32, device=device
         )
+        # A slot that never had a tree has one without nodes, whose root sees itself.
+        self.ancestors[:, 0, 0] = 1
         self.features = torch.zeros(
             num_slots, nodes if plan.calibrated else 0, FEATURES, device=device
         )

@@ -62,6 +62,26 @@ def wrong_ancestor_bit(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
+def padding_as_tree(runner: Any) -> Iterator[None]:
+    """Rows that fill up a request with one token of its prompt left are taken for a tree, which
+    sees the context alone."""
+    stock = runner._place_nodes
+
+    def place(batch: Any) -> Any:
+        mask = stock(batch)
+        starts, lengths = batch.query_start_loc_np, batch.num_scheduled_tokens
+        for request in range(batch.num_reqs):
+            if batch.is_prefilling_np[request] and batch.num_draft_tokens_per_req[request]:
+                first = int(starts[request])
+                mask.ancestor_bits[first : first + int(lengths[request])] = 0
+                mask.ctx_lens[request] = batch.seq_lens[request] - int(lengths[request])
+        return mask
+
+    with mock.patch.object(runner, "_place_nodes", place):
+        yield
+
+
+@contextmanager
 def wrong_child(runner: Any) -> Iterator[None]:
     """Verification accepts every tree's first node, whatever its token is."""
     kind = type(runner.rejection_sampler)

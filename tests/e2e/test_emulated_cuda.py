@@ -14,7 +14,7 @@ from comparison import Outputs, by_request, mismatches
 from emulated.models import make_pair
 from emulated_engine import Emulated, serve_emulated
 from engine_process import Request, Result, Run, serve
-from workload import ask
+from workload import ask, long
 
 pytestmark = pytest.mark.e2e
 
@@ -59,10 +59,14 @@ MIXED = _short(
 """Short prompts, as many again as there are slots."""
 BROKEN = _short(*(ask(n, "full", max_tokens=14, ignore_eos=True) for n in range(10, 13)))
 """Three at a time, which graphs of four serve."""
+COPIES = [long(20, "full", 33, max_tokens=5, ignore_eos=True, seed=seed) for seed in range(3)]
+"""A prompt that fills a block of the cache but for one token. Once that block is cached, vLLM fills
+such requests up with drafts, and a graph serves them."""
 CONTROLS = ("tree_moves", "stale_masks", "padding_is_alive", "without_kv_move")
 RUNS = {
     "mixed": Run(MIXED),
     "three": Run(BROKEN),
+    "copies": Run(COPIES * 2, batch=3),
     **{name: Run(BROKEN, sabotage=name) for name in CONTROLS},
 }
 EMULATED = {"fixed": RUNS, "adaptive": {"mixed": Run(MIXED[:5])}}
@@ -79,7 +83,7 @@ class Served:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     target, draft = make_pair(tmp_path_factory.mktemp("pair"))
     plain = {**workload.without_tree(model=target), **LIMITS}
-    every = Run([*MIXED, *BROKEN])
+    every = Run([*MIXED, *BROKEN, *COPIES])
 
     def trees(budget: str) -> dict[str, Any]:
         engine = workload.with_options(NODES, budget=budget, **TREE)

@@ -21,11 +21,11 @@ BROKEN = Run(RUN.requests, replay=True, sabotage="chain_positions")
 
 @dataclass(frozen=True)
 class Served:
-    """``trees``: the two runs in half precision. ``rounding``: how far the chain is from the same
-    text read in fp32."""
+    """``trees``: the two runs in half precision. ``in_fp32``: logprobs of the first run's texts, by
+    request, read in fp32."""
 
     trees: dict[str, Result]
-    rounding: list[float]
+    in_fp32: list[list[float]]
 
     @classmethod
     def with_dtype(cls, dtype: str) -> Served:
@@ -35,14 +35,11 @@ class Served:
         params = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
         run = Run([Request(output.prompt + output.tokens[0], params) for output in outputs])
         exact = serve(workload.without_tree(), {"fp32": run}, threads=1)["fp32"]
-        rounding = [
-            abs(rounded - in_fp32)
-            for output, read in zip(outputs, exact.outputs, strict=True)
-            for rounded, in_fp32 in zip(
-                output.replayed, read.prompt_logprobs[len(output.prompt) - 1 :], strict=True
-            )
+        read = [
+            output.prompt_logprobs[len(asked.prompt) - 1 :]
+            for asked, output in zip(outputs, exact.outputs, strict=True)
         ]
-        return cls(trees, rounding)
+        return cls(trees, read)
 
 
 @pytest.fixture(scope="module")
@@ -51,30 +48,41 @@ def started() -> Iterator[dict[str, Future[Served]]]:
         yield {dtype: pool.submit(Served.with_dtype, dtype) for dtype in DTYPES}
 
 
-def distances(result: Result) -> list[float]:
-    """How far the tokens' logprobs are from those of the replay as a chain."""
+def distances(first: list[list[float]], second: list[list[float]]) -> list[float]:
     return [
-        abs(scores[0] - replayed)
-        for output in result.outputs
-        for scores, replayed in zip(output.logprobs[0], output.replayed, strict=True)
+        abs(a - b) for pair in zip(first, second, strict=True) for a, b in zip(*pair, strict=True)
     ]
+
+
+def sampled(result: Result) -> list[list[float]]:
+    """Logprobs of the emitted tokens, by request."""
+    return [[scores[0] for scores in output.logprobs[0]] for output in result.outputs]
+
+
+def as_chain(result: Result) -> list[list[float]]:
+    """The same in the replay."""
+    return [output.replayed for output in result.outputs]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_on_the_tree_are_within_rounding_of_the_chain(
     started: dict[str, Future[Served]], dtype: str, tell: Callable[[str], None]
 ) -> None:
+    """A chain of another number of rows rounds differently as well: how much rounding there is, the
+    chain's own distance from fp32 tells."""
     served = started[dtype].result()
-    trees, rounding = served.trees, served.rounding
-    found, broken = distances(trees["tree"]), distances(trees["broken"])
+    tree, broken = served.trees["tree"], served.trees["broken"]
+    found = distances(sampled(tree), served.in_fp32)
+    rounding = distances(as_chain(tree), served.in_fp32)
+    apart = distances(sampled(broken), as_chain(broken))
     tell(
-        f"{dtype} logprobs, mean and largest distance: trees from the chain {_both(found)}, "
-        f"the chain from fp32 {_both(rounding)}, with chain positions {_both(broken)}"
+        f"{dtype} logprobs, mean and largest distance from fp32: trees {_both(found)}, the chain "
+        f"{_both(rounding)}; with chain positions from the chain {_both(apart)}"
     )
-    assert mean(found) <= mean(rounding)
-    assert max(found) <= max(rounding)
-    assert mean(broken) > 3 * mean(rounding)
-    assert trees["tree"].metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
+    assert mean(found) <= 1.5 * mean(rounding)
+    assert max(found) <= 3 * max(rounding)
+    assert mean(apart) > 3 * mean(rounding)
+    assert tree.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
 
 
 def _both(values: list[float]) -> str:

@@ -30,7 +30,12 @@ def test_unpack_returns_what_vllm_packed(
     key_cache, value_cache = empty_cache(5, 3, block_size, head_size, dtype)
     slots = torch.randperm(5 * block_size)[: 3 * block_size + 7]
     keys, values = torch.randn(2, len(slots), 3, head_size).to(dtype)
-    ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+    try:
+        ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+    except RuntimeError as error:
+        if isa != "amx" or torch.cpu._is_amx_tile_supported():
+            raise
+        pytest.skip(f"vLLM has no layout {isa!r} for a processor without AMX: {error}")
     ours = empty_cache(5, 3, block_size, head_size, dtype)
     write(*ours, isa, slots, keys, values)
     assert all(

@@ -58,6 +58,7 @@ class TreeGPUModelRunner(TreeRunnerMixin):
             batch.cu_num_logits,
             batch.query_start_loc[: requests + 1],
             batch.seq_lens[:requests],
+            self.req_states.prefill_len.gpu,
             self.trees.depths,
             self.trees.ancestors,
             batch.num_tokens,

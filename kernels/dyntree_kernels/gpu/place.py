@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def _place(
-    POSITIONS, SLOTS, LOGITS_BOUNDS, ROWS_BOUNDS, SEQ_LENS, DEPTHS, ANCESTORS, CTX_LENS, BITS,
-    nodes, words, ROWS: tl.constexpr,
+    POSITIONS, SLOTS, LOGITS_BOUNDS, ROWS_BOUNDS, SEQ_LENS, PREFILL_LENS, DEPTHS, ANCESTORS,
+    CTX_LENS, BITS, nodes, words, ROWS: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     slot = tl.load(SLOTS + request).to(tl.int64)
@@ -20,10 +20,12 @@ def _place(
     start, end = tl.load(ROWS_BOUNDS + request), tl.load(ROWS_BOUNDS + request + 1)
     row = tl.arange(0, ROWS)
     inside, at = row < count, end - count + row
+    # vLLM fills a request up with drafts that has one token of its prompt left: these are no tree.
+    has_tree = tl.load(POSITIONS + end - count) >= tl.load(PREFILL_LENS + slot)
 
     depth = tl.load(DEPTHS + slot * nodes + row - 1, mask=inside & (row > 0), other=0)
     position = tl.load(POSITIONS + at, mask=inside, other=0)
-    tl.store(POSITIONS + at, position + depth - row, mask=inside)
+    tl.store(POSITIONS + at, tl.where(has_tree, position + depth - row, position), mask=inside)
     for word in range(words):
         bits = tl.load(ANCESTORS + (slot * (nodes + 1) + row) * words + word, mask=inside, other=0)
         tl.store(BITS + at * words + word, bits, mask=inside)
@@ -31,7 +33,7 @@ def _place(
             prompt = first + row
             tl.store(BITS + prompt * words + word, 0, mask=prompt < end - count)
     context = tl.load(SEQ_LENS + request) - count
-    is_tree = (count > 1) & (end - start == count)
+    is_tree = has_tree & (count > 1) & (end - start == count)
     tl.store(CTX_LENS + request, tl.where(is_tree, context, -1))
 
 
@@ -41,29 +43,33 @@ def place(
     cu_num_logits: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
+    prefill_lens: torch.Tensor,
     depths: torch.Tensor,
     ancestors: torch.Tensor,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn the linear positions of tree rows into those of their nodes, and make the batch's mask.
 
-    A request's last rows, as many as it has logits, are its tree's root and first nodes.
+    A request's last rows, as many as it has logits, are its tree's root and first nodes. While its
+    prompt is incomplete it has no tree, and its positions stay.
 
     Args:
         positions: int64 [>= num_rows], changed in place.
         slots: [R], where the trees of the requests are.
         cu_num_logits, query_start_loc: int32 [R + 1], bounds of the requests' logits and rows.
         seq_lens: int32 [R], with this step's rows.
+        prefill_lens: int32 [S], tokens that the requests had before their first was sampled.
         depths: int64 [S, N], and ancestors: int32 [S, N + 1, words], the trees.
 
     Returns:
-        int32 [R], the positions before a request's rows if it has nodes and all of its rows are of
-        its tree, else -1; ancestor bits int32 [num_rows, words], none in the other rows.
+        int32 [R], the positions before a request's rows if it has a tree with nodes and all of its
+        rows are the tree's, else -1; ancestor bits int32 [num_rows, words], none in the other rows.
 
     Raises:
         ValueError: for arrays that are not dense.
     """
-    arrays = (positions, slots, cu_num_logits, query_start_loc, seq_lens, depths, ancestors)
+    batch = (positions, slots, cu_num_logits, query_start_loc, seq_lens, prefill_lens)
+    arrays = (*batch, depths, ancestors)
     if not all(array.is_contiguous() for array in arrays):
         raise ValueError("the arrays of a batch and its trees must be dense")
     requests, (nodes, words) = slots.shape[0], (depths.shape[1], ancestors.shape[2])
@@ -72,7 +78,7 @@ def place(
     if requests:
         rows = triton.next_power_of_2(nodes + 1)
         _place[(requests,)](
-            positions, slots, cu_num_logits, query_start_loc, seq_lens, depths, ancestors,
-            ctx_lens, bits, nodes, words, ROWS=rows, num_warps=max(1, min(8, rows // 128)),
+            *arrays, ctx_lens, bits, nodes, words, ROWS=rows,
+            num_warps=max(1, min(8, rows // 128)),
         )  # fmt: skip
     return ctx_lens, bits

@@ -10,18 +10,20 @@ from tree_shapes import random_tree
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_kernels.gpu.place import place
 
-SLOTS = [4, 0, 2, 5, 1]
-LOGITS = [5, 1, 1, 9, 3]
-ROWS = [5, 1, 7, 9, 20]
-"""A cut tree, a root alone, a prompt, a whole tree, and a prompt's end before a tree."""
-CONTEXTS = [40, 7, 0, 100, 12]
+SLOTS = [4, 0, 2, 5, 1, 6, 3]
+LOGITS = [5, 1, 1, 9, 3, 6, 6]
+ROWS = [5, 1, 7, 9, 20, 6, 6]
+"""A cut tree, a root alone, a prompt, a whole tree, a prompt's end before a tree, and twice a
+prompt's last token that is filled up with drafts."""
+CONTEXTS = [40, 7, 0, 100, 12, 20, 0]
+PROMPTS = [40, 7, 9, 30, 29, 21, 1]
 NODES = 8
 
 
 def stored(nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random trees in six slots: their nodes' depths, and the bits of roots and nodes."""
+    """Random trees in seven slots: their nodes' depths, and the bits of roots and nodes."""
     g = torch.Generator().manual_seed(nodes)
-    parents = torch.tensor([random_tree(nodes + 1, g) for _ in range(6)])
+    parents = torch.tensor([random_tree(nodes + 1, g) for _ in range(7)])
     depths = torch.zeros_like(parents)
     for node in range(1, nodes + 1):
         depths[:, node] = depths.gather(1, parents[:, node, None])[:, 0] + 1
@@ -41,21 +43,24 @@ def test_nodes_get_their_depth_and_see_their_ancestors(nodes: int) -> None:
     expected = positions.clone()
     seen = torch.zeros(sum(ROWS), ancestors.shape[2], dtype=torch.int32)
     end = 0
-    for slot, logits, rows in zip(SLOTS, LOGITS, ROWS, strict=True):
+    prefill_lens = torch.zeros(7, dtype=torch.int32)
+    for slot, logits, rows, prompt in zip(SLOTS, LOGITS, ROWS, PROMPTS, strict=True):
         end += rows
         first = end - logits
+        prefill_lens[slot] = prompt
+        has_tree = int(positions[first]) >= prompt
         for row in range(logits):
-            if row:
+            if row and has_tree:
                 expected[first + row] = expected[first] + depths[slot, row - 1]
             seen[first + row] = ancestors[slot, row]
     seq_lens = (torch.tensor(CONTEXTS) + torch.tensor(ROWS)).int()
-    arrays = positions, torch.tensor(SLOTS), bounds(LOGITS), bounds(ROWS), seq_lens
+    arrays = positions, torch.tensor(SLOTS), bounds(LOGITS), bounds(ROWS), seq_lens, prefill_lens
     moved, *others = (array.clone().to(DEVICE) for array in (*arrays, depths, ancestors))
     ctx_lens, bits = place(moved, *others, num_rows=sum(ROWS))
     assert not torch.equal(positions, expected)
     assert torch.equal(moved.cpu(), expected)
     assert torch.equal(bits.cpu(), seen)
-    assert ctx_lens.tolist() == [40, -1, -1, 100, -1]
+    assert ctx_lens.tolist() == [40, -1, -1, 100, -1, -1, -1]
 
 
 def test_arrays_that_are_not_dense_are_refused() -> None:
@@ -64,4 +69,4 @@ def test_arrays_that_are_not_dense_are_refused() -> None:
     one = two[:1]
     positions = torch.zeros(4, dtype=torch.int64, device=DEVICE)[::2]
     with pytest.raises(ValueError, match="dense"):
-        place(positions, one, two, two, one, depths, ancestors, 2)
+        place(positions, one, two, two, one, two, depths, ancestors, 2)

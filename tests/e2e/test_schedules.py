@@ -1,0 +1,152 @@
+"""Whatever vLLM schedules: the same tokens and logprobs as without trees.
+
+Prompts of every length, of which a part may lie in the prefix cache. vLLM fills a request up with
+drafts that has one token left to compute: a copy of a prompt whose other tokens fill blocks, a
+request that is resumed, a prompt of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import workload
+from comparison import Outputs, by_request, explain, mismatches
+from engine_process import PARALLEL, Request, Run, serve
+from schedules import Scheduled, serve_watched
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 32
+LENGTHS = range(1, 3 * BLOCK + 3)
+ONE_TOKEN_LEFT = (1, BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 1)
+
+
+def ask(length: int, copy: int = 0, **params: object) -> Request:
+    kind = list(workload.KINDS)[(length + copy) % len(workload.KINDS)]
+    return workload.long(length, kind, length, **{"max_tokens": 6, "logprobs": 2} | params)
+
+
+COPIES = Run([ask(length, copy) for length in ONE_TOKEN_LEFT for copy in range(4)])
+SEVERAL = Run([ask(length, temperature=0.9, seed=length, n=3) for length in ONE_TOKEN_LEFT])
+RESUMED = Run(
+    [ask(length, max_tokens=40, ignore_eos=True) for length in range(20, 84, 4)], sabotage="resumed"
+)
+CHAINS = Run(
+    [
+        ask(length, **params)
+        for length in ONE_TOKEN_LEFT
+        for params in (
+            {"repetition_penalty": 1.3},
+            {"bad_words": ["self", " the"]},
+            {"thinking_token_budget": workload.THINKING_BUDGET},
+            {"structured_outputs": {"regex": r"(ab|cd){3,9}!"}},
+        )
+        for _ in range(2)
+    ]
+)
+FEW = {"copies": COPIES, "several": SEVERAL, "resumed": RESUMED}
+"""The first of an engine's runs meets slots that never held a tree."""
+ALL = FEW | {
+    "chains": CHAINS,
+    "forgotten": Run(RESUMED.requests, sabotage="forgotten"),
+    "every length": Run([ask(length) for length in LENGTHS]),
+    "one by one": Run([ask(n) for n in LENGTHS if (n + 1) % BLOCK < 4 for _ in range(2)], batch=1),
+}
+BROKEN = {"padding_as_tree": Run(COPIES.requests, sabotage="padding_as_tree")}
+URGENT = {"urgent": Run(workload.DEMANDING, sabotage="urgent")}
+
+CHUNKED = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
+SCARCE = {
+    "max_num_batched_tokens": 80,
+    "num_gpu_blocks_override": 24,
+    "scheduling_policy": "priority",
+}
+PROCESSES = (
+    {
+        "adaptive": (workload.with_options(), ALL),
+        "chunked": (workload.tree() | CHUNKED, ALL),
+        "scarce": (workload.tree(10, slots=16) | SCARCE, URGENT),
+    },
+    {
+        "fixed": (workload.tree(), ALL | BROKEN),
+        "dyspec": (workload.tree(growth="dyspec", rule="match"), FEW),
+        "chain": (workload.tree(growth="chain"), FEW),
+    },
+    {
+        "threshold": (workload.tree(growth="threshold", rule="match"), FEW),
+        "dynamic_threshold": (workload.tree(growth="dynamic_threshold", rule="match"), FEW),
+        "expansion": (workload.tree(growth="expansion", expansion=[2, 2, 1], rule="match"), FEW),
+        "sequoia": (workload.tree(growth="sequoia", acceptance=[0.6, 0.2], rule="match"), FEW),
+    },
+)
+ENGINES = {name: engine for process in PROCESSES for name, engine in process.items()}
+RUNS = [(engine, name) for engine, (_, runs) in ENGINES.items() for name in runs]
+
+Served = Callable[[str], Mapping[str, Scheduled]]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        started: dict[str, Future[dict[str, dict[str, Scheduled]]]] = {}
+        for process in PROCESSES:
+            engines = {
+                name: (arguments | {"block_size": BLOCK}, runs)
+                for name, (arguments, runs) in process.items()
+            }
+            started |= dict.fromkeys(process, pool.submit(serve_watched, engines))
+        yield lambda engine: started[engine].result()[engine]
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Outputs:
+    every = (run.requests for _, runs in ENGINES.values() for run in runs.values())
+    run = Run(list({request.key: request for requests in every for request in requests}.values()))
+    return by_request(run, serve(workload.without_tree(), {"all": run}, threads=1)["all"])
+
+
+@pytest.mark.parametrize(("engine", "name"), [(e, n) for e, n in RUNS if n not in BROKEN])
+def test_tokens_and_logprobs_are_those_without_trees(
+    engine: str, name: str, served: Served, plain: Outputs
+) -> None:
+    run, result = ENGINES[engine][1][name], served(engine)[name].result
+    found = mismatches(run, result, plain)
+    assert not found, explain(found)
+    for key, output in by_request(run, result).items():
+        for got, wanted in zip(output.logprobs, plain[key].logprobs, strict=True):
+            assert len(got) == len(wanted)
+            for token, wanted_token in zip(got, wanted, strict=True):
+                assert token == pytest.approx(wanted_token, abs=1e-4)
+
+
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "scarce"])
+def test_requests_were_filled_up(engine: str, served: Served) -> None:
+    results = served(engine)
+    assert results["copies"].filled_up
+    assert results["resumed"].filled_up
+
+
+def test_rows_that_fill_a_request_up_change_tokens_if_they_are_taken_for_a_tree(
+    served: Served, plain: Outputs
+) -> None:
+    found = served("fixed")["padding_as_tree"]
+    assert found.filled_up
+    assert mismatches(BROKEN["padding_as_tree"], found.result, plain)
+
+
+def test_rows_that_fill_a_request_up_are_not_counted_as_a_tree(served: Served) -> None:
+    metrics = served("fixed")["copies"].result.metrics
+    counted = {name for name, value in metrics.items() if "fallback_steps" in name and value}
+    assert not counted
+
+
+@pytest.mark.parametrize(("engine", "name"), [("scarce", "urgent"), ("fixed", "forgotten")])
+def test_requests_are_preempted_while_their_trees_wait(
+    engine: str, name: str, served: Served
+) -> None:
+    metrics = served(engine)[name].result.metrics
+    assert metrics["vllm:num_preemptions_total"] > len(RESUMED.requests)
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
