@@ -4,8 +4,8 @@ As a program: ``python fuzz.py --cases 10000 --seed 1``; a case is a schedule of
 requests. What differs is written to a file that ``--replay`` takes.
 
 Not among the cases: sampling without a seed, which no two engines share; the papers' rules, whose
-samples are others by design, at temperatures above 0; and equal logprobs where the target's own
-rounding makes a token part, see `TOLERANCE`.
+samples are others by design; and a ``long_prefill_token_threshold`` below a tree's rows, with which
+vLLM's scheduler fails an assertion of its own: it fills a request up to these rows, then cuts it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ SMALLER_SECONDS = 90
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of ``LLM`` for an engine with trees; ``greedy``: its rule gives other samples."""
+    """Arguments of ``LLM`` for an engine with trees; ``greedy``: ask for no samples, which under a
+    paper's rule are others."""
 
     arguments: Mapping[str, Any]
     greedy: bool = False
@@ -71,15 +72,17 @@ GROWTHS: Mapping[str, Mapping[str, Any]] = {
 """Growths beside topk, with the options that they need."""
 
 
-def tree_options(pick: random.Random, growth: str | None = None) -> tuple[int, dict[str, Any]]:
-    """Draft tokens and options of trees. A growth other than topk is verified by match, unless it
-    is left to take its own rule."""
+def tree_options(
+    pick: random.Random, growth: str | None = None, own_rule: bool = False
+) -> tuple[int, dict[str, Any]]:
+    """Draft tokens and options of trees. A growth other than topk is verified by match, or by its
+    own rule."""
     nodes = pick.choice([1, 2, 3, 5, 8, 16, 16, 16, 33, 64])
     slots = nodes + pick.choice([0, 0, 0, 3])
     growth = growth or pick.choice(["topk"] * 6 + sorted(GROWTHS))
     options: dict[str, Any] = {"node_budget": nodes, "growth": growth, **GROWTHS.get(growth, {})}
     if growth != "topk":
-        return slots, options | {"rule": "match"}
+        return slots, options | ({} if own_rule else {"rule": "match"})
     for name, values in {
         "budget": ["adaptive", "fixed", "fixed"],
         "coupling": ["on", "on", "off"],
@@ -94,11 +97,11 @@ def tree_options(pick: random.Random, growth: str | None = None) -> tuple[int, d
     return slots, options
 
 
-def engine_options(number: int, growth: str | None = None) -> Options:
+def engine_options(number: int, growth: str | None = None, own_rule: bool = False) -> Options:
     """Of the engine with this number: any sizes at which vLLM starts."""
     pick = random.Random(number)
-    slots, options = tree_options(pick, growth)
-    block = pick.choice([16, 32, 32, 64])
+    slots, options = tree_options(pick, growth, own_rule)
+    block = pick.choice([32, 32, 64, 96])  # vLLM's attention on CPUs takes multiples of 32
     blocks = math.ceil(MAX_MODEL_LEN / block)
     room = slots + 2
     arguments: dict[str, Any] = {
@@ -108,14 +111,16 @@ def engine_options(number: int, growth: str | None = None) -> Options:
         "max_num_batched_tokens": pick.choice([room, room + 7, 2 * room, 80 + room, 1024]),
         "enable_prefix_caching": pick.choice([True, True, True, False]),
         # One request with its draft's nodes must fit.
-        "num_gpu_blocks_override": pick.choice([None, blocks + 64 // block + 3, 2 * blocks]),
-        "long_prefill_token_threshold": pick.choice([0, 0, 4, 40]),
+        "num_gpu_blocks_override": pick.choice([None, blocks + 96 // block + 3, 2 * blocks + 1]),
+        "long_prefill_token_threshold": pick.choice([0, 0, slots + 1, slots + 30]),
         "scheduling_policy": pick.choice(["fcfs", "fcfs", "priority"]),
         "scheduler_reserve_full_isl": pick.choice([True, True, False]),
+        "watermark": pick.choice([0.0, 0.0, 0.1]),
     }
     arguments["max_num_seqs"] = min(arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
     trees = workload.with_options(slots, pick.choice(["draft", "draft", "target"]), **options)
-    return Options({k: v for k, v in (arguments | trees).items() if v is not None})
+    found = {k: v for k, v in (arguments | trees).items() if v is not None}
+    return Options(found, greedy=own_rule)
 
 
 def difference(answer: Answer, plain: Answer, aborted: bool) -> str:
@@ -309,10 +314,12 @@ def report(options: Options, number: int, schedule: Schedule, found: str) -> str
         "seed": number,
         "engine": dict(options.arguments),
         "greedy": options.greedy,
-        "schedule": schedule.as_json(),
+        **schedule.as_json(),
         "found": found,
     }
-    return json.dumps(case, indent=1)
+    arrivals = ",\n  ".join(map(json.dumps, case.pop("arrivals")))
+    others = ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in case.items())
+    return f'{{"arrivals": [\n  {arrivals}],\n {others}}}\n'
 
 
 def replay(path: Path) -> str:
@@ -321,7 +328,7 @@ def replay(path: Path) -> str:
     with plain_engine() as plain:
         comparison = Comparison(Options(case["engine"], case["greedy"]), plain, Tally())
         try:
-            comparison.check(schedule_of(case["schedule"]))
+            comparison.check(schedule_of(case))
         except Differs as error:
             return str(error)
         finally:
@@ -334,7 +341,12 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--each", type=int, default=250, help="cases on one engine")
     parser.add_argument("--seed", type=int, default=1, help="of the first engine")
-    parser.add_argument("--growth", help="of every engine's trees; any by default")
+    parser.add_argument(
+        "--growth", nargs="*", help="of the engines' trees, in turn; any by default"
+    )
+    parser.add_argument(
+        "--own-rule", action="store_true", help="of the growth; asks for no samples"
+    )
     parser.add_argument("--engine", type=json.loads, default={}, help="arguments of every LLM")
     parser.add_argument("--plain", type=json.loads, default={}, help="of the one without trees")
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"))
@@ -349,7 +361,8 @@ def main() -> int:
         for at in range(math.ceil(arguments.cases / arguments.each)):
             number = arguments.seed + at
             cases = min(arguments.each, arguments.cases - at * arguments.each)
-            options = engine_options(number, arguments.growth)
+            growths = arguments.growth or [None]
+            options = engine_options(number, growths[at % len(growths)], arguments.own_rule)
             options = replace(options, arguments={**options.arguments, **arguments.engine})
             result = fuzz(options, plain, cases, number, tally)
             seconds = time.monotonic() - began
@@ -358,7 +371,7 @@ def main() -> int:
                 arguments.failures.mkdir(exist_ok=True)
                 path = arguments.failures / f"{number}.json"
                 path.write_text(text := report(options, number, *result))
-                print(f"engine {number}: DIFFERS, kept in {path}\n{text}", flush=True)
+                print(f"engine {number}: DIFFERS, kept in {path}\n{text}\n{result[1]}", flush=True)
             else:
                 preempted = result.get("vllm:num_preemptions_total", 0)
                 accepted = result.get("vllm:spec_decode_num_accepted_tokens_total", 0)

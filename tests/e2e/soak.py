@@ -26,9 +26,13 @@ from serving import Server, fetch, server, wait_until
 from soak_clients import Log, Received, prompt_key, questions, soak
 from test_metrics import check_consistency
 
-WARM_UP_SECONDS = 180
+WARM_UP_SECONDS = 60
 MOST_GROWTH = 48.0
 """MiB that a process may gain after the warm-up, see `memory.Samples.growth`."""
+ONEDNN = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+"""vLLM multiplies matrices by oneDNN, which keeps what it has made for every number of rows that a
+shape of layer has seen, 1024 of them unless told otherwise: for the embedded pair half a GiB, which
+fills up in some minutes and would hide what does not end."""
 TINY = (
     *("--num-gpu-blocks-override", "40", "--block-size", "32", "--max-num-batched-tokens", "512"),
     *("--enforce-eager", "--reasoning-config", json.dumps(workload.REASONING)),
