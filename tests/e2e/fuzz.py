@@ -341,12 +341,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--each", type=int, default=250, help="cases on one engine")
     parser.add_argument("--seed", type=int, default=1, help="of the first engine")
-    parser.add_argument(
-        "--growth", nargs="*", help="of the engines' trees, in turn; any by default"
-    )
-    parser.add_argument(
-        "--own-rule", action="store_true", help="of the growth; asks for no samples"
-    )
+    parser.add_argument("--growth", nargs="*", help="of engines in turn; any by default")
+    parser.add_argument("--own-rule", action="store_true", help="of growths; no samples")
     parser.add_argument("--engine", type=json.loads, default={}, help="arguments of every LLM")
     parser.add_argument("--plain", type=json.loads, default={}, help="of the one without trees")
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"))
