@@ -78,8 +78,10 @@ def tree_options(
     """Draft tokens and options of trees. A growth other than topk is verified by match, or by its
     own rule."""
     nodes = pick.choice([1, 2, 3, 5, 8, 16, 16, 16, 33, 64])
-    slots = nodes + pick.choice([0, 0, 0, 3])
     growth = growth or pick.choice(["topk"] * 6 + sorted(GROWTHS))
+    if growth == "expansion":  # which has ten
+        nodes = max(nodes, 10)
+    slots = nodes + pick.choice([0, 0, 0, 3])
     options: dict[str, Any] = {"node_budget": nodes, "growth": growth, **GROWTHS.get(growth, {})}
     if growth != "topk":
         return slots, options | ({} if own_rule else {"rule": "match"})
