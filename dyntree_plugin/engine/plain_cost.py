@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dyntree_plugin.engine.timed_steps import seconds_of, without_drafting
+from dyntree_plugin.engine.timed_steps import Agree, seconds_of, without_drafting
+from dyntree_plugin.tree.plain_steps import PlainCost
 
 if TYPE_CHECKING:
     from dyntree_plugin.engine.runner import TreeRunnerMixin
@@ -20,30 +21,13 @@ SIZES = 8
 """The most numbers of requests that are measured."""
 SECONDS = 10.0
 """Time after which every step that is left is measured once."""
+FORWARD_SECONDS = 3.0
+"""What the forwards over the rows of trees may take; slow models run them over fewer rows."""
 
 
-@dataclass(frozen=True)
-class PlainCost:
-    """Seconds of the target's forward and sampler with one row for each of so many requests.
-
-    ``requests``: ascending numbers. ``alone``: seconds where no request has anything behind it;
-    ``behind``: where each has ``context`` tokens. The rest lies on the lines through them.
-    """
-
-    requests: tuple[int, ...]
-    context: int
-    alone: tuple[float, ...]
-    behind: tuple[float, ...]
-
-    def seconds(self, requests: int, context: float) -> float:
-        alone = np.interp(requests, self.requests, self.alone)
-        behind = np.interp(requests, self.requests, self.behind)
-        return float(alone + max(behind - alone, 0.0) * context / self.context)
-
-
-def measure(runner: TreeRunnerMixin) -> PlainCost:
+def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
     """Time plain decode steps of 1, 2, 4, … up to as many requests as the engine takes at once, or
-    of 1, 4, 16, … where these are many.
+    of 1, 4, 16, … where these are many; and forwards over as many rows as trees can have.
 
     Call it when the KV cache is there and no request has come yet: the steps write into it.
     """
@@ -60,7 +44,25 @@ def measure(runner: TreeRunnerMixin) -> PlainCost:
             tuple(_usual(runner, size, length, deadline) for size in sizes)
             for length in (0, context)
         )
-    return PlainCost(tuple(sizes), context, alone, behind)
+        rows, forwards = zip(*_forwards(runner, agree), strict=True)
+    return PlainCost(tuple(sizes), context, alone, behind, rows, forwards)
+
+
+def _forwards(runner: TreeRunnerMixin, agree: Agree) -> Iterator[tuple[int, float]]:
+    """Rows, ascending, and the seconds of the target's forward over them."""
+    most = min(runner.max_num_reqs * (runner.trees.shape.node_budget + 1), runner.max_num_tokens)
+    deadline = time.monotonic() + FORWARD_SECONDS
+    rows, seconds = 1, 0.0
+    for size in sizes_up_to(most):
+        # More rows take as many times longer at most.
+        expected = (1 + REPETITIONS) * seconds * size / rows
+        if agree(deadline - time.monotonic() - expected) < 0:
+            return
+        times = [_forward(runner, size) for _ in range(1 + REPETITIONS)]
+        # The first makes what kernels keep by their number of rows; the least is what no other
+        # program has disturbed.
+        rows, seconds = size, min(times[1:])
+        yield rows, seconds
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -84,3 +86,7 @@ def _step(runner: TreeRunnerMixin, requests: int, context: int) -> float:
     return seconds_of(
         runner, lambda: runner._dummy_run(requests, context_len=context)[1], runner.sample_plain
     )
+
+
+def _forward(runner: TreeRunnerMixin, rows: int) -> float:
+    return seconds_of(runner, lambda: runner._dummy_run(rows)[0], lambda _: None)
