@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +20,7 @@ SIZES = 8
 """The most numbers of requests that are measured."""
 SECONDS = 10.0
 """Time after which every step that is left is measured once."""
-FORWARD_SECONDS = 3.0
+FORWARD_SECONDS = 8.0
 """What the forwards over the rows of trees may take; slow models run them over fewer rows."""
 
 
@@ -44,25 +43,33 @@ def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
             tuple(_usual(runner, size, length, deadline) for size in sizes)
             for length in (0, context)
         )
-        rows, forwards = zip(*_forwards(runner, agree), strict=True)
-    return PlainCost(tuple(sizes), context, alone, behind, rows, forwards)
+        forwards = _forwards(runner, agree)
+    return PlainCost(
+        tuple(sizes), context, alone, behind, tuple(forwards), tuple(forwards.values())
+    )
 
 
-def _forwards(runner: TreeRunnerMixin, agree: Agree) -> Iterator[tuple[int, float]]:
-    """Rows, ascending, and the seconds of the target's forward over them."""
+def _forwards(runner: TreeRunnerMixin, agree: Agree) -> dict[int, float]:
+    """Seconds of the target's forward by its rows, which ascend: the least of several, which no
+    other program has disturbed."""
     most = min(runner.max_num_reqs * (runner.trees.shape.node_budget + 1), runner.max_num_tokens)
     deadline = time.monotonic() + FORWARD_SECONDS
+    best: dict[int, float] = {}
     rows, seconds = 1, 0.0
     for size in sizes_up_to(most):
-        # More rows take as many times longer at most.
-        expected = (1 + REPETITIONS) * seconds * size / rows
-        if agree(deadline - time.monotonic() - expected) < 0:
-            return
-        times = [_forward(runner, size) for _ in range(1 + REPETITIONS)]
-        # The first makes what kernels keep by their number of rows; the least is what no other
-        # program has disturbed.
-        rows, seconds = size, min(times[1:])
-        yield rows, seconds
+        # More rows take as many times longer at most, and the first forward over them makes what
+        # kernels keep by their number.
+        if agree(deadline - time.monotonic() - 2 * seconds * size / rows) < 0:
+            break
+        _forward(runner, size)
+        rows, seconds = size, _forward(runner, size)
+        best[size] = seconds
+    for _ in range(REPETITIONS - 1):
+        if agree(deadline - time.monotonic() - sum(best.values())) < 0:
+            break
+        for size in best:
+            best[size] = min(best[size], _forward(runner, size))
+    return best
 
 
 def sizes_up_to(most: int) -> list[int]:

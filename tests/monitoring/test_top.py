@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +96,18 @@ def test_an_engine_that_did_nothing_has_no_figures_rather_than_wrong_ones() -> N
     assert found.request_steps == 0
     assert found.acceptance_length is found.speed is found.fallback_share is None
     assert found.reached == []
+
+
+def test_a_speed_that_is_not_known_is_shown_as_none() -> None:
+    body = "".join(each for each in text(100).splitlines(True) if "compared" not in each)
+    zero = f'{PREFIX}compared_seconds_total{{model_name="m",engine="0",decoding="tree"}} 0\n'
+    for more in ("", zero):
+        found = figures(Page(0.0, parse(body + more).engines))
+        assert found[0].speed is None
+        console = Console(file=io.StringIO(), width=160)
+        console.print(screen("a", found))
+        (shown,) = re.findall(r"speed against none\s+(\S+)", console.file.getvalue())
+        assert shown == "–"
 
 
 def test_every_engine_has_its_own_figures() -> None:
