@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dyntree_plugin.engine.timed_steps import Agree, seconds_of, without_drafting
 from dyntree_plugin.tree.plain_steps import PlainCost
 
@@ -40,7 +38,7 @@ def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
         runner.sample_greedily(most)
         _step(runner, most, context)
         alone, behind = (
-            tuple(_usual(runner, size, length, deadline) for size in sizes)
+            tuple(_least(runner, size, length, deadline) for size in sizes)
             for length in (0, context)
         )
         forwards = _forwards(runner, agree)
@@ -50,8 +48,7 @@ def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
 
 
 def _forwards(runner: TreeRunnerMixin, agree: Agree) -> dict[int, float]:
-    """Seconds of the target's forward by its rows, which ascend: the least of several, which no
-    other program has disturbed."""
+    """Seconds of the target's forward by its rows, which ascend."""
     most = min(runner.max_num_reqs * (runner.trees.shape.node_budget + 1), runner.max_num_tokens)
     deadline = time.monotonic() + FORWARD_SECONDS
     best: dict[int, float] = {}
@@ -82,11 +79,12 @@ def sizes_up_to(most: int) -> list[int]:
     return sizes
 
 
-def _usual(runner: TreeRunnerMixin, requests: int, context: int, deadline: float) -> float:
+def _least(runner: TreeRunnerMixin, requests: int, context: int, deadline: float) -> float:
+    """Seconds of a step that no other program has disturbed, as those of `_forwards`."""
     times: list[float] = []
     while not times or (len(times) < REPETITIONS and time.monotonic() < deadline):
         times.append(_step(runner, requests, context))
-    return float(np.median(times))
+    return min(times)
 
 
 def _step(runner: TreeRunnerMixin, requests: int, context: int) -> float:
