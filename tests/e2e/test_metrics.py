@@ -111,7 +111,7 @@ def test_the_comparison_covers_steps_in_which_every_request_decodes_and_is_bound
     for result in served("tree").values():
         compared = by_label(result.metrics, f"{PREFIX}compared_seconds_total", "decoding")
         stages = by_label(result.metrics, f"{PREFIX}stage_seconds_sum", "stage")
-        assert compared["tree"] < sum(stages.values())
+        assert compared["tree"] <= sum(stages.values())
         # While the machine's speed changes neither side counts.
         assert (compared["plain"] > 0) == (compared["tree"] > 0)
         # A tree of depth 8 gives 9 tokens at most.
