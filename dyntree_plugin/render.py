@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.text import Text
 from rich.tree import Tree
 
+from dyntree_plugin.escape import escaped
 from dyntree_plugin.tree.step import TreeStep
 
 Detokenise = Callable[[int], str]
@@ -25,10 +26,7 @@ def visible(text: str) -> str:
     """``text`` on one line, with every space, line break and control character to be seen."""
     if not text:
         return "∅"
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in text.translate(_VISIBLE)
-    )
+    shown = escaped(text.translate(_VISIBLE))
     return shown if len(shown) <= _MAX_LABEL else shown[: _MAX_LABEL - 1] + "…"
 
 
@@ -143,8 +141,9 @@ def _chance(probability: float) -> str:
 
 
 def _quoted(text: str, suffix: str = "") -> str:
-    escaped = visible(text).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}{suffix}"'
+    # Graphviz reads &lt; as HTML does.
+    label = visible(text).replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;")
+    return f'"{label}{suffix}"'
 
 
 def _name(node: int) -> str:

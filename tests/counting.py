@@ -20,7 +20,6 @@ from dyntree_plugin.engine.cpu import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine.plain_cost import PlainCost  # noqa: E402
 from dyntree_plugin.engine.prometheus import TreeSpecDecodingProm  # noqa: E402
 from dyntree_plugin.engine.stats import (  # noqa: E402
     StepRecord,
@@ -33,6 +32,7 @@ from dyntree_plugin.engine.timing import STAGES, Measured  # noqa: E402
 from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.verifier import Verification  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.tree.plain_steps import FIRST_STEPS, PlainCost, PlainSteps  # noqa: E402
 
 PLAN = DynTreeOptions().resolve(16)
 SHAPE = PLAN.shape
@@ -64,10 +64,16 @@ class Step:
         # The walk writes it as it goes.
         self.found = report(self.trees, self.slots, self.verification)
         self.encoder = MsgpackEncoder()
+        alone, behind, forwards = (0.003, 0.006), (0.004, 0.009), (0.002, 0.004)
+        cost = PlainCost((1, 16), 1024, alone, behind, (1, 1000), forwards)
+        self.plain = PlainSteps(cost)
+        for _ in range(FIRST_STEPS):
+            self.count()
 
     def count(self) -> WorkerCounts:
-        record = StepRecord(PlainCost((1, 16), 1024, (0.003, 0.006), (0.004, 0.009)))
-        record.sampled(self.prefilling, self.contexts, self.found, PLAN)
+        record = StepRecord(self.plain)
+        rows = self.requests * (1 + SHAPE.node_budget)
+        record.sampled(self.prefilling, self.contexts, rows, self.found, PLAN)
         record.times = Measured(dict.fromkeys(STAGES, 0.002))
         record.draft_forwards, record.node_budget = SHAPE.max_depth, SHAPE.node_budget
         return StepTimes().complete(record)

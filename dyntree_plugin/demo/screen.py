@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dyntree_plugin.demo.engines import Comparison, Run, Settings
+from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.render import ACCEPTED, Detokenise, rich_tree, visible
 from dyntree_plugin.tree.step import TreeStep
 
@@ -95,7 +96,7 @@ def _interest(step: TreeStep) -> tuple[bool, int, int]:
 def code(prompt: str, completion: str) -> RenderableType:
     """A prompt and its completion, whose lines are marked."""
     first = prompt.count("\n") + (2 if completion.startswith("\n") else 1)
-    whole = (prompt + completion).rstrip()
+    whole = escaped_lines((prompt + completion).rstrip())
     syntax = Syntax(
         whole,
         "python",
@@ -109,7 +110,7 @@ def code(prompt: str, completion: str) -> RenderableType:
 
 def tree(step: TreeStep, before: str, text: Detokenise, title: str = "One step") -> RenderableType:
     """One step's tree below the last lines of ``before``, the text up to its root."""
-    lines = "\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n")
+    lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
     legend = Text.assemble(
         (f"{ACCEPTED} accepted", "bold green"),
         "   numbers: estimated chance of the token, and of its whole path\n",

@@ -143,8 +143,7 @@ def native_kernels() -> Check:
 
         error = largest_error()
     except (ImportError, RuntimeError) as problem:  # numba's own are RuntimeErrors
-        advice = "reinstall numba; or set NUMBA_CACHE_DIR to a folder that can be written"
-        return Check(name, "fail", f"they do not run: {problem}", advice)
+        return Check(name, "fail", f"they do not run: {problem}", "reinstall numba")
     seconds = time.perf_counter() - start
     found = f"compiled and run in {seconds:.1f} s, {error:.0e} off the dense oracle"
     if error > 1e-4:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.engine.timed_steps import seconds_of, without_drafting
+from dyntree_plugin.engine.timed_steps import Agree, seconds_of, without_drafting
 from dyntree_plugin.tree.row_cost import RowCost
 
 if TYPE_CHECKING:
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
 LONGEST_SECONDS = 4.0
 """What the measurement may take, about. Slow models are measured at fewer numbers of rows."""
 PASSES = 5
-
-Agree = Callable[[float], float]
-"""Gives the first rank's number to every rank: they run all steps together."""
 
 
 def measure_rows(runner: TreeRunnerMixin, agree: Agree) -> RowCost:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from dyntree_plugin.engine.timed_steps import seconds_of, without_drafting
+from dyntree_plugin.engine.timed_steps import Agree, seconds_of, without_drafting
+from dyntree_plugin.tree.plain_steps import PlainCost
 
 if TYPE_CHECKING:
     from dyntree_plugin.engine.runner import TreeRunnerMixin
@@ -20,30 +18,13 @@ SIZES = 8
 """The most numbers of requests that are measured."""
 SECONDS = 10.0
 """Time after which every step that is left is measured once."""
+FORWARD_SECONDS = 8.0
+"""What the forwards over the rows of trees may take; slow models run them over fewer rows."""
 
 
-@dataclass(frozen=True)
-class PlainCost:
-    """Seconds of the target's forward and sampler with one row for each of so many requests.
-
-    ``requests``: ascending numbers. ``alone``: seconds where no request has anything behind it;
-    ``behind``: where each has ``context`` tokens. The rest lies on the lines through them.
-    """
-
-    requests: tuple[int, ...]
-    context: int
-    alone: tuple[float, ...]
-    behind: tuple[float, ...]
-
-    def seconds(self, requests: int, context: float) -> float:
-        alone = np.interp(requests, self.requests, self.alone)
-        behind = np.interp(requests, self.requests, self.behind)
-        return float(alone + max(behind - alone, 0.0) * context / self.context)
-
-
-def measure(runner: TreeRunnerMixin) -> PlainCost:
+def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
     """Time plain decode steps of 1, 2, 4, … up to as many requests as the engine takes at once, or
-    of 1, 4, 16, … where these are many.
+    of 1, 4, 16, … where these are many; and forwards over as many rows as trees can have.
 
     Call it when the KV cache is there and no request has come yet: the steps write into it.
     """
@@ -57,10 +38,35 @@ def measure(runner: TreeRunnerMixin) -> PlainCost:
         runner.sample_greedily(most)
         _step(runner, most, context)
         alone, behind = (
-            tuple(_usual(runner, size, length, deadline) for size in sizes)
+            tuple(_least(runner, size, length, deadline) for size in sizes)
             for length in (0, context)
         )
-    return PlainCost(tuple(sizes), context, alone, behind)
+        forwards = _forwards(runner, agree)
+    return PlainCost(
+        tuple(sizes), context, alone, behind, tuple(forwards), tuple(forwards.values())
+    )
+
+
+def _forwards(runner: TreeRunnerMixin, agree: Agree) -> dict[int, float]:
+    """Seconds of the target's forward by its rows, which ascend."""
+    most = min(runner.max_num_reqs * (runner.trees.shape.node_budget + 1), runner.max_num_tokens)
+    deadline = time.monotonic() + FORWARD_SECONDS
+    best: dict[int, float] = {}
+    rows, seconds = 1, 0.0
+    for size in sizes_up_to(most):
+        # More rows take as many times longer at most, and the first forward over them makes what
+        # kernels keep by their number.
+        if agree(deadline - time.monotonic() - 2 * seconds * size / rows) < 0:
+            break
+        _forward(runner, size)
+        rows, seconds = size, _forward(runner, size)
+        best[size] = seconds
+    for _ in range(REPETITIONS - 1):
+        if agree(deadline - time.monotonic() - sum(best.values())) < 0:
+            break
+        for size in best:
+            best[size] = min(best[size], _forward(runner, size))
+    return best
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -73,14 +79,19 @@ def sizes_up_to(most: int) -> list[int]:
     return sizes
 
 
-def _usual(runner: TreeRunnerMixin, requests: int, context: int, deadline: float) -> float:
+def _least(runner: TreeRunnerMixin, requests: int, context: int, deadline: float) -> float:
+    """Seconds of a step that no other program has disturbed, as those of `_forwards`."""
     times: list[float] = []
     while not times or (len(times) < REPETITIONS and time.monotonic() < deadline):
         times.append(_step(runner, requests, context))
-    return float(np.median(times))
+    return min(times)
 
 
 def _step(runner: TreeRunnerMixin, requests: int, context: int) -> float:
     return seconds_of(
         runner, lambda: runner._dummy_run(requests, context_len=context)[1], runner.sample_plain
     )
+
+
+def _forward(runner: TreeRunnerMixin, rows: int) -> float:
+    return seconds_of(runner, lambda: runner._dummy_run(rows)[0], lambda _: None)

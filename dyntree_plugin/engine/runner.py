@@ -27,7 +27,7 @@ from dyntree_plugin.engine.config import tree_plan, trees_are_cut
 from dyntree_plugin.engine.kv import Move
 from dyntree_plugin.engine.measured_rows import measure_rows
 from dyntree_plugin.engine.node_buckets import FORWARDS
-from dyntree_plugin.engine.plain_cost import PlainCost, measure
+from dyntree_plugin.engine.plain_cost import measure
 from dyntree_plugin.engine.requests import chain_reason, has_custom_processors
 from dyntree_plugin.engine.speculator import TreeSpeculator
 from dyntree_plugin.engine.stats import CountedOutput, StepRecord, StepTimes, report
@@ -36,6 +36,7 @@ from dyntree_plugin.engine.trace import TreeTrace
 from dyntree_plugin.engine.transfer import Send
 from dyntree_plugin.engine.trees import TreeStore
 from dyntree_plugin.engine.verifier import TreeVerifier, Verification
+from dyntree_plugin.tree.plain_steps import PlainSteps
 from dyntree_plugin.tree.row_cost import RowCost
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
@@ -104,7 +105,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self._custom_processors = has_custom_processors(self.model_config)
         self._mask: TreeMask | None = None
         self._packed: tuple[InputBatch, torch.Tensor] | None = None
-        self._plain_cost: PlainCost | None = None
+        self._plain_steps: PlainSteps | None = None
         self._record = StepRecord()
         self._report: torch.Tensor | None = None
         self._row_cost: RowCost | None = None
@@ -186,9 +187,10 @@ class TreeRunnerMixin(GPUModelRunner):
     def measure_plain_cost(self) -> None:
         """Learn what trees are compared with; call it before the first request."""
         began = time.monotonic()
-        self._plain_cost = measure(self)
+        agree = get_tp_group().broadcast_object
+        self._plain_steps = PlainSteps(measure(self, agree))
         if trees_are_cut(self.vllm_config):
-            self.budget_by(measure_rows(self, get_tp_group().broadcast_object))
+            self.budget_by(measure_rows(self, agree))
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 
@@ -204,7 +206,7 @@ class TreeRunnerMixin(GPUModelRunner):
             record.node_budget = int(drafts.max())
 
     def _new_record(self) -> StepRecord:
-        record = StepRecord(self._plain_cost)
+        record = StepRecord(self._plain_steps)
         record.weighs_trees = self._row_cost is not None
         if self._row_cost is not None and not self._row_cost_told:
             record.row_cost, self._row_cost_told = self._row_cost, True
@@ -288,6 +290,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self._record.sampled(
             input_batch.is_prefilling_np[requests],
             input_batch.num_computed_tokens_np[requests],
+            input_batch.num_tokens,
             found,
             self.trees.plan,
         )

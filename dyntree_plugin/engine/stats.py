@@ -18,9 +18,9 @@ from dyntree_plugin.engine.transfer import Arrival, Send, at_hand
 from dyntree_plugin.tree.worth import worth_by_forwards
 
 if TYPE_CHECKING:
-    from dyntree_plugin.engine.plain_cost import PlainCost
     from dyntree_plugin.engine.trees import TreeStore
     from dyntree_plugin.engine.verifier import Verification
+    from dyntree_plugin.tree.plain_steps import PlainSteps
     from dyntree_plugin.tree.plan import TreePlan
     from dyntree_plugin.tree.row_cost import RowCost
 
@@ -41,8 +41,8 @@ class WorkerCounts:
     nodes at depth 1, 2, …, and how many of them the tree's values expected to be accepted.
     ``pruned``: nodes by reason. ``stage_seconds``: of the stages that the step had. ``compared``:
     seconds of a step in which every request decoded, and those that the target alone would have
-    taken for the same tokens. Both are those of earlier steps where a device had not finished this
-    one.
+    taken for the same tokens; neither where that is not known. Both are of earlier steps where a
+    device had not finished this one.
 
     For where the scheduler chooses the budget: ``worth`` as of `worth_by_forwards`, of the decoding
     requests' trees, each of `node_buckets`; ``grown_by``: draft forwards behind the catch-up's that
@@ -110,14 +110,15 @@ def _of_verification(
 class StepRecord:
     """What the worker notes of a step; becomes WorkerCounts when the output is fetched."""
 
-    def __init__(self, plain_cost: PlainCost | None = None) -> None:
+    def __init__(self, plain_steps: PlainSteps | None = None) -> None:
         self.draft_forwards = 0
         self.node_budget = 0
         self.times: StageTimes = Measured({})
         self.row_cost: RowCost | None = None
-        self._plain_cost = plain_cost
+        self._plain_steps = plain_steps
         self._decoding = np.zeros(0, dtype=bool)
         self._context = 0.0
+        self._rows = 0
         self.fewest_forwards = 0
         # Whether the scheduler must know what trees are worth.
         self.weighs_trees = False
@@ -132,12 +133,15 @@ class StepRecord:
         self,
         prefilling: np.ndarray,
         contexts: np.ndarray,
+        rows: int,
         found: torch.Tensor | None,
         plan: TreePlan,
     ) -> None:
         """Note the step's requests: ``prefilling`` bool [R] and ``contexts`` [R], the tokens behind
-        them, on the host, and what `report` ``found`` of them; None where no tree waited."""
+        them, on the host, the ``rows`` of the target's forward, and what `report` ``found`` of the
+        requests; None where no tree waited."""
         self._context = float(contexts.mean())
+        self._rows = rows
         self._decoding = ~prefilling
         self._plan = plan if plan.budget == "adaptive" else None
         nothing = torch.zeros(len(prefilling), 2 + self._columns_of_growth)
@@ -199,13 +203,16 @@ class StepRecord:
             return []
         return [(len(self._decoding), self.draft_forwards, seconds)]
 
-    def compare(self, seconds: float) -> dict[str, float]:
-        """``compared``, of a step that took ``seconds``; call it after ``counts``."""
+    def compare(self, spent: dict[str, float]) -> dict[str, float]:
+        """``compared``, of a step that spent so much on its stages; call it after ``counts``."""
         requests = len(self._decoding)
-        if self._plain_cost is None or not requests or not self._decoding.all():
+        if self._plain_steps is None or not requests or not self._decoding.all():
             return {}
-        step = self._plain_cost.seconds(requests, self._context)
-        return {TREE: seconds, PLAIN: step * (self._emitted or requests) / requests}
+        on_target = spent.get("target", 0.0), spent.get("sample", 0.0)
+        step = self._plain_steps.seconds(requests, self._context, self._rows, *on_target)
+        if step is None:
+            return {}
+        return {TREE: sum(spent.values()), PLAIN: step * (self._emitted or requests) / requests}
 
 
 def _columns(numbers: np.ndarray) -> list[list[int]]:
@@ -232,7 +239,7 @@ class StepTimes:
             finished = self._records.popleft()
             spent = {name: value for name, value in finished.times.seconds().items() if value}
             stage_seconds.update(spent)
-            compared.update(finished.compare(sum(spent.values())))
+            compared.update(finished.compare(spent))
             drafted.extend(finished.drafting(spent))
         return replace(
             counts, stage_seconds=dict(stage_seconds), compared=dict(compared), drafted=drafted

@@ -11,6 +11,9 @@ import torch
 if TYPE_CHECKING:
     from dyntree_plugin.engine.runner import TreeRunnerMixin
 
+Agree = Callable[[float], float]
+"""Gives the first rank's number to every rank: they run all steps together."""
+
 
 @contextmanager
 def without_drafting(runner: TreeRunnerMixin) -> Iterator[None]:

@@ -139,8 +139,9 @@ METRICS = (
         "counter",
         "compared",
         "Time of the stages of steps in which every request decoded (tree), and the time that the "
-        "target alone is estimated to take for the same tokens (plain), from plain steps that were "
-        "measured before the engine served.",
+        "target alone is estimated to take for the same tokens (plain): from plain steps that were "
+        "measured before the engine served, corrected by the forwards of steps since. Neither "
+        "counts while the two disagree.",
         labels=("decoding",),
     ),
     Metric(

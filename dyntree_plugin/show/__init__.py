@@ -24,6 +24,7 @@ from dyntree_plugin.arguments import (
     both_or_neither,
     chosen_dtype,
 )
+from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.show import arguments, page
 from dyntree_plugin.show.arguments import Format
 from dyntree_plugin.show.generation import Generation, load, save
@@ -91,7 +92,8 @@ def show(
             raise
         from dyntree_plugin.demo import message
 
-        print(f"dyntree show: {message(error)}", file=sys.stderr)  # noqa: T201
+        said = escaped_lines(message(error))
+        print(f"dyntree show: {said}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dyntree_plugin.metrics.names import PREFIX
@@ -78,11 +79,11 @@ class _Counters:
         return _total(self._now, name, where) - _total(self._before, name, where)
 
     def by(self, label: str, name: str) -> dict[str, float]:
-        values = [labels[label] for labels, _ in self._now.get(name, ())]
-        return {value: self.total(name, **{label: value}) for value in values}
+        found = [labels[label] for labels, _ in self._now.get(name, ()) if label in labels]
+        return {value: self.total(name, **{label: value}) for value in found}
 
     def labels(self, name: str) -> dict[str, str]:
-        return self._now[name][0][0]
+        return next((labels for labels, _ in self._now.get(name, ())), {})
 
 
 def _total(series: Series, name: str, where: dict[str, str]) -> float:
@@ -90,7 +91,8 @@ def _total(series: Series, name: str, where: dict[str, str]) -> float:
 
 
 def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
+    ratio = part / whole if whole > 0 else math.inf
+    return ratio if math.isfinite(ratio) else None
 
 
 def _of_engine(model_name: str, engine: str, seconds: float | None, c: _Counters) -> Figures:
@@ -129,4 +131,5 @@ def _of_engine(model_name: str, engine: str, seconds: float | None, c: _Counters
 
 def _shares(parts: dict[str, float], whole: float) -> dict[str, float]:
     """Those parts that are not 0, of the whole."""
-    return {name: part / whole for name, part in parts.items() if part and whole > 0}
+    shares = {name: _ratio(part, whole) for name, part in parts.items() if part}
+    return {name: share for name, share in shares.items() if share is not None}

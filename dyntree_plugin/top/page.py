@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from dyntree_plugin.escape import escaped
 from dyntree_plugin.metrics.names import PREFIX
+from dyntree_plugin.top.fetch import fetch
 
-TIMEOUT_SECONDS = 10
+TIMEOUT_SECONDS = 10.0
+MOST_BYTES = 8 << 20
+"""Of a page; that of an engine has some 0.1 MB."""
+MOST_CHARACTERS = 300
+"""Of a message, which may quote what the server sent."""
+LARGEST = 1e18
+"""Of a value: counts and seconds are smaller, and sums of such values stay numbers."""
 
 EngineKey = tuple[str, str]
 """Model name and engine number."""
@@ -20,7 +27,13 @@ Series = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class Unreadable(Exception):
-    """The server gave no page, or none with our metrics; the message says which."""
+    """The server gave no page, or none with our metrics; the message says which, on one line."""
+
+    def __init__(self, message: str) -> None:
+        shown = escaped(message)
+        if len(shown) > MOST_CHARACTERS:
+            shown = shown[: MOST_CHARACTERS - 1] + "…"
+        super().__init__(shown)
 
 
 @dataclass(frozen=True)
@@ -39,13 +52,12 @@ def read(address: str) -> Page:
     """
     url = f"{address.rstrip('/')}/metrics"
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
-            text = response.read().decode()
+        text = fetch(url, TIMEOUT_SECONDS, MOST_BYTES).decode()
     except (OSError, ValueError, HTTPException) as error:
         raise Unreadable(f"{url} cannot be read: {error}") from None
     try:
         page = parse(text)
-    except ValueError as error:
+    except (ValueError, LookupError, AttributeError) as error:  # as the parser meets them
         raise Unreadable(f"{url} is no page of metrics: {error}") from None
     if not page.engines:
         raise Unreadable(
@@ -58,12 +70,20 @@ def read(address: str) -> Page:
 def parse(text: str) -> Page:
     """The page of every engine that has trees.
 
+    Values that are no numbers or too large are left out, and so is what a series says a second
+    time.
+
     Raises:
-        ValueError: if the text is no page of metrics.
+        ValueError, LookupError, AttributeError: if the text is no page of metrics.
     """
     engines: dict[EngineKey, Series] = {}
+    seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            which = sample.name, frozenset(sample.labels.items())
+            if which in seen or not abs(sample.value) <= LARGEST:
+                continue
+            seen.add(which)
             labels = dict(sample.labels)
             key = labels.pop("model_name", ""), labels.pop("engine", "")
             series = engines.setdefault(key, {})

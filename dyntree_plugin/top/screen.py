@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dyntree_plugin.escape import escaped
 from dyntree_plugin.top.figures import Figures
 
 BAR_WIDTH = 16
@@ -20,9 +21,9 @@ def screen(
     address: str, since_start: Sequence[Figures], lately: Sequence[Figures] | None = None
 ) -> RenderableType:
     """Every engine's figures since it began, and those of the last interval beside them."""
-    recent = [None] * len(since_start) if lately is None else lately
-    shown = [_engine(total, now) for total, now in zip(since_start, recent, strict=True)]
-    return Group(Text(f"dyntree top – {address}", style="bold"), *shown)
+    recent = {(one.model_name, one.engine): one for one in lately or ()}
+    shown = [_engine(total, recent.get((total.model_name, total.engine))) for total in since_start]
+    return Group(Text(escaped(f"dyntree top – {address}"), style="bold"), *shown)
 
 
 def _engine(total: Figures, lately: Figures | None) -> Panel:
@@ -38,8 +39,8 @@ def _engine(total: Figures, lately: Figures | None) -> Panel:
     in_force = [f"{name}={value}" for name, value in total.configuration.items() if value]
     options = ", ".join(in_force)
     return Panel(
-        Group(Columns(parts, padding=(0, 3)), Text(f"dyntree {options}", style="dim")),
-        title=f"{total.model_name} · engine {total.engine}",
+        Group(Columns(parts, padding=(0, 3)), Text(escaped(f"dyntree {options}"), style="dim")),
+        title=Text(escaped(f"{total.model_name} · engine {total.engine}")),
         subtitle=f"{total.running} running, {total.waiting} waiting",
         expand=False,
     )
@@ -97,5 +98,5 @@ def _bars(title: str, values: Mapping[str, float], form: str) -> Table:
     largest = max(values.values(), default=0)
     for name, value in values.items():
         bar = Bar(largest, 0, value, width=BAR_WIDTH, color="cyan")
-        table.add_row(name, form.format(value), bar)
+        table.add_row(Text(escaped(name)), form.format(value), bar)
     return table

@@ -18,6 +18,37 @@ FORGETTING = 1e-3
 LARGEST_SURPRISE = 0.3
 """Of the logarithm of an observation: one interrupted step must not move the estimate far."""
 
+_KEPT = float(np.exp(-1 / MEMORY))
+
+
+class LevelAndTilt:
+    """How far costs have moved from what was measured, by rows, as a logarithm: recursive least
+    squares that forget, and that hold level and tilt at 0 as firmly as ``prior`` says, at the
+    beginning as ``measured`` does."""
+
+    def __init__(self, measured: tuple[float, float], prior: tuple[float, float]) -> None:
+        self._new = (1 - _KEPT) * np.diag(prior)
+        self._information = np.diag(measured)
+        self._learned = np.zeros(2)
+        self._found = np.zeros(2)
+
+    def moved(self, scale: np.ndarray) -> np.ndarray:
+        """At rows of this ``scale``, as of `scale_of`."""
+        moved: np.ndarray = scale @ self._found
+        return moved
+
+    def observe(self, scale: np.ndarray, moved: float) -> None:
+        """Learn from an observation that has moved so far."""
+        self._information = self._new + _KEPT * self._information + scale[:, None] * scale
+        self._learned = _KEPT * self._learned + scale * moved
+        self._found = np.linalg.solve(self._information, self._learned)
+
+
+def scale_of(most: int) -> np.ndarray:
+    """What level and tilt count for at 0 (as 1), 1, 2, … rows, [most + 1, 2]."""
+    rows = np.maximum(np.arange(most + 1, dtype=np.float64), 1.0)
+    return np.stack([np.ones(most + 1), np.log(rows)], axis=1)
+
 
 class RowCost:
     """Seconds of a step's verification by its rows.
@@ -46,31 +77,24 @@ class RowCost:
         # The point that an observation is credited to.
         middle = (self._rows[1:] + self._rows[:-1]) / 2
         self._point = np.searchsorted(middle, self._all)
-        self._scale = np.stack([np.ones(most + 1), np.log(np.maximum(self._all, 1.0))], axis=1)
-        self._information = np.diag(MEASURED)
-        self._learned = np.zeros(2)
-        self._level_and_tilt = np.zeros(2)
+        self._scale = scale_of(most)
+        self._level_and_tilt = LevelAndTilt(MEASURED, PRIOR)
         self._own = np.zeros(len(rows))
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a step of ``rows``."""
         rows = min(rows, len(self._all) - 1)
         scale, point = self._scale[rows], self._point[rows]
-        moved = float(scale @ self._level_and_tilt)
+        moved = float(self._level_and_tilt.moved(scale))
         expected = self._log_measured[rows] + moved + self._own[point]
         surprise = _bounded(np.log(seconds) - expected)
-        # Recursive least squares that forget, towards the prior.
-        kept = np.exp(-1 / MEMORY)
-        prior = np.diag(PRIOR)
-        self._information = prior + kept * (self._information - prior) + np.outer(scale, scale)
-        self._learned = kept * self._learned + scale * (moved + surprise)
-        self._level_and_tilt = np.linalg.solve(self._information, self._learned)
+        self._level_and_tilt.observe(scale, moved + surprise)
         self._own *= 1 - FORGETTING
         self._own[point] += SHAPE_STEP * surprise
 
     def seconds(self) -> np.ndarray:
         """Seconds by rows, from 0 (as 1) up to the most; they never fall."""
-        moved = self._scale @ self._level_and_tilt + self._own[self._point]
+        moved = self._level_and_tilt.moved(self._scale) + self._own[self._point]
         curve = np.exp(self._log_measured + moved)
         least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
         return least

@@ -104,12 +104,20 @@ def test_the_stages_account_for_most_of_the_time(served: Served) -> None:
     assert median(sum(each.values()) / seconds for each, seconds in of_steps) > 0.5
 
 
-def test_the_comparison_covers_the_steps_in_which_every_request_decodes(served: Served) -> None:
-    result = served("tree")["batches of 1"]
-    compared = by_label(result.metrics, f"{PREFIX}compared_seconds_total", "decoding")
-    stages = by_label(result.metrics, f"{PREFIX}stage_seconds_sum", "stage")
-    assert 0 < compared["tree"] < sum(stages.values())
-    assert compared["plain"] > 0
+def test_the_comparison_covers_steps_in_which_every_request_decodes_and_is_bounded(
+    served: Served,
+) -> None:
+    counted = 0.0
+    for result in served("tree").values():
+        compared = by_label(result.metrics, f"{PREFIX}compared_seconds_total", "decoding")
+        stages = by_label(result.metrics, f"{PREFIX}stage_seconds_sum", "stage")
+        assert compared["tree"] <= sum(stages.values())
+        # While the machine's speed changes neither side counts.
+        assert (compared["plain"] > 0) == (compared["tree"] > 0)
+        # A tree of depth 8 gives 9 tokens at most.
+        assert compared["plain"] <= 9 * compared["tree"]
+        counted += compared["tree"]
+    assert counted > 0
 
 
 def test_at_the_end_of_the_context_plain_steps_and_cut_trees_are_counted(served: Served) -> None:

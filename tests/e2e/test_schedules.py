@@ -50,10 +50,11 @@ FEW = {"copies": COPIES, "several": SEVERAL, "resumed": RESUMED}
 """The first of an engine's runs meets slots that never held a tree."""
 ALL = FEW | {
     "chains": CHAINS,
-    "forgotten": Run(RESUMED.requests, sabotage="forgotten"),
     "every length": Run([ask(length) for length in LENGTHS]),
     "one by one": Run([ask(n) for n in LENGTHS if (n + 1) % BLOCK < 4 for _ in range(2)], batch=1),
 }
+# In chunks the prompts would take longer to read again than until they are forgotten.
+FORGOTTEN = {"forgotten": Run(RESUMED.requests, sabotage="forgotten")}
 BROKEN = {"padding_as_tree": Run(COPIES.requests, sabotage="padding_as_tree")}
 URGENT = {"urgent": Run(workload.DEMANDING, sabotage="urgent")}
 
@@ -65,12 +66,12 @@ SCARCE = {
 }
 PROCESSES = (
     {
-        "adaptive": (workload.with_options(), ALL),
+        "adaptive": (workload.with_options(), ALL | FORGOTTEN),
         "chunked": (workload.tree() | CHUNKED, ALL),
         "scarce": (workload.tree(10, slots=16) | SCARCE, URGENT),
     },
     {
-        "fixed": (workload.tree(), ALL | BROKEN),
+        "fixed": (workload.tree(), ALL | FORGOTTEN | BROKEN),
         "dyspec": (workload.tree(growth="dyspec", rule="match"), FEW),
         "chain": (workload.tree(growth="chain"), FEW),
     },

@@ -375,7 +375,7 @@ def test_steps_note_what_trees_were_worth_where_the_scheduler_needs_it() -> None
         record.weighs_trees = weighs
         prefilling = np.array([False, False, True])
         found = report(trees, torch.tensor([1, 2, 3]))
-        record.sampled(prefilling, np.array([5, 5, 5]), found, plan)
+        record.sampled(prefilling, np.array([5, 5, 5]), 12, found, plan)
         noted.append(record.counts().worth)
     # Of no node, one, two and three; without a forward, and with one.
     assert noted[0] == [pytest.approx([0, 0.7, 0.8, 0.8]), pytest.approx([0, 0.7, 1.0, 1.1])]

@@ -14,6 +14,12 @@ install()  # the runner's modules need it before they are imported
 from dyntree_plugin.engine import plain_cost  # noqa: E402
 from dyntree_plugin.engine.timing import Measured  # noqa: E402
 
+NODES = 4
+
+
+def alone(seconds: float) -> float:
+    return seconds
+
 
 class Runner:
     """A step takes 1 ms, and 1 µs for each token that it reads; ``slow`` makes the host wait."""
@@ -24,17 +30,23 @@ class Runner:
         self.parallel_config = SimpleNamespace(world_size_across_dp=ranks)
         self.clock = clock
         self.speculator: Any = "drafting"
+        self.trees = SimpleNamespace(shape=SimpleNamespace(node_budget=NODES))
+        self.forwards: list[int] = []
         self.steps: list[tuple[int, int]] = []
         self._slow = slow
 
     def get_ahead(self) -> None:
         assert self.speculator is None, "plain steps draft nothing"
 
-    def _dummy_run(self, requests: int, context_len: int) -> tuple[None, str]:
-        self.steps.append((requests, context_len))
-        self.clock.spent["target"] = 1e-3 + requests * (1 + context_len) * 1e-6
+    def _dummy_run(self, rows: int, context_len: int | None = None) -> tuple[str, str]:
+        if context_len is None:
+            self.forwards.append(rows)
+        else:
+            self.steps.append((rows, context_len))
+        of_tokens = rows * (1 + (context_len or 0)) * 1e-6
+        self.clock.spent["target"] = 1e-3 + of_tokens + self._slow
         self.clock.now += self._slow
-        return None, "hidden"
+        return "hidden", "hidden"
 
     def sample_greedily(self, requests: int) -> None:
         self.greedy = requests
@@ -71,18 +83,51 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_steps_with_and_without_context_are_measured_and_drafting_comes_back(clock: Clock) -> None:
     runner: Any = Runner(clock, 0.0)
-    cost = plain_cost.measure(runner)
+    cost = plain_cost.measure(runner, alone)
     assert cost.requests == (1, 2, 4, 8, 16, 32, 64, 100)
     assert cost.seconds(8, 0) == pytest.approx(2e-3 + 8e-6)
     assert cost.seconds(8, 512) == pytest.approx(2e-3 + 8 * 513e-6)
     assert runner.speculator == "drafting"
 
 
+def test_forwards_over_the_rows_of_trees_are_measured_without_sampling(clock: Clock) -> None:
+    runner: Any = Runner(clock, 0.0)
+    cost = plain_cost.measure(runner, alone)
+    assert cost.rows == tuple(sorted({*runner.forwards}))
+    assert (cost.rows[0], cost.rows[-1]) == (1, Runner.max_num_reqs * (NODES + 1))
+    assert cost.forwards == pytest.approx([1e-3 + rows * 1e-6 for rows in cost.rows])
+
+
+def test_slow_forwards_are_measured_over_few_rows(clock: Clock) -> None:
+    """And over one at least, as there is no less."""
+    for slow, rows in ((plain_cost.FORWARD_SECONDS / 13, (1, 4, 16)), (plain_cost.SECONDS, (1,))):
+        runner: Any = Runner(clock, slow)
+        cost = plain_cost.measure(runner, alone)
+        assert cost.rows == rows
+        assert {*runner.forwards} == {*rows}
+
+
+def test_several_ranks_run_the_same_forwards_as_the_first_tells_them(clock: Clock) -> None:
+    """The control: a rank that goes by its own clock runs others."""
+    told: list[float] = []
+
+    def first(seconds: float) -> float:
+        told.append(seconds)
+        return seconds
+
+    ranks: list[Any] = [Runner(clock, slow, ranks=2) for slow in (1.0, 0.0, 0.0)]
+    plain_cost.measure(ranks[0], first)
+    answers = iter(told)
+    plain_cost.measure(ranks[1], lambda _: next(answers))
+    plain_cost.measure(ranks[2], alone)
+    assert ranks[0].forwards == ranks[1].forwards != ranks[2].forwards
+
+
 def test_slow_steps_are_measured_once_when_time_is_up(clock: Clock) -> None:
     quick: Any = Runner(clock, 0.0)
-    plain_cost.measure(quick)
+    plain_cost.measure(quick, alone)
     slow: Any = Runner(clock, plain_cost.SECONDS / 2)
-    plain_cost.measure(slow)
+    plain_cost.measure(slow, alone)
     assert len(quick.steps) == 1 + 2 * 8 * plain_cost.REPETITIONS
     assert {*slow.steps} == {*quick.steps}
     assert len(slow.steps) == 1 + 2 * 8
@@ -92,7 +137,7 @@ def test_several_ranks_run_the_same_steps_whatever_their_clocks_say(clock: Clock
     runs = []
     for slow in (0.0, plain_cost.SECONDS / 2):
         runner: Any = Runner(clock, slow, ranks=2)
-        plain_cost.measure(runner)
+        plain_cost.measure(runner, alone)
         runs.append(runner.steps)
     assert runs[0] == runs[1]
 

@@ -20,7 +20,6 @@ install()  # the runner's modules need it before they are imported
 
 from dyntree_plugin.engine.node_buckets import FORWARDS  # noqa: E402
 from dyntree_plugin.engine.patches import carry_tree_stats, log_drafts_alone  # noqa: E402
-from dyntree_plugin.engine.plain_cost import PlainCost  # noqa: E402
 from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
 from dyntree_plugin.engine.stats import (  # noqa: E402
     StepRecord,
@@ -106,16 +105,17 @@ def trees() -> TreeStore:
 SLOTS = torch.tensor([1, 2])
 DECODING = np.array([False, False])
 CONTEXTS = np.array([100, 300])
+ROWS = 8
 
 
 def record_of(
     trees: TreeStore,
     verified: Verification | None = None,
     prefilling: np.ndarray = DECODING,
-    cost: PlainCost | None = None,
+    plain: Any = None,
 ) -> StepRecord:
-    record = StepRecord(cost)
-    record.sampled(prefilling, CONTEXTS, report(trees, SLOTS, verified), trees.plan)
+    record = StepRecord(plain)
+    record.sampled(prefilling, CONTEXTS, ROWS, report(trees, SLOTS, verified), trees.plan)
     return record
 
 
@@ -139,16 +139,44 @@ def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
     assert counts.pruned == {"budget": 8, "scheduler": 2}
 
 
-COST = PlainCost((1, 2, 4), 1000, (0.010, 0.012, 0.016), (0.020, 0.032, 0.056))
+class Plain:
+    """An estimate that is known, or not; and what it is asked for."""
+
+    def __init__(self, seconds: float | None = 0.016) -> None:
+        self.asked: list[tuple[float, ...]] = []
+        self._seconds = seconds
+
+    def seconds(self, *step: float) -> float | None:
+        self.asked.append(step)
+        return self._seconds
 
 
 def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStore) -> None:
-    record = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2]), cost=COST)
-    record.times = Measured({"target": 0.02, "draft": 0.01, "walk": 0.0})
+    plain = Plain()
+    record = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2]), plain=plain)
+    record.times = Measured({"target": 0.02, "sample": 0.005, "draft": 0.01, "walk": 0.0})
     counts = StepTimes().complete(record)
-    # Six tokens: three plain steps of two requests, behind 200 tokens each.
-    assert counts.compared == pytest.approx({"tree": 0.03, "plain": 3 * 0.016})
-    assert counts.stage_seconds == {"target": 0.02, "draft": 0.01}
+    # Two requests behind 200 tokens each.
+    assert plain.asked == [(2, 200.0, ROWS, 0.02, 0.005)]
+    # Six tokens: three plain steps of both.
+    assert counts.compared == pytest.approx({"tree": 0.035, "plain": 3 * 0.016})
+    assert counts.stage_seconds == {"target": 0.02, "sample": 0.005, "draft": 0.01}
+
+
+def test_a_step_without_a_tree_is_compared_with_one_plain_step(trees: TreeStore) -> None:
+    record = record_of(trees, plain=Plain())
+    record.times = Measured({"target": 0.02})
+    assert StepTimes().complete(record).compared == pytest.approx({"tree": 0.02, "plain": 0.016})
+
+
+def test_neither_side_of_the_comparison_counts_where_plain_steps_are_not_known(
+    trees: TreeStore,
+) -> None:
+    verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
+    record = record_of(trees, verified, plain=Plain(None))
+    record.times = Measured({"target": 0.02})
+    counts = StepTimes().complete(record)
+    assert (counts.stage_seconds, counts.compared) == ({"target": 0.02}, {})
 
 
 class Late:
@@ -172,7 +200,7 @@ def test_times_come_with_the_counts_of_a_later_step_where_a_device_lags(trees: T
 
     def fetch(own: Late, prompt: bool = False) -> WorkerCounts:
         verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
-        record = record_of(trees, verified, np.array([prompt, False]), COST)
+        record = record_of(trees, verified, np.array([prompt, False]), Plain())
         record.times = own
         return times.complete(record)
 
@@ -209,16 +237,10 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
 
 def test_a_step_that_reads_a_prompt_is_not_compared(trees: TreeStore) -> None:
     verified = verification([[1, 2, 3], [-1, -1, -1]], [4, 0], [4, 1])
-    record = record_of(trees, verified, np.array([False, True]), COST)
+    plain = Plain()
+    record = record_of(trees, verified, np.array([False, True]), plain)
     assert StepTimes().complete(record).compared == {}
-
-
-def test_a_plain_step_between_two_that_were_measured_costs_what_lies_between() -> None:
-    assert COST.seconds(1, 0) == 0.010
-    assert COST.seconds(3, 0) == pytest.approx(0.014)
-    assert COST.seconds(9, 0) == 0.016
-    assert COST.seconds(3, 1000) == pytest.approx(0.044)
-    assert COST.seconds(2, 2000) == pytest.approx(0.052)
+    assert plain.asked == []
 
 
 def test_drafted_are_the_nodes_verified_and_not_the_slots_scheduled() -> None:
@@ -351,7 +373,7 @@ def test_a_step_that_no_tree_waited_for_counts_none(budget: str) -> None:
     plan = DynTreeOptions(max_depth=3, budget=budget).resolve(5)
     record = StepRecord()
     record.grown_by, record.weighs_trees = None, True
-    record.sampled(DECODING, CONTEXTS, None, plan)
+    record.sampled(DECODING, CONTEXTS, 2, None, plan)
     counts = record.counts()
     assert (counts.nodes, counts.worth, counts.grown_by) == ([], [], None)
     assert counts.decoding == [True, True]

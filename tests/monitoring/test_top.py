@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from dyntree_plugin.cli import app
-from dyntree_plugin.metrics.names import PREFIX
+from dyntree_plugin.metrics.names import METRICS, PREFIX
 from dyntree_plugin.top import run
 from dyntree_plugin.top.figures import figures
 from dyntree_plugin.top.page import Page, Unreadable, parse, read
+from dyntree_plugin.top.screen import screen
 
 PLAIN = 'vllm:generation_tokens_total{model_name="m",engine="0"} 5\n'
 
@@ -92,16 +98,33 @@ def test_an_engine_that_did_nothing_has_no_figures_rather_than_wrong_ones() -> N
     assert found.reached == []
 
 
+def test_a_speed_that_is_not_known_is_shown_as_none() -> None:
+    body = "".join(each for each in text(100).splitlines(True) if "compared" not in each)
+    zero = f'{PREFIX}compared_seconds_total{{model_name="m",engine="0",decoding="tree"}} 0\n'
+    for more in ("", zero):
+        found = figures(Page(0.0, parse(body + more).engines))
+        assert found[0].speed is None
+        console = Console(file=io.StringIO(), width=160)
+        console.print(screen("a", found))
+        (shown,) = re.findall(r"speed against none\s+(\S+)", console.file.getvalue())
+        assert shown == "–"
+
+
 def test_every_engine_has_its_own_figures() -> None:
     both = Page(0.0, page(100).engines | page(10, engine="1").engines)
     assert [(f.engine, f.request_steps) for f in figures(both)] == [("0", 100), ("1", 10)]
 
 
 class Server(HTTPServer):
-    """``raw``: all that it answers, in place of a page with the ``body``."""
+    """``raw``: all that it answers, in place of a page with the ``body``; ``ending``: what it sends
+    again and again behind that, every ``pause`` seconds, until the client goes."""
 
     body = ""
     raw = b""
+    ending = b""
+    pause = 0.0
+    sent = 0
+    left: threading.Event
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -110,10 +133,21 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.raw:
             self.wfile.write(self.server.raw)
+            if self.server.ending:
+                self.never_end()
             return
         self.send_response(200)
         self.end_headers()
         self.wfile.write(self.server.body.encode())
+
+    def never_end(self) -> None:
+        try:
+            while True:
+                self.wfile.write(self.server.ending)
+                self.server.sent += len(self.server.ending)
+                time.sleep(self.server.pause)
+        except OSError:
+            self.server.left.set()
 
     def log_message(self, *args: object) -> None:
         pass
@@ -122,6 +156,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     found = Server(("127.0.0.1", 0), Handler)
+    found.left = threading.Event()
     thread = threading.Thread(target=found.serve_forever, args=(0.01,))
     thread.start()
     yield found
@@ -179,6 +214,120 @@ def test_an_answer_that_is_no_page_is_told(raw: bytes, says: str, server: Server
     server.raw = raw
     with pytest.raises(Unreadable, match=says):
         read(address_of(server))
+
+
+@pytest.mark.parametrize("begin", [b"H", b"HTTP/1.1 200 OK\r\nX", b"HTTP/1.1 200 OK\r\n\r\n# "])
+def test_a_server_that_drips_is_left_and_told(
+    begin: bytes, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends something long before any timeout of the connection. A time bound that no machine
+    breaks: that of the test itself."""
+    monkeypatch.setattr("dyntree_plugin.top.page.TIMEOUT_SECONDS", 0.3)
+    server.raw, server.ending, server.pause = begin, b"x", 0.02
+    with pytest.raises(Unreadable, match=r"cannot be read: no whole answer within 0.3 s$"):
+        read(address_of(server))
+    assert server.left.wait(60), "the connection has to be cut, or every look leaves one behind"
+
+
+def test_a_page_without_an_end_is_left_and_told(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dyntree_plugin.top.page.MOST_BYTES", 1 << 20)
+    server.raw, server.ending = b"HTTP/1.1 200 OK\r\n\r\n", b"# x\n" * 1000
+    with pytest.raises(Unreadable, match="cannot be read: the answer has more than 1048576 bytes"):
+        read(address_of(server))
+    assert server.left.wait(60)
+    assert server.sent < 1 << 26
+
+
+def test_a_page_of_exactly_the_most_bytes_is_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.body = text(100)
+    monkeypatch.setattr("dyntree_plugin.top.page.MOST_BYTES", len(server.body))
+    assert read(address_of(server)).engines
+    monkeypatch.setattr("dyntree_plugin.top.page.MOST_BYTES", len(server.body) - 1)
+    with pytest.raises(Unreadable):
+        read(address_of(server))
+
+
+@pytest.mark.parametrize("ending", ["\x1b[2J", "[red]", "\r\x07", "x" * 10**5])
+def test_what_a_server_says_instead_of_a_page_is_one_short_line_of_text(
+    ending: str, server: Server
+) -> None:
+    server.raw = f"HTTP/1.1 503 Away {ending}\r\n\r\n".encode()
+    if len(ending) < 100:
+        with pytest.raises(Unreadable) as told:
+            read(address_of(server))
+        assert str(told.value).isprintable()
+    done = CliRunner().invoke(app, ["top", address_of(server), "--once"])
+    assert done.exit_code == 2
+    assert len(done.output) < 2000
+    assert not set(done.output) & {"\x1b", "\r", "\x07"}
+    assert ("[red]" in done.output) == (ending == "[red]")
+
+
+ODD = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["\x1b]0;x\x07", "\u202egro", "[bold red]x[/]", "[/]", "\r\n", "\x9b2J", "{}"]),
+)
+NUMBERS = ["NaN", "+Inf", "-Inf", "1e308", "-1e308", "5e-324", "-3", "0", "7", "1e18", "0.1"]
+
+
+def quoted(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def line(name: str, value: str, labels: dict[str, str]) -> str:
+    told = ",".join(f'{label}="{quoted(text)}"' for label, text in labels.items())
+    return f"{name}{{{told}}} {value}\n"
+
+
+@st.composite
+def pages(draw: st.DrawFn, model: str) -> Page:
+    """Of series that have any label values or none, any values, and come once, twice or not."""
+    names = [series for metric in METRICS for series in metric.series]
+    labels = {"reason": ODD, "stage": ODD, "depth": ODD, "decoding": ODD}
+    lines = [line(f"{PREFIX}config_info", "1", {"model_name": model, "x": draw(ODD)})]
+    for name in draw(st.lists(st.sampled_from([*names, "vllm:num_requests_running"]), max_size=30)):
+        own = draw(st.fixed_dictionaries({"model_name": st.just(model)}, optional=labels))
+        lines += [line(name, draw(st.sampled_from(NUMBERS)), own)] * draw(st.integers(1, 2))
+    return parse("".join(lines))
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
+@given(st.data(), ODD)
+def test_whatever_a_page_says_is_shown_as_text_and_told_in_numbers(
+    data: st.DataObject, model: str
+) -> None:
+    before, now = data.draw(pages(model)), data.draw(pages(model))
+    total, lately = figures(now), figures(now, before)
+    json.dumps([asdict(one) for one in (*total, *lately)], allow_nan=False)
+    console = Console(file=io.StringIO(), width=160)
+    console.print(screen(model, total))
+    console.print(screen(model, total, lately))
+    shown = console.file.getvalue()
+    assert shown.replace("\n", "").isprintable()
+    assert ("[bold red]x[/]" in shown) >= (model == "[bold red]x[/]")
+
+
+def test_no_series_counts_twice() -> None:
+    twice = Page(0.0, parse(text(100) * 2).engines)
+    assert figures(twice) == figures(Page(0.0, page(100).engines))
+
+
+def test_a_series_without_its_label_or_without_a_number_counts_nowhere() -> None:
+    odd = f'{PREFIX}fallback_steps_total{{model_name="m",engine="0"}} 5\n'
+    odd += f'{PREFIX}fallback_steps_total{{model_name="m",engine="0",reason="x"}} NaN\n'
+    assert figures(Page(0.0, parse(text(100) + odd).engines)) == figures(page(100))
+
+
+def test_engines_may_come_and_go_between_two_looks() -> None:
+    one, two = page(100), Page(2.0, page(150).engines | page(10, engine="1").engines)
+    for before, now in ((one, two), (two, one)):
+        console = Console(file=io.StringIO(), width=160)
+        console.print(screen("a", figures(two), figures(now, before)))
+        assert "engine 1" in console.file.getvalue()
 
 
 def test_an_address_that_is_none_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from dyntree_plugin.demo.screen import code, tree
 from dyntree_plugin.render import MAX_SIBLINGS, Detokenise, dot, rich_tree, visible
 from dyntree_plugin.tree.step import TreeStep
 
@@ -34,6 +36,10 @@ TREE: dict[str, Any] = {
     "emitted": [10, 13, 77],
 }
 STEP = TreeStep(**TREE)
+ODD = [
+    *("\x1b]0;title\x07", "\x1b[2J", "\u202ecba", "\x9b2J", "\r"),
+    *("[red]x[/red]", "[/]", "&lt;", '"];'),
+]
 
 
 def name(token: int) -> str:
@@ -209,6 +215,26 @@ def test_dot_escapes_quotes_and_backslashes() -> None:
     labels = re.findall(r'label="((?:[^"\\]|\\.)*)"', source)
     assert len(labels) == len(STEP.tokens) + 2
     assert all(label.startswith('\\"\\\\') for label in labels)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=30) | st.sampled_from(ODD))
+def test_any_text_of_a_token_is_a_label_and_nothing_else(token: str) -> None:
+    def text(_: int) -> str:
+        return token
+
+    source = dot(STEP, text)
+    assert source.replace("\n", "").isprintable()
+    labels = re.findall(r'label="((?:[^"\\]|\\.)*)"', source)
+    assert len(labels) == len(STEP.tokens) + 2
+    root = labels[0].replace('\\"', '"').replace("\\\\", "\\")
+    assert html.unescape(root) == visible(token), "Graphviz reads what HTML reads behind &"
+    to, file = console(terminal=False, width=400)
+    to.print(tree(STEP, token, text))
+    assert file.getvalue().replace("\n", "").isprintable()
+    assert file.getvalue().count(visible(token)) >= len(STEP.tokens) + 2
+    to.print(code(token, token))
+    assert file.getvalue().replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize(

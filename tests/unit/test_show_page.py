@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from generations import made
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dyntree_plugin.escape import escaped_lines
+from dyntree_plugin.render import visible
 from dyntree_plugin.show import page
 
 HTML = page.render(made())
@@ -28,6 +33,27 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 def test_a_token_that_ends_a_script_does_not_end_the_data() -> None:
     assert data()["steps"][0]["nodes"][1]["text"] == "</script>"
     assert HTML.count("</script>") == 2
+
+
+@settings(deadline=None)
+@given(st.text() | st.sampled_from(["</script><b>", "<!--<script>", "{{script}}", "\u202e\x1b[2J"]))
+def test_any_text_stays_data_and_shows_every_character(odd: str) -> None:
+    generation = made()
+    texts = dict.fromkeys(generation.texts, odd)
+    pieces = [odd] * len(generation.pieces)
+    html = page.render(replace(generation, texts=texts, pieces=pieces, target=odd))
+    assert html.count("<") == HTML.count("<")
+    found = data(html)
+    assert found["pieces"][0].replace("\n", "").replace("\t", "").isprintable()
+    assert found["pieces"] == [escaped_lines(odd)] * len(pieces)
+    assert found["steps"][0]["root"]["text"] == visible(odd)
+    assert found["target"] == odd
+
+
+def test_the_page_makes_text_of_all_that_it_is_given() -> None:
+    """No way to write HTML is in use."""
+    script = HTML[HTML.rindex("<script>") :]
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
 
 
 def test_every_node_has_its_place_its_chances_and_its_fate() -> None:

@@ -13,7 +13,8 @@ __all__ = ["hide_llvmlite_from_kernel_scan", "install", "warm_up"]
 def warm_up() -> None:
     """Compile the kernels before the first request; call it after ``install()``.
 
-    The first process on a machine takes tens of seconds, later ones load numba's cache.
+    The first process on a machine takes tens of seconds, later ones load what it
+    has kept on disk.
     """
     # It imports the V2 runner's modules, which install() has to prepare.
     from dyntree_plugin.engine.cpu.compilation import compile_kernels

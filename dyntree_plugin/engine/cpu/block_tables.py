@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from numba import carray, njit
+from numba import carray
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_plugin.engine.cpu.arrays import int32_pointer
 from dyntree_plugin.engine.cpu.registry import implements
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@njit(cache=True)
+@compiled
 def _write_rows(output, stride, indices, starts, contents, cu_lens):
     begin = 0
     for i in range(indices.shape[0]):
@@ -29,7 +30,7 @@ def _write_rows(output, stride, indices, starts, contents, cu_lens):
         begin = cu_lens[i]
 
 
-@njit(cache=True)
+@compiled
 def _write_group_rows(addresses, strides, indices, starts, contents, cu_lens, group_ids):
     begin = 0
     for i in range(indices.shape[0]):
@@ -65,7 +66,7 @@ def apply_write(
         _write_group_rows(output_ptr.numpy(), strides, *writes, write_group_ids_ptr.numpy())
 
 
-@njit(cache=True)
+@compiled
 def _gather(requests, sources, targets, strides, num_blocks):
     for group in range(strides.shape[0]):
         stride = strides[group]
@@ -99,7 +100,7 @@ def gather_block_tables(
     )
 
 
-@njit(cache=True)
+@compiled
 def _slots(
     requests, query_start_loc, positions, addresses, strides, block_sizes, enabled, slots, pad
 ):

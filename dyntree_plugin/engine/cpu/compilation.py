@@ -27,7 +27,7 @@ _VOCAB = 8
 
 
 def compile_kernels() -> None:
-    """Compile the kernels, or load them from numba's cache. Call it after ``install()``."""
+    """Compile the kernels, or load them from disk. Call it after ``install()``."""
     gumbel.warm_up()
     _block_tables()
     _inputs()

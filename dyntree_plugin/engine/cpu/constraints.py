@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numba import njit
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_plugin.engine.cpu.arrays import float32_rows
 from dyntree_plugin.engine.cpu.registry import implements
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _INF = np.float32(np.inf)
 
 
-@njit(cache=True)
+@compiled
 def _mask_stop_tokens(logits, stop_ids, restore):
     saved = logits[stop_ids]
     logits[stop_ids] = -_INF
@@ -30,7 +30,7 @@ def _mask_stop_tokens(logits, stop_ids, restore):
                 logits[stop_ids[i]] = saved[i]
 
 
-@njit(cache=True)
+@compiled
 def _apply_bias(
     logits,
     requests,
@@ -101,7 +101,7 @@ def bias(
     )
 
 
-@njit(cache=True)
+@compiled
 def _is_suffix(prefix, committed, drafts, num_drafts):
     """Whether ``prefix`` ends the output: the committed tokens, then ``num_drafts`` drafts."""
     start = committed.shape[0] + num_drafts - prefix.shape[0]
@@ -115,7 +115,7 @@ def _is_suffix(prefix, committed, drafts, num_drafts):
     return True
 
 
-@njit(cache=True)
+@compiled
 def _mask_bad_words(
     logits,
     requests,
@@ -171,7 +171,7 @@ def bad_words(
     )
 
 
-@njit(cache=True)
+@compiled
 def _mask_grammar(logits, mapping, cu_num_logits, bitmask, mask_stride, masked):
     for i in range(mapping.shape[0]):
         request, local = mapping[i] // mask_stride, mapping[i] % mask_stride

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from numba import njit
-
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_plugin.engine.cpu.registry import implements
 
 if TYPE_CHECKING:
     import torch
 
 
-@njit(cache=True)
+@compiled
 def _draft_prefill(
     target_ids,
     target_positions,
@@ -88,7 +87,7 @@ def prepare_draft_prefill(
     )
 
 
-@njit(cache=True)
+@compiled
 def _gather_drafts(
     drafts,
     draft_positions,
@@ -132,7 +131,7 @@ def gather_draft_sampled(
     )
 
 
-@njit(cache=True)
+@compiled
 def _flatten(flat, sampled, num_sampled, cu_num_logits):
     for i in range(num_sampled.shape[0]):
         for j in range(num_sampled[i]):

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_plugin.engine.cpu.arrays import optional
 from dyntree_plugin.engine.cpu.registry import implements
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@njit(cache=True)
+@compiled
 def _prefill(input_ids, lookahead, requests, query_start_loc, token_ids, prefill_lens, computed):
     for i in range(requests.shape[0]):
         request = requests[i]
@@ -57,7 +57,7 @@ def prepare_prefill_inputs(
     )
 
 
-@njit(cache=True)
+@compiled
 def _positions(positions, seq_lens, requests, query_start_loc, computed):
     num_requests = requests.shape[0]
     for i in range(num_requests):
@@ -88,7 +88,7 @@ def prepare_pos_seq_lens(
     )
 
 
-@njit(cache=True)
+@compiled
 def _combine(
     input_ids,
     requests,
@@ -146,7 +146,7 @@ def combine_sampled_and_draft_tokens(
     )
 
 
-@njit(cache=True)
+@compiled
 def _count_rejected(num_sampled, num_rejected, seq_lens, cu_num_logits, requests, prefill_lens):
     for i in range(requests.shape[0]):
         if seq_lens[i] < prefill_lens[requests[i]]:
@@ -174,7 +174,7 @@ def get_num_sampled_and_rejected(
     )
 
 
-@njit(cache=True)
+@compiled
 def _append_sampled(
     requests,
     computed,
@@ -236,7 +236,7 @@ def post_update(
     )
 
 
-@njit(cache=True)
+@compiled
 def _advance(requests, computed, query_start_loc):
     for i in range(requests.shape[0]):
         computed[requests[i]] += query_start_loc[i + 1] - query_start_loc[i]
@@ -251,7 +251,7 @@ def post_update_num_computed_tokens(
     _advance(idx_mapping_ptr.numpy(), num_computed_tokens_ptr.numpy(), query_start_loc_ptr.numpy())
 
 
-@njit(cache=True)
+@compiled
 def _expand(requests, expanded_requests, local_positions, cu_num_logits):
     for i in range(requests.shape[0]):
         for j in range(cu_num_logits[i + 1] - cu_num_logits[i]):

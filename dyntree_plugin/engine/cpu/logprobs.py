@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import torch
-from numba import njit
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_plugin.engine.cpu.registry import implements
 
 
@@ -41,7 +41,7 @@ def ranks(
     torch.sum(logits_ptr >= selected, 1, out=output_ptr)
 
 
-@njit(cache=True)
+@compiled
 def _fill_ids(out, valid, sampled, topk, requests, num_custom, custom, num_topk):
     for row in range(out.shape[0]):
         out[row, 0] = sampled[row]
@@ -86,7 +86,7 @@ def fill_logprob_token_ids(
     )
 
 
-@njit(cache=True)
+@compiled
 def _next_prompt_ids(out, query_start_loc, requests, computed, token_ids):
     for i in range(requests.shape[0]):
         request = requests[i]

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_plugin.engine.cpu.arrays import float32_rows
 from dyntree_plugin.engine.cpu.registry import implements
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _penalize(
     logits,
     requests,
@@ -80,7 +80,7 @@ def penalties(
     )
 
 
-@njit(cache=True)
+@compiled
 def _count_tokens(requests, token_ids, prompt_lens, prefill_lens, prompt_mask, output_counts):
     for request in requests:
         for i in range(prompt_lens[request]):

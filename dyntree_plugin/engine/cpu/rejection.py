@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numba import njit
 
 from dyntree_kernels.cpu import gumbel
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_plugin.engine.cpu.arrays import optional
 from dyntree_plugin.engine.cpu.registry import implements
 
@@ -28,7 +28,7 @@ _LOW32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
 
 
-@njit(cache=True)
+@compiled
 def _uniform(seed, offset):
     """float32 in (0, 1): first output word of Philox4x32-10, as ``tl.rand`` scales it."""
     c0, c1 = np.uint64(offset) & _LOW32, np.uint64(offset) >> _SHIFT32
@@ -103,7 +103,7 @@ def local_logits_stats(
             _max_and_sumexp(draft, BLOCK_SIZE, rows, draft_local_max_ptr, draft_local_sumexp_ptr)
 
 
-@njit(cache=True)
+@compiled
 def _log_sum(maxima, sums):
     top = _NEG_INF
     for value in maxima:
@@ -114,7 +114,7 @@ def _log_sum(maxima, sums):
     return top + np.log(total)
 
 
-@njit(cache=True)
+@compiled
 def _first_maximum(values):
     best, best_value = 0, _NEG_INF
     for i in range(values.shape[0]):
@@ -123,7 +123,7 @@ def _first_maximum(values):
     return best
 
 
-@njit(cache=True)
+@compiled
 def _reject(
     sampled,
     accepted_lengths,
@@ -314,7 +314,7 @@ def resample(
     )
 
 
-@njit(cache=True)
+@compiled
 def _insert(sampled, num_sampled, argmax, maximum, cu_num_logits, requests, temperatures):
     for i in range(num_sampled.shape[0]):
         count = num_sampled[i]

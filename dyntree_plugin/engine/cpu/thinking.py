@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_plugin.engine.cpu.arrays import float32_rows
 from dyntree_plugin.engine.cpu.registry import implements
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FORCED_LOGIT = np.float32(1.0e9)
 
 
-@njit(cache=True)
+@compiled
 def _last_match(tokens, marker, first, last):
     """Largest start in [first, last) of an occurrence of ``marker`` in ``tokens``, or -1."""
     for start in range(min(last, tokens.shape[0] - marker.shape[0] + 1) - 1, first - 1, -1):
@@ -27,7 +27,7 @@ def _last_match(tokens, marker, first, last):
     return -1
 
 
-@njit(cache=True)
+@compiled
 def _update_markers(
     requests,
     budgets,
@@ -95,7 +95,7 @@ def update_committed_marker_cache(
     )
 
 
-@njit(cache=True)
+@compiled
 def _forced_token(tokens, committed, budget, start, end, start_marker, end_marker, forced):
     """The token that must come next, or -1. ``tokens[committed:]`` are drafts."""
     length = tokens.shape[0]
@@ -112,7 +112,7 @@ def _forced_token(tokens, committed, budget, start, end, start_marker, end_marke
     return forced[done]
 
 
-@njit(cache=True)
+@compiled
 def _force_end(
     logits,
     requests,

@@ -5,10 +5,9 @@ from __future__ import annotations
 # Patches torch.cuda and the runner's buffers for the CPU; vLLM's V2 modules must see it first.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -19,14 +18,12 @@ from dyntree_plugin.engine.worker import TreeWorkerMixin
 class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
     """vLLM's CPU worker with our runner, kernels and attention."""
 
+    attention_backends: ClassVar[Mapping[str, str]] = {
+        "CPU_ATTN": "dyntree_plugin.engine.attention.cpu.TreeCPUAttentionBackend"
+    }
+
     def init_device(self) -> None:
         cpu.install()
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            "dyntree_plugin.engine.attention.cpu.TreeCPUAttentionBackend",
-        )
-        # vLLM remembers the backend of an engine that ran in this process before.
-        selector._cached_get_attn_backend.cache_clear()
         from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
 
         # The stock method names the runner's class in its body.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.engine.worker import TreeWorkerMixin
@@ -16,14 +15,10 @@ _BACKENDS = "dyntree_plugin.engine.attention.cuda"
 class TreeGPUWorker(TreeWorkerMixin, Worker):
     """vLLM's GPU worker with our runner and attention."""
 
-    def init_device(self) -> None:
-        register_backend(AttentionBackendEnum.FLASH_ATTN, f"{_BACKENDS}.TreeFlashAttentionBackend")
-        register_backend(
-            AttentionBackendEnum.TRITON_ATTN, f"{_BACKENDS}.TreeTritonAttentionBackend"
-        )
-        # vLLM remembers the backend of an engine that ran in this process before.
-        selector._cached_get_attn_backend.cache_clear()
-        super().init_device()
+    attention_backends: ClassVar[Mapping[str, str]] = {
+        "FLASH_ATTN": f"{_BACKENDS}.TreeFlashAttentionBackend",
+        "TRITON_ATTN": f"{_BACKENDS}.TreeTritonAttentionBackend",
+    }
 
     def _make_model_runner(self) -> Any:
         from dyntree_plugin.engine.gpu.runner import TreeGPUModelRunner

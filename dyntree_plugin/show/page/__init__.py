@@ -8,6 +8,7 @@ from importlib import resources
 from typing import Any
 
 from dyntree_plugin import __version__
+from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.render import visible
 from dyntree_plugin.show.generation import Generation
 from dyntree_plugin.show.layout import tidy_rows
@@ -41,7 +42,7 @@ def _page(generation: Generation) -> dict[str, Any]:
         "options": generation.options,
         "chances": generation.chances,
         "prompt": len(generation.prompt_tokens),
-        "pieces": generation.pieces,
+        "pieces": [escaped_lines(piece) for piece in generation.pieces],
         "steps": [_step(generation, step) for step in generation.steps],
     }
 

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 import torch
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.layout import flat, is_paired
 from dyntree_kernels.cpu.simd import (
     LANES,
@@ -33,7 +34,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 _UNROLLED = {"reassoc", "contract", "nsz", "nnan"}  # lets sums vectorise
 
 
-@numba.njit(cache=True)
+@compiled
 def _load_keys(dst, block, n, start, paired):
     """Copy the _TILE positions from `start` of a block's keys into dst[D, _TILE]."""
     d = dst.shape[0]
@@ -51,7 +52,7 @@ def _load_keys(dst, block, n, start, paired):
                     dst[2 * pair + e, group * LANES + j] = to_float(row[2 * j + e])
 
 
-@numba.njit(cache=True)
+@compiled
 def _load_values(dst, block, n, start, paired, seen):
     """Copy the _TILE positions from `start` of a block's values into dst[_TILE, D].
 
@@ -76,7 +77,7 @@ def _load_values(dst, block, n, start, paired, seen):
                 dst[j, :] = _ZERO
 
 
-@numba.njit(cache=True)
+@compiled
 def _seen_word(bits, column):
     """The _TILE bits from `column` on; columns before 0 are context, which every row sees."""
     if column <= -_TILE:
@@ -89,7 +90,7 @@ def _seen_word(bits, column):
     return np.uint32((low >> shift) | (high << (np.uint32(32) - shift)))
 
 
-@numba.njit(cache=True)
+@compiled
 def _mask_scores(scores, words):
     for i in range(scores.shape[0]):
         word = words[i]
@@ -98,7 +99,7 @@ def _mask_scores(scores, words):
                 scores[i, j] = _MASKED
 
 
-@numba.njit(cache=True, fastmath=_UNROLLED)
+@compiled(fastmath=_UNROLLED)
 def _softmax_step(scores, sums, state):
     """Turn a tile of scores into weights, rescaling the running sums to the new maxima.
 
@@ -122,7 +123,7 @@ def _softmax_step(scores, sums, state):
         state[i, 1] += total
 
 
-@numba.njit(cache=True)
+@compiled
 def _chunk_attention(
     q, keys, values, n, paired, k_steps, v_steps, table, ctx, bits, heads, out, workspace, words
 ):
@@ -169,7 +170,7 @@ def _chunk_attention(
             out[i, j] *= inverse
 
 
-@numba.njit(cache=True)
+@compiled
 def _load_rows(dst, q, step, first, head, heads, rows, scale):
     d = dst.shape[1]
     for i in range(rows):
@@ -180,7 +181,7 @@ def _load_rows(dst, q, step, first, head, heads, rows, scale):
     dst[rows:] = _ZERO
 
 
-@numba.njit(cache=True)
+@compiled
 def _store_rows(src, out, step, first, head, heads, rows):
     d = src.shape[1]
     for i in range(rows):
@@ -190,7 +191,7 @@ def _store_rows(src, out, step, first, head, heads, rows):
             row[j] = from_float(src[i, j], row[j])
 
 
-@numba.njit(cache=True, parallel=True, nogil=True)
+@compiled(parallel=True, nogil=True)
 def _tree_attention(
     q, q_step, keys, values, steps, n, d, paired, block_table, ctx_lens, qo_indptr, bits,
     kv_heads, heads, chunk, out, out_step, scale, workspace, words,

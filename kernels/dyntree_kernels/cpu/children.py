@@ -11,6 +11,7 @@ import math
 import numba
 import numpy as np
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.gumbel import add_noise
 from dyntree_kernels.cpu.simd import exp, to_float
 
@@ -22,7 +23,7 @@ _MAX_FEATURE = 20.0
 _SUREST = float(np.float32(-1e-7))
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _load_scores(scores, logits, temperature, noisy, seed, position, first):
     """Fill scores with those of the tokens from `first` on; what is behind them is -inf."""
     count = logits.shape[0]
@@ -36,7 +37,7 @@ def _load_scores(scores, logits, temperature, noisy, seed, position, first):
     scores[count:] = _NONE
 
 
-@numba.njit(cache=True)
+@compiled
 def _has_nan(scores):
     found = np.int32(0)
     for i in range(scores.shape[0]):
@@ -44,7 +45,7 @@ def _has_nan(scores):
     return found > 0
 
 
-@numba.njit(cache=True)
+@compiled
 def _insert(best, tokens, score, token):
     """Put a score that is better than the last of `best` where it belongs, behind equals."""
     at = best.shape[0] - 1
@@ -54,7 +55,7 @@ def _insert(best, tokens, score, token):
     best[at], tokens[at] = score, token
 
 
-@numba.njit(cache=True)
+@compiled
 def _rank(scores, first, best, tokens):
     """Keep the best scores in descending order, of equals those of the lowest tokens."""
     last = best.shape[0] - 1
@@ -70,7 +71,7 @@ def _rank(scores, first, best, tokens):
                     _insert(best, tokens, span[i], first + start + i)
 
 
-@numba.njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+@compiled(fastmath={"reassoc", "contract", "nsz"})
 def _sum_exp(scores, top):
     total = _ZERO
     for i in range(scores.shape[0]):
@@ -78,7 +79,7 @@ def _sum_exp(scores, top):
     return total
 
 
-@numba.njit(cache=True)
+@compiled
 def _best_scores(logits, temperature, noisy, seed, position, best, tokens):
     """Fill best and tokens [K]; returns logsumexp of all scores, NaN where one of them is NaN."""
     scores = np.empty(_BLOCK, np.float32)
@@ -101,18 +102,18 @@ def _best_scores(logits, temperature, noisy, seed, position, best, tokens):
     return top + math.log(total) if total > 0 else np.nan
 
 
-@numba.njit(cache=True)
+@compiled
 def _clamp(x, low, high):
     return min(max(x, low), high)
 
 
-@numba.njit(cache=True)
+@compiled
 def _log_chance(weights, features):
     x = weights[0] + weights[1] * features[0] + weights[2] * features[1]
     return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
 
 
-@numba.njit(cache=True)
+@compiled
 def _judge(best, logsumexp, weights, features, edges):
     """Features [K, 2] and log of the learned chance [K] of candidates by their scores."""
     first = _clamp(best[0] - logsumexp, -_MAX_FEATURE, _SUREST)
@@ -126,7 +127,7 @@ def _judge(best, logsumexp, weights, features, edges):
         edges[k] = _log_chance(weights, features[k]) if best[k] > _NONE else _NONE
 
 
-@numba.njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+@compiled(parallel=True, nogil=True, error_model="numpy")
 def pick_children(
     logits, step, vocab, noisy, temperatures, classes, seeds, chained, positions, weights,
     expansions, bases, tokens, edges, features,

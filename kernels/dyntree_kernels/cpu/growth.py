@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 import torch
 
 from dyntree_kernels.cpu.children import pick_children
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.layout import flat
 from dyntree_kernels.cpu.simd import as_numpy
 from dyntree_kernels.cpu.threads import use_torch_threads
@@ -35,7 +35,7 @@ _NONE = np.float32(-np.inf)
 _NANOSECONDS = 2  # per score, which is how use_torch_threads counts
 
 
-@numba.njit(cache=True)
+@compiled
 def _keep(expansions, least, bases, edges, values, opened, best, counts, grown):
     """Add the children of new expansions to one request's best candidates [N].
 
@@ -66,7 +66,7 @@ def _keep(expansions, least, bases, edges, values, opened, best, counts, grown):
             best[at] = candidate
 
 
-@numba.njit(cache=True)
+@compiled
 def _next_to_open(best, count, values, opened, least):
     """The most valuable candidate that was not expanded and can still have children in the tree,
     or -1."""
@@ -81,7 +81,7 @@ def _next_to_open(best, count, values, opened, least):
     return -1
 
 
-@numba.njit(cache=True)
+@compiled
 def _expand(
     added, expansions, least, bases, edges, values, opened, best, counts, grown, tokens, nodes,
     depths, bits, positions, roots, longest, scratch, ids, row_positions, row_bits, slots,
@@ -125,7 +125,7 @@ def _expand(
     return total
 
 
-@numba.njit(cache=True)
+@compiled
 def _store(
     added, least, bases, edges, values, opened, best, counts, grown, tokens, nodes, depths,
     features, became, slots, out, out_parents, out_depths, out_values, out_counts, out_admitted,
@@ -263,7 +263,7 @@ class CompiledGrowth(StepGrowth):
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile growth from logits of `dtype`, or load it from numba's cache."""
+    """Compile growth from logits of `dtype`, or load it from disk."""
     slot, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     bits = torch.zeros(1, 1, dtype=torch.int32)
     settings = GrowthSettings(

@@ -22,6 +22,7 @@ import numba
 import numpy as np
 import torch
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.threads import use_torch_threads
 
 BLOCK = 1024  # tokens per task: large enough to hide scheduling, small enough to stay in L1
@@ -149,7 +150,7 @@ def _block_argmax(values):
     return first
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@compiled(parallel=True, error_model="numpy")
 def _perturb(out, logits, temperatures, seeds, positions):
     rows, vocab = logits.shape
     blocks = (vocab + BLOCK - 1) // BLOCK
@@ -167,7 +168,7 @@ def _perturb(out, logits, temperatures, seeds, positions):
             add_noise(target, seeds[row], positions[row], first)
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@compiled(parallel=True, error_model="numpy")
 def _sample(argmax, maximum, logits, requests, temperatures, seeds, positions, block, divide):
     rows, vocab = logits.shape
     blocks = (vocab + block - 1) // block
@@ -193,7 +194,7 @@ def _sample(argmax, maximum, logits, requests, temperatures, seeds, positions, b
         argmax[row, column] = first + best
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@compiled(parallel=True, error_model="numpy")
 def _sample_fp64(argmax, maximum, logits, requests, temperatures, seeds, positions, block, divide):
     rows, vocab = logits.shape
     blocks = (vocab + block - 1) // block
@@ -281,7 +282,7 @@ def _require_rows(function: str, tensor: torch.Tensor, shape: torch.Size) -> Non
 
 
 def warm_up() -> None:
-    """Compile every kernel, or load it from numba's cache, so that no request waits for it."""
+    """Compile every kernel, or load it from disk, so that no request waits for it."""
     seeds, positions, temperatures = torch.zeros(1).long(), torch.zeros(1).long(), torch.ones(1)
     logits = torch.zeros(1, 8)
     gumbel_noise(seeds, positions, 8)

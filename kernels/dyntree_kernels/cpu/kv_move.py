@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.layout import offsets
 from dyntree_kernels.cpu.threads import use_torch_threads
 
@@ -27,7 +28,7 @@ def _pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(address), codegen
 
 
-@numba.njit(cache=True)
+@compiled
 def _element_moves(src, dst, block_step, position, moves):
     """Fill `moves` [2, count] with the element offsets of source and destination rows."""
     n = position.shape[0]
@@ -42,7 +43,7 @@ def _element_moves(src, dst, block_step, position, moves):
     return count
 
 
-@numba.njit(cache=True)
+@compiled
 def _move_head(cache, base, moves, count, lane):
     d = lane.shape[0]
     if lane[d - 1] == d - 1:  # a row is contiguous
@@ -59,7 +60,7 @@ def _move_head(cache, base, moves, count, lane):
             cache[moves[1, i] + at] = cache[moves[0, i] + at]
 
 
-@numba.njit(cache=True, parallel=True, nogil=True)
+@compiled(parallel=True, nogil=True)
 def _move(
     addresses, span, like, heads, steps, src, dst, key_position, key_lane, value_position,
     value_lane,

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 import torch
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.learn import Regression, check_dense
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _solve(a, v):
     """x of A x = v for symmetric A [3, 3], by Cramer's rule; not finite where there is none."""
     rows = np.empty((3, 3))
@@ -26,7 +26,7 @@ def _solve(a, v):
     return (rows[0] * v[0] + rows[1] * v[1] + rows[2] * v[2]) / determinant
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _judged(parents, path, count, judged, taken):
     """Mark the nodes of one tree that the target judged, and of these those that it took; how many
     it judged.
@@ -46,7 +46,7 @@ def _judged(parents, path, count, judged, taken):
     return seen
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _add(features, judged, taken, weights, gradient, information):
     """Add what the judged nodes [N] of one tree say at `weights` to the two sums."""
     x = np.ones(3)
@@ -63,7 +63,7 @@ def _add(features, judged, taken, weights, gradient, information):
                 information[i, j] += curvature * x[i] * x[j]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _newton_steps(
     weights, information, prior, low, high, strength, memory, steps, features, parents, path,
     counts, slots, classes,
@@ -118,7 +118,7 @@ def learn(
 
 
 def warm_up() -> None:
-    """Compile learning, or load it from numba's cache, by a lesson that teaches nothing."""
+    """Compile learning, or load it from disk, by a lesson that teaches nothing."""
     one, three = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(3)
     weights, information = torch.zeros(1, 3), torch.zeros(1, 3, 3)
     regression = Regression(weights, information, three, three, three, 1.0, 1.0, 1)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 import torch
 
+from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.growth import TreeArrays
 from dyntree_kernels.walk import BatchRows, Walked, check_dense, room_for
 
 _NOTHING = torch.zeros(0, dtype=torch.bool)
 
 
-@numba.njit(cache=True)
+@compiled
 def _path(count, parents, carried, drawn, forbidden, path, tokens):
     """The accepted nodes of one tree, and the target's tokens along them; how many they are.
 
@@ -38,7 +38,7 @@ def _path(count, parents, carried, drawn, forbidden, path, tokens):
     return length
 
 
-@numba.njit(cache=True)
+@compiled
 def _report(count, emitted, path, depths, values, of_nodes, totals):
     """What is counted of one tree: of_nodes [2, N], or of none; totals [4 + 2 D]: written."""
     nodes, levels = depths.shape[0], path.shape[0]
@@ -58,7 +58,7 @@ def _report(count, emitted, path, depths, values, of_nodes, totals):
     totals[0], totals[1], totals[2], totals[3] = count, deepest, moved, emitted
 
 
-@numba.njit(cache=True)
+@compiled
 def _walk(
     requests, sampled, ids, row_positions, seq_lens, forbidden, parents, depths, values,
     stored, admitted, grown, path, tokens, roots, positions, counts, emitted, rejected, report,
@@ -99,7 +99,7 @@ def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) ->
 
 
 def warm_up() -> None:
-    """Compile the walk, or load it from numba's cache."""
+    """Compile the walk, or load it from disk."""
     one, level = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     trees = TreeArrays(
         level, level + 1, level.float(), one, one, one, level.int()[None], torch.zeros(1, 0, 2)

@@ -13,8 +13,8 @@ def warm_up(dtype: torch.dtype) -> None:
     """Compile tree attention and KV moves for caches and queries, growth for logits of `dtype`,
     walks and learning.
 
-    Takes about 10 s the first time on a machine; later processes load numba's on-disk cache
-    (next to the package, or in NUMBA_CACHE_DIR) in a fraction of a second.
+    Takes about 10 s the first time on a machine; later processes load what `compiled` keeps
+    on disk in a fraction of a second.
     """
     key, value = torch.zeros(2, 1, 1, 32, 16, dtype=dtype)
     q = torch.zeros(1, 1, 16, dtype=dtype)

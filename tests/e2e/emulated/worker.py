@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -17,10 +18,6 @@ from dyntree_plugin.engine.cpu import install  # noqa: E402
 install()
 
 from vllm.config import CUDAGraphMode, VllmConfig  # noqa: E402
-from vllm.v1.attention.backends.registry import (  # noqa: E402
-    AttentionBackendEnum,
-    register_backend,
-)
 from vllm.v1.worker import gpu_worker  # noqa: E402
 from vllm.v1.worker.cpu import model_runner  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
@@ -49,11 +46,11 @@ class _StartsAsOnCuda(CPUWorker):
 class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
     """The CUDA worker of ours on vLLM's of the CPU."""
 
+    attention_backends: ClassVar[Mapping[str, str]] = {
+        "CPU_ATTN": "dyntree_plugin.engine.attention.cuda.TreeTritonAttentionBackend"
+    }
+
     def init_device(self) -> None:
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            "dyntree_plugin.engine.attention.cuda.TreeTritonAttentionBackend",
-        )
         with mock.patch.object(model_runner, "CPUModelRunner", TreeGPUModelRunner):
             super().init_device()
         init_workspace_manager(torch.device("cpu"))

@@ -1,0 +1,183 @@
+"""Compiled functions, whose machine code is kept on disk.
+
+numba's own cache forgets a function when the one file that holds it changes, though the machine
+code has functions of other files in it; it numbers its files, so that two processes which compile
+at once can take each other's; it fails on a damaged file, and where nothing can be written. Here a
+folder is named by a digest of all sources that machine code can come from, and a file in it by the
+function, its types and the CPU: what is found fits, and no file is ever changed.
+
+It is kept in ``$NUMBA_CACHE_DIR/dyntree``, or else in the user's cache folder, or else beside the
+package.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import pickle
+import shutil
+import sys
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import llvmlite  # type: ignore[import-untyped]
+import numba  # type: ignore[import-untyped]
+import numpy as np
+from numba.core.caching import _Cache  # type: ignore[import-untyped]
+from numba.core.compiler import CompileResult  # type: ignore[import-untyped]
+from numba.core.dispatcher import Dispatcher  # type: ignore[import-untyped]
+from numba.core.serialize import dumps  # type: ignore[import-untyped]
+
+logger = logging.getLogger(__name__)
+
+KEPT_FOLDERS = 8
+"""Of other sources, or other versions of numba; those that were used last."""
+
+_HERE = Path(__file__).parent
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+
+def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """As ``numba.njit`` with ``cache=True``, but that machine code is kept as this module says.
+
+    The function may use what is defined in the folder of its file, in `dyntree_kernels` and in
+    `dyntree_kernels.cpu`: other sources are not in the digest.
+    """
+    if function is None:
+        return functools.partial(compiled, **options)
+    dispatcher = numba.njit(**options)(function)
+    folder = _folder(Path(inspect.getfile(function)).parent)
+    if folder is not None and isinstance(dispatcher, Dispatcher):
+        dispatcher._cache = _MachineCode(function, folder)
+    return dispatcher
+
+
+class _MachineCode(_Cache):  # type: ignore[misc]
+    """Where numba looks for the machine code of one function, by the types of its arguments."""
+
+    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
+        self._function = function
+        self._folder = folder
+        self._name = f"{Path(inspect.getfile(function)).stem}.{function.__qualname__}"
+        self._enabled = True
+
+    @property
+    def cache_path(self) -> str:
+        return str(self._folder)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        if not self._enabled:
+            return None
+        key = self._key(sig, target_context.codegen())
+        try:
+            kept = self._path(key).read_bytes()
+        except OSError:
+            return None
+        checksum, record = kept[:_CHECKSUM_BYTES], kept[_CHECKSUM_BYTES:]
+        if hashlib.sha256(record).digest() != checksum:
+            return None
+        key_of_kept, result = pickle.loads(record)
+        if key_of_kept != key:
+            return None
+        return CompileResult._rebuild(target_context, *result)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        # Dynamic globals, such as addresses, hold in this process alone.
+        if not self._enabled or data.library.has_dynamic_globals:
+            return
+        key = self._key(sig, data.codegen)
+        record = dumps((key, data._reduce()))
+        path = self._path(key)
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            # Another process may have removed it.
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(hashlib.sha256(record).digest() + record)
+            partial.replace(path)
+        except OSError as problem:
+            with suppress(OSError):
+                partial.unlink()
+            _warn(f"{self._folder.parent}: {problem.strerror}")
+
+    def flush(self) -> None:
+        for path in self._folder.glob(f"{self._name}-*"):
+            path.unlink(missing_ok=True)
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def _key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        code, cells = self._function.__code__, self._function.__closure__ or ()
+        enclosed = dumps(tuple(cell.cell_contents for cell in cells))
+        return self._name, code.co_firstlineno, sig, codegen.magic_tuple(), enclosed
+
+    def _path(self, key: tuple[Any, ...]) -> Path:
+        return self._folder / f"{self._name}-{hashlib.sha256(repr(key).encode()).hexdigest()}.nbc"
+
+
+@functools.cache
+def _folder(package: Path) -> Path | None:
+    """Where the machine code of a package's functions is kept; None where it cannot be."""
+    digest, problems = _digest(package), []
+    for base in _bases(package):
+        try:
+            return _opened(base / digest)
+        except OSError as problem:
+            problems.append(f"{base}: {problem.strerror}")
+    _warn(problems[0])
+    return None
+
+
+def _opened(folder: Path) -> Path:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_old(folder.parent)
+    with suppress(OSError):  # it may be there to be read only
+        os.utime(folder)
+    return folder
+
+
+def _remove_old(base: Path) -> None:
+    with suppress(OSError):
+        folders = sorted(base.iterdir(), key=lambda each: each.stat().st_mtime)
+        for folder in folders[: -KEPT_FOLDERS - 1]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bases(package: Path) -> list[Path]:
+    if numba.config.CACHE_DIR:
+        return [Path(numba.config.CACHE_DIR) / "dyntree"]
+    bases = [package / "__pycache__"]
+    with suppress(RuntimeError):  # there is no home
+        bases.insert(0, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
+    return [base / "dyntree" / "kernels" for base in bases]
+
+
+def _digest(package: Path) -> str:
+    """Of the sources of the package and of ours, wherever they are, and what compiles them."""
+    versions = [each.__version__ for each in (numba, llvmlite, np)]
+    digest = hashlib.sha256(repr([sys.implementation.cache_tag, *versions]).encode())
+    for folder in dict.fromkeys((_HERE.parent, _HERE, package)):
+        for path in sorted(folder.glob("*.py")):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"\n{folder.name}/{path.name} {content}".encode())
+    return digest.hexdigest()[:32]
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    logger.warning(
+        "The machine code of the CPU's kernels cannot be kept (%s): every start of an engine "
+        "compiles it anew, for about a minute. Set NUMBA_CACHE_DIR to a folder that is writable.",
+        reason,
+    )

@@ -1,0 +1,39 @@
+"""What an engine with trees leaves behind in its process does not reach the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from engine_process import PARALLEL
+from successive import BROKEN, start_in_turn
+
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 32,
+    "sliding_window": 16,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+"""Layers with a window, and with a soft cap: what trees refuse."""
+
+
+@pytest.mark.e2e
+def test_engines_with_and_without_trees_follow_each_other_in_a_process(
+    model_folder: Callable[..., str],
+) -> None:
+    plain = {"model": model_folder(**GEMMA2), "load_format": "dummy", "skip_tokenizer_init": True}
+    orders = (["trees", "plain", BROKEN, "plain"], ["plain"])
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        several, fresh = pool.map(lambda kinds: start_in_turn(kinds, plain), orders)
+    first, between, second, unguarded = several
+    assert between == fresh[0]
+    assert between["classes"] == ["CPUAttentionBackend", "CPUAttentionBackendImpl"]
+    assert first == second
+    assert first["classes"] == ["TreeCPUAttentionBackend", "TreeCPUAttentionImpl"]
+    # The control: with what it guards against, the engine would not have started.
+    assert "sliding window" in unguarded["refused"]

@@ -1,0 +1,81 @@
+"""Attention with trees is vLLM's choice while their engine's model is made, and not afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.worker.gpu_worker import Worker
+
+from dyntree_plugin.engine.cpu.worker import TreeCPUWorker
+from dyntree_plugin.engine.gpu.worker import TreeGPUWorker
+
+WORKERS = [TreeCPUWorker, TreeGPUWorker]
+
+
+def paths(worker: Any) -> dict[str, str]:
+    return {name: AttentionBackendEnum[name].get_path() for name in worker.attention_backends}
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    before = {worker.__name__: paths(worker) for worker in WORKERS}
+    yield
+    assert {worker.__name__: paths(worker) for worker in WORKERS} == before
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_ours_are_registered_while_the_model_loads(worker: Any, fails: bool) -> None:
+    seen = {}
+
+    def load(self: Any) -> None:
+        seen.update(paths(worker))
+        if fails:
+            raise ValueError("no weights")
+
+    before = paths(worker)
+    with mock.patch.object(Worker, "load_model", load):
+        try:
+            worker.load_model(object.__new__(worker))
+        except ValueError:
+            assert fails
+    assert seen == worker.attention_backends
+    assert paths(worker) == before
+    assert not set(seen.values()) & set(before.values())
+
+
+def test_what_someone_else_registered_is_put_back() -> None:
+    theirs = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+    register_backend(AttentionBackendEnum.CPU_ATTN, theirs)
+    try:
+        with mock.patch.object(Worker, "load_model"):
+            TreeCPUWorker.load_model(object.__new__(TreeCPUWorker))
+        assert AttentionBackendEnum.CPU_ATTN.get_path() == theirs
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's choice looks at its model")
+def test_vllms_memory_of_a_choice_does_not_outlive_it() -> None:
+    def chosen() -> str:
+        with set_current_vllm_config(VllmConfig()):
+            return get_attn_backend(64, torch.float32, None).__name__
+
+    during: list[str] = []
+
+    def load(self: Any) -> None:
+        during.append(chosen())
+
+    before = chosen()
+    with mock.patch.object(Worker, "load_model", load):
+        TreeCPUWorker.load_model(object.__new__(TreeCPUWorker))
+    assert (before, during) == ("CPUAttentionBackend", ["TreeCPUAttentionBackend"])
+    assert chosen() == "CPUAttentionBackend"
