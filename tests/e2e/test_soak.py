@@ -16,6 +16,9 @@ SECONDS = 170
 CLIENTS = 32
 REPEATED = 600
 """Answers; an engine without trees makes them in less than a minute."""
+WARM_UP_SECONDS = 60
+MOST_GROWTH = 250.0
+"""MiB. So short a soak still fills vLLM's caches; what leaks by step or request gains more."""
 
 
 @pytest.mark.timeout(900)
@@ -23,11 +26,12 @@ def test_a_server_under_many_clients_stays_exact_and_alive(
     tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     soaked = soak.run(tmp_path, SECONDS, CLIENTS, REPEATED)
-    assert not soak.failures(soaked), soaked.report()
+    found = soak.failures(soaked, WARM_UP_SECONDS, MOST_GROWTH)
+    assert not found, soaked.report(WARM_UP_SECONDS)
     assert soaked.log.aborted > 0
     assert soaked.log.restarts > 0
     assert soaked.repeated > 50
-    tell("soak: " + soaked.report().splitlines()[0])
+    tell("soak: " + "; ".join(soaked.report(WARM_UP_SECONDS).splitlines()[:2]))
 
 
 def test_a_wrong_token_is_seen_and_a_beginning_is_none() -> None:
@@ -41,8 +45,8 @@ def test_a_wrong_token_is_seen_and_a_beginning_is_none() -> None:
 
 
 def test_a_growing_process_is_seen() -> None:
-    growing = soak.Samples({"worker": [(s, 500 + s) for s in range(0, 600, 5)]})
-    steady = soak.Samples({"worker": [(s, 500 + s % 20) for s in range(0, 600, 5)]})
+    growing = soak.Samples({"worker": [(s, 500 + s) for s in range(0, 900, 5)]})
+    steady = soak.Samples({"worker": [(s, 500 + s % 20) for s in range(0, 900, 5)]})
     bound = soak.MOST_GROWTH
     assert growing.growth(soak.WARM_UP_SECONDS)["worker"] > bound
     assert abs(steady.growth(soak.WARM_UP_SECONDS)["worker"]) < bound
