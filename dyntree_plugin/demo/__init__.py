@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,6 +31,7 @@ from dyntree_plugin.demo.engines import Announce, Comparison, Settings, compare
 from dyntree_plugin.demo.quiet import quiet
 from dyntree_plugin.demo.screen import show
 from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.strict_json import from_json
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str]) -> None:
 def tree_options(value: str, nodes: int) -> dict[str, Any]:
     """The dyntree options in a command's ``--options``, for trees of ``--nodes``."""
     try:
-        options = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"--options {value!r} is not JSON: {error}") from None
+        options = from_json(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"--options {error}") from None
     try:
         DynTreeOptions.parse(options).resolve(nodes)
     except ValueError as error:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin import options, plugin
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.strict_json import from_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,6 +36,7 @@ def add_flag() -> None:
             for action in parser._actions:
                 if "--additional-config" in action.option_strings:
                     action.__class__ = _keeping_options(type(action))
+                    action.type = _of_single_keys(action.type)
             parser.add_argument_group(NAMESPACE, "Dynamic token tree.").add_argument(
                 FLAG,
                 action=_OptionsAction,
@@ -198,23 +199,45 @@ def log_drafts_alone() -> None:
 
 
 def _wants_v2(vllm_config: VllmConfig) -> bool:
-    config = vllm_config.additional_config
-    with_tree = isinstance(config, Mapping) and NAMESPACE in config
-    return with_tree or vllm_config.parallel_config.worker_cls == plugin.PLAIN_WORKER
+    plain = vllm_config.parallel_config.worker_cls == plugin.PLAIN_WORKER
+    return _has_options(vllm_config.additional_config) or plain
+
+
+def _has_options(additional_config: object) -> bool:
+    return isinstance(additional_config, Mapping) and NAMESPACE in additional_config
 
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not JSON ({error}); an example is '{{\"node_budget\": 16}}'"
-        ) from None
+        value = from_json(text)
+    except ValueError as error:
+        example = "an example is '{\"node_budget\": 16}'"
+        raise argparse.ArgumentTypeError(f"{error}; {example}") from None
     try:
         DynTreeOptions.parse(value)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return dict(value)
+
+
+def _of_single_keys(stock: Any) -> Callable[[str], Any]:
+    """vLLM's way to read ``--additional-config``, of which the last of two equal keys stands; but
+    not where our options are in it."""
+
+    @functools.wraps(stock)
+    def read(text: str) -> Any:
+        try:
+            value = stock(text)
+        except RecursionError:
+            value = {NAMESPACE: text}  # The reason is told below.
+        if _has_options(value):
+            try:
+                from_json(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    return read
 
 
 def _merge(action: argparse.Action, first: Any, second: Any) -> Any:

@@ -157,6 +157,8 @@ def test_an_option_given_twice_with_different_values_is_an_error(
     [
         ("node_budget=3", "is not JSON"),
         ("3", "must be a JSON object"),
+        ('{"width": 1, "width": 2}', "key 'width' is given twice, with 1 and 2"),
+        ('{"width": ' + "[" * 100_000, "is nested too deeply"),
         ('{"node_budget": 0}', "dyntree.node_budget=0 must be an integer from 1 to 1024"),
         ('{"nodes": 3}', "dyntree.nodes=3 is not an option"),
     ],
@@ -166,6 +168,23 @@ def test_the_flag_refuses_what_is_wrong_while_parsing(
 ) -> None:
     with pytest.raises(SystemExit):
         parse("--dyntree", text)
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"dyntree": {"width": 1, "width": 2}}', "key 'width' is given twice"),
+        ('{"dyntree": {"width": 1}, "dyntree": {}}', "key 'dyntree' is given twice"),
+        ('{"dyntree": ' + "[" * 100_000 + "}", "is nested too deeply"),
+    ],
+)
+def test_of_two_equal_keys_with_our_options_none_is_lost(
+    parse: Callable[..., Any], text: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse("--additional-config", '{"a": 1, "a": 2}').additional_config == {"a": 2}
+    with pytest.raises(SystemExit):
+        parse("--additional-config", text)
     assert named in capsys.readouterr().err
 
 
