@@ -12,6 +12,7 @@ from dyntree_plugin import compat
 from dyntree_plugin.doctor import kernels
 from dyntree_plugin.doctor.checks import Check, device_type, memory
 from dyntree_plugin.engine.config import measured_kernels, plan_in_force
+from dyntree_plugin.engine.requests import chained_by_default
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -93,6 +94,8 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
     if difference := compat.vocabulary_advice(config):
         yield Check("vocabularies", "warn", difference)
+    for found, chain_advice in chained_by_default(config.model_config):
+        yield Check("requests", "warn", found, chain_advice)
     for name, model in (("target", config.model_config), ("draft", speculation.draft_model_config)):
         yield from _of_model(name, model, plan.shape.node_budget + 1, measured_kernels(config))
     cache = config.cache_config

@@ -118,6 +118,17 @@ def test_tokenizers_that_differ_a_little_are_warned_of(
     assert (found.status, found.found) == ("warn", "3 of 9 tokens differ")
 
 
+def test_defaults_that_make_chains_of_all_requests_are_warned_of(line: Line) -> None:
+    override = ["--override-generation-config", '{"repetition_penalty": 1.05}']
+    found = {check.name: check for check in checked(line(*override))}
+    assert found["requests"].status == "warn"
+    assert "repetition_penalty=1.05" in found["requests"].found
+    assert """--override-generation-config '{"repetition_penalty": 1.0}'""" in (
+        found["requests"].advice
+    )
+    assert "requests" not in {check.name for check in checked(line())}
+
+
 def statuses(json_text: str) -> dict[str, str]:
     return {check["name"]: check["status"] for check in json.loads(json_text)["checks"]}
 
