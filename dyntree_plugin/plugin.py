@@ -35,6 +35,7 @@ def register() -> None:
     patches.add_flag()
     patches.admit_configs()
     if compat.version_refusal() is None:
+        patches.refuse_before_vllm()
         patches.select_v2_runner()
         patches.reserve_scratch_slots()
         patches.admit_sampling_parameters()

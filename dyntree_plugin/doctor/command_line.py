@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from pydantic import ValidationError
 
-from dyntree_plugin import compat
+from dyntree_plugin import compat, reasons
 from dyntree_plugin.doctor import kernels
 from dyntree_plugin.doctor.checks import Check, device_type, memory
 from dyntree_plugin.engine.config import measured_kernels, plan_in_force
@@ -25,9 +24,10 @@ _NAME = "command line"
 def of_command_line(arguments: Sequence[str]) -> tuple[list[Check], VllmConfig | None]:
     """Every refusal as a check of its own, or what the engine would be; its configuration."""
     try:
-        config = configuration(arguments)
-    except (ValueError, NotImplementedError, OSError) as error:
-        return [Check(_NAME, "fail", reason) for reason in reasons(error)], None
+        with reasons.shown():
+            config = configuration(arguments)
+    except reasons.MISTAKES as error:
+        return [Check(_NAME, "fail", reason) for reason in reasons.of(error)], None
     return list(_admitted(config)), config
 
 
@@ -57,21 +57,6 @@ def configuration(arguments: Sequence[str]) -> VllmConfig:
     command.validate(parsed)
     config: VllmConfig = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
     return config
-
-
-def reasons(error: Exception) -> list[str]:
-    """Each thing that an error names."""
-    if isinstance(error, compat.Refused):
-        return list(map(str, error.args))
-    if not isinstance(error, ValidationError):
-        return [str(error)]
-    found = []
-    for each in error.errors():
-        cause = each.get("ctx", {}).get("error")
-        told = each["msg"].removeprefix("Value error, ")
-        where = "".join(f"{part}: " for part in each["loc"])
-        found += reasons(cause) if isinstance(cause, compat.Refused) else [where + told]
-    return found
 
 
 def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:

@@ -9,9 +9,10 @@ import argparse
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin import options, plugin
+from dyntree_plugin import compat, options, plugin, reasons
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FLAG = f"--{NAMESPACE}"
+
+_making_trees = ContextVar("the configuration that is made asks for trees", default=False)
 
 
 def add_flag() -> None:
@@ -65,9 +68,10 @@ def admit_configs() -> None:
     def admitting(stock: Any) -> Any:
         @functools.wraps(stock.__func__)
         def check_and_update_config(cls: Any, vllm_config: VllmConfig) -> None:
-            tree = DynTreeOptions.of(vllm_config.additional_config)
-            if tree is not None:
-                plugin.admit(vllm_config, tree, cls.device_type)
+            with reasons.logged():
+                tree = DynTreeOptions.of(vllm_config.additional_config)
+                if tree is not None:
+                    plugin.admit(vllm_config, tree, cls.device_type)
             stock.__func__(cls, vllm_config)
             if tree is not None:
                 plugin.settle(vllm_config, cls.device_type)
@@ -75,6 +79,49 @@ def admit_configs() -> None:
         return classmethod(check_and_update_config)
 
     _replace(type(current_platform), "check_and_update_config", admitting)
+
+
+def refuse_before_vllm() -> None:
+    """``EngineArgs.create_engine_config`` and
+    ``SpeculativeConfig.verify_equal_vocab_size_if_draft_model``: our reasons, not vLLM's.
+
+    Why: before vLLM asks the platform it has complained of what leads astray with trees: of other
+    tokenizers for a padded vocabulary, of too few tokens per step for LoRA, of unknown arguments
+    for our options. The vocabularies are then compared with everything else, by `compat.check`.
+    Remove when a plugin can check an engine's arguments.
+    """
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    def explaining(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+            with_trees = _has_options(self.additional_config)
+            token = _making_trees.set(with_trees)
+            try:
+                config: VllmConfig = stock(self, *args, **kwargs)
+            except ValueError as error:
+                ours = list(compat.of_arguments(self, with_trees))
+                if not ours or reasons.are_ours(error):
+                    raise
+                with reasons.logged():
+                    raise compat.Refused(*ours) from error
+            finally:
+                _making_trees.reset(token)
+            return config
+
+        return create_engine_config
+
+    def without_trees(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def verify_equal_vocab_size_if_draft_model(self: SpeculativeConfig) -> None:
+            if not _making_trees.get():
+                stock(self)
+
+        return verify_equal_vocab_size_if_draft_model
+
+    _replace(EngineArgs, "create_engine_config", explaining)
+    _replace(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", without_trees)
 
 
 def select_v2_runner() -> None:
