@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
@@ -105,7 +107,7 @@ def show(context: typer.Context) -> None:
     import_module("dyntree_plugin.show").main(context.args)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
     command: Annotated[
         list[str] | None,
@@ -122,6 +124,7 @@ def doctor(
 
     Ends with status 1 if anything fails.
     """
+    _refuse_a_command(command or [])
     run = import_module("dyntree_plugin.doctor").run
     status = run(command or [], build_kernels=build_kernels, as_json=as_json, verbose=verbose)
     raise typer.Exit(status)
@@ -150,6 +153,17 @@ def top(
         run(Console(), address, interval, once, as_json)
     except Unreadable as error:
         raise typer.BadParameter(str(error), param_hint="ADDRESS") from None
+
+
+def _refuse_a_command(words: Sequence[str]) -> None:
+    """
+    Raises:
+        BadParameter: if a command stands before its arguments.
+    """
+    for command in (["dyntree", "serve"], ["vllm", "serve"], ["serve"]):
+        if list(words[: len(command)]) == command:
+            line = shlex.join(["dyntree", "doctor", "--", *words[len(command) :]])
+            raise typer.BadParameter(f"leave out {shlex.join(command)!r}: {line}")
 
 
 def _find_vllm_cpu() -> None:

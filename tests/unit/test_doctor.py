@@ -193,6 +193,28 @@ def test_the_command_takes_the_servers_arguments_behind_two_dashes(
     assert received == [(line, options)]
 
 
+@pytest.mark.parametrize("line", [["model", "-tp", "2", "--dyntree", "{}", "--seed=-1"], ["model"]])
+def test_the_two_dashes_may_be_left_out(monkeypatch: pytest.MonkeyPatch, line: list[str]) -> None:
+    received: list[Any] = []
+    monkeypatch.setattr(doctor, "run", lambda command, **_: received.append(command) or 0)
+    done = CliRunner().invoke(cli.app, ["doctor", *line, "--json"])
+    assert done.exit_code == 0, done.output
+    assert received == [line]
+
+
+@pytest.mark.parametrize("command", [["serve"], ["dyntree", "serve"], ["vllm", "serve"]])
+@pytest.mark.parametrize("dashes", [["--"], []])
+def test_a_whole_command_gets_a_hint_of_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], dashes: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(doctor, "run", None)
+    line = ["doctor", *dashes, *command, "model", "--dyntree", '{"width": 2}']
+    done = CliRunner().invoke(cli.app, line)
+    assert done.exit_code == 2, done.output
+    assert """dyntree doctor -- model --dyntree '{"width": 2}'""" in done.output
+
+
 def test_an_unsupported_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "installed_vllm", lambda: ("vllm", "0.31.0"))
     assert checks.vllm().status == "fail"
