@@ -56,6 +56,12 @@ def _accumulate(q, k, v, visible, m, total, acc, scale, MASKED: tl.constexpr):
     # A row that has seen nothing yet keeps -inf, which must not meet itself in a difference.
     shift = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - shift[:, None])
+    if MASKED:
+        # A weight of zero times what is not finite is not zero: only rows that see it become NaN.
+        v = v.to(q.dtype)
+        finite = tl.min((tl.abs(v.to(tl.float32)) < float("inf")).to(tl.int32), 1) != 0
+        v = tl.where(finite[:, None], v, 0.0)
+        p = tl.where(visible & ~finite[None, :], float("nan"), p)
     fade = tl.exp2(m - shift)
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
     return new, total * fade + tl.sum(p, 1), acc
