@@ -169,8 +169,9 @@ _ONE, _ZERO, _LOWEST = np.float32(1), np.float32(0), np.float32(-87.3)
 
 @numba.njit(fastmath={"contract"})
 def exp(x):
-    """exp of a non-positive float32 that a loop can vectorise; 0 below the normal range, NaN of NaN.
+    """exp of a non-positive float32 that a loop can vectorise; 0 below the normal range.
 
+    That of NaN is NaN.
     The relative error is below 2e-7.
     """
     y = max(x, _LOWEST)
