@@ -39,6 +39,7 @@ def register() -> None:
         patches.select_v2_runner()
         patches.reserve_scratch_slots()
         patches.admit_sampling_parameters()
+        patches.fit_requests()
         patches.carry_tree_stats()
         patches.log_drafts_alone()
 

@@ -207,6 +207,32 @@ def admit_sampling_parameters() -> None:
     _replace(SamplingParams, "_validate_spec_decode", admitting)
 
 
+def fit_requests() -> None:
+    """``InputProcessor.process_inputs``: refuses, with trees and for `plugin.PLAIN_WORKER`, what
+    the V2 runner's sampler has no room for.
+
+    Why: nothing checks it before the worker does, whose error ends the engine; and ``verify`` comes
+    before the tokenizer has read the bad words. Remove when vLLM checks it.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from dyntree_plugin.engine import limits
+
+    def fitting(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+            request = stock(self, *args, **kwargs)
+            if request.sampling_params is not None and _wants_v2(self.vllm_config):
+                on_cpu = current_platform.is_cpu()
+                limits.fit(request.sampling_params, self.model_config, on_cpu=on_cpu)
+            return request
+
+        return process_inputs
+
+    _replace(InputProcessor, "process_inputs", fitting)
+
+
 def carry_tree_stats() -> None:
     """``SchedulerStats`` and ``PrometheusStatLogger``: our counts in vLLM's stats channel.
 
