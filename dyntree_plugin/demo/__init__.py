@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from dyntree_plugin import __version__, compat, pair
+from dyntree_plugin import __version__, compat, pair, reasons
 from dyntree_plugin.arguments import (
     Draft,
     Dtype,
@@ -32,6 +30,7 @@ from dyntree_plugin.demo.engines import Announce, Comparison, Settings, compare
 from dyntree_plugin.demo.quiet import quiet
 from dyntree_plugin.demo.screen import show
 from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.strict_json import from_json
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,9 +47,9 @@ def main(arguments: Sequence[str]) -> None:
 def tree_options(value: str, nodes: int) -> dict[str, Any]:
     """The dyntree options in a command's ``--options``, for trees of ``--nodes``."""
     try:
-        options = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"--options {value!r} is not JSON: {error}") from None
+        options = from_json(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"--options {error}") from None
     try:
         DynTreeOptions.parse(options).resolve(nodes)
     except ValueError as error:
@@ -86,7 +85,7 @@ def demo(
     parsed = tree_options(options, nodes)
     console = Console(highlight=False)
     used = chosen_dtype(dtype, target)
-    try:
+    with nullcontext() if verbose else reasons.told_by("dyntree demo"):
         if target is None or draft is None:
             target, draft = (str(path) for path in pair.paths().values())
         settings = Settings(
@@ -102,11 +101,6 @@ def demo(
             prompts=pair.held_out_prompts(prompts),
         )
         comparison = _compared(console, settings, verbose=verbose)
-    except (ValueError, OSError) as error:
-        if verbose:
-            raise
-        print(f"dyntree demo: {message(error)}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(2) from None
     raise typer.Exit(show(console, settings, comparison))
 
 
@@ -120,13 +114,6 @@ def _compared(console: Console, settings: Settings, *, verbose: bool) -> Compari
         announcing(Console(file=screen)) as announce,
     ):
         return compare(settings, announce)
-
-
-def message(error: Exception) -> str:
-    """What to tell the user of an error that vLLM's check or ours has raised."""
-    if isinstance(error, ValidationError):  # vLLM's, around what its check or ours has said
-        return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
-    return str(error)
 
 
 def _heading(settings: Settings) -> Text:

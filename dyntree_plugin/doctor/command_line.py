@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from pydantic import ValidationError
 
-from dyntree_plugin import compat
+from dyntree_plugin import compat, reasons
 from dyntree_plugin.doctor import kernels
 from dyntree_plugin.doctor.checks import Check, device_type, memory
 from dyntree_plugin.engine.config import measured_kernels, plan_in_force
+from dyntree_plugin.engine.requests import chained_by_default
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -24,9 +24,10 @@ _NAME = "command line"
 def of_command_line(arguments: Sequence[str]) -> tuple[list[Check], VllmConfig | None]:
     """Every refusal as a check of its own, or what the engine would be; its configuration."""
     try:
-        config = configuration(arguments)
-    except (ValueError, NotImplementedError, OSError) as error:
-        return [Check(_NAME, "fail", reason) for reason in reasons(error)], None
+        with reasons.shown():
+            config = configuration(arguments)
+    except reasons.MISTAKES as error:
+        return [Check(_NAME, "fail", reason) for reason in reasons.of(error)], None
     return list(_admitted(config)), config
 
 
@@ -58,21 +59,6 @@ def configuration(arguments: Sequence[str]) -> VllmConfig:
     return config
 
 
-def reasons(error: Exception) -> list[str]:
-    """Each thing that an error names."""
-    if isinstance(error, compat.Refused):
-        return list(map(str, error.args))
-    if not isinstance(error, ValidationError):
-        return [str(error)]
-    found = []
-    for each in error.errors():
-        cause = each.get("ctx", {}).get("error")
-        told = each["msg"].removeprefix("Value error, ")
-        where = "".join(f"{part}: " for part in each["loc"])
-        found += reasons(cause) if isinstance(cause, compat.Refused) else [where + told]
-    return found
-
-
 def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
     """Head sizes and type of the models of a configuration, or the most usual ones."""
     if config is None or config.speculative_config is None:
@@ -93,6 +79,8 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
     if difference := compat.vocabulary_advice(config):
         yield Check("vocabularies", "warn", difference)
+    for found, chain_advice in chained_by_default(config.model_config):
+        yield Check("requests", "warn", found, chain_advice)
     for name, model in (("target", config.model_config), ("draft", speculation.draft_model_config)):
         yield from _of_model(name, model, plan.shape.node_budget + 1, measured_kernels(config))
     cache = config.cache_config

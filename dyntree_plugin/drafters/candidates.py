@@ -22,11 +22,13 @@ def top_children(
     target's logits differ from the draft's by noise of the same kind, softmax of the noised
     scores is the chance that a child is the target's draw.
 
-    ``chain`` bool [M]: rows that keep their best child only. Returns tokens int64 and log
+    ``chain`` bool [M]: rows that keep their best child only. Rows without a distribution, which
+    hold NaN, +inf or nothing but -inf, have no children. Returns tokens int64 and log
     probabilities float32, both [M, count].
     """
     best = scores.topk(count, dim=1)
-    log_probs = best.values - scores.logsumexp(dim=1, keepdim=True)
+    total = scores.logsumexp(dim=1, keepdim=True)
+    log_probs = torch.where(total.isfinite(), best.values - total, float("-inf"))
     return best.indices, only_first(log_probs, chain)
 
 

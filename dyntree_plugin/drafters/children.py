@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -109,6 +110,9 @@ class ChildPicker:
 
     def _drawn(self, logits: torch.Tensor, rows: DraftRows, all_greedy: bool) -> Children:
         log_draft = temperature_scaled(logits, rows.temperature).log_softmax(dim=1)
+        # A row without a distribution is NaN throughout. Draws from any law that verification knows
+        # are exact, and how many there are must not depend on the logits.
+        log_draft = log_draft.nan_to_num_(-math.log(logits.shape[1]), neginf=float("-inf"))
         count = self._growing.children
         if self._growing.sampling == "with_replacement":
             noise = self._independent_noise(log_draft, rows, count)

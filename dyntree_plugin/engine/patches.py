@@ -8,17 +8,20 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin import options, plugin
+from dyntree_plugin import compat, options, plugin, reasons
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.strict_json import from_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FLAG = f"--{NAMESPACE}"
+
+_making_trees = ContextVar("the configuration that is made asks for trees", default=False)
 
 
 def add_flag() -> None:
@@ -36,6 +39,7 @@ def add_flag() -> None:
             for action in parser._actions:
                 if "--additional-config" in action.option_strings:
                     action.__class__ = _keeping_options(type(action))
+                    action.type = _of_single_keys(action.type)
             parser.add_argument_group(NAMESPACE, "Dynamic token tree.").add_argument(
                 FLAG,
                 action=_OptionsAction,
@@ -64,9 +68,10 @@ def admit_configs() -> None:
     def admitting(stock: Any) -> Any:
         @functools.wraps(stock.__func__)
         def check_and_update_config(cls: Any, vllm_config: VllmConfig) -> None:
-            tree = DynTreeOptions.of(vllm_config.additional_config)
-            if tree is not None:
-                plugin.admit(vllm_config, tree, cls.device_type)
+            with reasons.logged():
+                tree = DynTreeOptions.of(vllm_config.additional_config)
+                if tree is not None:
+                    plugin.admit(vllm_config, tree, cls.device_type)
             stock.__func__(cls, vllm_config)
             if tree is not None:
                 plugin.settle(vllm_config, cls.device_type)
@@ -74,6 +79,49 @@ def admit_configs() -> None:
         return classmethod(check_and_update_config)
 
     _replace(type(current_platform), "check_and_update_config", admitting)
+
+
+def refuse_before_vllm() -> None:
+    """``EngineArgs.create_engine_config`` and
+    ``SpeculativeConfig.verify_equal_vocab_size_if_draft_model``: our reasons, not vLLM's.
+
+    Why: before vLLM asks the platform it has complained of what leads astray with trees: of other
+    tokenizers for a padded vocabulary, of too few tokens per step for LoRA, of unknown arguments
+    for our options. The vocabularies are then compared with everything else, by `compat.check`.
+    Remove when a plugin can check an engine's arguments.
+    """
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    def explaining(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+            with_trees = _has_options(self.additional_config)
+            token = _making_trees.set(with_trees)
+            try:
+                config: VllmConfig = stock(self, *args, **kwargs)
+            except ValueError as error:
+                ours = list(compat.of_arguments(self, with_trees))
+                if not ours or reasons.are_ours(error):
+                    raise
+                with reasons.logged():
+                    raise compat.Refused(*ours) from error
+            finally:
+                _making_trees.reset(token)
+            return config
+
+        return create_engine_config
+
+    def without_trees(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def verify_equal_vocab_size_if_draft_model(self: SpeculativeConfig) -> None:
+            if not _making_trees.get():
+                stock(self)
+
+        return verify_equal_vocab_size_if_draft_model
+
+    _replace(EngineArgs, "create_engine_config", explaining)
+    _replace(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", without_trees)
 
 
 def select_v2_runner() -> None:
@@ -159,6 +207,32 @@ def admit_sampling_parameters() -> None:
     _replace(SamplingParams, "_validate_spec_decode", admitting)
 
 
+def fit_requests() -> None:
+    """``InputProcessor.process_inputs``: refuses, with trees and for `plugin.PLAIN_WORKER`, what
+    the V2 runner's sampler has no room for.
+
+    Why: nothing checks it before the worker does, whose error ends the engine; and ``verify`` comes
+    before the tokenizer has read the bad words. Remove when vLLM checks it.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from dyntree_plugin.engine import limits
+
+    def fitting(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+            request = stock(self, *args, **kwargs)
+            if request.sampling_params is not None and _wants_v2(self.vllm_config):
+                on_cpu = current_platform.is_cpu()
+                limits.fit(request.sampling_params, self.model_config, on_cpu=on_cpu)
+            return request
+
+        return process_inputs
+
+    _replace(InputProcessor, "process_inputs", fitting)
+
+
 def carry_tree_stats() -> None:
     """``SchedulerStats`` and ``PrometheusStatLogger``: our counts in vLLM's stats channel.
 
@@ -198,23 +272,45 @@ def log_drafts_alone() -> None:
 
 
 def _wants_v2(vllm_config: VllmConfig) -> bool:
-    config = vllm_config.additional_config
-    with_tree = isinstance(config, Mapping) and NAMESPACE in config
-    return with_tree or vllm_config.parallel_config.worker_cls == plugin.PLAIN_WORKER
+    plain = vllm_config.parallel_config.worker_cls == plugin.PLAIN_WORKER
+    return _has_options(vllm_config.additional_config) or plain
+
+
+def _has_options(additional_config: object) -> bool:
+    return isinstance(additional_config, Mapping) and NAMESPACE in additional_config
 
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not JSON ({error}); an example is '{{\"node_budget\": 16}}'"
-        ) from None
+        value = from_json(text)
+    except ValueError as error:
+        example = "an example is '{\"node_budget\": 16}'"
+        raise argparse.ArgumentTypeError(f"{error}; {example}") from None
     try:
         DynTreeOptions.parse(value)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return dict(value)
+
+
+def _of_single_keys(stock: Any) -> Callable[[str], Any]:
+    """vLLM's way to read ``--additional-config``, of which the last of two equal keys stands; but
+    not where our options are in it."""
+
+    @functools.wraps(stock)
+    def read(text: str) -> Any:
+        try:
+            value = stock(text)
+        except RecursionError:
+            value = {NAMESPACE: text}  # The reason is told below.
+        if _has_options(value):
+            try:
+                from_json(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    return read
 
 
 def _merge(action: argparse.Action, first: Any, second: Any) -> Any:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu.sample.logits_processor.loader import _cached_load_v2_logitsprocs
+from vllm.v1.worker.gpu.sample.logits_processor.loader import (
+    LOGITSPROCS_GROUP,
+    _cached_load_v2_logitsprocs,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -58,3 +63,44 @@ def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str 
     if custom_processors:
         return "logits_processors"
     return None
+
+
+def chained_by_default(model_config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What makes a chain of every request that says nothing else, and what to do: the parameters
+    that vLLM gives to requests by default, and logits processors.
+
+    Raises:
+        ValueError: if a logits processor cannot be loaded.
+    """
+    for name, value in model_config.get_diff_sampling_param().items():
+        if chain_reason(SamplingParams(**{name: value}), False):
+            place, advice = _default_of(model_config, name)
+            yield (
+                f"{name}={value} of {place} is the default of every request: those that set no "
+                "other are drafted with chains, not with trees",
+                advice,
+            )
+    try:
+        custom = has_custom_processors(model_config)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if chain_reason(SamplingParams(), custom):
+        given = [f"--logits-processors {each}" for each in model_config.logits_processors or ()]
+        installed = [f"installed {e.value}" for e in entry_points(group=LOGITSPROCS_GROUP)]
+        yield (
+            f"Logits processors ({', '.join([*given, *installed])}) read the tokens before a row: "
+            "every request is drafted with a chain, not with a tree",
+            "leave them out",
+        )
+
+
+def _default_of(model_config: ModelConfig, name: str) -> tuple[str, str]:
+    """Where a sampling parameter's default stands, and how to do without it."""
+    neutral = f"--override-generation-config '{{\"{name}\": {getattr(SamplingParams(), name)}}}'"
+    if name in model_config.override_generation_config:
+        return "--override-generation-config", f"set {neutral}"
+    folder = model_config.generation_config
+    if folder == "auto":
+        folder = model_config.hf_config_path or model_config.model
+    advice = f"set {neutral}, or --generation-config vllm, which leaves all its defaults out"
+    return f"{folder}/generation_config.json", advice

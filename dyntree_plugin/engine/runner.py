@@ -25,6 +25,7 @@ from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.batch import Requests, pack
 from dyntree_plugin.engine.config import tree_plan, trees_are_cut
 from dyntree_plugin.engine.kv import Move
+from dyntree_plugin.engine.limits import wrap_seeds
 from dyntree_plugin.engine.measured_rows import measure_rows
 from dyntree_plugin.engine.node_buckets import FORWARDS
 from dyntree_plugin.engine.plain_cost import measure
@@ -125,6 +126,7 @@ class TreeRunnerMixin(GPUModelRunner):
         super().load_model(*args, **kwargs)
         if self.sampler is None:
             raise RuntimeError("vLLM made no sampler for a generating model")
+        wrap_seeds(self.sampler)
         self.warm_up_kernels()
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = self.verifier_type(

@@ -50,6 +50,14 @@ class TreeCounting(Scheduler):
             logger.info_once("Requests with %s are drafted as chains.", reason)
         super().add_request(request)
 
+    def _handle_stopped_request(self, request: Request) -> bool:
+        # A session that takes more input goes on from the last token but one. What a tree had
+        # accepted behind the stop counts as computed, and is no part of the session.
+        if request.resumable:
+            end = request.num_tokens - 1 + request.num_output_placeholders
+            request.num_computed_tokens = min(request.num_computed_tokens, end)
+        return super()._handle_stopped_request(request)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduled = super().schedule(*args, **kwargs)
         if self._buckets is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from dyntree_plugin import reasons
 from dyntree_plugin.arguments import (
     Draft,
     Dtype,
@@ -24,7 +25,6 @@ from dyntree_plugin.arguments import (
     both_or_neither,
     chosen_dtype,
 )
-from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.show import arguments, page
 from dyntree_plugin.show.arguments import Format
 from dyntree_plugin.show.generation import Generation, load, save
@@ -78,7 +78,7 @@ def show(
     settings: dict[str, Any] = {"dtype": chosen_dtype(dtype, target), "options": options}
     settings |= {"nodes": nodes, "temperature": temperature, "top_p": top_p}
     settings |= {"seed": seed, "max_tokens": max_tokens}
-    try:
+    with nullcontext() if verbose else reasons.told_by("dyntree show"):
         if saved is not None:
             generation = load(saved)
         else:
@@ -87,14 +87,6 @@ def show(
         if trace is not None:
             save(generation, trace)
         _write(generation, form, output, step)
-    except (ValueError, OSError) as error:
-        if verbose:
-            raise
-        from dyntree_plugin.demo import message
-
-        said = escaped_lines(message(error))
-        print(f"dyntree show: {said}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(2) from None
 
 
 def _prompt(prompt: str | None, file: str | None, *, own_models: bool) -> str | None:

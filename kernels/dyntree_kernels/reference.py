@@ -15,15 +15,23 @@ def masked_attention(
         mask: bool [n, L], whether a row sees a position. Hidden positions may hold anything.
 
     Returns:
-        float64 [n, H, D].
+        float64 [n, H, D]; zeros where a row sees nothing.
     """
     group = q.shape[1] // keys.shape[1]
     used = mask.any(0)
     k = keys[used].double().repeat_interleave(group, 1)
     v = values[used].double().repeat_interleave(group, 1)
     scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * scale
-    weights = scores.masked_fill(~mask[:, used], float("-inf")).softmax(-1)
-    return torch.einsum("hnl,lhd->nhd", weights, v)
+    seen = mask[:, used]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights = weights.masked_fill(~seen.any(1)[:, None], 0.0)
+    # A weight of zero times what is not finite is not zero: rows that see it have it added apart.
+    finite = v.isfinite().flatten(1).all(1)
+    out = torch.einsum("hnl,lhd->nhd", weights[:, :, finite], v[finite])
+    for position in (~finite).nonzero().flatten().tolist():
+        rows = seen[:, position]
+        out[rows] += torch.einsum("hn,hd->nhd", weights[:, rows, position], v[position])
+    return out
 
 
 def path_attention(

@@ -20,7 +20,10 @@ PLAIN = "plain"
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """The results of one of `workload.ENGINES`, or the one without trees, by names of runs."""
     jobs = {
-        PLAIN: (workload.without_tree(), {"all": workload.PLAIN_RUN}),
+        PLAIN: (
+            workload.without_tree(),
+            {"all": workload.PLAIN_RUN, "broken_target": workload.BROKEN_TARGET},
+        ),
         **workload.ENGINES,
         **workload.DRAWN,
     }

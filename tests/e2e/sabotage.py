@@ -101,6 +101,50 @@ def wrong_child(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
+def broken_draft(runner: Any) -> Iterator[None]:
+    """No sabotage of ours: some rows of the draft's logits have no distribution, and some tokens
+    leave NaN in its cache."""
+    calls, model = itertools.count(), runner.speculator.model
+    embedding = model.model.embed_tokens
+    stock_logits, stock_embedding = model.compute_logits, embedding.forward
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Any:
+        logits, first = stock_logits(*args, **kwargs), next(calls)
+        logits[first % 3 :: 3, 7] = torch.nan
+        logits[first % 5 :: 5, 11] = torch.inf
+        logits[first % 7 :: 7] = -torch.inf
+        return logits
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        return stock_embedding(ids).masked_fill((ids % 128 == 77)[..., None], torch.nan)
+
+    with (
+        mock.patch.object(model, "compute_logits", compute_logits),
+        mock.patch.object(embedding, "forward", embed),
+    ):
+        yield
+
+
+@contextmanager
+def broken_target(runner: Any) -> Iterator[None]:
+    """No sabotage of ours: the target's logits are not all finite behind some contexts."""
+    model = runner.model
+    stock = model.compute_logits
+
+    def compute_logits(*args: Any, **kwargs: Any) -> Any:
+        logits = stock(*args, **kwargs)
+        kind = logits.argmax(dim=1) % 16
+        logits[kind == 3, 5] = torch.nan
+        logits[kind == 4, 9] = torch.inf
+        logits[kind == 5] = torch.nan
+        logits[kind == 6, 2::3] = -torch.inf
+        return logits
+
+    with mock.patch.object(model, "compute_logits", compute_logits):
+        yield
+
+
+@contextmanager
 def always_accepted(runner: Any) -> Iterator[None]:
     """A rule that reads draws accepts every child that has any chance."""
     from dyntree_plugin.engine import verifier

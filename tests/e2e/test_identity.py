@@ -20,7 +20,7 @@ RUNS = [
     (engine, name)
     for engine, (_, runs) in workload.ENGINES.items()
     for name, run in runs.items()
-    if run.sabotage in (None, "captured")
+    if run.sabotage in (None, "captured", "broken_draft")
 ]
 
 
@@ -33,6 +33,31 @@ def test_the_tokens_are_those_without_trees(engine: str, name: str, differing: D
 def test_a_broken_mechanism_changes_tokens(name: str, served: Served, plain: Outputs) -> None:
     found = mismatches(workload.FIXED_RUNS[name], served("fixed")[name], plain)
     assert any(output.tokens != without.tokens for _, output, without in found)
+
+
+def test_a_draft_that_is_not_finite_costs_acceptance_alone(served: Served) -> None:
+    """The control of its identity; afterwards, what was learned serves as before."""
+
+    name = "vllm:spec_decode_num_accepted_tokens_total"
+    broken, after = (
+        served("tree")[run].metrics[name] for run in ("broken_draft", "after the broken draft")
+    )
+    assert 0 < broken < 0.5 * after
+
+
+def test_a_target_that_is_not_finite_gives_what_it_gives_without_trees(
+    served: Served, plain: Outputs
+) -> None:
+    run = workload.BROKEN_TARGET
+    without = by_request(run, served("plain")["broken_target"])
+    assert mismatches(run, served("tree")["broken_target"], without) == []
+    # The control: they are not what a sound target gives.
+    assert any(without[r.key].tokens != plain[r.key].tokens for r in run.requests)
+
+
+def test_sequences_with_seeds_beyond_int64_differ(served: Served) -> None:
+    for output in served("tree")["seeds beyond int64"].outputs:
+        assert len({tuple(tokens) for tokens in output.tokens}) == 3
 
 
 def test_a_difference_is_shown_with_its_margin(differing: Differing) -> None:

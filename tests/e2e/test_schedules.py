@@ -127,7 +127,8 @@ def test_tokens_and_logprobs_are_those_without_trees(
 def test_requests_were_filled_up(engine: str, served: Served) -> None:
     results = served(engine)
     assert results["copies"].filled_up
-    assert results["resumed"].filled_up
+    # In steps of so few tokens others are in their prompts, and none is filled up.
+    assert results["resumed"].filled_up or engine == "chunked"
 
 
 def test_rows_that_fill_a_request_up_change_tokens_if_they_are_taken_for_a_tree(

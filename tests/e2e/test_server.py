@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import urllib.error
 import urllib.request
+from typing import Any
 
 import openai
 import pytest
@@ -19,6 +22,27 @@ from dyntree_plugin.metrics.names import METRICS
 pytestmark = pytest.mark.e2e
 
 REQUESTS = workload.each_kind(range(16))
+
+
+LONG = [
+    *workload.FEATURES["long lists"],
+    *workload.FEATURES["seeds beyond int64"],
+    *workload.CHAINS["bad_words"],
+]
+"""What the states of vLLM's sampler have no room for, or did not have."""
+
+
+def _post(address: str, prompt: str, **params: object) -> tuple[int, dict[str, Any]]:
+    """The status and answer of a completion."""
+    body = json.dumps({"prompt": prompt, **params}).encode()
+    asked = urllib.request.Request(
+        f"{address}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=120) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 async def _complete_all(address: str) -> list[tuple[str, int]]:
@@ -53,6 +77,23 @@ def test_streams_of_16_clients_at_once_are_what_an_engine_without_trees_gives(
     for request, (text, pieces) in zip(REQUESTS, completed, strict=True):
         assert text == plain[request.key].texts[0]
         assert pieces > 1
+
+
+def test_lists_and_seeds_of_any_size_are_served_as_without_trees(
+    server: str, plain: Outputs
+) -> None:
+    for request in LONG:
+        status, answer = _post(server, request.prompt, **request.params)
+        assert status == 200, answer
+        assert [choice["text"] for choice in answer["choices"]] == plain[request.key].texts
+
+
+def test_a_request_that_there_is_no_room_for_is_refused_and_the_server_goes_on(server: str) -> None:
+    status, answer = _post(server, "def f", bad_words=[70_000 * "ab "], max_tokens=4)
+    assert status == 400
+    assert "bad_words asks for " in answer["error"]["message"]
+    assert "at most 65536" in answer["error"]["message"]
+    assert _post(server, "def f", max_tokens=4)[0] == 200
 
 
 def test_the_metrics_page_carries_vllms_counters_and_ours_in_agreement(server: str) -> None:

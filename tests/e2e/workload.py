@@ -63,6 +63,13 @@ FEATURES: dict[str, list[Request]] = {
         for n, kind in enumerate(("greedy", "nucleus", "full"))
     ],
     "allowed_token_ids": each_kind(range(20, 26), allowed_token_ids=list(range(60, 400))),
+    "long lists": [
+        *each_kind(range(102, 105), allowed_token_ids=4 * list(range(60, 400))),
+        *each_kind(range(105, 108), stop_token_ids=list(range(1, 200)), min_tokens=6),
+    ],
+    "seeds beyond int64": [
+        ask(n, "full", seed=2**63 - 1, n=3, max_tokens=16) for n in range(108, 111)
+    ],
     "logprobs": each_kind(range(26, 35), logprobs=3),
     "logprob_token_ids": each_kind(range(64, 70), logprob_token_ids=[5, 300, 17]),
     "prompt_logprobs": each_kind(range(35, 38), prompt_logprobs=1, logprobs=0),
@@ -92,7 +99,10 @@ CHAINS: dict[str, list[Request]] = {
         *each_kind(range(70, 73), repetition_penalty=1.3),
         *each_kind(range(73, 76), presence_penalty=0.8, frequency_penalty=0.4),
     ],
-    "bad_words": each_kind(range(76, 82), bad_words=["self", " the", "return"]),
+    "bad_words": [
+        *each_kind(range(76, 82), bad_words=["self", " the", "return"]),
+        *each_kind(range(111, 114), bad_words=["self", 700 * "ab ", 700 * "c ", " the", "return"]),
+    ],
     "thinking_budget": each_kind(range(180, 186), thinking_token_budget=THINKING_BUDGET),
     "structured_output": [
         *each_kind(range(82, 85), structured_outputs={"regex": r"(ab|cd){3,9}[0-9]{2,5}!"}),
@@ -109,6 +119,8 @@ EVERYTHING = [
     *each_kind(range(90, 102)),
 ]
 random.Random(5).shuffle(EVERYTHING)
+
+BROKEN_TARGET = Run(each_kind(range(48)), sabotage="broken_target")
 
 DEMANDING = long_each_kind(range(100, 124), 60, max_tokens=100, ignore_eos=True)
 """Texts that outgrow a small cache together."""
@@ -138,6 +150,9 @@ TREE_RUNS: dict[str, Run] = {
     "after the aborted": Run(each_kind(range(164, 180))),
     "captured": Run(EVERYTHING[::4], sabotage="captured"),
     "branches": Run(CHAINS["thinking_budget"], sabotage="branches"),
+    "broken_draft": Run(each_kind(range(48)), sabotage="broken_draft"),
+    "after the broken draft": Run(each_kind(range(48))),
+    "broken_target": BROKEN_TARGET,
 }
 
 GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
@@ -261,6 +276,7 @@ PLAIN_RUN = Run(
             request.key: request
             for _, runs in (*ENGINES.values(), *DRAWN.values())
             for run in runs.values()
+            if run is not BROKEN_TARGET
             for request in run.requests
         }.values()
     )

@@ -24,6 +24,8 @@ SETTINGS = (
     "speculative_config.num_speculative_tokens",
     "speculation.num_speculative_tokens_per_batch_size", "scheduler.scheduler_cls",
     "vllm_config.parallel_config.worker_cls", "attention.backend",
+    "params.min_tokens", "params.max_tokens", "wrapped.seed",
+    "short.allowed_token_ids", "short.logit_bias", "short._all_stop_token_ids",
     "sys.argv", "numba.config.THREADING_LAYER",
 )  # fmt: skip
 """Fields that are there to be set."""

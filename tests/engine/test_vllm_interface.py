@@ -120,6 +120,7 @@ def test_what_is_replaced_at_start_up_takes_what_it_took() -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
     from dyntree_plugin import plugin
@@ -130,6 +131,7 @@ def test_what_is_replaced_at_start_up_takes_what_it_took() -> None:
         (type(current_platform), "check_and_update_config"),
         (VllmConfig, "_validate_v2_model_runner"),
         (SamplingParams, "_validate_spec_decode"),
+        (InputProcessor, "process_inputs"),
         (SpecDecodingLogging, "observe"),
     ]
     for owner, name in places:

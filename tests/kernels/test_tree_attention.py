@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from attention_inputs import draft_masks, tree_mask
-from tree_cases import Case, make_case
+from tree_cases import Case, make_case, write
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention, _tree_attention
@@ -17,6 +17,7 @@ from dyntree_kernels.reference import path_attention
 
 CONTEXTS = [0, 1, 31, 32, 33, 95, 200]
 REPLAYED = [0, 4, 5]  # of those contexts, also compared path by path
+BROKEN = [("keys", torch.nan), ("values", torch.nan), ("values", torch.inf), ("values", -torch.inf)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -76,6 +77,49 @@ def test_draft_rows_ignore_the_columns_nobody_sees(isa: str, dtype: torch.dtype)
     case = make_case(draft_masks(), [40, 0, 63], isa=isa, dtype=dtype)
     assert case.key_cache.isnan().any()
     assert_matches(case)
+
+
+def with_broken(case: Case, request: int, position: int, part: str, broken: float) -> torch.Tensor:
+    """The output with one position's keys or values ``broken``, in one element of each head."""
+    kept = {"keys": case.keys[request], "values": case.values[request]}
+    row = {name: rows[position : position + 1].clone() for name, rows in kept.items()}
+    row[part][..., 3] = broken
+    slots = case.slots(torch.tensor([position]), request)
+    caches = case.key_cache.clone(), case.value_cache.clone()
+    write(*caches, case.isa, slots, row["keys"], row["values"])
+    return dataclasses.replace(case, key_cache=caches[0], value_cache=caches[1]).run()
+
+
+@pytest.mark.parametrize(("part", "broken"), BROKEN)
+@pytest.mark.parametrize(("isa", "dtype"), [("vec", torch.float32), ("amx", torch.bfloat16)])
+def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(
+    isa: str, dtype: torch.dtype, part: str, broken: float
+) -> None:
+    trees = [random_tree(nodes, torch.Generator().manual_seed(nodes)) for nodes in (40, 9)]
+    contexts = [50, 0]
+    case = make_case([tree_mask(tree) for tree in trees], contexts, isa=isa, dtype=dtype)
+    whole = case.run()
+    for request, node in ((0, 0), (0, 17), (0, 39), (1, 0), (1, 4)):
+        ctx, first = contexts[request], int(case.qo_indptr[request])
+        out = with_broken(case, request, ctx + node, part, broken)
+        sees = torch.zeros(len(whole), dtype=torch.bool)
+        sees[first : first + len(trees[request])] = tree_mask(trees[request])[:, node]
+        assert torch.equal(out[~sees], whole[~sees])
+        assert not out[sees].isfinite().flatten(1).all(1).any()
+    of_context = with_broken(case, 0, 13, part, broken)
+    assert not of_context[:40].isfinite().flatten(1).all(1).any()
+    assert torch.equal(of_context[40:], whole[40:])
+
+
+def test_rows_that_see_nothing_get_zeros() -> None:
+    case = make_case([tree_mask(chain(5)), tree_mask(star(9)), tree_mask(chain(3))], [0, 40, 0])
+    whole, bits = case.run(), case.bits.clone()
+    bits[:5] = 0
+    bits[15] = 0
+    out = dataclasses.replace(case, bits=bits).run()
+    assert (out[:5] == 0).all()
+    assert (out[15] == 0).all()
+    assert torch.equal(out[5:14], whole[5:14])
 
 
 def test_columns_beyond_the_block_table_are_not_looked_up() -> None:

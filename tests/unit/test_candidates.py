@@ -64,6 +64,17 @@ def test_rows_of_a_chain_have_one_child() -> None:
         assert found.isfinite().tolist() == [[True, False], [True, True]]
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_row_without_a_distribution_has_no_best_children(broken: float, whole: bool) -> None:
+    scores = LAW.log().repeat(2, 1)
+    scores[0, slice(None) if whole or broken < 0 else 2] = broken
+    tokens, found = top_children(scores, 3)
+    assert ((tokens >= 0) & (tokens < 4)).all()
+    assert (found[0] == float("-inf")).all()
+    assert found[1].isfinite().all()
+
+
 def test_noise_for_another_number_of_draws_is_refused() -> None:
     with pytest.raises(ValueError, match="noise"):
         drawn_children(LAW.log().expand(2, -1), 3, gumbel(2, 2, 4))

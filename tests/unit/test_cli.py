@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -152,6 +153,40 @@ def test_serve_starts_vllms_own_command_line() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--max-model-len" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "reasons"),
+    [
+        (
+            ["--dyntree", "{}", "--speculative-config.node_budget", "4", "-pp", "2"],
+            ["speculative_config.node_budget=4 is for dyntree: give it as "],
+        ),
+        (
+            ["--additional-config", '{"dyntree": {"width": 0}}'],
+            ["dyntree.width=0 must be an integer from 1 to 64"],
+        ),
+        (["--dyntree", "{}", "--max-model-len", "1000000"], ["max_model_len"]),
+    ],
+)
+def test_serve_tells_what_is_refused_without_a_traceback(
+    model_folder: Callable[..., str], more: list[str], reasons: list[str]
+) -> None:
+    target, draft = model_folder("target"), model_folder("draft", num_hidden_layers=1)
+    line = [target, "--skip-tokenizer-init", "--dtype", "float32", *more]
+    for name, value in (("method", "draft_model"), ("model", draft), ("num_speculative_tokens", 8)):
+        line += [f"--speculative-config.{name}", str(value)]
+    done = subprocess.run(
+        [sys.executable, "-m", "dyntree_plugin.cli", "serve", *line],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "ERROR" not in done.stdout
+    told = [x for x in done.stderr.splitlines() if x.startswith("dyntree serve: ")]
+    assert [reason in x for reason, x in zip(reasons, told, strict=True)] == [True] * len(reasons)
 
 
 def test_the_process_restarts_with_the_library_and_its_own_arguments() -> None:

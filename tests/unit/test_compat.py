@@ -92,6 +92,7 @@ ENGINE: dict[str, tuple[str, Any]] = {
     "enable_dbo": ("parallel_config.enable_dbo", True),
     "ubatch_size": ("parallel_config.ubatch_size", 2),
     "enable_batch_sharded_sampling": ("parallel_config.enable_batch_sharded_sampling", True),
+    "enable_lora": ("lora_config", SimpleNamespace()),
     "kv_transfer_config": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector")),
     "kv_cache_dtype (cache, model)": ("cache_config.cache_dtype", "fp8"),
     "kv_sharing_fast_prefill": ("cache_config.kv_sharing_fast_prefill", True),
@@ -216,6 +217,25 @@ def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_
             {"max_num_batched_tokens": WIDTH + 1, "max_num_seqs": 2, "max_model_len": 16},
             f"max_num_batched_tokens={WIDTH + 1} is too small",
         ),
+        ({"max_num_scheduled_tokens": WIDTH}, f"max_num_scheduled_tokens={WIDTH} is too small"),
+        (
+            {"long_prefill_token_threshold": WIDTH},
+            f"long_prefill_token_threshold={WIDTH} is too small: a tree takes dyntree.node_budget "
+            f"+ 1 = {WIDTH + 1} tokens of a step; raise long_prefill_token_threshold to at least "
+            f"{WIDTH + 1}, or lower dyntree.node_budget to at most {WIDTH - 1}",
+        ),
+        # vLLM has fewer tokens per step than it wants with adapters, and says that and no more.
+        ({"enable_lora": True, "max_num_seqs": 256}, "enable_lora=True is not supported: adapters"),
+        ({"enable_lora": True, "max_num_seqs": 2}, "enable_lora=True is not supported: adapters"),
+        (
+            {"speculative": {"node_budget": 8}},
+            "speculative_config.node_budget=8 is for dyntree: give it as "
+            """--dyntree '{"node_budget": 8}'""",
+        ),
+        (
+            {"speculative": {"dyntree": {"width": 2}}, "additional_config": {}},
+            """give it as --dyntree '{"width": 2}'""",
+        ),
     ],
 )
 def test_the_engine_does_not_start_with(
@@ -230,10 +250,13 @@ def test_a_draft_with_another_vocabulary_is_refused(
     build: Build, model_folder: Callable[..., str]
 ) -> None:
     other = model_folder("other", vocab_size=64)
-    with pytest.raises(ValueError, match="vocab"):
-        build(speculative={"model": other})
-    with pytest.raises(ValueError, match=r"vocab_size \(target, draft\)=\(128, 64\)"):
-        build(speculative={"model": other, "use_heterogeneous_vocab": True})
+    for more in ({}, {"use_heterogeneous_vocab": True}):
+        with pytest.raises(ValueError, match=r"vocab_size \(target, draft\)=\(128, 64\)") as error:
+            build(speculative={"model": other} | more, pipeline_parallel_size=2)
+        assert "pipeline_parallel_size=2" in str(error.value)
+    with pytest.raises(ValueError, match="should have the same vocabulary size") as error:
+        build(speculative={"model": other}, additional_config={})
+    assert "target, draft" not in str(error.value)
 
 
 def test_a_draft_with_another_tokenizer_is_refused(
@@ -305,6 +328,11 @@ def test_the_smallest_token_budget_that_holds_a_tree_is_admitted(build: Build) -
     assert compat.token_budget_advice(build(max_num_batched_tokens=WIDTH + 2, **small))
     roomy = build(max_num_batched_tokens=2 * (WIDTH + 2), **small)
     assert compat.token_budget_advice(roomy) is None
+
+
+def test_the_least_limits_of_a_step_are_admitted(build: Build) -> None:
+    build(max_num_scheduled_tokens=WIDTH + 1, long_prefill_token_threshold=WIDTH + 1)
+    build({"node_budget": WIDTH - 1}, long_prefill_token_threshold=WIDTH)
 
 
 def test_a_step_must_hold_the_tree_and_not_the_draft_tokens_that_there_may_be(build: Build) -> None:

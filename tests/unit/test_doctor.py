@@ -118,6 +118,17 @@ def test_tokenizers_that_differ_a_little_are_warned_of(
     assert (found.status, found.found) == ("warn", "3 of 9 tokens differ")
 
 
+def test_defaults_that_make_chains_of_all_requests_are_warned_of(line: Line) -> None:
+    override = ["--override-generation-config", '{"repetition_penalty": 1.05}']
+    found = {check.name: check for check in checked(line(*override))}
+    assert found["requests"].status == "warn"
+    assert "repetition_penalty=1.05" in found["requests"].found
+    assert """--override-generation-config '{"repetition_penalty": 1.0}'""" in (
+        found["requests"].advice
+    )
+    assert "requests" not in {check.name for check in checked(line())}
+
+
 def statuses(json_text: str) -> dict[str, str]:
     return {check["name"]: check["status"] for check in json.loads(json_text)["checks"]}
 
@@ -180,6 +191,28 @@ def test_the_command_takes_the_servers_arguments_behind_two_dashes(
     assert done.exit_code == 1, done.output
     options = {"build_kernels": True, "as_json": False, "verbose": False}
     assert received == [(line, options)]
+
+
+@pytest.mark.parametrize("line", [["model", "-tp", "2", "--dyntree", "{}", "--seed=-1"], ["model"]])
+def test_the_two_dashes_may_be_left_out(monkeypatch: pytest.MonkeyPatch, line: list[str]) -> None:
+    received: list[Any] = []
+    monkeypatch.setattr(doctor, "run", lambda command, **_: received.append(command) or 0)
+    done = CliRunner().invoke(cli.app, ["doctor", *line, "--json"])
+    assert done.exit_code == 0, done.output
+    assert received == [line]
+
+
+@pytest.mark.parametrize("command", [["serve"], ["dyntree", "serve"], ["vllm", "serve"]])
+@pytest.mark.parametrize("dashes", [["--"], []])
+def test_a_whole_command_gets_a_hint_of_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], dashes: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(doctor, "run", None)
+    line = ["doctor", *dashes, *command, "model", "--dyntree", '{"width": 2}']
+    done = CliRunner().invoke(cli.app, line)
+    assert done.exit_code == 2, done.output
+    assert """dyntree doctor -- model --dyntree '{"width": 2}'""" in done.output
 
 
 def test_an_unsupported_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:

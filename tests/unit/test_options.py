@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dyntree_plugin import options
 from dyntree_plugin.options import DynTreeOptions, merge_options
+from dyntree_plugin.strict_json import from_json
 from dyntree_plugin.tree.growth import GROWTHS
 from dyntree_plugin.tree.names import GrowthName
 from dyntree_plugin.tree.verify.rules import allowed_rules
@@ -218,6 +219,23 @@ def test_a_key_that_is_almost_ours_is_refused_and_not_a_server_without_trees(key
 
 def test_the_keys_of_other_plugins_are_theirs() -> None:
     assert DynTreeOptions.of({"radix_tree": {}, "dynatrace": {}, "tree": {}, 3: {}}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("node_budget=3", "'node_budget=3' is not JSON: "),
+        ('{"width": 1, "width": 2}', "key 'width' is given twice, with 1 and 2"),
+        ('{"dyntree": {"width": 1, "width": 1}}', "key 'width' is given twice"),
+        ("[" * 100_000, "is nested too deeply"),
+    ],
+)
+def test_json_that_says_nothing_or_two_things_is_refused(text: str, named: str) -> None:
+    assert from_json('{"width": 1, "a": {"width": 2}}') == {"width": 1, "a": {"width": 2}}
+    with pytest.raises(ValueError) as error:
+        from_json(text)
+    assert named in str(error.value)
+    assert len(str(error.value)) < 200
 
 
 def test_merging_keeps_what_both_agree_on_and_refuses_what_they_do_not() -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin import compat, options, plugin, preload
+from dyntree_plugin import compat, options, plugin, preload, reasons
 from dyntree_plugin.engine.config import plan_in_force, tree_plan
 from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
 
@@ -157,6 +157,8 @@ def test_an_option_given_twice_with_different_values_is_an_error(
     [
         ("node_budget=3", "is not JSON"),
         ("3", "must be a JSON object"),
+        ('{"width": 1, "width": 2}', "key 'width' is given twice, with 1 and 2"),
+        ('{"width": ' + "[" * 100_000, "is nested too deeply"),
         ('{"node_budget": 0}', "dyntree.node_budget=0 must be an integer from 1 to 1024"),
         ('{"nodes": 3}', "dyntree.nodes=3 is not an option"),
     ],
@@ -166,6 +168,23 @@ def test_the_flag_refuses_what_is_wrong_while_parsing(
 ) -> None:
     with pytest.raises(SystemExit):
         parse("--dyntree", text)
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"dyntree": {"width": 1, "width": 2}}', "key 'width' is given twice"),
+        ('{"dyntree": {"width": 1}, "dyntree": {}}', "key 'dyntree' is given twice"),
+        ('{"dyntree": ' + "[" * 100_000 + "}", "is nested too deeply"),
+    ],
+)
+def test_of_two_equal_keys_with_our_options_none_is_lost(
+    parse: Callable[..., Any], text: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse("--additional-config", '{"a": 1, "a": 2}').additional_config == {"a": 2}
+    with pytest.raises(SystemExit):
+        parse("--additional-config", text)
     assert named in capsys.readouterr().err
 
 
@@ -231,14 +250,14 @@ def build(pair: tuple[str, str], environment: None) -> Callable[..., Any]:
     plugin.register()
     from vllm.engine.arg_utils import EngineArgs
 
-    return lambda **arguments: EngineArgs(
-        model=pair[0],
-        skip_tokenizer_init=True,
-        dtype="float32",
-        speculative_config=json.loads(speculation(pair)),
-        additional_config={"dyntree": {"node_budget": 8}},
-        **arguments,
-    ).create_engine_config()
+    own: dict[str, Any] = {
+        "model": pair[0],
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "speculative_config": json.loads(speculation(pair)),
+        "additional_config": {"dyntree": {"node_budget": 8}},
+    }
+    return lambda **arguments: EngineArgs(**own | arguments).create_engine_config()
 
 
 def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
@@ -312,6 +331,92 @@ def test_tokenizers_that_differ_a_little_are_warned_of(
     monkeypatch.setattr(compat, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
     build()
     assert "3 of 9 tokens differ" in logged()
+
+
+def errors(log: str) -> list[str]:
+    return [line.partition("dyntree: ")[2] for line in log.splitlines() if "ERROR" in line]
+
+
+TWO_REASONS = {"pipeline_parallel_size": 2, "kv_cache_dtype": "fp8"}
+
+
+def test_every_reason_is_a_logged_line_unless_the_command_shows_them(
+    build: Callable[..., Any], logged: Callable[[], str]
+) -> None:
+    with pytest.raises(ValueError):
+        build(**TWO_REASONS)
+    told = errors(logged())
+    assert [line.partition("=")[0] for line in told] == [
+        "pipeline_parallel_size",
+        "kv_cache_dtype (cache, model)",
+    ]
+    with pytest.raises(ValueError), reasons.shown():
+        build(**TWO_REASONS)
+    assert errors(logged()) == []
+
+
+def test_wrong_options_are_logged_too(build: Callable[..., Any], logged: Callable[[], str]) -> None:
+    with pytest.raises(ValueError):
+        build(additional_config={"dyntree": {"width": 0}})
+    assert errors(logged()) == ["dyntree.width=0 must be an integer from 1 to 64"]
+
+
+def test_a_command_tells_each_reason_on_a_line_and_ends_with_status_2(
+    build: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, reasons.told_by("dyntree serve"):
+        build(**TWO_REASONS)
+    assert ended.value.code == 2
+    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("dyntree serve: ")]
+    assert ["pipeline_parallel_size=2" in lines[0], "kv_cache_dtype" in lines[1]] == [True, True]
+    assert len(lines) == 2
+
+
+def test_a_command_does_not_take_another_error_for_the_users(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="a bug"), reasons.told_by("x", lambda error: False):
+        raise ValueError("a bug")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def with_defaults(pair: tuple[str, str]) -> Iterator[Path]:
+    """A target's folder whose generation_config.json has a penalty."""
+    file = Path(pair[0], "generation_config.json")
+    file.write_text('{"repetition_penalty": 1.05, "temperature": 0.7, "transformers_version": "5"}')
+    yield file
+    file.unlink()
+
+
+def test_defaults_that_make_chains_of_all_requests_are_warned_of(
+    build: Callable[..., Any], logged: Callable[[], str], with_defaults: Path
+) -> None:
+    build()
+    (line,) = [line for line in logged().splitlines() if "drafted with chains" in line]
+    assert "WARNING" in line
+    assert f"repetition_penalty=1.05 of {with_defaults} is the default" in line
+    for way_out in (
+        {"generation_config": "vllm"},
+        {"override_generation_config": {"repetition_penalty": 1.0}},
+    ):
+        assert str(next(iter(way_out))).replace("_", "-") in line
+        build(**way_out)
+        assert "drafted with chains" not in logged()
+    build(generation_config="vllm", override_generation_config={"presence_penalty": 0.5})
+    assert "presence_penalty=0.5 of --override-generation-config" in logged()
+
+
+def test_logits_processors_that_make_chains_of_all_requests_are_warned_of(
+    build: Callable[..., Any], logged: Callable[[], str]
+) -> None:
+    build()
+    assert "drafted with a chain" not in logged()
+    interface = "vllm.v1.worker.gpu.sample.logits_processor.interface"
+    build(logits_processors=[f"{interface}:LogitsProcessor"])
+    assert f"Logits processors (--logits-processors {interface}" in logged()
+    with pytest.raises(ValueError, match="nowhere:It"):
+        build(logits_processors=["nowhere:It"])
 
 
 def test_a_configuration_that_vllm_derives_is_not_admitted_again(

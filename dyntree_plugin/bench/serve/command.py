@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -25,6 +24,7 @@ from dyntree_plugin.bench.serve import arguments, overview, plan, plots, prompts
 from dyntree_plugin.bench.serve.plan import Models
 from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, write
 from dyntree_plugin.bench.serve.session import Contest, Done, Settings, of_engines, of_servers
+from dyntree_plugin.strict_json import from_json
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -175,9 +175,9 @@ def _trees(
 
 def _json(option: str, value: str) -> dict[str, Any]:
     try:
-        found = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option} {value!r} is not JSON: {error}") from None
+        found = from_json(value)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{option} {value!r} must be a JSON object")
     return found

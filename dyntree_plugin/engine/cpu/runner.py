@@ -20,6 +20,7 @@ from dyntree_kernels.cpu.walk import walk
 from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
+from dyntree_plugin.engine.cpu.long_lists import lift_limits
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator
 from dyntree_plugin.engine.kv import Move, PathMover
 from dyntree_plugin.engine.node_budget import AdaptiveBudget
@@ -49,6 +50,10 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
             raise RuntimeError(f"one KV cache group holds layers of several layouts: {isas}")
         keys, values = zip(*(split_kv_cache(layer.kv_cache) for layer in layers), strict=True)
         return PathMover(KVMover(keys, values, isas.pop()))
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        lift_limits(self.sampler, self.vocab_size)
 
     def warm_up_kernels(self) -> None:
         cpu.warm_up()

@@ -12,6 +12,8 @@ from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from dyntree_plugin.engine import cpu
+from dyntree_plugin.engine.cpu.long_lists import lift_limits
+from dyntree_plugin.engine.limits import wrap_seeds
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 
 
@@ -53,4 +55,7 @@ class PlainCPUWorker(CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        runner: Any = self.model_runner
+        lift_limits(runner.sampler, runner.vocab_size)
+        wrap_seeds(runner.sampler)
         cpu.warm_up()

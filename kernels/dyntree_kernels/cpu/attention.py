@@ -28,10 +28,11 @@ from dyntree_kernels.cpu.threads import use_torch_threads
 
 _TILE = 32  # cache positions per step of the online softmax; a row's view of them is one word
 _CHUNK = 64  # most query rows (tree rows times query heads of one KV head) per task
-_MASKED = np.float32(-1e30)
+_MASKED = np.float32(-np.inf)
+_INFINITY = np.float32(np.inf)
 _ZERO = np.float32(0)
 _ALL = np.uint32(0xFFFFFFFF)
-_UNROLLED = {"reassoc", "contract", "nsz", "nnan"}  # lets sums vectorise
+_UNROLLED = {"reassoc", "contract", "nsz"}  # lets sums vectorise; what is NaN stays NaN
 
 
 @compiled
@@ -103,12 +104,12 @@ def _mask_scores(scores, words):
 def _softmax_step(scores, sums, state):
     """Turn a tile of scores into weights, rescaling the running sums to the new maxima.
 
-    A row that has seen nothing yet gathers weights of masked scores, which the first real score
-    rescales to exactly zero.
+    A masked score weighs nothing, and one that is NaN makes its row NaN.
     """
     for i in range(scores.shape[0]):
         high = state[i, 0]
-        top = max(high, row_maximum(scores, i))
+        found = row_maximum(scores, i)
+        top = found if found > high else high
         if top > high:
             shrink = exp(high - top)
             state[i, 0] = top
@@ -116,11 +117,29 @@ def _softmax_step(scores, sums, state):
             for j in range(sums.shape[1]):
                 sums[i, j] *= shrink
         total = _ZERO
+        # A row that has seen nothing yet keeps -inf, which must not meet itself in a difference.
+        shift = top if top > _MASKED else _ZERO
         for j in range(_TILE):
-            weight = exp(scores[i, j] - top)
+            weight = exp(scores[i, j] - shift)
             scores[i, j] = weight
             total += weight
         state[i, 1] += total
+
+
+@compiled
+def _add_apart(out, scores, values, words):
+    """Add the positions whose values are not all finite to the rows that see them, and clear them:
+    in a product their weight of zero would not stay zero."""
+    for j in range(_TILE):
+        infinite = np.int32(0)
+        for k in range(values.shape[1]):
+            infinite += np.int32(not abs(values[j, k]) < _INFINITY)
+        if infinite > 0:
+            for i in range(out.shape[0]):
+                if (words[i] >> np.uint32(j)) & np.uint32(1):
+                    for k in range(values.shape[1]):
+                        out[i, k] += scores[i, j] * values[j, k]
+            values[j, :] = _ZERO
 
 
 @compiled
@@ -129,7 +148,8 @@ def _chunk_attention(
 ):
     """Attention of the rows of one chunk over one KV head.
 
-    q, out: [rows, D], tree rows times the `heads` query heads; q is scaled.
+    q, out: [rows, D], tree rows times the `heads` query heads; q is scaled. A row that sees
+    nothing gets zeros.
     bits: [rows / heads, words]. k_steps, v_steps: block stride and offset of the head.
     """
     rows, d = q.shape
@@ -163,8 +183,12 @@ def _chunk_attention(
         if start + _TILE > ctx:
             _mask_scores(scores, words)
         _softmax_step(scores, out, state)
+        if start + _TILE > ctx:
+            _add_apart(out, scores, tile_values, words)
         accumulate(out, scores, tile_values)
     for i in range(rows):
+        if state[i, 1] == _ZERO:
+            continue  # It has seen nothing.
         inverse = np.float32(1) / state[i, 1]
         for j in range(d):
             out[i, j] *= inverse

@@ -27,6 +27,8 @@ ROWS = 4  # rows per call of a product below; callers pad to a multiple
 
 _F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _VECTOR = ir.VectorType(_F32, LANES)
+_EACH = range(LANES)
+_HALVES = tuple(LANES >> n for n in range(1, LANES.bit_length()))
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -109,9 +111,10 @@ def widen(typingctx: Any, dst: Any, i: Any, j: Any, src: Any, at: Any) -> Any:
 
 @intrinsic
 def row_maximum(typingctx: Any, x: Any, i: Any) -> Any:
-    """max(x[i, : 2 * LANES]) for a contiguous float32 matrix without NaN.
+    """max(x[i, : 2 * LANES]) for a contiguous float32 matrix; with a NaN, NaN or one of the others.
 
-    numba's loops take maxima one element at a time.
+    numba's loops take maxima one element at a time. Selections of the larger, NaN or not, are what
+    the vector units' maxima do.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -125,12 +128,12 @@ def row_maximum(typingctx: Any, x: Any, i: Any) -> Any:
             )
             for half in (0, LANES)
         )
-        above = builder.fcmp_ordered(">", high, low, flags=["nnan"])
-        name = f"llvm.vector.reduce.fmax.v{LANES}f32"
-        reduce = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_F32, [_VECTOR]), name
-        )
-        return builder.call(reduce, [builder.select(above, high, low)], fastmath=["nnan", "nsz"])
+        lanes = builder.select(builder.fcmp_ordered(">", high, low), high, low)
+        for width in _HALVES:
+            shuffle = ir.Constant(ir.VectorType(_I32, LANES), [(n + width) % LANES for n in _EACH])
+            other = builder.shuffle_vector(lanes, lanes, shuffle)
+            lanes = builder.select(builder.fcmp_ordered(">", lanes, other), lanes, other)
+        return builder.extract_element(lanes, ir.Constant(_I32, 0))
 
     return types.float32(x, types.intp), codegen
 
@@ -168,6 +171,7 @@ _ONE, _ZERO, _LOWEST = np.float32(1), np.float32(0), np.float32(-87.3)
 def exp(x):
     """exp of a non-positive float32 that a loop can vectorise; 0 below the normal range.
 
+    That of NaN is NaN.
     The relative error is below 2e-7.
     """
     y = max(x, _LOWEST)
@@ -176,7 +180,7 @@ def exp(x):
     f = y - whole * _LN2_HIGH - whole * _LN2_LOW
     p = _ONE + f * (_ONE + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
     scaled = _bits_float(_float_bits(p) + (_float_bits(shifted) << np.int32(23)))
-    return scaled if x > _LOWEST else _ZERO
+    return scaled if x > _LOWEST else (_ZERO if x <= _LOWEST else x)
 
 
 def _product(vectors: int) -> Any:

@@ -47,11 +47,20 @@ def _cache_offsets(TABLE, position, wanted, s_block, s_slot, PAGE: tl.constexpr)
 
 
 @triton.jit
-def _accumulate(q, k, v, visible, m, total, acc, scale, MASKED: tl.constexpr):
-    """One step of the online softmax in base 2, over the columns of k and v."""
+def _without_what_is_not_finite(v):
+    """Values with rows of zeros for those that are not all finite, and NaN for each of these rows,
+    0 for the others: a weight of zero times what is not finite is not zero."""
+    blame = tl.sum(v.to(tl.float32) * 0.0, 1)
+    return tl.where((blame == 0.0)[:, None], v, 0.0), blame
+
+
+@triton.jit
+def _accumulate(q, k, v, visible, blame, m, total, acc, scale, MASKED: tl.constexpr):
+    """One step of the online softmax in base 2, over the columns of k and v; where MASKED, rows
+    that see a column get its ``blame``."""
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
     if MASKED:
-        s = tl.where(visible, s, float("-inf"))
+        s = tl.where(visible, s + blame[None, :], float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
     # A row that has seen nothing yet keeps -inf, which must not meet itself in a difference.
     shift = tl.where(new == float("-inf"), 0.0, new)
@@ -133,7 +142,7 @@ def _tree_attention(
             at = _cache_offsets(table, position, every, s_block, s_slot, PAGE)
             k = _load_rows(keys, at, every, D, DP, False)
             v = _load_rows(keys + D, at, every, D, DP, False)
-            m, total, acc = _accumulate(q, k, v, every, m, total, acc, scale, False)
+            m, total, acc = _accumulate(q, k, v, every, 0.0, m, total, acc, scale, False)
 
     # What is left of the context is a tile of its own, numbered -1, before the tree's.
     start = context_tiles + tail
@@ -150,9 +159,10 @@ def _tree_attention(
             sees = ((bits >> (c & 31)[None, :]) & 1) | (position < ctx).to(tl.int32)[None, :]
             seen = tl.max(sees, 0) != 0
             at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE)
-            k = _load_rows(keys, at, seen, D, DP, True)
             v = _load_rows(keys + D, at, seen, D, DP, True)
-            m, total, acc = _accumulate(q, k, v, sees != 0, m, total, acc, scale, True)
+            v, blame = _without_what_is_not_finite(v.to(q.dtype))
+            k = _load_rows(keys, at, seen, D, DP, True)
+            m, total, acc = _accumulate(q, k, v, sees != 0, blame, m, total, acc, scale, True)
 
     if SPLITS > 1:
         # Partial results lie in packed row order, so that their place needs no division.

@@ -96,10 +96,12 @@ def _merge(
     log_sum = _log_sum(SUMS + row * blocks, blocks, BLOCKS)
     best, found = _best_of(SCORES + row * entries, entries, KEPT, RANKS, ENTRIES)
     child = rank < K
-    tokens = tl.load(BEST + row * entries + found, mask=child, other=0)
+    # Among NaN, what is found may lie behind the entries, and need not be a token.
+    tokens = tl.load(BEST + row * entries + found, mask=child & (found < entries), other=0)
     out = expansion * K + rank
 
     sound = (log_sum > float("-inf")) & (log_sum < float("inf"))  # NaN is neither
+    tokens = tl.where(sound, tokens, 0)
     best = tl.where(sound, best, float("-inf"))
     log_sum = tl.where(sound, log_sum, 0.0)
     if LEARNED:

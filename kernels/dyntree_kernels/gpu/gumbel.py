@@ -149,7 +149,8 @@ def top_children(
         coupled: rank by the perturbed logits; otherwise by logits / temperature.
 
     Returns:
-        tokens int64 and the logarithm of their softmax float32, both [T, count], best first.
+        tokens int64 and the logarithm of their softmax float32, both [T, count], best first. Of a
+        row without one, which holds NaN, +inf or nothing but -inf: tokens 0, and -inf.
 
     Raises:
         ValueError: for a count that is not served.
@@ -159,7 +160,11 @@ def top_children(
     )
     best = scores.flatten(1).topk(count, dim=1)
     total = sums.logsumexp(1, keepdim=True)
-    return tokens.flatten(1).gather(1, best.indices), best.values - total
+    sound = total.isfinite()
+    return (
+        torch.where(sound, tokens.flatten(1).gather(1, best.indices), 0),
+        torch.where(sound, best.values - total, float("-inf")),
+    )
 
 
 def rank_blocks(

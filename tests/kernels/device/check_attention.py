@@ -116,6 +116,38 @@ def test_draft_rows_ignore_the_columns_nobody_sees(splits: int) -> None:
     assert_matches(case, splits=splits)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("part", "broken"), [(0, torch.nan), (1, torch.nan), (1, torch.inf), (1, -torch.inf)]
+)
+def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(
+    part: int, broken: float, splits: int
+) -> None:
+    contexts, nodes = [50, 0], (40, 9)
+    case = make_case(tree_batch(*nodes), contexts, kv_heads=1)
+    whole = run(case, splits=splits, tiles=SMALL)
+    for request, position in ((0, 50), (0, 67), (0, 89), (1, 0), (1, 4), (0, 13)):
+        cache, node = case.kv_cache.clone(), position - contexts[request]
+        block = case.block_table[request, position // 16]
+        cache[block, :, position % 16, 32 * part + 3] = broken
+        out = run(dataclasses.replace(case, kv_cache=cache), splits=splits, tiles=SMALL)
+        sees = torch.zeros(len(whole), dtype=torch.bool, device=DEVICE)
+        of_request = case.masks[request]
+        sees[case.rows(request)] = of_request[:, node].to(DEVICE) if node >= 0 else True
+        assert torch.equal(out[~sees], whole[~sees])
+        assert not out[sees].isfinite().flatten(1).all(1).any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_that_see_nothing_get_zeros(splits: int) -> None:
+    case = make_case([tree_mask(chain(5)), tree_mask(star(9))], [0, 40])
+    whole, bits = run(case, splits=splits), case.bits.clone()
+    bits[:5] = 0
+    out = run(dataclasses.replace(case, bits=bits), splits=splits)
+    assert (out[:5] == 0).all()
+    assert torch.equal(out[5:], whole[5:])
+
+
 def test_columns_beyond_the_block_table_are_not_looked_up() -> None:
     case = make_case(draft_masks(), [40, 0, 63])
     wide = torch.nn.functional.pad(case.bits, (0, 5))

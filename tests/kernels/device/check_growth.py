@@ -213,15 +213,39 @@ def test_an_end_behind_another_forward_is_told_apart(forwards: int) -> None:
         both.grow(1)
 
 
+@pytest.mark.parametrize("vocab", [CASE.vocab, 5000])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_without_a_distribution_has_no_children(broken: float) -> None:
-    both = Both(CASE)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_row_without_a_distribution_has_no_children(
+    broken: float, whole: bool, vocab: int
+) -> None:
+    both = Both(replace(CASE, vocab=vocab))
     both.start()
-    logits = torch.randn(3, CASE.vocab)
-    logits[0, slice(None) if broken < 0 else 7] = broken
+    logits = torch.randn(3, vocab)
+    logits[0, slice(None) if broken < 0 or whole else 7] = broken
     both.growth.pick(logits.to(DEVICE))
+    assert ((both.growth.tokens >= 0) & (both.growth.tokens < vocab)).all()
+    assert both.growth.features.isfinite().all()
     both.growth.finish(torch.arange(3, device=DEVICE))
     assert both.trees.counts.tolist()[:3] == [0, 4, 4]
+
+
+def test_rows_without_a_distribution_grow_the_trees_of_the_tensors() -> None:
+    both = Both(CASE)
+    stock, rows = torch.randn, 0
+
+    def randn(*shape: int) -> torch.Tensor:
+        nonlocal rows
+        logits, rows = stock(*shape), rows + shape[0]
+        if len(shape) == 2 and rows > 3:
+            logits[::2, 11] = float("nan")
+            logits[1] = float("-inf")
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", randn)
+        both.grow()
+    assert (both.trees.counts[:3] > 4).any()
 
 
 def test_logits_of_another_number_of_rows_are_refused() -> None:

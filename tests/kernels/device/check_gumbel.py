@@ -69,6 +69,20 @@ def test_masked_tokens_become_children_of_no_probability() -> None:
     assert (log_probs[:, 2:] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("coupled", [True, False])
+def test_rows_without_a_distribution_have_children_of_no_probability(coupled: bool) -> None:
+    logits = torch.randn(6, 5000)
+    logits[0], logits[1, 4999], logits[2, 7] = float("nan"), float("nan"), float("inf")
+    logits[3] = float("-inf")
+    alone = on_device(logits[4:], *(each[4:] for each in ROWS))
+    on_its_own = gumbel.top_children(*alone, 4, coupled=coupled)
+    tokens, log_probs = gumbel.top_children(*on_device(logits, *ROWS), 4, coupled=coupled)
+    assert ((tokens >= 0) & (tokens < 5000)).all()
+    assert (log_probs[:4] == float("-inf")).all()
+    assert torch.equal(tokens[4:], on_its_own[0])
+    assert torch.equal(log_probs[4:], on_its_own[1])
+
+
 def test_a_count_that_is_not_served_is_refused() -> None:
     with pytest.raises(ValueError, match=r"count=65 .* 1 to 64"):
         gumbel.top_children(*on_device(torch.zeros(6, 100), *ROWS), 65)

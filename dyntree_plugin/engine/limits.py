@@ -1,0 +1,92 @@
+"""What one request may ask of the V2 runner's sampler.
+
+The sampler's states have rows of fixed widths and integers of fixed sizes. What does not fit raises
+in the worker, which ends the engine, so it is refused, or made to fit, before it gets there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.sampling_params import SamplingParams
+
+WORD_TOKENS_ON_CPU = 1 << 16
+"""Tokens of all ``bad_words`` of a request. V1, which has no bound, compares them all in Python."""
+
+_SEEDS = range(-(2**63), 2**64)
+"""What 64 bits hold, signed or not; so it is with the generators of the V1 runner."""
+
+
+def fit(params: SamplingParams, model_config: ModelConfig, *, on_cpu: bool) -> None:
+    """Lower a finished request's numbers of tokens to the longest text that there may be.
+
+    Raises:
+        VLLMValidationError: for a parameter that the sampler has no room for; vLLM answers 400.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    longest = model_config.max_model_len
+    params.min_tokens = min(params.min_tokens, longest)
+    if params.max_tokens is not None:
+        params.max_tokens = min(params.max_tokens, longest)
+    for parameter, unit, asked, most in _asked(params, model_config.get_vocab_size(), on_cpu):
+        if asked > most:
+            raise VLLMValidationError(
+                f"{parameter} asks for {asked} {unit}; allowed: at most {most}",
+                parameter=parameter,
+                value=asked,
+            )
+    seed = params.seed
+    if seed is not None and not (seed in _SEEDS and seed + params.n - 1 in _SEEDS):
+        raise VLLMValidationError(
+            f"seed={seed} must be from {_SEEDS.start} to {_SEEDS.stop - params.n} for n={params.n}",
+            parameter="seed",
+            value=seed,
+        )
+
+
+def _asked(
+    params: SamplingParams, vocab_size: int, on_cpu: bool
+) -> Iterator[tuple[str, str, int, int]]:
+    """Parameter, unit, how many of it the request asks for, and the most that there is room for."""
+    yield "logprobs", "tokens", params.logprobs or 0, vocab_size
+    yield "prompt_logprobs", "tokens", params.prompt_logprobs or 0, vocab_size
+    word_tokens = sum(map(len, params.bad_words_token_ids or ()))
+    if on_cpu:  # `long_lists` has room for the whole vocabulary.
+        yield "bad_words", "tokens", word_tokens, WORD_TOKENS_ON_CPU
+        return
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import logit_bias as rows
+
+    allowed, biased = params.allowed_token_ids or (), params.logit_bias or ()
+    stops = params.all_stop_token_ids if params.min_tokens > 0 else ()
+    yield "bad_words", "tokens", word_tokens, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    yield "allowed_token_ids", "tokens", len(allowed), rows.MAX_NUM_ALLOWED_TOKEN_IDS
+    yield "logit_bias", "tokens", len(biased), rows.MAX_NUM_LOGIT_BIAS_TOKENS
+    yield "stop_token_ids", "tokens with min_tokens", len(stops), rows.MAX_NUM_STOP_TOKEN_IDS
+
+
+def wrap_seeds(sampler: Any) -> None:
+    """Let the ``sampler`` take seeds beyond int64 as the int64 of the same 64 bits.
+
+    The n sequences of a request have consecutive seeds, which may lead there.
+    """
+    stock = sampler.add_request
+
+    def add_request(req_idx: int, sampling_params: SamplingParams) -> None:
+        stock(req_idx, _with_int64_seed(sampling_params))
+
+    sampler.add_request = add_request
+
+
+def _with_int64_seed(params: SamplingParams) -> SamplingParams:
+    seed = params.seed
+    if seed is None or -(2**63) <= seed < 2**63:
+        return params
+    wrapped = copy(params)
+    wrapped.seed = (seed + 2**63) % 2**64 - 2**63
+    return wrapped

@@ -1,0 +1,29 @@
+"""JSON as users write it on a command line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def from_json(text: str) -> Any:
+    """JSON in which every key of an object stands once.
+
+    Raises:
+        ValueError: quoting it, or naming the key.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_of_single_keys)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{text[:20]!r}… is nested too deeply") from None
+
+
+def _of_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} is given twice, with {found[key]!r} and {value!r}")
+        found[key] = value
+    return found

@@ -1,0 +1,112 @@
+"""What one request may ask of the sampler; what does not fit is refused in front of the worker."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU, fit, wrap_seeds
+
+VOCABULARY, LONGEST = 5000, 512
+
+
+def request(**params: Any) -> SamplingParams:
+    """As vLLM's input processor hands it on."""
+    words = params.pop("words", None)
+    made = SamplingParams(**params)
+    made.update_from_generation_config({"eos_token_id": [0]}, 0)
+    made._bad_words_token_ids = words
+    return made
+
+
+def fitted(params: SamplingParams, on_cpu: bool = True) -> SamplingParams:
+    model_config: Any = SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: VOCABULARY)
+    fit(params, model_config, on_cpu=on_cpu)
+    return params
+
+
+LISTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "allowed_token_ids": (
+        {"allowed_token_ids": list(range(1024))},
+        {"allowed_token_ids": list(range(1025))},
+    ),
+    "logit_bias": (
+        {"logit_bias": dict.fromkeys(range(1024), 1.0)},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+    ),
+    # With the end of text.
+    "stop_token_ids": (
+        {"stop_token_ids": list(range(1, 128)), "min_tokens": 1},
+        {"stop_token_ids": list(range(1, 129)), "min_tokens": 1},
+    ),
+    "bad_words": ({"words": [[1] * 1024]}, {"words": [[1] * 512, [2] * 513]}),
+}
+"""By parameter: what vLLM's rows hold, and one more."""
+
+
+@pytest.mark.parametrize("parameter", LISTS)
+def test_lists_beyond_vllms_rows_are_for_the_cpu(parameter: str) -> None:
+    most, more = LISTS[parameter]
+    fitted(request(**most), on_cpu=False)
+    fitted(request(**more))
+    with pytest.raises(
+        VLLMValidationError, match=rf"{parameter} asks for \d+ .* allowed: at most \d+"
+    ):
+        fitted(request(**more), on_cpu=False)
+
+
+def test_stop_tokens_take_no_room_without_a_minimum() -> None:
+    fitted(request(stop_token_ids=list(range(1, 999))), on_cpu=False)
+
+
+def test_bad_words_are_bounded_on_the_cpu_too() -> None:
+    fitted(request(words=[[1] * WORD_TOKENS_ON_CPU]))
+    with pytest.raises(
+        VLLMValidationError, match="bad_words asks for 65537 tokens; allowed: at most 65536"
+    ):
+        fitted(request(words=[[1] * WORD_TOKENS_ON_CPU, [2]]))
+
+
+@pytest.mark.parametrize("parameter", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_tokens_are_refused(parameter: str) -> None:
+    for most in (VOCABULARY, -1, 0):
+        fitted(request(**{parameter: most}))
+    with pytest.raises(
+        VLLMValidationError, match=f"^{parameter} asks for 5001 tokens; .* at most 5000"
+    ):
+        fitted(request(**{parameter: VOCABULARY + 1}))
+
+
+def test_no_text_is_longer_than_the_model_has_room_for() -> None:
+    huge = fitted(request(max_tokens=2**40, min_tokens=2**40))
+    assert (huge.max_tokens, huge.min_tokens) == (LONGEST, LONGEST)
+    usual = fitted(request(max_tokens=7, min_tokens=3))
+    assert (usual.max_tokens, usual.min_tokens) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("seed", "n"), [(-(2**63), 1), (2**63 - 1, 2), (2**64 - 1, 1), (2**64 - 2, 2), (-2, 16)]
+)
+def test_seeds_of_64_bits_are_served(seed: int, n: int) -> None:
+    assert fitted(request(seed=seed, n=n)).seed == seed
+
+
+@pytest.mark.parametrize(("seed", "n"), [(-(2**63) - 1, 1), (2**64, 1), (2**64 - 1, 2)])
+def test_seeds_beyond_64_bits_are_refused(seed: int, n: int) -> None:
+    with pytest.raises(VLLMValidationError, match=rf"seed={seed} must be from .* for n={n}"):
+        fitted(request(seed=seed, n=n))
+
+
+def test_the_sampler_gets_seeds_of_the_same_bits() -> None:
+    taken: list[SamplingParams] = []
+    sampler = SimpleNamespace(add_request=lambda _, params: taken.append(params))
+    wrap_seeds(sampler)
+    asked = [SamplingParams(seed=s) for s in (None, 0, -(2**63), 2**63 - 1, 2**63, 2**64 - 1)]
+    for each in asked:
+        sampler.add_request(3, each)
+    assert [each.seed for each in taken] == [None, 0, -(2**63), 2**63 - 1, -(2**63), -1]
+    assert asked[-1].seed == 2**64 - 1  # The scheduler's own is left alone.
