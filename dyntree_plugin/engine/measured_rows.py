@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.engine.timed_steps import Agree, seconds_of, without_drafting
+from dyntree_plugin.engine.timed_steps import Agree, most_rows, seconds_of, without_drafting
 from dyntree_plugin.tree.row_cost import RowCost
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def measure_rows(runner: TreeRunnerMixin, agree: Agree) -> RowCost:
 
     Call it when the KV cache is there and no request has come yet: the steps write into it.
     """
-    most = min(runner.max_num_reqs * (runner.trees.shape.node_budget + 1), runner.max_num_tokens)
+    most = most_rows(runner)
     best: dict[int, float] = {}
     began = time.perf_counter()
 

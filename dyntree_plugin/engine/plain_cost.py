@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from dyntree_plugin.engine.timed_steps import Agree, seconds_of, without_drafting
+from dyntree_plugin.engine.timed_steps import Agree, most_rows, seconds_of, without_drafting
 from dyntree_plugin.tree.plain_steps import PlainCost
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
 
 def _forwards(runner: TreeRunnerMixin, agree: Agree) -> dict[int, float]:
     """Seconds of the target's forward by its rows, which ascend."""
-    most = min(runner.max_num_reqs * (runner.trees.shape.node_budget + 1), runner.max_num_tokens)
+    most = most_rows(runner)
     deadline = time.monotonic() + FORWARD_SECONDS
     best: dict[int, float] = {}
     rows, seconds = 1, 0.0

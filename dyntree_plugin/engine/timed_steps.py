@@ -15,6 +15,12 @@ Agree = Callable[[float], float]
 """Gives the first rank's number to every rank: they run all steps together."""
 
 
+def most_rows(runner: TreeRunnerMixin) -> int:
+    """Rows of the largest step that decodes: no request has more than its context may."""
+    of_request = min(runner.trees.shape.node_budget + 1, runner.max_model_len)
+    return min(runner.max_num_reqs * of_request, runner.max_num_tokens)
+
+
 @contextmanager
 def without_drafting(runner: TreeRunnerMixin) -> Iterator[None]:
     """Has the runner's steps draft nothing."""

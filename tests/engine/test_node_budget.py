@@ -133,6 +133,7 @@ def fake_runner(now: list[float], per_row: float, ran: list[int]) -> Any:
 
     return SimpleNamespace(
         max_num_reqs=4,
+        max_model_len=2048,
         max_num_tokens=1000,
         trees=SimpleNamespace(shape=SimpleNamespace(node_budget=NODES)),
         clock=clock,

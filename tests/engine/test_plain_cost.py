@@ -11,7 +11,7 @@ from dyntree_plugin.engine.cpu import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine import plain_cost  # noqa: E402
+from dyntree_plugin.engine import plain_cost, timed_steps  # noqa: E402
 from dyntree_plugin.engine.timing import Measured  # noqa: E402
 
 NODES = 4
@@ -96,6 +96,15 @@ def test_forwards_over_the_rows_of_trees_are_measured_without_sampling(clock: Cl
     assert cost.rows == tuple(sorted({*runner.forwards}))
     assert (cost.rows[0], cost.rows[-1]) == (1, Runner.max_num_reqs * (NODES + 1))
     assert cost.forwards == pytest.approx([1e-3 + rows * 1e-6 for rows in cost.rows])
+
+
+def test_no_forward_has_more_rows_of_a_request_than_its_context_holds(clock: Clock) -> None:
+    """The KV cache has no place for them, whatever a tree's budget is."""
+    runner: Any = Runner(clock, 0.0)
+    runner.max_model_len = NODES
+    cost = plain_cost.measure(runner, alone)
+    assert max(runner.forwards) == cost.rows[-1] == Runner.max_num_reqs * NODES
+    assert timed_steps.most_rows(runner) == Runner.max_num_reqs * NODES
 
 
 def test_slow_forwards_are_measured_over_few_rows(clock: Clock) -> None:
