@@ -4,8 +4,7 @@ As a program: ``python fuzz.py --cases 10000 --seed 1``; a case is a schedule of
 requests. What differs is written to a file that ``--replay`` takes.
 
 Not among the cases: sampling without a seed, which no two engines share; the papers' rules, whose
-samples are others by design; and a ``long_prefill_token_threshold`` below a tree's rows, with which
-vLLM's scheduler fails an assertion of its own: it fills a request up to these rows, then cuts it.
+samples are others by design; and sizes that are refused.
 """
 
 from __future__ import annotations
