@@ -28,9 +28,8 @@ def masked_attention(
     # A weight of zero times what is not finite is not zero: rows that see it have it added apart.
     finite = v.isfinite().flatten(1).all(1)
     out = torch.einsum("hnl,lhd->nhd", weights[:, :, finite], v[finite])
-    for position in (~finite).nonzero().flatten().tolist():
-        rows = seen[:, position]
-        out[rows] += torch.einsum("hn,hd->nhd", weights[:, rows, position], v[position])
+    apart = weights[:, :, ~finite, None] * v[~finite].transpose(0, 1)[:, None]
+    out += apart.masked_fill(~seen[:, ~finite, None], 0.0).sum(2).transpose(0, 1)
     return out
 
 
