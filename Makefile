@@ -3,7 +3,7 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast soak fuzz gpu-kernels gpu-e2e dashboards screenshots lint format clean
+.PHONY: help demo test test-fast test-slow soak fuzz gpu-kernels gpu-e2e dashboards screenshots lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -13,12 +13,15 @@ demo: .venv/installed ## Completes code with and without the tree, and draws a t
 
 FAST := not e2e and not gpu and not monitoring
 
-test: lint test-fast ## Checks style and types and runs every test.
-	$(BIN)/pytest -m "not ($(FAST)) and not quiet" -n 2 --dist loadfile
+test: lint test-fast ## Checks style and types and runs the tests, but for those marked slow.
+	$(BIN)/pytest -m "not ($(FAST)) and not quiet and not slow" -n 2 --dist loadfile
 	$(BIN)/pytest -m quiet
 
 test-fast: .venv/installed ## Runs the tests that start no engine.
 	$(BIN)/pytest -m "$(FAST)" -n auto --maxprocesses 4 $(ARGS)
+
+test-slow: .venv/installed ## Runs the tests marked slow.
+	$(BIN)/pytest -m slow $(ARGS)
 
 soak: .venv/installed ## Has many clients at one server and repeats their answers; MINUTES=10, CLIENTS=64.
 	PYTHONPATH=tests $(BIN)/python tests/e2e/soak.py $(if $(MINUTES),--minutes $(MINUTES)) \

@@ -88,7 +88,9 @@ def _ended(processes: list[psutil.Process], seconds: float) -> list[psutil.Proce
     return alive
 
 
-@pytest.mark.parametrize("title", ["VLLM::Worker", "VLLM::EngineCore"])
+@pytest.mark.parametrize(
+    "title", ["VLLM::Worker", pytest.param("VLLM::EngineCore", marks=pytest.mark.slow)]
+)
 def test_a_server_whose_engine_is_killed_ends_its_streams_and_itself(
     title: str, tmp_path: Path
 ) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 
 import pytest
 import torch
 import workload
-from engine_process import PARALLEL, Request, Result, Run, serve
+from engine_process import Request, Result, Run, serve
 
 pytestmark = pytest.mark.e2e
 
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", pytest.param("float16", marks=pytest.mark.slow))
 RUN = Run(workload.each_kind(range(24), max_tokens=48, logprobs=0), replay=True)
 BROKEN = Run(RUN.requests, replay=True, sabotage="chain_positions")
 
@@ -43,9 +43,9 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[dict[str, Future[Served]]]:
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        yield {dtype: pool.submit(Served.with_dtype, dtype) for dtype in DTYPES}
+def served() -> Callable[[str], Served]:
+    """By dtype; its engines start once."""
+    return functools.cache(Served.with_dtype)
 
 
 def distances(first: list[list[float]], second: list[list[float]]) -> list[float]:
@@ -66,14 +66,14 @@ def as_chain(result: Result) -> list[list[float]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_on_the_tree_are_within_rounding_of_the_chain(
-    started: dict[str, Future[Served]], dtype: str, tell: Callable[[str], None]
+    served: Callable[[str], Served], dtype: str, tell: Callable[[str], None]
 ) -> None:
     """A chain of another number of rows rounds differently as well: how much rounding there is, the
     chain's own distance from fp32 tells."""
-    served = started[dtype].result()
-    tree, broken = served.trees["tree"], served.trees["broken"]
-    found = distances(sampled(tree), served.in_fp32)
-    rounding = distances(as_chain(tree), served.in_fp32)
+    runs = served(dtype)
+    tree, broken = runs.trees["tree"], runs.trees["broken"]
+    found = distances(sampled(tree), runs.in_fp32)
+    rounding = distances(as_chain(tree), runs.in_fp32)
     apart = distances(sampled(broken), as_chain(broken))
     tell(
         f"{dtype} logprobs, mean and largest distance from fp32: trees {_both(found)}, the chain "
@@ -93,5 +93,5 @@ def _both(values: list[float]) -> str:
     not torch.cpu._is_amx_tile_supported(),
     reason="this processor has no AMX: the other test ran on the 'vec' layout",
 )
-def test_amx_served_the_trees(started: dict[str, Future[Served]]) -> None:
-    assert started["bfloat16"].result().trees["tree"].layout == "amx"
+def test_amx_served_the_trees(served: Callable[[str], Served]) -> None:
+    assert served("bfloat16").trees["tree"].layout == "amx"

@@ -55,6 +55,7 @@ def test_a_rank_with_other_trees_changes_the_tokens(
     assert mismatches(RUNS["learns_nothing"], ranked["learns_nothing"].result, plain)
 
 
+@pytest.mark.slow
 def test_ranks_with_clocks_of_their_own_verify_the_same_cuts(plain: Outputs) -> None:
     """An adaptive budget goes by seconds, which differ from rank to rank."""
     run = Run(REQUESTS[:24])
