@@ -59,9 +59,9 @@ POINTERS = {
     "scale": "fp32",
     "v_scale": "fp32",
 }
-SPILLED = 8
-"""Bytes of attention's stack: keeping apart what is not finite takes the largest tile two registers
-more than there are."""
+SPILLED = {(128, 4, 4): 8}
+"""Bytes of attention's stack, by rows, group and splits: this tile needs two registers more than
+there are, to keep apart what is not finite."""
 ODD = {
     *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],
     *[
@@ -125,7 +125,7 @@ def test_attention_at_head_size_128_does_not_spill(
         BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words, SPLITS=splits, SEEDED=seeded,
         WANT_LSE=False,
     )  # fmt: skip
-    assert used["stack"] <= SPILLED, used
+    assert used["stack"] <= SPILLED.get((rows, group, splits), 0), used
     assert used["shared"] <= 227 * 1024, used
 
 
@@ -134,7 +134,7 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, PAGE=16, BM=128, BN=64, NODES=32,
         WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False,
     )  # fmt: skip
-    assert used["stack"] > SPILLED, used
+    assert used["stack"] > max(SPILLED.values()), used
 
 
 @pytest.mark.parametrize(
