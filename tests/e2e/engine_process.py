@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-START_AND_WORK_SECONDS = 540
+START_AND_WORK_SECONDS = 1100
 """Less than what a test may take."""
 PARALLEL = max(1, min(os.cpu_count() or 1, 4) // int(os.getenv("PYTEST_XDIST_WORKER_COUNT", "1")))
 """Engines that one process of pytest has running at a time."""
