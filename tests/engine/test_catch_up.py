@@ -64,6 +64,13 @@ def test_prompts_and_trees_share_a_batch() -> None:
     assert found == [["e0", "e1", "e2", "e3"], ["p0", "p1", "p2", "e0"], ["e0"]]
 
 
+def test_a_request_that_is_filled_up_with_drafts_brings_its_last_token_of_the_prompt_alone() -> (
+    None
+):
+    found = rows(plan([10, 10], [True, False], [9, 9]))
+    assert found == [["p0", "e0"], ["e0", "e1", "e2", "e3"]]
+
+
 @pytest.mark.parametrize("drafts", [None, [0, 0]])
 def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | None) -> None:
     assert plan([1, 1], [False, False], drafts).num_rows == 2

@@ -45,6 +45,12 @@ def test_a_tree_is_found_at_its_slot_and_nowhere_else() -> None:
     assert torch.equal(trees.ancestors[[0, 1, 3]], before[[0, 1, 3]])
 
 
+def test_the_root_of_a_slot_that_never_held_a_tree_sees_itself() -> None:
+    roots = unpack_bits(store().ancestors[:, 0], NODES + 1)
+    assert roots[:, 0].all()
+    assert not roots[:, 1:].any()
+
+
 def test_rows_of_a_stored_tree_see_the_root_themselves_and_their_ancestors() -> None:
     trees = store()
     trees.put(torch.tensor([1]), forked_tree(5))
