@@ -123,13 +123,13 @@ speed() {
     # shellcheck disable=SC2086  # ARGS are several
     timeout $((limit - SECONDS)) "$python" -m dyntree_plugin.cli bench serve --target-shape "$shape" \
         --temperature 0 --temperature 1 --batch 1 --batch 4 --batch 16 --batch 64 \
-        --requests 4 --max-tokens 128 --no-static --rounds 3 \
+        --requests 4 --max-tokens 128 --rounds 3 \
         --side-by-side $((1 + ${#engines[@]} / 2)) --time-limit $((limit - SECONDS - 30)) \
         --engine-arguments "$arguments" --note "$note" "${engines[@]}" --json "$out/$name.json" \
         ${ARGS:-} >"$out/$name.txt" 2>&1
     code=$?
     ((code == 0)) || tail -n 60 "$out/$name.txt"
-    [[ ! -f $out/$name.json ]] || "$python" -m dyntree_plugin.bench.serve.overview "$out/$name.json"
+    [[ ! -f $out/$name.json ]] || "$python" -m dyntree_plugin.commands.bench.overview "$out/$name.json"
     echo "$part exited with $code; results are in $out"
     return $code
 }

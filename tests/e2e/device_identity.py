@@ -20,8 +20,8 @@ import workload
 from engine_process import Result, Run, serve
 from margins import MARGINS, Verdict, places, scores_of, scoring, verdict
 
-from dyntree_plugin.bench.acceptance.noise import perturb_on
-from dyntree_plugin.bench.provenance import provenance
+from benchmarks.acceptance.noise import perturb_on
+from dyntree_plugin.provenance import provenance
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")

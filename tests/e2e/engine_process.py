@@ -115,7 +115,7 @@ def answered(
     **variables: str,
 ) -> dict[str, Any]:
     """What a program like this one answers to a job. ``variables``: of its environment."""
-    from dyntree_plugin import preload
+    from dyntree_plugin import openmp
 
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -123,7 +123,7 @@ def answered(
         "TOKENIZERS_PARALLELISM": "false",
         **variables,
     }
-    if (library := preload.library()) is not None:
+    if (library := openmp.library()) is not None:
         environment["LD_PRELOAD"] = str(library)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
