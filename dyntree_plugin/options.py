@@ -217,10 +217,8 @@ class DynTreeOptions(BaseModel):
             wrong = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
             raise ValueError("; ".join(_explain(name, given[name]) for name in wrong)) from None
 
-    def resolve(self, num_speculative_tokens: int, *, drafting_ends: bool = True) -> TreePlan:
+    def resolve(self, num_speculative_tokens: int) -> TreePlan:
         """Fills in every default for an engine with `num_speculative_tokens`.
-
-        ``drafting_ends``: whether an adaptive budget can end drafting on this engine.
 
         Raises:
             ValueError: naming the options that do not fit this engine or each other.
@@ -246,7 +244,7 @@ class DynTreeOptions(BaseModel):
             )
         depth, width, children = default_shape(node_budget)
         budget = self.budget or self._default_budget()
-        if budget == "adaptive" and drafting_ends:
+        if budget == "adaptive":
             # Depth that does not pay is not drafted.
             depth = min(node_budget, ADAPTIVE_DEPTH)
         if self.expansion is not None:

@@ -149,9 +149,10 @@ def in_depth() -> list[Panel]:
         ),
         lines(
             "Where step time goes",
-            "Time per forward of the target, by stage: the target's forward, its sampler, the "
-            "walk through the tree, moving the KV of the accepted path, the draft's forwards, and "
-            "growing. Prefill is in target and draft.",
+            "Time per forward of the target, by stage: placing the nodes, the target's forward, "
+            "its sampler, verification (the walk through the tree, the move of the accepted path's "
+            "KV, learning), the draft's catch-up, and drafting (forwards and growth). Prefill is "
+            "in target and catch_up.",
             Query(f"{stage.rate(seconds + '_sum')} / scalar({steps} > 0)", "{{stage}}"),
             unit="s",
             stacked=True,
@@ -169,7 +170,7 @@ def in_depth() -> list[Panel]:
             "Share of drafting",
             "Share of the stages' time that goes to the draft's forwards and to growing. A tree "
             "pays while the tokens that it gains outweigh it.",
-            Query(f.drafting_share(s), "draft and grow"),
+            Query(f.drafting_share(s), "catch_up and draft"),
             unit="percentunit",
         ),
         lines(

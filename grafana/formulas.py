@@ -75,7 +75,7 @@ def fallback_share(s: Scope) -> str:
 
 def drafting_share(s: Scope) -> str:
     seconds = f"{PREFIX}stage_seconds_sum"
-    return ratio(s.rate(seconds, 'stage=~"draft|grow"'), s.rate(seconds))
+    return ratio(s.rate(seconds, 'stage=~"catch_up|draft"'), s.rate(seconds))
 
 
 RECORDED = {

@@ -20,17 +20,15 @@ from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
+from dyntree_kernels.contracts import Walked  # noqa: E402
 from dyntree_plugin.engine.step.clock import STAGES, Measured  # noqa: E402
+from dyntree_plugin.engine.step.count import report  # noqa: E402
+from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.step.verify import Verification  # noqa: E402
+from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
 from dyntree_plugin.engine.telemetry.prometheus import TreeSpecDecodingProm  # noqa: E402
-from dyntree_plugin.engine.telemetry.stats import (  # noqa: E402
-    StepRecord,
-    StepTimes,
-    TreeSpecDecodingStats,
-    WorkerCounts,
-    report,
-)
+from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats  # noqa: E402
+from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.plain_steps import FIRST_STEPS, PlainCost, PlainSteps  # noqa: E402
 
@@ -51,18 +49,23 @@ class Step:
         self.trees.counts[:] = self.trees.admitted[:] = SHAPE.node_budget
         self.trees.grown[:] = 100
         self.slots = torch.arange(self.requests)
-        self.prefilling = np.zeros(self.requests, dtype=bool)
-        self.contexts = np.full(self.requests, 100)
+        self.batch: Any = SimpleNamespace(
+            num_reqs=self.requests,
+            num_tokens=self.requests * (1 + SHAPE.node_budget),
+            is_prefilling_np=np.zeros(self.requests, dtype=bool),
+            num_computed_tokens_np=np.full(self.requests, 100),
+            num_draft_tokens_per_req=np.full(self.requests, SHAPE.node_budget),
+        )
         path = torch.arange(SHAPE.max_depth).repeat(self.requests, 1)
         path[:, ACCEPTED:] = -1
         lengths = torch.full((self.requests,), ACCEPTED)
         tokens = torch.zeros(self.requests, SHAPE.max_depth + 1, dtype=torch.int64)
         counts = torch.full((self.requests,), SHAPE.node_budget)
-        self.verification = Verification(
-            path, tokens, self.slots, self.slots, counts, lengths + 1, self.slots
+        self.walked = Walked(
+            path, tokens, self.slots, self.slots, counts, lengths + 1, self.slots, tokens
         )
         # The walk writes it as it goes.
-        self.found = report(self.trees, self.slots, self.verification)
+        self.found = report(self.trees, self.slots, self.walked)
         self.encoder = MsgpackEncoder()
         alone, behind, forwards = (0.003, 0.006), (0.004, 0.009), (0.002, 0.004)
         cost = PlainCost((1, 16), 1024, alone, behind, (1, 1000), forwards)
@@ -72,10 +75,9 @@ class Step:
 
     def count(self) -> WorkerCounts:
         record = StepRecord(self.plain)
-        rows = self.requests * (1 + SHAPE.node_budget)
-        record.sampled(self.prefilling, self.contexts, rows, self.found, PLAN)
-        record.times = Measured(dict.fromkeys(STAGES, 0.002))
-        record.draft_forwards, record.node_budget = SHAPE.max_depth, SHAPE.node_budget
+        record.sampled(self.batch, self.found, PLAN, True, SHAPE.max_depth - 1)
+        record.send(at_hand)
+        record.ended(SHAPE.max_depth, Measured(dict.fromkeys(STAGES, 0.002)))
         return StepTimes().complete(record)
 
     def add_up(self, counts: WorkerCounts) -> TreeSpecDecodingStats:

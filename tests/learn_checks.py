@@ -8,7 +8,7 @@ import pytest
 import torch
 from tree_shapes import random_tree
 
-from dyntree_kernels.learn import Learn, Regression
+from dyntree_kernels.contracts import Learn, Regression
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes
 
 SLOTS, DEPTH = 7, 5

@@ -12,8 +12,7 @@ import torch
 from tree_shapes import chain
 
 from dyntree_kernels.ancestors import ancestor_bits
-from dyntree_kernels.growth import TreeArrays
-from dyntree_kernels.walk import BatchRows, Walk, Walked, room_for
+from dyntree_kernels.contracts import BatchRows, Report, TreeArrays, Walk, Walked, room_for
 from dyntree_plugin.tree.match import match
 
 VOCAB = 3
@@ -122,10 +121,10 @@ def expected(
     chances = trees.values[slot].double().exp()
     moved = ((found.path >= 0) & (found.path != torch.arange(depth))).sum(1)
     at_depth = real[:, None] & (depths[:, None] == torch.arange(depth)[:, None] + 1)
-    columns = [torch.stack([trees.grown[slot], trees.admitted[slot]], 1)]
-    columns += [chances, depths] if ranked else []
-    columns.append(torch.stack([counts, (real * depths).amax(1), moved, emitted.long()], 1))
+    numbers = (trees.grown[slot], trees.admitted[slot], counts, (real * depths).amax(1), moved)
+    columns = [torch.stack([*numbers, emitted.long()], 1)]
     columns += [at_depth.sum(2), (at_depth * chances[:, None]).sum(2)]
+    columns += [chances, depths] if ranked else []
     report = torch.cat([column.double() for column in columns], dim=1)
     return Walked(
         found.path, found.tokens, root, positions[root], counts, emitted, rejected, report
@@ -137,13 +136,10 @@ def differences(ours: Walked, other: Walked, depth: int) -> list[str]:
     much as another exp is."""
     pairs = zip(Walked._fields, ours, other, strict=True)
     differing = [name for name, a, b in pairs if name != "report" and not torch.equal(a, b)]
-    # Chances of all nodes and their depths, where they are asked for.
-    nodes = (ours.report.shape[1] - 6 - 2 * depth) // 2
-    exact = torch.ones(ours.report.shape[1], dtype=torch.bool)
-    exact[2 : 2 + nodes] = False
-    exact[-depth:] = False
-    if not torch.equal(ours.report[:, exact], other.report[:, exact]):
-        differing.append("counts")
+    counted = (Report.of(each.report, depth) for each in (ours, other))
+    for name, a, b in zip(Report._fields, *counted, strict=True):
+        if name not in ("expected", "chances") and not torch.equal(a, b):
+            differing.append(name)
     if not torch.allclose(ours.report, other.report, rtol=1e-13, atol=1e-13):
         differing.append("chances")
     return differing

@@ -13,10 +13,9 @@ import torch
 
 from benchmarks.kernels.two_pass import two_pass_attention
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
+from dyntree_kernels.contracts import BatchRows, TreeArrays
 from dyntree_kernels.cuda.attention import tree_attention
-from dyntree_kernels.growth import TreeArrays
 from dyntree_kernels.reference import masked_attention
-from dyntree_kernels.walk import BatchRows
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, LAYERS = 32, 8, 128, 16, 32
 GROUP = HEADS // KV_HEADS

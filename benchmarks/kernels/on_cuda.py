@@ -19,11 +19,11 @@ from triton import TritonError
 
 from benchmarks.kernels import cases, timing
 from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
+from dyntree_kernels.contracts import room_for
 from dyntree_kernels.cuda.ancestors import ancestor_bits
 from dyntree_kernels.cuda.attention import Tiling, tree_attention
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.walk import walk
-from dyntree_kernels.walk import room_for
 
 ROWS, CONTEXTS = (16, 64, 256, 512, 1024), (4096, 16384)
 TREES = (64, 128, 256, 512, 1024, 2048)

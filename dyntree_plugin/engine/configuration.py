@@ -21,23 +21,11 @@ def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
     options = DynTreeOptions.of(vllm_config.additional_config)
     if options is None or vllm_config.speculative_config is None:
         return None
-    return options.resolve(
-        vllm_config.num_speculative_tokens, drafting_ends=_drafting_ends(vllm_config)
-    )
+    return options.resolve(vllm_config.num_speculative_tokens)
 
 
-def _drafting_ends(vllm_config: VllmConfig) -> bool:
-    """Whether drafting may end by what forwards earn: on a CPU the ranks decide, whose clocks
-    would not agree where they are several; elsewhere their scheduler does."""
-    from vllm.platforms import current_platform
-
-    # Data parallelism plays no part: it is served for dense targets, whose ranks are engines of
-    # their own.
-    return not current_platform.is_cpu() or vllm_config.parallel_config.world_size == 1
-
-
-def trees_are_cut(vllm_config: VllmConfig) -> bool:
-    """Whether steps verify what is worth it."""
+def uses_adaptive_budget(vllm_config: VllmConfig) -> bool:
+    """Return whether the node budget is adaptive."""
     plan = tree_plan(vllm_config)
     return plan is not None and plan.budget == "adaptive"
 
@@ -70,7 +58,7 @@ def choose_scheduler(vllm_config: VllmConfig) -> None:
 
 
 def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
-    """Have the scheduler choose how many nodes a step's trees verify, where nobody behind it can.
+    """Have the scheduler choose how many nodes a step's trees verify.
 
     vLLM's own schedule of draft tokens by batch size is given every size that there may be: its
     CUDA graphs are captured for those, and the scheduler replaces the schedule by a choice.
@@ -81,10 +69,9 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
     scheduler, speculation = vllm_config.scheduler_config, vllm_config.speculative_config
     if plan is None or speculation is None or plan.budget != "adaptive":
         return
-    if device_type == "cpu" and not scheduler.async_scheduling:
-        return  # The worker sees the trees before the next step is scheduled.
     sizes = _sizes_of(plan.shape.node_budget, scheduler.max_num_seqs)
-    if left_out := sorted({*node_buckets(plan.shape.node_budget)} - {*sizes}):
+    on_cuda = device_type != "cpu"  # without graphs, the scheduler has every size
+    if on_cuda and (left_out := sorted({*node_buckets(plan.shape.node_budget)} - {*sizes})):
         init_logger("vllm.dyntree").info_once(
             "max_num_seqs=%d leaves room for trees of %s nodes, and not of %s.",
             scheduler.max_num_seqs,
@@ -109,8 +96,10 @@ def _sizes_of(node_budget: int, requests: int) -> list[int]:
 
 
 def node_buckets(node_budget: int) -> tuple[int, ...]:
-    """None, powers of two up to the budget, and the budget: every size may have graphs of its
-    own."""
+    """Return the tree sizes that the scheduler may choose: 0, powers of two, and the full budget.
+
+    On CUDA each size has graphs of its own.
+    """
     powers = (1 << power for power in range((node_budget - 1).bit_length()))
     return (0, *powers, node_budget)
 

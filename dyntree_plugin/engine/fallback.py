@@ -15,24 +15,6 @@ from vllm.v1.worker.gpu.sample.logits_processor.loader import (
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-EMPTY_TREE = "empty_tree"
-"""Reason of a step in which a request had no node to verify, such as at the end of its context."""
-
-BUDGET, SCHEDULER = "budget", "scheduler"
-"""Why nodes that were grown are not verified: others are worth more, or vLLM's scheduler had no
-room for them in the step or in the context."""
-
-CHAIN_REASONS = (
-    "structured_output",
-    "penalties",
-    "bad_words",
-    "thinking_budget",
-    "logits_processors",
-)
-
-FALLBACK_REASONS = (*CHAIN_REASONS, EMPTY_TREE)
-PRUNE_REASONS = (BUDGET, SCHEDULER)
-
 
 def has_custom_processors(model_config: ModelConfig) -> bool:
     """Whether the sampler runs logits processors that are not vLLM's own: those of the

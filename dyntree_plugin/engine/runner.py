@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner with trees: what all platforms share."""
+"""vLLM's V2 model runner with trees: vLLM's hooks, in the order in which a step calls them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,31 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from dyntree_kernels.learn import Learn
-from dyntree_kernels.walk import Walk
-from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
+from dyntree_plugin.engine.attention.metadata import WithTreeMask
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS
 from dyntree_plugin.engine.budget.measured_rows import measure_rows
 from dyntree_plugin.engine.budget.plain_cost import measure
-from dyntree_plugin.engine.configuration import tree_plan, trees_are_cut
-from dyntree_plugin.engine.cpu.kv import Move
+from dyntree_plugin.engine.configuration import tree_plan, uses_adaptive_budget
 from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
 from dyntree_plugin.engine.limits import wrap_seeds
-from dyntree_plugin.engine.step.clock import Clock
-from dyntree_plugin.engine.step.draft import TreeSpeculator
-from dyntree_plugin.engine.step.requests import Requests, pack
-from dyntree_plugin.engine.step.transfer import Send
+from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.engine.step.count import report
+from dyntree_plugin.engine.step.driver import StepDriver
+from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs, TreeOps
 from dyntree_plugin.engine.step.trees import TreeStore
-from dyntree_plugin.engine.step.verify import TreeVerifier, Verification
-from dyntree_plugin.engine.telemetry.stats import CountedOutput, StepRecord, StepTimes, report
+from dyntree_plugin.engine.step.verify import TreeVerifier
+from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecord, StepTimes
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
 from dyntree_plugin.tree.budget.plain_steps import PlainSteps
 from dyntree_plugin.tree.budget.row_cost import RowCost
-from dyntree_plugin.tree.children import ChildPicker, Perturb
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 # vLLM shows only what is logged below the name of its own package.
@@ -46,81 +42,63 @@ logger = init_logger("vllm.dyntree")
 
 
 class TreeRunnerMixin(GPUModelRunner):
-    """Gives tree rows their positions, mask and verification; the rest is the stock runner's.
+    """Runs the stages of a step from vLLM's hooks; the rest is the stock runner's.
 
     vLLM lays a request's drafts out in consecutive rows and cache slots. Node ``j`` takes row and
-    slot ``root + 1 + j``, but the position ``root + depth``: of its RoPE, and of the sampler's
+    slot ``root + 1 + j``, but the position ``root + depth``: for its RoPE, and for the sampler's
     noise.
     """
 
-    # A platform's runner brings these.
     speculator_type: type[TreeSpeculator] = TreeSpeculator
-    verifier_type: type[TreeVerifier] = TreeVerifier
-    perturb: Perturb
-    walk: Walk
-    learn: Learn
-    clock: Clock
-    send: Send
 
-    def make_clock(self) -> Clock:
+    def make_ops(self) -> TreeOps:
+        """Make what the platform brings to a step."""
         raise NotImplementedError
 
-    def make_send(self) -> Send:
-        """How counts come to the host."""
-        raise NotImplementedError
-
-    def mover_of(self, layers: list[Attention]) -> Move:
-        """Moves accepted rows within the cache of one KV cache group's target layers."""
-        raise NotImplementedError
-
-    def get_ahead(self) -> None:
-        """Let the host get ahead of a device, so that steps are timed that never wait for it."""
+    def make_graphs(self) -> Graphs:
+        """Make what replays stages from graphs."""
+        return NoGraphs()
 
     def warm_up_kernels(self) -> None:
         """Compile what the steps run; the model is loaded, the KV cache is not there."""
         raise NotImplementedError
+
+    def queue_delay(self) -> None:
+        """Delay the device, so that the host runs ahead and timed steps never wait for it."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         plan = tree_plan(vllm_config)
         if plan is None:
             raise RuntimeError("the tree runner was chosen for an engine without dyntree options")
-        self.clock = self.make_clock()
-        self.send = self.make_send()
+        self.ops = self.make_ops()
+        self.graphs = self.make_graphs()
+        self.clock = self.ops.clock
         vocabulary = self.model_config.get_vocab_size()
         self.trees = TreeStore(self.max_num_reqs, plan, vocabulary, device)
         self.estimate = AcceptanceEstimate(device)
         # One more, for the trees' spare slot.
         self.chained = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
+        self.driver = StepDriver(self.trees, self.ops, self._sampling_states)
         # vLLM has no registry of speculators; the stock one of this method is dropped unused.
         self.speculator: TreeSpeculator = self.speculator_type(
             vllm_config,
             device,
+            self.driver,
             self.trees,
             self.chained,
-            ChildPicker(plan, self.perturb, self.estimate),
-            self._pack,
-            self.clock,
+            self.estimate,
+            self.ops,
+            graphs=self.graphs,
         )
         self.trace: TreeTrace | None = None
         self._custom_processors = has_custom_processors(self.model_config)
-        self._mask: TreeMask | None = None
-        self._packed: tuple[InputBatch, torch.Tensor] | None = None
-        self._plain_steps: PlainSteps | None = None
-        self._record = StepRecord()
-        self._report: torch.Tensor | None = None
-        self._row_cost: RowCost | None = None
-        self._row_cost_told = False
-        self._step_times = StepTimes()
         self._movers: list[tuple[int, Move]] = []
-
-    def _pack(self, batch: InputBatch) -> torch.Tensor:
-        """The batch's requests, for verification and for drafting."""
-        if self.sampler is None:
-            raise RuntimeError("trees were wanted before the sampler was made")
-        if self._packed is None or self._packed[0] is not batch:
-            self._packed = batch, pack(batch, self.sampler.sampling_states)
-        return self._packed[1]
+        self._step_times = StepTimes()
+        self._plain_steps: PlainSteps | None = None
+        self._row_cost: RowCost | None = None
+        self._row_cost_sent = False
+        self._record = StepRecord()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -128,29 +106,30 @@ class TreeRunnerMixin(GPUModelRunner):
             raise RuntimeError("vLLM made no sampler for a generating model")
         wrap_seeds(self.sampler)
         self.warm_up_kernels()
-        # vLLM calls it by its signature and nothing else.
-        self.rejection_sampler: Any = self.verifier_type(
+        self.verifier = TreeVerifier(
             self.sampler,
             self.trees,
-            self.walk,
-            self.perturb,
-            self.clock,
+            self.estimate,
             self.input_buffers,
-            self._pack,
-            self._settle,
-            self._on_verified,
+            self._moves,
+            self.ops,
+            self.graphs,
         )
-        stock_prepare_attn = self.model_state.prepare_attn
+        # vLLM calls it by its signature and nothing else.
+        self.rejection_sampler: Any = RejectionSampler(self.driver, self.verifier)
+        # vLLM offers no hook by which a runner adds to the metadata of the target's attention.
+        self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
+            self.model_state.prepare_attn, self.driver.take_mask, self.clock
+        )
 
-        def prepare_attn(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            mask, self._mask = self._mask, None
-            if mask is not None:
-                kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(mask)
-            metadata: dict[str, Any] = stock_prepare_attn(*args, **kwargs)
-            self.clock.start("target")
-            return metadata
+    def _sampling_states(self) -> SamplingStates:
+        if self.sampler is None:
+            raise RuntimeError("trees were asked for before the sampler was made")
+        return self.sampler.sampling_states
 
-        self.model_state.prepare_attn = prepare_attn  # type: ignore[method-assign]
+    def _moves(self) -> list[tuple[torch.Tensor, Move]]:
+        """Pair each group's cache slots of the batch's rows with what moves rows there."""
+        return [(self.block_tables.slot_mappings[group], move) for group, move in self._movers]
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kw: Any
@@ -164,61 +143,22 @@ class TreeRunnerMixin(GPUModelRunner):
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
             own = [layers[name] for name in group.layer_names if name not in drafts]
             if own:
-                self._movers.append((index, self.mover_of(own)))
+                self._movers.append((index, self.ops.mover(own)))
 
-    def sample_greedily(self, requests: int) -> None:
-        """Have the first slots sample greedily, whatever vLLM's rehearsals left there."""
-        sampler: Any = self.sampler
-        for slot in range(requests):
-            sampler.add_request(slot, SamplingParams(temperature=0.0))
-        sampler.apply_staged_writes()
-
-    @torch.inference_mode()
-    def sample_plain(self, hidden: torch.Tensor) -> None:
-        """Sample one token of each row as a plain step does.
-
-        vLLM's own rehearsal, ``_dummy_sampler_run``, samples a second time with every option on
-        since 0.33.
-        """
-        model: Any = self.model
-        sampler: Any = self.sampler
-        rows = hidden.shape[0]
-        batch = InputBatch.make_dummy(rows, rows, self.input_buffers)
-        sampler(model.compute_logits(hidden), batch)
-
-    def measure_plain_cost(self) -> None:
-        """Learn what trees are compared with; call it before the first request."""
+    def measure_costs(self) -> None:
+        """Measure what steps cost, before the first request."""
         began = time.monotonic()
         agree = get_tp_group().broadcast_object
         self._plain_steps = PlainSteps(measure(self, agree))
-        if trees_are_cut(self.vllm_config):
-            self.budget_by(measure_rows(self, agree))
+        if uses_adaptive_budget(self.vllm_config):
+            self._row_cost = measure_rows(self, agree)
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 
-    def budget_by(self, cost: RowCost) -> None:
-        """Take what rows cost. Unless the platform knows better, the scheduler chooses by it."""
-        self._row_cost = cost
-
-    def step_ended(self, batch: InputBatch, record: StepRecord) -> None:
-        """Note the most nodes that a tree of this step could have."""
-        drafts = batch.num_draft_tokens_per_req
-        record.node_budget = self.trees.shape.node_budget
-        if self._row_cost is not None and drafts is not None:
-            record.node_budget = int(drafts.max())
-
-    def _new_record(self) -> StepRecord:
-        record = StepRecord(self._plain_steps)
-        record.weighs_trees = self._row_cost is not None
-        if self._row_cost is not None and not self._row_cost_told:
-            record.row_cost, self._row_cost_told = self._row_cost, True
-            record.fewest_forwards = self.speculator.fewest_forwards
-        return record
-
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Begin a step; vLLM calls it in every one, whether or not a request is new."""
         super().add_requests(scheduler_output)
-        # vLLM calls it in every step, whether or not a request is new.
-        self.speculator.most_forwards = getattr(scheduler_output, FORWARDS, None)
+        self.driver.begin(getattr(scheduler_output, FORWARDS, None))
         new = scheduler_output.scheduled_new_reqs
         if not new:
             return
@@ -237,43 +177,10 @@ class TreeRunnerMixin(GPUModelRunner):
     def prepare_attn(
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Place the nodes; vLLM then prepares the attention metadata and runs the target."""
         found = super().prepare_attn(input_batch)
-        if input_batch.num_draft_tokens:
-            self._mask = self._place_nodes(input_batch)
+        self.driver.place(input_batch, self.req_states.prefill_len.gpu)
         return found
-
-    def _place_nodes(self, batch: InputBatch) -> TreeMask:
-        """Turn the rows' linear positions into those of their nodes, and make the mask."""
-        drafts = batch.num_draft_tokens_per_req
-        if drafts is None:
-            raise RuntimeError("vLLM scheduled drafts without saying whose they are")
-        requests = slice(batch.num_reqs)
-        plain = (drafts == 0) | (batch.num_scheduled_tokens[requests] != drafts + 1)
-        plain |= batch.is_prefilling_np[requests]
-        return TreeMask(*self.place(batch), bool(plain.any()))
-
-    def place(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Change the batch's positions; ``ctx_lens`` and ``ancestor_bits`` as in TreeMask.
-
-        vLLM fills a request up with drafts that has one token of its prompt left: these are no
-        tree.
-        """
-        slot, row = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
-        depth = self.trees.depths[slot, (row - 1).clamp(min=0)]
-        rows = batch.logits_indices
-        has_tree = batch.positions[rows] - row >= self.req_states.prefill_len.gpu[slot]
-        batch.positions[rows] += torch.where(has_tree & (row > 0), depth - row, 0)
-
-        num_reqs = batch.num_reqs
-        lengths = batch.query_start_loc[1 : num_reqs + 1] - batch.query_start_loc[:num_reqs]
-        num_logits = torch.diff(batch.cu_num_logits)
-        is_tree = (num_logits > 1) & (lengths == num_logits)
-        is_tree &= has_tree[batch.cu_num_logits[:-1].long()]
-        bits = torch.zeros(
-            batch.num_tokens, self.trees.words, dtype=torch.int32, device=rows.device
-        )
-        bits[rows] = self.trees.ancestors[slot, row]
-        return torch.where(is_tree, batch.seq_lens[:num_reqs] - lengths, -1), bits
 
     def sample(
         self,
@@ -281,57 +188,58 @@ class TreeRunnerMixin(GPUModelRunner):
         input_batch: InputBatch,
         grammar_output: GrammarOutput | None,
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        self.clock.stop()
+        """Verify the trees, by way of `RejectionSampler`; send the counts to the host."""
+        self.clock.stop()  # the target's stage, which `WithTreeMask` starts
         with self.clock("sample"):
             output = super().sample(hidden_states, input_batch, grammar_output)
-        self._record.grown_by = self.speculator.grown_by
-        requests = slice(input_batch.num_reqs)
-        found, self._report = self._report, None
-        if found is None and self.speculator.grown_by is not None:
-            found = report(self.trees, input_batch.idx_mapping)
-        self._record.sampled(
-            input_batch.is_prefilling_np[requests],
-            input_batch.num_computed_tokens_np[requests],
-            input_batch.num_tokens,
-            found,
-            self.trees.plan,
-        )
+        self._count(input_batch)
         # Before drafting, so that the copy need not wait for it.
-        self._record.send(self.send)
+        self._record.send(self.ops.send)
         return output
 
-    def _settle(self, verification: Verification, requests: Requests) -> None:
-        """Move the accepted paths, and learn."""
-        with self.clock("move"):
-            for group, move in self._movers:
-                slots = self.block_tables.slot_mappings[group]
-                move(verification.path, verification.roots, slots)
-        if self.trees.plan.calibrated:
-            self.learn(
-                self.estimate.regression,
-                self.trees.features,
-                self.trees.parents,
-                verification.path,
-                verification.counts,
-                requests.index,
-                requests.classes,
-            )
-
-    def _on_verified(
-        self, verification: Verification, found: torch.Tensor, batch: InputBatch
-    ) -> None:
-        self.speculator.verified = verification
-        self._report = found
-        if self.trace is not None:
-            self.trace.add(verification, batch, self.trees)
+    def _count(self, batch: InputBatch) -> None:
+        walked, grown = self.driver.step.verified, self.driver.previous.drafted.growth_forwards
+        if self.trace is not None and walked is not None:
+            self.trace.add(walked, batch, self.trees)
+        found = None if walked is None else walked.report
+        if found is None and grown is not None:
+            found = report(self.trees, batch.idx_mapping)
+        self._record.sampled(batch, found, self.trees.plan, walked is not None, grown)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """Sample, then draft by way of the speculator; attach the step's counts to the output."""
         state = self.execute_model_state
         output = super().sample_tokens(grammar_output)
         if state is None:
             return output
         record, self._record = self._record, self._new_record()
-        record.draft_forwards = self.speculator.forwards
-        record.times = self.clock.split()
-        self.step_ended(state.input_batch, record)
+        record.ended(self.driver.step.drafted.forwards, self.clock.split())
         return CountedOutput(output, record, self._step_times)
+
+    def _new_record(self) -> StepRecord:
+        """Make the next step's record; the first one carries the row costs to the scheduler."""
+        record = StepRecord(self._plain_steps, self._row_cost is not None)
+        if self._row_cost is not None and not self._row_cost_sent:
+            self._row_cost_sent = True
+            record.introduce(self._row_cost, self.graphs.fewest_forwards)
+        return record
+
+
+class RejectionSampler:
+    """Stands in for vLLM's rejection sampler, with its signature."""
+
+    # vLLM's rehearsal of its kernels asks for it.
+    enable_adaptive_verification = False
+
+    def __init__(self, driver: StepDriver, verifier: TreeVerifier) -> None:
+        self._driver = driver
+        self._verifier = verifier
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        return self._driver.verify(self._verifier, logits, input_batch, invalid_drafts)

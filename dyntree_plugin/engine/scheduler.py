@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -14,9 +15,11 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS, NodeBuckets
-from dyntree_plugin.engine.configuration import tree_plan
-from dyntree_plugin.engine.fallback import EMPTY_TREE, chain_reason, has_custom_processors
-from dyntree_plugin.engine.telemetry.stats import ATTRIBUTE, TreeSpecDecodingStats, WorkerCounts
+from dyntree_plugin.engine.configuration import node_buckets, tree_plan
+from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
+from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
+from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
+from dyntree_plugin.metrics.names import EMPTY_TREE
 
 # vLLM shows only what is logged below the name of its own package.
 logger = init_logger("vllm.dyntree")
@@ -39,9 +42,12 @@ class TreeCounting(Scheduler):
         self._buckets: NodeBuckets | None = None
         plan = tree_plan(self.vllm_config)
         if self.dynamic_sd_lookup is not None and plan is not None:
-            # Entry 0 is of no batch.
-            sizes = tuple(sorted({*self.dynamic_sd_lookup[1:]}))
-            lookup: Any = NodeBuckets(sizes, len(plan.growing.widths))
+            sizes: tuple[int, ...] = node_buckets(plan.shape.node_budget)
+            if not current_platform.is_cpu():
+                # Sizes that graphs are captured for. Entry 0 of the table is for no batch.
+                sizes = tuple(sorted({*self.dynamic_sd_lookup[1:]}))
+            synchronous = not self.scheduler_config.async_scheduling
+            lookup: Any = NodeBuckets(sizes, len(plan.growing.widths), synchronous=synchronous)
             self._buckets = self.dynamic_sd_lookup = lookup
 
     def add_request(self, request: Request) -> None:

@@ -20,6 +20,25 @@ CONFIG_LABELS = (
 """Of the configuration: the plugin's version, and the options in force."""
 
 
+EMPTY_TREE = "empty_tree"
+"""Reason of a step in which a request had no node to verify, such as at the end of its context."""
+
+BUDGET, SCHEDULER = "budget", "scheduler"
+"""Why nodes that were grown are not verified: others are worth more, or vLLM's scheduler had no
+room for them in the step or in the context."""
+
+CHAIN_REASONS = (
+    "structured_output",
+    "penalties",
+    "bad_words",
+    "thinking_budget",
+    "logits_processors",
+)
+
+FALLBACK_REASONS = (*CHAIN_REASONS, EMPTY_TREE)
+PRUNE_REASONS = (BUDGET, SCHEDULER)
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One metric. Labels come after ``model_name`` and ``engine``, which all of them have.
@@ -130,7 +149,8 @@ METRICS = (
         PREFIX + "stage_seconds",
         "histogram",
         "stage_seconds",
-        "Time of the worker per step by stage: target, sample, walk, move, draft, grow.",
+        "Time of the worker per step by stage, the same on every device: place, target, sample, "
+        "verify (walk, move of KV, learning), catch_up, draft (forwards and growth).",
         labels=("stage",),
         buckets=_SECONDS,
     ),

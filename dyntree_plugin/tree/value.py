@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.learn import Regression
+from dyntree_kernels.contracts import Regression
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
 FEATURES = 2

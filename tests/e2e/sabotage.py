@@ -20,7 +20,21 @@ NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_chil
 @contextmanager
 def verified_eagerly(runner: Any) -> Iterator[None]:
     """On CUDA: without the graphs, which hold what they were captured with."""
-    with mock.patch.object(runner.rejection_sampler, "graphs", None, create=True):
+    with mock.patch.object(runner.graphs, "verification", return_value=None):
+        yield
+
+
+@contextmanager
+def placing(change: Any) -> Iterator[None]:
+    """Place nodes as ``change`` does; it is given the batch and the stock function without it."""
+    from dyntree_plugin.engine.step import driver
+
+    stock = driver.place_nodes
+
+    def place(batch: Any, *given: Any) -> Any:
+        return change(batch, lambda: stock(batch, *given))
+
+    with mock.patch.object(driver, "place_nodes", place):
         yield
 
 
@@ -34,30 +48,28 @@ def without_kv_move(runner: Any) -> Iterator[None]:
 @contextmanager
 def chain_positions(runner: Any) -> Iterator[None]:
     """Every node has the position of its row, as in a chain."""
-    stock = runner._place_nodes
 
-    def place(batch: Any) -> Any:
+    def place(batch: Any, stock: Any) -> Any:
         linear = batch.positions.clone()
-        mask = stock(batch)
+        mask = stock()
         batch.positions.copy_(linear)
         return mask
 
-    with mock.patch.object(runner, "_place_nodes", place):
+    with placing(place):
         yield
 
 
 @contextmanager
 def wrong_ancestor_bit(runner: Any) -> Iterator[None]:
     """The second node of every tree sees the first if it should not, and the other way round."""
-    stock = runner._place_nodes
 
-    def place(batch: Any) -> Any:
-        mask = stock(batch)
+    def place(batch: Any, stock: Any) -> Any:
+        mask = stock()
         second = batch.logits_indices[batch.expanded_local_pos == 2]
         mask.ancestor_bits[second, 0] ^= 1 << 1
         return mask
 
-    with mock.patch.object(runner, "_place_nodes", place):
+    with placing(place):
         yield
 
 
@@ -65,10 +77,9 @@ def wrong_ancestor_bit(runner: Any) -> Iterator[None]:
 def padding_as_tree(runner: Any) -> Iterator[None]:
     """Rows that fill up a request with one token of its prompt left are taken for a tree, which
     sees the context alone."""
-    stock = runner._place_nodes
 
-    def place(batch: Any) -> Any:
-        mask = stock(batch)
+    def place(batch: Any, stock: Any) -> Any:
+        mask = stock()
         starts, lengths = batch.query_start_loc_np, batch.num_scheduled_tokens
         for request in range(batch.num_reqs):
             if batch.is_prefilling_np[request] and batch.num_draft_tokens_per_req[request]:
@@ -77,26 +88,25 @@ def padding_as_tree(runner: Any) -> Iterator[None]:
                 mask.ctx_lens[request] = batch.seq_lens[request] - int(lengths[request])
         return mask
 
-    with mock.patch.object(runner, "_place_nodes", place):
+    with placing(place):
         yield
 
 
 @contextmanager
 def wrong_child(runner: Any) -> Iterator[None]:
     """Verification accepts every tree's first node, whatever its token is."""
-    kind = type(runner.rejection_sampler)
-    stock = kind._verify
+    stock = runner.verifier.verify
 
-    def verify(self: Any, packed: torch.Tensor, sampled: torch.Tensor, *others: Any) -> Any:
-        ids = self._buffers.input_ids
+    def verify(packed: torch.Tensor, sampled: torch.Tensor, *others: Any) -> Any:
+        ids = runner.verifier.buffers.input_ids
         trees = packed[packed[:, 2] > 0].to(ids.device)
         honest = ids.clone()
         ids[trees[:, 3] + 1] = sampled[trees[:, 1]].to(ids.dtype)
-        found = stock(self, packed, sampled, *others)
+        found = stock(packed, sampled, *others)
         ids.copy_(honest)
         return found
 
-    with mock.patch.object(kind, "_verify", verify):
+    with mock.patch.object(runner.verifier, "verify", verify):
         yield
 
 
@@ -147,9 +157,9 @@ def broken_target(runner: Any) -> Iterator[None]:
 @contextmanager
 def always_accepted(runner: Any) -> Iterator[None]:
     """A rule that reads draws accepts every child that has any chance."""
-    from dyntree_plugin.engine.step import verify
+    from dyntree_plugin.engine.step import drawn
 
-    with mock.patch.object(verify, "uniform", torch.zeros_like):
+    with mock.patch.object(drawn, "uniform", torch.zeros_like):
         yield
 
 
@@ -163,7 +173,7 @@ def branches(runner: Any) -> Iterator[None]:
 @contextmanager
 def learns_nothing(runner: Any) -> Iterator[None]:
     """Nodes keep the values that they have without learning."""
-    with mock.patch.object(runner, "learn"):
+    with mock.patch.object(runner.ops, "learn"):
         yield
 
 
@@ -184,10 +194,8 @@ def captured(runner: Any) -> Iterator[None]:
     """No sabotage: verification and drafting as CUDA graphs make them, in padded batches at fixed
     addresses, each step with another number of draft forwards. Replaying runs the captured call
     again."""
-    from vllm.config import CUDAGraphMode
-
-    from dyntree_plugin.engine.cuda.speculator import GraphedTreeSpeculator
-    from dyntree_plugin.engine.cuda.verification import GraphedTreeVerifier
+    from dyntree_plugin.engine.configuration import node_buckets
+    from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages
 
     replayed: dict[str, list[int]] = {"verification": [], "drafting": []}
 
@@ -205,34 +213,33 @@ def captured(runner: Any) -> Iterator[None]:
 
         return record
 
-    speculator, verifier = runner.speculator, runner.rejection_sampler
-    stock = type(speculator), type(verifier)
-    graphed = type("Graphed", (GraphedTreeSpeculator, stock[0]), {})
-    speculator.__class__, verifier.__class__ = graphed, GraphedTreeVerifier
-    numbers = itertools.cycle(range(1 + len(speculator.growing.widths)))
-    propose, forwards = stock[0].propose, set()
+    graphs, drafter, driver = CapturedStages(), runner.speculator.drafter, runner.driver
+    stages, shape = drafter._stages, runner.trees.shape
+    numbers = {1 + min(size, shape.max_depth) for size in node_buckets(shape.node_budget)}
+    drafting = CapturedDrafting(stages, [*numbers], runner.max_num_reqs, runner.trees.spare)
+    wanted = itertools.cycle(range(1 + len(stages.widths)))
+    begin, forwards = driver.begin, set()
 
-    def with_another_number(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.most_forwards = next(numbers)
-        drafts = propose(self, *args, **kwargs)
-        forwards.add(self.forwards)
-        return drafts
+    def begin_with_another_number(_: Any) -> None:
+        forwards.add(driver.step.drafted.growth_forwards)
+        begin(next(wanted))
 
-    try:
-        with torch.inference_mode():
-            speculator.init_cudagraph_manager(CUDAGraphMode.FULL)
-            speculator.capture_drafting(recorder("drafting"))
-            verifier.capture(recorder("verification"), runner.max_num_reqs)
-        with mock.patch.object(graphed, "propose", with_another_number):
-            yield
-    finally:
-        speculator.__class__, verifier.__class__ = stock
-        speculator.most_forwards = None
+    with torch.inference_mode():
+        graphs.prepare_drafting(drafting)
+        graphs.capture_drafting(recorder("drafting"))
+        graphs.capture_verification(runner.verifier, runner.max_num_reqs, recorder("verification"))
+    with (
+        mock.patch.object(runner.verifier, "_graphs", graphs),
+        mock.patch.object(drafter, "_graphs", graphs),
+        mock.patch.object(driver, "begin", begin_with_another_number),
+    ):
+        yield
     for kind, sizes in replayed.items():
         if len(set(sizes)) < 2:
             raise RuntimeError(f"{kind}: batches of {sorted(set(sizes))} requests were replayed")
-    if speculator._finishing and forwards != {*range(1, 2 + len(speculator.growing.widths))}:
-        raise RuntimeError(f"trees of {sorted(forwards)} draft forwards were grown")
+    every = {*range(1 + len(stages.widths))}
+    if graphs.fewest_forwards == 0 and forwards - {None} != every:
+        raise RuntimeError(f"trees of {forwards} draft forwards were grown")
 
 
 @contextmanager
@@ -241,7 +248,7 @@ def waiting_is_an_error(runner: Any) -> Iterator[None]:
     grown raises."""
     with ExitStack() as stack:
         for owner, name in (
-            (type(runner), "_place_nodes"),
+            (type(runner.driver), "place"),
             (type(runner.rejection_sampler), "__call__"),
             (type(runner.speculator), "propose"),
         ):

@@ -77,7 +77,9 @@ def _of_tree(results: list[Result]) -> tuple[float, dict[str, float], float, flo
     for result in results:
         for seconds, of_step in list(zip(result.seconds, result.stages, strict=True))[2:STEPS]:
             steps.append(1e3 * seconds)
-            machinery.append(1e3 * (seconds - of_step["target"] - of_step["draft"]))
+            machinery.append(
+                1e3 * (seconds - of_step["target"] - of_step["draft"] - of_step["catch_up"])
+            )
             for stage, spent in of_step.items():
                 stages.setdefault(stage, []).append(1e3 * spent)
     trees = sum(r.metrics["vllm:spec_decode_num_drafts_total"] for r in results)

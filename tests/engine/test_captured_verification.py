@@ -19,19 +19,21 @@ from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
+
+from dyntree_kernels.contracts import Learn, Walk  # noqa: E402
 from dyntree_kernels.cpu.learn import learn as compiled_learning  # noqa: E402
 from dyntree_kernels.cpu.walk import walk as compiled_walk  # noqa: E402
-from dyntree_kernels.learn import Learn  # noqa: E402
-from dyntree_kernels.walk import Walk  # noqa: E402
-from dyntree_plugin.engine.cpu.kv import Move, PathMover  # noqa: E402
-from dyntree_plugin.engine.cuda import verification  # noqa: E402
-from dyntree_plugin.engine.cuda.graphs import Call, Replay, Tensors  # noqa: E402
-from dyntree_plugin.engine.cuda.verification import GraphedTreeVerifier  # noqa: E402
-from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
+from dyntree_plugin.engine.cpu.kv import PathMover  # noqa: E402
+from dyntree_plugin.engine.cuda import captured as capturing  # noqa: E402
+from dyntree_plugin.engine.cuda.captured import CapturedStages  # noqa: E402
+from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors  # noqa: E402
 from dyntree_plugin.engine.step import requests as packing  # noqa: E402
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
+from dyntree_plugin.engine.step.driver import StepDriver  # noqa: E402
+from dyntree_plugin.engine.step.ops import Move  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.token_tree import TokenTree  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
@@ -99,17 +101,13 @@ class Engine:
         self.cache = torch.arange(rows + 5).int()
         self.estimate = AcceptanceEstimate("cpu")
         slots = torch.arange(rows + 5).view(1, -1)
-        runner: Any = SimpleNamespace(
-            clock=StageClock(), trees=trees, estimate=self.estimate,
-            block_tables=SimpleNamespace(slot_mappings=slots),
-        )  # fmt: skip
-        walk, runner.learn, mover = self.parts(kernels)
-        runner._movers = [(0, mover)]
+        walk, learn, mover = self.parts(kernels)
+        ops: Any = SimpleNamespace(walk=walk, learn=learn, perturb=None, clock=StageClock())
         sampler: Any = SimpleNamespace()
-        self.verifier = GraphedTreeVerifier(
-            sampler, trees, walk, None, StageClock(), buffers, None,  # type: ignore[arg-type]
-            lambda *args: TreeRunnerMixin._settle(runner, *args), lambda *args: None,
-        )  # fmt: skip
+        self.graphs = CapturedStages()
+        self.verifier = TreeVerifier(
+            sampler, trees, self.estimate, buffers, lambda: [(slots[0], mover)], ops, self.graphs
+        )
         self.packed = packed(requests)
         logits = sum(DRAFTS[:requests]) + requests
         self.sampled = torch.randint(VOCAB, (logits,), generator=g)
@@ -127,12 +125,14 @@ class Engine:
         moves = source >= 0
         self.cache[target[moves]] = self.cache[source[moves]]
 
+    def capture(self, record: Record) -> None:
+        self.graphs.capture_verification(self.verifier, MOST, record)
+
     def verify(self, invalid: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Everything that verification gives and changes."""
-        found, report = self.verifier._verify(self.packed, self.sampled, self.sampled, invalid)
-        given = [getattr(found, name) for name in vars(found)]
+        walked = self.verifier.verify(self.packed, self.sampled, self.sampled, invalid)
         learned = [self.estimate.weights, self.estimate.information]
-        return [each.clone() for each in (*given, report, self.cache, *learned)]
+        return [each.clone() for each in (*walked, self.cache, *learned)]
 
 
 def batch_of(requests: int) -> Any:
@@ -178,14 +178,13 @@ def test_the_host_says_where_the_rows_are() -> None:
     assert packing.all_greedy(packed(5)[1:2])
 
 
-def test_a_batch_is_packed_once_and_each_batch_anew() -> None:
-    runner: Any = SimpleNamespace(sampler=SimpleNamespace(sampling_states=STATES), _packed=None)
-    batch, other = batch_of(5), batch_of(2)
-    first = TreeRunnerMixin._pack(runner, batch)
-    assert torch.equal(first, packed(5))
-    assert TreeRunnerMixin._pack(runner, batch) is first
-    assert torch.equal(TreeRunnerMixin._pack(runner, other), packed(2))
-    assert torch.equal(TreeRunnerMixin._pack(runner, batch), first)
+def test_a_batch_is_packed_once_in_a_step_and_anew_in_each() -> None:
+    driver = StepDriver(None, None, lambda: STATES)  # type: ignore[arg-type]
+    for requests in (5, 2, 5):
+        driver.begin(None)
+        first = driver._packed(batch_of(requests))
+        assert torch.equal(first, packed(requests))
+        assert driver._packed(batch_of(requests)) is first
 
 
 @pytest.mark.parametrize(
@@ -195,7 +194,7 @@ def test_a_batch_is_packed_once_and_each_batch_anew() -> None:
 def test_a_padded_batch_does_what_the_eager_one_does(requests: int, kernels: bool) -> None:
     on_cpu = Engine(requests)
     eager, captured = Engine(requests, kernels), Engine(requests, kernels)
-    captured.verifier.capture(replayed, MOST)
+    captured.capture(replayed)
     for _ in range(2):
         expected, found = on_cpu.verify(), eager.verify()
         assert same(found, expected, kernels)
@@ -219,9 +218,10 @@ def test_results_lie_in_memory_that_no_other_graph_can_be_given() -> None:
         results.extend(values)
         return replay, values
 
-    verifier = Engine(5).verifier
-    verifier.capture(noted, MOST)
-    own = {each.untyped_storage().data_ptr() for each in verifier._room}
+    engine = Engine(5)
+    engine.capture(noted)
+    captured: Any = engine.graphs._verification
+    own = {each.untyped_storage().data_ptr() for each in captured._room}
     assert {each.untyped_storage().data_ptr() for each in results} == own
 
 
@@ -229,9 +229,9 @@ def test_results_lie_in_memory_that_no_other_graph_can_be_given() -> None:
 def test_padding_that_is_taken_for_a_request_is_seen(
     kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "PADDING", 0)
+    monkeypatch.setattr(capturing, "PADDING", 0)
     eager, captured = Engine(3, kernels), Engine(3, kernels)
-    captured.verifier.capture(replayed, MOST)
+    captured.capture(replayed)
     # At first, forgetting towards what is known before changes nothing.
     for engine in (eager, captured):
         engine.verify()
@@ -243,7 +243,7 @@ def test_what_the_capture_ran_leaves_nothing_behind(kernels: bool) -> None:
     engine = Engine(5, kernels)
     cache, weights = engine.cache.clone(), engine.estimate.weights.clone()
     information = engine.estimate.information.clone()
-    engine.verifier.capture(replayed, MOST)
+    engine.capture(replayed)
     assert torch.equal(engine.cache, cache)
     assert torch.equal(engine.estimate.weights, weights)
     assert torch.equal(engine.estimate.information, information)
@@ -252,7 +252,7 @@ def test_what_the_capture_ran_leaves_nothing_behind(kernels: bool) -> None:
 @pytest.mark.parametrize("kernels", [False, by_kernels()])
 def test_drafts_that_a_grammar_forbids_are_verified_eagerly(kernels: bool) -> None:
     eager, captured = Engine(2), Engine(2, kernels)
-    captured.verifier.capture(replayed, MOST)
+    captured.capture(replayed)
     invalid = torch.zeros(14, dtype=torch.bool)
     invalid[1:3] = True
     forbidden = captured.verify(invalid)

@@ -1,4 +1,4 @@
-"""The rows of the draft's catch-up forward."""
+"""The rows in which a draft reads prompts and emitted tokens, and when trees grow after them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.step.draft import CatchUpPlan, TreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.step.forwards import DraftForwards, Emitted  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (  # noqa: E402
+    StandaloneARSpeculator,
+)
+
+from dyntree_kernels.contracts import Walked  # noqa: E402
+from dyntree_plugin.engine import speculator as speculator_module  # noqa: E402
+from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
+from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.step.catch_up import CatchUpPlan  # noqa: E402
+from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
+from dyntree_plugin.engine.step.ops import NoGraphs  # noqa: E402
+from dyntree_plugin.engine.step.records import Drafted, Emitted, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.step.verify import Verification  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.shape import TreeShape  # noqa: E402
 
 
 def plan(
@@ -77,87 +84,97 @@ def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | N
 
 
 class Noting:
-    """Runs no draft, and notes what it would have done. Stands before a speculator."""
+    """Drafting stages that run no draft, and note what they would have done."""
+
+    widths = (4, 4)
 
     def __init__(self) -> None:
-        self.verified = None
-        clock: Any = lambda stage: nullcontext()  # noqa: E731
-        self._clock = clock
-        self.draft_tokens = torch.zeros(2, 4, dtype=torch.int64)
         self.done: list[str] = []
+        self.memory = SimpleNamespace(device=torch.device("cpu"))
 
-    def _pack(self, *_: Any) -> torch.Tensor:
-        return torch.zeros(2, COLUMNS, dtype=torch.int64)
+    def catch_up(self, _: Any, emitted: Emitted) -> None:
+        self.done.append(f"read {emitted.most}")
 
-    def _catch_up(self, *_: Any) -> Any:
-        self.done.append("read")
+    def catch_up_prompts(self, *_: Any) -> None:
+        self.done.append("read prompts")
 
-    def _grow_behind(self, *_: Any) -> torch.Tensor:
-        self.done.append("grow")
-        return self.draft_tokens
+    def root(self, _: Any) -> None:
+        self.done.append("root")
 
-    def _draft(self, packed: torch.Tensor, emitted: Emitted, greedy: bool) -> torch.Tensor:
-        self.done.append(f"draft over {emitted.most}")
-        return self.draft_tokens
+    def forward(self, _: Any, number: int) -> bool:
+        self.done.append("forward")
+        return True
 
-
-class NotingTreeSpeculator(Noting, TreeSpeculator):
-    pass
-
-
-class NotingCPUTreeSpeculator(Noting, CPUTreeSpeculator):
-    pass
+    def finish(self, _: Any, forwards: int) -> torch.Tensor:
+        return torch.full((2, 4), forwards)
 
 
-def propose(speculator: Any, batch: Any, asked: int | None = None) -> torch.Tensor:
-    of_requests = dict.fromkeys(("temperature", "seeds", "next_prefill_tokens"), torch.zeros(2))
-    tokens: torch.Tensor = speculator.propose(
-        batch,
-        {},
-        {},
-        last_hidden_states=torch.empty(0),
-        aux_hidden_states=None,
-        num_sampled=torch.zeros(2),
-        num_rejected=torch.zeros(2),
-        last_sampled=torch.zeros(2, 1, dtype=torch.int64),
-        num_speculative_tokens=asked,
-        **of_requests,
-    )
-    return tokens
+def draft(
+    batch: Any, ops: Any, step: Step, *, grows: bool = True, max_depth: int = 8
+) -> tuple[list[str], Drafted]:
+    """What is done, and what is drafted."""
+    stages: Any = Noting()
+    drafter = Drafter(stages, ops, NoGraphs(), max_depth, spare=2)
+    packed, last = torch.zeros(2, COLUMNS, dtype=torch.int64), torch.zeros(2, 1).long()
+    drafted = drafter.draft(step, packed, batch, torch.zeros(2), last, grows=grows)
+    return stages.done, drafted
 
 
-@pytest.mark.parametrize(
-    ("asked", "done"), [(4, ["read", "grow"]), (None, ["read", "grow"]), (0, ["read"])]
-)
-def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(
-    asked: int | None, done: list[str]
-) -> None:
-    speculator: Any = NotingTreeSpeculator()
-    batch: Any = SimpleNamespace(
-        num_reqs=2, idx_mapping=torch.arange(2), is_prefilling_np=np.ones(2, dtype=bool)
-    )
-    tokens = propose(speculator, batch, asked)
-    assert speculator.done == done
-    assert tokens.shape == (2, 4)
+def ops_of(most_emitted: Any) -> Any:
+    return SimpleNamespace(clock=lambda stage: nullcontext(), most_emitted=most_emitted)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows"), [(NotingTreeSpeculator, 9), (NotingCPUTreeSpeculator, 3)]
-)
-def test_the_draft_runs_over_as_many_tokens_as_the_host_can_tell_were_emitted(
-    kind: type[Any], rows: int
-) -> None:
-    speculator = kind()
-    speculator.shape = TreeShape(node_budget=16, max_depth=8, width=4, children=4)
-    of_requests = {name: torch.zeros(2, dtype=torch.int64) for name in Verification.__annotations__}
-    speculator.verified = Verification(**of_requests | {"emitted": torch.tensor([1, 3])})
+def on_cuda(bound: int, emitted: torch.Tensor) -> int:
+    return bound
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(grows: bool) -> None:
     batch: Any = SimpleNamespace(
         num_reqs=2,
+        idx_mapping=torch.arange(2),
+        is_prefilling_np=np.ones(2, dtype=bool),
+        num_draft_tokens_per_req=None,
+        num_scheduled_tokens=np.array([3, 3]),
+    )
+    done, drafted = draft(batch, ops_of(on_cuda), Step(), grows=grows)
+    assert done == ["read prompts", *(["root", "forward", "forward"] if grows else [])]
+    assert (drafted.tokens is not None) == grows
+    assert (drafted.forwards, drafted.growth_forwards) == ((3, 2) if grows else (1, None))
+
+
+@pytest.mark.parametrize(("most", "forwards"), [(None, 2), (0, 0), (1, 1), (9, 2)])
+def test_the_scheduler_bounds_the_draft_forwards(most: int | None, forwards: int) -> None:
+    batch: Any = SimpleNamespace(
+        num_reqs=2,
+        idx_mapping=torch.arange(2),
+        is_prefilling_np=np.zeros(2, dtype=bool),
+        positions=torch.arange(2),
+        query_start_loc=torch.arange(3),
+    )
+    done, drafted = draft(batch, ops_of(on_cuda), Step(most))
+    assert done == ["read 1", "root", *["forward"] * forwards]
+    assert drafted.tokens is not None
+    assert (drafted.tokens == forwards).all()
+    assert (drafted.forwards, drafted.growth_forwards) == (1 + forwards, forwards)
+
+
+@pytest.mark.parametrize(
+    ("most_emitted", "rows"), [(on_cuda, 9), (CPUOps().most_emitted, 3)], ids=["cuda", "cpu"]
+)
+def test_the_draft_runs_over_as_many_tokens_as_the_host_can_tell_were_emitted(
+    most_emitted: Any, rows: int
+) -> None:
+    of_requests = {name: torch.zeros(2, dtype=torch.int64) for name in Walked._fields}
+    step = Step(verified=Walked(**of_requests | {"emitted": torch.tensor([1, 3])}))
+    batch: Any = SimpleNamespace(
+        num_reqs=2,
+        idx_mapping=torch.arange(2),
         is_prefilling_np=np.zeros(2, dtype=bool),
         num_draft_tokens_per_req=np.array([16, 10]),
     )
-    propose(speculator, batch)
-    assert speculator.done == [f"draft over {rows}"]
+    done, _ = draft(batch, ops_of(most_emitted), step)
+    assert done[0] == f"read {rows}"
 
 
 @pytest.mark.parametrize(("max_depth", "rows"), [(1, 2), (3, 4)])
@@ -166,9 +183,19 @@ def test_trees_of_roots_children_alone_need_the_rows_of_the_catch_up(
 ) -> None:
     """Nothing below the roots is expanded, so that there is no width of a forward."""
     told: list[Any] = []
-    monkeypatch.setattr(DraftForwards, "__init__", lambda self, *args: told.extend(args))
+
+    class Told(Exception):
+        pass
+
+    def memory(*given: Any) -> Any:
+        told.extend(given)
+        raise Told
+
+    monkeypatch.setattr(speculator_module, "RowMemory", memory)
+    monkeypatch.setattr(StandaloneARSpeculator, "set_attn", lambda self: None)
     plan = DynTreeOptions(max_depth=max_depth).resolve(4)
-    trees = TreeStore(2, plan, 8, torch.device("cpu"))
-    pieces: Any = (trees, None, None, None, None)
-    TreeSpeculator(SimpleNamespace(), torch.device("cpu"), *pieces)  # type: ignore[arg-type]
-    assert told[2] == rows
+    speculator: Any = object.__new__(TreeSpeculator)
+    speculator._trees = TreeStore(2, plan, 8, torch.device("cpu"))
+    with pytest.raises(Told):
+        speculator.set_attn()
+    assert told[1] == rows

@@ -94,7 +94,7 @@ def test_vllm_watches_for_compilation_when_the_rehearsals_are_over(
     worker: Any = object.__new__(TreeGPUWorker)
     worker.model_runner = SimpleNamespace(
         warm_up_attention=lambda: done.append("attention"),
-        measure_plain_cost=lambda: done.append("steps"),
+        measure_costs=lambda: done.append("steps"),
     )
     assert worker.compile_or_warm_up_model() == "times"
     assert done == ["vLLM's", "attention", "steps", "watch"]

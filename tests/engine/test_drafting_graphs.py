@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,25 +18,31 @@ import torch
 from interpreted import pytest_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from vllm.config.compilation import CUDAGraphMode
 
 from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
+
+from dyntree_kernels.contracts import GrowthSettings  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
-from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.cuda import speculator as graphed  # noqa: E402
+from dyntree_plugin.engine.configuration import node_buckets  # noqa: E402
+from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
+from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages  # noqa: E402
 from dyntree_plugin.engine.cuda.graphs import Call, Replay, Tensors  # noqa: E402
-from dyntree_plugin.engine.cuda.speculator import GraphedTreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.step import forwards as draft_forwards  # noqa: E402
-from dyntree_plugin.engine.step.compiled_growth import CompiledTreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.step.forwards import Emitted, Roots  # noqa: E402
+from dyntree_plugin.engine.step import rows as row_memory  # noqa: E402
+from dyntree_plugin.engine.step.draft import Drafter, DraftStages  # noqa: E402
+from dyntree_plugin.engine.step.forwards import DraftModel  # noqa: E402
+from dyntree_plugin.engine.step.records import Emitted  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
+from dyntree_plugin.engine.step.rows import RowMemory, TensorRows  # noqa: E402
+from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
+from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
+from dyntree_plugin.tree.drafting import grow  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
 
 MOST, LONGEST, VOCAB, HIDDEN = 8, 64, 40, 16
@@ -113,10 +117,10 @@ class BlockTables:
 
 
 class Draft:
-    """A draft model that reads everything that a forward is given. Stands before a speculator."""
+    """A draft model that reads everything that a forward is given."""
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        self.vllm_config, self.device = vllm_config, device
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self.max_num_reqs, self.max_num_tokens, self.max_model_len = MOST, 64, LONGEST
         self.hidden_size, self.dtype, self.vocab_size = HIDDEN, torch.float32, VOCAB
         self.arange_np = np.arange(MOST + 1, dtype=np.int32)
@@ -126,8 +130,6 @@ class Draft:
         g = torch.Generator().manual_seed(0)
         self.head = 2 * torch.randn(HIDDEN, VOCAB, generator=g)
         self.mix = torch.randn(6, HIDDEN, generator=g)
-
-    def set_attn(self) -> None: ...
 
     def _run_model(
         self, ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any, _: Any
@@ -155,49 +157,70 @@ def product(columns: list[torch.Tensor], matrix: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@pytest.fixture
-def speculators(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """An eager one and one of graphs, with trees of their own."""
-    stock = draft_forwards.StandaloneARSpeculator
-    monkeypatch.setattr(stock, "__init__", Draft.__init__)
-    monkeypatch.setattr(stock, "set_attn", Draft.set_attn)
-    for name in ("_run_model", "compute_draft_logits"):
-        monkeypatch.setattr(stock, name, getattr(Draft, name), raising=False)
-    monkeypatch.setattr(draft_forwards, "build_attn_metadata", lambda **metadata: metadata)
-    monkeypatch.setattr(draft_forwards, "build_slot_mappings_by_layer", lambda slots, _: slots)
-    monkeypatch.setattr(graphed, "trees_are_cut", lambda _: True)
+class Drafting:
+    """The stages of drafting, with trees of their own; captured, or eager."""
 
-    def make(
-        growth: type[Any] = CompiledGrowth, most: float = np.inf, kinds: Any = ON_THE_CPU
-    ) -> list[Any]:
-        made = []
-        for kind in kinds:
-            trees = TreeStore(MOST, PLAN, VOCAB, torch.device("cpu"))
-            estimate = AcceptanceEstimate("cpu")
-            estimate.weights += torch.linspace(0, 1, 3)
-            chained = torch.arange(MOST + 1) == 3
-            own = type("Own", (kind,), {"growth_type": growth, "most_candidates": most})
-            clock: Any = lambda stage: nullcontext()  # noqa: E731
-            pick = ChildPicker(PLAN, perturbed_logits, estimate)
-            config: Any = SimpleNamespace()
-            speculator: Any = own(
-                config, torch.device("cpu"), trees, chained, pick, lambda _: None, clock
+    def __init__(self, ops: Any, growth_type: Any, *, captured: bool, writer: Any = None) -> None:
+        """``growth_type``: None for growth by tensors."""
+        self.trees = TreeStore(MOST, PLAN, VOCAB, torch.device("cpu"))
+        estimate = AcceptanceEstimate("cpu")
+        estimate.weights += torch.linspace(0, 1, 3)
+        chained = torch.arange(MOST + 1) == 3
+        self.model: Any = Draft()
+        widths, depth = PLAN.growing.widths, PLAN.shape.max_depth
+        self.memory = RowMemory(self.model, max(*widths, depth + 1), PLAN.growing.scratch_slots)
+        self.writer = (writer or ops.row_writer)(self.memory)
+        source = DraftModel(self.model, self.memory, self.writer)
+        growth = self.growth(growth_type, estimate)
+        stages = DraftStages(source, (), growth, self.memory, widths, chained)
+        self.graphs = CapturedStages()
+        self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare)
+        if captured:
+            numbers = sorted(
+                {1 + min(size, depth) for size in node_buckets(PLAN.shape.node_budget)}
             )
-            speculator.set_attn()
-            made.append(speculator)
-        with torch.inference_mode():
-            made[1].init_cudagraph_manager(CUDAGraphMode.FULL)
-            made[1].capture_drafting(graph)
-        return made
+            self.drafting = CapturedDrafting(stages, numbers, MOST, self.trees.spare)
+            self.graphs.prepare_drafting(self.drafting)
+            with torch.inference_mode():
+                self.graphs.capture_drafting(graph)
+
+    def growth(self, growth_type: Any, estimate: AcceptanceEstimate) -> Any:
+        last = self.memory.last_position
+        if growth_type is None:
+            pick = ChildPicker(PLAN, perturbed_logits, estimate)
+            return TensorGrowth(self.trees, pick, self.memory.buffers, last)
+        return growth_type(
+            GrowthSettings(
+                requests=MOST,
+                node_budget=PLAN.shape.node_budget,
+                children=PLAN.growing.children,
+                widths=PLAN.growing.widths,
+                least=PLAN.growth.min_value or 0.0,
+                longest=last,
+                coupled=PLAN.coupled,
+                weights=estimate.weights,
+                rows=self.memory.buffers,
+                trees=self.trees.arrays,
+            )
+        )
+
+    def player(self, requests: torch.Tensor) -> Any:
+        return self.graphs.drafting(requests) or self.drafter._eager(requests)
+
+
+Make = Callable[..., list[Drafting]]
+
+
+@pytest.fixture
+def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """An eager one and one of graphs."""
+    monkeypatch.setattr(row_memory, "build_attn_metadata", lambda **metadata: metadata)
+    monkeypatch.setattr(row_memory, "build_slot_mappings_by_layer", lambda slots, _: slots)
+
+    def make(growth: Any = CompiledGrowth) -> list[Drafting]:
+        return [Drafting(CPUOps(), growth, captured=captured) for captured in (False, True)]
 
     return make
-
-
-class GraphedCPUTreeSpeculator(GraphedTreeSpeculator, CPUTreeSpeculator):
-    pass
-
-
-ON_THE_CPU = CPUTreeSpeculator, GraphedCPUTreeSpeculator
 
 
 def packed(slots: list[int]) -> torch.Tensor:
@@ -214,7 +237,7 @@ def packed(slots: list[int]) -> torch.Tensor:
 BATCHES = [[2, 0, 5], [1], [7, 6, 5, 4, 3, 2, 1, 0], [3, 4]]
 
 
-def step(speculator: Any, number: int, forwards: int) -> list[torch.Tensor]:
+def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
     """The tokens of a step's trees, and all trees."""
     slots = BATCHES[number % len(BATCHES)]
     g = torch.Generator().manual_seed(number)
@@ -223,36 +246,35 @@ def step(speculator: Any, number: int, forwards: int) -> list[torch.Tensor]:
     roots[0] = LONGEST - 4  # little room behind
     counts = torch.randint(1, most + 1, (requests,), generator=g).int()
     tokens = torch.randint(VOCAB, (requests, PLAN.shape.max_depth + 1), generator=g)
-    speculator.most_forwards, speculator.forwards = forwards, 1
-    if number % 4 == 3:
-        hidden = torch.randn(requests, HIDDEN, generator=g)
-        drafts = speculator._grow_behind(packed(slots), Roots(hidden, roots), greedy=False)
+    player = drafting.player(packed(slots))
+    if number % 4 == 3:  # what a batch with prompts leaves
+        drafting.memory.root_hidden[:requests] = torch.randn(requests, HIDDEN, generator=g)
+        drafting.memory.root_positions[:requests] = roots
     else:
-        emitted = Emitted(roots, tokens, counts, most)
-        drafts = speculator._draft(packed(slots), emitted, greedy=False)
-    if isinstance(speculator, GraphedTreeSpeculator):
-        assert speculator.forwards == 1 + forwards
-    trees = [getattr(speculator.trees, name)[:MOST] for name in STORED]
+        player.catch_up(Emitted(roots, tokens, counts, most))
+    drafts, ran = grow(player, forwards)
+    assert ran == forwards or drafting.graphs.fewest_forwards == 0
+    trees = [getattr(drafting.trees, name)[:MOST] for name in STORED]
     return [each.clone() for each in (drafts, *trees)]
 
 
-def differing(speculators: list[Any], steps: int = 24) -> list[tuple[int, int]]:
+def differing(made: list[Drafting], steps: int = 24) -> list[tuple[int, int]]:
     """Steps, and their numbers of forwards, whose trees differ."""
     numbers = [(at, (at * 5 + at // 4) % (1 + FORWARDS)) for at in range(steps)]
     assert steps < 12 or {f for _, f in numbers} == {*range(1 + FORWARDS)}
     found = []
     with torch.inference_mode():
         for number, forwards in numbers:
-            ours, theirs = (step(each, number, forwards) for each in speculators)
+            ours, theirs = (step(each, number, forwards) for each in made)
             if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
                 found.append((number, forwards))
     return found
 
 
 def test_any_number_of_forwards_grows_the_trees_of_eager_drafting(
-    speculators: Callable[..., list[Any]],
+    draftings: Make,
 ) -> None:
-    made = speculators()
+    made = draftings()
     assert differing(made) == []
     tree = made[0].trees
     assert tree.counts[:MOST].min() > 0
@@ -260,14 +282,14 @@ def test_any_number_of_forwards_grows_the_trees_of_eager_drafting(
 
 
 @pytest.fixture
-def by_kernels(speculators: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def by_kernels(draftings: Make, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
     """Growth by kernels, and what surrounds the forwards by tensors and by kernels."""
     if not INTERPRETED:
         pytest.skip("runs in a process with TRITON_INTERPRET=1")
     from triton.runtime.interpreter import InterpretedFunction
 
     from dyntree_kernels.cuda.growth import DeviceGrowth
-    from dyntree_plugin.engine.cuda.draft_rows import GPUTreeSpeculator
+    from dyntree_plugin.engine.cuda.ops import CUDAOps
 
     stock: Any = InterpretedFunction.run
 
@@ -276,30 +298,34 @@ def by_kernels(speculators: Callable[..., list[Any]], monkeypatch: pytest.Monkey
             stock(*args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
-    return speculators(DeviceGrowth, kinds=(CompiledTreeSpeculator, GPUTreeSpeculator))
+    ops = CUDAOps(at_hand)
+    return [
+        Drafting(ops, DeviceGrowth, captured=False, writer=TensorRows),
+        Drafting(ops, DeviceGrowth, captured=True),
+    ]
 
 
-def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: list[Any]) -> None:
+def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: list[Drafting]) -> None:
     assert differing(by_kernels, steps=12) == []
     assert by_kernels[0].trees.counts[:MOST].min() > 0
 
 
-@pytest.mark.parametrize("name", ["_chain", "_begin"])
+@pytest.mark.parametrize("name", ["chain", "begin"])
 def test_interpreted_kernels_whose_slots_are_off_are_seen(
-    name: str, by_kernels: list[Any], monkeypatch: pytest.MonkeyPatch
+    name: str, by_kernels: list[Drafting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = by_kernels
-    stock = getattr(made[1], name)
-    tables = made[1]._tables
+    writer: Any = by_kernels[1].writer
+    stock = getattr(writer, name)
+    tables = writer._tables
 
     def elsewhere(*args: Any) -> Any:
-        made[1]._tables = tables._replace(sizes=tables.sizes + 1)
+        writer._tables = tables._replace(sizes=tables.sizes + 1)
         found = stock(*args)
-        made[1]._tables = tables
+        writer._tables = tables
         return found
 
-    monkeypatch.setattr(made[1], name, elsewhere)
-    assert differing(made, steps=3) != []
+    monkeypatch.setattr(writer, name, elsewhere)
+    assert differing(by_kernels, steps=3) != []
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this process runs them")
@@ -311,10 +337,10 @@ def test_the_kernels_do_what_the_tensors_do() -> None:
 
 
 def test_trees_of_other_numbers_of_forwards_differ(
-    speculators: Callable[..., list[Any]],
+    draftings: Make,
 ) -> None:
     """The control of what the steps compare."""
-    eager = speculators()[0]
+    eager = draftings()[0]
     with torch.inference_mode():
         trees = [step(eager, 2, forwards) for forwards in range(1 + FORWARDS)]
     for fewer, more in pairwise(trees):
@@ -337,24 +363,25 @@ class Keeping(CompiledGrowth):
         super().resume(requests, forwards)
 
 
-def test_what_does_not_outlive_its_graph_is_seen(speculators: Callable[..., list[Any]]) -> None:
-    assert differing(speculators(Keeping)) != []
+def test_what_does_not_outlive_its_graph_is_seen(draftings: Make) -> None:
+    assert differing(draftings(Keeping)) != []
 
 
 def test_a_graph_of_another_number_of_forwards_is_seen(
-    speculators: Callable[..., list[Any]],
+    draftings: Make,
 ) -> None:
-    made = speculators()
-    made[1]._finishing = [made[1]._finishing[-1]] * (1 + FORWARDS)
+    made = draftings()
+    made[1].drafting.finish = [made[1].drafting.finish[-1]] * (1 + FORWARDS)
     found = differing(made)
     assert {forwards for _, forwards in found} >= {*range(FORWARDS)}
 
 
 def test_growth_that_is_not_compiled_is_one_graph_of_every_forward(
-    speculators: Callable[..., list[Any]],
+    draftings: Make,
 ) -> None:
-    eager, of_graphs = speculators(most=1)
-    assert (eager.fewest_forwards, of_graphs.fewest_forwards) == (0, FORWARDS)
+    eager, of_graphs = draftings(None)
+    fewest = (eager.graphs.fewest_forwards, of_graphs.graphs.fewest_forwards)
+    assert fewest == (0, FORWARDS)
     with torch.inference_mode():
         for number in range(8):
             ours, theirs = (step(each, number, FORWARDS) for each in (eager, of_graphs))
@@ -362,21 +389,21 @@ def test_growth_that_is_not_compiled_is_one_graph_of_every_forward(
 
 
 def test_without_a_tree_the_draft_reads_on_all_the_same(
-    speculators: Callable[..., list[Any]],
+    draftings: Make,
 ) -> None:
     ran: list[list[int]] = []
-    for speculator in speculators():
-        stock = speculator._run_model
+    for drafting in draftings():
+        stock = drafting.model._run_model
         rows: list[int] = []
 
         def watched(ids: torch.Tensor, *more: Any, _stock: Any = stock, _rows: Any = rows) -> Any:
             _rows.extend(ids.tolist())
             return _stock(ids, *more)
 
-        speculator._run_model = watched
+        drafting.model._run_model = watched
         emitted = Emitted(torch.tensor([9, 30]), torch.tensor([[4], [6]]), torch.ones(2).int(), 1)
         with torch.inference_mode():
-            speculator._follow(packed([1, 5]), emitted)
+            drafting.player(packed([1, 5])).catch_up(emitted)
         ran.append(rows)
     assert ran == [[4, 6], [4, 6]]
 

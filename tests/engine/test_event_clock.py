@@ -61,7 +61,7 @@ def step(clock: EventClock, device: Device) -> EventTimes:
     clock.start("target")
     device.work(10)
     clock.stop()
-    with clock("grow"):
+    with clock("catch_up"):
         device.work(1)
         with clock("draft"):
             device.work(20)
@@ -78,7 +78,7 @@ def test_a_stage_within_another_pauses_it_and_the_rest_counts_nowhere(
     clock: EventClock, device: Device
 ) -> None:
     times = step(clock, device)
-    assert spent(times) == pytest.approx({"target": 0.01, "grow": 0.003, "draft": 0.02})
+    assert spent(times) == pytest.approx({"target": 0.01, "catch_up": 0.003, "draft": 0.02})
 
 
 def test_asking_whether_times_are_there_does_not_wait(clock: EventClock, device: Device) -> None:

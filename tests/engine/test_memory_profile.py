@@ -14,7 +14,7 @@ install()  # the runner's modules need it before they are imported
 
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
 
-from dyntree_plugin.engine.step.draft import TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
 
 ROWS, REQUESTS, WIDTHS = 32, 6, (1, 4, 3)
 
@@ -27,7 +27,7 @@ def test_the_drafts_widest_forward_is_profiled(device: str, profiled: bool, expe
     seen: list[int] = []
     speculator: Any = SimpleNamespace(
         device=SimpleNamespace(type=device),
-        growing=SimpleNamespace(widths=WIDTHS),
+        _trees=SimpleNamespace(plan=SimpleNamespace(growing=SimpleNamespace(widths=WIDTHS))),
         _run_model=lambda ids, *_: torch.zeros(len(ids), 2),
         compute_draft_logits=lambda hidden, _: seen.append(len(hidden)),
     )

@@ -34,8 +34,9 @@ class Runner:
         self.forwards: list[int] = []
         self.steps: list[tuple[int, int]] = []
         self._slow = slow
+        self.greedy = 0
 
-    def get_ahead(self) -> None:
+    def queue_delay(self) -> None:
         assert self.speculator is None, "plain steps draft nothing"
 
     def _dummy_run(self, rows: int, context_len: int | None = None) -> tuple[str, str]:
@@ -48,12 +49,20 @@ class Runner:
         self.clock.now += self._slow
         return "hidden", "hidden"
 
-    def sample_greedily(self, requests: int) -> None:
-        self.greedy = requests
 
-    def sample_plain(self, hidden: str) -> None:
-        assert self.greedy >= self.steps[-1][0], "rehearsals leave every sampling option on"
-        self.clock.spent["sample"] = 1e-3
+@pytest.fixture(autouse=True)
+def sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling takes a millisecond, and is greedy."""
+
+    def sample_greedily(runner: Runner, requests: int) -> None:
+        runner.greedy = requests
+
+    def sample_plain(runner: Runner, hidden: str) -> None:
+        assert runner.greedy >= runner.steps[-1][0], "rehearsals leave every sampling option on"
+        runner.clock.spent["sample"] = 1e-3
+
+    monkeypatch.setattr(plain_cost, "sample_greedily", sample_greedily)
+    monkeypatch.setattr(plain_cost, "sample_plain", sample_plain)
 
 
 class Clock:

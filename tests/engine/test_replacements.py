@@ -17,7 +17,8 @@ KERNELS = Path(dyntree_kernels.__file__).parent
 SOURCES = sorted([*PACKAGE.glob("*.py"), *PACKAGE.glob("engine/**/*.py"), *KERNELS.rglob("*.py")])
 
 OURS = (
-    "self._record.", "record.", "self.speculator.", "self.rejection_sampler.", "self.model_runner.",
+    "self.step.", "self._record.", "record.", "self.speculator.", "self.rejection_sampler.",
+    "self.model_runner.",
 )  # fmt: skip
 """What these names stand for are objects of our classes."""
 SETTINGS = (

@@ -18,20 +18,17 @@ from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
+from dyntree_kernels.contracts import Walked  # noqa: E402
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS  # noqa: E402
 from dyntree_plugin.engine.patches import carry_tree_stats, log_drafts_alone  # noqa: E402
 from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
-from dyntree_plugin.engine.step.clock import Measured  # noqa: E402
-from dyntree_plugin.engine.step.transfer import Arrival  # noqa: E402
+from dyntree_plugin.engine.step.clock import Measured, StageTimes  # noqa: E402
+from dyntree_plugin.engine.step.count import report  # noqa: E402
+from dyntree_plugin.engine.step.transfer import Arrival, at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.step.verify import Verification  # noqa: E402
-from dyntree_plugin.engine.telemetry.stats import (  # noqa: E402
-    StepRecord,
-    StepTimes,
-    TreeSpecDecodingStats,
-    WorkerCounts,
-    report,
-)
+from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
+from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats  # noqa: E402
+from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 
 
@@ -40,8 +37,8 @@ def worker_counts(
 ) -> WorkerCounts:
     """All nodes at depth 1, and a quarter of them expected to be accepted."""
     decoding = [True] * max(2, len(nodes))
-    by_depth = np.array([[[n, 0, 0], [n / 4, 0, 0]] for n in nodes]).reshape(-1, 2, 3)
-    return WorkerCounts(decoding, nodes, depths, moved, by_depth, **more)
+    at_depth = np.array([[n, 0.0, 0.0] for n in nodes]).reshape(-1, 3)
+    return WorkerCounts(decoding, nodes, depths, moved, at_depth, at_depth / 4, **more)
 
 
 class Counting(TreeCounting):
@@ -81,12 +78,12 @@ class Counting(TreeCounting):
 
 def verification(
     path: list[list[int]], nodes: list[int], emitted: list[int] | None = None
-) -> Verification:
+) -> Walked:
     paths = torch.tensor(path)
     tokens = torch.zeros(len(path), 4, dtype=torch.int64)
     roots = torch.zeros(len(path), dtype=torch.int64)
     got = (paths >= 0).sum(dim=1) + 1 if emitted is None else torch.tensor(emitted)
-    return Verification(paths, tokens, roots, roots, torch.tensor(nodes), got, roots)
+    return Walked(paths, tokens, roots, roots, torch.tensor(nodes), got, roots, roots)
 
 
 @pytest.fixture
@@ -108,14 +105,29 @@ CONTEXTS = np.array([100, 300])
 ROWS = 8
 
 
+def batch(prefilling: np.ndarray) -> Any:
+    return SimpleNamespace(
+        num_reqs=2,
+        num_tokens=ROWS,
+        is_prefilling_np=prefilling,
+        num_computed_tokens_np=CONTEXTS,
+        num_draft_tokens_per_req=None,
+    )
+
+
 def record_of(
     trees: TreeStore,
-    verified: Verification | None = None,
+    verified: Walked | None = None,
     prefilling: np.ndarray = DECODING,
     plain: Any = None,
+    times: StageTimes | None = None,
+    draft_forwards: int = 0,
 ) -> StepRecord:
     record = StepRecord(plain)
-    record.sampled(prefilling, CONTEXTS, ROWS, report(trees, SLOTS, verified), trees.plan)
+    found = report(trees, SLOTS, verified)
+    record.sampled(batch(prefilling), found, trees.plan, verified is not None, 0)
+    record.send(at_hand)
+    record.ended(draft_forwards, Measured({}) if times is None else times)
     return record
 
 
@@ -123,9 +135,8 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     counts = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2])).counts()
     assert counts.nodes == [4, 2]
     assert counts.depths == [3, 2]
-    real, estimated = counts.by_depth.swapaxes(0, 1)
-    assert real.tolist() == [[2, 1, 1], [1, 1, 0]]
-    assert estimated == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
+    assert counts.at_depth.tolist() == [[2, 1, 1], [1, 1, 0]]
+    assert counts.expected == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
     # Nodes 1, 2, 3 come to the places of nodes 0, 1, 2; node 0 is in its place.
     assert counts.moved == [3, 0]
     # Of 20 candidates 7 were kept, and one of these was not scheduled.
@@ -135,7 +146,7 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
 def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
     counts = record_of(trees, prefilling=np.array([True, False])).counts()
     assert counts.decoding == [False, True]
-    assert counts.nodes == counts.depths == counts.moved == [] == [*counts.by_depth.flat]
+    assert counts.nodes == counts.depths == counts.moved == [] == [*counts.at_depth.flat]
     assert counts.pruned == {"budget": 8, "scheduler": 2}
 
 
@@ -153,8 +164,9 @@ class Plain:
 
 def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStore) -> None:
     plain = Plain()
-    record = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2]), plain=plain)
-    record.times = Measured({"target": 0.02, "sample": 0.005, "draft": 0.01, "walk": 0.0})
+    times = Measured({"target": 0.02, "sample": 0.005, "draft": 0.01, "verify": 0.0})
+    verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
+    record = record_of(trees, verified, plain=plain, times=times)
     counts = StepTimes().complete(record)
     # Two requests behind 200 tokens each.
     assert plain.asked == [(2, 200.0, ROWS, 0.02, 0.005)]
@@ -164,8 +176,7 @@ def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStor
 
 
 def test_a_step_without_a_tree_is_compared_with_one_plain_step(trees: TreeStore) -> None:
-    record = record_of(trees, plain=Plain())
-    record.times = Measured({"target": 0.02})
+    record = record_of(trees, plain=Plain(), times=Measured({"target": 0.02}))
     assert StepTimes().complete(record).compared == pytest.approx({"tree": 0.02, "plain": 0.016})
 
 
@@ -173,8 +184,7 @@ def test_neither_side_of_the_comparison_counts_where_plain_steps_are_not_known(
     trees: TreeStore,
 ) -> None:
     verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
-    record = record_of(trees, verified, plain=Plain(None))
-    record.times = Measured({"target": 0.02})
+    record = record_of(trees, verified, plain=Plain(None), times=Measured({"target": 0.02}))
     counts = StepTimes().complete(record)
     assert (counts.stage_seconds, counts.compared) == ({"target": 0.02}, {})
 
@@ -200,8 +210,7 @@ def test_times_come_with_the_counts_of_a_later_step_where_a_device_lags(trees: T
 
     def fetch(own: Late, prompt: bool = False) -> WorkerCounts:
         verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
-        record = record_of(trees, verified, np.array([prompt, False]), Plain())
-        record.times = own
+        record = record_of(trees, verified, np.array([prompt, False]), Plain(), own)
         return times.complete(record)
 
     first, second, third = Late(target=0.02), Late(target=9.0), Late(target=0.03)
@@ -231,7 +240,8 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
     record.send(send)
     trees.counts[:] = trees.admitted[:] = trees.grown[:] = 0  # the next trees take their places
     assert record.counts() == expected
-    assert np.array_equal(record.counts().by_depth, expected.by_depth)
+    assert np.array_equal(record.counts().at_depth, expected.at_depth)
+    assert np.array_equal(record.counts().expected, expected.expected)
     assert len(sent) == 1
 
 
@@ -371,11 +381,11 @@ def test_vllms_log_line_is_of_steps_with_drafts_alone() -> None:
 @pytest.mark.parametrize("budget", ["adaptive", "fixed"])
 def test_a_step_that_no_tree_waited_for_counts_none(budget: str) -> None:
     plan = DynTreeOptions(max_depth=3, budget=budget).resolve(5)
-    record = StepRecord()
-    record.grown_by, record.weighs_trees = None, True
-    record.sampled(DECODING, CONTEXTS, 2, None, plan)
+    record = StepRecord(weighs_trees=True)
+    record.sampled(batch(DECODING), None, plan, False, None)
+    record.send(at_hand)
     counts = record.counts()
-    assert (counts.nodes, counts.worth, counts.grown_by) == ([], [], None)
+    assert (counts.nodes, counts.worth, counts.growth_forwards) == ([], [], None)
     assert counts.decoding == [True, True]
     assert {*counts.pruned.values()} == {0}
 
@@ -390,8 +400,7 @@ def test_the_number_of_draft_forwards_travels_with_the_schedule() -> None:
 def test_times_of_drafting_are_told_of_steps_in_which_all_decoded(trees: TreeStore) -> None:
     told = []
     for prefilling in (DECODING, np.array([False, True])):
-        record = record_of(trees, prefilling=prefilling)
-        record.draft_forwards = 4
-        record.times = Measured({"target": 1.0, "draft": 0.2, "grow": 0.1})
+        times = Measured({"target": 1.0, "catch_up": 0.1, "draft": 0.2})
+        record = record_of(trees, prefilling=prefilling, times=times, draft_forwards=4)
         told.append(StepTimes().complete(record).drafted)
     assert told == [[(2, 4, pytest.approx(0.3))], []]

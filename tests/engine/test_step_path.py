@@ -41,9 +41,6 @@ STEP_PATH = {
     for path in sorted(root.glob(pattern))
 }
 """All but ``engine/cpu`` and ``cpu``, whose tensors are on the host."""
-OFF_IT = {
-    "dyntree_plugin/engine/budget/by_tree.py": "cuts trees that are on the host",
-}
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +48,9 @@ def declared() -> Declared:
     return declarations(path.read_text() for path in STEP_PATH.values())
 
 
-@pytest.mark.parametrize("name", sorted(STEP_PATH.keys() - OFF_IT))
+@pytest.mark.parametrize("name", sorted(STEP_PATH))
 def test_no_step_function_waits_for_the_device(name: str, declared: Declared) -> None:
     assert waiting(STEP_PATH[name].read_text(), declared) == []
-
-
-@pytest.mark.parametrize("name", OFF_IT)
-def test_what_is_excepted_from_that_would_fail_it(name: str, declared: Declared) -> None:
-    assert waiting(STEP_PATH[name].read_text(), declared) != []
 
 
 @pytest.mark.parametrize(

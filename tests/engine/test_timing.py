@@ -31,7 +31,7 @@ def spent(clock: StageClock) -> dict[str, float]:
 
 def test_a_stage_within_another_pauses_it(time: Time) -> None:
     clock = StageClock()
-    with clock("grow"):
+    with clock("catch_up"):
         time.now += 1
         with clock("draft"):
             time.now += 10
@@ -39,30 +39,30 @@ def test_a_stage_within_another_pauses_it(time: Time) -> None:
         with clock("draft"):
             time.now += 20
         time.now += 4
-    assert spent(clock) == {"grow": 7, "draft": 30}
+    assert spent(clock) == {"catch_up": 7, "draft": 30}
 
 
 def test_time_outside_every_stage_counts_nowhere(time: Time) -> None:
     clock = StageClock()
     time.now += 5
-    with clock("walk"):
+    with clock("verify"):
         time.now += 1
     time.now += 5
-    assert spent(clock) == {"walk": 1}
+    assert spent(clock) == {"verify": 1}
 
 
 def test_a_stage_that_fails_ends_all_the_same(time: Time) -> None:
     clock = StageClock()
 
     def fail() -> None:
-        with clock("move"):
+        with clock("place"):
             time.now += 1
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     time.now += 1
-    assert spent(clock) == {"move": 1}
+    assert spent(clock) == {"place": 1}
 
 
 def test_taking_ends_what_runs_and_starts_again_from_zero(time: Time) -> None:
@@ -77,6 +77,6 @@ def test_taking_ends_what_runs_and_starts_again_from_zero(time: Time) -> None:
 def test_ending_a_stage_that_never_began_changes_nothing(time: Time) -> None:
     clock = StageClock()
     clock.stop()
-    with clock("walk"):
+    with clock("verify"):
         time.now += 1
-    assert spent(clock) == {"walk": 1}
+    assert spent(clock) == {"verify": 1}

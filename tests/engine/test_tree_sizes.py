@@ -44,9 +44,9 @@ def test_of_few_requests_the_largest_sizes_are_known_and_that_there_may_be_none(
     assert sized(requests=1) == {24}
 
 
-def test_on_the_cpu_the_worker_sizes_trees_unless_scheduling_is_asynchronous() -> None:
-    assert sized("cpu", asynchronous=False) == set()
-    assert sized("cpu", asynchronous=True) == {*node_buckets(24)}
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_on_the_cpu_the_scheduler_sizes_trees_as_well(asynchronous: bool) -> None:
+    assert sized("cpu", asynchronous=asynchronous) == {*node_buckets(24)}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -18,7 +18,7 @@ if current_platform.is_cpu():
 
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",
-    "cuda.draft_rows.GPUTreeSpeculator",
+    "cuda.speculator.CUDATreeSpeculator",
     "cuda.worker.TreeGPUWorker",
     *[
         f"attention.cuda.Tree{backend}Attention{part}"
@@ -26,11 +26,11 @@ CUDA = [
         for part in ("Backend", "Impl", "MetadataBuilder")
     ],
 ]
-CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker", "step.draft.TreeSpeculator"]
+CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker", "speculator.TreeSpeculator"]
 SHARED = [
     "scheduler.TreeScheduler",
     "scheduler.AsyncTreeScheduler",
-    "telemetry.stats.CountedOutput",
+    "telemetry.step_record.CountedOutput",
     "telemetry.prometheus.TreeSpecDecodingProm",
     "attention.metadata.TreeAttnMetadata",
 ]

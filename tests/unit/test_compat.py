@@ -18,7 +18,7 @@ import torch
 from dyntree_plugin import plugin
 from dyntree_plugin.admission import check, refusals, versions
 from dyntree_plugin.engine.attention import served
-from dyntree_plugin.engine.configuration import plan_in_force, tree_plan, trees_are_cut
+from dyntree_plugin.engine.configuration import plan_in_force, tree_plan, uses_adaptive_budget
 from dyntree_plugin.options import DynTreeOptions
 from vllm_cpu_runner.refused import REFUSED
 
@@ -303,13 +303,13 @@ def test_a_rank_of_a_dense_target_is_an_engine_of_its_own_with_the_same_trees(
 ) -> None:
     config = build(data_parallel_size=ranks)
     plan = tree_plan(config)
-    assert trees_are_cut(config)
+    assert uses_adaptive_budget(config)
     # What vLLM does in the process of every such rank.
     config.parallel_config.reconfigure_for_independent_dp_rank()
     assert tree_plan(config) == plan == plan_in_force(config.speculative_config)
     assert plan is not None
     assert plan.shape.max_depth == 16
-    assert trees_are_cut(config)
+    assert uses_adaptive_budget(config)
 
 
 def test_more_children_than_tokens_are_refused(admitted: VllmConfig) -> None:

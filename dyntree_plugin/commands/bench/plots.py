@@ -20,7 +20,8 @@ COLOURS = {
 }  # fmt: skip
 MARKERS = "osD^vP*X"
 """Of the engines of one kind, which share its colour."""
-_STAGES = ("target", "draft", "grow", "walk", "move", "sample")
+_STAGES = ("target", "draft", "catch_up", "verify", "sample", "place")
+"""From the bottom of a bar to its top."""
 _OTHER = "scheduler and the rest"
 
 

@@ -147,9 +147,9 @@ def step_times(run: Run) -> Table:
     """Where a step with a tree spends its time."""
     stages = dict(run.stages)
     rows = [
-        ("verify", ("target",), "the target's forward over all nodes"),
-        ("draft", ("draft",), "the draft's forwards"),
-        ("machinery", ("sample", "walk", "move", "grow"), ""),
+        ("target", ("target",), "the target's forward over all nodes"),
+        ("draft", ("catch_up", "draft"), "the draft's forwards, and growth"),
+        ("machinery", ("place", "sample", "verify"), ""),
     ]
     steps = max(run.steps, 1)
     whole = run.seconds / steps

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
@@ -17,8 +17,8 @@ class TreeMask:
     ``ctx_lens`` int32 [R]: cache positions that every row of the request sees; ``-1`` marks a
     request without a tree, which stays on the stock kernel. ``ancestor_bits`` int32 [T, words]:
     bit ``c`` of a row lets it see cache position ``ctx_len + c``. ``has_plain``: whether any
-    request is without a tree, known on the host. ``in_place``: the tensors are filled, and filled
-    anew, after the metadata is built; builders that copy masks must then refer to these instead.
+    request is without a tree, known on the host. ``in_place``: the tensors are rewritten for every
+    forward; builders must keep references to them and no copies.
     """
 
     ctx_lens: torch.Tensor
@@ -40,6 +40,36 @@ class TreeAttnMetadata(ModelSpecificAttnMetadata):
                 "the rows of a tree as a chain"
             )
         return {"tree_mask": self._mask}
+
+
+class _Clock(Protocol):
+    def start(self, stage: str) -> None: ...
+
+
+class WithTreeMask:
+    """Stands in for `ModelState.prepare_attn`: adds the step's mask to what vLLM passes there.
+
+    The target's forward follows, so it starts that stage on the clock.
+    """
+
+    def __init__(
+        self,
+        prepare_attn: Callable[..., dict[str, Any]],
+        take_mask: Callable[[], TreeMask | None],
+        clock: _Clock,
+    ) -> None:
+        """``prepare_attn``: the stock method. ``take_mask``: gives the mask once per step."""
+        self._prepare_attn = prepare_attn
+        self._take_mask = take_mask
+        self._clock = clock
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        mask = self._take_mask()
+        if mask is not None:
+            kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(mask)
+        metadata = self._prepare_attn(*args, **kwargs)
+        self._clock.start("target")
+        return metadata
 
 
 def refuse_beyond_trees(features: Mapping[str, bool]) -> None:

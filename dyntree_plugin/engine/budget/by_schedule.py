@@ -1,4 +1,4 @@
-"""The adaptive budget where the host sees no tree in time: one choice for all trees of a step."""
+"""The adaptive node budget: one size and one number of draft forwards for all trees of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from dyntree_plugin.engine.configuration import node_buckets
-from dyntree_plugin.engine.telemetry.stats import WorkerCounts
+from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.tree.budget.choice import Drafting, best_drafting
 from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
@@ -21,21 +21,22 @@ forwards, to learn what that would be worth. It costs less than 1 step in so man
 
 
 class NodeBuckets:
-    """What vLLM's scheduler looks up when it schedules asynchronously: nodes by requests.
+    """The table in which vLLM's scheduler looks up the nodes of a request, by number of requests.
 
     It stands in for the table of vLLM's own batch-size schedule (`dynamic_sd_lookup`), and chooses
-    the number of draft ``forwards`` with them. It learns from outputs, which come a step or two
-    late: what trees were worth, what draft forwards took, and the time from output to output, in
-    which everything is that a step takes.
+    the number of draft ``forwards``, too. It learns from outputs: what trees were worth, how long
+    draft forwards took, and the time from output to output, which is all that a step takes. With
+    asynchronous scheduling outputs come a step or two late.
     """
 
-    def __init__(self, sizes: tuple[int, ...], forwards: int) -> None:
-        """``sizes``: those to choose from, ascending. ``forwards``: the most behind the
-        catch-up's."""
+    def __init__(self, sizes: tuple[int, ...], forwards: int, *, synchronous: bool = False) -> None:
+        """``sizes``: those to choose from, ascending. ``forwards``: the most after the catch-up.
+        ``synchronous``: a step's output comes after its drafting, not before."""
         self.sizes = sizes
         self.forwards = forwards
         """Of the last choice."""
         self._most = forwards
+        self._synchronous = synchronous
         # Columns of the worker's table.
         self._offered = [node_buckets(sizes[-1]).index(size) for size in sizes]
         self._fewest = 0
@@ -81,11 +82,13 @@ class NodeBuckets:
         self._came = now if decoding else None
         if not decoding:
             return
-        if counts.worth and counts.nodes and counts.grown_by is not None:
-            seen = np.asarray(counts.worth)[: counts.grown_by + 1, self._offered]
+        if counts.worth and counts.nodes and counts.growth_forwards is not None:
+            seen = np.asarray(counts.worth)[: counts.growth_forwards + 1, self._offered]
             self._worth.observe(seen, len(counts.decoding))
         forward = self._forward_seconds.of(len(counts.decoding))
         if self._cost is not None and before is not None and forward is not None:
-            # The trees of a step are drafted behind the output of the one before.
-            drafting = forward * (1 + (counts.grown_by or 0))
-            self._cost.observe(rows, max(now - before - drafting, 1e-6))
+            # Asynchronously, the trees of a step are drafted after the output of the one before.
+            forwards = 1 + (counts.growth_forwards or 0)
+            if self._synchronous:
+                forwards = counts.draft_forwards
+            self._cost.observe(rows, max(now - before - forward * forwards, 1e-6))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dyntree_plugin.engine.budget.timed_steps import Agree, most_rows, seconds_of, without_drafting
+from dyntree_plugin.engine.budget.timed_steps import (
+    Agree,
+    TimedRunner,
+    most_rows,
+    seconds_of,
+    without_drafting,
+)
 from dyntree_plugin.tree.budget.row_cost import RowCost
-
-if TYPE_CHECKING:
-    from dyntree_plugin.engine.runner import TreeRunnerMixin
 
 LONGEST_SECONDS = 4.0
 """What the measurement may take, about. Slow models are measured at fewer numbers of rows."""
 PASSES = 5
 
 
-def measure_rows(runner: TreeRunnerMixin, agree: Agree) -> RowCost:
+def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
     """Time the target's forward and head over 1, 2, 3, … rows, as many as a step can verify.
 
     Call it when the KV cache is there and no request has come yet: the steps write into it.
@@ -44,6 +47,11 @@ def measure_rows(runner: TreeRunnerMixin, agree: Agree) -> RowCost:
             if best and agree(4 * best[rows // 2]) > left(0.5):
                 break
             measure_first(rows)
+        # The slope must be known, however slow the target is: rows of one tree, and of four.
+        tree = 1 + runner.trees.shape.node_budget
+        for rows in sorted({min(most, tree), min(most, 4 * tree)}):
+            if rows > max(best):
+                measure(rows)
         for rows in numbers:
             if rows > max(best) or left() < 0:
                 break
@@ -67,7 +75,7 @@ def row_numbers(most: int) -> list[int]:
     return rows
 
 
-def _seconds(runner: TreeRunnerMixin, rows: int) -> float:
+def _seconds(runner: TimedRunner, rows: int) -> float:
     model: Any = runner.model
     return seconds_of(
         runner,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-from dyntree_plugin.engine.budget.timed_steps import Agree, most_rows, seconds_of, without_drafting
+from dyntree_plugin.engine.budget.timed_steps import (
+    Agree,
+    TimedRunner,
+    most_rows,
+    sample_greedily,
+    sample_plain,
+    seconds_of,
+    without_drafting,
+)
 from dyntree_plugin.tree.budget.plain_steps import PlainCost
-
-if TYPE_CHECKING:
-    from dyntree_plugin.engine.runner import TreeRunnerMixin
 
 CONTEXT = 1024
 """Tokens that every request of the longer steps has behind it, or as many as the model allows."""
@@ -22,7 +26,7 @@ FORWARD_SECONDS = 8.0
 """What the forwards over the rows of trees may take; slow models run them over fewer rows."""
 
 
-def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
+def measure(runner: TimedRunner, agree: Agree) -> PlainCost:
     """Time plain decode steps of 1, 2, 4, … up to as many requests as the engine takes at once, or
     of 1, 4, 16, … where these are many; and forwards over as many rows as trees can have.
 
@@ -35,7 +39,7 @@ def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
     deadline = 0.0 if together else time.monotonic() + SECONDS
     context = max(1, min(CONTEXT, runner.max_model_len - 1))
     with without_drafting(runner):
-        runner.sample_greedily(most)
+        sample_greedily(runner, most)
         _step(runner, most, context)
         alone, behind = (
             tuple(_least(runner, size, length, deadline) for size in sizes)
@@ -47,7 +51,7 @@ def measure(runner: TreeRunnerMixin, agree: Agree) -> PlainCost:
     )
 
 
-def _forwards(runner: TreeRunnerMixin, agree: Agree) -> dict[int, float]:
+def _forwards(runner: TimedRunner, agree: Agree) -> dict[int, float]:
     """Seconds of the target's forward by its rows, which ascend."""
     most = most_rows(runner)
     deadline = time.monotonic() + FORWARD_SECONDS
@@ -79,7 +83,7 @@ def sizes_up_to(most: int) -> list[int]:
     return sizes
 
 
-def _least(runner: TreeRunnerMixin, requests: int, context: int, deadline: float) -> float:
+def _least(runner: TimedRunner, requests: int, context: int, deadline: float) -> float:
     """Seconds of a step that no other program has disturbed, as those of `_forwards`."""
     times: list[float] = []
     while not times or (len(times) < REPETITIONS and time.monotonic() < deadline):
@@ -87,11 +91,13 @@ def _least(runner: TreeRunnerMixin, requests: int, context: int, deadline: float
     return min(times)
 
 
-def _step(runner: TreeRunnerMixin, requests: int, context: int) -> float:
+def _step(runner: TimedRunner, requests: int, context: int) -> float:
     return seconds_of(
-        runner, lambda: runner._dummy_run(requests, context_len=context)[1], runner.sample_plain
+        runner,
+        lambda: runner._dummy_run(requests, context_len=context)[1],
+        lambda hidden: sample_plain(runner, hidden),
     )
 
 
-def _forward(runner: TreeRunnerMixin, rows: int) -> float:
+def _forward(runner: TimedRunner, rows: int) -> float:
     return seconds_of(runner, lambda: runner._dummy_run(rows)[0], lambda _: None)

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
-if TYPE_CHECKING:
-    from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.step.clock import Clock
+from dyntree_plugin.engine.step.trees import TreeStore
+
+
+class TimedRunner(Protocol):
+    """The parts of a model runner that run and time steps."""
+
+    model: Any
+    sampler: Any
+    speculator: Any
+    input_buffers: Any
+    parallel_config: Any
+    trees: TreeStore
+    clock: Clock
+    max_num_reqs: int
+    max_num_tokens: int
+    max_model_len: int
+
+    def queue_delay(self) -> None: ...
+
+    def _dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any: ...
+
 
 Agree = Callable[[float], float]
 """Gives the first rank's number to every rank: they run all steps together."""
 
 
-def most_rows(runner: TreeRunnerMixin) -> int:
+def most_rows(runner: TimedRunner) -> int:
     """Rows of the largest step that decodes: no request has more than its context may."""
     of_request = min(runner.trees.shape.node_budget + 1, runner.max_model_len)
     return min(runner.max_num_reqs * of_request, runner.max_num_tokens)
 
 
 @contextmanager
-def without_drafting(runner: TreeRunnerMixin) -> Iterator[None]:
+def without_drafting(runner: TimedRunner) -> Iterator[None]:
     """Has the runner's steps draft nothing."""
     told: Any = runner
     told.speculator, speculator = None, runner.speculator
@@ -33,7 +55,7 @@ def without_drafting(runner: TreeRunnerMixin) -> Iterator[None]:
 
 
 def seconds_of(
-    runner: TreeRunnerMixin,
+    runner: TimedRunner,
     forward: Callable[[], torch.Tensor | None],
     sample: Callable[[torch.Tensor], object],
 ) -> float:
@@ -43,10 +65,29 @@ def seconds_of(
         RuntimeError: where there are none.
     """
     runner.clock.split()
-    runner.get_ahead()
+    runner.queue_delay()
     hidden = forward()
     if hidden is None:
         raise RuntimeError("this worker does not hold the last layer of the model")
     with runner.clock("sample"):
         sample(hidden)
     return sum(runner.clock.split().seconds().values())
+
+
+def sample_greedily(runner: TimedRunner, requests: int) -> None:
+    """Have the first slots sample greedily, whatever vLLM's rehearsals left there."""
+    for slot in range(requests):
+        runner.sampler.add_request(slot, SamplingParams(temperature=0.0))
+    runner.sampler.apply_staged_writes()
+
+
+@torch.inference_mode()
+def sample_plain(runner: TimedRunner, hidden: torch.Tensor) -> None:
+    """Sample one token of each row as a plain step does.
+
+    vLLM's own rehearsal, ``_dummy_sampler_run``, samples a second time with every option on since
+    0.33.
+    """
+    rows = hidden.shape[0]
+    batch = InputBatch.make_dummy(rows, rows, runner.input_buffers)
+    runner.sampler(runner.model.compute_logits(hidden), batch)

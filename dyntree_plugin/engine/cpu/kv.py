@@ -6,17 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Brings node ``path[r, k]`` of every request to the place of depth ``k + 1``, in every layer of a
-group.
-
-``path`` int64 [R, D], ``-1`` after the last accepted node; ``roots`` int64 [R]: batch row of each
-root, followed by its nodes' rows; ``slots`` int64 [T]: cache slot of every row.
-"""
-
 
 class PathMover:
-    """A `Move` made of one of rows."""
+    """A `Move` by single rows."""
 
     def __init__(self, move: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """``move`` copies rows from source to target cache slots, int64 [R, D]; a negative source

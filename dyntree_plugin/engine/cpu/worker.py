@@ -38,7 +38,7 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         runner: Any = self.model_runner
-        runner.measure_plain_cost()
+        runner.measure_costs()
         return super().compile_or_warm_up_model()
 
 

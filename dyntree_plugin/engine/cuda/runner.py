@@ -6,26 +6,16 @@ from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import graph_capture
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from dyntree_kernels.cuda.gumbel import perturbed_logits
-from dyntree_kernels.cuda.kv_move import KVMover
-from dyntree_kernels.cuda.learn import learn
-from dyntree_kernels.cuda.place import place
-from dyntree_kernels.cuda.walk import walk
-from dyntree_plugin.engine.cpu.kv import Move
 from dyntree_plugin.engine.cuda.capture import recorder
-from dyntree_plugin.engine.cuda.clock import EventClock
-from dyntree_plugin.engine.cuda.draft_rows import GPUTreeSpeculator
-from dyntree_plugin.engine.cuda.speculator import MOST_REQUESTS
+from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedStages
+from dyntree_plugin.engine.cuda.ops import CUDAOps
+from dyntree_plugin.engine.cuda.speculator import CUDATreeSpeculator
 from dyntree_plugin.engine.cuda.target_graphs import offer_larger, thin_out
 from dyntree_plugin.engine.cuda.transfer import StreamSend
-from dyntree_plugin.engine.cuda.verification import GraphedTreeVerifier
 from dyntree_plugin.engine.runner import TreeRunnerMixin
-from dyntree_plugin.engine.step.clock import Clock
-from dyntree_plugin.engine.step.transfer import Send
+from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.engine.step.verify import MAX_CHUNK_BYTES
 
 HEAD_START_CYCLES = 40_000_000
@@ -33,44 +23,25 @@ HEAD_START_CYCLES = 40_000_000
 
 
 class TreeGPUModelRunner(TreeRunnerMixin):
-    speculator_type = GPUTreeSpeculator
-    speculator: GPUTreeSpeculator
-    verifier_type = GraphedTreeVerifier
-    perturb = staticmethod(perturbed_logits)
-    walk = staticmethod(walk)
-    learn = staticmethod(learn)
+    """Adds graphs of the stages, and what CUDA must know about memory and streams."""
 
-    def make_clock(self) -> Clock:
-        return EventClock()
+    speculator_type = CUDATreeSpeculator
+    graphs: CapturedStages
 
-    def make_send(self) -> Send:
+    def make_ops(self) -> TreeOps:
         # The main stream is the one that is current when it is first asked for.
-        return StreamSend(lambda: self.main_stream, self.output_copy_stream)
+        return CUDAOps(StreamSend(lambda: self.main_stream, self.output_copy_stream))
 
-    def mover_of(self, layers: list[Attention]) -> Move:
-        return KVMover([layer.kv_cache for layer in layers])
+    def make_graphs(self) -> CapturedStages:
+        return CapturedStages()
 
-    def place(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        requests = batch.num_reqs
-        return place(
-            batch.positions,
-            batch.idx_mapping,
-            batch.cu_num_logits,
-            batch.query_start_loc[: requests + 1],
-            batch.seq_lens[:requests],
-            self.req_states.prefill_len.gpu,
-            self.trees.depths,
-            self.trees.ancestors,
-            batch.num_tokens,
-        )
-
-    def get_ahead(self) -> None:
-        # Plain steps of engines without trees are graphs, which wait for no launch; ours here are
+    def queue_delay(self) -> None:
+        # Plain steps of engines without trees are graphs, which wait for no launch. Ours here are
         # not captured whole, and their launches would be counted as cost.
         torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
 
     def warm_up_kernels(self) -> None:
-        """Triton's compile when they are first run, for which vLLM rehearses steps."""
+        """Do nothing: Triton's kernels compile when vLLM rehearses steps."""
 
     def warm_up_attention(self) -> None:
         """Compile the target's attention for batches that no rehearsal had; needs the KV cache."""
@@ -83,7 +54,7 @@ class TreeGPUModelRunner(TreeRunnerMixin):
                 builder.warm_up(kv_cache, self.dtype, table)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
-        """vLLM's profile of memory, which has a row for each request: with those of trees too."""
+        """Profile memory with the rows of trees, too; vLLM's profile has a row per request."""
         requests, node_budget = len(hidden_states), self.trees.shape.node_budget
         rows = min(self.max_num_tokens, requests * (1 + node_budget))
         at = torch.arange(rows, device=hidden_states.device) % requests
@@ -95,7 +66,7 @@ class TreeGPUModelRunner(TreeRunnerMixin):
         del kept
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        self.rejection_sampler.graphs = None  # They move rows in the cache that was there.
+        self.graphs.drop_verification()
         super().initialize_kv_cache(*args, **kwargs)
         thin_out(self.cudagraph_manager)
         offer_larger(self.cudagraph_manager)
@@ -103,10 +74,11 @@ class TreeGPUModelRunner(TreeRunnerMixin):
     @torch.inference_mode()
     def capture_model(self, *, profile_only: bool = False) -> int:
         taken: int = super().capture_model(profile_only=profile_only)
-        if self.speculator.has_graphs:
+        if self.graphs.has_drafting:
             with graph_capture(device=self.device):
                 most = min(self.max_num_reqs, MOST_REQUESTS)
-                self.rejection_sampler.capture(recorder(self.vllm_config), most)
+                record = recorder(self.vllm_config)
+                self.graphs.capture_verification(self.verifier, most, record)
         return taken
 
     def sample(self, *args: Any) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         times = super().compile_or_warm_up_model()
         self.model_runner.warm_up_attention()
         # With graphs, if there are any: as the steps that it is compared with run.
-        self.model_runner.measure_plain_cost()
+        self.model_runner.measure_costs()
         super()._maybe_activate_jit_monitor()
         return times
 

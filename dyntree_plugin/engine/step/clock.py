@@ -8,11 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-STAGES = ("target", "sample", "walk", "move", "draft", "grow")
-"""target: the target's forward; sample: its sampler on all rows; walk: matching samples against
-the tree; move: KV of the accepted path; draft: draft forwards; grow: the rest of drafting."""
+STAGES = ("place", "target", "sample", "verify", "catch_up", "draft")
+"""The stages of a step, in order; they mean the same on every device.
 
-DRAFTING = ("draft", "grow")
+place: positions and mask of the nodes. target: the target's forward. sample: its sampler on all
+rows. verify: the walk through the trees, the move of accepted KV rows, and learning. catch_up: the
+draft reads the emitted tokens, or prompts. draft: the draft's forwards over nodes, and growth.
+"""
+
+DRAFTING = ("catch_up", "draft")
 """The stages whose time does not depend on the rows that are verified."""
 
 TREE, PLAIN = "tree", "plain"

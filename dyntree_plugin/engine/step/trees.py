@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.growth import TreeArrays
+from dyntree_kernels.contracts import TreeArrays
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 from dyntree_plugin.tree.value import FEATURES

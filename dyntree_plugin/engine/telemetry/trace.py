@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from dyntree_kernels.contracts import Walked
     from dyntree_plugin.engine.step.trees import TreeStore
-    from dyntree_plugin.engine.step.verify import Verification
 
 
 class TreeTrace:
@@ -24,22 +24,22 @@ class TreeTrace:
         self._step = 0
         self._kept: list[TreeStep] = []
 
-    def add(self, verification: Verification, batch: InputBatch, trees: TreeStore) -> None:
+    def add(self, walked: Walked, batch: InputBatch, trees: TreeStore) -> None:
         """Keep the trees of one step; call it before the next ones replace them."""
         slots = batch.idx_mapping
         nodes = torch.arange(trees.shape.node_budget, device=slots.device)
-        rows = (verification.roots[:, None] + 1 + nodes).clamp(max=batch.num_tokens - 1)
+        rows = (walked.roots[:, None] + 1 + nodes).clamp(max=batch.num_tokens - 1)
         # Every list below waits for the device: only while trees are traced.
         columns = zip(
             batch.req_ids,
-            verification.counts.tolist(),  # sync: tracing
-            (verification.positions + 1).tolist(),  # sync: tracing
-            batch.input_ids[verification.roots].tolist(),  # sync: tracing
+            walked.counts.tolist(),  # sync: tracing
+            (walked.positions + 1).tolist(),  # sync: tracing
+            batch.input_ids[walked.roots].tolist(),  # sync: tracing
             batch.input_ids[rows].tolist(),  # sync: tracing
             trees.parents[slots].tolist(),  # sync: tracing
             trees.values[slots].tolist(),  # sync: tracing
-            verification.path.tolist(),  # sync: tracing
-            verification.tokens.tolist(),  # sync: tracing
+            walked.path.tolist(),  # sync: tracing
+            walked.tokens.tolist(),  # sync: tracing
             strict=False,  # a batch may be padded behind its requests
         )
         for request, count, context, root, tokens, parents, values, path, emitted in columns:
@@ -73,7 +73,7 @@ def start_trace(llm: LLM) -> None:
 
 
 def stop_trace(llm: LLM) -> list[TreeStep]:
-    """End what `start_trace` began: the trees since then, in the order of their verification."""
+    """End what `start_trace` began: the trees since then, in the order of their walked."""
     # Every worker of a tensor-parallel engine sees the same trees.
     kept: list[dict[str, Any]] = llm.collective_rpc("take_trace")[0]
     llm.collective_rpc("trace_trees", args=(False,))

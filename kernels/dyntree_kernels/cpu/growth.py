@@ -18,18 +18,18 @@ import math
 import numpy as np
 import torch
 
-from dyntree_kernels.cpu.children import pick_children
-from dyntree_kernels.cpu.compiled import compiled
-from dyntree_kernels.cpu.layout import flat
-from dyntree_kernels.cpu.simd import as_numpy
-from dyntree_kernels.cpu.threads import use_torch_threads
-from dyntree_kernels.growth import (
+from dyntree_kernels.contracts import (
     GrowthSettings,
     RowBuffers,
     StepGrowth,
     TreeArrays,
     expansions_of,
 )
+from dyntree_kernels.cpu.children import pick_children
+from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.layout import flat
+from dyntree_kernels.cpu.simd import as_numpy
+from dyntree_kernels.cpu.threads import use_torch_threads
 
 _NONE = np.float32(-np.inf)
 _NANOSECONDS = 2  # per score, which is how use_torch_threads counts

@@ -10,8 +10,8 @@ import math
 import numpy as np
 import torch
 
+from dyntree_kernels.contracts import Regression, check_learning
 from dyntree_kernels.cpu.compiled import compiled
-from dyntree_kernels.learn import Regression, check_dense
 
 
 @compiled(error_model="numpy")
@@ -111,10 +111,17 @@ def learn(
     classes: torch.Tensor,
 ) -> None:
     """As `Learn`."""
-    check_dense(regression, features, parents, path, counts)
-    state = (each.numpy() for each in regression[:5])
+    check_learning(regression, features, parents, path, counts)
+    state = (regression.weights, regression.information)
+    known = (regression.prior, regression.low, regression.high)
     arrays = (features, parents, path, counts, slots, classes)
-    _newton_steps(*state, *regression[5:], *(each.numpy() for each in arrays))
+    _newton_steps(
+        *(each.numpy() for each in (*state, *known)),
+        regression.strength,
+        regression.memory,
+        regression.steps,
+        *(each.numpy() for each in arrays),
+    )
 
 
 def warm_up() -> None:

@@ -10,9 +10,21 @@ import math
 import numpy as np
 import torch
 
+from dyntree_kernels.contracts import (
+    ADMITTED,
+    AT_DEPTH,
+    DEEPEST,
+    EMITTED,
+    GROWN,
+    MOVED,
+    VERIFIED,
+    BatchRows,
+    TreeArrays,
+    Walked,
+    check_walk,
+    room_for,
+)
 from dyntree_kernels.cpu.compiled import compiled
-from dyntree_kernels.growth import TreeArrays
-from dyntree_kernels.walk import BatchRows, Walked, check_dense, room_for
 
 _NOTHING = torch.zeros(0, dtype=torch.bool)
 
@@ -39,23 +51,28 @@ def _path(count, parents, carried, drawn, forbidden, path, tokens):
 
 
 @compiled
-def _report(count, emitted, path, depths, values, of_nodes, totals):
-    """What is counted of one tree: of_nodes [2, N], or of none; totals [4 + 2 D]: written."""
+def _report(count, emitted, path, depths, values, ranked, report):
+    """Write the counts of one tree to its report [C], in the columns of `Report`."""
     nodes, levels = depths.shape[0], path.shape[0]
+    expected = AT_DEPTH + levels
+    chances = expected + levels
     deepest, moved = 0, 0
-    totals[4:] = 0.0
-    for node in range(nodes if of_nodes.shape[1] else count):
+    report[AT_DEPTH:chances] = 0.0
+    for node in range(nodes if ranked else count):
         chance = math.exp(np.float64(values[node]))
-        if of_nodes.shape[1]:
-            of_nodes[0, node], of_nodes[1, node] = chance, depths[node]
+        if ranked:
+            report[chances + node] = chance
+            report[chances + nodes + node] = depths[node]
         if node < count:
+            level = depths[node] - 1
             deepest = max(deepest, depths[node])
-            totals[3 + depths[node]] += 1.0
-            totals[3 + levels + depths[node]] += chance
+            report[AT_DEPTH + level] += 1.0
+            report[expected + level] += chance
     for level in range(levels):
         if path[level] >= 0 and path[level] != level:
             moved += 1
-    totals[0], totals[1], totals[2], totals[3] = count, deepest, moved, emitted
+    report[VERIFIED], report[DEEPEST] = count, deepest
+    report[MOVED], report[EMITTED] = moved, emitted
 
 
 @compiled
@@ -65,8 +82,6 @@ def _walk(
     ranked,
 ):  # fmt: skip
     """The arguments are BatchRows, of TreeArrays, and Walked, which is written."""
-    nodes = parents.shape[1]
-    ranks = 2 * nodes if ranked else 0
     for r in range(requests.shape[0]):
         slot, first = max(requests[r, 0], 0), max(requests[r, 1], 0)
         drafts, root = max(requests[r, 2], 0), max(requests[r, 3], 0)
@@ -83,18 +98,17 @@ def _walk(
         complete = seq_lens[r] >= prompt
         emitted[r] = length + 1 if complete else 0
         rejected[r] = drafts + 1 - emitted[r] if complete else 0
-        report[r, 0], report[r, 1] = grown[slot], admitted[slot]
-        of_nodes = report[r, 2 : 2 + ranks].reshape(2, ranks // 2)
-        _report(
-            count, emitted[r], path[r], depths[slot], values[slot], of_nodes, report[r, 2 + ranks :]
-        )
+        report[r, GROWN], report[r, ADMITTED] = grown[slot], admitted[slot]
+        _report(count, emitted[r], path[r], depths[slot], values[slot], ranked, report[r])
 
 
 def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
     """As `Walk`."""
-    check_dense(batch, trees, found)
+    check_walk(batch, trees, found)
     forbidden = _NOTHING if batch.forbidden is None else batch.forbidden
-    arrays = (*batch[:5], forbidden, *trees[:6], *found)
+    rows = (batch.requests, batch.sampled, batch.ids, batch.positions, batch.seq_lens, forbidden)
+    stored = (trees.parents, trees.depths, trees.values, trees.counts, trees.admitted, trees.grown)
+    arrays = (*rows, *stored, *found)
     _walk(*(each.numpy() for each in arrays), ranked)
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dyntree_kernels.growth import OfRequests
+from dyntree_kernels.contracts import OfRequests
 
 _PER_WARP = 128  # rows or slots of a request
 

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dyntree_kernels.contracts import GrowthSettings, OfRequests, StepGrowth, expansions_of
 from dyntree_kernels.cuda.children import merge, warps_for
 from dyntree_kernels.cuda.gumbel import rank_blocks
-from dyntree_kernels.growth import GrowthSettings, OfRequests, StepGrowth, expansions_of
 
 MOST_CANDIDATES = 8192
 """Of a request: one program has them all in its registers."""

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dyntree_kernels.learn import Regression, check_dense
+from dyntree_kernels.contracts import Regression, check_learning
 
 _TILE = 1024  # nodes that are looked at together
 
@@ -145,7 +145,7 @@ def learn(
     Raises:
         ValueError: as it does, and where those two are not laid out alike.
     """
-    check_dense(regression, features, parents, path, counts)
+    check_learning(regression, features, parents, path, counts)
     if slots.stride() != classes.stride():
         raise ValueError(
             f"slots {slots.stride()} and classes {classes.stride()} must be laid out alike"

@@ -12,8 +12,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dyntree_kernels.growth import TreeArrays
-from dyntree_kernels.walk import BatchRows, Walked, check_dense
+from dyntree_kernels.contracts import (
+    ADMITTED,
+    AT_DEPTH,
+    DEEPEST,
+    EMITTED,
+    GROWN,
+    MOVED,
+    VERIFIED,
+    BatchRows,
+    TreeArrays,
+    Walked,
+    check_walk,
+)
+
+_GROWN, _ADMITTED = tl.constexpr(GROWN), tl.constexpr(ADMITTED)
+_VERIFIED, _DEEPEST = tl.constexpr(VERIFIED), tl.constexpr(DEEPEST)
+_MOVED, _EMITTED = tl.constexpr(MOVED), tl.constexpr(EMITTED)
+_AT_DEPTH = tl.constexpr(AT_DEPTH)
 
 _PER_WARP = 64  # nodes
 _PAIRS_PER_WARP = 1024  # of a level and a node, that are added up at a time
@@ -40,25 +56,25 @@ def _report(
     OUT, grown, admitted, values, levels, nodes, path, count, emitted, max_depth,
     RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    tl.store(OUT, grown.to(tl.float64))
-    tl.store(OUT + 1, admitted.to(tl.float64))
-    OUT += 2
+    """Write the counts of one tree to its report, in the columns of `Report`."""
     node = tl.arange(0, NODES)
     chances = tl.exp(values.to(tl.float64))
     if RANKED:
-        tl.store(OUT + node, chances, mask=node < nodes)
-        tl.store(OUT + nodes + node, levels.to(tl.float64), mask=node < nodes)
-        OUT += 2 * nodes
+        ranks = OUT + _AT_DEPTH + 2 * max_depth
+        tl.store(ranks + node, chances, mask=node < nodes)
+        tl.store(ranks + nodes + node, levels.to(tl.float64), mask=node < nodes)
     depths = tl.where(node < count, levels, 0)
     moved = (path >= 0) & (path != tl.arange(0, LEVELS))
-    tl.store(OUT, count.to(tl.float64))
-    tl.store(OUT + 1, tl.max(depths, 0).to(tl.float64))
-    tl.store(OUT + 2, tl.sum(moved.to(tl.int32), 0).to(tl.float64))
-    tl.store(OUT + 3, emitted.to(tl.float64))
+    tl.store(OUT + _GROWN, grown.to(tl.float64))
+    tl.store(OUT + _ADMITTED, admitted.to(tl.float64))
+    tl.store(OUT + _VERIFIED, count.to(tl.float64))
+    tl.store(OUT + _DEEPEST, tl.max(depths, 0).to(tl.float64))
+    tl.store(OUT + _MOVED, tl.sum(moved.to(tl.int32), 0).to(tl.float64))
+    tl.store(OUT + _EMITTED, emitted.to(tl.float64))
     for first in range(0, max_depth, TILE):
         level = first + tl.arange(0, TILE)
         here = depths[None, :] == level[:, None] + 1
-        out, inside = OUT + 4 + level, level < max_depth
+        out, inside = OUT + _AT_DEPTH + level, level < max_depth
         number = tl.sum(here.to(tl.int32), 1)
         tl.store(out, number.to(tl.float64), mask=inside)
         estimated = tl.sum(tl.where(here, chances[None, :], 0.0), 1)
@@ -129,7 +145,7 @@ def tiling(nodes: int, levels: int) -> tuple[int, int]:
 
 def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
     """As `Walk`."""
-    check_dense(batch, trees, found)
+    check_walk(batch, trees, found)
     requests, nodes = batch.requests.shape[0], trees.parents.shape[1]
     if not requests:
         return

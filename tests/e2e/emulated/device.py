@@ -89,10 +89,13 @@ def _capturing() -> str:
     """Who captures: the target, verification or drafting."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    from dyntree_plugin.engine.step.draft import TreeSpeculator
-    from dyntree_plugin.engine.step.verify import TreeVerifier
+    from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedVerification
 
-    kinds = {CudaGraphManager: "target", TreeVerifier: "verification", TreeSpeculator: "drafting"}
+    kinds = {
+        CudaGraphManager: "target",
+        CapturedVerification: "verification",
+        CapturedDrafting: "drafting",
+    }
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 from dyntree_plugin import plugin  # noqa: E402
-from dyntree_plugin.engine import config  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 
@@ -96,4 +95,3 @@ def configure() -> None:
         settle(vllm_config, "cuda")
 
     module.admit, module.settle = admit_as_on_cuda, settle_as_on_cuda
-    config._drafting_ends = lambda vllm_config: False  # type: ignore[attr-defined]

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dyntree_kernels.contracts import GrowthSettings, RowBuffers
 from dyntree_kernels.cpu.growth import CompiledGrowth
-from dyntree_kernels.growth import RowBuffers
-from dyntree_plugin.engine.step.compiled_growth import compiled_growth
-from dyntree_plugin.engine.step.forwards import PAD_SLOT
+from dyntree_plugin.engine.step.rows import PAD_SLOT
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import Children
 from dyntree_plugin.tree.growth import Frontier, Growth, GrowthConfig
@@ -79,11 +78,21 @@ class Step:
         self.expanded = 0
 
     def compiled(self) -> CompiledGrowth:
-        # One slot more than requests, as an engine's batch is seldom full.
-        room = (self.requests + 1, MAX_MODEL_LEN, self.rows)
-        growth = compiled_growth(CompiledGrowth, self.trees, self.estimate, *room)
-        assert growth is not None
-        return growth
+        plan = self.plan
+        return CompiledGrowth(
+            GrowthSettings(
+                requests=self.requests + 1,  # an engine's batch is seldom full
+                node_budget=plan.shape.node_budget,
+                children=plan.growing.children,
+                widths=plan.growing.widths,
+                least=plan.growth.min_value or 0.0,
+                longest=MAX_MODEL_LEN - 1,
+                coupled=plan.coupled,
+                weights=self.estimate.weights if plan.calibrated else None,
+                rows=self.rows,
+                trees=self.trees.arrays,
+            )
+        )
 
     def logits(self, width: int) -> torch.Tensor:
         """Rows within wider ones, as of a padded vocabulary; some tokens cannot be."""

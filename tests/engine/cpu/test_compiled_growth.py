@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numba
 import pytest
@@ -13,15 +15,19 @@ from hypothesis import strategies as st
 
 from dyntree_kernels.cpu import growth
 from dyntree_kernels.cpu.growth import CompiledGrowth
-from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_plugin.engine.step.compiled_growth import CompiledTreeSpeculator, compiled_growth
-from dyntree_plugin.engine.step.draft import TreeSpeculator
+from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
+from dyntree_plugin.engine.step.transfer import at_hand
 from dyntree_plugin.engine.step.trees import TreeStore
-from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.value import temperature_class
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
+from vllm_cpu_runner import install
+
+install()  # the runner's modules need it before they are imported
+
+from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
+from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
 
 shapes = st.builds(
     TreeShape,
@@ -134,31 +140,35 @@ def test_steps_need_no_kernel_that_the_warm_up_has_not_compiled(
     assert called > warm
 
 
+def speculator_of(plan: TreePlan, ops: Any) -> Any:
+    """A speculator that has what the choice of a growth reads."""
+    speculator: Any = object.__new__(TreeSpeculator)
+    vars(speculator).update(
+        max_num_reqs=2,
+        _trees=TreeStore(2, plan, VOCAB, torch.device("cpu")),
+        _estimate=AcceptanceEstimate("cpu"),
+        _ops=ops,
+    )
+    return speculator
+
+
 def test_other_growths_are_not_compiled() -> None:
-    plan = TreePlan(CASE.shape, GrowthConfig("chain"), "match", calibration=True)
-    trees = TreeStore(2, plan, VOCAB, torch.device("cpu"))
     step = Step(CASE)
-    sizes = (2, MAX_MODEL_LEN)
-    assert compiled_growth(CompiledGrowth, trees, step.estimate, *sizes, step.rows) is None
+    memory: Any = SimpleNamespace(buffers=step.rows, last_position=MAX_MODEL_LEN - 1)
+    for name, kind in (("topk", CompiledGrowth), ("chain", TensorGrowth)):
+        plan = TreePlan(CASE.shape, GrowthConfig(name), "match", calibration=True)
+        assert isinstance(speculator_of(plan, CPUOps())._growth(memory), kind)
 
 
 @pytest.mark.parametrize(("most", "compiled"), [(40, True), (39, False)])
 def test_more_candidates_than_are_compiled_for_are_the_tensors(
     most: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("triton", reason="the limit is that of the kernels on CUDA")
+    from dyntree_plugin.engine.cuda import ops as cuda_ops
+
+    monkeypatch.setattr(cuda_ops, "MOST_CANDIDATES", most)
     step = Step(CASE)  # 10 expansions of 4 children
-
-    class Speculator(CompiledTreeSpeculator):
-        growth_type = CompiledGrowth
-        most_candidates = most
-
-    monkeypatch.setattr(TreeSpeculator, "set_attn", lambda *_: None)
-    speculator = object.__new__(Speculator)
-    speculator.trees, speculator.growing = step.trees, step.plan.growing
-    speculator._pick = ChildPicker(step.plan, perturbed_logits, step.estimate)
-    speculator.max_num_reqs, speculator.max_model_len = 2, MAX_MODEL_LEN
-    speculator._input_ids, speculator._positions = step.rows.ids, step.rows.positions
-    speculator._root_positions = torch.zeros(2, dtype=torch.int64)
-    speculator._slots, speculator._scratch_slots = step.rows.slots, step.rows.scratch
-    speculator.set_attn()
-    assert (speculator._compiled is not None) == compiled
+    memory: Any = SimpleNamespace(buffers=step.rows, last_position=MAX_MODEL_LEN - 1)
+    growth = speculator_of(step.plan, cuda_ops.CUDAOps(at_hand))._growth(memory)
+    assert isinstance(growth, TensorGrowth) != compiled

@@ -18,8 +18,8 @@ from paged_cases import DEVICE
 from vllm.v1.worker.gpu import block_table, buffer_utils
 
 from dyntree_kernels.ancestors import pack_bits
+from dyntree_kernels.contracts import OfRequests
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
-from dyntree_kernels.growth import OfRequests
 
 STATES, LONGEST, PAD = 9, 63, -1
 SIZES = [16, 4, 8]  # of a block, by group

@@ -11,10 +11,10 @@ import pytest
 import torch
 from paged_cases import DEVICE
 
+from dyntree_kernels.contracts import GrowthSettings, RowBuffers, TreeArrays
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cuda.growth import DeviceGrowth
-from dyntree_kernels.growth import GrowthSettings, RowBuffers, TreeArrays
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.tree.growth import GrowthConfig

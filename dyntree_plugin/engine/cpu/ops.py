@@ -1,0 +1,58 @@
+"""What a CPU brings to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dyntree_kernels.contracts import GrowthSettings, StepGrowth
+from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_kernels.cpu.gumbel import perturbed_logits
+from dyntree_kernels.cpu.kv_move import KVMover
+from dyntree_kernels.cpu.learn import learn
+from dyntree_kernels.cpu.walk import walk
+from dyntree_plugin.engine.attention.cpu import split_kv_cache
+from dyntree_plugin.engine.cpu.kv import PathMover
+from dyntree_plugin.engine.step.clock import Clock, StageClock
+from dyntree_plugin.engine.step.ops import Move
+from dyntree_plugin.engine.step.place import place
+from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows
+from dyntree_plugin.engine.step.transfer import at_hand
+from dyntree_plugin.engine.step.trees import TreeStore
+
+
+class CPUOps:
+    """The `TreeOps` of a CPU: kernels in numba and C, and calls that return when they are done."""
+
+    perturb = staticmethod(perturbed_logits)
+    walk = staticmethod(walk)
+    learn = staticmethod(learn)
+    send = staticmethod(at_hand)
+
+    def __init__(self) -> None:
+        self.clock: Clock = StageClock()
+
+    def place(
+        self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return place(batch, trees, prefill_len)
+
+    def mover(self, layers: Sequence[Attention]) -> Move:
+        isas: set[Any] = {layer.isa for layer in layers}
+        if len(isas) != 1:
+            raise RuntimeError(f"one KV cache group holds layers of several layouts: {isas}")
+        keys, values = zip(*(split_kv_cache(layer.kv_cache) for layer in layers), strict=True)
+        return PathMover(KVMover(keys, values, isas.pop()))
+
+    def row_writer(self, memory: RowMemory) -> RowWriter:
+        return TensorRows(memory)
+
+    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth | None:
+        return CompiledGrowth(settings)
+
+    def most_emitted(self, bound: int, emitted: torch.Tensor) -> int:
+        return min(bound, max(1, int(emitted.max())))

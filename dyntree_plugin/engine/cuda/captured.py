@@ -1,0 +1,208 @@
+"""Stages of a step as CUDA graphs, one for each of a few numbers of requests.
+
+vLLM runs its own draft models without graphs. A decode step needs nothing of the host but the
+requests' rows and the number of draft forwards, so verification, the catch-up, the roots' children,
+every forward and every finished tree are a graph each. What passes from one to the next lies at
+fixed addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from dyntree_kernels.contracts import Walked
+from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
+from dyntree_plugin.engine.step.draft import DraftStages, Eager
+from dyntree_plugin.engine.step.ops import Player
+from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
+from dyntree_plugin.engine.step.verify import TreeVerifier
+from dyntree_plugin.tree.drafting import grow
+
+MOST_REQUESTS = 128
+"""The largest batch that is captured."""
+
+
+class CapturedStages:
+    """`Graphs` of verification and drafting; what was not captured runs eagerly."""
+
+    def __init__(self) -> None:
+        self._drafting: CapturedDrafting | None = None
+        self._verification: CapturedVerification | None = None
+
+    @property
+    def fewest_forwards(self) -> int:
+        return 0 if self._drafting is None else self._drafting.fewest_forwards
+
+    @property
+    def has_drafting(self) -> bool:
+        """Whether drafting is to be captured."""
+        return self._drafting is not None
+
+    def prepare_drafting(self, drafting: CapturedDrafting | None) -> None:
+        """Make room for the graphs of a new KV cache; None to draft eagerly."""
+        self._drafting = drafting
+
+    def capture_drafting(self, record: Record) -> None:
+        if self._drafting is not None:
+            self._drafting.capture(record)
+
+    def capture_verification(self, verifier: TreeVerifier, most: int, record: Record) -> None:
+        """Capture batches of up to ``most`` requests; the KV cache must be there."""
+        if not verifier.trees.plan.reads_draws:
+            self._verification = CapturedVerification(verifier, most)
+            self._verification.capture(record)
+
+    def drop_verification(self) -> None:
+        """Forget graphs that move rows in a KV cache that is about to go."""
+        self._verification = None
+
+    def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
+        return None if self._verification is None else self._verification(packed, sampled)
+
+    def drafting(self, packed: torch.Tensor) -> Player | None:
+        return None if self._drafting is None else self._drafting.player(packed)
+
+
+class CapturedVerification:
+    """Walk, move and learning in one graph."""
+
+    def __init__(self, verifier: TreeVerifier, most: int) -> None:
+        device, rows = verifier.buffers.device, verifier.trees.shape.node_budget + 1
+        packed = torch.zeros(most, COLUMNS, dtype=torch.int64, device=device)
+        sampled = torch.zeros(most * rows, dtype=torch.int64, device=device)
+        inputs = [Input(packed, PADDING), Input(sampled, rows=rows)]
+        self._verifier = verifier
+        # Results are copied to the host while graphs of drafting run. Memory of this graph's pool
+        # could belong to those as well.
+        self._room = verifier.room_for(most)
+        self._graphs = RequestGraphs(self._run, inputs, request_sizes(most))
+
+    def capture(self, record: Record) -> None:
+        self._graphs.capture(record)
+
+    def __call__(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
+        values = self._graphs(packed, sampled)
+        return None if values is None else Walked(*values)
+
+    def _run(self, packed: torch.Tensor, sampled: torch.Tensor) -> Tensors:
+        walked = Walked(*(each[: len(packed)] for each in self._room))
+        requests = Requests(packed, self._verifier.trees.spare)
+        self._verifier.walk(requests, sampled, None, walked)
+        self._verifier.move_and_learn(requests, walked)
+        return tuple(walked)
+
+
+class CapturedDrafting:
+    """The stages of drafting, each a graph; all growth is one where it cannot be resumed."""
+
+    def __init__(
+        self, stages: DraftStages, numbers_emitted: Sequence[int], most: int, spare: int
+    ) -> None:
+        """``numbers_emitted``: how many tokens a request can get at most, for trees of each size.
+        ``most``: the most requests of a captured batch."""
+        self._stages = stages
+        self._spare = spare
+        sizes = request_sizes(most)
+        device = stages.memory.device
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(most, *shape, dtype=dtype, device=device)
+
+        packed = Input(zeros(COLUMNS, dtype=torch.int64), PADDING)
+        roots, counts = Input(zeros(dtype=torch.int64)), Input(zeros(dtype=torch.int32))
+        tokens = zeros(max(numbers_emitted), dtype=torch.int64)
+
+        def graphs(function: Callable[..., Tensors], *inputs: Input) -> RequestGraphs:
+            return RequestGraphs(function, [packed, *inputs], sizes)
+
+        self.catch_up = {
+            number: graphs(self._run_catch_up, roots, Input(tokens[:, :number]), counts)
+            for number in sorted(numbers_emitted)
+        }
+        every = range(len(stages.widths))
+        self.whole = self.root = None
+        self.forwards: list[RequestGraphs] = []
+        self.finish: list[RequestGraphs] = []
+        if not stages.resumable:
+            self.whole = graphs(self._run_whole)
+            return
+        self.root = graphs(self._run_root)
+        self.forwards = [graphs(partial(self._run_forward, number)) for number in every]
+        self.finish = [graphs(partial(self._run_finish, n)) for n in range(len(every) + 1)]
+
+    @property
+    def fewest_forwards(self) -> int:
+        return 0 if self.whole is None else len(self._stages.widths)
+
+    def capture(self, record: Record) -> None:
+        growth = [graphs for graphs in (self.root, self.whole) if graphs is not None]
+        for graphs in (*self.catch_up.values(), *growth, *self.forwards, *self.finish):
+            graphs.capture(record)
+
+    def player(self, packed: torch.Tensor) -> Player | None:
+        """Replay the stages for these requests; None for a batch that was not captured."""
+        smallest = next(iter(self.catch_up.values()))
+        return Replay(self, packed) if smallest.serves(len(packed)) else None
+
+    def _requests(self, packed: torch.Tensor) -> Requests:
+        return Requests(packed, self._spare)
+
+    def _run_catch_up(self, packed: torch.Tensor, *given: torch.Tensor) -> Tensors:
+        roots, tokens, counts = given
+        emitted = Emitted(roots, tokens, counts, most=tokens.shape[1])
+        self._stages.catch_up(self._requests(packed), emitted)
+        return ()
+
+    def _run_root(self, packed: torch.Tensor) -> Tensors:
+        self._stages.root(self._requests(packed))
+        return ()
+
+    def _run_forward(self, number: int, packed: torch.Tensor) -> Tensors:
+        requests = self._requests(packed)
+        self._stages.resume(requests, number)
+        self._stages.forward(requests, number)
+        return ()
+
+    def _run_finish(self, forwards: int, packed: torch.Tensor) -> Tensors:
+        requests = self._requests(packed)
+        self._stages.resume(requests, forwards)
+        return (self._stages.finish(requests, forwards),)
+
+    def _run_whole(self, packed: torch.Tensor) -> Tensors:
+        eager = Eager(self._stages, self._requests(packed))
+        return (grow(eager, len(self._stages.widths))[0],)
+
+
+class Replay:
+    """A `Player` that replays graphs over the requests of one step."""
+
+    def __init__(self, drafting: CapturedDrafting, packed: torch.Tensor) -> None:
+        self._drafting = drafting
+        self._packed = packed
+        self._filled = False
+
+    def catch_up(self, emitted: Emitted) -> None:
+        captured = self._drafting.catch_up
+        most = next(number for number in captured if number >= emitted.most)
+        captured[most](self._packed, emitted.roots, emitted.tokens[:, :most], emitted.counts)
+        self._filled = True
+
+    def root(self) -> None:
+        if not self._filled:  # a batch with prompts was caught up eagerly
+            smallest = next(iter(self._drafting.catch_up.values()))
+            smallest.fill((self._packed,))
+        if self._drafting.root is not None:
+            self._drafting.root.replay(len(self._packed))
+
+    def forward(self, number: int) -> bool:
+        if self._drafting.whole is None:
+            self._drafting.forwards[number].replay(len(self._packed))
+        return True
+
+    def finish(self, forwards: int) -> torch.Tensor:
+        graphs = self._drafting.whole or self._drafting.finish[forwards]
+        return graphs.replay(len(self._packed))[0]

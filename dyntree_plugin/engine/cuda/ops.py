@@ -1,0 +1,120 @@
+"""What CUDA brings to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dyntree_kernels.contracts import GrowthSettings, StepGrowth
+from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
+from dyntree_kernels.cuda.growth import MOST_CANDIDATES, DeviceGrowth
+from dyntree_kernels.cuda.gumbel import perturbed_logits
+from dyntree_kernels.cuda.kv_move import KVMover
+from dyntree_kernels.cuda.learn import learn
+from dyntree_kernels.cuda.place import place
+from dyntree_kernels.cuda.walk import walk
+from dyntree_plugin.engine.cuda.clock import EventClock
+from dyntree_plugin.engine.step.clock import Clock
+from dyntree_plugin.engine.step.ops import Move
+from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.requests import Requests
+from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows, TreeRows
+from dyntree_plugin.engine.step.transfer import Send
+from dyntree_plugin.engine.step.trees import TreeStore
+
+
+class CUDAOps:
+    """The `TreeOps` of CUDA: kernels in Triton, and calls that return before they are done."""
+
+    perturb = staticmethod(perturbed_logits)
+    walk = staticmethod(walk)
+    learn = staticmethod(learn)
+
+    def __init__(self, send: Send) -> None:
+        self.clock: Clock = EventClock()
+        self.send = send
+
+    def place(
+        self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        requests = batch.num_reqs
+        return place(
+            batch.positions,
+            batch.idx_mapping,
+            batch.cu_num_logits,
+            batch.query_start_loc[: requests + 1],
+            batch.seq_lens[:requests],
+            prefill_len,
+            trees.depths,
+            trees.ancestors,
+            batch.num_tokens,
+        )
+
+    def mover(self, layers: Sequence[Attention]) -> Move:
+        return KVMover([layer.kv_cache for layer in layers])
+
+    def row_writer(self, memory: RowMemory) -> RowWriter:
+        return KernelRows(memory)
+
+    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth | None:
+        candidates = settings.children * (1 + sum(settings.widths))
+        return DeviceGrowth(settings) if candidates <= MOST_CANDIDATES else None
+
+    def most_emitted(self, bound: int, emitted: torch.Tensor) -> int:
+        return bound
+
+
+class KernelRows:
+    """A `RowWriter` of one launch each."""
+
+    def __init__(self, memory: RowMemory) -> None:
+        self._memory = memory
+        self._tensors = TensorRows(memory)
+        tables = memory.block_tables
+        self._tables = SlotTables(
+            tables.block_table_ptrs,
+            tables.block_table_strides,
+            tables.block_sizes_tensor,
+            tables.slot_mapping_enabled,
+        )
+
+    def chain(self, requests: Requests, emitted: Emitted) -> TreeRows:
+        memory, num_reqs, width = self._memory, len(emitted.roots), emitted.most
+        rows = memory.tree_rows(num_reqs, width, columns=width)
+        last, ends = memory.root_rows[:num_reqs], memory.root_positions[:num_reqs]
+        chain(
+            requests.packed,
+            emitted.roots,
+            emitted.tokens[:, :width],
+            emitted.counts,
+            self._tables,
+            ChainRows(rows.ids, rows.positions, rows.ancestor_bits, rows.slots, last, ends),
+            self._seen(num_reqs),
+            memory.last_position,
+        )
+        return rows
+
+    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
+        if not isinstance(growth, DeviceGrowth):
+            self._tensors.begin(growth, requests, chained)
+            return
+        memory, num_reqs = self._memory, len(requests.packed)
+        growth.resume(num_reqs, 0)
+        begin(
+            requests.packed,
+            memory.root_positions[:num_reqs],
+            chained,
+            self._tables,
+            growth.of_requests,
+            memory.stored_at[:num_reqs],
+            memory.scratch_slots,
+            self._seen(num_reqs),
+            memory.scratch,
+            memory.last_position,
+        )
+
+    def _seen(self, num_reqs: int) -> Seen:
+        return Seen(self._memory.ctx_lens[:num_reqs], self._memory.seq_lens[:num_reqs])

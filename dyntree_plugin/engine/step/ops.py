@@ -1,0 +1,103 @@
+"""What a device brings to a step, in one object; and how stages are replayed from graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from dyntree_kernels.contracts import GrowthSettings, Learn, StepGrowth, Walk, Walked
+    from dyntree_plugin.engine.step.clock import Clock
+    from dyntree_plugin.engine.step.records import Emitted
+    from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
+    from dyntree_plugin.engine.step.transfer import Send
+    from dyntree_plugin.engine.step.trees import TreeStore
+    from dyntree_plugin.tree.children import Perturb
+
+Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Move the KV rows of accepted nodes to the places that a chain would have given them, in every
+layer of a KV cache group: ``move(path, roots, slots)``.
+
+``path`` int64 [R, D]: node ``path[r, k]`` goes to the place of depth ``k + 1``; -1 after the last
+accepted node. ``roots`` int64 [R]: batch row of each root, followed by its nodes' rows. ``slots``
+int64 [T]: cache slot of every row.
+"""
+
+
+class TreeOps(Protocol):
+    """A device's kernels, and the few decisions that depend on the device."""
+
+    perturb: Perturb
+    walk: Walk
+    learn: Learn
+    clock: Clock
+    send: Send
+
+    def place(
+        self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `place.place` does."""
+        ...
+
+    def mover(self, layers: Sequence[Attention]) -> Move:
+        """Make the function that moves accepted rows in these layers' KV cache."""
+        ...
+
+    def row_writer(self, memory: RowMemory) -> RowWriter:
+        """Make what fills the rows of draft forwards."""
+        ...
+
+    def compiled_growth(self, settings: GrowthSettings) -> StepGrowth | None:
+        """Make compiled growth; None for more candidates per request than it supports."""
+        ...
+
+    def most_emitted(self, bound: int, emitted: torch.Tensor) -> int:
+        """Bound the tokens that a request got in a step, from ``bound``, which the host knows, and
+        ``emitted`` [R], which the device knows."""
+        ...
+
+
+class Player(Protocol):
+    """Runs the stages of drafting over the requests of one step."""
+
+    def catch_up(self, emitted: Emitted) -> None: ...
+
+    def root(self) -> None: ...
+
+    def forward(self, number: int) -> bool: ...
+
+    def finish(self, forwards: int) -> torch.Tensor: ...
+
+
+class Graphs(Protocol):
+    """Replays stages that were captured. Whether a stage runs eagerly is decided here alone."""
+
+    @property
+    def fewest_forwards(self) -> int:
+        """Draft forwards that captured drafting always runs."""
+        ...
+
+    def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
+        """Replay walk, move and learning; None if they were not captured for this batch."""
+        ...
+
+    def drafting(self, packed: torch.Tensor) -> Player | None:
+        """Replay the stages of drafting; None if they were not captured for this batch."""
+        ...
+
+
+class NoGraphs:
+    """`Graphs` of an engine that runs every stage eagerly."""
+
+    fewest_forwards = 0
+
+    def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
+        return None
+
+    def drafting(self, packed: torch.Tensor) -> Player | None:
+        return None

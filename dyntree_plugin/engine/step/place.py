@@ -1,0 +1,47 @@
+"""Stage 1, place: give the rows of tree nodes their positions, and the mask of who sees whom."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.step.ops import TreeOps
+from dyntree_plugin.engine.step.trees import TreeStore
+
+
+def place_nodes(
+    batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor, ops: TreeOps
+) -> TreeMask:
+    """Turn the linear positions of a batch with drafts into those of tree nodes; make the mask."""
+    drafts = batch.num_draft_tokens_per_req
+    if drafts is None:
+        raise RuntimeError("vLLM scheduled drafts without saying whose they are")
+    requests = slice(batch.num_reqs)
+    plain = (drafts == 0) | (batch.num_scheduled_tokens[requests] != drafts + 1)
+    plain |= batch.is_prefilling_np[requests]
+    return TreeMask(*ops.place(batch, trees, prefill_len), has_plain=bool(plain.any()))
+
+
+def place(
+    batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Change the batch's positions in place; return ``ctx_lens`` and ``ancestor_bits`` of TreeMask.
+
+    ``prefill_len`` [slots]: tokens of each request's prompt. If one token of its prompt is left,
+    vLLM fills a request up with drafts; these are not a tree.
+    """
+    slot, row = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
+    depth = trees.depths[slot, (row - 1).clamp(min=0)]
+    rows = batch.logits_indices
+    has_tree = batch.positions[rows] - row >= prefill_len[slot]
+    batch.positions[rows] += torch.where(has_tree & (row > 0), depth - row, 0)
+
+    num_reqs = batch.num_reqs
+    lengths = batch.query_start_loc[1 : num_reqs + 1] - batch.query_start_loc[:num_reqs]
+    num_logits = torch.diff(batch.cu_num_logits)
+    is_tree = (num_logits > 1) & (lengths == num_logits)
+    is_tree &= has_tree[batch.cu_num_logits[:-1].long()]
+    bits = torch.zeros(batch.num_tokens, trees.words, dtype=torch.int32, device=rows.device)
+    bits[rows] = trees.ancestors[slot, row]
+    return torch.where(is_tree, batch.seq_lens[:num_reqs] - lengths, -1), bits

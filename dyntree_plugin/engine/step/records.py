@@ -1,0 +1,59 @@
+"""What the stages of a step hand to one another. Imports nothing of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from dyntree_kernels.contracts import Walked
+    from dyntree_plugin.engine.attention.metadata import TreeMask
+
+
+@dataclass
+class Step:
+    """One decode step. Each field is set by one stage and read by later ones.
+
+    ``most_forwards``: limit on the draft forwards after the catch-up, from the scheduler; None
+    without a limit. ``mask`` (place): which rows the target's rows see; None without trees.
+    ``packed`` (verify, or draft where nothing is verified): the batch's requests, as `pack` makes
+    them. ``verified`` (verify): the accepted paths; None if no request had drafts.
+    ``drafted`` (draft): the next trees.
+    """
+
+    most_forwards: int | None = None
+    mask: TreeMask | None = None
+    packed: torch.Tensor | None = None
+    verified: Walked | None = None
+    drafted: Drafted = field(default_factory=lambda: Drafted(None, 0, None))
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What drafting made.
+
+    ``tokens`` int64 [R, node_budget]: of the trees' nodes; None if no tree was grown. ``forwards``:
+    draft forwards, the catch-up included. ``growth_forwards``: those after it; None if no tree was
+    grown.
+    """
+
+    tokens: torch.Tensor | None
+    forwards: int
+    growth_forwards: int | None
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The tokens that a step emitted for R requests.
+
+    ``roots`` int64 [R]: positions of the verified trees' roots, up to which the draft's cache is
+    filled. ``tokens`` int64 [R, E]: the tokens after them. ``counts`` [R]: how many of these are
+    real. ``most``: upper bound of ``counts``, known on the host.
+    """
+
+    roots: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    most: int

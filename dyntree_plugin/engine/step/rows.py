@@ -1,0 +1,204 @@
+"""The rows of draft forwards: their memory, their attention metadata, and who fills them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from dyntree_kernels.contracts import RowBuffers, StepGrowth
+from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
+from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.requests import Requests
+
+PAD_SLOT = -1
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Rows of one draft forward, ``width`` for each of R requests, and the attention metadata
+    that reads them."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    ancestor_bits: torch.Tensor
+    slots: torch.Tensor
+    metadata: dict[str, Any]
+    slots_by_layer: dict[str, torch.Tensor]
+
+
+class RowMemory:
+    """Tensors at fixed addresses that draft forwards read, so that each can be a graph.
+
+    Between steps the draft's cache holds the context up to the last emitted token, the root. The
+    nodes that a step expands go to the scratch slots after it; the next step overwrites them.
+    """
+
+    def __init__(self, model: StandaloneARSpeculator, most_rows: int, scratch: int) -> None:
+        """``model``: the stock speculator, whose attention and block tables are set.
+        ``most_rows``: the most rows of a request in one forward. ``scratch``: the nodes of a
+        request that a step expands."""
+        self._model = model
+        self.device = model.device
+        self.requests = requests = model.max_num_reqs
+        self.last_position = model.max_model_len - 1
+        self.block_tables = model.block_tables
+        self.scratch = scratch
+        rows = model.max_num_tokens + requests * most_rows
+        words = max(_words(most_rows), _words(scratch))
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=self.device)
+
+        self.ids = zeros(rows, dtype=torch.int32)
+        self.positions = zeros(rows, dtype=torch.int64)
+        self._bits = zeros(requests * most_rows * words, dtype=torch.int32)
+        groups = self.block_tables.num_kv_cache_groups
+        self.slots = zeros(groups, rows, dtype=torch.int64)
+        self.scratch_slots = zeros(groups, requests * max(1, scratch), dtype=torch.int64)
+        # What the rows of a forward see: the context, and the end of the request's cache.
+        self.ctx_lens = zeros(requests, dtype=torch.int32)
+        self.seq_lens = zeros(requests, dtype=torch.int32)
+        # The next trees' roots: positions, rows in the catch-up, hidden states, and tree slots.
+        self.root_positions = zeros(requests, dtype=torch.int64)
+        self.root_rows = zeros(requests, dtype=torch.int64)
+        dtype: Any = model.dtype  # vLLM has resolved its name by now
+        self.root_hidden = zeros(requests, model.hidden_size, dtype=dtype)
+        self.stored_at = zeros(requests, dtype=torch.int64)
+        # First rows of requests, by the number of rows that each has.
+        widths = torch.arange(max(most_rows, scratch) + 1, device=self.device)
+        self._row_starts = widths.int()[:, None] * model.arange_gpu
+        # Masks say what tree rows attend to. Only the device knows how long a request is.
+        self._longest = torch.full((requests,), model.max_model_len, dtype=torch.int32)
+
+    @property
+    def buffers(self) -> RowBuffers:
+        """The same tensors, for growth."""
+        return RowBuffers(self.ids, self.positions, self.slots, self.scratch_slots)
+
+    def starts(self, requests: int, width: int) -> torch.Tensor:
+        """Return the first rows of requests that have ``width`` each, int32 [R + 1]."""
+        return self._row_starts[width, : requests + 1]
+
+    def slots_of(
+        self, requests: Requests, positions: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the cache slots of ``positions`` [R, W], int64 [groups, R, W] within ``out``."""
+        num_reqs, width = positions.shape
+        slots = self.block_tables.compute_slot_mappings(
+            requests.index.contiguous(),  # vLLM's kernel takes no stride
+            self.starts(num_reqs, width),
+            positions.flatten(),
+            num_reqs * width,
+            out=out,
+        )
+        return slots.view(-1, num_reqs, width)
+
+    def tree_rows(self, requests: int, width: int, columns: int) -> TreeRows:
+        """Return rows, and metadata that reads them, for a forward of ``width`` rows per request.
+
+        The caller fills them. Ancestor bits stand for the ``columns`` cache slots after the
+        context.
+        """
+        model, rows, words = self._model, requests * width, _words(columns)
+        bits = self._bits[: rows * words].view(rows, words)
+        slots = self.slots[:, :rows]
+        mask = TreeMask(self.ctx_lens[:requests], bits, has_plain=False, in_place=True)
+        metadata = build_attn_metadata(
+            attn_groups=model.attn_groups,
+            num_reqs=requests,
+            num_tokens=rows,
+            query_start_loc_gpu=self.starts(requests, width),
+            query_start_loc_cpu=torch.from_numpy(model.arange_np[: requests + 1] * width),
+            max_query_len=width,
+            seq_lens=self.seq_lens[:requests],
+            max_seq_len=model.max_model_len,
+            block_tables=[table[:requests] for table in self.block_tables.input_block_tables],
+            slot_mappings=slots,
+            kv_cache_config=model.kv_cache_config,
+            seq_lens_cpu_upper_bound=self._longest[:requests],
+            positions=self.positions[:rows],
+            is_prefilling=model.draft_is_prefilling[:requests],
+            model_specific_attn_metadata=TreeAttnMetadata(mask),
+        )
+        by_layer = build_slot_mappings_by_layer(slots, model.kv_cache_config)
+        return TreeRows(self.ids[:rows], self.positions[:rows], bits, slots, metadata, by_layer)
+
+
+class RowWriter(Protocol):
+    """Fills the rows of draft forwards from what is known on the device alone."""
+
+    def chain(self, requests: Requests, emitted: Emitted) -> TreeRows:
+        """Fill the rows of the emitted tokens, each of which sees those before it.
+
+        Writes the roots' positions and rows, too.
+        """
+        ...
+
+    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
+        """Start growth at the roots, compute their scratch slots, and set what rows see.
+
+        ``chained`` bool [slots + 1]: requests whose trees are chains.
+        """
+        ...
+
+
+class TensorRows:
+    """A `RowWriter` in plain torch."""
+
+    def __init__(self, memory: RowMemory) -> None:
+        self._memory = memory
+
+    def chain(self, requests: Requests, emitted: Emitted) -> TreeRows:
+        memory, num_reqs, width = self._memory, len(emitted.roots), emitted.most
+        step = torch.arange(width, device=memory.device)
+        after = emitted.roots[:, None] + 1 + step
+        real = (step < emitted.counts[:, None]) & (after <= memory.last_position)
+        positions = after.clamp(max=memory.last_position)
+        slots = memory.slots_of(requests, positions, memory.slots)
+        self._see(emitted.roots, columns=width)
+        rows = memory.tree_rows(num_reqs, width, columns=width)
+        rows.ids.view(num_reqs, width).copy_(emitted.tokens[:, :width])
+        rows.positions.view(num_reqs, width).copy_(positions)
+        rows.ancestor_bits.view(num_reqs, width, -1).copy_(_chain_bits(step))
+        rows.slots.copy_(slots.masked_fill(~real, PAD_SLOT).flatten(1))
+        # Padding requests may hold a count of another batch.
+        final = (emitted.counts.long() - 1).clamp(min=0, max=width - 1)
+        last = memory.root_rows[:num_reqs]
+        torch.add(memory.starts(num_reqs, width)[:-1], final, out=last)
+        torch.index_select(positions.flatten(), 0, last, out=memory.root_positions[:num_reqs])
+        return rows
+
+    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
+        memory, slots = self._memory, requests.slots
+        roots = memory.root_positions[: len(slots)]
+        memory.stored_at[: len(slots)].copy_(slots)
+        classes = requests.classes.clamp(min=0)
+        growth.start(roots, requests.temperature, classes, requests.seeds, chained[slots])
+        if memory.scratch:
+            after = roots[:, None] + 1 + torch.arange(memory.scratch, device=memory.device)
+            positions = after.clamp(max=memory.last_position)
+            memory.slots_of(requests, positions, memory.scratch_slots)
+            self._see(roots, memory.scratch)
+
+    def _see(self, roots: torch.Tensor, columns: int) -> None:
+        """Let rows see the context up to ``roots`` [R], and ``columns`` slots after it by bits."""
+        num_reqs = roots.shape[0]
+        torch.add(roots, 1, out=self._memory.ctx_lens[:num_reqs])
+        lengths = torch.add(roots, 1 + columns, out=self._memory.seq_lens[:num_reqs])
+        lengths.clamp_(max=self._memory.last_position + 1)
+
+
+def _words(columns: int) -> int:
+    """Return the int32 words of ancestor bits over so many columns."""
+    return max(1, -(-columns // 32))
+
+
+def _chain_bits(step: torch.Tensor) -> torch.Tensor:
+    """Return ancestor bits int32 [E, words] of rows 0, 1, … that see themselves and all before."""
+    word = torch.arange(-(-step.shape[0] // 32), device=step.device)
+    ones = (step[:, None] + 1 - 32 * word).clamp(0, 32)
+    return ((torch.ones_like(ones) << ones) - 1).int()

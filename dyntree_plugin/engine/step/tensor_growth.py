@@ -1,0 +1,98 @@
+"""Any growth of `tree`, driven as compiled growth is: a `StepGrowth` in plain torch."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from dyntree_kernels.contracts import RowBuffers
+from dyntree_plugin.engine.step.rows import PAD_SLOT
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.children import ChildPicker, DraftRows
+from dyntree_plugin.tree.growth.base import Frontier, Growth
+
+
+class TensorGrowth:
+    """Grow the trees of a plan with its own growth, and store them.
+
+    Its state is made anew by every `start`, so that it can be captured only as a whole.
+    """
+
+    def __init__(
+        self, trees: TreeStore, pick: ChildPicker, rows: RowBuffers, last_position: int
+    ) -> None:
+        self._trees = trees
+        self._pick = pick
+        self._rows = rows
+        self._last_position = last_position
+        self._growing = trees.plan.growing
+        self._ends = list(accumulate(self._growing.widths))
+
+    def start(
+        self,
+        roots: torch.Tensor,
+        temperatures: torch.Tensor,
+        classes: torch.Tensor,
+        seeds: torch.Tensor,
+        chained: torch.Tensor,
+    ) -> None:
+        self._roots = roots
+        self._of_requests = (temperatures, classes, seeds, chained)
+        on_host = roots.device.type == "cpu"
+        self._greedy = on_host and not bool(temperatures.any())  # sync: host memory on the CPU
+        self._growth: Growth = self._growing.start(len(roots), self._last_position - roots)
+        self._features: list[torch.Tensor] = []
+        self._forward = 0
+        self._positions, self._first = roots[:, None], 0
+        self._frontier: Frontier | None = None
+
+    def resume(self, requests: int, forwards: int) -> None:
+        raise RuntimeError("growth in plain torch is captured as a whole")
+
+    def pick(self, logits: torch.Tensor) -> None:
+        num_reqs, width = self._positions.shape
+        columns = torch.arange(self._first, self._first + width, device=logits.device)
+        temperature, classes, seeds, chained = (
+            each.repeat_interleave(width) for each in self._of_requests
+        )
+        rows = DraftRows(
+            temperature, classes, seeds, chained, self._positions.flatten(),
+            columns.repeat(num_reqs),
+        )  # fmt: skip
+        found = self._pick(logits, rows, self._greedy).by_request(num_reqs)
+        if found.features is not None:
+            self._features.append(found.features.flatten(1, 2))
+        self._growth.add(found.tokens, found.log_probs, found.distributions)
+
+    def expand(self, ancestor_bits: torch.Tensor) -> int | None:
+        frontier = self._frontier = self._growth.frontier()
+        end, width = self._ends[self._forward], self._growing.widths[self._forward]
+        self._forward += 1
+        self._first = 1 + end - width
+        deep = self._roots[:, None] + frontier.depths
+        self._positions = deep.clamp(max=self._last_position)
+        num_reqs = len(self._roots)
+        rows = num_reqs * width
+        self._rows.ids[:rows].view(num_reqs, width).copy_(frontier.tokens)
+        self._rows.positions[:rows].view(num_reqs, width).copy_(self._positions)
+        ancestor_bits.view(num_reqs, width, -1).copy_(frontier.ancestors)
+        columns = self._ends[-1]
+        scratch = self._rows.scratch[:, : num_reqs * columns].view(-1, num_reqs, columns)
+        slots = scratch[:, :, end - width : end].masked_fill(~frontier.valid, PAD_SLOT)
+        self._rows.slots[:, :rows].copy_(slots.flatten(1))
+        on_host = frontier.valid.device.type == "cpu"
+        return int(frontier.valid.sum()) if on_host else None  # sync: host memory on the CPU
+
+    @property
+    def frontier_values(self) -> torch.Tensor:
+        frontier = self._frontier
+        if frontier is None or frontier.values is None:
+            raise RuntimeError("this growth does not rank its nodes by value")
+        return frontier.values
+
+    def finish(self, slots: torch.Tensor) -> torch.Tensor:
+        tree = self._growth.finish()
+        features = torch.cat(self._features, dim=1) if self._features else None
+        self._trees.put(slots, tree, features)
+        return tree.tokens

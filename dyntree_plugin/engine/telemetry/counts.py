@@ -1,0 +1,53 @@
+"""What a worker counts of a step, on its way to the scheduler. Imports nothing of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dyntree_plugin.tree.budget.row_cost import RowCost
+
+ATTRIBUTE = "dyntree"
+"""Where a ModelRunnerOutput carries the worker's counts."""
+
+
+@dataclass(frozen=True)
+class WorkerCounts:
+    """One step's counts. Lists are by request of the batch; where nothing was verified, ``nodes``,
+    ``depths``, ``moved``, ``at_depth`` and ``expected`` are empty.
+
+    ``decoding``: requests whose prompt was complete before the step. ``nodes``, ``depths``,
+    ``moved``: nodes verified, depth of the deepest, KV rows moved. ``at_depth`` and ``expected``
+    float64 [R, D]: nodes at depth 1, 2, …, and how many of them the trees' values expected to be
+    accepted. ``pruned``: nodes by reason. ``stage_seconds``: seconds by stage. ``compared``:
+    seconds of a step in which every request decoded, and those that the target alone would have
+    taken for the same tokens; empty if that is not known. If the device has not finished this step
+    yet, both are those of earlier steps.
+
+    The scheduler chooses an adaptive budget from the rest. ``worth``: what `worth_by_forwards`
+    returns for the decoding requests' trees and each of `node_buckets`. ``growth_forwards``: draft
+    forwards after the catch-up that grew those trees; None if there were none. ``drafted``:
+    requests, draft forwards and seconds of drafting, for each finished step in which every request
+    decoded. ``row_cost`` and ``fewest_forwards``, with the first step: what rows cost, and the
+    fewest forwards that drafting can make.
+    """
+
+    decoding: list[bool]
+    nodes: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    at_depth: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)), compare=False)
+    expected: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)), compare=False)
+    pruned: dict[str, int] = field(default_factory=dict)
+    draft_forwards: int = 0
+    node_budget: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, float] = field(default_factory=dict)
+    worth: list[list[float]] = field(default_factory=list)
+    growth_forwards: int | None = None
+    drafted: list[tuple[int, int, float]] = field(default_factory=list)
+    row_cost: RowCost | None = None
+    fewest_forwards: int = 0

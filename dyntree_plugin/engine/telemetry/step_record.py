@@ -1,0 +1,215 @@
+"""What the worker notes of a step, until the device has finished it and its output is fetched."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from dyntree_kernels.contracts import Report
+from dyntree_plugin.engine.configuration import node_buckets
+from dyntree_plugin.engine.step.clock import DRAFTING, PLAIN, TREE, Measured, StageTimes
+from dyntree_plugin.engine.step.transfer import Arrival, Send
+from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
+from dyntree_plugin.metrics.names import BUDGET, SCHEDULER
+from dyntree_plugin.tree.budget.worth import worth_by_forwards
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from dyntree_plugin.tree.budget.plain_steps import PlainSteps
+    from dyntree_plugin.tree.budget.row_cost import RowCost
+    from dyntree_plugin.tree.plan import TreePlan
+
+MOST_SAMPLED = 8
+"""Sample at most this many trees per step when estimating worth; one of 64 nodes takes the host
+0.03 ms."""
+
+
+class StepRecord:
+    """Becomes WorkerCounts when the output is fetched.
+
+    Call `sampled` after sampling, `send` before drafting, and `ended` after it.
+    """
+
+    def __init__(self, plain_steps: PlainSteps | None = None, weighs_trees: bool = False) -> None:
+        """``plain_steps``: estimates steps of the target alone. ``weighs_trees``: the scheduler
+        chooses the budget, so it must know what trees are worth."""
+        self._plain_steps = plain_steps
+        self._weighs_trees = weighs_trees
+        self._row_cost: RowCost | None = None
+        self._fewest_forwards = 0
+        self._plan: TreePlan | None = None
+        self._decoding = np.zeros(0, dtype=bool)
+        self._context = 0.0
+        self._rows = 0
+        self._node_budget = 0
+        self._report: torch.Tensor | None = None
+        self._verified = False
+        self._growth_forwards: int | None = 0
+        self._arrival: Arrival | None = None
+        self._emitted = 0
+        self._draft_forwards = 0
+        self.times: StageTimes = Measured({})
+
+    def introduce(self, row_cost: RowCost, fewest_forwards: int) -> None:
+        """Carry what the scheduler must know before it chooses; with the first step."""
+        self._row_cost, self._fewest_forwards = row_cost, fewest_forwards
+
+    def sampled(
+        self,
+        batch: InputBatch,
+        found: torch.Tensor | None,
+        plan: TreePlan,
+        verified: bool,
+        growth_forwards: int | None,
+    ) -> None:
+        """Note the step's requests.
+
+        ``found``: their report; None if no tree waited for the step. ``verified``: the trees were
+        verified. ``growth_forwards``: draft forwards that grew them; None if there were none.
+        """
+        requests = slice(batch.num_reqs)
+        self._decoding = ~batch.is_prefilling_np[requests]
+        self._context = float(batch.num_computed_tokens_np[requests].mean())
+        self._rows = batch.num_tokens
+        drafts = batch.num_draft_tokens_per_req
+        self._node_budget = plan.shape.node_budget
+        if self._weighs_trees and drafts is not None:
+            self._node_budget = int(drafts.max())
+        self._plan = plan
+        self._report, self._verified = found, verified
+        self._growth_forwards = growth_forwards
+
+    def send(self, send: Send) -> None:
+        """Copy the report to the host."""
+        self._arrival = None if self._report is None else send(self._report)
+
+    def ended(self, draft_forwards: int, times: StageTimes) -> None:
+        self._draft_forwards, self.times = draft_forwards, times
+
+    def counts(self) -> WorkerCounts:
+        """Return what was noted, without times; waits for the copy that `send` began."""
+        counts = WorkerCounts(
+            self._decoding.tolist(),  # sync: host memory
+            draft_forwards=self._draft_forwards,
+            node_budget=self._node_budget,
+            growth_forwards=self._growth_forwards,
+            row_cost=self._row_cost,
+            fewest_forwards=self._fewest_forwards,
+        )
+        if self._arrival is None or self._plan is None:
+            return replace(counts, pruned={BUDGET: 0, SCHEDULER: 0})
+        report = Report.of(self._arrival(), self._plan.shape.max_depth)
+        counts = replace(counts, pruned=self._pruned(report), worth=self._worth(report))
+        if not self._verified:
+            return counts
+        self._emitted = int(report.emitted.sum())  # sync: it has arrived
+        return replace(
+            counts,
+            nodes=_whole(report.verified),
+            depths=_whole(report.deepest),
+            moved=_whole(report.moved),
+            at_depth=report.at_depth.numpy().copy(),  # sync: it has arrived
+            expected=report.expected.numpy().copy(),  # sync: it has arrived
+        )
+
+    @property
+    def _judged(self) -> np.ndarray:
+        """Whether a request's tree waited for this step; else its slot holds an earlier one."""
+        judged: np.ndarray = self._decoding & (self._growth_forwards is not None)
+        return judged
+
+    def _pruned(self, report: Report) -> dict[str, int]:
+        judged = torch.from_numpy(self._judged)
+        by_budget = (report.grown - report.admitted)[judged].sum()
+        by_scheduler = (report.admitted - report.verified)[judged].sum()
+        return {BUDGET: int(by_budget), SCHEDULER: int(by_scheduler)}  # sync: it has arrived
+
+    def _worth(self, report: Report) -> list[list[float]]:
+        """Estimate what trees are worth by forwards and size; large batches are sampled."""
+        judged = torch.from_numpy(self._judged)
+        chances, depths = report.chances[judged], report.depths[judged]
+        if self._plan is None or not self._weighs_trees or not chances.numel():
+            return []
+        stride = -(-len(chances) // MOST_SAMPLED)
+        shape = self._plan.shape
+        found = worth_by_forwards(
+            chances[::stride].numpy(),  # sync: it has arrived
+            depths[::stride].numpy(),  # sync: it has arrived
+            shape.max_depth - 1,
+            node_buckets(shape.node_budget),
+        )
+        return found.tolist()  # type: ignore[no-any-return]  # sync: host memory
+
+    def drafting(self, spent: dict[str, float]) -> list[tuple[int, int, float]]:
+        """``drafted``, of a step that spent so much on its stages."""
+        seconds = sum(spent.get(stage, 0.0) for stage in DRAFTING)
+        if not (seconds and self._draft_forwards and self._decoding.all()):
+            return []
+        return [(len(self._decoding), self._draft_forwards, seconds)]
+
+    def compare(self, spent: dict[str, float]) -> dict[str, float]:
+        """``compared``, of a step that spent so much on its stages; call it after ``counts``."""
+        requests = len(self._decoding)
+        if self._plain_steps is None or not requests or not self._decoding.all():
+            return {}
+        on_target = spent.get("target", 0.0), spent.get("sample", 0.0)
+        step = self._plain_steps.seconds(requests, self._context, self._rows, *on_target)
+        if step is None:
+            return {}
+        return {TREE: sum(spent.values()), PLAIN: step * (self._emitted or requests) / requests}
+
+
+def _whole(column: torch.Tensor) -> list[int]:
+    return column.long().tolist()  # type: ignore[no-any-return]  # sync: it has arrived
+
+
+class StepTimes:
+    """Times on their way to the counts: a device may finish a step after its output is fetched."""
+
+    def __init__(self) -> None:
+        self._records: deque[StepRecord] = deque()
+
+    def complete(self, record: StepRecord) -> WorkerCounts:
+        """The counts of a step, with the times of those steps that have finished since the last
+        call. Waits for the counts alone."""
+        counts = record.counts()
+        self._records.append(record)
+        stage_seconds: Counter[str] = Counter()
+        compared: Counter[str] = Counter()
+        drafted: list[tuple[int, int, float]] = []
+        while self._records and self._records[0].times.ready():
+            finished = self._records.popleft()
+            spent = {name: value for name, value in finished.times.seconds().items() if value}
+            stage_seconds.update(spent)
+            compared.update(finished.compare(spent))
+            drafted.extend(finished.drafting(spent))
+        return replace(
+            counts, stage_seconds=dict(stage_seconds), compared=dict(compared), drafted=drafted
+        )
+
+
+class CountedOutput(AsyncModelRunnerOutput):
+    """The runner's output together with the counts of its step."""
+
+    def __init__(
+        self, output: AsyncModelRunnerOutput, record: StepRecord, times: StepTimes
+    ) -> None:
+        self._output = output
+        self._record = record
+        self._times = times
+
+    def get_output(self) -> ModelRunnerOutput:
+        output = self._output.get_output()
+        setattr(output, ATTRIBUTE, self._times.complete(self._record))
+        return output
+
+    def get_kv_connector_output(self) -> Any:
+        # vLLM asks for it since 0.33, where `get_output` has failed.
+        stock: Any = self._output
+        return stock.get_kv_connector_output()

@@ -1,0 +1,315 @@
+"""What the kernels of a step read and write, on every device: growth, the walk, learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class TreeArrays(NamedTuple):
+    """Where trees are stored by slot: the tensors of the engine's store, and `TokenTree`'s terms.
+
+    ``parents``, ``depths`` int64 and ``values`` float32 [slots, N]; ``counts``, ``admitted``,
+    ``grown`` int64 [slots]; ``ancestors`` int32 [slots, N + 1, words]; ``features`` float32
+    [slots, N, 2], or [slots, 0, 2] where they are not kept.
+    """
+
+    parents: torch.Tensor
+    depths: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+    admitted: torch.Tensor
+    grown: torch.Tensor
+    ancestors: torch.Tensor
+    features: torch.Tensor
+
+
+class RowBuffers(NamedTuple):
+    """Memory of the rows of a draft forward, R * W of them, W of each request.
+
+    ``ids`` int32, ``positions`` int64; ``slots`` and ``scratch`` int64 [groups, …]: cache slots of
+    the rows, and those behind the roots that rows may take, ``sum(widths)`` of each request.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    scratch: torch.Tensor
+
+
+class OfRequests(NamedTuple):
+    """What growth knows of R requests, [R] each.
+
+    ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
+    ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
+    """
+
+    roots: torch.Tensor
+    temperatures: torch.Tensor
+    classes: torch.Tensor
+    seeds: torch.Tensor
+    chained: torch.Tensor
+
+
+class GrowthSettings(NamedTuple):
+    """What a `StepGrowth` is made with.
+
+    ``requests``: the most. ``least``: the least value of a node but the root's first child.
+    ``longest``: the last position. ``coupled``: whether scores have the target sampler's noise.
+    ``weights`` float32 [classes, 3]: of the learned chance, followed as they change; None where
+    it is not learned. ``rows`` and ``trees`` are written.
+    """
+
+    requests: int
+    node_budget: int
+    children: int
+    widths: tuple[int, ...]
+    least: float
+    longest: int
+    coupled: bool
+    weights: torch.Tensor | None
+    rows: RowBuffers
+    trees: TreeArrays
+
+
+def expansions_of(widths: Sequence[int], forwards: int) -> tuple[int, int]:
+    """The first expansion of the last of so many draft forwards, 0 for the root's, and the one
+    behind its last."""
+    end = 1 + sum(widths[:forwards])
+    return end - (widths[forwards - 1] if forwards else 1), end
+
+
+class StepGrowth(Protocol):
+    """Grows trees step by step as growth ``topk`` does, for as many requests as there is room.
+
+    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``, which may come behind
+    any ``pick``.
+    """
+
+    def start(
+        self,
+        roots: torch.Tensor,
+        temperatures: torch.Tensor,
+        classes: torch.Tensor,
+        seeds: torch.Tensor,
+        chained: torch.Tensor,
+    ) -> None:
+        """Begin a step's growth over R requests with what is copied of `OfRequests`."""
+        ...
+
+    def resume(self, requests: int, forwards: int) -> None:
+        """Go on behind ``forwards`` draft forwards, whose children were picked, over the first
+        ``requests`` of those that ``start`` was given last: for calls that are captured apart."""
+        ...
+
+    def pick(self, logits: torch.Tensor) -> None:
+        """Take the children of the last expansions from their logits [R * W, V].
+
+        Raises:
+            ValueError: for another number of rows.
+        """
+        ...
+
+    def expand(self, ancestor_bits: torch.Tensor) -> int | None:
+        """Choose the nodes of the next draft forward and write its rows; how many nodes they are,
+        None where the host cannot know.
+
+        ``ancestor_bits`` int32 [R * W, words]: written, bits over the scratch columns.
+        """
+        ...
+
+    @property
+    def frontier_values(self) -> torch.Tensor:
+        """Log of the values of the nodes that ``expand`` chose, float32 [R, W], -inf for none."""
+        ...
+
+    def finish(self, slots: torch.Tensor) -> torch.Tensor:
+        """Store the trees at ``slots`` int64 [R]; their nodes' tokens, int64 [R, N]."""
+        ...
+
+
+class BatchRows(NamedTuple):
+    """A batch of R requests, T rows and L rows of logits.
+
+    ``requests`` int64 [R, at least 5], dense rows: where a request's tree is stored, row of its
+    root among those of logits, rows of nodes behind it, row of the root among all, tokens of its
+    prompt; -1 throughout in what only fills the batch up. ``sampled`` int64 [L]: the target's
+    draws. ``ids`` int32 and ``positions`` int64 [T]. ``seq_lens`` int32 [R]. ``forbidden`` bool
+    [L]: of nodes, whether a grammar forbids them; None where there is none.
+    """
+
+    requests: torch.Tensor
+    sampled: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    forbidden: torch.Tensor | None = None
+
+
+class Walked(NamedTuple):
+    """The result of a walk over R requests and trees of N nodes and at most D levels.
+
+    ``path`` int64 [R, D]: accepted nodes from the root down, -1 after the last. ``tokens`` int64
+    [R, D + 1]: the target's tokens along the path, then the one sampled at the root. ``roots``
+    int64 [R]: rows of the roots in the batch. ``positions`` int64 [R]: positions of the roots.
+    ``counts`` int64 [R]: nodes that were verified. ``emitted`` int32 [R]: tokens that the request
+    gets, 0 while its prompt is incomplete. ``rejected`` int32 [R]: the rest of its rows, 0 while
+    its prompt is incomplete. ``report`` float64 [R, C]: the counts for the metrics, in the columns
+    of `Report`.
+    """
+
+    path: torch.Tensor
+    tokens: torch.Tensor
+    roots: torch.Tensor
+    positions: torch.Tensor
+    counts: torch.Tensor
+    emitted: torch.Tensor
+    rejected: torch.Tensor
+    report: torch.Tensor
+
+
+GROWN, ADMITTED, VERIFIED, DEEPEST, MOVED, EMITTED, AT_DEPTH = range(7)
+"""Columns of a report: nodes that were grown, admitted by the budget, and verified; the depth of
+the deepest verified node; accepted nodes that change place in the KV cache; emitted tokens; and
+the first of the columns by depth."""
+
+
+class Report(NamedTuple):
+    """Views of a report [R, C] by name.
+
+    ``at_depth`` [R, D]: verified nodes at depth 1 to D. ``expected`` [R, D]: the sum of their
+    values, that is how many of them were expected to be accepted. ``chances`` and ``depths``
+    [R, N]: value and depth of every stored node, if the report has them; else [R, 0].
+    """
+
+    grown: torch.Tensor
+    admitted: torch.Tensor
+    verified: torch.Tensor
+    deepest: torch.Tensor
+    moved: torch.Tensor
+    emitted: torch.Tensor
+    at_depth: torch.Tensor
+    expected: torch.Tensor
+    chances: torch.Tensor
+    depths: torch.Tensor
+
+    @classmethod
+    def of(cls, columns: torch.Tensor, levels: int) -> Report:
+        """Name the columns of a report on trees of at most so many ``levels``."""
+        chances = AT_DEPTH + 2 * levels
+        nodes = (columns.shape[1] - chances) // 2
+        widths = (levels, levels, nodes, nodes)
+        return cls(*columns[:, :AT_DEPTH].unbind(1), *columns[:, AT_DEPTH:].split(widths, dim=1))
+
+
+def report_width(nodes: int, levels: int, *, ranked: bool) -> int:
+    """Return the number of a report's columns; ``ranked``: with every node's value and depth."""
+    return AT_DEPTH + 2 * levels + (2 * nodes if ranked else 0)
+
+
+def room_for(
+    requests: int, nodes: int, max_depth: int, device: torch.device, *, ranked: bool
+) -> Walked:
+    """Allocate the result of a walk over trees of at most N ``nodes`` and ``max_depth`` levels."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(requests, *shape, dtype=dtype, device=device)
+
+    columns = report_width(nodes, max_depth, ranked=ranked)
+    return Walked(
+        path=empty(max_depth),
+        tokens=empty(max_depth + 1),
+        roots=empty(),
+        positions=empty(),
+        counts=empty(),
+        emitted=empty(dtype=torch.int32),
+        rejected=empty(dtype=torch.int32),
+        report=empty(columns, dtype=torch.float64),
+    )
+
+
+class Walk(Protocol):
+    """Accepts the paths that the target's samples follow, for all requests in one call.
+
+    `tree/match.py` is the rule in plain torch, for any tree.
+    """
+
+    def __call__(self, batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
+        """Fill ``found``, which `room_for` has made; ``ranked`` as there.
+
+        Children of one node carry different tokens.
+
+        Raises:
+            ValueError: for arrays that are not dense.
+        """
+        ...
+
+
+def check_walk(batch: BatchRows, trees: TreeArrays, found: Walked) -> None:
+    """Raise ValueError unless the arrays of a `Walk` are dense."""
+    read = (batch.sampled, batch.ids, batch.positions, batch.seq_lens, batch.forbidden)
+    stored = (trees.parents, trees.depths, trees.values, trees.counts, trees.admitted, trees.grown)
+    arrays = [array for array in (*read, *stored, *found) if array is not None]
+    if not all(array.is_contiguous() for array in arrays) or batch.requests.stride(1) != 1:
+        raise ValueError("the arrays of a batch, its trees and the results must be dense")
+
+
+class Regression(NamedTuple):
+    """``weights`` float32 [classes, 3] and ``information`` [classes, 3, 3], which are changed.
+    ``prior``, ``low``, ``high`` float32 [3]: what is known before of the weights, as sure as
+    ``strength``, and their bounds. ``memory``: judged nodes after which one counts for 1/e.
+    ``steps``: of Newton's method."""
+
+    weights: torch.Tensor
+    information: torch.Tensor
+    prior: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    strength: float
+    memory: float
+    steps: int
+
+
+class Learn(Protocol):
+    """Newton steps of the regressions in one call, as `AcceptanceEstimate.observe` has them."""
+
+    def __call__(
+        self,
+        regression: Regression,
+        features: torch.Tensor,
+        parents: torch.Tensor,
+        path: torch.Tensor,
+        counts: torch.Tensor,
+        slots: torch.Tensor,
+        classes: torch.Tensor,
+    ) -> None:
+        """Learn which nodes the target took, of those whose parent is the root or was taken.
+
+        Args:
+            features: float32 [S, N, 2], and parents: int64 [S, N], the trees.
+            path: int64 [R, D] of dense rows, the nodes that were taken, -1 after the last.
+            counts: int64 [R], nodes that were verified, the first ones.
+            slots: int64 [R], where the requests' trees are; not read where there is no class.
+            classes: int64 [R], a request's class; -1 for none.
+
+        Raises:
+            ValueError: for other arrays that are not dense.
+        """
+        ...
+
+
+def check_learning(
+    regression: Regression,
+    features: torch.Tensor,
+    parents: torch.Tensor,
+    path: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Raise ValueError unless the arrays of `Learn` are dense."""
+    learned = (regression.weights, regression.information)
+    known = (regression.prior, regression.low, regression.high)
+    dense = (each.is_contiguous() for each in (features, parents, counts, *learned, *known))
+    if not all(dense) or path.stride(1) != 1:
+        raise ValueError("the arrays of the trees and the regression must be dense")
