@@ -86,14 +86,14 @@ def pair() -> None:
 def demo(context: typer.Context) -> None:
     """Completes code with and without the tree, and draws a tree."""
     ready_for_engine(context.args)
-    import_module("dyntree_plugin.commands.demo").main(context.args)
+    import_module("dyntree_plugin.commands.demo.command").main(context.args)
 
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def show(context: typer.Context) -> None:
     """Shows the tree of every step of a completion: in the terminal, as DOT, or as a page."""
     ready_for_engine(context.args)
-    import_module("dyntree_plugin.commands.show").main(context.args)
+    import_module("dyntree_plugin.commands.show.command").main(context.args)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -114,7 +114,7 @@ def doctor(
     Ends with status 1 if anything fails.
     """
     _refuse_a_command(command or [])
-    run = import_module("dyntree_plugin.commands.doctor").run
+    run = import_module("dyntree_plugin.commands.doctor.command").run
     status = run(command or [], build_kernels=build_kernels, as_json=as_json, verbose=verbose)
     raise typer.Exit(status)
 
@@ -135,7 +135,7 @@ def top(
     """Shows whether a running server's trees pay: acceptance, speed, where its time goes."""
     from rich.console import Console
 
-    from dyntree_plugin.commands.top import run
+    from dyntree_plugin.commands.top.command import run
     from dyntree_plugin.commands.top.page import Unreadable
 
     try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from rich.console import Group, RenderableType
+from rich.panel import Panel
 from rich.text import Text
 from rich.tree import Tree
 
-from dyntree_plugin.escape import escaped
+from dyntree_plugin.escape import escaped, escaped_lines
 from dyntree_plugin.tree.step import TreeStep
 
 Detokenise = Callable[[int], str]
@@ -18,6 +20,7 @@ ACCEPTED = "✓"
 BONUS = "+"
 MAX_SIBLINGS = 6
 _MAX_LABEL = 40
+_CODE_LINES = 4
 
 _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 
@@ -50,6 +53,27 @@ def rich_tree(step: TreeStep, text: Detokenise, max_siblings: int | None = MAX_S
     bonus = Text(f"{BONUS} {visible(text(step.bonus_token))}", style="bold cyan")
     branches[end].add(bonus.append("  bonus: the target's own token", style="not bold dim"))
     return drawn
+
+
+def step_panel(
+    step: TreeStep, before: str, text: Detokenise, title: str = "One step"
+) -> RenderableType:
+    """Draw one step's tree below the last lines of ``before``, the text up to its root."""
+    lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
+    legend = Text.assemble(
+        (f"{ACCEPTED} accepted", "bold green"),
+        "   numbers: estimated chance of the token, and of its whole path\n",
+        style="dim",
+    )
+    emitted = Text("\nThis step emitted: ", style="dim").append(
+        " ".join(visible(text(token)) for token in step.emitted), style="bold"
+    )
+    return Panel(
+        Group(legend, Text(lines, style="dim"), rich_tree(step, text), emitted),
+        title=f"{title}: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
+        title_align="left",
+        padding=(0, 1),
+    )
 
 
 def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:

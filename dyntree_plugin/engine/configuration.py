@@ -1,4 +1,4 @@
-"""What the plugin reads from, and writes into, vLLM's configuration."""
+"""Read trees from vLLM's configuration, and write them into it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ if TYPE_CHECKING:
 
     from dyntree_kernels.dispatch import Measurement
     from dyntree_plugin.tree.plan import TreePlan
+
+WORKERS = {
+    "cpu": "dyntree_plugin.engine.cpu.worker.TreeCPUWorker",
+    "cuda": "dyntree_plugin.engine.cuda.worker.TreeGPUWorker",
+}
+"""Worker classes of engines with trees, by the device type of vLLM's platform."""
+
+PLAIN_WORKER = "dyntree_plugin.engine.cpu.worker.PlainCPUWorker"
+"""Worker class for ``worker_cls`` that runs vLLM's V2 runner on a CPU without trees. Trees are
+compared with it."""
 
 _MARK = "_dyntree_plan"
 
@@ -40,7 +50,7 @@ def measured_kernels(vllm_config: VllmConfig) -> list[Measurement]:
     return load_table(Path(options.kernel_table))
 
 
-def claim(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
+def mark_as_tree(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
     """Have vLLM schedule the nodes of a tree where it would schedule those of a chain.
 
     The configuration is marked, as some of vLLM's hooks see nothing else; the mark travels with

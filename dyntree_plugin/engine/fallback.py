@@ -47,7 +47,7 @@ def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str 
     return None
 
 
-def chained_by_default(model_config: ModelConfig) -> Iterator[tuple[str, str]]:
+def default_chain_reasons(model_config: ModelConfig) -> Iterator[tuple[str, str]]:
     """What makes a chain of every request that says nothing else, and what to do: the parameters
     that vLLM gives to requests by default, and logits processors.
 

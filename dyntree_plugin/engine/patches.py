@@ -12,13 +12,17 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin import options, plugin
+from dyntree_plugin import options
 from dyntree_plugin.admission import check, reasons
+from dyntree_plugin.engine.configuration import PLAIN_WORKER
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    Admit = Callable[[VllmConfig, DynTreeOptions, str], None]
+    ConfigureScheduler = Callable[[VllmConfig, str], None]
 
 FLAG = f"--{NAMESPACE}"
 
@@ -57,7 +61,7 @@ def add_flag() -> None:
     _replace(EngineArgs, "add_cli_args", adding_flag)
 
 
-def admit_configs() -> None:
+def admit_configs(admit: Admit, configure_scheduler: ConfigureScheduler) -> None:
     """``Platform.check_and_update_config``: admits or refuses a configuration with a tree.
 
     Why: it is the platform's last word on a finished ``VllmConfig``, in the process that builds
@@ -72,10 +76,10 @@ def admit_configs() -> None:
             with reasons.logged():
                 tree = DynTreeOptions.of(vllm_config.additional_config)
                 if tree is not None:
-                    plugin.admit(vllm_config, tree, cls.device_type)
+                    admit(vllm_config, tree, cls.device_type)
             stock.__func__(cls, vllm_config)
             if tree is not None:
-                plugin.settle(vllm_config, cls.device_type)
+                configure_scheduler(vllm_config, cls.device_type)
 
         return classmethod(check_and_update_config)
 
@@ -127,7 +131,7 @@ def refuse_before_vllm() -> None:
 
 def select_v2_runner() -> None:
     """``VllmConfig.use_v2_model_runner`` and ``_validate_v2_model_runner``: V2 on CPU, for trees
-    and for `plugin.PLAIN_WORKER`.
+    and for `PLAIN_WORKER`.
 
     Why: without Triton, vLLM falls back to the V1 runner, and 0.32 also refuses V2, though
     ``vllm.triton_utils.dispatcher`` takes native kernels in Triton's place and our worker
@@ -210,7 +214,7 @@ def admit_sampling_parameters() -> None:
 
 
 def fit_requests() -> None:
-    """``InputProcessor.process_inputs``: refuses, with trees and for `plugin.PLAIN_WORKER`, what
+    """``InputProcessor.process_inputs``: refuses, with trees and for `PLAIN_WORKER`, what
     the V2 runner's sampler has no room for.
 
     Why: nothing checks it before the worker does, whose error ends the engine; and ``verify`` comes
@@ -274,7 +278,7 @@ def log_drafts_alone() -> None:
 
 
 def _wants_v2(vllm_config: VllmConfig) -> bool:
-    plain = vllm_config.parallel_config.worker_cls == plugin.PLAIN_WORKER
+    plain = vllm_config.parallel_config.worker_cls == PLAIN_WORKER
     return _has_options(vllm_config.additional_config) or plain
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dyntree_plugin.cli import app
-from dyntree_plugin.commands.top import run
+from dyntree_plugin.commands.top.command import run
 from dyntree_plugin.commands.top.figures import figures
 from dyntree_plugin.commands.top.page import Page, Unreadable, parse, read
 from dyntree_plugin.commands.top.screen import screen
@@ -347,7 +347,7 @@ def test_every_look_is_a_line_of_json_those_that_failed_too(
             raise KeyboardInterrupt
         server.raw, server.body = answer, text(30)
 
-    monkeypatch.setattr("dyntree_plugin.commands.top.time.sleep", sleep)
+    monkeypatch.setattr("dyntree_plugin.commands.top.command.time.sleep", sleep)
     console = Console(file=io.StringIO())
     run(console, address_of(server), 1.0, once=False, as_json=True)
     failed, after = map(json.loads, console.file.getvalue().splitlines())
@@ -371,7 +371,7 @@ def test_it_looks_again_until_interrupted_and_tells_of_a_server_that_went_away(
         if len(looks) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("dyntree_plugin.commands.top.time.sleep", sleep)
+    monkeypatch.setattr("dyntree_plugin.commands.top.command.time.sleep", sleep)
     console = Console(file=io.StringIO(), width=160, force_terminal=True)
     run(console, address_of(server), 1.0, once=False, as_json=False)
     shown = console.file.getvalue()

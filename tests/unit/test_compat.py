@@ -18,7 +18,12 @@ import torch
 from dyntree_plugin import plugin
 from dyntree_plugin.admission import check, refusals, versions
 from dyntree_plugin.engine.attention import served
-from dyntree_plugin.engine.configuration import plan_in_force, tree_plan, uses_adaptive_budget
+from dyntree_plugin.engine.configuration import (
+    WORKERS,
+    plan_in_force,
+    tree_plan,
+    uses_adaptive_budget,
+)
 from dyntree_plugin.options import DynTreeOptions
 from vllm_cpu_runner.refused import REFUSED
 
@@ -67,7 +72,7 @@ def admitted(build: Build) -> VllmConfig:
 
 def refusal_of(config: VllmConfig, **options: Any) -> str:
     with pytest.raises(ValueError) as error:
-        check.refuse_unserved(config, DynTreeOptions(**options), "cpu", plugin.WORKERS)
+        check.refuse_unserved(config, DynTreeOptions(**options), "cpu", WORKERS)
     return str(error.value)
 
 
@@ -140,7 +145,7 @@ CHANGES = [
 
 
 def test_a_configuration_that_a_tree_can_serve_is_admitted(admitted: VllmConfig) -> None:
-    check.refuse_unserved(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
+    check.refuse_unserved(admitted, DynTreeOptions(), "cpu", WORKERS)
 
 
 @pytest.mark.parametrize(("option", "path", "value"), CHANGES, ids=[p for _, p, _ in CHANGES])
@@ -386,14 +391,14 @@ def test_only_the_supported_versions_of_vllm_are_served(
 ) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: ("vllm", version))
     if supported:
-        check.refuse_unserved(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
+        check.refuse_unserved(admitted, DynTreeOptions(), "cpu", WORKERS)
     else:
         assert f"vllm={version} is not supported" in refusal_of(admitted)
 
 
 def test_a_platform_without_a_worker_is_refused(admitted: VllmConfig) -> None:
     with pytest.raises(ValueError, match="device='xpu' is not supported"):
-        check.refuse_unserved(admitted, DynTreeOptions(), "xpu", plugin.WORKERS)
+        check.refuse_unserved(admitted, DynTreeOptions(), "xpu", WORKERS)
 
 
 @pytest.fixture(scope="session")
@@ -418,11 +423,9 @@ FLASHINFER = SimpleNamespace(name="FLASHINFER")
 def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
     on_cuda: VllmConfig, option: str, path: str, value: Any
 ) -> None:
-    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", plugin.WORKERS)
+    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
     with pytest.raises(ValueError) as error:
-        check.refuse_unserved(
-            changed(on_cuda, path, value), DynTreeOptions(), "cuda", plugin.WORKERS
-        )
+        check.refuse_unserved(changed(on_cuda, path, value), DynTreeOptions(), "cuda", WORKERS)
     reason = str(error.value)
     assert f"{option}=" in reason
     assert "FLASH_ATTN and TRITON_ATTN" in reason
@@ -431,7 +434,7 @@ def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
 @pytest.mark.parametrize("name", check.CUDA_BACKENDS)
 def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig, name: str) -> None:
     named = changed(on_cuda, "attention_config.backend", SimpleNamespace(name=name))
-    check.refuse_unserved(named, DynTreeOptions(), "cuda", plugin.WORKERS)
+    check.refuse_unserved(named, DynTreeOptions(), "cuda", WORKERS)
 
 
 @pytest.mark.parametrize(
@@ -535,7 +538,7 @@ def test_on_cuda_the_gpu_and_the_head_size_decide_whether_a_model_is_served(
     config = changed(config, "model_config.dtype", torch.bfloat16)
     refused = pytest.raises(check.Refused, match=reason) if reason else nullcontext()
     with refused:
-        check.refuse_unserved(config, DynTreeOptions(), "cuda", plugin.WORKERS, served.refusal)
+        check.refuse_unserved(config, DynTreeOptions(), "cuda", WORKERS, served.refusal)
 
 
 def test_a_kernel_table_is_read_before_anything_loads(
@@ -547,8 +550,8 @@ def test_a_kernel_table_is_read_before_anything_loads(
         if content is not None:
             table.write_text(content)
         with pytest.raises(check.Refused, match=rf"dyntree\.kernel_table='.*{reason}"):
-            check.refuse_unserved(on_cuda, options, "cuda", plugin.WORKERS)
+            check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
     table.write_text('{"attention": []}')
-    check.refuse_unserved(on_cuda, options, "cuda", plugin.WORKERS)
+    check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
     with pytest.raises(check.Refused, match=r"kernel_table='.*' is for CUDA"):
-        check.refuse_unserved(admitted, options, "cpu", plugin.WORKERS)
+        check.refuse_unserved(admitted, options, "cpu", WORKERS)

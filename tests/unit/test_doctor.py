@@ -20,9 +20,9 @@ from dyntree_kernels import dispatch
 from dyntree_kernels.cuda import flashinfer_variant
 from dyntree_plugin import cli, openmp
 from dyntree_plugin.admission import check, versions
-from dyntree_plugin.commands import doctor
 from dyntree_plugin.commands.doctor import checks, command_line, kernels
-from dyntree_plugin.commands.doctor.checks import Check
+from dyntree_plugin.commands.doctor import command as doctor
+from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.attention import choice
 
 pytestmark = pytest.mark.usefixtures("environment")

@@ -17,7 +17,7 @@ import pytest
 
 from dyntree_plugin import openmp, options, plugin
 from dyntree_plugin.admission import check, reasons
-from dyntree_plugin.engine.configuration import plan_in_force, tree_plan
+from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
 from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
 
 STOCK = """
@@ -265,7 +265,7 @@ def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
     build: Callable[..., Any], logged: Callable[[], str]
 ) -> None:
     config = build()
-    assert config.parallel_config.worker_cls == plugin.WORKERS["cpu"]
+    assert config.parallel_config.worker_cls == WORKERS["cpu"]
     assert config.use_v2_model_runner
     (line,) = [line for line in logged().splitlines() if "is active" in line]
     assert "node_budget=8" in line
@@ -295,7 +295,7 @@ def test_what_the_growth_does_not_read_is_no_label_of_the_configuration() -> Non
 
 
 def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
-    config = build(worker_cls=plugin.WORKERS["cpu"])
+    config = build(worker_cls=WORKERS["cpu"])
     assert config.scheduler_config.scheduler_cls == build().scheduler_config.scheduler_cls
 
 
@@ -433,7 +433,7 @@ def test_a_configuration_that_vllm_derives_is_not_admitted_again(
         parallel_config=replace(config.speculative_config.draft_parallel_config, rank=0),
     )
     assert draft.use_v2_model_runner
-    assert replace(config).parallel_config.worker_cls == plugin.WORKERS["cpu"]
+    assert replace(config).parallel_config.worker_cls == WORKERS["cpu"]
     assert "is active" not in logged()
 
 

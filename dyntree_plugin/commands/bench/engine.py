@@ -84,7 +84,7 @@ class Served:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        from dyntree_plugin import plugin
+        from dyntree_plugin.engine.configuration import PLAIN_WORKER
 
         arguments = dict(arguments)
         on_cpu = current_platform.is_cpu()
@@ -94,7 +94,7 @@ class Served:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if on_cpu and "additional_config" not in arguments:
             # Trees run on the V2 runner; so does what they are compared with.
-            arguments["worker_cls"] = plugin.PLAIN_WORKER
+            arguments["worker_cls"] = PLAIN_WORKER
         arguments.setdefault("enforce_eager", on_cpu)
         self._llm = LLM(**arguments)
         self._take_stages = _stages_of(self._llm) if on_cpu else dict

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.bar import Bar
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from dyntree_plugin.commands.demo.engines import Comparison, Run, Settings
-from dyntree_plugin.commands.render import ACCEPTED, Detokenise, rich_tree, visible
+from dyntree_plugin.commands.demo.comparison import Comparison, Run
+from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.render import ACCEPTED, Detokenise, step_panel, visible
 from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.tree.step import TreeStep
 
@@ -27,7 +28,6 @@ _ROUNDED = Text(
     "--dtype float32 that is rare.\n",
     style="yellow",
 )
-_CODE_LINES = 4
 _CONTEXT_TOKENS = 200
 
 
@@ -40,7 +40,7 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
     if step is not None:
         completion = with_tree.completions[index]
         context = [*completion.prompt_tokens, *completion.tokens][: step.context_length]
-        console.print(tree(step, "".join(map(text, context[-_CONTEXT_TOKENS:])), text))
+        console.print(step_panel(step, "".join(map(text, context[-_CONTEXT_TOKENS:])), text))
     console.print(speeds(plain, with_tree))
     console.print(step_times(with_tree))
     if with_tree.tokens_per_second < plain.tokens_per_second:
@@ -106,25 +106,6 @@ def code(prompt: str, completion: str) -> RenderableType:
         background_color="default",
     )
     return Panel(syntax, title="❱ completed by the target", title_align="left", padding=(0, 1))
-
-
-def tree(step: TreeStep, before: str, text: Detokenise, title: str = "One step") -> RenderableType:
-    """One step's tree below the last lines of ``before``, the text up to its root."""
-    lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
-    legend = Text.assemble(
-        (f"{ACCEPTED} accepted", "bold green"),
-        "   numbers: estimated chance of the token, and of its whole path\n",
-        style="dim",
-    )
-    emitted = Text("\nThis step emitted: ", style="dim").append(
-        " ".join(visible(text(token)) for token in step.emitted), style="bold"
-    )
-    return Panel(
-        Group(legend, Text(lines, style="dim"), rich_tree(step, text), emitted),
-        title=f"{title}: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
-        title_align="left",
-        padding=(0, 1),
-    )
 
 
 def speeds(plain: Run, tree: Run) -> Table:

@@ -6,26 +6,15 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Literal
 
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
+from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.options import NAMESPACE
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report. ``fail``: something is broken, or would be refused."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    found: str
-    advice: str = ""
 
 
 def of_machine() -> Iterator[Check]:

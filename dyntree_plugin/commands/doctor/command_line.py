@@ -9,9 +9,10 @@ import torch
 
 from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.commands.doctor import kernels
-from dyntree_plugin.commands.doctor.checks import Check, device_type, memory
+from dyntree_plugin.commands.doctor.checks import device_type, memory
+from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.configuration import measured_kernels, plan_in_force
-from dyntree_plugin.engine.fallback import chained_by_default
+from dyntree_plugin.engine.fallback import default_chain_reasons
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -79,7 +80,7 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
     if difference := check.vocabulary_advice(config):
         yield Check("vocabularies", "warn", difference)
-    for found, chain_advice in chained_by_default(config.model_config):
+    for found, chain_advice in default_chain_reasons(config.model_config):
         yield Check("requests", "warn", found, chain_advice)
     for name, model in (("target", config.model_config), ("draft", speculation.draft_model_config)):
         yield from _of_model(name, model, plan.shape.node_budget + 1, measured_kernels(config))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from dyntree_kernels import dispatch
-from dyntree_plugin.commands.doctor.checks import Check
+from dyntree_plugin.commands.doctor.report import Check
 
 _ROWS = 17
 _CONTEXT = 1024

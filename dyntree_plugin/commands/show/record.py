@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from dyntree_plugin.commands.demo.engines import (
-    Announce,
+from dyntree_plugin.commands.engine import (
     Settings,
     engine,
     sampling_params,
@@ -15,6 +14,7 @@ from dyntree_plugin.commands.demo.engines import (
     with_trees,
 )
 from dyntree_plugin.commands.show.generation import Generation
+from dyntree_plugin.commands.start import Announce
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.step import TreeStep
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from dyntree_plugin.commands.demo.screen import tree
-from dyntree_plugin.commands.render import dot
+from dyntree_plugin.commands.render import dot, step_panel
 from dyntree_plugin.commands.show.generation import Generation
 from dyntree_plugin.tree.step import TreeStep
 
@@ -23,7 +22,7 @@ def as_text(
     to = console or Console(file=file, width=_WIDTH, color_system=None)
     for step in steps:
         title = f"Step {generation.steps.index(step) + 1} of {len(generation.steps)}"
-        to.print(tree(step, generation.context(step), generation.text, title))
+        to.print(step_panel(step, generation.context(step), generation.text, title))
     return file.getvalue()
 
 
