@@ -1,4 +1,4 @@
-"""A verified tree for the eye: as a renderable of rich, as Graphviz DOT."""
+"""Draw a verified tree, as a renderable of rich or as Graphviz DOT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dyntree_plugin.escape import escaped, escaped_lines
 from dyntree_plugin.tree.step import TreeStep
 
 Detokenise = Callable[[int], str]
-"""The text of one token, as it stands behind others."""
+"""Gives the text of one token as it appears after other tokens."""
 
 ACCEPTED = "✓"
 BONUS = "+"
@@ -26,7 +26,7 @@ _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 
 
 def visible(text: str) -> str:
-    """``text`` on one line, with every space, line break and control character to be seen."""
+    """Return ``text`` on one line, with spaces, line breaks and control characters made visible."""
     if not text:
         return "∅"
     shown = escaped(text.translate(_VISIBLE))
@@ -34,12 +34,12 @@ def visible(text: str) -> str:
 
 
 def rich_tree(step: TreeStep, text: Detokenise, max_siblings: int | None = MAX_SIBLINGS) -> Tree:
-    """The tree as a renderable of rich.
+    """Return the tree as a renderable of rich.
 
-    Every node shows its token, the estimated chance that it is accepted if its parent is, and its
-    value: that of its whole path. Accepted nodes are bold and marked with ✓; the bonus token is a
-    leaf of its own. Of more than ``max_siblings`` siblings (None: no limit) the least valuable
-    become one line that counts them; accepted nodes always stay.
+    Every node shows its token and two estimated probabilities: that it is accepted if its parent
+    is, and that its whole path is accepted (its value). Accepted nodes are bold and marked with ✓.
+    The bonus token is a leaf. If there are more than ``max_siblings`` siblings (None: no limit),
+    one line counts the least valuable ones; accepted nodes always stay.
     """
     drawn = Tree(_root_label(step, text))
     branches = {-1: drawn}
@@ -62,7 +62,7 @@ def step_panel(
     lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
     legend = Text.assemble(
         (f"{ACCEPTED} accepted", "bold green"),
-        "   numbers: estimated chance of the token, and of its whole path\n",
+        "   numbers: estimated probability of the token, and of its whole path\n",
         style="dim",
     )
     emitted = Text("\nThis step emitted: ", style="dim").append(
@@ -77,9 +77,9 @@ def step_panel(
 
 
 def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
-    """The tree in Graphviz's language, every node of it; accepted nodes are filled.
+    """Return the whole tree in Graphviz's language, with accepted nodes filled.
 
-    ``name``: of the graph, an identifier of that language.
+    ``name`` is the graph's, an identifier of that language.
     """
     accepted = set(step.accepted)
     end = step.accepted[-1] if step.accepted else -1
@@ -103,7 +103,7 @@ def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A node to draw below ``parent``; or, without one, the ``left_out`` siblings there."""
+    """A ``node`` to draw below ``parent``; if it is None, the siblings that are ``left_out``."""
 
     parent: int
     node: int | None = None
@@ -117,7 +117,7 @@ class _Entry:
 
 
 def _walk(step: TreeStep, max_siblings: int | None) -> Iterator[_Entry]:
-    """What to draw, parents first."""
+    """Yield what to draw, parents first."""
     accepted = set(step.accepted)
     waiting = [-1]
     while waiting:

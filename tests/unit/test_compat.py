@@ -154,15 +154,15 @@ def test_one_change_is_refused_with_its_option_and_advice(
 ) -> None:
     reason = refusal_of(changed(admitted, path, value))
     assert f"{option}=" in reason
-    tables = (*refusals.OF_ENGINE, *refusals.OF_SPECULATION, *refusals.OF_MODEL)
+    tables = (*refusals.ENGINE_REFUSALS, *refusals.SPECULATION_REFUSALS, *refusals.MODEL_REFUSALS)
     assert any(r.option == option and r.advice in reason for r in tables)
 
 
 def test_every_refusal_of_the_tables_is_tested() -> None:
     apart = {"VLLM_USE_V2_MODEL_RUNNER", "data_parallel_size (ranks, target)"}
-    assert {r.option for r in refusals.OF_ENGINE} == ENGINE.keys() | apart
-    assert {r.option for r in refusals.OF_SPECULATION} == SPECULATION.keys()
-    assert {r.option for r in refusals.OF_MODEL} == MODEL.keys()
+    assert {r.option for r in refusals.ENGINE_REFUSALS} == ENGINE.keys() | apart
+    assert {r.option for r in refusals.SPECULATION_REFUSALS} == SPECULATION.keys()
+    assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
 
 
 METHODS = {
@@ -474,7 +474,7 @@ def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
         config = ModelConfig(
             model=model_folder(option, **changes), skip_tokenizer_init=True, dtype="float32"
         )
-        assert [r.option for r in refusals.OF_MODEL if r(config)] == [option]
+        assert [r.option for r in refusals.MODEL_REFUSALS if r(config)] == [option]
 
 
 def test_a_head_size_without_a_kernel_is_refused_before_weights_load(
@@ -498,7 +498,7 @@ def test_a_cpu_whose_cache_the_kernels_do_not_read_is_refused_before_weights_loa
         build()
         return
     with pytest.raises(
-        ValueError, match=r"'neon', and trees need one of .*use an x86 CPU"
+        ValueError, match=r"'neon', but trees need one of .*use an x86 CPU"
     ) as error:
         build()
     assert "target model: head_size=32, dtype=float32 is not supported" in str(error.value)

@@ -1,4 +1,4 @@
-"""`dyntree demo`: held-out code completed without and with the tree, in one run."""
+"""`dyntree demo`: complete held-out code without and with a tree, in one run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run it with the arguments behind ``dyntree demo``; ends the process.
+    """Run the command with the arguments after ``dyntree demo``, and end the process.
 
-    Exit status: 0 if the text is the same with and without the tree, 1 if it is not, 2 if the
-    arguments or the models do not fit.
+    Exit status: 0 if the text is the same with and without the tree, 1 if it differs, 2 if the
+    arguments or the models are refused.
     """
     app(list(arguments), prog_name="dyntree demo")
 
@@ -46,30 +46,30 @@ def main(arguments: Sequence[str]) -> None:
 def demo(
     target: Target = None,
     draft: Draft = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to complete.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to complete.")] = 4,
     max_tokens: MaxTokens = 128,
     nodes: Nodes = 16,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the first prompt; each next has one more.")
+        int, typer.Option(min=0, help="Seed of the first prompt; each further prompt adds 1.")
     ] = 0,
     dtype: Dtype = None,
     options: Annotated[str, typer.Option(metavar="JSON", help="Further dyntree options.")] = "{}",
     verbose: Verbose = False,
 ) -> None:
-    """Completes held-out Python code with the target alone and with a tree of draft tokens, shows
-    that the text is the same and where the time goes, and draws one step's tree.
+    """Complete held-out Python code with the target alone and with a tree of draft tokens. Show
+    that the text is the same and where the time goes, and draw one step's tree.
 
-    Without --target and --draft it takes the pair of tiny models that comes with dyntree. Both
-    engines are eager: to compile them and to capture graphs would take longer than it all, and
-    `dyntree bench serve` measures such ones.
+    Without --target and --draft, the demonstration uses the pair of tiny models that comes with
+    dyntree. Both engines are eager, because compiling and capturing graphs would take longer than
+    the whole demonstration. `dyntree bench serve` measures compiled engines.
     """
     both_or_neither(target, draft)
     parsed = tree_options(options, nodes)
     console = Console(highlight=False)
     used = chosen_dtype(dtype, target)
-    with nullcontext() if verbose else reasons.told_by("dyntree demo"):
+    with nullcontext() if verbose else reasons.exit_on_mistake("dyntree demo"):
         if target is None or draft is None:
             target, draft = (str(path) for path in pair.paths().values())
         settings = Settings(
@@ -89,7 +89,7 @@ def demo(
 
 
 def _compared(console: Console, settings: Settings, *, verbose: bool) -> Comparison:
-    """What both engines give, told while it is made."""
+    """Run both engines, and show the progress."""
     console.print(_heading(settings))
     for model in (settings.target, settings.draft):
         fetch(model)

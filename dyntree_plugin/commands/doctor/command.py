@@ -1,4 +1,4 @@
-"""`dyntree doctor`: what works on this machine, and what of a command line would be refused."""
+"""`dyntree doctor`: check this machine, and what dyntree would refuse of a command line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import TextIO
 
 from dyntree_plugin.admission import versions
-from dyntree_plugin.commands.doctor.checks import companions, device_type, memory, of_machine
+from dyntree_plugin.commands.doctor.checks import companions, device_type, machine_checks, memory
 from dyntree_plugin.commands.doctor.report import Check, failures, show, write_json
 from dyntree_plugin.commands.start import quiet
 
 
 def run(command: Sequence[str], *, build_kernels: bool, as_json: bool, verbose: bool) -> int:
-    """Check, and show what was found; the exit status, 1 if anything fails.
+    """Run the checks and show them; return the exit status, which is 1 if a check fails.
 
-    ``command``: arguments of ``dyntree serve``; without any only the machine is checked.
+    ``command`` are arguments of ``dyntree serve``. Without them only the machine is checked.
     """
     with os.fdopen(os.dup(2), "w") as screen, nullcontext() if verbose else quiet():
         tell = _teller(screen)
@@ -36,18 +36,18 @@ def run(command: Sequence[str], *, build_kernels: bool, as_json: bool, verbose: 
 def _checks(
     command: Sequence[str], build_kernels: bool, tell: Callable[[str], None]
 ) -> Iterator[Check]:
-    yield from of_machine()
+    yield from machine_checks()
     if versions.installed_vllm() is None:
         return
     found = companions()
     yield found
-    if found.status == "fail":  # vLLM cannot be imported
+    if found.status == "fail":  # Then vLLM cannot be imported.
         return
     from dyntree_plugin.commands.doctor import command_line, kernels
 
     config = None
     if command:
-        checks, config = command_line.of_command_line(command)
+        checks, config = command_line.command_line_checks(command)
         yield from checks
     else:
         yield kernels.attention()
@@ -62,12 +62,12 @@ def _default_memory() -> Check:
     from vllm import EngineArgs
 
     found = memory(EngineArgs.gpu_memory_utilization)
-    # A command line may ask for less.
+    # A command line may ask for less memory.
     return replace(found, status="warn") if found.status == "fail" else found
 
 
 def _teller(screen: TextIO) -> Callable[[str], None]:
-    """Shows one line of progress, which the next replaces; on a terminal only."""
+    """Return a function that shows one line of progress at a time, on a terminal only."""
 
     def tell(line: str) -> None:
         if screen.isatty():

@@ -1,4 +1,4 @@
-"""`dyntree show`: the trees of a generation, in a terminal, as Graphviz DOT, or as an HTML page."""
+"""`dyntree show`: draw the trees of a completion in a terminal, as Graphviz DOT, or as a page."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _BY_SUFFIX: dict[str, Format] = {".html": "html", ".htm": "html", ".dot": "dot",
 
 
 def main(words: Sequence[str]) -> None:
-    """Run it with the words behind ``dyntree show``; ends the process.
+    """Run the command with the words after ``dyntree show``, and end the process.
 
-    Exit status: 0 if the trees are shown, 2 if the arguments, the models or the trace do not fit.
+    Exit status: 0 if the trees are shown, 2 if the arguments, models or trace are refused.
     """
     app(list(words), prog_name="dyntree show")
 
@@ -66,10 +66,10 @@ def show(
     step: arguments.Step = None,
     verbose: Verbose = False,
 ) -> None:
-    """Completes a prompt and shows the tree of every step: its tokens, how likely each was
-    thought to be, which were accepted, and the bonus token.
+    """Complete a prompt, and show the tree of every step: its tokens with their estimated
+    probabilities, which of them were accepted, and the bonus token.
 
-    Without --target and --draft it takes the pair of tiny models that comes with dyntree.
+    Without --target and --draft, dyntree uses the pair of tiny models that comes with it.
     """
     suffix = output.suffix.lower() if output is not None else ""
     form = given_format or _BY_SUFFIX.get(suffix, "terminal")
@@ -81,7 +81,7 @@ def show(
     settings: dict[str, Any] = {"dtype": chosen_dtype(dtype, target), "options": options}
     settings |= {"nodes": nodes, "temperature": temperature, "top_p": top_p}
     settings |= {"seed": seed, "max_tokens": max_tokens}
-    with nullcontext() if verbose else reasons.told_by("dyntree show"):
+    with nullcontext() if verbose else reasons.exit_on_mistake("dyntree show"):
         if saved is not None:
             generation = load(saved)
         else:
@@ -93,7 +93,7 @@ def show(
 
 
 def _prompt(prompt: str | None, file: str | None, *, own_models: bool) -> str | None:
-    """The prompt; None where the held-out one is wanted."""
+    """Return the prompt, or None for the held-out one."""
     if prompt is not None and file is not None:
         raise typer.BadParameter("a prompt is given twice, as text and with --file: give it once")
     if file is not None:
@@ -113,7 +113,7 @@ def _recorded(
     *,
     verbose: bool,
 ) -> Generation:
-    """Completes the prompt on an engine."""
+    """Complete the prompt on an engine."""
     from dyntree_plugin.commands.show.record import record
 
     both_or_neither(target, draft)
@@ -138,7 +138,7 @@ def _write(generation: Generation, form: Format, output: Path | None, step: int 
     steps = generation.steps
     if step is not None:
         if step > len(steps):
-            raise ValueError(f"--step {step} is behind the last one: there are {len(steps)} steps")
+            raise ValueError(f"--step {step} does not exist: there are {len(steps)} steps")
         steps = [steps[step - 1]]
     if form == "terminal" and output is None:
         as_text(generation, steps, Console(highlight=False))

@@ -1,4 +1,4 @@
-"""`dyntree top`: a running server's trees at a glance, in the terminal."""
+"""`dyntree top`: show figures of a running server's trees in the terminal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dyntree_plugin.commands.top.screen import screen
 
 
 def run(console: Console, address: str, interval: float, once: bool, as_json: bool) -> None:
-    """Show the server at ``address`` until interrupted, or ``once``.
+    """Show the server at ``address`` until the user interrupts, or ``once``.
 
     Raises:
-        Unreadable: if the server gives no metrics of ours at the start.
+        Unreadable: if the server has no metrics of dyntree at the start.
     """
     page = read(address)
     if once:
@@ -49,7 +49,7 @@ def run(console: Console, address: str, interval: float, once: bool, as_json: bo
 def _changes(
     address: str, first: Page, interval: float
 ) -> Iterator[tuple[Page, Page | Unreadable]]:
-    """Again and again the last readable page, and the present one or why there is none."""
+    """Yield the last readable page with the current one, or with the reason why there is none."""
     last = first
     while True:
         time.sleep(interval)
