@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.tree.candidates import drawn_children, sampled_children, top_children
+from dyntree_plugin.tree.children import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import GrowthPlan
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds
