@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from dyntree_plugin.tree.shape import TreeShape
@@ -57,6 +58,89 @@ def topk(draft: Draft, shape: TreeShape, room: int, least: float = 0.0) -> list[
     best = sorted(values, key=lambda path: -values[path])
     best = [path for rank, path in enumerate(best) if rank == 0 or values[path] >= least]
     return [Slot(path, values[path], values[path]) for path in best[: shape.node_budget]]
+
+
+class Grafted(NamedTuple):
+    """A node of a reference tree with a trie: its path, the log of its value, and who proposed it,
+    "draft", "trie" or both."""
+
+    path: Path
+    value: float
+    kinds: frozenset[str]
+
+
+class GraftedTopK:
+    """Best-first growth from a trie and a draft, with a dictionary of edges.
+
+    ``log_draft`` gives log D(· | x, path), or is None where no draft runs. ``trie`` holds the log
+    chance of every node's edge by its path. ``room`` is the number of the request's scratch
+    columns, and ``least`` the least value.
+    """
+
+    def __init__(
+        self,
+        log_draft: Callable[[Path], Sequence[float]] | None,
+        shape: TreeShape,
+        room: int,
+        trie: Mapping[Path, float],
+        least: float = 0.0,
+    ) -> None:
+        self.log_draft, self.shape, self.room = log_draft, shape, room
+        self.least = math.log(least) if least else -math.inf
+        self.edges = {p: edge for p, edge in trie.items() if len(p) <= shape.max_depth}
+        self.kinds = {path: {"trie"} for path in self.edges}
+        self.opened: set[Path] = set()
+
+    def tree(self) -> list[Grafted]:
+        """Grow, and return the nodes from the most valuable down."""
+        if self.log_draft is not None:
+            self.expand(())
+            for forward in range(self.shape.max_depth - 1):
+                for path in self.frontier(forward):
+                    self.opened.add(path)
+                for path in [p for p in self.chosen if p in self.opened]:
+                    self.expand(path)
+        best = sorted(self.existing(), key=lambda path: -self.value(path))
+        first = next((path for path in best if len(path) == 1), None)
+        kept = [p for p in best if p == first or self.value(p) >= self.least]
+        return [
+            Grafted(path, self.value(path), frozenset(self.kinds[path]))
+            for path in kept[: self.shape.node_budget]
+        ]
+
+    def frontier(self, forward: int) -> list[Path]:
+        """The nodes that get children, of the ``width`` most valuable that have none."""
+        known = self.existing()
+        closed = [p for p in known if p not in self.opened and len(p) < self.shape.max_depth]
+        self.chosen = sorted(closed, key=lambda path: -self.value(path))[: self.shape.width]
+        values = sorted((self.value(path) for path in known), reverse=True)
+        full = len(values) >= self.shape.node_budget
+        bound = values[self.shape.node_budget - 1] if full else -math.inf
+        return [
+            path
+            for column, path in enumerate(self.chosen, start=forward * self.shape.width)
+            if column < self.room and self.value(path) > bound and self.value(path) >= self.least
+        ]
+
+    def expand(self, path: Path) -> None:
+        assert self.log_draft is not None
+        scores = self.log_draft(path)
+        tokens = sorted(range(len(scores)), key=lambda y: -scores[y])
+        for token in tokens[: self.shape.children]:
+            child = (*path, token)
+            if scores[token] > -math.inf:
+                self.edges[child] = max(self.edges.get(child, -math.inf), scores[token])
+                self.kinds.setdefault(child, set()).add("draft")
+
+    def existing(self) -> list[Path]:
+        return [path for path in self.edges if self.value(path) > -math.inf]
+
+    def value(self, path: Path) -> float:
+        """The sum of the edges, from the root down."""
+        total = 0.0
+        for length in range(1, len(path) + 1):
+            total += self.edges.get(path[:length], -math.inf)
+        return total
 
 
 def dyspec(draft: Draft, draw: Draw, shape: TreeShape) -> list[Slot]:

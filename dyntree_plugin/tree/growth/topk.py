@@ -19,6 +19,7 @@ import torch
 from dyntree_plugin.tree.growth.base import Frontier, GrowthPlan, GrowthSpec
 from dyntree_plugin.tree.growth.pool import CandidatePool
 from dyntree_plugin.tree.shape import Sampling, TreeShape
+from dyntree_plugin.tree.source import Trie
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
 
@@ -33,7 +34,7 @@ class TopKGrowth:
         """Start without candidates.
 
         ``columns`` int64 [R] is the number of scratch columns that each request has room for.
-        ``least`` is the least value of a node. The root's first child may have any value.
+        ``least`` is the least value of a node. The root's best child may have any value.
         """
         self.children = shape.children
         self.widths = shape.widths
@@ -42,6 +43,19 @@ class TopKGrowth:
         # The values of candidates that have not been expanded.
         self._open = self._pool.values.clone()
         self._least = math.log(least) if least > 0 else NO_VALUE
+
+    def graft(self, trie: Trie, kind: int) -> None:
+        """Add the nodes of ``trie``, which a source of this ``kind`` made; see `tree.source`.
+
+        Call it after the start and before the first ``add``. The draft may expand the nodes, and
+        may propose some of them: those are of both kinds. Nodes below ``max_depth`` are dropped.
+        Without any ``add`` the tree is made of the trie alone.
+
+        Raises:
+            ValueError: if it comes too late or twice, or the trie is malformed.
+        """
+        self._pool.graft(trie, kind)
+        self._open = self._pool.values.clone()
 
     def add(
         self,
@@ -55,6 +69,9 @@ class TopKGrowth:
         pool, start = self._pool, self._pool.size
         pool.add(tokens, log_probs)
         self._open[:, start : pool.size] = pool.values[:, start : pool.size]
+        if pool.grafts is not None:
+            # Nodes that no forward had a place for, or that have become worth more, come again.
+            self._open[:, : pool.grafts.size] = pool.grafts.open_values
 
     def frontier(self) -> Frontier:
         """Pick the most valuable nodes that have no children yet.
@@ -62,9 +79,7 @@ class TopKGrowth:
         A node gets no children if ``node_budget`` candidates, itself among them, are worth at
         least as much, or if it is worth less than the least value: the tree would not hold them.
         """
-        width = self._pool.width
-        best = self._open[:, : max(self._pool.size, width)].topk(width, dim=1)
-        nodes, values = best.indices, best.values
+        nodes, values = self._most_valuable(self._pool.width)
         self._open.scatter_(1, nodes, NO_VALUE)
         worthwhile = (values > NO_VALUE) & (values >= self._least)
         known = self._pool.values[:, : self._pool.size]
@@ -77,8 +92,27 @@ class TopKGrowth:
         """Keep the ``node_budget`` most valuable candidates."""
         values = self._pool.values
         ranks = values.masked_fill(values < self._least, NO_VALUE)
-        ranks[:, 0] = values[:, 0]
+        if self._pool.grafts is None:
+            ranks[:, 0] = values[:, 0]
+        else:
+            below_root = values.masked_fill(self._pool.depths > 1, NO_VALUE)
+            first = below_root.argmax(dim=1, keepdim=True)
+            ranks.scatter_(1, first, values.gather(1, first))
         return self._pool.tree(ranks, self._node_budget)
+
+    def _most_valuable(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ``width`` most valuable open candidates of each request, and their values."""
+        known = self._open[:, : max(self._pool.size, width)]
+        if self._pool.grafts is None:
+            best = known.topk(width, dim=1)
+            return best.indices, best.values
+        # One forward may run a trie's node and its child. The stable sort puts parents first, and
+        # what stands at the greatest depth has no children.
+        deepest = self._pool.depths[:, : known.shape[1]] >= self._pool.max_depth
+        values, nodes = known.masked_fill(deepest, NO_VALUE).sort(
+            dim=1, descending=True, stable=True
+        )
+        return nodes[:, :width], values[:, :width]
 
 
 def plan(shape: TreeShape, sampling: Sampling, min_value: float | None) -> GrowthPlan:
