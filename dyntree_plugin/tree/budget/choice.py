@@ -1,11 +1,11 @@
-"""How many nodes every request of a batch verifies: ONE best-first choice over all of them.
+"""The choice of the nodes that a step verifies: one best-first choice over the whole batch.
 
 The nodes of a tree stand in the order of their values, so its first n nodes are its best tree of
 n. A step that verifies some nodes of every request is expected to emit one token per request and
-the sum of the nodes' values (Wald's identity along the accepted path), and takes a time that grows
-with its rows. The most valuable nodes of the whole batch, as many as make the most tokens per
-second, are therefore the best that can be verified (as OPT-Tree, arXiv 2406.17276, chooses for one
-request; the batch competes for rows).
+the sum of the nodes' values (Wald's identity along the accepted path). Its time grows with its
+rows. So the best nodes to verify are the most valuable ones of the whole batch, and as many of
+them as make the most tokens per second. OPT-Tree (arXiv 2406.17276) chooses so for one request;
+here the requests of the batch compete for rows.
 
 Cutting by value is exact for rule ``match``, whose tokens no tree can change. It is biased for
 rules that reason about draws: a node's value tells what was drawn.
@@ -21,8 +21,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cut:
-    """How many nodes each of R requests verifies, ``counts`` int64 [R], and the expected ``tokens``
-    and ``seconds`` of that step."""
+    """The number of nodes that each of R requests verifies, ``counts`` int64 [R], and the expected
+    ``tokens`` and ``seconds`` of that step."""
 
     counts: np.ndarray
     tokens: float
@@ -37,17 +37,19 @@ class Cut:
 def best_cut(
     values: np.ndarray, row_seconds: np.ndarray, spent: float, rate: float | None = None
 ) -> Cut:
-    """The cut of R trees that makes the most tokens per second; of equals, that of fewest nodes.
+    """Return the cut of R trees that makes the most tokens per second; of equal ones, the smallest.
 
-    ``rate``: tokens per second of the steps around this one. A node costs what they would have made
-    in its time, so many steps make the most if each makes the most tokens beyond that (Dinkelbach,
-    "On Nonlinear Fractional Programming", 1967): where trees differ, up to 2 % more than if each
-    made the most per second of its own, which is what None asks for.
+    ``rate`` is the tokens per second of the steps around this one. A node costs the tokens that
+    those steps make in its time. Many steps together make the most tokens if each makes the most
+    beyond that cost (Dinkelbach, "On Nonlinear Fractional Programming", 1967). Where trees differ,
+    that gives up to 2 % more than if each step made the most per second of its own, which a
+    ``rate`` of None asks for.
 
-    ``values`` [R, N]: estimated chance that the path down to a node is accepted; they must not rise
-    from one node of a request to its next; 0 for padding, which is never verified. ``row_seconds``
-    [more than R]: seconds of the verification of so many rows, up to the most that a step holds.
-    ``spent``: what the step takes besides, its drafting included.
+    ``values`` [R, N] are the estimated chances that the path down to a node is accepted. They must
+    not rise from one node of a request to its next, and are 0 for padding, which is never
+    verified. ``row_seconds`` [more than R] are the seconds that the verification of 0, 1, … rows
+    takes, up to the most that a step holds. ``spent`` are the seconds of the rest of the step, its
+    drafting included.
 
     Raises:
         ValueError: if values rise, or ``row_seconds`` is too short or not positive.
@@ -72,8 +74,8 @@ def best_cut(
 
 @dataclass(frozen=True)
 class Drafting:
-    """How trees are drafted and verified: draft ``forwards`` behind the catch-up's, and ``nodes``
-    that each tree verifies."""
+    """The number of draft ``forwards`` after the prefill of emitted tokens, and the number of
+    ``nodes`` that each tree verifies."""
 
     forwards: int
     nodes: int
@@ -87,13 +89,17 @@ def best_drafting(
     sizes: Sequence[int],
     forwards: Sequence[int] | None = None,
 ) -> Drafting:
-    """The drafting that makes the most tokens per second, of equals that of fewest forwards.
+    """Return the drafting that makes the most tokens per second.
 
-    For where the host does not see single trees before it must say what all of them get.
-    ``worth`` [F + 1, sizes]: mean tokens that the first nodes of trees add that so many forwards
-    drafted, as in `worth`. ``row_seconds`` of steps without drafting by their rows, up to the most
-    that a step holds; more rows take more of such steps. ``forward_seconds``: of one forward, of
-    which there is one more, the catch-up's. ``forwards``: those to choose from; None is all.
+    Of equal ones it is that of the fewest forwards.
+
+    It serves engines whose host must choose for all trees before it sees any. ``worth``
+    [F + 1, sizes] are the mean tokens that the first nodes of a tree add, by the forwards that
+    drafted the tree and by the number of nodes; see `worth_by_forwards`. ``row_seconds`` are the
+    seconds of steps without drafting by their rows, up to the most that a step holds; more rows
+    take several such steps. ``forward_seconds`` are those of one forward. There is one forward
+    more than chosen, which reads the emitted tokens. ``forwards`` are those to choose from; None
+    is all.
     """
     allowed = np.arange(len(worth)) if forwards is None else np.asarray(forwards)
     rows = requests * (1 + np.asarray(sizes))
@@ -108,12 +114,12 @@ def best_drafting(
 def draft_pays(
     frontier: np.ndarray, row_seconds: float, forward_seconds: float, rate: float
 ) -> bool:
-    """Whether one more draft forward can earn more tokens than its time would elsewhere.
+    """Return whether one more draft forward can earn more tokens than its time would elsewhere.
 
-    ``frontier``: values of the nodes that it would expand. The chances of a node's children add up
-    to 1 at most, so their values add up to the node's; verifying them takes a row each, of
-    ``row_seconds``; time is worth ``rate`` tokens per second. Later forwards, whose nodes are worth
-    no more, cannot pay where this one does not.
+    ``frontier`` are the values of the nodes that the forward would expand. The chances of a node's
+    children add up to 1 at most, so their values add up to the node's at most. Each takes a row to
+    verify, of ``row_seconds``. Time is worth ``rate`` tokens per second. If this forward does not
+    pay, later ones do not either, since their nodes are worth no more.
     """
     gain = np.maximum(frontier - rate * row_seconds, 0.0).sum()
     return bool(gain > rate * forward_seconds)

@@ -1,4 +1,4 @@
-"""How every growth is asked for and driven, and the growth that serves; see `tree.registry`."""
+"""The growth that serves, and the parts that all growths share; `tree.registry` lists them all."""
 
 from dyntree_plugin.tree.growth.base import (
     Frontier,

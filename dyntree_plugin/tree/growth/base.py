@@ -1,4 +1,4 @@
-"""What every growth has in common: how it describes itself, is asked for, and is driven."""
+"""The parts that all growths share: description, configuration, and the calls of one step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class GrowthConfig:
 
 @dataclass(frozen=True)
 class GrowthPlan:
-    """A growth for one engine: everything that is known before any token.
+    """A growth for one engine, with everything that is known before any token.
 
     ``start`` begins a step's growth. It takes the number of requests and ``columns`` int64 [R],
     the number of scratch columns that each request has room for.

@@ -79,7 +79,7 @@ class CandidatePool:
 
     @property
     def depths(self) -> torch.Tensor:
-        """The depth of every candidate, int64 [R, candidates]; any for those that are to come."""
+        """The depth of every candidate so far, int64 [R, candidates]; undefined for later ones."""
         drafted = (self._depths + 1).repeat_interleave(self.children, dim=1)
         if self._grafts is None:
             return drafted
@@ -87,12 +87,12 @@ class CandidatePool:
 
     @property
     def new(self) -> slice:
-        """The expansions whose children come next."""
+        """The expansions whose children the next ``add`` brings."""
         return slice(self._added, self._expanded)
 
     @property
     def size(self) -> int:
-        """Candidates so far."""
+        """The number of candidates so far."""
         return self._drafted + self._added * self.children
 
     def by_expansion(self, candidates: torch.Tensor) -> torch.Tensor:
@@ -248,15 +248,15 @@ class CandidatePool:
         return Draws(nodes[:, :-1], columns[:, :-1], self._distributions)
 
     def _above(self, candidates: torch.Tensor) -> torch.Tensor:
-        """Return the expansion whose child each of the draft's candidates is; any of a trie's."""
+        """Return the expansion above each candidate; undefined for the trie's nodes."""
         return (candidates - self._drafted).clamp_(min=0) // self.children
 
     def _grafted(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether candidates are a trie's nodes, and their index there; any for others."""
+        """Return which candidates are the trie's, and their index there; undefined for others."""
         return candidates < self._drafted, candidates.clamp(max=self._drafted - 1)
 
     def _revalue(self, grafts: Grafts) -> None:
-        """Take over the trie's values, also as the values above new children."""
+        """Take over the trie's values, both as candidates and as parents of new children."""
         self.values[:, : grafts.size] = grafts.values
         new = slice(self._added, self._expanded)
         grafted, index = self._grafted(self._nodes[:, new])
