@@ -12,7 +12,7 @@ from benchmarks.acceptance.models import Decoder
 from dyntree_plugin.tree.children import Children, DraftRows
 from dyntree_plugin.tree.drafting import grow as grow_trees
 from dyntree_plugin.tree.growth.base import Frontier, Growth, GrowthPlan
-from dyntree_plugin.tree.growth.best_first import SlotGrowth
+from dyntree_plugin.tree.papers.slots import SlotGrowth
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 from dyntree_plugin.tree.value import temperature_class
@@ -204,7 +204,7 @@ class _ThriftySlots(SlotGrowth):
             node_budget=shape.node_budget,
             children=shape.children,
             widths=widths,
-            threshold=(plan.growth.threshold or 1 / shape.node_budget) if fixed else 0.0,
+            threshold=(plan.growth.parameter or 1 / shape.node_budget) if fixed else 0.0,
         )
         self._max_depth = shape.max_depth
         self._depths = torch.zeros_like(columns)[:, None]
