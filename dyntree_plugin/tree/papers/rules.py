@@ -115,7 +115,7 @@ def all_pairs() -> list[Pair]:
 
 
 def markdown_table() -> str:
-    """Growths against rules, for the README; **default** is what is used if no rule is named."""
+    """Return growths against rules; **default** is the rule that is used if none is named."""
     rules: list[Rule] = ["match", *DRAWN_RULES]
     lines = [
         f"| growth | children | {' | '.join(f'`{rule}`' for rule in rules)} |",
