@@ -19,9 +19,9 @@ logger = init_logger("vllm.dyntree")
 class CUDATreeSpeculator(TreeSpeculator):
     """Captures the stages of drafting, unless the engine is to be eager."""
 
-    def __init__(self, *args: Any, graphs: CapturedStages) -> None:
-        super().__init__(*args, graphs)
-        self._captured = graphs
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._captured: CapturedStages = kwargs["graphs"]
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Make room for graphs; vLLM calls it whenever there is a new KV cache."""
