@@ -1,13 +1,13 @@
-"""The options of the plugin: the only source of the ``--dyntree`` flag, its help and the README's
-table. The names of growths and rules come from `tree.registry`, which is loaded when one is asked
-for, since it loads torch."""
+"""The options of the plugin: the only source of the ``--dyntree`` flag, its help and the tables of
+docs/options.md. The names of growths and rules come from `tree.registry`, which is loaded when one
+is asked for, since it loads torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, overload
 
 from pydantic import (
@@ -52,6 +52,9 @@ def default_shape(node_budget: int) -> tuple[int, int, int]:
 MOST_NODES = 1024
 MOST_DEPTH = MOST_CHILDREN = 64
 
+OF_THE_PAPERS = ("growth", "sampling", "rule", "threshold", "expansion", "acceptance")
+"""Names of the options that serving needs no other value of than the default."""
+
 
 class DynTreeOptions(BaseModel):
     """The settings that a user may give. `resolve` checks the bounds that depend on the engine."""
@@ -68,10 +71,10 @@ class DynTreeOptions(BaseModel):
     )
     budget: Budget | None = Field(
         default=None,
-        description="adaptive verifies, of all trees of a step together, the nodes that make the "
-        "most tokens per second: it measures at start-up what rows cost (4 s at most, about), "
-        "follows that while serving, and ends drafting that cannot pay. fixed verifies every tree "
-        "that was grown. The output is the same either way.",
+        description="adaptive chooses for each step how many nodes its trees verify and how many "
+        "forwards draft the next ones, so that it makes the most tokens per second. It measures at "
+        "start-up what rows cost, in about 4 s, and follows that while serving. fixed verifies "
+        "every tree whole. The output is the same either way.",
         json_schema_extra={
             "derived": "adaptive with growth topk and rule match; else fixed, the only one allowed"
         },
@@ -83,16 +86,15 @@ class DynTreeOptions(BaseModel):
         description="Depth of the deepest node: the most draft tokens that one step can accept, "
         "and the most draft forwards that it makes. At most node_budget.",
         json_schema_extra={
-            "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, where an adaptive budget ends "
-            "drafting by itself: on CUDA, and on a CPU with one rank; else 2 log2(node_budget), "
-            "rounded: 8 for 16, 12 for 64"
+            "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, with an adaptive budget; else "
+            "2 log2(node_budget), rounded: 8 for 16, 12 for 64"
         },
     )
     width: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Frontier nodes that each draft forward expands per request.",
+        description="Nodes of each request that one draft forward expands.",
         json_schema_extra={"derived": "square root of node_budget, at most 32"},
     )
     children: int | None = Field(
@@ -362,11 +364,19 @@ def help_text() -> str:
     )
 
 
-def markdown_table() -> str:
-    """Return the options as a Markdown table, for the README."""
+def markdown_tables() -> str:
+    """Return the options as Markdown tables, those of the papers' trees apart."""
+    fields = DynTreeOptions.model_fields
+    serving = [name for name in fields if name not in OF_THE_PAPERS]
+    parts = (("## Serving", serving), ("## The papers' trees", OF_THE_PAPERS))
+    return "\n\n".join(f"{heading}\n\n{_table(names)}" for heading, names in parts)
+
+
+def _table(names: Sequence[str]) -> str:
     rows = [
         f"| `{name}` | {_allowed(name, field)} | {_default(field)} | {_meaning(name, field)} |"
         for name, field in DynTreeOptions.model_fields.items()
+        if name in names
     ]
     return "\n".join(["| option | allowed | default | meaning |", "|---|---|---|---|", *rows])
 

@@ -83,7 +83,7 @@ def _of_growth(spec: GrowthSpec, **more: Any) -> Options:
             chosen["children"] = min(max(setting.budget // 8, 8), 32)
         if "width" in spec.reads:
             chosen["width"] = _width(setting)
-        if spec.parameter in _PARAMETERS:
+        if spec.parameter is not None and spec.parameter in _PARAMETERS:
             chosen[spec.parameter] = _PARAMETERS[spec.parameter](setting)
         return chosen | more
 

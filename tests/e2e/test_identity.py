@@ -20,7 +20,7 @@ RUNS = [
     (engine, name)
     for engine, (_, runs) in workload.ENGINES.items()
     for name, run in runs.items()
-    if run.sabotage in (None, "captured", "broken_draft")
+    if run.sabotage in (None, "captured", "broken_draft", "repeats", "guesses")
 ]
 
 

@@ -163,6 +163,8 @@ FIXED_RUNS: dict[str, Run] = {
     name: TREE_RUNS[name] for name in ("greedy", "batches of 4", "max_model_len")
 } | {
     "branches": Run(CHAINS["thinking_budget"], sabotage="branches"),
+    "repeats": Run(EVERYTHING[::4], sabotage="repeats"),
+    "guesses": Run(EVERYTHING[::4], sabotage="guesses"),
     "acceptance": ACCEPTANCE,
     "sample": SAMPLE,
     **{name: Run(each_kind(range(32), max_tokens=24), sabotage=name) for name in sabotage.NAMES},

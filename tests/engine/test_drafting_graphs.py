@@ -172,7 +172,7 @@ class Drafting:
         self.writer = (writer or ops.row_writer)(self.memory)
         source = DraftModel(self.model, self.memory, self.writer)
         growth = self.growth(growth_type, estimate)
-        stages = DraftStages(source, (), growth, self.memory, widths, chained)
+        stages = DraftStages(source, None, growth, self.memory, widths, chained)
         self.graphs = CapturedStages()
         self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare)
         if captured:
@@ -195,7 +195,7 @@ class Drafting:
                 node_budget=PLAN.shape.node_budget,
                 children=PLAN.growing.children,
                 widths=PLAN.growing.widths,
-                least=PLAN.growth.min_value or 0.0,
+                least=PLAN.growth.parameter or 0.0,
                 longest=last,
                 coupled=PLAN.coupled,
                 weights=estimate.weights,

@@ -92,7 +92,7 @@ def test_registered_names_are_options_that_resolve() -> None:
 
 
 def test_registered_names_are_shown() -> None:
-    for text in (options.help_text(), options.markdown_table()):
+    for text in (options.help_text(), options.markdown_tables()):
         assert "fork grows a fork" in text
         assert "chain or fork" in text
         assert "never is the refusal of every draw" in text

@@ -1,4 +1,4 @@
-"""A result as tables: in the terminal, and in Markdown for the README."""
+"""A result as tables: in the terminal, and in Markdown for docs/results.md."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ class TreeStore:
         self.grown[slots] = tree.counts if tree.grown is None else tree.grown
         self.ancestors[slots] = tree.ancestors()
         if features is not None and tree.candidates is not None:
-            index = tree.candidates[:, :, None].expand(-1, -1, FEATURES)
+            # A node that the draft did not propose has no features of its own.
+            index = tree.candidates.clamp(min=0)[:, :, None].expand(-1, -1, FEATURES)
             self.features[slots] = features.gather(1, index)
         if tree.draws is not None:
             request = torch.arange(len(slots), device=slots.device)[:, None]

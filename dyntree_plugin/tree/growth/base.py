@@ -79,11 +79,6 @@ class GrowthConfig:
     parameter: Any = None
     sampling: Sampling | None = None
 
-    @property
-    def min_value(self) -> float | None:
-        """The least value of a node under growth ``topk``, whose parameter it is."""
-        return self.parameter if self.name == "topk" else None
-
 
 @dataclass(frozen=True)
 class GrowthPlan:
