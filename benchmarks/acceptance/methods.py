@@ -83,7 +83,7 @@ def _of_growth(spec: GrowthSpec, **more: Any) -> Options:
             chosen["children"] = min(max(setting.budget // 8, 8), 32)
         if "width" in spec.reads:
             chosen["width"] = _width(setting)
-        if spec.parameter in _PARAMETERS:
+        if spec.parameter is not None and spec.parameter in _PARAMETERS:
             chosen[spec.parameter] = _PARAMETERS[spec.parameter](setting)
         return chosen | more
 
@@ -124,7 +124,7 @@ def scaled_expansion(budget: int, max_depth: int) -> tuple[int, ...]:
     return (first, second, third, *[1] * (depth - 3))
 
 
-_PARAMETERS: dict[str | None, Callable[[Setting], Any]] = {
+_PARAMETERS: dict[str, Callable[[Setting], Any]] = {
     "expansion": lambda setting: scaled_expansion(setting.budget, setting.max_depth),
     "acceptance": lambda setting: setting.acceptance,
 }

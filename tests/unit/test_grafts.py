@@ -13,6 +13,7 @@ from growing import TRIE, VOCAB, grow, log_probs_after, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.growths import Grafted, GraftedTopK, Path
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from dyntree_plugin.tree.children import top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthConfig, GrowthPlan
@@ -222,6 +223,26 @@ def test_more_columns_than_a_word_has_bits_keep_their_ancestors() -> None:
     tree.check()
     reference = GraftedTopK(lambda p: log_draft(2, p), shape, 999, edges)
     assert_tree(tree, 1, reference.tree())
+
+
+def test_growing_with_a_trie_never_waits_for_the_device() -> None:
+    """Tensors without data: whatever asks for a value raises."""
+    shape = TreeShape(node_budget=9, max_depth=3, width=2, children=2)
+    with FakeTensorMode():
+        growth = topk(shape).start(3, torch.full((3,), 9))
+        assert isinstance(growth, TopKGrowth)
+        numbers = torch.zeros(3, 4, dtype=torch.int64)
+        growth.graft(Trie(numbers, numbers - 1, torch.zeros(3, 4), numbers == 0), TRIE)
+        for width in (1, *shape.widths):
+            if width > 1:
+                growth.frontier()
+            children = torch.zeros(3, width, 2)
+            growth.add(children.long(), children)
+        tree = growth.finish()
+    assert tree.kinds is not None
+    assert tree.tokens.shape == tree.kinds.shape == (3, 9)
+    with pytest.raises(DataDependentOutputException):
+        int(tree.counts[0])
 
 
 # Controls: each of these breaks the merge, and the tests above would see it.

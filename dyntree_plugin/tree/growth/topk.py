@@ -95,8 +95,8 @@ class TopKGrowth:
         if self._pool.grafts is None:
             ranks[:, 0] = values[:, 0]
         else:
-            below_root = values.masked_fill(self._pool.depths > 1, NO_VALUE)
-            first = below_root.argmax(dim=1, keepdim=True)
+            # Of equals argmax takes the first, and parents come first: a child of the root.
+            first = values.argmax(dim=1, keepdim=True)
             ranks.scatter_(1, first, values.gather(1, first))
         return self._pool.tree(ranks, self._node_budget)
 
