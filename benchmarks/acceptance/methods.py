@@ -124,7 +124,7 @@ def scaled_expansion(budget: int, max_depth: int) -> tuple[int, ...]:
     return (first, second, third, *[1] * (depth - 3))
 
 
-_PARAMETERS: dict[str | None, Callable[[Setting], Any]] = {
+_PARAMETERS: dict[str, Callable[[Setting], Any]] = {
     "expansion": lambda setting: scaled_expansion(setting.budget, setting.max_depth),
     "acceptance": lambda setting: setting.acceptance,
 }

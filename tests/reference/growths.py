@@ -74,7 +74,8 @@ class GraftedTopK:
 
     ``log_draft`` gives log D(· | x, path), or is None where no draft runs. ``trie`` holds the log
     chance of every node's edge by its path. ``room`` is the number of the request's scratch
-    columns, and ``least`` the least value.
+    columns, and ``least`` the least value. ``whole_paths`` says whether one forward may expand a
+    node and its child.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class GraftedTopK:
         room: int,
         trie: Mapping[Path, float],
         least: float = 0.0,
+        whole_paths: bool = True,
     ) -> None:
+        self.whole_paths = whole_paths
         self.log_draft, self.shape, self.room = log_draft, shape, room
         self.least = math.log(least) if least else -math.inf
         self.edges = {p: edge for p, edge in trie.items() if len(p) <= shape.max_depth}
         self.kinds = {path: {"trie"} for path in self.edges}
-        self.opened: set[Path] = set()
+        self.opened: set[Path] = {()}
 
     def tree(self) -> list[Grafted]:
         """Grow, and return the nodes from the most valuable down."""
@@ -112,6 +115,8 @@ class GraftedTopK:
         """The nodes that get children, of the ``width`` most valuable that have none."""
         known = self.existing()
         closed = [p for p in known if p not in self.opened and len(p) < self.shape.max_depth]
+        if not self.whole_paths:
+            closed = [p for p in closed if p[:-1] in self.opened]
         self.chosen = sorted(closed, key=lambda path: -self.value(path))[: self.shape.width]
         values = sorted((self.value(path) for path in known), reverse=True)
         full = len(values) >= self.shape.node_budget

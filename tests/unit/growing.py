@@ -70,12 +70,14 @@ def grow(
     room: list[int] | None = None,
     distributions: bool = False,
     trie: Trie | None = None,
+    whole_paths: bool = True,
     at_frontier: Callable[[Frontier], None] = lambda frontier: None,
     at_paths: Callable[[list[list[Path]]], object] = lambda paths: None,
 ) -> TokenTree:
     """Grow one tree per seed, in double precision so that no ranking is a matter of rounding.
 
-    ``trie`` is grafted before anything is added, for growths that take one.
+    ``trie`` is grafted before anything is added, for growths that take one; `TopKGrowth.graft` has
+    ``whole_paths``.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -84,7 +86,7 @@ def grow(
         growth = plan.start(len(seeds), columns)
         if trie is not None:
             assert isinstance(growth, TopKGrowth)
-            growth.graft(trie, TRIE)
+            growth.graft(trie, TRIE, whole_paths)
         grown: list[list[Path]] = [[] for _ in seeds]
         paths: list[list[Path]] = [[()] for _ in seeds]
         for width in (*plan.widths, None):

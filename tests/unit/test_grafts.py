@@ -13,7 +13,9 @@ from growing import TRIE, VOCAB, grow, log_probs_after, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.growths import Grafted, GraftedTopK, Path
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from dyntree_kernels.ancestors import unpack_bits
 from dyntree_plugin.tree.children import top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthConfig, GrowthPlan
 from dyntree_plugin.tree.growth.grafts import Grafts
@@ -97,15 +99,18 @@ def assert_tree(tree: TokenTree, row: int, expected: list[Grafted]) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(shapes, batches)
+@given(shapes, batches, st.booleans())
 def test_a_grafted_tree_is_that_of_the_reference(
-    shape: TreeShape, requests: list[tuple[int, Edges]]
+    shape: TreeShape, requests: list[tuple[int, Edges]], whole_paths: bool
 ) -> None:
     seeds = [seed for seed, _ in requests]
-    tree = grow(topk(shape), seeds, trie=as_trie([edges for _, edges in requests]))
+    trie = as_trie([edges for _, edges in requests])
+    tree = grow(topk(shape), seeds, trie=trie, whole_paths=whole_paths)
     tree.check()
     for row, (seed, edges) in enumerate(requests):
-        reference = GraftedTopK(lambda p, s=seed: log_draft(s, p), shape, 999, edges)
+        reference = GraftedTopK(
+            lambda p, s=seed: log_draft(s, p), shape, 999, edges, whole_paths=whole_paths
+        )
         assert_tree(tree, row, reference.tree())
 
 
@@ -215,6 +220,23 @@ def test_one_forward_runs_a_whole_path_of_the_trie() -> None:
     assert first.ancestors[0, :, 0].tolist() == [0b1, 0b11, 0b111, 0b1111]
 
 
+@settings(max_examples=60, deadline=None)
+@given(shapes, batches)
+def test_without_whole_paths_no_forward_runs_a_node_and_its_child(
+    shape: TreeShape, requests: list[tuple[int, Edges]]
+) -> None:
+    """A row then finds its parent's output among those of earlier forwards."""
+    frontiers: list[Frontier] = []
+    trie = as_trie([edges for _, edges in requests])
+    seeds = [seed for seed, _ in requests]
+    grow(topk(shape), seeds, trie=trie, whole_paths=False, at_frontier=frontiers.append)
+    for number, frontier in enumerate(frontiers):
+        seen = unpack_bits(frontier.ancestors, shape.scratch_slots)
+        of_forward = slice(number * shape.width, (number + 1) * shape.width)
+        assert torch.equal(seen[:, :, of_forward].sum(2) > 0, frontier.valid)
+        assert (seen[:, :, of_forward].sum(2) <= 1).all()
+
+
 def test_more_columns_than_a_word_has_bits_keep_their_ancestors() -> None:
     shape = TreeShape(node_budget=60, max_depth=8, width=9, children=3)
     edges = {tuple(range(n)): math.log(0.9) for n in range(1, 8)}
@@ -222,6 +244,26 @@ def test_more_columns_than_a_word_has_bits_keep_their_ancestors() -> None:
     tree.check()
     reference = GraftedTopK(lambda p: log_draft(2, p), shape, 999, edges)
     assert_tree(tree, 1, reference.tree())
+
+
+def test_growing_with_a_trie_never_waits_for_the_device() -> None:
+    """Tensors without data: whatever asks for a value raises."""
+    shape = TreeShape(node_budget=9, max_depth=3, width=2, children=2)
+    with FakeTensorMode():
+        growth = topk(shape).start(3, torch.full((3,), 9))
+        assert isinstance(growth, TopKGrowth)
+        numbers = torch.zeros(3, 4, dtype=torch.int64)
+        growth.graft(Trie(numbers, numbers - 1, torch.zeros(3, 4), numbers == 0), TRIE)
+        for width in (1, *shape.widths):
+            if width > 1:
+                growth.frontier()
+            children = torch.zeros(3, width, 2)
+            growth.add(children.long(), children)
+        tree = growth.finish()
+    assert tree.kinds is not None
+    assert tree.tokens.shape == tree.kinds.shape == (3, 9)
+    with pytest.raises(DataDependentOutputException):
+        int(tree.counts[0])
 
 
 # Controls: each of these breaks the merge, and the tests above would see it.

@@ -17,8 +17,12 @@ class Grafts:
     chances. All tensors are [R, T].
     """
 
-    def __init__(self, trie: Trie, kind: int, max_depth: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, trie: Trie, kind: int, max_depth: int, dtype: torch.dtype, whole_paths: bool = True
+    ) -> None:
         """Take over ``trie`` down to ``max_depth``; ``dtype`` is that of values.
+
+        ``whole_paths`` says whether one forward may expand a node and its child.
 
         Raises:
             ValueError: if the trie's tensors have different shapes, or ``kind`` is not a bit of
@@ -43,6 +47,7 @@ class Grafts:
         self._edges = chances.masked_fill(~real, NO_VALUE)
         self._levels = max_depth
         self._kind = kind
+        self._whole_paths = whole_paths
         # The expansion and the draft's own candidate of each node; -1 where there is none.
         self._expansions = torch.full_like(self.above, -1)
         self.proposals = torch.full_like(self.above, -1)
@@ -55,8 +60,11 @@ class Grafts:
 
     @property
     def open_values(self) -> torch.Tensor:
-        """Values of the nodes that the draft has not expanded, ``-inf`` for the others."""
-        return self.values.masked_fill(self._expansions >= 0, NO_VALUE)
+        """Values of the nodes that the next forward may expand, ``-inf`` for the others."""
+        closed = self._expansions >= 0
+        if not self._whole_paths:
+            closed = closed | (self._expansions_above() < 0)
+        return self.values.masked_fill(closed, NO_VALUE)
 
     def merge(self, first: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
         """Recognise children of expansions ``first``, ``first`` + 1, … that are nodes here.
@@ -66,9 +74,8 @@ class Grafts:
         the draft from then on.
         """
         width, children = tokens.shape[1:]
-        above = torch.where(self.above < 0, 0, self._expansions.gather(1, self._index))
         new = torch.arange(first, first + width, device=tokens.device)
-        same = (above[:, None] == new[:, None])[:, :, None]
+        same = (self._expansions_above()[:, None] == new[:, None])[:, :, None]
         same = same & (tokens[..., None] == self.tokens[:, None, None])
         same &= (log_probs > NO_VALUE)[..., None] & (self._edges > NO_VALUE)[:, None, None]
 
@@ -101,6 +108,10 @@ class Grafts:
         seen = self._ancestors.gather(1, rows)
         # Ancestors have different columns, so that the sum of their bits is their union.
         return torch.where(seen[..., None], own[:, None], 0).sum(dim=2).to(torch.int32)
+
+    def _expansions_above(self) -> torch.Tensor:
+        """Return the expansions of the nodes' parents, 0 for the root, -1 for none so far."""
+        return torch.where(self.above < 0, 0, self._expansions.gather(1, self._index))
 
     def _path_values(self) -> torch.Tensor:
         values = self._edges

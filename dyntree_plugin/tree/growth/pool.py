@@ -51,15 +51,15 @@ class CandidatePool:
         self._grafts: Grafts | None = None
         self._drafted = 0  # the draft's first candidate
 
-    def graft(self, trie: Trie, kind: int) -> None:
-        """Add the nodes of ``trie``, which a source of this ``kind`` made.
+    def graft(self, trie: Trie, kind: int, whole_paths: bool = True) -> None:
+        """Add the nodes of ``trie``, which a source of this ``kind`` made; see `TopKGrowth.graft`.
 
         Raises:
             ValueError: if children were added before, or a trie, or the trie is malformed.
         """
         if self._added or self._grafts is not None:
             raise ValueError("graft() comes once, before the first add()")
-        grafts = Grafts(trie, kind, self.max_depth, self.values.dtype)
+        grafts = Grafts(trie, kind, self.max_depth, self.values.dtype, whole_paths)
         self._grafts = grafts
         self._drafted = grafts.size
         self._capacity += grafts.size

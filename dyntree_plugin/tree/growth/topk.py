@@ -44,17 +44,20 @@ class TopKGrowth:
         self._open = self._pool.values.clone()
         self._least = math.log(least) if least > 0 else NO_VALUE
 
-    def graft(self, trie: Trie, kind: int) -> None:
+    def graft(self, trie: Trie, kind: int, whole_paths: bool = True) -> None:
         """Add the nodes of ``trie``, which a source of this ``kind`` made; see `tree.source`.
 
         Call it after the start and before the first ``add``. The draft may expand the nodes, and
         may propose some of them: those are of both kinds. Nodes below ``max_depth`` are dropped.
         Without any ``add`` the tree is made of the trie alone.
 
+        With ``whole_paths`` one forward may run a node and its child, which sees it by its
+        ancestor bits. A draft whose rows read the outputs of their parents' rows cannot do that.
+
         Raises:
             ValueError: if it comes too late or twice, or the trie is malformed.
         """
-        self._pool.graft(trie, kind)
+        self._pool.graft(trie, kind, whole_paths)
         self._open = self._pool.values.clone()
 
     def add(
@@ -95,8 +98,8 @@ class TopKGrowth:
         if self._pool.grafts is None:
             ranks[:, 0] = values[:, 0]
         else:
-            below_root = values.masked_fill(self._pool.depths > 1, NO_VALUE)
-            first = below_root.argmax(dim=1, keepdim=True)
+            # Of equals argmax takes the first, and parents come first: a child of the root.
+            first = values.argmax(dim=1, keepdim=True)
             ranks.scatter_(1, first, values.gather(1, first))
         return self._pool.tree(ranks, self._node_budget)
 
