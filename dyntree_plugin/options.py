@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -18,14 +18,12 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic.fields import FieldInfo
 
+from dyntree_plugin.option_text import allowed, default_of, meaning, specs
 from dyntree_plugin.tree.shape import Budget, Sampling, TreeShape
 
 if TYPE_CHECKING:
-    from dyntree_plugin.tree.growth.base import GrowthSpec
     from dyntree_plugin.tree.plan import TreePlan
-    from dyntree_plugin.tree.rule import RuleSpec
 
 NAMESPACE = "dyntree"
 """The key of our options in vLLM's ``additional_config``, and the name of the flag."""
@@ -185,7 +183,7 @@ class DynTreeOptions(BaseModel):
     @field_validator("growth", "rule")
     @classmethod
     def _registered(cls, value: str | None, info: ValidationInfo) -> str | None:
-        known = _specs(str(info.field_name))
+        known = specs(str(info.field_name))
         if value is not None and value not in known:
             raise ValueError(f"must be {' or '.join(known)}")
         return value
@@ -266,7 +264,7 @@ class DynTreeOptions(BaseModel):
             depth = min(node_budget, ADAPTIVE_DEPTH)
         if self.expansion is not None:
             depth = len(self.expansion)
-        spec = _specs("growth")[self.growth]
+        spec = specs("growth")[self.growth]
         if "children" in spec.reads and "best" not in spec.samplings:
             children = DRAWN_CHILDREN
         shape = TreeShape(
@@ -286,7 +284,7 @@ class DynTreeOptions(BaseModel):
         growth = plan.growth.name
         for name in ("max_depth", "width", "children"):
             value = getattr(self, name)
-            if value is not None and name not in _specs("growth")[growth].reads:
+            if value is not None and name not in specs("growth")[growth].reads:
                 yield (
                     f"{NAMESPACE}.{name}={value} has no effect with growth={growth}: leave it out"
                 )
@@ -307,8 +305,8 @@ class DynTreeOptions(BaseModel):
 
     def _default_budget(self) -> Budget:
         """Return "adaptive" wherever a plan may have it."""
-        reads_draws = self.rule is not None and _specs("rule")[self.rule].drawn is not None
-        return "adaptive" if _specs("growth")[self.growth].ordered and not reads_draws else "fixed"
+        reads_draws = self.rule is not None and specs("rule")[self.rule].drawn is not None
+        return "adaptive" if specs("growth")[self.growth].ordered and not reads_draws else "fixed"
 
     def _own_parameter(self) -> Any:
         """Return the value of the chosen growth's own option.
@@ -316,9 +314,9 @@ class DynTreeOptions(BaseModel):
         Raises:
             ValueError: if the own option of another growth is given.
         """
-        specs = _specs("growth")
-        own = specs[self.growth].parameter
-        for spec in specs.values():
+        growths = specs("growth")
+        own = growths[self.growth].parameter
+        for spec in growths.values():
             name = spec.parameter
             if name and name != own and getattr(self, name) is not None:
                 raise ValueError(
@@ -355,7 +353,7 @@ def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
 def help_text() -> str:
     """Return the help of the flag, with every option."""
     lines = [
-        f"- {name} ({_allowed(name, field)}; default {_default(field)}): {_meaning(name, field)}"
+        f"- {name} ({allowed(name, field)}; default {default_of(field)}): {meaning(name, field)}"
         for name, field in DynTreeOptions.model_fields.items()
     ]
     return (
@@ -374,7 +372,7 @@ def markdown_tables() -> str:
 
 def _table(names: Sequence[str]) -> str:
     rows = [
-        f"| `{name}` | {_allowed(name, field)} | {_default(field)} | {_meaning(name, field)} |"
+        f"| `{name}` | {allowed(name, field)} | {default_of(field)} | {meaning(name, field)} |"
         for name, field in DynTreeOptions.model_fields.items()
         if name in names
     ]
@@ -390,52 +388,6 @@ def _known_options() -> str:
     return ", ".join(DynTreeOptions.model_fields)
 
 
-@overload
-def _specs(option: Literal["growth"]) -> Mapping[str, GrowthSpec]: ...
-@overload
-def _specs(option: Literal["rule"]) -> Mapping[str, RuleSpec]: ...
-@overload
-def _specs(option: str) -> Mapping[str, GrowthSpec | RuleSpec]: ...
-def _specs(option: str) -> Mapping[str, Any]:
-    """Return the registered growths or rules, whose names ``option`` takes; {} for others."""
-    if option not in ("growth", "rule"):
-        return {}
-    from dyntree_plugin.tree.registry import GROWTHS, RULES
-
-    return GROWTHS if option == "growth" else RULES
-
-
-def _meaning(name: str, field: FieldInfo) -> str:
-    """Return what an option is for, with what each registered growth or rule is."""
-    verb = {"growth": "grows", "rule": "is"}.get(name)
-    each = "; ".join(f"{spec.name} {verb} {spec.summary}" for spec in _specs(name).values())
-    return f"{field.description} {each}." if each else str(field.description)
-
-
-def _allowed(name: str, field: FieldInfo) -> str:
-    if specs := _specs(name):
-        return " or ".join(specs)
-    type_ = next((t for t in get_args(field.annotation) if get_origin(t)), field.annotation)
-    if get_origin(type_) is Literal:
-        return " or ".join(str(value) for value in get_args(type_))
-    if get_origin(type_) is tuple:
-        of_what = "integers >= 1" if int in get_args(get_args(type_)[0]) else "numbers from 0 to 1"
-        most = next(m.max_length for m in field.metadata if hasattr(m, "max_length"))
-        return f"a list of 1 to {most} {of_what}"
-    if str in get_args(field.annotation):
-        return "the path of a file"
-    if type_ is float or float in get_args(type_):
-        return "a number above 0, at most 1"
-    low = next(m.ge for m in field.metadata if hasattr(m, "ge"))
-    high = next(m.le for m in field.metadata if hasattr(m, "le"))
-    return f"an integer from {low} to {high}"
-
-
-def _default(field: FieldInfo) -> str:
-    extra = field.json_schema_extra
-    return str(extra["derived"] if isinstance(extra, dict) else field.default)
-
-
 def _explain(name: str, value: object) -> str:
     field = DynTreeOptions.model_fields.get(name)
     if field is None:
@@ -445,4 +397,4 @@ def _explain(name: str, value: object) -> str:
             f"{NAMESPACE}.{name}={value!r} is not an option: {hint}"
             f"The options are {_known_options()}"
         )
-    return f"{NAMESPACE}.{name}={value!r} must be {_allowed(name, field)}"
+    return f"{NAMESPACE}.{name}={value!r} must be {allowed(name, field)}"

@@ -8,7 +8,6 @@ and needs no draft probabilities.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -16,20 +15,7 @@ import torch
 from dyntree_kernels.ancestors import pack_bits
 from dyntree_plugin.tree.rule import RuleSpec
 from dyntree_plugin.tree.shape import Sampling
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The result of one verification of R requests, with trees of at most D levels.
-
-    ``path`` int64 [R, D] holds the accepted nodes from the root down, and ``-1`` after the last.
-    ``lengths`` int64 [R] counts them. ``tokens`` int64 [R, D + 1] are the target's tokens along
-    the path, with the bonus token at column ``lengths[r]``; later columns carry no meaning.
-    """
-
-    path: torch.Tensor
-    lengths: torch.Tensor
-    tokens: torch.Tensor
+from dyntree_plugin.tree.token_tree import Accepted
 
 
 def match(

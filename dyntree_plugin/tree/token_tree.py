@@ -95,3 +95,17 @@ class TokenTree:
                 if edge in seen:
                     raise ValueError(f"request {row}: two children of {parent} carry one token")
                 seen.add(edge)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The result of one verification of R requests, with trees of at most D levels.
+
+    ``path`` int64 [R, D] holds the accepted nodes from the root down, and ``-1`` after the last.
+    ``lengths`` int64 [R] counts them. ``tokens`` int64 [R, D + 1] are the target's tokens along
+    the path, with the bonus token at column ``lengths[r]``; later columns carry no meaning.
+    """
+
+    path: torch.Tensor
+    lengths: torch.Tensor
+    tokens: torch.Tensor

@@ -194,8 +194,8 @@ def captured(runner: Any) -> Iterator[None]:
     """No sabotage: verification and drafting as CUDA graphs make them, in padded batches at fixed
     addresses, each step with another number of draft forwards. Replaying runs the captured call
     again."""
-    from dyntree_plugin.engine.configuration import node_buckets
     from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages
+    from dyntree_plugin.tree.budget.choice import node_buckets
 
     replayed: dict[str, list[int]] = {"verification": [], "drafting": []}
 

@@ -22,12 +22,13 @@ import dyntree_plugin
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth import GrowthConfig
-from dyntree_plugin.tree.match import Accepted, match
+from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.pairs import allowed_rules, default_rule
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
 
 PACKAGE = Path(dyntree_plugin.__file__).parent

@@ -6,9 +6,8 @@ import time
 
 import numpy as np
 
-from dyntree_plugin.engine.configuration import node_buckets
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
-from dyntree_plugin.tree.budget.choice import Drafting, best_drafting
+from dyntree_plugin.tree.budget.choice import Drafting, best_drafting, node_buckets
 from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
 

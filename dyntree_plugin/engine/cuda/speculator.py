@@ -8,10 +8,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
 
-from dyntree_plugin.engine.configuration import node_buckets, uses_adaptive_budget
+from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.cuda.capture import recorder
 from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedDrafting, CapturedStages
 from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.tree.budget.choice import node_buckets
 
 logger = init_logger("vllm.dyntree")
 

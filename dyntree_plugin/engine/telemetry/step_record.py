@@ -11,11 +11,11 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from dyntree_kernels.contracts import Report
-from dyntree_plugin.engine.configuration import node_buckets
 from dyntree_plugin.engine.step.clock import DRAFTING, PLAIN, TREE, Measured, StageTimes
 from dyntree_plugin.engine.step.transfer import Arrival, Send
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
 from dyntree_plugin.metrics.names import BUDGET, SCHEDULER
+from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
 
 if TYPE_CHECKING:

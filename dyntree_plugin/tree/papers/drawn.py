@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dyntree_plugin.tree.match import Accepted
-from dyntree_plugin.tree.token_tree import Draws
+from dyntree_plugin.tree.token_tree import Accepted, Draws
 
 ITS_LAW = "the rule accepts with the chances that the children were drawn with"
 """The reason why a rule is exact with the sampling that it is made for."""
