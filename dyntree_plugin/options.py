@@ -1,19 +1,26 @@
-"""The options of the plugin: the only source of the ``--dyntree`` flag, its help and the README's
-table."""
+"""The options of the plugin: the only source of the ``--dyntree`` flag, its help and the tables of
+docs/options.md. The names of growths and rules come from `tree.registry`, which is loaded when one
+is asked for, since it loads torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic.fields import FieldInfo
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
-from dyntree_plugin.tree.names import Budget, GrowthName, Rule, Sampling
-from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.option_text import allowed, default_of, meaning, specs
+from dyntree_plugin.tree.shape import Budget, Sampling, TreeShape
 
 if TYPE_CHECKING:
     from dyntree_plugin.tree.plan import TreePlan
@@ -30,10 +37,10 @@ ADAPTIVE_DEPTH = 16
 
 
 def default_shape(node_budget: int) -> tuple[int, int, int]:
-    """Depth, width and children that suit a budget.
+    """Return the depth, width and children that suit a budget.
 
-    From a sweep on the embedded pair with learned values: with 16 and 64 nodes, more of any gains
-    less than 3 % accepted tokens at temperature 1, and depth costs draft forwards.
+    They come from a sweep on the embedded pair with learned values. With 16 and 64 nodes, more of
+    any gains less than 3 % accepted tokens at temperature 1, and depth costs draft forwards.
     """
     root = math.ceil(math.sqrt(node_budget))
     depth = min(max(round(2 * math.log2(node_budget)), 1), node_budget)
@@ -43,9 +50,12 @@ def default_shape(node_budget: int) -> tuple[int, int, int]:
 MOST_NODES = 1024
 MOST_DEPTH = MOST_CHILDREN = 64
 
+OF_THE_PAPERS = ("growth", "sampling", "rule", "threshold", "expansion", "acceptance")
+"""Names of the options that serving needs no other value of than the default."""
+
 
 class DynTreeOptions(BaseModel):
-    """What a user may set. Bounds that depend on the engine are checked by `resolve`."""
+    """The settings that a user may give. `resolve` checks the bounds that depend on the engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -59,10 +69,10 @@ class DynTreeOptions(BaseModel):
     )
     budget: Budget | None = Field(
         default=None,
-        description="adaptive verifies, of all trees of a step together, the nodes that make the "
-        "most tokens per second: it measures at start-up what rows cost (4 s at most, about), "
-        "follows that while serving, and ends drafting that cannot pay. fixed verifies every tree "
-        "that was grown. The output is the same either way.",
+        description="adaptive chooses for each step how many nodes its trees verify and how many "
+        "forwards draft the next ones, so that it makes the most tokens per second. It measures at "
+        "start-up what rows cost, in about 4 s, and follows that while serving. fixed verifies "
+        "every tree whole. The output is the same either way.",
         json_schema_extra={
             "derived": "adaptive with growth topk and rule match; else fixed, the only one allowed"
         },
@@ -74,16 +84,15 @@ class DynTreeOptions(BaseModel):
         description="Depth of the deepest node: the most draft tokens that one step can accept, "
         "and the most draft forwards that it makes. At most node_budget.",
         json_schema_extra={
-            "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, where an adaptive budget ends "
-            "drafting by itself: on CUDA, and on a CPU with one rank; else 2 log2(node_budget), "
-            "rounded: 8 for 16, 12 for 64"
+            "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, with an adaptive budget; else "
+            "2 log2(node_budget), rounded: 8 for 16, 12 for 64"
         },
     )
     width: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Frontier nodes that each draft forward expands per request.",
+        description="Nodes of each request that one draft forward expands.",
         json_schema_extra={"derived": "square root of node_budget, at most 32"},
     )
     children: int | None = Field(
@@ -118,11 +127,9 @@ class DynTreeOptions(BaseModel):
         "where none are left to expand. Pays where the target's cost grows with its rows.",
         json_schema_extra={"derived": "none: trees fill their budget"},
     )
-    growth: GrowthName = Field(
+    growth: str = Field(
         default="topk",
-        description="How trees grow. topk is for serving; the papers' ways are for comparison: "
-        "DySpec's Algorithm 1, its fixed and a dynamic threshold, SpecInfer's expansion, Sequoia's "
-        "static tree, a chain.",
+        description="How trees grow. All but topk are for comparison.",
     )
     sampling: Sampling | None = Field(
         default=None,
@@ -130,12 +137,12 @@ class DynTreeOptions(BaseModel):
         "replacement.",
         json_schema_extra={"derived": "the growth's own"},
     )
-    rule: Rule | None = Field(
+    rule: str | None = Field(
         default=None,
-        description="How trees are verified. match is exact with every growth and gives the very "
-        "tokens of decoding without speculation; the papers' rules give its distribution, and "
-        "store the draft's distributions (node_budget + 1 times the vocabulary, in fp32, per "
-        "request slot). A pair that would be biased is refused.",
+        description="How trees are verified. All but match give the distribution of decoding "
+        "without speculation, and store the draft's distributions (node_budget + 1 times the "
+        "vocabulary, in fp32, per request slot). A growth and a rule that would be biased together "
+        "are refused.",
         json_schema_extra={"derived": "what fits the sampling"},
     )
     threshold: float | None = Field(
@@ -173,6 +180,14 @@ class DynTreeOptions(BaseModel):
     def _tuple_from_list(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
 
+    @field_validator("growth", "rule")
+    @classmethod
+    def _registered(cls, value: str | None, info: ValidationInfo) -> str | None:
+        known = specs(str(info.field_name))
+        if value is not None and value not in known:
+            raise ValueError(f"must be {' or '.join(known)}")
+        return value
+
     @field_validator("coupling", "calibration", mode="before")
     @classmethod
     def _switch_from_bool(cls, value: object) -> object:
@@ -181,7 +196,7 @@ class DynTreeOptions(BaseModel):
 
     @classmethod
     def of(cls, additional_config: object) -> DynTreeOptions | None:
-        """The options in an engine's ``additional_config``, or None where it asks for no tree.
+        """Return the options in an engine's ``additional_config``, or None if it asks for no tree.
 
         Raises:
             ValueError: as `parse`, and for a key that is almost ours.
@@ -198,7 +213,7 @@ class DynTreeOptions(BaseModel):
 
     @classmethod
     def parse(cls, value: object) -> DynTreeOptions:
-        """Validates what stands under ``additional_config["dyntree"]``.
+        """Validate the value of ``additional_config["dyntree"]``.
 
         Raises:
             ValueError: naming each wrong option, its value and what is allowed.
@@ -218,7 +233,7 @@ class DynTreeOptions(BaseModel):
             raise ValueError("; ".join(_explain(name, given[name]) for name in wrong)) from None
 
     def resolve(self, num_speculative_tokens: int) -> TreePlan:
-        """Fills in every default for an engine with `num_speculative_tokens`.
+        """Fill in every default for an engine with `num_speculative_tokens`.
 
         Raises:
             ValueError: naming the options that do not fit this engine or each other.
@@ -249,7 +264,8 @@ class DynTreeOptions(BaseModel):
             depth = min(node_budget, ADAPTIVE_DEPTH)
         if self.expansion is not None:
             depth = len(self.expansion)
-        if self.growth in ("dyspec", "threshold", "dynamic_threshold"):
+        spec = specs("growth")[self.growth]
+        if "children" in spec.reads and "best" not in spec.samplings:
             children = DRAWN_CHILDREN
         shape = TreeShape(
             node_budget,
@@ -264,13 +280,11 @@ class DynTreeOptions(BaseModel):
             raise ValueError(f"{NAMESPACE}.{error}") from None
 
     def without_effect(self, plan: TreePlan) -> Iterator[str]:
-        """Each option that was given and that the plan made of it does not read, and why."""
-        from dyntree_plugin.tree.growth import SHAPE_READ
-
+        """Yield, with the reason, each option that was given and that the plan does not read."""
         growth = plan.growth.name
         for name in ("max_depth", "width", "children"):
             value = getattr(self, name)
-            if value is not None and name not in SHAPE_READ[growth]:
+            if value is not None and name not in specs("growth")[growth].reads:
                 yield (
                     f"{NAMESPACE}.{name}={value} has no effect with growth={growth}: leave it out"
                 )
@@ -290,23 +304,34 @@ class DynTreeOptions(BaseModel):
         return switch in self.model_fields_set and getattr(self, switch) == "on"
 
     def _default_budget(self) -> Budget:
-        """adaptive wherever a plan may have it."""
-        return "adaptive" if self.growth == "topk" and self.rule in (None, "match") else "fixed"
+        """Return "adaptive" wherever a plan may have it."""
+        reads_draws = self.rule is not None and specs("rule")[self.rule].drawn is not None
+        return "adaptive" if specs("growth")[self.growth].ordered and not reads_draws else "fixed"
+
+    def _own_parameter(self) -> Any:
+        """Return the value of the chosen growth's own option.
+
+        Raises:
+            ValueError: if the own option of another growth is given.
+        """
+        growths = specs("growth")
+        own = growths[self.growth].parameter
+        for spec in growths.values():
+            name = spec.parameter
+            if name and name != own and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is for growth={spec.name}, not {self.growth}"
+                )
+        return getattr(self, own) if own else None
 
     def _plan(self, shape: TreeShape, budget: Budget) -> TreePlan:
-        # With these torch is loaded, which a vLLM without dyntree options need not do for us.
-        from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
-        from dyntree_plugin.tree.papers.rules import default_rule
+        # These load torch, which a vLLM without dyntree options need not do for us.
+        from dyntree_plugin.tree.growth import GrowthConfig
+        from dyntree_plugin.tree.pairs import default_rule
         from dyntree_plugin.tree.plan import TreePlan
+        from dyntree_plugin.tree.registry import plan_growth
 
-        growth = GrowthConfig(
-            self.growth,
-            self.min_value,
-            self.threshold,
-            self.expansion,
-            self.acceptance,
-            self.sampling,
-        )
+        growth = GrowthConfig(self.growth, self._own_parameter(), self.sampling)
         growing = plan_growth(growth, shape)
         # Some growths stop before max_depth, whatever the draft says.
         shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
@@ -315,7 +340,7 @@ class DynTreeOptions(BaseModel):
 
 
 def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of both; the same option with two different values is a ValueError."""
+    """Merge the options of both; an option with two different values is a ValueError."""
     for name in first.keys() & second.keys():
         if first[name] != second[name]:
             raise ValueError(
@@ -326,9 +351,9 @@ def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
 
 
 def help_text() -> str:
-    """The help of the flag, with every option."""
+    """Return the help of the flag, with every option."""
     lines = [
-        f"- {name} ({_allowed(field)}; default {_default(field)}): {field.description}"
+        f"- {name} ({allowed(name, field)}; default {default_of(field)}): {meaning(name, field)}"
         for name, field in DynTreeOptions.model_fields.items()
     ]
     return (
@@ -337,11 +362,19 @@ def help_text() -> str:
     )
 
 
-def markdown_table() -> str:
-    """The options as a Markdown table, for the README."""
+def markdown_tables() -> str:
+    """Return the options as Markdown tables, those of the papers' trees apart."""
+    fields = DynTreeOptions.model_fields
+    serving = [name for name in fields if name not in OF_THE_PAPERS]
+    parts = (("## Serving", serving), ("## The papers' trees", OF_THE_PAPERS))
+    return "\n\n".join(f"{heading}\n\n{_table(names)}" for heading, names in parts)
+
+
+def _table(names: Sequence[str]) -> str:
     rows = [
-        f"| `{name}` | {_allowed(field)} | {_default(field)} | {field.description} |"
+        f"| `{name}` | {allowed(name, field)} | {default_of(field)} | {meaning(name, field)} |"
         for name, field in DynTreeOptions.model_fields.items()
+        if name in names
     ]
     return "\n".join(["| option | allowed | default | meaning |", "|---|---|---|---|", *rows])
 
@@ -355,28 +388,6 @@ def _known_options() -> str:
     return ", ".join(DynTreeOptions.model_fields)
 
 
-def _allowed(field: FieldInfo) -> str:
-    type_ = next((t for t in get_args(field.annotation) if get_origin(t)), field.annotation)
-    if get_origin(type_) is Literal:
-        return " or ".join(str(value) for value in get_args(type_))
-    if get_origin(type_) is tuple:
-        of_what = "integers >= 1" if int in get_args(get_args(type_)[0]) else "numbers from 0 to 1"
-        most = next(m.max_length for m in field.metadata if hasattr(m, "max_length"))
-        return f"a list of 1 to {most} {of_what}"
-    if str in get_args(field.annotation):
-        return "the path of a file"
-    if type_ is float or float in get_args(type_):
-        return "a number above 0, at most 1"
-    low = next(m.ge for m in field.metadata if hasattr(m, "ge"))
-    high = next(m.le for m in field.metadata if hasattr(m, "le"))
-    return f"an integer from {low} to {high}"
-
-
-def _default(field: FieldInfo) -> str:
-    extra = field.json_schema_extra
-    return str(extra["derived"] if isinstance(extra, dict) else field.default)
-
-
 def _explain(name: str, value: object) -> str:
     field = DynTreeOptions.model_fields.get(name)
     if field is None:
@@ -386,4 +397,4 @@ def _explain(name: str, value: object) -> str:
             f"{NAMESPACE}.{name}={value!r} is not an option: {hint}"
             f"The options are {_known_options()}"
         )
-    return f"{NAMESPACE}.{name}={value!r} must be {_allowed(field)}"
+    return f"{NAMESPACE}.{name}={value!r} must be {allowed(name, field)}"

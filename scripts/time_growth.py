@@ -16,15 +16,16 @@ import torch
 from torch.utils.benchmark import Timer
 
 from dyntree_plugin.provenance import provenance
-from dyntree_plugin.tree.candidates import sampled_children, top_children
-from dyntree_plugin.tree.growth import GROWTHS, GrowthConfig, GrowthPlan, plan_growth
+from dyntree_plugin.tree.children import sampled_children, top_children
+from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
+from dyntree_plugin.tree.registry import GROWTHS, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 
 VOCABULARY = 1000
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "expansion": {"expansion": (2, 2, 2, 2, 1)},
-    "sequoia": {"acceptance": (0.6, 0.15, 0.08, 0.04)},
+PARAMETERS: dict[str, Any] = {
+    "expansion": (2, 2, 2, 2, 1),
+    "sequoia": (0.6, 0.15, 0.08, 0.04),
 }
 
 
@@ -70,7 +71,7 @@ def main() -> None:
         # Growths that draw keep more children: unlikely draws must not use up the places.
         children = 4 if name == "topk" else 16
         shape = TreeShape(args.node_budget, max_depth=8, width=8, children=children)
-        plan = plan_growth(GrowthConfig(name, **PARAMETERS.get(name, {})), shape)
+        plan = plan_growth(GrowthConfig(name, PARAMETERS.get(name)), shape)
         columns = torch.full((args.requests,), plan.scratch_slots)
         made = children_of(plan, args.requests)
         nodes = float(grow(plan, columns, made).counts.double().mean())

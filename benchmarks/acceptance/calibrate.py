@@ -12,11 +12,10 @@ from benchmarks.acceptance.noise import perturb_on
 from benchmarks.acceptance.simulate import simulate
 from benchmarks.acceptance.texts import Prompts
 from benchmarks.acceptance.verifying import Replay
-from dyntree_plugin.tree.candidates import sampled_children
-from dyntree_plugin.tree.children import ChildPicker
-from dyntree_plugin.tree.match import Accepted
+from dyntree_plugin.tree.children import ChildPicker, sampled_children
 from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
+from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
 
 

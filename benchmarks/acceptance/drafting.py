@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.acceptance.models import Decoder
 from dyntree_plugin.tree.children import Children, DraftRows
+from dyntree_plugin.tree.drafting import grow as grow_trees
 from dyntree_plugin.tree.growth.base import Frontier, Growth, GrowthPlan
-from dyntree_plugin.tree.growth.best_first import SlotGrowth
+from dyntree_plugin.tree.papers.slots import SlotGrowth
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 from dyntree_plugin.tree.value import temperature_class
@@ -66,30 +67,53 @@ class Grown:
 def grow(
     plan: TreePlan, pick: Pick, draft: Decoder, logits: torch.Tensor, requests: Requests
 ) -> Grown:
-    """One step's trees below the last token of each context, whose draft ``logits`` are [R, V].
+    """Grow one step's trees below the last token of each context, by the engine's own loop.
 
-    The draft runs on those nodes alone whose children may become part of the tree.
+    ``logits`` [R, V]: the draft's after the contexts. The draft runs on those nodes alone whose
+    children may become part of the tree.
     """
-    root = torch.zeros_like(draft.lengths)
-    growing = _thrifty(plan)
-    growth = growing.start(len(root), torch.full_like(root, growing.scratch_slots))
-    branches = draft.branches(growing.scratch_slots, len(growing.widths) + 1)
-    children = _Adder(growth, pick, draft.lengths - 1, requests)
-    children.add(logits, torch.ones_like(root, dtype=torch.bool)[:, None], root)
-    forwards, expanded, deepest = torch.ones_like(root), torch.ones_like(root), root
-    for _ in growing.widths:
-        front = growth.frontier()
-        if not bool(front.valid.any()):
-            break
-        logits = branches.extend(front.tokens, front.depths, front.ancestors, front.valid)
-        children.add(logits, front.valid, front.depths[front.valid])
-        forwards += front.valid.any(1)
-        expanded += front.valid.sum(1)
-        deepest = deepest.maximum(front.depths.where(front.valid, 0).amax(1))
+    stages = _Stages(plan, pick, draft, logits, requests)
+    tree, _ = grow_trees(stages, len(stages.growing.widths))
+    forwards = stages.forwards
     if plan.growth.name in _LAYERED:
-        forwards = 1 + deepest
-    tree = growth.finish()
-    return Grown(tree, forwards, expanded, children.laws(), children.features(tree))
+        forwards = 1 + stages.deepest
+    children = stages.children
+    return Grown(tree, forwards, stages.expanded, children.laws(), children.features(tree))
+
+
+class _Stages:
+    """The stages of drafting with a model of transformers, and counts [R] of what they ran."""
+
+    def __init__(
+        self, plan: TreePlan, pick: Pick, draft: Decoder, logits: torch.Tensor, requests: Requests
+    ) -> None:
+        root = torch.zeros_like(draft.lengths)
+        self.growing = growing = _thrifty(plan)
+        self._growth = growing.start(len(root), torch.full_like(root, growing.scratch_slots))
+        self._branches = draft.branches(growing.scratch_slots, len(growing.widths) + 1)
+        self._logits = logits
+        self._root = root
+        self.children = _Adder(self._growth, pick, draft.lengths - 1, requests)
+        self.forwards, self.expanded = torch.ones_like(root), torch.ones_like(root)
+        self.deepest = root
+
+    def root(self) -> None:
+        every = torch.ones_like(self._root, dtype=torch.bool)[:, None]
+        self.children.add(self._logits, every, self._root)
+
+    def forward(self, number: int) -> bool:
+        front = self._growth.frontier()
+        if not bool(front.valid.any()):
+            return False
+        logits = self._branches.extend(front.tokens, front.depths, front.ancestors, front.valid)
+        self.children.add(logits, front.valid, front.depths[front.valid])
+        self.forwards = self.forwards + front.valid.any(1)
+        self.expanded = self.expanded + front.valid.sum(1)
+        self.deepest = self.deepest.maximum(front.depths.where(front.valid, 0).amax(1))
+        return True
+
+    def finish(self, forwards: int) -> TokenTree:
+        return self._growth.finish()
 
 
 class _Adder:
@@ -180,7 +204,7 @@ class _ThriftySlots(SlotGrowth):
             node_budget=shape.node_budget,
             children=shape.children,
             widths=widths,
-            threshold=(plan.growth.threshold or 1 / shape.node_budget) if fixed else 0.0,
+            threshold=(plan.growth.parameter or 1 / shape.node_budget) if fixed else 0.0,
         )
         self._max_depth = shape.max_depth
         self._depths = torch.zeros_like(columns)[:, None]

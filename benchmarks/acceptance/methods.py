@@ -1,4 +1,5 @@
-"""What is compared: every growth with the rule it is exact with, as options of the plugin."""
+"""The methods that are compared: every growth with a rule that is exact with it, as options of the
+plugin."""
 
 from __future__ import annotations
 
@@ -7,19 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.growth.base import GrowthSpec
+from dyntree_plugin.tree.pairs import default_rule
 from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.registry import GROWTHS
 
 MOST_CHILDREN = 64
-"""What the plugin's option allows."""
+"""The most that the plugin's option allows."""
 
 DYSPEC_DRAFT_TEMPERATURE = 0.6
-"""The draft's in DySpec's experiments, with a greedy target too (arXiv 2410.11744, section 5)."""
+"""The draft's temperature in DySpec's experiments, also with a greedy target (arXiv 2410.11744,
+section 5)."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a method is tried. ``acceptance``: Sequoia's P at this temperature, measured on other
-    prompts."""
+    """The conditions that a method is tried under. ``acceptance`` is Sequoia's P at this
+    temperature, measured on other prompts."""
 
     budget: int
     temperature: float
@@ -36,9 +41,12 @@ Options = Callable[[Setting], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Method:
-    """``options`` of the plugin for a setting. ``ours``: what this project adds to the papers.
-    ``greedy``: whether temperature 0 gives anything that another method does not.
-    ``greedy_draft``: the draft's temperature where the target's is 0; else they are the same."""
+    """A way to speculate, with the plugin's ``options`` for a setting.
+
+    ``ours`` marks what this project adds to the papers. ``greedy`` says whether temperature 0
+    gives anything that another method does not. ``greedy_draft`` is the draft's temperature where
+    the target's is 0; elsewhere they are the same.
+    """
 
     name: str
     label: str
@@ -48,7 +56,7 @@ class Method:
     greedy_draft: float = 1.0
 
     def plan(self, setting: Setting) -> TreePlan:
-        """The plan that an engine with these options follows.
+        """Return the plan that an engine with these options follows.
 
         At temperature 0 every rule accepts what ``match`` does, and the draft's best tokens are
         the best children.
@@ -57,41 +65,27 @@ class Method:
         return DynTreeOptions.parse(common | self.options(setting)).resolve(setting.budget)
 
 
-def _chain(setting: Setting) -> dict[str, Any]:
-    return {"growth": "chain", **_drawn(setting, "without_replacement")}
+def _of_growth(spec: GrowthSpec, **more: Any) -> Options:
+    """Return the options that try a growth with draws and the rule made for them, where it has any.
 
+    At temperature 0 rule match and the draft's best tokens are tried instead.
+    """
 
-def _expansion(setting: Setting) -> dict[str, Any]:
-    sizes = scaled_expansion(setting.budget, setting.max_depth)
-    return {
-        "growth": "expansion",
-        "expansion": sizes,
-        "max_depth": len(sizes),
-        **_drawn(setting, "multi_step"),
-    }
-
-
-def _sequoia(setting: Setting) -> dict[str, Any]:
-    return {
-        "growth": "sequoia",
-        "acceptance": setting.acceptance,
-        **_drawn(setting, "without_replacement"),
-    }
-
-
-def _drawn(setting: Setting, rule: str) -> dict[str, Any]:
-    if setting.greedy:
-        return {"sampling": "best", "rule": "match"}
-    replaced = "with_replacement" if rule == "multi_step" else "without_replacement"
-    return {"sampling": replaced, "rule": rule}
-
-
-def _slots(growth: str, **more: Any) -> Options:
     def options(setting: Setting) -> dict[str, Any]:
-        rule = "match" if setting.greedy else "without_replacement"
-        children = min(max(setting.budget // 8, 8), 32)
-        width = min(max(setting.budget // 8, 4), 64)
-        return {"growth": growth, "rule": rule, "children": children, "width": width, **more}
+        drawn = next((each for each in spec.samplings if each != "best"), None)
+        chosen: dict[str, Any] = {"growth": spec.name}
+        if drawn is None or setting.greedy:
+            chosen |= {"sampling": "best"} if "best" in spec.samplings else {}
+            chosen |= {"rule": "match"}
+        else:
+            chosen |= {"sampling": drawn, "rule": default_rule(drawn)}
+        if "children" in spec.reads:
+            chosen["children"] = min(max(setting.budget // 8, 8), 32)
+        if "width" in spec.reads:
+            chosen["width"] = _width(setting)
+        if spec.parameter is not None and spec.parameter in _PARAMETERS:
+            chosen[spec.parameter] = _PARAMETERS[spec.parameter](setting)
+        return chosen | more
 
     return options
 
@@ -101,7 +95,7 @@ def _topk(coupling: str, calibration: str) -> Options:
         return {
             "growth": "topk",
             "children": 8,
-            "width": min(max(setting.budget // 8, 4), 64),
+            "width": _width(setting),
             "coupling": coupling,
             "calibration": calibration,
         }
@@ -109,45 +103,12 @@ def _topk(coupling: str, calibration: str) -> Options:
     return options
 
 
-def fixed_threshold(threshold: float) -> Method:
-    """DySpec's Algorithm 2 with a threshold of one's own."""
-    return Method(
-        f"threshold={threshold:g}",
-        f"DySpec threshold {threshold:g}",
-        _slots("threshold", threshold=threshold),
-        greedy_draft=DYSPEC_DRAFT_TEMPERATURE,
-    )
-
-
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method("chain", "chain", _chain),
-        Method("expansion", "SpecInfer", _expansion),
-        Method("sequoia", "Sequoia", _sequoia),
-        Method("dyspec", "DySpec", _slots("dyspec"), greedy_draft=DYSPEC_DRAFT_TEMPERATURE),
-        Method(
-            "threshold",
-            "DySpec threshold 1/n",
-            _slots("threshold"),
-            greedy_draft=DYSPEC_DRAFT_TEMPERATURE,
-        ),
-        Method(
-            "dynamic_threshold",
-            "dynamic threshold",
-            _slots("dynamic_threshold"),
-            ours=True,
-            greedy_draft=DYSPEC_DRAFT_TEMPERATURE,
-        ),
-        Method("topk", "top-k, match", _topk("off", "off")),
-        Method("coupled", "coupled", _topk("on", "off"), ours=True, greedy=False),
-        Method("calibrated", "coupled, calibrated", _topk("on", "on"), ours=True),
-    )
-}
+def _width(setting: Setting) -> int:
+    return min(max(setting.budget // 8, 4), 64)
 
 
 def scaled_expansion(budget: int, max_depth: int) -> tuple[int, ...]:
-    """SpecInfer's ⟨1, 1, k, 1, 1, 1, 1, 1⟩ for a budget, of at most ``max_depth`` levels.
+    """Return SpecInfer's ⟨1, 1, k, 1, 1, 1, 1, 1⟩ for a budget, of at most ``max_depth`` levels.
 
     A large k at one level wastes the budget where a token before it fails, so the first levels
     branch too when there is room.
@@ -161,3 +122,58 @@ def scaled_expansion(budget: int, max_depth: int) -> tuple[int, ...]:
     second = int((chains / first) ** 0.4)
     third = (budget - first - first * second) // (first * second * tail)
     return (first, second, third, *[1] * (depth - 3))
+
+
+_PARAMETERS: dict[str, Callable[[Setting], Any]] = {
+    "expansion": lambda setting: scaled_expansion(setting.budget, setting.max_depth),
+    "acceptance": lambda setting: setting.acceptance,
+}
+"""Values of the growths' own options. Other growths are tried with their defaults."""
+
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "chain": {"label": "chain"},
+    "expansion": {"label": "SpecInfer"},
+    "sequoia": {"label": "Sequoia"},
+    "dyspec": {"label": "DySpec", "greedy_draft": DYSPEC_DRAFT_TEMPERATURE},
+    "threshold": {"label": "DySpec threshold 1/n", "greedy_draft": DYSPEC_DRAFT_TEMPERATURE},
+    "dynamic_threshold": {
+        "label": "dynamic threshold",
+        "ours": True,
+        "greedy_draft": DYSPEC_DRAFT_TEMPERATURE,
+    },
+}
+"""The names of growths in tables, in their order, and the conditions of the papers' experiments."""
+
+_SERVED = (
+    Method("topk", "top-k, match", _topk("off", "off")),
+    Method("coupled", "coupled", _topk("on", "off"), ours=True, greedy=False),
+    Method("calibrated", "coupled, calibrated", _topk("on", "on"), ours=True),
+)
+
+
+def fixed_threshold(threshold: float) -> Method:
+    """Return DySpec's Algorithm 2 with another threshold than the default."""
+    return Method(
+        f"threshold={threshold:g}",
+        f"DySpec threshold {threshold:g}",
+        _of_growth(GROWTHS["threshold"], threshold=threshold),
+        greedy_draft=DYSPEC_DRAFT_TEMPERATURE,
+    )
+
+
+def all_methods() -> dict[str, Method]:
+    """Return a method for every registered growth, with growth topk's three last."""
+    served = {method.name: method for method in _SERVED}
+    names = [*_PUBLISHED, *(name for name in GROWTHS if name not in _PUBLISHED | served)]
+    compared = {
+        name: Method(
+            name=name,
+            options=_of_growth(GROWTHS[name]),
+            **{"label": name, **_PUBLISHED.get(name, {})},
+        )
+        for name in names
+    }
+    return compared | served
+
+
+METHODS = all_methods()

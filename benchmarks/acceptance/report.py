@@ -1,4 +1,4 @@
-"""The result as tables: in the terminal and for the README."""
+"""The result as tables: in the terminal and for docs/papers.md."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def paper_table(result: Result) -> Table:
 
 
 def markdown_table(result: Result) -> str:
-    """Tokens per step of every method, and our best over Sequoia and chain, for the README; below
+    """Tokens per step of every method, and our best over Sequoia and chain; below
     it what was run."""
     columns = places(result)
     head = ["tokens per step", *(f"T={t:g}, {n} nodes" for t, n in columns)]

@@ -13,9 +13,8 @@ from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.texts import Prompts
 from benchmarks.acceptance.verifying import Verifier
-from dyntree_plugin.tree.match import Accepted
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.token_tree import TokenTree
+from dyntree_plugin.tree.token_tree import Accepted, TokenTree
 
 BINS = 20
 """Equal intervals of [0, 1] in which chances are compared with what came of them."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.budget.choice import node_buckets
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -103,15 +104,6 @@ def _sizes_of(node_budget: int, requests: int) -> list[int]:
     if requests == 1:
         return sizes[-1:]
     return [*sizes[-(requests - 1) :][::-1], none]
-
-
-def node_buckets(node_budget: int) -> tuple[int, ...]:
-    """Return the tree sizes that the scheduler may choose: 0, powers of two, and the full budget.
-
-    On CUDA each size has graphs of its own.
-    """
-    powers = (1 << power for power in range((node_budget - 1).bit_length()))
-    return (0, *powers, node_budget)
 
 
 def is_marked(speculative_config: Any) -> bool:

@@ -15,11 +15,12 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS, NodeBuckets
-from dyntree_plugin.engine.configuration import node_buckets, tree_plan
+from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
 from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import EMPTY_TREE
+from dyntree_plugin.tree.budget.choice import node_buckets
 
 # vLLM shows only what is logged below the name of its own package.
 logger = init_logger("vllm.dyntree")

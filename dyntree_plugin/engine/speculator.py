@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ from dyntree_plugin.tree.value import AcceptanceEstimate
 class TreeSpeculator(StandaloneARSpeculator):
     """Loads, profiles and places the draft as the stock class does; drafting is `Drafter`'s."""
 
-    tries: Sequence[TrieSource] = ()
-    """Further sources of candidates, which make no forwards."""
+    tries: TrieSource | None = None
+    """A source of further candidates, which makes no forwards."""
 
     def __init__(
         self,
@@ -66,13 +65,13 @@ class TreeSpeculator(StandaloneARSpeculator):
     def _growth(self, memory: RowMemory) -> StepGrowth:
         """Choose compiled growth where there is one for the plan; else the tensors'."""
         trees, plan = self._trees, self._trees.plan
-        if plan.growth.name == "topk" and not self.tries:
+        if plan.growth.name == "topk" and self.tries is None:
             settings = GrowthSettings(
                 requests=self.max_num_reqs,
                 node_budget=plan.shape.node_budget,
                 children=plan.growing.children,
                 widths=plan.growing.widths,
-                least=plan.growth.min_value or 0.0,
+                least=plan.growth.parameter or 0.0,
                 longest=memory.last_position,
                 coupled=plan.coupled,
                 weights=self._estimate.weights if plan.calibrated else None,

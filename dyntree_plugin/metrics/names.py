@@ -181,7 +181,7 @@ METRICS = (
 
 
 def markdown_table() -> str:
-    """The metrics as a Markdown table, for the README."""
+    """Return the metrics as a Markdown table, for docs/metrics.md."""
     rows = [
         f"| `{m.exposed_name}` | {m.kind} | {', '.join(m.labels)} | {m.meaning} |" for m in METRICS
     ]

@@ -8,25 +8,14 @@ and needs no draft probabilities.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
 from dyntree_kernels.ancestors import pack_bits
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """What one verification accepted, for R requests and trees of at most D levels.
-
-    ``path`` int64 [R, D]: accepted nodes from the root down, ``-1`` after the last.
-    ``lengths`` int64 [R]: accepted nodes. ``tokens`` int64 [R, D + 1]: the target's tokens along
-    the path, the bonus token at column ``lengths[r]``; later columns carry no meaning.
-    """
-
-    path: torch.Tensor
-    lengths: torch.Tensor
-    tokens: torch.Tensor
+from dyntree_plugin.tree.rule import RuleSpec
+from dyntree_plugin.tree.shape import Sampling
+from dyntree_plugin.tree.token_tree import Accepted
 
 
 def match(
@@ -56,3 +45,14 @@ def match(
     path = path[:, :max_depth]
     rows = torch.nn.functional.pad(path + 1, (1, 0))
     return Accepted(path, accepted.sum(dim=1), sampled.gather(1, rows))
+
+
+_ANY_TREE = "the tokens are the target's own draws, whatever the tree"
+
+SPEC = RuleSpec(
+    name="match",
+    summary="exact with every growth and gives the very tokens of decoding without speculation",
+    exact=dict.fromkeys(get_args(Sampling), _ANY_TREE),
+    biased={},
+    default_for=("best",),
+)

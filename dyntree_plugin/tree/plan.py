@@ -1,4 +1,4 @@
-"""Everything that an engine's trees are grown and verified by."""
+"""The settings by which one engine's trees are grown and verified."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from dyntree_plugin.tree.growth import SHAPE_READ, GrowthConfig, GrowthPlan, plan_growth
-from dyntree_plugin.tree.names import Budget, Rule
-from dyntree_plugin.tree.papers.rules import check_pair
-from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.growth.base import GrowthConfig, GrowthPlan
+from dyntree_plugin.tree.pairs import check_pair
+from dyntree_plugin.tree.registry import GROWTHS, RULES, plan_growth
+from dyntree_plugin.tree.shape import Budget, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
 class TreePlan:
-    """How trees look, grow and are verified. ``calibration``: node values are learned from what
-    the target accepts. ``budget``: whether trees are cut to what their verification is worth.
+    """The form, growth and verification of an engine's trees.
+
+    With ``calibration``, node values are learned from what the target accepts. ``budget`` says
+    whether trees are cut to the nodes whose verification pays.
 
     Raises:
         ValueError: if the growth does not fit the shape, the rule is biased with the growth, or
@@ -24,7 +26,7 @@ class TreePlan:
 
     shape: TreeShape
     growth: GrowthConfig
-    rule: Rule
+    rule: str
     calibration: bool
     budget: Budget = "fixed"
 
@@ -35,10 +37,11 @@ class TreePlan:
                 f"budget=adaptive is biased with rule={self.rule}: it cuts trees by what they "
                 "drew; use rule=match or budget=fixed"
             )
-        if self.budget == "adaptive" and self.growth.name != "topk":
+        if self.budget == "adaptive" and not GROWTHS[self.growth.name].ordered:
+            fitting = " or ".join(spec.name for spec in GROWTHS.values() if spec.ordered)
             raise ValueError(
-                f"budget=adaptive is for growth=topk, not {self.growth.name}: other trees do not "
-                "stand in the order of their nodes' values; use budget=fixed"
+                f"budget=adaptive is for growth={fitting}, not {self.growth.name}: other trees do "
+                "not stand in the order of their nodes' values; use budget=fixed"
             )
 
     @property
@@ -54,32 +57,33 @@ class TreePlan:
     @property
     def reads_draws(self) -> bool:
         """Whether verification reasons about the draft's distributions."""
-        return self.rule != "match"
+        return RULES[self.rule].drawn is not None
 
     @property
     def coupled(self) -> bool:
-        """Whether candidates are ranked with the target sampler's noise: never under a rule that
-        needs them to be independent of the target's draws."""
+        """Whether candidates are ranked with the target sampler's noise. They never are under a
+        rule that needs them to be independent of the target's draws."""
         return self.shape.coupling and not self.reads_draws
 
     @property
     def calibrated(self) -> bool:
-        """Whether node values are learned: those of draws are the draft's probabilities."""
+        """Whether node values are learned. Those of draws are the draft's probabilities."""
         return self.calibration and self.growing.sampling == "best"
 
     def in_force(self) -> dict[str, Any]:
-        """Names and values to show, without parameters that the growth does not have or read."""
-        growth = {name: value for name, value in asdict(self.growth).items() if value is not None}
-        read = ("node_budget", "max_depth", *SHAPE_READ[self.growth.name])
+        """Return names and values to show, without what the growth does not have or read."""
+        spec = GROWTHS[self.growth.name]
+        read = ("node_budget", "max_depth", *spec.reads)
+        own = self.growth.parameter
         return {
-            "growth": growth.pop("name"),
-            "sampling": growth.pop("sampling", self.growing.sampling),
+            "growth": spec.name,
+            "sampling": self.growing.sampling,
             "rule": self.rule,
             **{name: value for name, value in asdict(self.shape).items() if name in read},
             "coupling": self.coupled,
             "calibration": self.calibrated,
             "budget": self.budget,
-            **growth,
+            **({spec.parameter: own} if spec.parameter and own is not None else {}),
         }
 
 

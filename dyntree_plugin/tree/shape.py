@@ -1,8 +1,15 @@
-"""How large a tree may grow, and what growing it may cost."""
+"""How large a tree may grow, what growing it may cost, and what a user may choose about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Sampling = Literal["best", "without_replacement", "with_replacement"]
+"""How children come from the draft's distribution: its best tokens, or draws from it."""
+
+Budget = Literal["adaptive", "fixed"]
+"""Whether a step verifies as many nodes as pay, or every node that was grown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One verified tree on the host, to be looked at."""
+"""One verified tree on the host, for display."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TreeStep:
-    """One request's tree in one step, and what the target made of it.
+    """One request's tree in one step, and the path that the target accepted.
 
-    The root is the token at position ``context_length - 1``, the last of the context; parent
-    ``-1`` names it. Node ``j`` has ``tokens[j]``, ``parents[j]`` < j, and ``values[j]``, the log
-    of the estimated chance that the whole path down to it is accepted. ``accepted`` are the nodes
-    of the accepted path from the root down, ``emitted`` their tokens and the bonus token. ``step``
-    counts the verifications since tracing began.
+    The root is the last token of the context, at position ``context_length - 1``; parent ``-1``
+    names it. Node ``j`` has ``tokens[j]``, ``parents[j]`` < j, and ``values[j]``, the log of the
+    estimated chance that the whole path down to it is accepted. ``accepted`` are the nodes of the
+    accepted path from the root down, and ``emitted`` are their tokens and the bonus token.
+    ``step`` counts the verifications since tracing began.
 
     Raises:
         ValueError: if these do not describe one tree and a path in it.
@@ -51,18 +51,19 @@ class TreeStep:
 
     @property
     def bonus_token(self) -> int:
+        """The token that the target drew behind the accepted path."""
         return self.emitted[-1]
 
     def children(self, node: int) -> list[int]:
-        """The nodes right below ``node`` (-1: the root), most valuable first."""
+        """Return the children of ``node`` (-1: the root), most valuable first."""
         below = [child for child, parent in enumerate(self.parents) if parent == node]
         return sorted(below, key=lambda child: -self.values[child])
 
     def value(self, node: int) -> float:
-        """The estimated chance that the path down to ``node`` is accepted; 1 for the root."""
+        """Return the estimated chance that the path to ``node`` is accepted; 1 for the root."""
         return 1.0 if node < 0 else math.exp(self.values[node])
 
     def probability(self, node: int) -> float:
-        """The estimated chance that ``node`` is accepted if its parent is."""
+        """Return the estimated chance that ``node`` is accepted if its parent is."""
         parent = self.parents[node]
         return math.exp(self.values[node] - (self.values[parent] if parent >= 0 else 0.0))

@@ -1,4 +1,4 @@
-"""The tree as flat arrays, one row of nodes per request."""
+"""A tree as flat arrays, one row of nodes per request."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NO_VALUE = float("-inf")
 
 @dataclass(frozen=True)
 class Draws:
-    """How the children of a sampled tree were drawn: what a rule must know that reasons about it.
+    """The draws that gave a tree its children, for rules that reason about them.
 
-    ``nodes`` int64 [R, N + 1, K]: the node that the k-th draw below the root (row 0) or below
-    node ``j`` (row ``j + 1``) gave, ``-1`` behind the last draw. Draws with replacement may give
-    one node several times. ``columns`` int64 [R, N + 1]: the row of ``log_probs`` that the draws
-    below the root or node were made from. ``log_probs`` float32 [R, E, V]: the draft's
+    ``nodes`` int64 [R, N + 1, K] is the node that the k-th draw below the root (row 0) or below
+    node ``j`` (row ``j + 1``) gave, and ``-1`` behind the last draw. Draws with replacement may
+    give one node several times. ``columns`` int64 [R, N + 1] is the row of ``log_probs`` that the
+    draws below the root or node were made from. ``log_probs`` float32 [R, E, V] are the draft's
     distributions at the E nodes that were expanded.
     """
 
@@ -32,15 +32,18 @@ class TokenTree:
     """Token trees of R requests, N node slots each; parents stand before their children.
 
     The root is the last token that the target has emitted. It is no node: parent ``-1`` names
-    it. A request's nodes are the first ``counts[r]`` slots; what follows is padding that hangs
-    below the root and is never accepted.
+    it. A request's nodes are the first ``counts[r]`` slots. All further slots are padding, which
+    hangs below the root and is never accepted.
 
-    Shapes: ``tokens``, ``parents``, ``depths`` int64 [R, N] (children of the root have depth 1);
-    ``values`` float32 [R, N], the log of the estimated chance that the whole path is accepted,
-    ``-inf`` for padding; ``counts`` int64 [R]; ``grown`` int64 [R], candidates that the nodes were
-    chosen from, None where all of them were kept. ``draws``: of a tree whose children were sampled
-    from the draft, not picked as its best. ``candidates`` int64 [R, N]: the candidate that each
-    node was, in the order in which they were added to the growth; any for padding.
+    ``tokens``, ``parents`` and ``depths`` are int64 [R, N]; children of the root have depth 1.
+    ``values`` float32 [R, N] is the log of the estimated chance that the whole path is accepted,
+    and ``-inf`` for padding. ``counts`` is int64 [R]. ``grown`` int64 [R] is the number of
+    candidates that the nodes were chosen from, None if all were kept. ``draws`` says how the
+    children of a tree were sampled, None if they were picked as the draft's best. ``candidates``
+    int64 [R, N] numbers the draft's candidates in the order in which they were added to the
+    growth; it is -1 for a node that the draft did not propose, and any number for padding.
+    ``kinds`` int64 [R, N] are bits of the sources that proposed a node (`tree.source`), 0 for
+    padding; None if the draft proposed all.
     """
 
     tokens: torch.Tensor
@@ -51,6 +54,7 @@ class TokenTree:
     draws: Draws | None = None
     grown: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
+    kinds: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape
@@ -64,7 +68,7 @@ class TokenTree:
             raise ValueError(f"counts must be [{shape[0]}], got {tuple(self.counts.shape)}")
 
     def ancestors(self) -> torch.Tensor:
-        """Ancestors-or-self as bits, int32 [R, N + 1, words].
+        """Return ancestors-or-self as bits, int32 [R, N + 1, words].
 
         Row and bit 0 are the root, row and bit ``j + 1`` node ``j``: row ``i`` may see cache
         position ``context + c`` exactly if bit ``c`` of row ``i`` is set.
@@ -91,3 +95,17 @@ class TokenTree:
                 if edge in seen:
                     raise ValueError(f"request {row}: two children of {parent} carry one token")
                 seen.add(edge)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The result of one verification of R requests, with trees of at most D levels.
+
+    ``path`` int64 [R, D] holds the accepted nodes from the root down, and ``-1`` after the last.
+    ``lengths`` int64 [R] counts them. ``tokens`` int64 [R, D + 1] are the target's tokens along
+    the path, with the bonus token at column ``lengths[r]``; later columns carry no meaning.
+    """
+
+    path: torch.Tensor
+    lengths: torch.Tensor
+    tokens: torch.Tensor

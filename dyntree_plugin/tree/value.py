@@ -1,18 +1,18 @@
 """The chance that a candidate child is accepted, learned from verifications while serving.
 
 A draft's probability is not that chance: under ``match`` a child is accepted if it is the target's
-draw, which a good draft foresees far more surely than its own distribution says, and a poor one
-less. The estimate is a logistic regression of acceptance on two numbers that are at hand for every
-candidate without another pass over the vocabulary (Platt, "Probabilistic Outputs for Support
+draw. A good draft foresees that draw far more surely than its own distribution says, and a poor
+draft less surely. The estimate is a logistic regression of acceptance on two numbers that every
+candidate has without another pass over the vocabulary (Platt, "Probabilistic Outputs for Support
 Vector Machines", 1999, with a margin beside the score):
 
     chance = sigmoid(bias + a * logit(draft probability) + b * margin)
 
 where the margin is the score's lead over the best other candidate. If the target's scores are the
 draft's plus noise, the truth is close to ``sigmoid(margin / scale)`` where two candidates matter
-and to a multiple of the logit where many do. Weights are kept per class of temperature and follow
-the workload by Newton steps on each verification, with what was learned before as the prior and
-forgetting towards the uncalibrated estimate ``(0, 1, 0)``: the draft probability itself.
+and to a multiple of the logit where many do. Each class of temperature has its own weights. They
+follow the workload by Newton steps on each verification. The prior is what was learned before,
+which fades towards the uncalibrated estimate ``(0, 1, 0)``, the draft probability itself.
 
 Nothing here can change the output: verification never looks at values.
 """
@@ -25,11 +25,11 @@ from dyntree_kernels.contracts import Regression
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
 FEATURES = 2
-"""Numbers kept per node: logit of the draft probability, margin."""
+"""The number of features of a node: the logit of the draft probability, and the margin."""
 
 TEMPERATURE_STEP = 0.25
 CLASSES = 6
-"""Greedy; temperatures below 0.25, 0.5, 0.75 and 1; from 1 on."""
+"""The number of classes: greedy; temperatures below 0.25, 0.5, 0.75 and 1; from 1 on."""
 
 MAX_FEATURE = 20.0  # a logit of 20 is a chance of 1 within float32
 PRIOR_WEIGHTS = (0.0, 1.0, 0.0)
@@ -40,16 +40,16 @@ HIGHEST_WEIGHTS = (5.0, 20.0, 20.0)
 
 
 def temperature_class(temperature: torch.Tensor) -> torch.Tensor:
-    """Which weights serve requests of this ``temperature`` float [R]: int64 [R]."""
+    """Return the classes, int64 [R], of requests with these temperatures, float [R]."""
     warm = 1 + (temperature / TEMPERATURE_STEP).long().clamp(max=CLASSES - 2)
     return torch.where(temperature > 0, warm, 0)
 
 
 def features(log_probs: torch.Tensor) -> torch.Tensor:
-    """What the estimate looks at, float32 [..., K, FEATURES].
+    """Return the features of candidates, float32 [..., K, FEATURES].
 
-    ``log_probs`` float32 [..., K]: the K best candidates of a node, best first, by log softmax of
-    their scores; K of at least 2 gives a margin. A candidate of ``-inf`` gets finite features.
+    ``log_probs`` float32 [..., K] are the log softmax of the scores of a node's K best candidates,
+    best first. A margin needs a K of at least 2. A candidate of ``-inf`` gets finite features.
     """
     log_probs = torch.nan_to_num(log_probs, nan=NO_VALUE).clamp(-MAX_FEATURE, -1e-7)
     logit = log_probs - torch.log(-torch.expm1(log_probs))
@@ -64,10 +64,10 @@ def features(log_probs: torch.Tensor) -> torch.Tensor:
 def outcomes(
     parents: torch.Tensor, path: torch.Tensor, valid: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which nodes the target has judged, and which of them it took: two bool [R, N].
+    """Return which nodes the target has judged, and which of them it took: two bool [R, N].
 
-    A node is judged if its parent is the root or accepted. ``parents`` int64 [R, N], ``path``
-    int64 [R, D] as in ``Accepted``, ``valid`` bool [R, N]: nodes that were verified.
+    A node is judged if its parent is the root or accepted. ``parents`` are int64 [R, N], ``path``
+    int64 [R, D] is that of `Accepted`, and ``valid`` bool [R, N] marks nodes that were verified.
     """
     rows, nodes = parents.shape
     taken = torch.zeros(rows, nodes + 1, dtype=torch.bool, device=parents.device)
@@ -78,10 +78,11 @@ def outcomes(
 
 
 class AcceptanceEstimate:
-    """Weights of the logistic regression by temperature class, and how they follow the workload."""
+    """The weights of the logistic regression by temperature class, which follow the workload."""
 
     def __init__(self, device: torch.device | str, memory: float = 2048.0) -> None:
-        """``memory``: judged nodes of one class after which an observation counts for 1/e."""
+        """Start uncalibrated. An observation counts for 1/e after ``memory`` judged nodes of its
+        class."""
         self.memory = memory
         self.prior = torch.tensor(PRIOR_WEIGHTS, device=device)
         self.low = torch.tensor(LOWEST_WEIGHTS, device=device)
@@ -95,14 +96,15 @@ class AcceptanceEstimate:
 
     @property
     def regression(self) -> Regression:
-        """The same tensors and constants, for kernels that observe."""
+        """The tensors and constants, for kernels that observe."""
         tensors = (self.weights, self.information, self.prior, self.low, self.high)
         return Regression(*tensors, PRIOR_STRENGTH, self.memory, NEWTON_STEPS)
 
     def log_chance(self, features: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        """Log of the chance that the target takes each candidate if it gets there, at most 0.
+        """Return the log of the chance that the target takes each candidate if it gets there.
 
-        ``features`` [R, ..., FEATURES], ``classes`` int64 [R]; float32 [R, ...].
+        ``features`` are [R, ..., FEATURES] and ``classes`` int64 [R]. The result is float32
+        [R, ...] and at most 0.
         """
         weights = self.weights[classes].view(-1, *[1] * (features.dim() - 2), 1 + FEATURES)
         logit = weights[..., 0] + (weights[..., 1:] * features).sum(dim=-1)
@@ -117,14 +119,14 @@ class AcceptanceEstimate:
     ) -> None:
         """Learn from one verification.
 
-        ``features`` float32 [R, N, FEATURES] of the nodes when they were proposed; ``judged`` and
-        ``taken`` bool [R, N] from `outcomes`; ``classes`` int64 [R].
+        ``features`` float32 [R, N, FEATURES] are the nodes' when they were proposed. ``judged``
+        and ``taken`` bool [R, N] come from `outcomes`. ``classes`` are int64 [R].
         """
         x = torch.nn.functional.pad(features, (1, 0), value=1.0)
         x = torch.where(judged[:, :, None], x, 0.0)
         of_class = (classes == self._classes[:, None]).float()
-        # A request without judged nodes counts for one, so that an estimate so low that it leaves
-        # trees empty, and nothing to learn from, fades.
+        # A request without judged nodes counts for one. Otherwise an estimate so low that trees
+        # stay empty would never fade, since there is nothing to learn from.
         seen = of_class @ judged.sum(dim=1).clamp(min=1).float()
         kept = torch.exp(-seen / self.memory)[:, None]
         remembered = kept[:, :, None] * self.information
@@ -152,10 +154,10 @@ class AcceptanceEstimate:
 
 
 def _solve(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """x of A x = v for symmetric A [C, 3, 3] and v [C, 3], by Cramer's rule.
+    """Solve A x = v for symmetric A [C, 3, 3] and v [C, 3], by Cramer's rule.
 
-    Libraries' solvers load one more library on CUDA and cannot be captured in a graph. In double
-    precision, as the rule loses the square of the condition number.
+    Libraries' solvers load one more library on CUDA and cannot be captured in a graph. It computes
+    in double precision, since the rule loses the square of the condition number.
     """
     rows = matrices.double()
     cofactors = torch.linalg.cross(rows.roll(-1, 1), rows.roll(-2, 1))
@@ -165,5 +167,5 @@ def _solve(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _times(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Each of ``matrices`` [C, F, F] times its vector [C, F]."""
+    """Multiply each of ``matrices`` [C, F, F] by its vector [C, F]."""
     return (matrices @ vectors[:, :, None])[:, :, 0]

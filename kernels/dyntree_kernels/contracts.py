@@ -200,8 +200,10 @@ class Report(NamedTuple):
         """Name the columns of a report on trees of at most so many ``levels``."""
         chances = AT_DEPTH + 2 * levels
         nodes = (columns.shape[1] - chances) // 2
-        widths = (levels, levels, nodes, nodes)
-        return cls(*columns[:, :AT_DEPTH].unbind(1), *columns[:, AT_DEPTH:].split(widths, dim=1))
+        widths = [levels, levels, nodes, nodes]
+        return cls(
+            *columns[:, :AT_DEPTH].unbind(1), *torch.split(columns[:, AT_DEPTH:], widths, dim=1)
+        )
 
 
 def report_width(nodes: int, levels: int, *, ranked: bool) -> int:

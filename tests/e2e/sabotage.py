@@ -194,8 +194,8 @@ def captured(runner: Any) -> Iterator[None]:
     """No sabotage: verification and drafting as CUDA graphs make them, in padded batches at fixed
     addresses, each step with another number of draft forwards. Replaying runs the captured call
     again."""
-    from dyntree_plugin.engine.configuration import node_buckets
     from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages
+    from dyntree_plugin.tree.budget.choice import node_buckets
 
     replayed: dict[str, list[int]] = {"verification": [], "drafting": []}
 
@@ -240,6 +240,74 @@ def captured(runner: Any) -> Iterator[None]:
     every = {*range(1 + len(stages.widths))}
     if graphs.fewest_forwards == 0 and forwards - {None} != every:
         raise RuntimeError(f"trees of {forwards} draft forwards were grown")
+
+
+class _Paths:
+    """Proposes one path of nodes for each request, and is sure of it."""
+
+    kind = 2
+
+    def __init__(self, runner: Any) -> None:
+        self._tokens = runner.req_states.all_token_ids.gpu
+
+    def trie(self, slots: torch.Tensor, roots: torch.Tensor) -> Any:
+        from dyntree_plugin.tree.source import Trie
+
+        length = 6
+        tokens = torch.zeros(len(slots), length, dtype=torch.int64)
+        exists = torch.zeros(len(slots), length, dtype=torch.bool)
+        for row, (slot, root) in enumerate(zip(slots.tolist(), roots.tolist(), strict=True)):
+            found = self.after(self._tokens[slot, : root + 1].tolist())[:length]
+            tokens[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
+            exists[row, : len(found)] = True
+        above = torch.arange(-1, length - 1).repeat(len(slots), 1)
+        return Trie(tokens, above, torch.full((len(slots), length), -0.05), exists)
+
+    def after(self, text: list[int]) -> list[int]:
+        raise NotImplementedError
+
+
+class _Repeats(_Paths):
+    """What followed the last token when it came before."""
+
+    def after(self, text: list[int]) -> list[int]:
+        earlier = [at for at, token in enumerate(text[:-1]) if token == text[-1]]
+        return text[earlier[-1] + 1 :] if earlier else []
+
+
+class _Guesses(_Paths):
+    def after(self, text: list[int]) -> list[int]:
+        return [(7 * sum(text) + 13 * at) % 500 for at in range(6)]
+
+
+@contextmanager
+def _further_source(runner: Any, source: _Paths) -> Iterator[None]:
+    from dyntree_plugin.engine.step.draft import DraftStages
+    from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
+    from dyntree_plugin.tree.children import ChildPicker
+
+    drafter, plan = runner.speculator.drafter, runner.trees.plan
+    stages = drafter._stages
+    memory = stages.memory
+    pick = ChildPicker(plan, runner.ops.perturb, runner.estimate)
+    growth = TensorGrowth(runner.trees, pick, memory.buffers, memory.last_position)
+    composed = DraftStages(stages._source, source, growth, memory, stages.widths, runner.chained)
+    with mock.patch.object(drafter, "_stages", composed):
+        yield
+
+
+@contextmanager
+def repeats(runner: Any) -> Iterator[None]:
+    """No sabotage: a second source proposes what followed the last token before."""
+    with _further_source(runner, _Repeats(runner)):
+        yield
+
+
+@contextmanager
+def guesses(runner: Any) -> Iterator[None]:
+    """No sabotage: a second source proposes tokens at random."""
+    with _further_source(runner, _Guesses(runner)):
+        yield
 
 
 @contextmanager

@@ -48,6 +48,18 @@ def test_coupled_drafting_gains_accepted_tokens_at_temperature_1(
     assert coupled >= 1.4 * uncoupled
 
 
+def test_a_second_sources_nodes_are_accepted_where_they_are_right(
+    served: Served, tell: Callable[[str], None]
+) -> None:
+    """The control: guesses take the places of better nodes."""
+    repeats, guesses = (accepted_per_step(served("fixed")[name]) for name in ("repeats", "guesses"))
+    tell(
+        "accepted nodes per step with a second source: "
+        f"what came before {repeats:.2f}, guesses {guesses:.2f}"
+    )
+    assert repeats > 1.2 * guesses
+
+
 def test_a_tree_step_yields_several_tokens_at_temperature_0(
     served: Served, tell: Callable[[str], None]
 ) -> None:

@@ -20,7 +20,7 @@ RUNS = [
     (engine, name)
     for engine, (_, runs) in workload.ENGINES.items()
     for name, run in runs.items()
-    if run.sabotage in (None, "captured", "broken_draft")
+    if run.sabotage in (None, "captured", "broken_draft", "repeats", "guesses")
 ]
 
 
@@ -179,7 +179,7 @@ def test_thoughts_end_when_their_budget_is_spent(served: Served) -> None:
 
 
 def test_in_trees_that_branch_thoughts_would_end_elsewhere(served: Served, plain: Outputs) -> None:
-    assert mismatches(workload.TREE_RUNS["branches"], served("tree")["branches"], plain)
+    assert mismatches(workload.FIXED_RUNS["branches"], served("fixed")["branches"], plain)
 
 
 @pytest.mark.parametrize("reason", workload.CHAINS)

@@ -150,7 +150,6 @@ TREE_RUNS: dict[str, Run] = {
     ),
     "after the aborted": Run(each_kind(range(164, 180))),
     "captured": Run(EVERYTHING[::4], sabotage="captured"),
-    "branches": Run(CHAINS["thinking_budget"], sabotage="branches"),
     "broken_draft": Run(each_kind(range(48)), sabotage="broken_draft"),
     "after the broken draft": Run(each_kind(range(48))),
     "broken_target": BROKEN_TARGET,
@@ -164,6 +163,9 @@ SAMPLE = Run([*each_kind(range(12)), *EVERYTHING[::3]])
 FIXED_RUNS: dict[str, Run] = {
     name: TREE_RUNS[name] for name in ("greedy", "batches of 4", "max_model_len")
 } | {
+    "branches": Run(CHAINS["thinking_budget"], sabotage="branches"),
+    "repeats": Run(EVERYTHING[::4], sabotage="repeats"),
+    "guesses": Run(EVERYTHING[::4], sabotage="guesses"),
     "acceptance": ACCEPTANCE,
     "sample": SAMPLE,
     **{name: Run(each_kind(range(32), max_tokens=24), sabotage=name) for name in sabotage.NAMES},

@@ -27,7 +27,6 @@ from dyntree_plugin.engine.cpu.kv import PathMover  # noqa: E402
 from dyntree_plugin.engine.cuda import captured as capturing  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedStages  # noqa: E402
 from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors  # noqa: E402
-from dyntree_plugin.engine.step import requests as packing  # noqa: E402
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
 from dyntree_plugin.engine.step.driver import StepDriver  # noqa: E402
 from dyntree_plugin.engine.step.ops import Move  # noqa: E402
@@ -174,8 +173,6 @@ def test_the_host_says_where_the_rows_are() -> None:
     assert requests.classes.tolist() == temperature_class(requests.temperature).tolist()
     assert len(requests.classes.unique()) > 3
     assert requests.seeds.tolist() == [slot - (1 << 40) for slot in IN_USE]
-    assert not packing.all_greedy(packed(5))
-    assert packing.all_greedy(packed(5)[1:2])
 
 
 def test_a_batch_is_packed_once_in_a_step_and_anew_in_each() -> None:

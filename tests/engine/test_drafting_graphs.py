@@ -27,7 +27,6 @@ install()  # the runner's modules need it before they are imported
 from dyntree_kernels.contracts import GrowthSettings  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
-from dyntree_plugin.engine.configuration import node_buckets  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages  # noqa: E402
 from dyntree_plugin.engine.cuda.graphs import Call, Replay, Tensors  # noqa: E402
@@ -41,6 +40,7 @@ from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.tree.budget.choice import node_buckets  # noqa: E402
 from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.drafting import grow  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
@@ -172,7 +172,7 @@ class Drafting:
         self.writer = (writer or ops.row_writer)(self.memory)
         source = DraftModel(self.model, self.memory, self.writer)
         growth = self.growth(growth_type, estimate)
-        stages = DraftStages(source, (), growth, self.memory, widths, chained)
+        stages = DraftStages(source, None, growth, self.memory, widths, chained)
         self.graphs = CapturedStages()
         self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare)
         if captured:
@@ -195,7 +195,7 @@ class Drafting:
                 node_budget=PLAN.shape.node_budget,
                 children=PLAN.growing.children,
                 widths=PLAN.growing.widths,
-                least=PLAN.growth.min_value or 0.0,
+                least=PLAN.growth.parameter or 0.0,
                 longest=last,
                 coupled=PLAN.coupled,
                 weights=estimate.weights,

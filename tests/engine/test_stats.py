@@ -150,6 +150,25 @@ def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
     assert counts.pruned == {"budget": 8, "scheduler": 2}
 
 
+@pytest.mark.parametrize(
+    ("drafts", "pruned"), [([2, 2], (16, 1)), ([1, 0], (18, 1)), (None, (20, 0))]
+)
+def test_nodes_that_the_steps_size_leaves_out_are_the_budgets(
+    trees: TreeStore, drafts: list[int] | None, pruned: tuple[int, int]
+) -> None:
+    """Of 20 candidates; the trees have 5 and 2 nodes. The second request has no room for one."""
+    of_batch = batch(DECODING)
+    nodes = [0, 0]
+    if drafts is not None:
+        of_batch.num_draft_tokens_per_req = np.array(drafts)
+        nodes = [drafts[0], drafts[0] - 1]
+    verified = verification([[-1] * 3] * 2, nodes)
+    record = StepRecord(weighs_trees=True)
+    record.sampled(of_batch, report(trees, SLOTS, verified), trees.plan, True, 0)
+    record.send(at_hand)
+    assert record.counts().pruned == dict(zip(("budget", "scheduler"), pruned, strict=True))
+
+
 class Plain:
     """An estimate that is known, or not; and what it is asked for."""
 

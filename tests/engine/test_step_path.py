@@ -21,12 +21,14 @@ import dyntree_kernels
 import dyntree_plugin
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
-from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
-from dyntree_plugin.tree.match import Accepted, match
-from dyntree_plugin.tree.names import Rule
-from dyntree_plugin.tree.papers.rules import DRAWN_RULES, allowed_rules, default_rule
+from dyntree_plugin.tree.growth import GrowthConfig
+from dyntree_plugin.tree.match import match
+from dyntree_plugin.tree.pairs import allowed_rules, default_rule
+from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
 
 PACKAGE = Path(dyntree_plugin.__file__).parent
@@ -131,14 +133,14 @@ GROWN: list[GrowthConfig] = [
     GrowthConfig("dyspec"),
     GrowthConfig("threshold"),
     GrowthConfig("dynamic_threshold"),
-    GrowthConfig("expansion", expansion=(2, 3, 1)),
-    GrowthConfig("sequoia", acceptance=(0.6, 0.2, 0.1)),
-    GrowthConfig("sequoia", acceptance=(0.6, 0.2, 0.1), sampling="best"),
+    GrowthConfig("expansion", (2, 3, 1)),
+    GrowthConfig("sequoia", (0.6, 0.2, 0.1)),
+    GrowthConfig("sequoia", (0.6, 0.2, 0.1), sampling="best"),
     GrowthConfig("chain"),
 ]
 
 
-def plan_of(growth: GrowthConfig, rule: Rule | None = None) -> TreePlan:
+def plan_of(growth: GrowthConfig, rule: str | None = None) -> TreePlan:
     growing = plan_growth(growth, SHAPE)
     shape = replace(SHAPE, max_depth=len(growing.widths) + 1)
     return TreePlan(shape, growth, rule or default_rule(growing.sampling), calibration=True)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from dyntree_plugin.engine.configuration import node_buckets, size_trees_by_step
+from dyntree_plugin.engine.configuration import size_trees_by_step
+from dyntree_plugin.tree.budget.choice import node_buckets
 
 
 def sized(

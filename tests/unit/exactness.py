@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.tree.candidates import drawn_children, sampled_children, top_children
-from dyntree_plugin.tree.growth import GrowthPlan
+from dyntree_plugin.tree.children import drawn_children, sampled_children, top_children
+from dyntree_plugin.tree.growth import Frontier, GrowthPlan
+from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds
+from dyntree_plugin.tree.source import DRAFT, Trie
 from dyntree_plugin.tree.token_tree import Draws, TokenTree
 
 
@@ -87,8 +89,11 @@ class Grown:
     depths: torch.Tensor
 
 
-def grow_every_way(plan: GrowthPlan, draft: Model) -> Grown:
-    """Run ``plan`` over everything that may be drawn below the root and at every scratch column."""
+def grow_every_way(plan: GrowthPlan, draft: Model, trie: Trie | None = None) -> Grown:
+    """Run ``plan`` over everything that may be drawn below the root and at every scratch column.
+
+    ``trie``, of one request, is grafted before anything is added.
+    """
     vocab, sequences = draft.vocab, _sequences(plan, draft.vocab)
     expansions = 1 + plan.scratch_slots
     # The sequence that each request draws at each expansion.
@@ -97,6 +102,9 @@ def grow_every_way(plan: GrowthPlan, draft: Model) -> Grown:
     num_requests = drawn.shape[0]
     chances = torch.ones(num_requests, dtype=torch.float64)
     growth = plan.start(num_requests, torch.full((num_requests,), plan.scratch_slots))
+    if trie is not None:
+        assert isinstance(growth, TopKGrowth)
+        growth.graft(Trie(*(part.expand(num_requests, -1) for part in trie)), 2 * DRAFT)
     depths = codes = torch.zeros(num_requests, 1, dtype=torch.int64)
     valid = torch.ones_like(codes, dtype=torch.bool)
     column_codes = torch.zeros(num_requests, 0, dtype=torch.int64)
@@ -113,19 +121,24 @@ def grow_every_way(plan: GrowthPlan, draft: Model) -> Grown:
             break
         frontier = growth.frontier()
         valid, depths = frontier.valid, torch.where(frontier.valid, frontier.depths, 0)
-        parents = _parent_codes(frontier.ancestors, column_codes, plan.scratch_slots)
-        codes = torch.where(valid, parents * vocab + frontier.tokens, 0)
-        column_codes = torch.cat([column_codes, codes], dim=1)
+        column_codes = _codes(frontier, column_codes, vocab, plan.scratch_slots)
+        codes = column_codes[:, -width:]
     tree = growth.finish()
     tree.check()
     return _possible(Grown(tree, chances, *_paths(tree, vocab)))
 
 
-def _parent_codes(ancestors: torch.Tensor, known: torch.Tensor, columns: int) -> torch.Tensor:
-    """Path codes of the parents of a frontier, from its ancestor bits over the scratch columns."""
-    seen = unpack_bits(ancestors, columns)[:, :, : known.shape[1]]
-    # Codes never fall along a path, so the parent's is the largest; the root's is 0.
-    return torch.nn.functional.pad(seen * known[:, None], (1, 0)).amax(2)
+def _codes(frontier: Frontier, known: torch.Tensor, vocab: int, columns: int) -> torch.Tensor:
+    """Path codes of all scratch columns, the ``known`` ones and a frontier's, from its ancestor
+    bits over the columns; a node may see one that stands before it in the same frontier."""
+    seen = unpack_bits(frontier.ancestors, columns)
+    for w in range(frontier.tokens.shape[1]):
+        # Codes never fall along a path, so the parent's is the largest; the root's is 0.
+        above = seen[:, w, : known.shape[1]] * known
+        parents = torch.nn.functional.pad(above, (1, 0)).amax(1)
+        codes = torch.where(frontier.valid[:, w], parents * vocab + frontier.tokens[:, w], 0)
+        known = torch.cat([known, codes[:, None]], dim=1)
+    return known
 
 
 def _possible(grown: Grown) -> Grown:

@@ -6,14 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+from reference.growths import Draft, Draw, Path
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.tree.candidates import drawn_children, sampled_children, top_children
+from dyntree_plugin.tree.children import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthPlan
-from dyntree_plugin.tree.growth.base import Draft, Draw, Path
+from dyntree_plugin.tree.growth.topk import TopKGrowth
+from dyntree_plugin.tree.source import Trie
 from dyntree_plugin.tree.token_tree import TokenTree
 
 VOCAB = 7
+TRIE = 4
+"""The kind of grafted nodes."""
+
 NOWHERE: Path = (-1,)
 """Stands for what a frontier without anything to expand runs on."""
 
@@ -64,14 +69,24 @@ def grow(
     seeds: list[int],
     room: list[int] | None = None,
     distributions: bool = False,
+    trie: Trie | None = None,
+    whole_paths: bool = True,
     at_frontier: Callable[[Frontier], None] = lambda frontier: None,
+    at_paths: Callable[[list[list[Path]]], object] = lambda paths: None,
 ) -> TokenTree:
-    """Grow one tree per seed, in double precision so that no ranking is a matter of rounding."""
+    """Grow one tree per seed, in double precision so that no ranking is a matter of rounding.
+
+    ``trie`` is grafted before anything is added, for growths that take one; `TopKGrowth.graft` has
+    ``whole_paths``.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         columns = torch.tensor([plan.scratch_slots] * len(seeds) if room is None else room)
         growth = plan.start(len(seeds), columns)
+        if trie is not None:
+            assert isinstance(growth, TopKGrowth)
+            growth.graft(trie, TRIE, whole_paths)
         grown: list[list[Path]] = [[] for _ in seeds]
         paths: list[list[Path]] = [[()] for _ in seeds]
         for width in (*plan.widths, None):
@@ -82,6 +97,7 @@ def grow(
             at_frontier(frontier)
             assert frontier.tokens.shape == (len(seeds), width)
             paths = [_paths_at(frontier, row, grown[row]) for row in range(len(seeds))]
+            at_paths(paths)
         raise AssertionError("unreachable")
     finally:
         torch.set_default_dtype(default)
@@ -98,19 +114,18 @@ def paths_of(tree: TokenTree, row: int) -> list[Path]:
 
 def _paths_at(frontier: Frontier, row: int, columns: list[Path]) -> list[Path]:
     """The paths that attention sees: the ancestors' columns, then the own one. Adds them to the
-    request's ``columns``."""
+    request's ``columns``; a node may see one that stands before it in the same frontier."""
     words = frontier.ancestors.shape[2]
-    paths = []
+    known = len(columns)
     for w in range(frontier.tokens.shape[1]):
         seen = unpack_bits(frontier.ancestors[row, w], 32 * words).tolist()
         above = [path for path, bit in zip(columns, seen, strict=False) if bit]
         path = (*max(above, key=len, default=()), int(frontier.tokens[row, w]))
         if bool(frontier.valid[row, w]):
             assert sum(seen) == len(path) == int(frontier.depths[row, w])
-            assert seen[len(columns) + w]
-        paths.append(path if bool(frontier.valid[row, w]) else NOWHERE)
-    columns.extend(paths)
-    return paths
+            assert seen[known + w]
+        columns.append(path if bool(frontier.valid[row, w]) else NOWHERE)
+    return columns[known:]
 
 
 def _children(

@@ -21,8 +21,8 @@ from benchmarks.acceptance.texts import write
 from benchmarks.acceptance.verifying import Replay, Walk
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.children import ChildPicker
-from dyntree_plugin.tree.match import Accepted
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
+from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 TOKENS = 20

@@ -15,11 +15,11 @@ from benchmarks.acceptance.texts import Prompts, write
 from benchmarks.acceptance.verifying import Replay, Verifier, Walk
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.children import ChildPicker
-from dyntree_plugin.tree.match import Accepted, match
+from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.token_tree import Draws
+from dyntree_plugin.tree.token_tree import Accepted, Draws
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 PROMPTS = (6, 3, 9, 5, 4, 7, 5, 8)

@@ -272,7 +272,7 @@ def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine
         (["--base-url", "http://h:1", "--dtype", "bfloat16"], "--dtype must not be given"),
         (["--base-url", "http://h:1", "--static", "0.6"], "--static must not be given"),
         (["--static", "often"], "--static 'often' must be numbers, such as 0.6,0.2"),
-        (["--static", "0.2,0.6"], "acceptance="),
+        (["--static", "0.9,0.6"], "acceptance="),
         (["--base-url", "http://h:1", "--side-by-side", "2"], "--side-by-side must not be given"),
         (["--base-url", "http://h:1", "--engine-arguments", "{}"], "--engine-arguments must not"),
         (["--endpoint", "chat"], "--endpoint must not be given: without a --base-url"),

@@ -9,10 +9,11 @@ import torch
 from exactness import Model, random_model
 from scipy.stats import chisquare
 
-from dyntree_plugin.tree.candidates import drawn_children, sampled_children
-from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
+from dyntree_plugin.tree.children import drawn_children, sampled_children
+from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds, Walk
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
+from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 
 RUNS = 40_000
@@ -35,7 +36,7 @@ def p_value(rule: DrawnRule, sampling: str, seed: int, common_noise: bool = Fals
     ``common_noise``: draw the last token with the noise that the root's children were drawn with.
     """
     generator = torch.Generator().manual_seed(seed)
-    config = GrowthConfig("expansion", expansion=(2,), sampling=sampling)
+    config = GrowthConfig("expansion", (2,), sampling=sampling)
     growth = plan_growth(config, TreeShape(2, 1, 1, 2)).start(RUNS, torch.zeros(RUNS).long())
     log_draft = DRAFT.laws[0].log().float().expand(RUNS, -1)
     if sampling == "without_replacement":

@@ -10,20 +10,18 @@ import pytest
 import torch
 from growing import grow, paths_of
 
-from dyntree_plugin.tree.growth import GROWTHS, SHAPE_READ, Growth, GrowthConfig, plan_growth
+from dyntree_plugin.tree.growth import Growth, GrowthConfig
+from dyntree_plugin.tree.registry import GROWTHS, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 
 SHAPE = TreeShape(node_budget=12, max_depth=4, width=3, children=3)
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "expansion": {"expansion": (2, 1, 2)},
-    "sequoia": {"acceptance": (0.6, 0.2)},
-}
+PARAMETERS: dict[str, Any] = {"expansion": (2, 1, 2), "sequoia": (0.6, 0.2)}
 every_growth = pytest.mark.parametrize("name", GROWTHS)
 
 
 @every_growth
 def test_a_growth_fills_its_budget_and_keeps_to_its_plan(name: str) -> None:
-    plan = plan_growth(GrowthConfig(name, **PARAMETERS.get(name, {})), SHAPE)
+    plan = plan_growth(GrowthConfig(name, PARAMETERS.get(name)), SHAPE)
     tree = grow(plan, list(range(5)))
     tree.check()
     assert tree.tokens.shape == (5, SHAPE.node_budget)
@@ -42,7 +40,7 @@ def test_a_growth_fills_its_budget_and_keeps_to_its_plan(name: str) -> None:
 @every_growth
 def test_a_growth_reads_of_the_shape_what_it_says_and_nothing_else(name: str) -> None:
     def planned(shape: TreeShape) -> tuple[Any, ...]:
-        plan = plan_growth(GrowthConfig(name, **PARAMETERS.get(name, {})), shape)
+        plan = plan_growth(GrowthConfig(name, PARAMETERS.get(name)), shape)
         return plan.sampling, plan.children, plan.widths
 
     smaller = {"max_depth": 3, "width": 2, "children": 2}
@@ -51,14 +49,14 @@ def test_a_growth_reads_of_the_shape_what_it_says_and_nothing_else(name: str) ->
         for field, value in smaller.items()
         if planned(dataclasses.replace(SHAPE, **{field: value})) != planned(SHAPE)
     }
-    assert read == {*SHAPE_READ[name]}
+    assert read == {*GROWTHS[name].reads}
 
 
 @every_growth
 def test_a_configuration_travels_between_processes(name: str) -> None:
-    config = GrowthConfig(name, **PARAMETERS.get(name, {}))
+    config = GrowthConfig(name, PARAMETERS.get(name))
     assert pickle.loads(pickle.dumps(config)) == config
-    assert hash(config) == hash(GrowthConfig(name, **PARAMETERS.get(name, {})))
+    assert hash(config) == hash(GrowthConfig(name, PARAMETERS.get(name)))
 
 
 @pytest.mark.parametrize("name", ["dyspec", "dynamic_threshold"])
@@ -76,20 +74,20 @@ def test_a_flat_and_a_sharp_draft_both_fill_the_budget(name: str) -> None:
     ("config", "said"),
     [
         ({"name": "topdown"}, "growth=topdown must be one of topk, dyspec"),
-        ({"name": "threshold", "threshold": 0.0}, "threshold=0.0"),
-        ({"name": "threshold", "threshold": 1.5}, "threshold=1.5"),
-        ({"name": "topk", "threshold": 0.5}, "threshold=0.5 is for growth=threshold"),
+        ({"name": "threshold", "parameter": 0.0}, "threshold=0.0"),
+        ({"name": "threshold", "parameter": 1.5}, "threshold=1.5"),
+        ({"name": "topk", "parameter": 0.0}, "min_value=0.0 must be above 0"),
         ({"name": "expansion"}, "growth=expansion needs expansion"),
-        ({"name": "expansion", "expansion": ()}, "expansion="),
-        ({"name": "expansion", "expansion": (2, 0)}, "expansion="),
-        ({"name": "expansion", "expansion": (1,) * 5}, "max_depth=4"),
-        ({"name": "expansion", "expansion": (4, 4)}, "20 nodes.*node_budget=12"),
+        ({"name": "expansion", "parameter": ()}, "expansion="),
+        ({"name": "expansion", "parameter": (2, 0)}, "expansion="),
+        ({"name": "expansion", "parameter": (1,) * 5}, "max_depth=4"),
+        ({"name": "expansion", "parameter": (4, 4)}, "20 nodes.*node_budget=12"),
         ({"name": "sequoia"}, "growth=sequoia needs acceptance"),
-        ({"name": "sequoia", "acceptance": (0.9, 0.3)}, "acceptance="),
-        ({"name": "chain", "acceptance": (0.9,)}, "is for growth=sequoia, not chain"),
+        ({"name": "sequoia", "parameter": (0.9, 0.3)}, "acceptance="),
+        ({"name": "chain", "parameter": 0.9}, "growth=chain has no parameter, but got 0.9"),
         ({"name": "topk", "sampling": "without_replacement"}, "sampling=without_replacement"),
         ({"name": "dyspec", "sampling": "best"}, "sampling=best must be without_replacement"),
-        ({"name": "sequoia", "acceptance": (0.9,), "sampling": "with_replacement"}, "must be"),
+        ({"name": "sequoia", "parameter": (0.9,), "sampling": "with_replacement"}, "must be"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(config: dict[str, Any], said: str) -> None:

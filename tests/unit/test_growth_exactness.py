@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from exactness import distance, emitted_by_draws, grow_every_way, random_model
 
-from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
-from dyntree_plugin.tree.growth.best_first import SlotGrowth, slot_plan
+from dyntree_plugin.tree.growth import GrowthPlan
+from dyntree_plugin.tree.papers.slots import SlotGrowth, slot_plan
 from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
@@ -21,7 +21,7 @@ starved = pytest.mark.parametrize(("widths", "node_budget", "vocab"), STARVED)
 
 def starved_plan(widths: tuple[int, ...], node_budget: int, vocab: int) -> GrowthPlan:
     shape = TreeShape(node_budget, len(widths) + 1, max(widths), vocab, coupling=False)
-    return slot_plan(GrowthConfig("dynamic_threshold"), shape, widths)
+    return slot_plan(shape, widths)
 
 
 def worst_bias(plan: GrowthPlan, vocab: int) -> float:

@@ -8,11 +8,12 @@ import torch
 from growing import draft_of, draw_of, grow, log_probs_after, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import growths
+from reference.growths import Slot
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.tree.growth import Frontier, GrowthConfig, GrowthPlan, plan_growth
-from dyntree_plugin.tree.growth.base import Slot
-from dyntree_plugin.tree.papers import dynamic_threshold, dyspec, threshold
+from dyntree_plugin.tree.growth import Frontier, GrowthConfig, GrowthPlan
+from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 
@@ -34,7 +35,7 @@ def assert_tree(tree: TokenTree, row: int, expected: Sequence[Slot]) -> None:
 
 
 def plan_of(name: str, shape: TreeShape, t: float) -> GrowthPlan:
-    return plan_growth(GrowthConfig(name, threshold=t if name == "threshold" else None), shape)
+    return plan_growth(GrowthConfig(name, t if name == "threshold" else None), shape)
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,7 +44,7 @@ def test_dyspec_grows_the_trees_of_the_heap(shape: TreeShape, seeds: list[int]) 
     tree = grow(plan_growth(GrowthConfig("dyspec"), shape), seeds)
     tree.check()
     for row, seed in enumerate(seeds):
-        assert_tree(tree, row, dyspec.reference(draft_of(seed), draw_of(seed), shape))
+        assert_tree(tree, row, growths.dyspec(draft_of(seed), draw_of(seed), shape))
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,7 +55,7 @@ def test_threshold_grows_the_trees_of_algorithm_2(
     tree = grow(plan_of("threshold", shape, t), seeds)
     tree.check()
     for row, seed in enumerate(seeds):
-        assert_tree(tree, row, threshold.reference(draft_of(seed), draw_of(seed), shape, t))
+        assert_tree(tree, row, growths.threshold(draft_of(seed), draw_of(seed), shape, t))
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,10 +64,13 @@ def test_the_dynamic_threshold_keeps_nothing_from_the_tree(
     shape: TreeShape, seeds: list[int]
 ) -> None:
     """The reference expands what the threshold would pass over."""
-    tree = grow(plan_growth(GrowthConfig("dynamic_threshold"), shape), seeds)
+    plan = plan_growth(GrowthConfig("dynamic_threshold"), shape)
+    tree = grow(plan, seeds)
     tree.check()
     for row, seed in enumerate(seeds):
-        assert_tree(tree, row, dynamic_threshold.reference(draft_of(seed), draw_of(seed), shape))
+        assert_tree(
+            tree, row, growths.dynamic_threshold(draft_of(seed), draw_of(seed), shape, plan.widths)
+        )
 
 
 @settings(max_examples=30, deadline=None)
@@ -77,7 +81,7 @@ def test_a_dynamic_threshold_of_enough_width_grows_the_trees_of_the_heap(
     wide = TreeShape(shape.node_budget, shape.max_depth, 64, shape.children)
     tree = grow(plan_growth(GrowthConfig("dynamic_threshold"), wide), seeds)
     for row, seed in enumerate(seeds):
-        assert_tree(tree, row, dyspec.reference(draft_of(seed), draw_of(seed), shape))
+        assert_tree(tree, row, growths.dyspec(draft_of(seed), draw_of(seed), shape))
 
 
 def test_with_too_little_width_a_tree_is_another_than_the_heaps() -> None:
@@ -86,7 +90,7 @@ def test_with_too_little_width_a_tree_is_another_than_the_heaps() -> None:
     trees = grow(plan_growth(GrowthConfig("dynamic_threshold"), shape), list(range(10)))
     differ = [
         paths_of(trees, row)
-        != [node.path for node in dyspec.reference(draft_of(row), draw_of(row), shape)]
+        != [node.path for node in growths.dyspec(draft_of(row), draw_of(row), shape)]
         for row in range(10)
     ]
     assert any(differ)
@@ -100,7 +104,7 @@ def test_a_request_with_little_room_takes_none_from_the_others(
     plan = plan_growth(GrowthConfig("dyspec"), shape)
     tree = grow(plan, [seed, seed], [room, plan.scratch_slots])
     tree.check()
-    expected = dyspec.reference(draft_of(seed), draw_of(seed), shape)
+    expected = growths.dyspec(draft_of(seed), draw_of(seed), shape)
     assert_tree(tree, 1, expected)
     if room >= plan.scratch_slots:
         assert_tree(tree, 0, expected)
@@ -131,7 +135,7 @@ def test_draws_say_which_draw_gave_which_node_and_from_what(
                 draw, residual = draw_of(seed), law.exp().tolist()
                 for token in tokens:
                     assert draw(path, residual) == token
-                    residual = dyspec.without(residual, token)
+                    residual = growths.without(residual, token)
         assert (draws.nodes[row, len(paths) + 1 :] == -1).all()
 
 
@@ -163,7 +167,7 @@ def test_frontiers_hold_only_nodes_that_may_still_matter() -> None:
             [seed],
             at_frontier=lambda frontier, to=expanded: to.append(int(frontier.valid.sum())),
         )
-        tree = dyspec.reference(draft_of(seed), draw_of(seed), shape)
+        tree = growths.dyspec(draft_of(seed), draw_of(seed), shape)
         inner = {node.path[:-1] for node in tree} - {()}
         assert len(inner) <= sum(expanded) <= sum(plan_growth(GrowthConfig("dyspec"), shape).widths)
         assert all(2 * count <= shape.node_budget for count in expanded)

@@ -28,7 +28,7 @@ LAYERS = (
         "dyntree_plugin.pair",
     ),
     ("dyntree_plugin.tree",),
-    ("dyntree_plugin.options", "dyntree_plugin.metrics"),
+    ("dyntree_plugin.options", "dyntree_plugin.option_text", "dyntree_plugin.metrics"),
     ("dyntree_plugin.admission",),
     ("dyntree_plugin.openmp",),
     (
@@ -144,24 +144,10 @@ def upward(edges: Imports) -> list[str]:
     ]
 
 
-def listed(module: str, imported: str) -> bool:
-    """Whether the import is one of those by which a package lists what others add to it.
-
-    ``tree.growth`` lists the growths of the papers, which are made of parts of that package.
-    """
-    return module == "dyntree_plugin.tree.growth" and imported.startswith(
-        "dyntree_plugin.tree.papers"
-    )
-
-
 def circle(edges: Imports) -> list[str]:
     """The modules of one circle of imports, or none."""
-    others = {
-        module: {each for each in imported if not listed(module, each)}
-        for module, imported in edges.items()
-    }
     try:
-        TopologicalSorter(others).prepare()
+        TopologicalSorter(edges).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []

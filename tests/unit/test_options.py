@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 from dyntree_plugin import options
 from dyntree_plugin.options import DynTreeOptions, merge_options
 from dyntree_plugin.strict_json import from_json
-from dyntree_plugin.tree.growth import GROWTHS
-from dyntree_plugin.tree.names import GrowthName
-from dyntree_plugin.tree.papers.rules import allowed_rules
+from dyntree_plugin.tree.pairs import allowed_rules
+from dyntree_plugin.tree.registry import GROWTHS
 
 BUDGETS = st.integers(min_value=1, max_value=1024)
 
@@ -127,10 +125,6 @@ def test_every_growth_can_be_asked_for_and_gets_a_rule_that_is_exact(growth: str
     plan = DynTreeOptions.parse({"growth": growth, **needs.get(growth, {})}).resolve(16)
     assert plan.rule in allowed_rules(growth, plan.growing.sampling)
     assert plan.shape.max_depth == len(plan.growing.widths) + 1
-
-
-def test_the_names_of_growths_are_those_that_there_are() -> None:
-    assert set(get_args(GrowthName)) == set(GROWTHS)
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
 def test_trees_are_deeper_if_the_budget_can_end_drafting(
     ranks: int, budget: str, depth: int, build: Callable[..., Any], logged: Callable[[], str]
 ) -> None:
-    options = {"dyntree": {"budget": budget}}
+    options = {"dyntree": {"node_budget": 8, "budget": budget}}
     config = build(tensor_parallel_size=ranks, additional_config=options)
     plan = tree_plan(config)
     assert plan is not None

@@ -10,11 +10,13 @@ import torch
 from growing import VOCAB, draft_of, grow, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import growths
+from reference.growths import Slot
 
-from dyntree_plugin.tree.candidates import top_children
-from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
-from dyntree_plugin.tree.growth.base import Slot
-from dyntree_plugin.tree.growth.topk import TopKGrowth, reference
+from dyntree_plugin.tree.children import top_children
+from dyntree_plugin.tree.growth import GrowthConfig
+from dyntree_plugin.tree.growth.topk import TopKGrowth
+from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 
@@ -44,7 +46,7 @@ def test_batched_growth_makes_the_trees_of_the_reference(shape: TreeShape, seeds
     tree = grow_topk(seeds, shape)
     tree.check()
     for row, seed in enumerate(seeds):
-        assert_tree(tree, row, reference(draft_of(seed), shape, shape.scratch_slots))
+        assert_tree(tree, row, growths.topk(draft_of(seed), shape, shape.scratch_slots))
 
 
 @settings(max_examples=30, deadline=None)
@@ -54,8 +56,8 @@ def test_a_request_with_little_room_expands_no_further_and_keeps_its_other_nodes
 ):
     tree = grow_topk([seed, seed], shape, [room, shape.scratch_slots])
     tree.check()
-    assert_tree(tree, 0, reference(draft_of(seed), shape, room))
-    assert_tree(tree, 1, reference(draft_of(seed), shape, shape.scratch_slots))
+    assert_tree(tree, 0, growths.topk(draft_of(seed), shape, room))
+    assert_tree(tree, 1, growths.topk(draft_of(seed), shape, shape.scratch_slots))
 
 
 @settings(max_examples=30, deadline=None)
@@ -63,9 +65,9 @@ def test_a_request_with_little_room_expands_no_further_and_keeps_its_other_nodes
 def test_nodes_below_the_least_value_are_left_out_but_for_the_roots_first_child(
     shape: TreeShape, seed: int, least: float
 ):
-    tree = grow(plan_growth(GrowthConfig("topk", min_value=least), shape), [seed])
+    tree = grow(plan_growth(GrowthConfig("topk", least), shape), [seed])
     tree.check()
-    assert_tree(tree, 0, reference(draft_of(seed), shape, shape.scratch_slots, least))
+    assert_tree(tree, 0, growths.topk(draft_of(seed), shape, shape.scratch_slots, least))
 
 
 def test_a_frontier_that_cannot_reach_the_tree_says_so():
@@ -84,7 +86,7 @@ def test_a_frontier_that_cannot_reach_the_tree_says_so():
 def test_no_other_tree_over_the_candidates_has_more_value():
     shape = TreeShape(node_budget=4, max_depth=3, width=3, children=2)
     for seed in range(20):
-        everything = reference(
+        everything = growths.topk(
             draft_of(seed), TreeShape(10_000, shape.max_depth, shape.width, shape.children), 99
         )
         probability = {node.path: node.value for node in everything}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import rules as reference
+from reference.rules import Law, NodeReference
 
-from dyntree_plugin.tree.papers import reference
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Walk
 from dyntree_plugin.tree.papers.multi_step import MULTI_STEP
-from dyntree_plugin.tree.papers.reference import Law, NodeReference
 from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
 from dyntree_plugin.tree.token_tree import Draws
 

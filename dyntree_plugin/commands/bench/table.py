@@ -1,4 +1,4 @@
-"""Show a result as tables, in the terminal or in Markdown."""
+"""Show a result as tables, in the terminal or in Markdown for docs/results.md."""
 
 from __future__ import annotations
 

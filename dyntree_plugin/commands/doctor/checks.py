@@ -39,7 +39,7 @@ def vllm() -> Check:
     if versions.version_refusal() is None:
         return Check("vLLM", "ok", found)
     names = " or ".join(versions.DISTRIBUTIONS)
-    advice = f"install {names} {versions.SUPPORTED_VLLM}, as the README's section Install says"
+    advice = f"install {names} {versions.SUPPORTED_VLLM}, as docs/install.md says"
     return Check("vLLM", "fail", found, advice)
 
 

@@ -6,18 +6,17 @@ import time
 
 import numpy as np
 
-from dyntree_plugin.engine.configuration import node_buckets
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
-from dyntree_plugin.tree.budget.choice import Drafting, best_drafting
+from dyntree_plugin.tree.budget.choice import Drafting, best_drafting, node_buckets
 from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.budget.worth import FIRST_TREES, ForwardSeconds, TreeWorth
 
 FORWARDS = "dyntree_forwards"
-"""Where a SchedulerOutput carries the most draft forwards that may follow the catch-up's."""
+"""Attribute of a SchedulerOutput: the most draft forwards after the catch-up."""
 
 TRIED_EVERY = 64
-"""Steps after which trees are drafted about twice as far as it seems best, and at least two
-forwards, to learn what that would be worth. It costs less than 1 step in so many."""
+"""Every so many steps, trees are drafted about twice as far as it seems best, and at least two
+forwards, to learn what that is worth. The cost is less than one step in as many."""
 
 
 class NodeBuckets:
@@ -34,7 +33,7 @@ class NodeBuckets:
         ``synchronous``: a step's output comes after its drafting, not before."""
         self.sizes = sizes
         self.forwards = forwards
-        """Of the last choice."""
+        """Draft forwards of the last choice."""
         self._most = forwards
         self._synchronous = synchronous
         # Columns of the worker's table.
@@ -47,14 +46,14 @@ class NodeBuckets:
         self._came: float | None = None
 
     def __getitem__(self, requests: int) -> int:
-        """Nodes of each request in a step of so many."""
+        """Choose the nodes of each request for a step of so many requests."""
         self._lookups += 1
         chosen = self._choose(requests)
         self.forwards = chosen.forwards
         return chosen.nodes
 
     def _choose(self, requests: int) -> Drafting:
-        """The most until enough is known."""
+        """Choose the best; until enough is known, whole trees."""
         worth, seconds = self._worth.table, self._forward_seconds.of(requests)
         known = self._worth.whole_trees >= FIRST_TREES
         if not known or worth is None or self._cost is None or seconds is None:
@@ -68,16 +67,15 @@ class NodeBuckets:
         return best_drafting(worth[:, some:], *given, self.sizes[some:], [further])
 
     def measured(self, cost: RowCost, fewest_forwards: int = 0) -> None:
-        """Take what rows cost before the engine served, and the fewest forwards that it can
-        make."""
+        """Take the costs that were measured at start-up, and the fewest forwards of a step."""
         self._cost, self._fewest = cost, fewest_forwards
 
     def observe(self, counts: WorkerCounts, rows: int) -> None:
-        """Learn from the output of a step of so many ``rows``."""
+        """Learn from the output of a step with so many ``rows``."""
         now, before = time.perf_counter(), self._came
         for of_step in counts.drafted:
             self._forward_seconds.observe(*of_step)
-        # Nothing comes behind a step that reads a prompt at the pace of decoding.
+        # The output after a step with prompts does not come at the pace of decoding.
         decoding = all(counts.decoding)
         self._came = now if decoding else None
         if not decoding:

@@ -1,4 +1,4 @@
-"""What verifying so many rows costs, measured before the engine serves."""
+"""The cost of verification by its number of rows, measured at start-up."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dyntree_plugin.engine.budget.timed_steps import (
 from dyntree_plugin.tree.budget.row_cost import RowCost
 
 LONGEST_SECONDS = 4.0
-"""What the measurement may take, about. Slow models are measured at fewer numbers of rows."""
+"""About the longest time of the measurement. Slow models are measured at fewer sizes."""
 PASSES = 5
 
 
 def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
-    """Time the target's forward and head over 1, 2, 3, … rows, as many as a step can verify.
+    """Time the target's forward and head over 1, 2, 3, … rows, up to the most of a step.
 
-    Call it when the KV cache is there and no request has come yet: the steps write into it.
+    Call it after the KV cache is allocated and before the first request: the steps write into it.
     """
     most = most_rows(runner)
     best: dict[int, float] = {}
@@ -32,11 +32,11 @@ def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
         return agree(share * LONGEST_SECONDS - (time.perf_counter() - began))
 
     def measure(rows: int) -> None:
-        """Keep the least, which is what no other program has disturbed."""
+        """Keep the shortest time, which other programs disturbed least."""
         best[rows] = min(best.get(rows, float("inf")), _seconds(runner, rows))
 
     def measure_first(rows: int) -> None:
-        _seconds(runner, rows)  # makes what kernels keep by their number of rows
+        _seconds(runner, rows)  # kernels allocate by their number of rows
         measure(rows)
 
     numbers = row_numbers(most)
@@ -67,7 +67,7 @@ def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
 
 
 def row_numbers(most: int) -> list[int]:
-    """Each number up to 16, and from there on every eighth of a power of two, up to ``most``."""
+    """Return each number up to 16, then every eighth of a power of two, up to ``most``."""
     rows, at = [], 1
     while at <= most:
         rows.append(at)

@@ -1,4 +1,4 @@
-"""What a step without speculation costs, measured before the engine serves."""
+"""The cost of a step without speculation, measured at start-up."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dyntree_plugin.engine.budget.timed_steps import (
 from dyntree_plugin.tree.budget.plain_steps import PlainCost
 
 CONTEXT = 1024
-"""Tokens that every request of the longer steps has behind it, or as many as the model allows."""
+"""Context of every request in the longer steps, or the longest that the model allows."""
 REPETITIONS = 5
 SIZES = 8
-"""The most numbers of requests that are measured."""
+"""At most so many batch sizes are measured."""
 SECONDS = 10.0
-"""Time after which every step that is left is measured once."""
+"""After this time, each remaining step is measured once."""
 FORWARD_SECONDS = 8.0
-"""What the forwards over the rows of trees may take; slow models run them over fewer rows."""
+"""Limit for the forwards over the rows of trees; slow models run them over fewer rows."""
 
 
 def measure(runner: TimedRunner, agree: Agree) -> PlainCost:
-    """Time plain decode steps of 1, 2, 4, … up to as many requests as the engine takes at once, or
-    of 1, 4, 16, … where these are many; and forwards over as many rows as trees can have.
+    """Time plain decode steps of 1, 2, 4, … requests, and forwards over the rows of trees.
 
-    Call it when the KV cache is there and no request has come yet: the steps write into it.
+    If the engine takes many requests at once, the batch sizes are 1, 4, 16, …. Call it after the
+    KV cache is allocated and before the first request: the steps write into it.
     """
     most = min(runner.max_num_reqs, runner.max_num_tokens)
     sizes = sizes_up_to(most)
@@ -52,14 +52,14 @@ def measure(runner: TimedRunner, agree: Agree) -> PlainCost:
 
 
 def _forwards(runner: TimedRunner, agree: Agree) -> dict[int, float]:
-    """Seconds of the target's forward by its rows, which ascend."""
+    """Return seconds of the target's forward by its number of rows, ascending."""
     most = most_rows(runner)
     deadline = time.monotonic() + FORWARD_SECONDS
     best: dict[int, float] = {}
     rows, seconds = 1, 0.0
     for size in sizes_up_to(most):
-        # More rows take as many times longer at most, and the first forward over them makes what
-        # kernels keep by their number.
+        # Time grows at most in proportion to the rows. The first forward over a number of rows
+        # also allocates what kernels keep for it.
         if agree(deadline - time.monotonic() - 2 * seconds * size / rows) < 0:
             break
         _forward(runner, size)
@@ -84,7 +84,7 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def _least(runner: TimedRunner, requests: int, context: int, deadline: float) -> float:
-    """Seconds of a step that no other program has disturbed, as those of `_forwards`."""
+    """Return the shortest time of a step, which other programs disturbed least."""
     times: list[float] = []
     while not times or (len(times) < REPETITIONS and time.monotonic() < deadline):
         times.append(_step(runner, requests, context))

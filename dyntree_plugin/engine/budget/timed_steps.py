@@ -1,4 +1,4 @@
-"""Steps of the target alone, to be timed before the engine serves."""
+"""Timed steps of the target alone, before the engine serves."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class TimedRunner(Protocol):
 
 
 Agree = Callable[[float], float]
-"""Gives the first rank's number to every rank: they run all steps together."""
+"""Return the first rank's number on every rank: all ranks must run the same steps."""
 
 
 def most_rows(runner: TimedRunner) -> int:
-    """Rows of the largest step that decodes: no request has more than its context may."""
+    """Return the rows of the largest decode step: a request's rows fit into its context."""
     of_request = min(runner.trees.shape.node_budget + 1, runner.max_model_len)
     return min(runner.max_num_reqs * of_request, runner.max_num_tokens)
 
 
 @contextmanager
 def without_drafting(runner: TimedRunner) -> Iterator[None]:
-    """Has the runner's steps draft nothing."""
+    """Let the runner's steps draft nothing."""
     told: Any = runner
     told.speculator, speculator = None, runner.speculator
     try:
@@ -59,10 +59,10 @@ def seconds_of(
     forward: Callable[[], torch.Tensor | None],
     sample: Callable[[torch.Tensor], object],
 ) -> float:
-    """Time one step: ``forward`` gives hidden states, ``sample`` takes them.
+    """Time one step: ``forward`` returns hidden states, ``sample`` takes them.
 
     Raises:
-        RuntimeError: where there are none.
+        RuntimeError: if there are no hidden states.
     """
     runner.clock.split()
     runner.queue_delay()

@@ -1,4 +1,4 @@
-"""How a call becomes a CUDA graph in vLLM's pool of graphs."""
+"""Capture of a call as a CUDA graph, in vLLM's memory pool for graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors
 
 
 def recorder(vllm_config: VllmConfig) -> Record:
-    """Captures on the current stream, which must be within vLLM's ``graph_capture``."""
+    """Return a function that captures on the current stream, within vLLM's ``graph_capture``."""
 
     def record(run: Call) -> tuple[Replay, Tensors]:
         run()  # what is compiled or allocated at a first call must not be captured

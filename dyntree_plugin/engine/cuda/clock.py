@@ -1,4 +1,4 @@
-"""Where a step's time goes on a device that runs behind the host."""
+"""A clock for a device that lags behind the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dyntree_plugin.engine.step.clock import STAGES, Clock
 
 
 class Event(Protocol):
-    """What the clock needs of ``torch.cuda.Event``."""
+    """The part of ``torch.cuda.Event`` that the clock uses."""
 
     def record(self) -> None: ...
 
@@ -31,10 +31,10 @@ def cuda_event() -> Event:
 
 
 class EventClock(Clock):
-    """Marks the stages in the device's stream; what lies between marks is read when it is done.
+    """Marks where stages begin in the device's stream, and reads the times when they are done.
 
-    Marks are taken on the current stream, none while it captures a graph. Times hold whatever the
-    device does in between, idling for the host included.
+    Marks are events on the current stream; none is recorded while a graph is captured. The time
+    between two marks includes time in which the device waits for the host.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class EventClock(Clock):
 
 
 class EventTimes:
-    """The times between marks, each with the stage that began there."""
+    """Times between marks. Each mark names the stage that begins there."""
 
     def __init__(self, marks: list[tuple[str | None, Event]], free: deque[Event]) -> None:
-        """``free`` gets the events back once they are read."""
+        """``free``: takes the events back after they were read."""
         self._marks = marks
         self._free = free
         self._seconds: dict[str, float] | None = None

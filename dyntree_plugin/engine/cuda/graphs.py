@@ -1,4 +1,4 @@
-"""CUDA graphs of a function of a batch, one for each of a few numbers of requests."""
+"""CUDA graphs of a function of a batch: one for each of a few batch sizes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ Tensors = tuple[torch.Tensor, ...]
 Call = Callable[[], Tensors]
 Replay = Callable[[], None]
 Record = Callable[[Call], tuple[Replay, Tensors]]
-"""Captures a call; returns how to replay it, and where the results then are."""
+"""Capture a call; return how to replay it, and the tensors that hold the results."""
 
 
 @dataclass
 class Input:
-    """One argument of the function: for the most requests [M * rows, ...], and what an entry holds
-    that no request fills; None where anything will do. A batch may have fewer than ``rows`` entries
-    for each of its requests."""
+    """The memory of one argument.
+
+    ``buffer`` [M * rows, ...] for at most M requests. ``padding``: the value of entries without a
+    request; None if any value will do. A batch may have fewer than ``rows`` entries per request.
+    """
 
     buffer: torch.Tensor
     padding: int | None = None
@@ -29,7 +31,7 @@ class Input:
         self._not_padded = self.buffer.shape[0]
 
     def pad_behind(self, requests: int) -> None:
-        """Have padding behind the entries of so many requests, which are to be filled."""
+        """Write padding after the entries of so many requests."""
         end = requests * self.rows
         if self.padding is not None and end < self._not_padded:
             self.buffer[end : self._not_padded].fill_(self.padding)
@@ -37,10 +39,10 @@ class Input:
 
 
 class RequestGraphs:
-    """Replays ``function`` of tensors [R, ...] for batches of any number of requests.
+    """Replays a function of tensors [R, ...] for batches of any number of requests.
 
-    Its arguments are copied, from the host or the device, to fixed addresses, padded to the next
-    number that was captured.
+    Arguments are copied to fixed addresses, from the host or the device, and padded to the next
+    captured batch size.
     """
 
     def __init__(
@@ -49,22 +51,24 @@ class RequestGraphs:
         inputs: Sequence[Input],
         sizes: Sequence[int],
     ) -> None:
-        """``inputs``: one per argument. ``sizes``: numbers of requests to capture; ascending."""
+        """``inputs``: one per argument. ``sizes``: batch sizes to capture, ascending."""
         self._function = function
         self._inputs = inputs
         self.sizes = tuple(sizes)
         self._captured: dict[int, tuple[Replay, Tensors]] = {}
 
     def capture(self, record: Record) -> None:
-        """Capture every size, the largest first, whose memory the others then share."""
+        """Capture every size; the largest first, whose memory the others then share."""
         self.fill(())
         for size in reversed(self.sizes):
             arguments = [each.buffer[: size * each.rows] for each in self._inputs]
             self._captured[size] = record(partial(self._function, *arguments))
 
     def __call__(self, *arguments: torch.Tensor) -> Tensors | None:
-        """The function's values [R, ...], overwritten by the next call; None where the batch is
-        larger than all that was captured. The first argument has one entry per request."""
+        """Return the function's values [R, ...]; None if the batch is too large.
+
+        The next call overwrites them. The first argument has one entry per request.
+        """
         requests = arguments[0].shape[0]
         if not self.serves(requests):
             return None
@@ -72,21 +76,21 @@ class RequestGraphs:
         return self.replay(requests)
 
     def serves(self, requests: int) -> bool:
-        """Whether a batch of so many requests was captured."""
+        """Return whether a batch of so many requests was captured."""
         return self._size(requests) in self._captured
 
     def replay(self, requests: int) -> Tensors:
-        """As a call with the arguments that were filled in last, of as many requests."""
+        """Replay with the arguments that were filled in last, which have as many requests."""
         replay, values = self._captured[self._size(requests)]
         replay()
         return tuple(value[:requests] for value in values)
 
     def _size(self, requests: int) -> int:
-        """The next number that was to be captured, 0 for none."""
+        """Return the smallest size that fits, 0 if none does."""
         return next((size for size in self.sizes if size >= requests), 0)
 
     def fill(self, arguments: Sequence[torch.Tensor]) -> None:
-        """Take in a batch; without arguments, one of padding alone."""
+        """Copy a batch to the fixed addresses; without arguments, a batch of padding alone."""
         requests = arguments[0].shape[0] if arguments else 0
         for each in self._inputs:
             each.pad_behind(requests)
@@ -95,6 +99,6 @@ class RequestGraphs:
 
 
 def request_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of requests to capture, up to ``most``: a batch pays for less than twice its own."""
+    """Return the batch sizes to capture, up to ``most``: padding less than doubles a batch."""
     powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return (*powers, most)

@@ -8,10 +8,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.logger import init_logger
 
-from dyntree_plugin.engine.configuration import node_buckets, uses_adaptive_budget
+from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.cuda.capture import recorder
 from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedDrafting, CapturedStages
 from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.tree.budget.choice import node_buckets
 
 logger = init_logger("vllm.dyntree")
 
@@ -19,9 +20,9 @@ logger = init_logger("vllm.dyntree")
 class CUDATreeSpeculator(TreeSpeculator):
     """Captures the stages of drafting, unless the engine is to be eager."""
 
-    def __init__(self, *args: Any, graphs: CapturedStages) -> None:
-        super().__init__(*args, graphs)
-        self._captured = graphs
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._captured: CapturedStages = kwargs["graphs"]
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Make room for graphs; vLLM calls it whenever there is a new KV cache."""

@@ -11,13 +11,12 @@ from dyntree_plugin.engine.step.transfer import Arrival
 
 
 class StreamSend:
-    """Copies on a stream of its own, as vLLM copies its outputs: the work that the device is given
-    next need not be done before the copy is there."""
+    """Copies on vLLM's stream for outputs, so that the copy does not wait for the next work."""
 
     def __init__(
         self, main_stream: Callable[[], torch.cuda.Stream], copy_stream: torch.cuda.Stream
     ) -> None:
-        """``main_stream`` gives the stream that computes what is sent."""
+        """``main_stream``: gives the stream that computes the tensors."""
         self._main_stream = main_stream
         self._copy_stream = copy_stream
 

@@ -115,6 +115,7 @@ def _slots_and_metadata(
     starts: torch.Tensor,
     real: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Compute the rows' cache slots and build the attention metadata that reads them."""
     rows, num_reqs = plan.num_rows, batch.num_reqs
     model.input_buffers.query_start_loc[: num_reqs + 1] = starts
     model.input_buffers.seq_lens[:num_reqs] = memory.positions[starts[1:] - 1] + 1
@@ -136,4 +137,6 @@ def _slots_and_metadata(
         step=1,
         slot_mappings=slots,
     )
+    if metadata is None:
+        raise RuntimeError("vLLM built no attention metadata for the draft")
     return slots, metadata

@@ -1,4 +1,4 @@
-"""Where a step's time goes."""
+"""A clock that splits the time of a step into stages."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ draft reads the emitted tokens, or prompts. draft: the draft's forwards over nod
 """
 
 DRAFTING = ("catch_up", "draft")
-"""The stages whose time does not depend on the rows that are verified."""
+"""Stages whose time does not depend on the number of verified rows."""
 
 TREE, PLAIN = "tree", "plain"
-"""The two ways to decode that a step's time is compared between: as it was, and as it is estimated
-for the target alone."""
+"""The two sides of the estimated speed: the step as it was, and plain steps of the target alone."""
 
 
 class StageTimes(Protocol):
-    """One step's seconds by stage, which a device may still be spending."""
+    """Seconds of one step by stage. The device may not have finished the step yet."""
 
     def ready(self) -> bool:
-        """Whether they are known; never waits."""
+        """Return whether the seconds are known; never waits."""
         ...
 
     def seconds(self) -> dict[str, float]:
-        """By stage; waits until they are known."""
+        """Return the seconds by stage; waits until they are known."""
         ...
 
 
 class Clock(Protocol):
-    """Splits the time of a step into stages. A stage within another pauses it."""
+    """Splits the time of a step into stages. A stage within another pauses the outer one."""
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -54,13 +53,13 @@ class Clock(Protocol):
         ...
 
     def split(self) -> StageTimes:
-        """The times since the last call. Ends whatever still runs."""
+        """Return the times since the last call. Ends every stage that still runs."""
         ...
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of calls that have returned."""
+    """Times that are known already."""
 
     by_stage: dict[str, float]
 
@@ -72,10 +71,7 @@ class Measured:
 
 
 class StageClock(Clock):
-    """Adds up wall seconds by stage until they are taken. A stage within another pauses it.
-
-    Right where calls are synchronous, as they are on the CPU.
-    """
+    """Adds up wall seconds by stage. It fits devices whose calls are synchronous, such as a CPU."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(STAGES, 0.0)
@@ -92,7 +88,7 @@ class StageClock(Clock):
             self._running.pop()
 
     def take(self) -> dict[str, float]:
-        """Seconds by stage since the last call. Ends whatever still runs."""
+        """Return seconds by stage since the last call. Ends every stage that still runs."""
         self._credit()
         self._running.clear()
         taken, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)

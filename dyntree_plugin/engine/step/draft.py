@@ -9,11 +9,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import StepGrowth
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan, most_emitted
-from dyntree_plugin.engine.step.forwards import DraftModel
 from dyntree_plugin.engine.step.ops import Graphs, Player, TreeOps
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Step
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory
+from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
 from dyntree_plugin.tree.drafting import grow
 from dyntree_plugin.tree.source import TrieSource
@@ -27,19 +27,27 @@ class DraftStages:
 
     def __init__(
         self,
-        source: DraftModel,
-        tries: Sequence[TrieSource],
+        source: NodeSource,
+        tries: TrieSource | None,
         growth: StepGrowth,
         memory: RowMemory,
         widths: Sequence[int],
         chained: torch.Tensor,
     ) -> None:
-        """``widths``: nodes of a request in each forward. ``chained`` bool [slots + 1]: requests
-        whose trees are chains."""
+        """Compose the sources of candidates with a growth.
+
+        ``widths``: nodes of a request in each forward. ``chained`` bool [slots + 1]: requests whose
+        trees are chains.
+
+        Raises:
+            ValueError: if a source brings ``tries`` and the growth takes none.
+        """
+        if tries is not None and not isinstance(growth, TensorGrowth):
+            raise ValueError(f"{type(growth).__name__} takes no tries: growth in plain torch does")
         self.memory = memory
         self.widths = tuple(widths)
         self._source = source
-        self._tries = tuple(tries)
+        self._tries = tries
         self._growth = growth
         self._chained = chained
 
@@ -63,9 +71,15 @@ class DraftStages:
 
     def root(self, requests: Requests) -> None:
         self._source.begin(self._growth, requests, self._chained)
-        for trie in self._tries:
-            self._growth.graft(trie.trie(requests), trie.kind)
+        self._graft(requests)
         self._growth.pick(self._source.root_logits(len(requests.packed)))
+
+    def _graft(self, requests: Requests) -> None:
+        """Add the nodes that need no forward, if there is a source of them."""
+        if self._tries is None or not isinstance(self._growth, TensorGrowth):
+            return
+        roots = self.memory.root_positions[: len(requests.packed)]
+        self._growth.graft(self._tries.trie(requests.index, roots), self._tries.kind)
 
     def forward(self, requests: Requests, number: int) -> bool:
         rows = self._source.rows(len(requests.packed), self.widths[number])

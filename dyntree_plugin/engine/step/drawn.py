@@ -15,9 +15,9 @@ from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import Perturb
-from dyntree_plugin.tree.match import Accepted
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
+from dyntree_plugin.tree.token_tree import Accepted
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
 
 
 class DraftModel:
-    """The `NodeSource` that runs vLLM's draft model.
+    """The `NodeSource` that runs a separate draft model of vLLM's.
 
     Its state between two calls lies in `RowMemory`: the roots' positions and hidden states.
     """

@@ -32,11 +32,20 @@ int64 [T]: cache slot of every row.
 class TreeOps(Protocol):
     """A device's kernels, and the few decisions that depend on the device."""
 
-    perturb: Perturb
-    walk: Walk
-    learn: Learn
-    clock: Clock
-    send: Send
+    @property
+    def perturb(self) -> Perturb: ...
+
+    @property
+    def walk(self) -> Walk: ...
+
+    @property
+    def learn(self) -> Learn: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def send(self) -> Send: ...
 
     def place(
         self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor

@@ -1,4 +1,4 @@
-"""The requests of a batch, in one array that the host fills and a captured graph can read."""
+"""The requests of a batch in one array, which the host fills and a captured graph can read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 COLUMNS = 8
 PADDING = -1
-"""In every column of what only fills a batch up."""
+"""In every column of a padding request."""
 
 
 def pack(batch: InputBatch, states: SamplingStates) -> torch.Tensor:
-    """The R requests of a batch, int64 [R, COLUMNS] on the host, for `Requests`."""
+    """Describe the R requests of a batch on the host, int64 [R, COLUMNS], for `Requests`."""
     requests = batch.num_reqs
     slots, bounds = batch.idx_mapping_np[:requests], batch.cu_num_logits_np[: requests + 1]
     num_logits = np.diff(bounds)
@@ -41,17 +41,12 @@ def pack(batch: InputBatch, states: SamplingStates) -> torch.Tensor:
     return np_to_pinned_tensor(np.stack(columns, axis=1).astype(np.int64, copy=False))
 
 
-def all_greedy(packed: torch.Tensor) -> bool:
-    """Whether every packed request has temperature 0; the host knows."""
-    return not packed[:, 5].numpy().any()  # sync: host memory
-
-
 @dataclass(frozen=True)
 class Requests:
-    """R requests as `pack` has them, on the device; [R] each, int64 but for the temperature.
+    """R requests on the device: the columns of `pack`, [R] each, int64 but for the temperature.
 
-    What is not a part of ``packed`` is computed when it is first asked for. The trees of what only
-    fills the batch up are stored at ``spare``.
+    A column that has to be computed is computed when it is first read. The trees of padding
+    requests are stored at ``spare``.
     """
 
     packed: torch.Tensor
@@ -59,42 +54,42 @@ class Requests:
 
     @property
     def index(self) -> torch.Tensor:
-        """Their places in vLLM's states, -1 for one that only fills the batch up."""
+        """Slots in vLLM's states; -1 for padding."""
         return self.packed[:, 0]
 
     @property
     def classes(self) -> torch.Tensor:
-        """Their classes of temperature, -1 for one that only fills the batch up."""
+        """Classes of temperature; -1 for padding."""
         return self.packed[:, 7]
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """Where their trees are stored."""
+        """Slots of the trees."""
         return torch.where(self.index < 0, self.spare, self.index)
 
     @property
     def first(self) -> torch.Tensor:
-        """Row of the tree's root among those of logits."""
+        """Row of the tree's root among the rows of logits."""
         return self._numbers[1]
 
     @property
     def drafts(self) -> torch.Tensor:
-        """How many rows of nodes follow the root."""
+        """Number of node rows after the root."""
         return self._numbers[2]
 
     @property
     def root(self) -> torch.Tensor:
-        """Row of the tree's root among all."""
+        """Row of the tree's root in the batch."""
         return self._numbers[3]
 
     @property
     def prefill_len(self) -> torch.Tensor:
-        """Tokens that the request had before its first was sampled."""
+        """Tokens of the request's prompt."""
         return self._numbers[4]
 
     @cached_property
     def temperature(self) -> torch.Tensor:
-        """float32."""
+        """Temperatures, float32."""
         # A temperature's bits are those of a number that is not negative.
         return self._numbers[5].int().view(torch.float32)
 
@@ -104,5 +99,5 @@ class Requests:
 
     @cached_property
     def _numbers(self) -> torch.Tensor:
-        """Columns that are not negative; 0 in what only fills the batch up."""
+        """All columns, 0 for padding."""
         return self.packed.clamp(min=0).t().contiguous()

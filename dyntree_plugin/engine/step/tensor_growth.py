@@ -11,6 +11,8 @@ from dyntree_plugin.engine.step.rows import PAD_SLOT
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth.base import Frontier, Growth
+from dyntree_plugin.tree.growth.topk import TopKGrowth
+from dyntree_plugin.tree.source import Trie
 
 
 class TensorGrowth:
@@ -46,6 +48,14 @@ class TensorGrowth:
         self._forward = 0
         self._positions, self._first = roots[:, None], 0
         self._frontier: Frontier | None = None
+
+    def graft(self, trie: Trie, kind: int) -> None:
+        """Add the nodes of ``trie`` to trees that may branch, before the first `pick`."""
+        growth = self._growth
+        if not isinstance(growth, TopKGrowth):
+            raise ValueError(f"{type(growth).__name__} takes no tries; growth topk does")
+        chained = self._of_requests[3]
+        growth.graft(trie._replace(exists=trie.exists & ~chained[:, None]), kind)
 
     def resume(self, requests: int, forwards: int) -> None:
         raise RuntimeError("growth in plain torch is captured as a whole")

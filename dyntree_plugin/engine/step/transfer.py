@@ -1,4 +1,4 @@
-"""Values on their way from the device to the host."""
+"""Copies from the device to the host."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 Arrival = Callable[[], torch.Tensor]
-"""Gives a tensor on the host; waits for its copy to arrive."""
+"""Wait for a copy to arrive, and return the tensor on the host."""
 
 Send = Callable[[torch.Tensor], Arrival]
-"""Starts to copy a tensor to the host."""
+"""Start to copy a tensor to the host."""
 
 
 def at_hand(tensor: torch.Tensor) -> Arrival:
-    """Of a tensor that lies on the host."""
+    """Return an arrival for a tensor that is on the host already."""
     return lambda: tensor

@@ -1,4 +1,4 @@
-"""The trees that wait on the device to be verified, one per request slot."""
+"""The trees on the device that the next step verifies, one per request slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dyntree_plugin.tree.value import FEATURES
 
 
 class TreeStore:
-    """Trees by request slot. A slot whose tree was cleared holds padding only.
+    """Trees by request slot. A cleared slot holds padding only.
 
     Node tokens are not here: vLLM keeps them in ``req_states.draft_tokens``, and verification
     reads them from the rows that the model ran on, so tree and KV cache cannot disagree.
@@ -22,7 +22,7 @@ class TreeStore:
     ) -> None:
         """``vocabulary``: entries of the draft's distributions, which some rules read.
 
-        The slot ``spare`` is one more, for what only fills a batch up.
+        There is one more slot, ``spare``, for padding requests.
         """
         nodes = plan.shape.node_budget
         self.spare = num_slots
@@ -35,8 +35,7 @@ class TreeStore:
         self.values = torch.full((num_slots, nodes), NO_VALUE, device=device)
         self.counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.grown = torch.zeros_like(self.counts)
-        # Nodes that the budget lets the scheduler have. Verification does not read it: the ranks
-        # of an engine need not agree on it.
+        # Nodes that the scheduler is offered. Verification does not read it.
         self.admitted = torch.zeros_like(self.counts)
         self.ancestors = torch.zeros(
             num_slots, nodes + 1, self.words, dtype=torch.int32, device=device
@@ -54,15 +53,16 @@ class TreeStore:
 
     @property
     def arrays(self) -> TreeArrays:
-        """The same tensors, for kernels."""
+        """The same tensors, for the kernels."""
         return TreeArrays(*(getattr(self, name) for name in TreeArrays._fields))
 
     def put(
         self, slots: torch.Tensor, tree: TokenTree, features: torch.Tensor | None = None
     ) -> None:
-        """Store ``tree`` of R requests at ``slots`` int64 [R].
+        """Store the ``tree`` of R requests at ``slots`` int64 [R].
 
-        ``features`` float32 [R, candidates, FEATURES]: of the candidates that it was grown from.
+        ``features`` float32 [R, candidates, FEATURES]: features of the candidates that the tree
+        was grown from.
         """
         self.parents[slots] = tree.parents
         self.depths[slots] = tree.depths
@@ -72,7 +72,8 @@ class TreeStore:
         self.grown[slots] = tree.counts if tree.grown is None else tree.grown
         self.ancestors[slots] = tree.ancestors()
         if features is not None and tree.candidates is not None:
-            index = tree.candidates[:, :, None].expand(-1, -1, FEATURES)
+            # A node that the draft did not propose has no features of its own.
+            index = tree.candidates.clamp(min=0)[:, :, None].expand(-1, -1, FEATURES)
             self.features[slots] = features.gather(1, index)
         if tree.draws is not None:
             request = torch.arange(len(slots), device=slots.device)[:, None]
@@ -80,13 +81,13 @@ class TreeStore:
             self._log_draft[slots] = tree.draws.log_probs[request, tree.draws.columns]
 
     def draws(self, slots: torch.Tensor) -> Draws:
-        """How the trees at ``slots`` int64 [R] were drawn, for rules that read it."""
+        """Return how the trees at ``slots`` int64 [R] were drawn, for rules that read draws."""
         nodes = self._draws[slots]
         columns = torch.arange(nodes.shape[1], device=slots.device).expand(nodes.shape[:2])
         return Draws(nodes, columns, self._log_draft[slots])
 
     def clear(self, slots: torch.Tensor) -> None:
-        """Forget the trees at ``slots`` int64 [R], which new requests take over."""
+        """Forget the trees at ``slots`` int64 [R], which new requests take."""
         self.counts.index_fill_(0, slots, 0)
         self.admitted.index_fill_(0, slots, 0)
         self.grown.index_fill_(0, slots, 0)

@@ -11,11 +11,11 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from dyntree_kernels.contracts import Report
-from dyntree_plugin.engine.configuration import node_buckets
 from dyntree_plugin.engine.step.clock import DRAFTING, PLAIN, TREE, Measured, StageTimes
 from dyntree_plugin.engine.step.transfer import Arrival, Send
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
 from dyntree_plugin.metrics.names import BUDGET, SCHEDULER
+from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class StepRecord:
         self._rows = batch.num_tokens
         drafts = batch.num_draft_tokens_per_req
         self._node_budget = plan.shape.node_budget
-        if self._weighs_trees and drafts is not None:
-            self._node_budget = int(drafts.max())
+        if self._weighs_trees:
+            self._node_budget = 0 if drafts is None else int(drafts.max())
         self._plan = plan
         self._report, self._verified = found, verified
         self._growth_forwards = growth_forwards
@@ -126,8 +126,9 @@ class StepRecord:
 
     def _pruned(self, report: Report) -> dict[str, int]:
         judged = torch.from_numpy(self._judged)
-        by_budget = (report.grown - report.admitted)[judged].sum()
-        by_scheduler = (report.admitted - report.verified)[judged].sum()
+        offered = report.admitted.clamp(max=self._node_budget)
+        by_budget = (report.grown - offered)[judged].sum()
+        by_scheduler = (offered - report.verified)[judged].sum()
         return {BUDGET: int(by_budget), SCHEDULER: int(by_scheduler)}  # sync: it has arrived
 
     def _worth(self, report: Report) -> list[list[float]]:
@@ -166,7 +167,7 @@ class StepRecord:
 
 
 def _whole(column: torch.Tensor) -> list[int]:
-    return column.long().tolist()  # type: ignore[no-any-return]  # sync: it has arrived
+    return column.long().tolist()  # sync: it has arrived
 
 
 class StepTimes:

@@ -1,1 +1,1 @@
-"""How many nodes to verify: the costs, the worth of trees, and the choice."""
+"""The number of nodes to verify: what rows cost, what trees are worth, and the choice."""

@@ -16,6 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 
+def node_buckets(node_budget: int) -> tuple[int, ...]:
+    """Return the tree sizes that the scheduler may choose: 0, powers of two, and the full budget.
+
+    On CUDA each size has graphs of its own.
+    """
+    powers = (1 << power for power in range((node_budget - 1).bit_length()))
+    return (0, *powers, node_budget)
+
+
 @dataclass(frozen=True)
 class Drafting:
     """A choice: draft ``forwards`` after the catch-up, and ``nodes`` that each tree verifies."""

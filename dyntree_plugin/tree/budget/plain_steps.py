@@ -1,4 +1,4 @@
-"""What decoding without trees would take: measured first, followed while trees are served."""
+"""The time of decoding without trees, which is measured first and followed while serving."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import numpy as np
 from dyntree_plugin.tree.budget.row_cost import MEMORY, LevelAndTilt, scale_of
 
 HELD = (0.01, 5.0)
-"""How firmly level and tilt are held at 0, in observations: what all steps of one number of rows
-tell is the level, of a machine that is not as busy as it was when it was measured."""
+"""The weight, in observations, with which level and tilt are held at 0. If all steps have one
+number of rows, they tell the level alone: the machine is more or less busy than when it was
+measured."""
 FIRST_STEPS = 20
-"""Steps that are observed before anything is said."""
+"""Steps to observe before any estimate is given."""
 UNSURE = 0.15
-"""Of the logarithm of forwards' times: where they have lately been further from what was expected
-on average, so that noise counts for little, nothing is said."""
+"""The largest mean error, as a logarithm of forwards' times, with which an estimate is given. The
+mean is over recent steps, so that noise counts for little."""
 LARGEST_SURPRISE = 1.0
-"""Of the logarithm of a forward's time: one interrupted step must not move the estimate far."""
+"""The bound of one observation, as a logarithm of a forward's time: one interrupted step must not
+move the estimate far."""
 
 
 @dataclass(frozen=True)
 class PlainCost:
-    """Seconds of the target's forward and sampler with one row for each of so many requests, and of
-    its forward over so many rows.
+    """The measured seconds of the target's steps without trees, and of its forwards by rows.
 
-    ``requests``: ascending numbers. ``alone``: seconds where no request has anything behind it;
-    ``behind``: where each has ``context`` tokens. ``rows``: ascending from 1; ``forwards``: seconds
-    of the forward alone, with nothing behind it. The rest lies on the lines through them.
+    ``requests`` are ascending batch sizes. ``alone`` are the seconds of forward and sampler with
+    one row per request and no context, and ``behind`` those with ``context`` tokens for each
+    request. ``rows`` ascend from 1, and ``forwards`` are the seconds of the forward alone over so
+    many rows without context. Values between the points lie on the lines through them.
     """
 
     requests: tuple[int, ...]
@@ -38,23 +40,24 @@ class PlainCost:
     forwards: tuple[float, ...]
 
     def seconds(self, requests: int, context: float) -> float:
+        """Return the seconds of a step of so many requests with ``context`` tokens each."""
         alone = np.interp(requests, self.requests, self.alone)
         return float(alone + self.reading(requests, context))
 
     def reading(self, requests: int, context: float) -> float:
-        """Seconds that a forward takes longer with so many tokens behind each request."""
+        """Return the seconds that a forward takes longer if each request has ``context`` tokens."""
         alone = np.interp(requests, self.requests, self.alone)
         behind = np.interp(requests, self.requests, self.behind)
         return float(max(behind - alone, 0.0) * context / self.context)
 
 
 class PlainSteps:
-    """Seconds of the plain steps that steps with trees stand for.
+    """The seconds of the steps without trees that steps with trees replace.
 
-    What was measured is corrected by the forwards of all steps, by their rows: the machine may be
-    as fast as it was, or not. A plain step costs no more than the target's part of the step that it
-    is compared with, which has as many rows at least; so however wrong the measurement was, trees
-    are never said to speed decoding up by more than their tokens per request and step.
+    The forwards of all steps correct the measurement by their rows, since the machine's speed may
+    change. A plain step costs no more than the target's part of the step that it is compared with,
+    which has at least as many rows. So the reported speed-up never exceeds the tokens per request
+    and step, however wrong the measurement was.
     """
 
     def __init__(self, measured: PlainCost) -> None:
@@ -69,11 +72,11 @@ class PlainSteps:
     def seconds(
         self, requests: int, context: float, rows: int, forward: float, sampling: float
     ) -> float | None:
-        """Of a plain step of so many decoding requests behind ``context`` tokens each; None where
-        it is not known well enough.
+        """Return the seconds of a plain step of so many decoding requests with ``context`` tokens
+        each, or None if they are not known well enough.
 
-        Learns from the step of theirs that had ``rows`` and took ``forward`` and ``sampling``
-        seconds on the target; call it once for each.
+        It learns from the step with trees of these requests, which had ``rows`` and took
+        ``forward`` and ``sampling`` seconds on the target. Call it once for each step.
         """
         if forward <= 0 or rows > self._most:
             return None
@@ -88,7 +91,7 @@ class PlainSteps:
         return min(float(self._measured.seconds(requests, context) * moved), own)
 
     def _observe(self, rows: int, moved: float) -> None:
-        """Learn from a forward whose time has moved so far from what was measured."""
+        """Learn from a forward; ``moved`` is the log of its time over the measured one."""
         scale = self._scale[rows]
         known = float(self._level_and_tilt.moved(scale))
         surprise = min(max(moved - known, -LARGEST_SURPRISE), LARGEST_SURPRISE)

@@ -1,4 +1,4 @@
-"""What a step costs by the rows that it verifies: measured first, corrected while serving."""
+"""The cost of a step by the rows that it verifies: measured first, corrected while serving."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import numpy as np
 MEMORY = 20.0
 """Steps after which an observation counts for 1/e."""
 PRIOR = (0.01, 1.0)
-"""How firmly level and tilt are held at 0, in observations: where all steps have one number of
-rows, what they tell is the level."""
+"""The weight, in observations, with which level and tilt are held at 0. If all steps have one
+number of rows, they tell the level alone."""
 MEASURED = (5.0, 25.0)
-"""The same for what was measured at the beginning, which is forgotten like an observation."""
+"""The same weight for the first measurement, which is forgotten like an observation."""
 SHAPE_STEP = 0.02
-"""Weight of a new observation in what is particular to a number of rows."""
+"""Weight of a new observation in the deviation of a single number of rows."""
 FORGETTING = 1e-3
-"""How fast what is particular fades where it is not observed, so that it is tried again."""
+"""The share of such a deviation that fades with each observation, so that the rows are tried
+again."""
 LARGEST_SURPRISE = 0.3
-"""Of the logarithm of an observation: one interrupted step must not move the estimate far."""
+"""The bound of one observation, as a logarithm: one interrupted step must not move the estimate
+far."""
 
 _KEPT = float(np.exp(-1 / MEMORY))
 
 
 class LevelAndTilt:
-    """How far costs have moved from what was measured, by rows, as a logarithm: recursive least
-    squares that forget, and that hold level and tilt at 0 as firmly as ``prior`` says, at the
-    beginning as ``measured`` does."""
+    """The logarithm of costs over the measured ones, by rows, as a level and a tilt.
+
+    Recursive least squares with forgetting find them. ``prior`` is the weight, in observations,
+    with which level and tilt are held at 0, and ``measured`` is that weight at the beginning.
+    """
 
     def __init__(self, measured: tuple[float, float], prior: tuple[float, float]) -> None:
         self._new = (1 - _KEPT) * np.diag(prior)
@@ -33,36 +37,38 @@ class LevelAndTilt:
         self._found = np.zeros(2)
 
     def moved(self, scale: np.ndarray) -> np.ndarray:
-        """At rows of this ``scale``, as of `scale_of`."""
+        """Return the logarithm at rows of this ``scale``, a row of `scale_of`."""
         moved: np.ndarray = scale @ self._found
         return moved
 
     def observe(self, scale: np.ndarray, moved: float) -> None:
-        """Learn from an observation that has moved so far."""
+        """Learn from an observation ``moved`` at rows of this ``scale``."""
         self._information = self._new + _KEPT * self._information + scale[:, None] * scale
         self._learned = _KEPT * self._learned + scale * moved
         self._found = np.linalg.solve(self._information, self._learned)
 
 
 def scale_of(most: int) -> np.ndarray:
-    """What level and tilt count for at 0 (as 1), 1, 2, … rows, [most + 1, 2]."""
+    """Return the factors of level and tilt at 0 (as 1), 1, 2, … rows, [most + 1, 2]."""
     rows = np.maximum(np.arange(most + 1, dtype=np.float64), 1.0)
     return np.stack([np.ones(most + 1), np.log(rows)], axis=1)
 
 
 class RowCost:
-    """Seconds of a step's verification by its rows.
+    """The seconds of a step's verification by its rows.
 
-    The shape of the curve comes from the measurement that it begins with. Observations move its
-    level (the machine is busier, contexts are longer), its tilt (cores are shared, so that rows
-    cost more than memory does), and, more slowly, single points of it. All are logarithms, so that
-    the curve stays positive. What it gives never falls as rows rise: of a kernel that is faster
-    with more rows one can always have the more rows.
+    The shape of the curve comes from the first measurement. Observations move its level (the
+    machine is busier, contexts are longer), its tilt (cores are shared, so that rows cost more
+    than memory does), and, more slowly, single points of it. All are logarithms, so that the curve
+    stays positive. The curve never falls as rows rise: if a kernel is faster with more rows, a step
+    can be padded to them.
     """
 
     def __init__(self, rows: tuple[int, ...], seconds: tuple[float, ...], most: int) -> None:
-        """``seconds`` of a step of each of ``rows``, ascending; between them, and behind the last
-        with its slope, lines. ``most``: rows that will ever be asked for.
+        """Start from ``seconds`` of steps of ``rows``, which ascend.
+
+        Between the points, and behind the last, the curve is made of lines. ``most`` is the
+        largest number of rows that will be asked for.
 
         Raises:
             ValueError: if rows do not ascend from 1, or seconds are not positive.
@@ -93,7 +99,7 @@ class RowCost:
         self._own[point] += SHAPE_STEP * surprise
 
     def seconds(self) -> np.ndarray:
-        """Seconds by rows, from 0 (as 1) up to the most; they never fall."""
+        """Return the seconds by rows, from 0 (as 1) up to the most; they never fall."""
         moved = self._level_and_tilt.moved(self._scale) + self._own[self._point]
         curve = np.exp(self._log_measured + moved)
         least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
@@ -101,7 +107,8 @@ class RowCost:
 
 
 def followed(seconds: float, seen: float, memory: float = MEMORY) -> float:
-    """An average of seconds after one more was ``seen``, as robust as `RowCost.observe`."""
+    """Return the average ``seconds`` after one more value was ``seen``, as robust as
+    `RowCost.observe`."""
     return seconds * float(np.exp(_bounded(np.log(max(seen, 1e-9) / seconds)) / memory))
 
 
@@ -110,7 +117,7 @@ def _bounded(surprise: float) -> float:
 
 
 def _line(at: np.ndarray, rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The lines through the points; before the first its height, behind the last its slope."""
+    """Return the lines through the points, which go on behind the last with its slope."""
     inside: np.ndarray = np.interp(at, rows, seconds)
     if len(rows) == 1:
         return inside

@@ -1,6 +1,6 @@
-"""What trees are worth by how far they are drafted, and what drafting costs, learned from trees.
+"""The worth of trees by the forwards that draft them, and the cost of drafting, both learned.
 
-For where the host must say how many draft forwards and nodes a step has before it sees a tree.
+They serve engines whose host must choose a step's draft forwards and nodes before it sees a tree.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import numpy as np
 from dyntree_plugin.tree.budget.row_cost import MEMORY, followed
 
 STEP = 0.1
-"""Weight of an observation in averages, where every step brings one."""
+"""Weight of an observation in averages that every step adds to."""
 FIRST_TREES = 32
-"""Trees that are to be drafted whole before anything is chosen by what they were worth."""
+"""Trees to draft with every forward before anything is chosen by their worth."""
 
 
 def worth_by_forwards(
     chances: np.ndarray, depths: np.ndarray, forwards: int, sizes: Sequence[int]
 ) -> np.ndarray:
-    """Mean worth of R trees, had fewer draft forwards drafted them, [forwards + 1, sizes].
+    """Estimate the mean worth of R trees by fewer draft forwards than drafted them.
 
-    A tree's worth is the tokens that its nodes are expected to add: the sum of their values. Entry
-    [f, i] is that of the first ``sizes[i]`` nodes of depth f + 1 at most: the k-th forward is the
-    first that nodes of depth k + 1 can come from. ``chances``, ``depths`` [R, N]: value and depth
-    of nodes in the order of their values, 0 and anything for padding. Approximate in two ways:
-    nodes of that depth that a later forward brought are counted (too much), and what they drove out
-    of the tree is not (too little).
+    A tree's worth is the number of tokens that its nodes are expected to add: the sum of their
+    values. Entry [f, i] of the result, [forwards + 1, sizes], is the worth of the first
+    ``sizes[i]`` nodes of depth f + 1 at most, since nodes of depth k + 1 come from the k-th forward
+    at the earliest. ``chances`` and ``depths`` [R, N] are value and depth of nodes in the order of
+    their values; padding has value 0. The estimate is approximate in two ways: it counts nodes of
+    that depth that a later forward brought (too much), and not those that they drove out of the
+    tree (too little).
     """
     reached = depths <= 1 + np.arange(forwards + 1)[:, None, None]
     place = reached.cumsum(axis=2)
@@ -36,23 +37,23 @@ def worth_by_forwards(
 
 
 class TreeWorth:
-    """Averages of `worth_by_forwards` over trees that are seldom drafted as far as they could be.
+    """Averages of `worth_by_forwards` over trees that few forwards drafted.
 
-    Beyond what was drafted, the last known ratios hold.
+    For more forwards than were drafted, the last known ratios hold.
     """
 
     def __init__(self, forwards: int) -> None:
-        """``forwards``: the most."""
+        """Start without observations; ``forwards`` is the most that draft a tree."""
         self.table: np.ndarray | None = None
         """[forwards + 1, sizes]; None before the first observation."""
         self.whole_trees = 0
-        """Trees seen that every forward had drafted."""
+        """Number of observed trees that every forward drafted."""
         self._forwards = forwards
         self._times = np.zeros(forwards + 1)
         self._age = np.zeros(forwards + 1)
 
     def observe(self, seen: np.ndarray, trees: int) -> None:
-        """Learn from the mean worth ``seen`` [f + 1, sizes] of so many ``trees`` that f forwards
+        """Learn from the mean worth ``seen`` [f + 1, sizes] of ``trees`` trees that f forwards
         drafted."""
         drafted = len(seen)
         if drafted > self._forwards:
@@ -75,14 +76,14 @@ class TreeWorth:
 
 
 class ForwardSeconds:
-    """Seconds of a draft forward with the growth behind it, by the size of the batch."""
+    """The seconds of a draft forward and the growth after it, by the size of the batch."""
 
     def __init__(self) -> None:
         # Batches of about the same size: the average, and how often it was seen.
         self._known: dict[int, tuple[float, int]] = {}
 
     def observe(self, requests: int, forwards: int, seconds: float) -> None:
-        """Learn from the drafting of a step, the catch-up's forward among its ``forwards``."""
+        """Learn from a step's drafting; the forward over emitted tokens is among ``forwards``."""
         each, kind = seconds / forwards, requests.bit_length()
         average, times = self._known.get(kind, (each, 0))
         # What was seen first may be far off.
@@ -90,6 +91,6 @@ class ForwardSeconds:
         self._known[kind] = followed(average, each, memory), times + 1
 
     def of(self, requests: int) -> float | None:
-        """Of the most similar batches that were seen; None before any was."""
+        """Return the seconds of the most similar batches, or None before any was observed."""
         nearest = min(self._known, key=lambda kind: abs(kind - requests.bit_length()), default=None)
         return None if nearest is None else self._known[nearest][0]

@@ -5,21 +5,24 @@ from __future__ import annotations
 import torch
 
 from dyntree_plugin.tree.growth.base import Frontier
+from dyntree_plugin.tree.growth.grafts import Grafts
+from dyntree_plugin.tree.source import DRAFT, Trie
 from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 
 
 class CandidatePool:
     """K candidate children below the root and below every expanded node of R requests.
 
-    Expansion 0 is the root's, expansion 1 + c that of the node in scratch column c. Candidate
-    ``e * K + k`` is the k-th child of expansion e, so candidates stand behind their parents.
-    ``values`` float32 [R, candidates] are the logs of their paths' estimated acceptance.
+    Expansion 0 is the root's, and expansion 1 + c that of the node in scratch column c. The first
+    T candidates are the nodes of a trie, if one was grafted, and candidate ``T + e * K + k`` is the
+    k-th child of expansion e. So candidates stand behind their parents. ``values`` float32
+    [R, candidates] are the logs of their paths' estimated acceptance.
     """
 
     def __init__(
         self, num_requests: int, children: int, widths: tuple[int, ...], columns: torch.Tensor
     ) -> None:
-        """``columns`` int64 [R]: how many scratch columns each request has room for."""
+        """``columns`` int64 [R] is the number of scratch columns that each request has room for."""
         device = columns.device
         self.children = children
         self._widths = widths
@@ -32,8 +35,8 @@ class CandidatePool:
         self.values = torch.full((num_requests, self._capacity), NO_VALUE, device=device)
         self.tokens = torch.zeros_like(self.values, dtype=torch.int64)
         self._distributions: torch.Tensor | None = None
-        # Of every expansion: the candidate that it expands (the root: one behind the last), its
-        # depth, its value where it could be expanded, its ancestors.
+        # For every expansion: the candidate that it expands (the root: one behind the last), its
+        # depth, its value if it could be expanded, and its ancestors.
         self._nodes = torch.full(
             (num_requests, 1 + scratch), self._capacity, dtype=torch.int64, device=device
         )
@@ -45,20 +48,56 @@ class CandidatePool:
         self._forward = 0
         self._added = 0
         self._expanded = 1
+        self._grafts: Grafts | None = None
+        self._drafted = 0  # the draft's first candidate
+
+    def graft(self, trie: Trie, kind: int, whole_paths: bool = True) -> None:
+        """Add the nodes of ``trie``, which a source of this ``kind`` made; see `TopKGrowth.graft`.
+
+        Raises:
+            ValueError: if children were added before, or a trie, or the trie is malformed.
+        """
+        if self._added or self._grafts is not None:
+            raise ValueError("graft() comes once, before the first add()")
+        grafts = Grafts(trie, kind, self.max_depth, self.values.dtype, whole_paths)
+        self._grafts = grafts
+        self._drafted = grafts.size
+        self._capacity += grafts.size
+        self._nodes.fill_(self._capacity)
+        self.values = torch.cat([grafts.values, self.values], dim=1)
+        self.tokens = torch.cat([grafts.tokens, self.tokens], dim=1)
+
+    @property
+    def grafts(self) -> Grafts | None:
+        """The nodes of the trie, None if there is none."""
+        return self._grafts
+
+    @property
+    def max_depth(self) -> int:
+        """The depth of the deepest candidates."""
+        return len(self._widths) + 1
+
+    @property
+    def depths(self) -> torch.Tensor:
+        """The depth of every candidate so far, int64 [R, candidates]; undefined for later ones."""
+        drafted = (self._depths + 1).repeat_interleave(self.children, dim=1)
+        if self._grafts is None:
+            return drafted
+        return torch.cat([self._grafts.depths, drafted], dim=1)
 
     @property
     def new(self) -> slice:
-        """The expansions whose children come next."""
+        """The expansions whose children the next ``add`` brings."""
         return slice(self._added, self._expanded)
 
     @property
     def size(self) -> int:
-        """Candidates so far."""
-        return self._added * self.children
+        """The number of candidates so far."""
+        return self._drafted + self._added * self.children
 
     def by_expansion(self, candidates: torch.Tensor) -> torch.Tensor:
-        """View [R, candidates] as [R, expansions, K]."""
-        return candidates.view(candidates.shape[0], -1, self.children)
+        """View the draft's part of [R, candidates] as [R, expansions, K]."""
+        return candidates[:, self._drafted :].view(candidates.shape[0], -1, self.children)
 
     def add(
         self,
@@ -78,6 +117,9 @@ class CandidatePool:
                 f"tokens {tuple(tokens.shape)} and log_probs {tuple(log_probs.shape)} must be "
                 f"[requests, width, children] = {list(expected)}"
             )
+        if self._grafts is not None:
+            log_probs = self._grafts.merge(new.start, tokens, log_probs)
+            self._revalue(self._grafts)
         self.by_expansion(self.tokens)[:, new] = tokens
         bases = self.bases[:, new, None]
         torch.add(bases, log_probs, out=self.by_expansion(self.values)[:, new])
@@ -87,18 +129,25 @@ class CandidatePool:
     def expand(self, nodes: torch.Tensor, worthwhile: torch.Tensor) -> Frontier:
         """Make candidates ``nodes`` int64 [R, width] the next draft forward's frontier.
 
-        Those that are not ``worthwhile`` bool [R, width], or find no room, fill it up unused.
+        Those that are not ``worthwhile`` bool [R, width], or find no room, fill it up unused. A
+        trie's node stands behind its parent, or the parent has been expanded before.
         """
         now = slice(self._expanded, self._expanded + nodes.shape[1])
         columns = slice(now.start - 1, now.stop - 1)
         self._expanded = now.stop
         self._forward += 1
         valid = worthwhile & self._has_room[:, columns]
-        above = nodes // self.children
+        above = self._above(nodes)
 
         depths = self._depths.gather(1, above) + 1
         words = above[:, :, None].expand(-1, -1, self._bits.shape[2])
         bits = self._bits.gather(1, words) | self._own_bits[columns]
+        if self._grafts is not None:
+            self._grafts.expand(now.start, nodes, valid)
+            grafted, index = self._grafted(nodes)
+            depths = torch.where(grafted, self._grafts.depths.gather(1, index), depths)
+            seen = self._grafts.bits(index, self._own_bits)
+            bits = torch.where(grafted[:, :, None], seen, bits)
         bits.masked_fill_(~valid[:, :, None], 0)
         self._nodes[:, now] = nodes
         self._depths[:, now] = depths
@@ -109,7 +158,7 @@ class CandidatePool:
 
     @property
     def width(self) -> int:
-        """Nodes of the next frontier.
+        """The number of nodes of the next frontier.
 
         Raises:
             ValueError: if the step has no further draft forward, or children are missing.
@@ -124,12 +173,12 @@ class CandidatePool:
     def tree(
         self, ranks: torch.Tensor, node_budget: int, named: torch.Tensor | None = None
     ) -> TokenTree:
-        """The ``node_budget`` candidates of highest rank, highest first; ``-inf`` is none.
+        """Return the ``node_budget`` candidates of highest rank, highest first; ``-inf`` is none.
 
         Ranks float32 [R, candidates] must not rise from parent to child. The sort is stable and
         candidates stand behind their parents, so equal ranks keep parents first. ``named`` int64
-        [R, expansions, K]: the draw of the same expansion whose candidate is a draw's node, where
-        that need not be its own.
+        [R, expansions, K] is the draw of the same expansion whose candidate is a draw's node; if
+        left out, each draw has its own.
         """
         ranks, order = ranks.sort(dim=1, descending=True, stable=True)
         exists = ranks > NO_VALUE
@@ -139,11 +188,11 @@ class CandidatePool:
         # The node that a candidate became; -1 for none, and for the root.
         became = order.new_full((order.shape[0], order.shape[1] + 1), -1)
         became.scatter_(1, keep, torch.where(kept, positions, -1))
-        above = keep // self.children
-        parents = became.gather(1, self._nodes.gather(1, above)).masked_fill_(~kept, -1)
-        depths = (self._depths.gather(1, above) + 1).masked_fill_(~kept, 1)
+        above, depths, candidates, kinds = self._describe(keep)
+        parents = became.gather(1, above).masked_fill_(~kept, -1)
+        depths = depths.masked_fill_(~kept, 1)
         tokens = self.tokens.gather(1, keep).masked_fill_(~kept, 0)
-        candidates = keep.masked_fill(~kept, 0)
+        candidates = candidates.masked_fill(~kept, 0)
         values = self.values.gather(1, keep).masked_fill_(~kept, NO_VALUE)
         pad = node_budget - kept.shape[1]
         if pad > 0:
@@ -154,7 +203,28 @@ class CandidatePool:
             candidates = torch.nn.functional.pad(candidates, (0, pad))
         draws = self._draws(became, named, node_budget)
         counts, grown = kept.sum(dim=1), exists.sum(dim=1)
-        return TokenTree(tokens, parents, depths, values, counts, draws, grown, candidates)
+        if kinds is not None:
+            kinds = torch.nn.functional.pad(kinds.masked_fill_(~kept, 0), (0, max(pad, 0)))
+        return TokenTree(tokens, parents, depths, values, counts, draws, grown, candidates, kinds)
+
+    def _describe(
+        self, candidates: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the parents of candidates, their depths, their numbers among the draft's
+        candidates, and their kinds if there is a trie."""
+        above = self._above(candidates)
+        parents, depths = self._nodes.gather(1, above), self._depths.gather(1, above) + 1
+        grafts = self._grafts
+        if grafts is None:
+            return parents, depths, candidates, None
+        grafted, index = self._grafted(candidates)
+        grafts_above = torch.where(grafts.above < 0, self._capacity, grafts.above)
+        return (
+            torch.where(grafted, grafts_above.gather(1, index), parents),
+            torch.where(grafted, grafts.depths.gather(1, index), depths),
+            torch.where(grafted, grafts.proposals.gather(1, index), candidates - self._drafted),
+            torch.where(grafted, grafts.kinds.gather(1, index), DRAFT),
+        )
 
     def _draws(
         self, became: torch.Tensor, named: torch.Tensor | None, node_budget: int
@@ -177,6 +247,23 @@ class CandidatePool:
         columns.scatter_(1, rows, torch.arange(expansions, device=rows.device).expand_as(rows))
         return Draws(nodes[:, :-1], columns[:, :-1], self._distributions)
 
+    def _above(self, candidates: torch.Tensor) -> torch.Tensor:
+        """Return the expansion above each candidate; undefined for the trie's nodes."""
+        return (candidates - self._drafted).clamp_(min=0) // self.children
+
+    def _grafted(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which candidates are the trie's, and their index there; undefined for others."""
+        return candidates < self._drafted, candidates.clamp(max=self._drafted - 1)
+
+    def _revalue(self, grafts: Grafts) -> None:
+        """Take over the trie's values, both as candidates and as parents of new children."""
+        self.values[:, : grafts.size] = grafts.values
+        new = slice(self._added, self._expanded)
+        grafted, index = self._grafted(self._nodes[:, new])
+        bases = self.bases[:, new]
+        grafted &= bases > NO_VALUE
+        self.bases[:, new] = torch.where(grafted, grafts.values.gather(1, index), bases)
+
     def _keep_distributions(self, distributions: torch.Tensor | None) -> None:
         if (distributions is None) != (self._distributions is None) and self._added > 0:
             raise ValueError("distributions must be given with every add, or with none")
@@ -189,7 +276,7 @@ class CandidatePool:
 
 
 def _own_bits(columns: torch.Tensor) -> torch.Tensor:
-    """The bit of each of ``columns`` = 0, 1, …: int32 [columns, words], little endian."""
+    """Return the bit of each of ``columns`` = 0, 1, …: int32 [columns, words], little endian."""
     words = torch.arange(max(1, -(-columns.shape[0] // 32)), device=columns.device)
     bit = torch.ones_like(columns) << (columns % 32)
     return torch.where(columns[:, None] // 32 == words, bit[:, None], 0).to(torch.int32)

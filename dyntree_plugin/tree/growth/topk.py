@@ -1,44 +1,132 @@
 """Best-first growth with a bounded number of draft forwards: the serving default.
 
 Every draft forward expands the ``width`` most valuable nodes of every request that have not
-been expanded yet; when the forwards are spent, the ``node_budget`` most valuable candidates are
-the tree. A node's value is the product of its path's edge probabilities, as in DySpec
-(arXiv 2410.11744, section 4) and OPT-Tree (arXiv 2406.17276). Children are the draft's best
-tokens, so only rules fit that do not reason about draws: sample-and-match, or a greedy target.
+been expanded yet. After the last forward the ``node_budget`` most valuable candidates are the
+tree. A node's value is the product of its path's edge probabilities, as in DySpec
+(arXiv 2410.11744, section 4) and OPT-Tree (arXiv 2406.17276). It never rises along a path, so the
+most valuable candidates always contain their ancestors. Children are the draft's best tokens, so
+only rules fit that do not reason about draws: sample-and-match, or a greedy target.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import ClassVar
 
 import torch
 
-from dyntree_plugin.tree.growth.base import Draft, GrowthConfig, GrowthPlan, Path, Slot
-from dyntree_plugin.tree.growth.best_first import BestFirstGrowth
-from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.growth.base import Frontier, GrowthPlan, GrowthSpec
+from dyntree_plugin.tree.growth.pool import CandidatePool
+from dyntree_plugin.tree.shape import Sampling, TreeShape
+from dyntree_plugin.tree.source import Trie
+from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
 
-class TopKGrowth(BestFirstGrowth):
+class TopKGrowth:
     """One step's growth over R requests; see `Growth`."""
+
+    sampling: ClassVar[Sampling] = "best"
 
     def __init__(
         self, num_requests: int, shape: TreeShape, columns: torch.Tensor, least: float = 0.0
     ) -> None:
-        """``columns`` int64 [R]: how many scratch columns each request has room for; ``least``: the
-        least value of a node."""
-        super().__init__(
-            num_requests,
-            columns,
-            node_budget=shape.node_budget,
-            children=shape.children,
-            widths=shape.widths,
-            least=least,
+        """Start without candidates.
+
+        ``columns`` int64 [R] is the number of scratch columns that each request has room for.
+        ``least`` is the least value of a node. The root's best child may have any value.
+        """
+        self.children = shape.children
+        self.widths = shape.widths
+        self._node_budget = shape.node_budget
+        self._pool = CandidatePool(num_requests, self.children, self.widths, columns)
+        # The values of candidates that have not been expanded.
+        self._open = self._pool.values.clone()
+        self._least = math.log(least) if least > 0 else NO_VALUE
+
+    def graft(self, trie: Trie, kind: int, whole_paths: bool = True) -> None:
+        """Add the nodes of ``trie``, which a source of this ``kind`` made; see `tree.source`.
+
+        Call it after the start and before the first ``add``. The draft may expand the nodes, and
+        may propose some of them: those are of both kinds. Nodes below ``max_depth`` are dropped.
+        Without any ``add`` the tree is made of the trie alone.
+
+        With ``whole_paths`` one forward may run a node and its child, which sees it by its
+        ancestor bits. A draft whose rows read the outputs of their parents' rows cannot do that.
+
+        Raises:
+            ValueError: if it comes too late or twice, or the trie is malformed.
+        """
+        self._pool.graft(trie, kind, whole_paths)
+        self._open = self._pool.values.clone()
+
+    def add(
+        self,
+        tokens: torch.Tensor,
+        log_probs: torch.Tensor,
+        distributions: torch.Tensor | None = None,
+    ) -> None:
+        """Add the children of the last frontier; see `Growth.add`."""
+        if distributions is not None:
+            raise ValueError("distributions are for growths that draw; this takes the best")
+        pool, start = self._pool, self._pool.size
+        pool.add(tokens, log_probs)
+        self._open[:, start : pool.size] = pool.values[:, start : pool.size]
+        if pool.grafts is not None:
+            # Nodes that no forward had a place for, or that have become worth more, come again.
+            self._open[:, : pool.grafts.size] = pool.grafts.open_values
+
+    def frontier(self) -> Frontier:
+        """Pick the most valuable nodes that have no children yet.
+
+        A node gets no children if ``node_budget`` candidates, itself among them, are worth at
+        least as much, or if it is worth less than the least value: the tree would not hold them.
+        """
+        nodes, values = self._most_valuable(self._pool.width)
+        self._open.scatter_(1, nodes, NO_VALUE)
+        worthwhile = (values > NO_VALUE) & (values >= self._least)
+        known = self._pool.values[:, : self._pool.size]
+        if known.shape[1] >= self._node_budget:
+            kept = known.topk(self._node_budget, dim=1, sorted=False).values
+            worthwhile &= values > kept.amin(dim=1, keepdim=True)
+        return self._pool.expand(nodes, worthwhile)
+
+    def finish(self) -> TokenTree:
+        """Keep the ``node_budget`` most valuable candidates."""
+        values = self._pool.values
+        ranks = values.masked_fill(values < self._least, NO_VALUE)
+        if self._pool.grafts is None:
+            ranks[:, 0] = values[:, 0]
+        else:
+            # Of equals argmax takes the first, and parents come first: a child of the root.
+            first = values.argmax(dim=1, keepdim=True)
+            ranks.scatter_(1, first, values.gather(1, first))
+        return self._pool.tree(ranks, self._node_budget)
+
+    def _most_valuable(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ``width`` most valuable open candidates of each request, and their values."""
+        known = self._open[:, : max(self._pool.size, width)]
+        if self._pool.grafts is None:
+            best = known.topk(width, dim=1)
+            return best.indices, best.values
+        # One forward may run a trie's node and its child. The stable sort puts parents first, and
+        # what stands at the greatest depth has no children.
+        deepest = self._pool.depths[:, : known.shape[1]] >= self._pool.max_depth
+        values, nodes = known.masked_fill(deepest, NO_VALUE).sort(
+            dim=1, descending=True, stable=True
         )
+        return nodes[:, :width], values[:, :width]
 
 
-def plan(config: GrowthConfig, shape: TreeShape) -> GrowthPlan:
-    sampling = config.pick_sampling("best")
-    start = partial(_start, shape, config.min_value or 0.0)
+def plan(shape: TreeShape, sampling: Sampling, min_value: float | None) -> GrowthPlan:
+    """Return the plan of a `TopKGrowth`.
+
+    Raises:
+        ValueError: if ``min_value`` is no chance above 0.
+    """
+    if min_value is not None and not 0 < min_value <= 1:
+        raise ValueError(f"min_value={min_value} must be above 0 and at most 1")
+    start = partial(_start, shape, min_value or 0.0)
     return GrowthPlan(sampling, shape.children, shape.widths, start)
 
 
@@ -46,28 +134,12 @@ def _start(shape: TreeShape, least: float, num_requests: int, columns: torch.Ten
     return TopKGrowth(num_requests, shape, columns, least)
 
 
-def reference(draft: Draft, shape: TreeShape, room: int, least: float = 0.0) -> list[Slot]:
-    """The same by the book: a dictionary of candidates, and one expansion after another.
-
-    ``room``: scratch columns of the request. Nodes from the most valuable down.
-    """
-    values: dict[Path, float] = {}
-    opened: set[Path] = set()
-
-    def expand(path: Path, value: float) -> None:
-        probabilities = draft(path)
-        tokens = sorted(range(len(probabilities)), key=lambda y: -probabilities[y])
-        for token in tokens[: shape.children]:
-            values[(*path, token)] = value * probabilities[token]
-
-    expand((), 1.0)
-    for forward in range(shape.max_depth - 1):
-        closed = [path for path in values if path not in opened]
-        chosen = sorted(closed, key=lambda path: -values[path])[: shape.width]
-        for column, path in enumerate(chosen, start=forward * shape.width):
-            opened.add(path)
-            if column < room:
-                expand(path, values[path])
-    best = sorted(values, key=lambda path: -values[path])
-    best = [path for rank, path in enumerate(best) if rank == 0 or values[path] >= least]
-    return [Slot(path, values[path], values[path]) for path in best[: shape.node_budget]]
+SPEC = GrowthSpec(
+    name="topk",
+    summary="the most valuable nodes first, for serving",
+    reads=("max_depth", "width", "children"),
+    samplings=("best",),
+    plan=plan,
+    parameter="min_value",
+    ordered=True,
+)

@@ -16,17 +16,25 @@ from dataclasses import dataclass
 
 import torch
 
-from dyntree_plugin.tree.match import Accepted
-from dyntree_plugin.tree.token_tree import Draws
+from dyntree_plugin.tree.token_tree import Accepted, Draws
+
+ITS_LAW = "the rule accepts with the chances that the children were drawn with"
+"""The reason why a rule is exact with the sampling that it is made for."""
+
+PICKED = (
+    "the children are the draft's best tokens, picked and not drawn, so other tokens of the draft "
+    "never get the tries that the rule counts on"
+)
+"""The reason why a rule for drawn children is biased with the best ones."""
 
 
 @dataclass(frozen=True)
 class Odds:
-    """What a rule says about one node of each of R requests.
+    """The chances that a rule states for one node of each of R requests.
 
-    ``accept`` [R, K]: the chance that the k-th draw is accepted if all before it were rejected; 0
-    behind the last draw. ``residual`` [R, V]: the distribution of the next token if all draws are
-    rejected; p where there is no draw.
+    ``accept`` [R, K] is the chance that the k-th draw is accepted if all before it were rejected,
+    and 0 behind the last draw. ``residual`` [R, V] is the distribution of the next token if all
+    draws are rejected, and p where there is no draw.
     """
 
     accept: torch.Tensor
@@ -34,18 +42,19 @@ class Odds:
 
 
 NodeRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Odds]
-"""(p [R, V], log q [R, V], drawn tokens int64 [R, K], whether there is a k-th draw bool [R, K])
-to `Odds`, in the floating-point type of p."""
+"""A function from p [R, V], log q [R, V], drawn tokens int64 [R, K], and whether there is a k-th
+draw bool [R, K] to `Odds` in the floating-point type of p."""
 
 Target = Callable[[torch.Tensor], torch.Tensor]
-"""p [R, V] after node ``at[r]`` of each request, -1 for the root, for ``at`` int64 [R]. Requests
-that have stopped are asked again for the node where they stand, and the answer is not used."""
+"""A function that returns p [R, V] after node ``at[r]`` of each request, -1 for the root, for
+``at`` int64 [R]. Requests that have stopped are asked again for the node where they stand, and the
+answer is not used."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``node`` int64 [R]: the accepted child, -1 for none. ``token`` int64 [R]: what is emitted,
-    the child's token or one drawn from the residual."""
+    """The outcome at one node. ``node`` int64 [R] is the accepted child, -1 for none. ``token``
+    int64 [R] is emitted: the child's token, or one drawn from the residual."""
 
     node: torch.Tensor
     token: torch.Tensor
@@ -53,10 +62,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Walk:
-    """How far R requests got, before the token that ends their walk is drawn.
+    """The accepted paths of R requests, before the token that ends each walk is drawn.
 
-    ``path`` int64 [R, D]: accepted nodes from the root down, ``-1`` after the last. ``lengths``
-    int64 [R]: accepted nodes. ``residual`` [R, V]: the distribution of the token after them.
+    ``path`` int64 [R, D] holds the accepted nodes from the root down, and ``-1`` after the last.
+    ``lengths`` int64 [R] counts them. ``residual`` [R, V] is the distribution of the token after
+    them.
     """
 
     path: torch.Tensor
@@ -64,7 +74,8 @@ class Walk:
     residual: torch.Tensor
 
     def emit(self, tokens: torch.Tensor, gumbel: torch.Tensor) -> Accepted:
-        """Draw the last token: ``tokens`` int64 [R, N] of the nodes, ``gumbel`` noise [R, V]."""
+        """Draw the last token with ``gumbel`` noise [R, V]. ``tokens`` int64 [R, N] are the
+        nodes'."""
         drawn = draw(self.residual, gumbel)
         along = torch.nn.functional.pad(tokens.gather(1, self.path.clamp(min=0)), (0, 1))
         return Accepted(
@@ -74,8 +85,9 @@ class Walk:
 
 @dataclass(frozen=True)
 class DrawnRule:
-    """A rule for trees of drawn children: ``odds`` at a node, and ``cut(draws, scheduled)``, the
-    draws that are left if the target verified no more than ``scheduled`` int64 [R] nodes."""
+    """A rule for trees of drawn children. ``odds`` states the chances at a node. ``cut(draws,
+    scheduled)`` returns the draws that are left if the target verified no more than ``scheduled``
+    int64 [R] nodes."""
 
     odds: NodeRule
     cut: Callable[[Draws, torch.Tensor], Draws]
@@ -91,9 +103,9 @@ class DrawnRule:
     ) -> Decision:
         """Decide at one node of each of R requests.
 
-        ``target`` p and ``log_draft`` log q [R, V]; ``tokens`` and ``nodes`` int64 [R, K] of the
-        draws in their order, node ``-1`` behind the last; ``uniforms`` [R, K], ``gumbel`` noise
-        [R, V]. Without draws, at a leaf, the token is drawn from p.
+        ``target`` is p and ``log_draft`` log q, both [R, V]. ``tokens`` and ``nodes`` int64 [R, K]
+        are the draws' in their order, with node ``-1`` behind the last. ``uniforms`` are [R, K],
+        and ``gumbel`` noise [R, V]. At a leaf, without draws, the token is drawn from p.
         """
         odds = self.odds(target, log_draft, tokens, nodes >= 0)
         child, taken = _first_accepted(odds, uniforms)
@@ -112,10 +124,10 @@ class DrawnRule:
     ) -> Walk:
         """Walk R trees of at most D levels from the root to where no child is accepted.
 
-        ``tokens`` int64 [R, N] of the nodes; ``uniforms`` [R, D, K], those of level d for the node
-        at depth d of the path. ``target`` is asked D + 1 times. ``scheduled`` int64 [R]: how many
-        nodes the target had room for. It must not depend on the tokens, so it is not the number
-        of nodes that there are: of those, draws with replacement make fewer if they coincide.
+        ``tokens`` int64 [R, N] are the nodes'. ``uniforms`` are [R, D, K]; the node at depth d of
+        the path uses those of level d. ``target`` is asked D + 1 times. ``scheduled`` int64 [R] is
+        the number of nodes that the target had room for. It must not depend on the tokens, so it
+        is not the number of nodes in the tree: draws with replacement that coincide make fewer.
         """
         draws = self.cut(draws, scheduled)
         request = torch.arange(tokens.shape[0], device=tokens.device)
@@ -138,20 +150,21 @@ class DrawnRule:
 
 
 def draw(probs: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
-    """One token of each row of ``probs`` [R, V] by the Gumbel-max trick; never one of chance 0."""
+    """Draw a token from each row of ``probs`` [R, V] by the Gumbel-max trick, never one of chance
+    0."""
     return (probs.log() + gumbel).argmax(dim=1)
 
 
 def accept_chance(residual: torch.Tensor, draft: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """min(1, residual / draft) at ``token`` [R, 1]: the chance to accept it, [R, 1]."""
+    """Return min(1, residual / draft) at ``token`` [R, 1]: the chance to accept it, [R, 1]."""
     wanted, offered = residual.gather(1, token), draft.gather(1, token)
     return torch.where(wanted < offered, wanted / offered, (wanted > 0).to(wanted.dtype))
 
 
 def leftover(residual: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """norm(max(residual - draft, 0)): what the target still wants after a rejection, [R, V].
+    """Return norm(max(residual - draft, 0)): the target's distribution after a rejection, [R, V].
 
-    If residual = draft, a rejection has chance 0; rounding may yet bring one about and leave
+    If residual = draft, a rejection has chance 0, but rounding may bring one about and leave
     nothing. The residual then stays as it is, so that no token of chance 0 can be emitted.
     """
     rest = (residual - draft).clamp(min=0)
@@ -160,6 +173,6 @@ def leftover(residual: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
 
 
 def _first_accepted(odds: Odds, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first draw that is accepted, int64 [R, 1], and whether there is one, bool [R]."""
+    """Return the first accepted draw, int64 [R, 1], and whether there is one, bool [R]."""
     accepted = uniforms < odds.accept
     return accepted.int().argmax(dim=1, keepdim=True), accepted.any(dim=1)

@@ -11,20 +11,23 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from dyntree_plugin.tree.growth.base import Draft, Draw, GrowthConfig, GrowthPlan, Path, Slot
+from dyntree_plugin.tree.growth.base import GrowthPlan, GrowthSpec
 from dyntree_plugin.tree.papers.static import StaticTree, static_plan
-from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.shape import Sampling, TreeShape
 
 
-def plan(config: GrowthConfig, shape: TreeShape) -> GrowthPlan:
-    """
+def plan(shape: TreeShape, sampling: Sampling, expansion: tuple[int, ...] | None) -> GrowthPlan:
+    """Return the plan of the tree with these numbers of children at depth 0, 1, ….
+
     Raises:
-        ValueError: without a configuration, or if it exceeds ``node_budget`` or ``max_depth``.
+        ValueError: without a configuration, or if it is none, or exceeds ``node_budget`` or
+            ``max_depth``.
     """
-    sampling = config.pick_sampling("with_replacement", "best", "without_replacement")
-    k = config.expansion
+    k = expansion
     if k is None:
         raise ValueError("growth=expansion needs expansion, for example (1, 1, 3, 1, 1)")
+    if not (k and min(k) >= 1):
+        raise ValueError(f"expansion={k} must be numbers of children, each >= 1")
     if len(k) > shape.max_depth:
         raise ValueError(
             f"expansion={k} has depth {len(k)}: it must be at most max_depth={shape.max_depth}"
@@ -38,6 +41,7 @@ def plan(config: GrowthConfig, shape: TreeShape) -> GrowthPlan:
 
 
 def static_tree(k: Sequence[int]) -> StaticTree:
+    """Return the tree whose nodes at depth i have ``k[i]`` children."""
     parents: list[int] = []
     ranks: list[int] = []
     layer = [-1]
@@ -50,19 +54,11 @@ def static_tree(k: Sequence[int]) -> StaticTree:
     return StaticTree(tuple(parents), tuple(ranks))
 
 
-def reference(draft: Draft, draw: Draw, k: Sequence[int]) -> list[Slot]:
-    """The tree of independent draws by the book, layer by layer; a token drawn again is no new
-    node. ``draw`` makes the draws below one node in turn."""
-    tree: list[Slot] = []
-    layer = [Slot((), 1.0, 1.0)]
-    for children in k:
-        below: dict[Path, Slot] = {}
-        for node in layer:
-            probabilities = draft(node.path)
-            for _ in range(children):
-                y = draw(node.path, probabilities)
-                value = node.value * probabilities[y]
-                below.setdefault((*node.path, y), Slot((*node.path, y), node.value, value))
-        layer = list(below.values())
-        tree += layer
-    return tree
+SPEC = GrowthSpec(
+    name="expansion",
+    summary="SpecInfer's trees of a given number of children at each depth",
+    reads=(),
+    samplings=("with_replacement", "without_replacement", "best"),
+    plan=plan,
+    parameter="expansion",
+)

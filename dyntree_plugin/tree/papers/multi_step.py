@@ -15,14 +15,22 @@ from dataclasses import replace
 
 import torch
 
-from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds, accept_chance, leftover
+from dyntree_plugin.tree.papers.drawn import (
+    ITS_LAW,
+    PICKED,
+    DrawnRule,
+    Odds,
+    accept_chance,
+    leftover,
+)
+from dyntree_plugin.tree.rule import RuleSpec
 from dyntree_plugin.tree.token_tree import Draws
 
 
 def odds(
     target: torch.Tensor, log_draft: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor
 ) -> Odds:
-    """The chances at one node of each of R requests; a `NodeRule`."""
+    """Return the chances at one node of each of R requests; a `NodeRule`."""
     residual = target
     draft = log_draft.to(target.dtype).softmax(dim=1)
     accept = []
@@ -34,12 +42,12 @@ def odds(
 
 
 def cut(draws: Draws, scheduled: torch.Tensor) -> Draws:
-    """The draws that are left if the first ``scheduled`` int64 [R] nodes are verified.
+    """Return the draws that are left if the first ``scheduled`` int64 [R] nodes are verified.
 
-    A draw that repeats a node needs no room; to keep it for that reason, where a new token would
+    A draw that repeats a node needs no room. To keep it for that reason, where a new token would
     have been dropped, is biased. So a draw stays if fewer than ``scheduled`` nodes stand before
-    it, whatever it gave. Exact if that number does not depend on the tokens and nodes are numbered
-    as the draws first give them: those below the root, those below node 0, those below node 1, …
+    it, whatever it gave. This is exact if that number does not depend on the tokens and if nodes
+    are numbered as the draws first give them: below the root, below node 0, below node 1, ….
     """
     flat = draws.nodes.flatten(1)
     before = torch.nn.functional.pad(flat.cummax(dim=1).values[:, :-1], (1, 0), value=-1) + 1
@@ -48,3 +56,16 @@ def cut(draws: Draws, scheduled: torch.Tensor) -> Draws:
 
 
 MULTI_STEP = DrawnRule(odds, cut)
+
+SPEC = RuleSpec(
+    name="multi_step",
+    summary="SpecInfer's, for independent draws",
+    exact={"with_replacement": ITS_LAW},
+    biased={
+        "best": PICKED,
+        "without_replacement": "the children were drawn from what earlier draws left of the draft, "
+        "and the rule takes each to come from all of it",
+    },
+    default_for=("with_replacement",),
+    drawn=MULTI_STEP,
+)

@@ -1,4 +1,4 @@
-"""Trees whose form is known before any token: which child of which node every node is."""
+"""Trees whose form is known before any token: only the tokens come from the draft."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 
 from dyntree_plugin.tree.growth.base import Frontier, GrowthPlan
 from dyntree_plugin.tree.growth.pool import CandidatePool
-from dyntree_plugin.tree.names import Sampling
+from dyntree_plugin.tree.shape import Sampling
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Node j is child ``ranks[j]`` (0: the first) of ``parents[j]`` < j; parent -1 is the root.
+    """A tree in which node j is child ``ranks[j]`` (0: the first) of ``parents[j]`` < j.
+
+    Parent -1 is the root.
 
     Raises:
         ValueError: if a node stands before its parent or before its elder sibling.
@@ -35,7 +37,7 @@ class StaticTree:
 
     @classmethod
     def from_children(cls, children: Sequence[Sequence[int]]) -> StaticTree:
-        """From every node's children, the root's first; nodes are named by their index there."""
+        """Build the tree from every node's children, named by their index; the root is node 0."""
         parents: list[int] = []
         ranks: list[int] = []
         waiting = [(0, -1)]
@@ -66,15 +68,17 @@ class StaticTree:
 
     @property
     def widths(self) -> tuple[int, ...]:
+        """Nodes of each layer."""
         return tuple(len(layer) for layer in self.layers)
 
     @property
     def most_children(self) -> int:
+        """Children of the node that has the most."""
         return 1 + max(self.ranks)
 
 
 def static_plan(tree: StaticTree, node_budget: int, sampling: Sampling) -> GrowthPlan:
-    """Grow ``tree``, of at most ``node_budget`` nodes, with tokens as they come."""
+    """Return the plan that grows ``tree``, which has at most ``node_budget`` nodes."""
     start = partial(StaticGrowth, tree=tree, node_budget=node_budget, sampling=sampling)
     return GrowthPlan(sampling, tree.most_children, tree.widths, start)
 
@@ -82,8 +86,8 @@ def static_plan(tree: StaticTree, node_budget: int, sampling: Sampling) -> Growt
 class StaticGrowth:
     """One step's growth over R requests; see `Growth`.
 
-    Nodes stand layer by layer. A node that a request has no token for (nothing left to draw, no
-    room, a draw that repeats its sibling's) is missing there, with all below it.
+    Nodes stand layer by layer. A request lacks a node, with all below it, if it has no token for
+    it: nothing was left to draw, there was no room, or the draw repeated a sibling's.
     """
 
     def __init__(
@@ -95,7 +99,10 @@ class StaticGrowth:
         node_budget: int,
         sampling: Sampling,
     ) -> None:
-        """``columns`` int64 [R]: how many scratch columns each request has room for."""
+        """Start without candidates.
+
+        ``columns`` int64 [R] is the number of scratch columns that each request has room for.
+        """
         self.sampling = sampling
         self.children = tree.most_children
         self.widths = tree.widths
@@ -117,7 +124,7 @@ class StaticGrowth:
         log_probs: torch.Tensor,
         distributions: torch.Tensor | None = None,
     ) -> None:
-        """As `Growth.add`."""
+        """Add the children of the last frontier; see `Growth.add`."""
         if distributions is not None and self.sampling == "best":
             raise ValueError("distributions are for growths that draw; this takes the best")
         if self._named is not None:
@@ -129,13 +136,14 @@ class StaticGrowth:
         self._pool.add(tokens, log_probs, distributions)
 
     def frontier(self) -> Frontier:
-        """The next layer's nodes that are to have children."""
+        """Pick the next layer's nodes that are to have children."""
         width, nodes = self._pool.width, self._layout.layers[self._forward]
         self._forward += 1
         nodes = nodes.expand(self._pool.values.shape[0], width)
         return self._pool.expand(nodes, self._pool.values.gather(1, nodes) > NO_VALUE)
 
     def finish(self) -> TokenTree:
+        """Keep every node that has a token."""
         values = self._pool.values
         exists = self._layout.wanted.flatten() & (values > NO_VALUE)
         ranks = torch.where(exists, 0.0, NO_VALUE)

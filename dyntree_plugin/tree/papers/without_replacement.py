@@ -23,14 +23,22 @@ from dataclasses import replace
 
 import torch
 
-from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds, accept_chance, leftover
+from dyntree_plugin.tree.papers.drawn import (
+    ITS_LAW,
+    PICKED,
+    DrawnRule,
+    Odds,
+    accept_chance,
+    leftover,
+)
+from dyntree_plugin.tree.rule import RuleSpec
 from dyntree_plugin.tree.token_tree import Draws
 
 
 def odds(
     target: torch.Tensor, log_draft: torch.Tensor, tokens: torch.Tensor, drawn: torch.Tensor
 ) -> Odds:
-    """The chances at one node of each of R requests; a `NodeRule`."""
+    """Return the chances at one node of each of R requests; a `NodeRule`."""
     residual = target
     unseen = torch.ones_like(log_draft, dtype=torch.bool)
     accept = []
@@ -44,21 +52,37 @@ def odds(
 
 
 def next_draw_law(log_draft: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-    """The law of the next draw [R, V]: the draft over ``unseen`` tokens (bool [R, V]), uniform
-    over them where the draft gives none of them any chance."""
+    """Return the distribution of the next draw, [R, V].
+
+    It is the draft's over ``unseen`` tokens (bool [R, V]), and uniform over them where the draft
+    gives none of them any chance.
+    """
     left = log_draft.masked_fill(~unseen, float("-inf"))
     used_up = left.isneginf().all(dim=1, keepdim=True)
     return torch.where(used_up & unseen, 0.0, left).softmax(dim=1)
 
 
 def cut(draws: Draws, scheduled: torch.Tensor) -> Draws:
-    """The draws that are left if the first ``scheduled`` int64 [R] nodes are verified.
+    """Return the draws that are left if the first ``scheduled`` int64 [R] nodes are verified.
 
-    Exact if that does not depend on the tokens and nodes are numbered in an order of drawing, in
-    which each is decided on before its token is known.
+    This is exact if that number does not depend on the tokens and if nodes are numbered in an
+    order of drawing, in which each is decided on before its token is known.
     """
     kept = torch.where(draws.nodes < scheduled[:, None, None], draws.nodes, -1)
     return replace(draws, nodes=kept)
 
 
 WITHOUT_REPLACEMENT = DrawnRule(odds, cut)
+
+SPEC = RuleSpec(
+    name="without_replacement",
+    summary="DySpec's and Sequoia's, for draws one after another",
+    exact={"without_replacement": ITS_LAW},
+    biased={
+        "best": PICKED,
+        "with_replacement": "the children were drawn independently, and the rule takes what was "
+        "drawn before to be out of the draft",
+    },
+    default_for=("without_replacement",),
+    drawn=WITHOUT_REPLACEMENT,
+)

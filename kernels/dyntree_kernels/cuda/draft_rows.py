@@ -60,7 +60,8 @@ def _chain(
         ones = step + 1 - 32 * word
         some = tl.where(ones > 0, (1 << (ones & 31)) - 1, 0)
         tl.store(ROW_BITS + row * words + word, tl.where(ones >= 32, -1, some), mask=inside)
-    tl.store(CTX_LENS + request, (root + 1).to(tl.int32))
+    # Rows of padding see nothing: attention skips a request of context -1.
+    tl.store(CTX_LENS + request, tl.where(index < 0, -1, root + 1).to(tl.int32))
     tl.store(SEQ_LENS + request, tl.minimum(root + 1 + width, longest + 1).to(tl.int32))
     # What only fills a batch up may hold another's count.
     last = tl.minimum(tl.maximum(count - 1, 0), width - 1)
@@ -93,7 +94,8 @@ def _begin(
         SLOTS + request * columns, TABLES, STRIDES, SIZES, MAPPED, index, positions, column,
         columns, columns, groups, s_slots,
     )  # fmt: skip
-    tl.store(CTX_LENS + request, (root + 1).to(tl.int32))
+    # Rows of padding see nothing: attention skips a request of context -1.
+    tl.store(CTX_LENS + request, tl.where(index < 0, -1, root + 1).to(tl.int32))
     tl.store(SEQ_LENS + request, tl.minimum(root + 1 + columns, longest + 1).to(tl.int32))
 
 

@@ -36,7 +36,7 @@ class Case:
 
     @property
     def plan(self) -> TreePlan:
-        growth = GrowthConfig(min_value=self.least)
+        growth = GrowthConfig(parameter=self.least)
         return TreePlan(self.shape, growth, "match", calibration=self.calibrated)
 
     @property
@@ -85,7 +85,7 @@ class Step:
                 node_budget=plan.shape.node_budget,
                 children=plan.growing.children,
                 widths=plan.growing.widths,
-                least=plan.growth.min_value or 0.0,
+                least=plan.growth.parameter or 0.0,
                 longest=MAX_MODEL_LEN - 1,
                 coupled=plan.coupled,
                 weights=self.estimate.weights if plan.calibrated else None,

@@ -147,7 +147,8 @@ def chained_by_tensors(case: Any, without: str = "") -> tuple[Any, ...]:
     return (
         tokens.flatten().int(), positions.flatten(), bits, slots.flatten(1),
         torch.arange(number) * width + last, (roots + 1 + last).clamp(max=LONGEST),
-        (roots + 1).int(), (roots + 1 + columns).clamp(max=LONGEST + 1).int(),
+        torch.where(index < 0, -1, roots + 1).int(),
+        (roots + 1 + columns).clamp(max=LONGEST + 1).int(),
     )  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def begun_by_tensors(case: Any, columns: int, without: str = "") -> tuple[Any, .
         torch.zeros(len(roots)).bool() if without == "chained" else chained[stored_at],
         stored_at,
         tables.slots(index, positions).flatten(1),
-        (roots + 1).int(),
+        torch.where(index < 0, -1, roots + 1).int(),
         end.clamp(max=LONGEST + 1).int(),
     )
 

@@ -38,7 +38,7 @@ class Case:
 
     @property
     def plan(self) -> TreePlan:
-        growth = GrowthConfig(min_value=self.least)
+        growth = GrowthConfig(parameter=self.least)
         return TreePlan(self.shape, growth, "match", calibration=self.calibrated)
 
 

@@ -1,0 +1,54 @@
+"""Candidates by forwards of a model: what a node source does in a step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dyntree_kernels.contracts import StepGrowth
+from dyntree_plugin.engine.step.catch_up import CatchUpPlan
+from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.requests import Requests
+from dyntree_plugin.engine.step.rows import TreeRows
+
+
+class NodeSource(Protocol):
+    """A model that makes logits by forwards over rows that see a tree, in vLLM's paged cache.
+
+    Its state between two calls lies at fixed addresses, so that each call can be a graph.
+    """
+
+    def follow(self, requests: Requests, emitted: Emitted) -> None:
+        """Read the emitted tokens, the last of which are the new roots; all requests decode."""
+        ...
+
+    def follow_prompts(
+        self,
+        batch: InputBatch,
+        plan: CatchUpPlan,
+        emitted: torch.Tensor,
+        num_sampled: torch.Tensor,
+    ) -> None:
+        """Do as `follow` where some requests are in their prompt, whose chunks are read as well.
+
+        It has no graph. ``emitted`` [R, E]: tokens, the first ``num_sampled[r]`` of which are real.
+        """
+        ...
+
+    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
+        """Start growth at the roots; ``chained`` bool [slots + 1]: requests with chains."""
+        ...
+
+    def root_logits(self, requests: int) -> torch.Tensor:
+        """Return the logits after the roots, [R, V]."""
+        ...
+
+    def rows(self, requests: int, width: int) -> TreeRows:
+        """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
+        ...
+
+    def forward(self, rows: TreeRows) -> torch.Tensor:
+        """Run the model over filled rows; return the logits of all of them, [R * width, V]."""
+        ...

@@ -1,0 +1,51 @@
+"""Write the generated tables into the pages of docs/, between their marks.
+
+    python scripts/write_tables.py
+
+A table's marks are the lines `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.acceptance import report
+from dyntree_plugin import options
+from dyntree_plugin.commands.bench import table
+from dyntree_plugin.commands.bench.results import read
+from dyntree_plugin.metrics import names
+from dyntree_plugin.tree.papers import rules
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
+
+TABLES: dict[str, Callable[[], str]] = {
+    "options": options.markdown_tables,
+    "metrics": names.markdown_table,
+    "rules": rules.markdown_table,
+    "acceptance": lambda: report.markdown_table(
+        json.loads((RESULTS / "acceptance-cpu.json").read_text())
+    ),
+    "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
+}
+
+
+def with_tables(page: str) -> str:
+    """Return a page with its tables as they are to be."""
+    return MARKED.sub(lambda m: f"{m[1]}{TABLES[m[2]]().strip()}\n{m[4]}", page)
+
+
+def main() -> None:
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        page = path.read_text()
+        if (written := with_tables(page)) != page:
+            path.write_text(written)
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Growths as their papers write them: one request, a dictionary or a heap, plain numbers."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from dyntree_plugin.tree.shape import TreeShape
+
+Path = tuple[int, ...]
+"""The tokens from below the root to a node, which name the node."""
+
+Draft = Callable[[Path], Sequence[float]]
+"""D(· | x, path): the draft's distribution below a node."""
+
+Draw = Callable[[Path, Sequence[float]], int]
+"""y ~ R below a node."""
+
+
+class Slot(NamedTuple):
+    """A node of a reference tree.
+
+    ``slot`` is v before the node's token is drawn, in paper notation; ``value`` is v of its first
+    child, the estimated acceptance of the path down to it.
+    """
+
+    path: Path
+    slot: float
+    value: float
+
+
+def topk(draft: Draft, shape: TreeShape, room: int, least: float = 0.0) -> list[Slot]:
+    """Best-first growth with a dictionary of candidates, and one expansion after another.
+
+    ``room`` is the number of the request's scratch columns. Nodes come from the most valuable
+    down.
+    """
+    values: dict[Path, float] = {}
+    opened: set[Path] = set()
+
+    def expand(path: Path, value: float) -> None:
+        probabilities = draft(path)
+        tokens = sorted(range(len(probabilities)), key=lambda y: -probabilities[y])
+        for token in tokens[: shape.children]:
+            values[(*path, token)] = value * probabilities[token]
+
+    expand((), 1.0)
+    for forward in range(shape.max_depth - 1):
+        closed = [path for path in values if path not in opened]
+        chosen = sorted(closed, key=lambda path: -values[path])[: shape.width]
+        for column, path in enumerate(chosen, start=forward * shape.width):
+            opened.add(path)
+            if column < room:
+                expand(path, values[path])
+    best = sorted(values, key=lambda path: -values[path])
+    best = [path for rank, path in enumerate(best) if rank == 0 or values[path] >= least]
+    return [Slot(path, values[path], values[path]) for path in best[: shape.node_budget]]
+
+
+class Grafted(NamedTuple):
+    """A node of a reference tree with a trie: its path, the log of its value, and who proposed it,
+    "draft", "trie" or both."""
+
+    path: Path
+    value: float
+    kinds: frozenset[str]
+
+
+class GraftedTopK:
+    """Best-first growth from a trie and a draft, with a dictionary of edges.
+
+    ``log_draft`` gives log D(· | x, path), or is None where no draft runs. ``trie`` holds the log
+    chance of every node's edge by its path. ``room`` is the number of the request's scratch
+    columns, and ``least`` the least value. ``whole_paths`` says whether one forward may expand a
+    node and its child.
+    """
+
+    def __init__(
+        self,
+        log_draft: Callable[[Path], Sequence[float]] | None,
+        shape: TreeShape,
+        room: int,
+        trie: Mapping[Path, float],
+        least: float = 0.0,
+        whole_paths: bool = True,
+    ) -> None:
+        self.whole_paths = whole_paths
+        self.log_draft, self.shape, self.room = log_draft, shape, room
+        self.least = math.log(least) if least else -math.inf
+        self.edges = {p: edge for p, edge in trie.items() if len(p) <= shape.max_depth}
+        self.kinds = {path: {"trie"} for path in self.edges}
+        self.opened: set[Path] = {()}
+
+    def tree(self) -> list[Grafted]:
+        """Grow, and return the nodes from the most valuable down."""
+        if self.log_draft is not None:
+            self.expand(())
+            for forward in range(self.shape.max_depth - 1):
+                for path in self.frontier(forward):
+                    self.opened.add(path)
+                for path in [p for p in self.chosen if p in self.opened]:
+                    self.expand(path)
+        best = sorted(self.existing(), key=lambda path: -self.value(path))
+        first = next((path for path in best if len(path) == 1), None)
+        kept = [p for p in best if p == first or self.value(p) >= self.least]
+        return [
+            Grafted(path, self.value(path), frozenset(self.kinds[path]))
+            for path in kept[: self.shape.node_budget]
+        ]
+
+    def frontier(self, forward: int) -> list[Path]:
+        """The nodes that get children, of the ``width`` most valuable that have none."""
+        known = self.existing()
+        closed = [p for p in known if p not in self.opened and len(p) < self.shape.max_depth]
+        if not self.whole_paths:
+            closed = [p for p in closed if p[:-1] in self.opened]
+        self.chosen = sorted(closed, key=lambda path: -self.value(path))[: self.shape.width]
+        values = sorted((self.value(path) for path in known), reverse=True)
+        full = len(values) >= self.shape.node_budget
+        bound = values[self.shape.node_budget - 1] if full else -math.inf
+        return [
+            path
+            for column, path in enumerate(self.chosen, start=forward * self.shape.width)
+            if column < self.room and self.value(path) > bound and self.value(path) >= self.least
+        ]
+
+    def expand(self, path: Path) -> None:
+        assert self.log_draft is not None
+        scores = self.log_draft(path)
+        tokens = sorted(range(len(scores)), key=lambda y: -scores[y])
+        for token in tokens[: self.shape.children]:
+            child = (*path, token)
+            if scores[token] > -math.inf:
+                self.edges[child] = max(self.edges.get(child, -math.inf), scores[token])
+                self.kinds.setdefault(child, set()).add("draft")
+
+    def existing(self) -> list[Path]:
+        return [path for path in self.edges if self.value(path) > -math.inf]
+
+    def value(self, path: Path) -> float:
+        """The sum of the edges, from the root down."""
+        total = 0.0
+        for length in range(1, len(path) + 1):
+            total += self.edges.get(path[:length], -math.inf)
+        return total
+
+
+def dyspec(draft: Draft, draw: Draw, shape: TreeShape) -> list[Slot]:
+    """DySpec's Algorithm 1 (arXiv 2410.11744), in the order in which nodes are drawn.
+
+    ``draft`` and ``draw`` are D(· | x, path) and y ~ R of the paper. There are no slots below
+    ``max_depth`` or behind the last of ``children`` siblings.
+    """
+    tree: list[Slot] = []
+    order = itertools.count()
+    heap: list[tuple[float, int, Path, list[float], int]] = []
+
+    def push(v: float, path: Path, residual: list[float], siblings: int) -> None:
+        if v > 0 and sum(residual) > 0 and siblings < shape.children:
+            heapq.heappush(heap, (-v, next(order), path, residual, siblings))
+
+    push(1.0, (), list(draft(())), 0)
+    while heap and len(tree) < shape.node_budget:
+        negative, _, path, residual, siblings = heapq.heappop(heap)
+        v = -negative
+        y = draw(path, residual)
+        v0 = v * residual[y]
+        v1 = v * (1 - residual[y])
+        tree.append(Slot((*path, y), v, v0))
+        push(v1, path, without(residual, y), siblings + 1)
+        if len(path) + 1 < shape.max_depth:
+            push(v0, (*path, y), list(draft((*path, y))), 0)
+    return tree
+
+
+def threshold(draft: Draft, draw: Draw, shape: TreeShape, t: float) -> list[Slot]:
+    """DySpec's Algorithm 2, then the cut to the budget; nodes from the most valuable down."""
+    tree: list[Slot] = []
+    leaves = [Slot((), 1.0, 1.0)]
+    for _ in range(shape.max_depth):
+        layer: list[Slot] = []
+        for leaf in leaves:
+            if leaf.value < t:
+                continue
+            v, residual = leaf.value, list(draft(leaf.path))
+            siblings = 0
+            while v >= t and sum(residual) > 0 and siblings < shape.children:
+                y = draw(leaf.path, residual)
+                layer.append(Slot((*leaf.path, y), v, v * residual[y]))
+                v *= 1 - residual[y]
+                residual = without(residual, y)
+                siblings += 1
+        tree += layer
+        leaves = layer
+    return sorted(tree, key=lambda node: -node.slot)[: shape.node_budget]
+
+
+def dynamic_threshold(
+    draft: Draft, draw: Draw, shape: TreeShape, widths: Sequence[int]
+) -> list[Slot]:
+    """Growth by slot value without a threshold: every forward expands the ``widths`` most valuable
+    nodes. Nodes come from the most valuable down."""
+    slots: list[Slot] = []
+
+    def expand(node: Slot) -> None:
+        v, residual = node.value, list(draft(node.path))
+        for _ in range(shape.children):
+            if v <= 0 or sum(residual) <= 0:
+                break
+            y = draw(node.path, residual)
+            slots.append(Slot((*node.path, y), v, v * residual[y]))
+            v *= 1 - residual[y]
+            residual = without(residual, y)
+
+    expand(Slot((), 1.0, 1.0))
+    leaves = list(slots)
+    for width in widths:
+        leaves.sort(key=lambda node: -node.value)
+        chosen, leaves = leaves[:width], leaves[width:]
+        known = len(slots)
+        for node in chosen:
+            expand(node)
+        leaves += slots[known:]
+    return sorted(slots, key=lambda node: -node.slot)[: shape.node_budget]
+
+
+def expansion(draft: Draft, draw: Draw, k: Sequence[int]) -> list[Slot]:
+    """SpecInfer's tree of independent draws, layer by layer; a token drawn again is no new node.
+
+    ``draw`` makes the draws below one node in turn.
+    """
+    tree: list[Slot] = []
+    layer = [Slot((), 1.0, 1.0)]
+    for children in k:
+        below: dict[Path, Slot] = {}
+        for node in layer:
+            probabilities = draft(node.path)
+            for _ in range(children):
+                y = draw(node.path, probabilities)
+                value = node.value * probabilities[y]
+                below.setdefault((*node.path, y), Slot((*node.path, y), node.value, value))
+        layer = list(below.values())
+        tree += layer
+    return tree
+
+
+def without(residual: list[float], y: int) -> list[float]:
+    """R[y] = 0; R = R / sum(R)."""
+    rest = [0.0 if token == y else p for token, p in enumerate(residual)]
+    total = sum(rest)
+    return [p / total for p in rest] if total > 0 else rest
