@@ -65,6 +65,6 @@ def test_the_markdown_table_has_a_row_for_every_growth_and_sampling():
     assert all(row.count("**default**") == 1 for row in rows)
 
 
-def test_the_readme_has_the_table_of_growths_and_rules():
-    readme = Path(__file__).parents[2] / "README.md"
-    assert markdown_table() in readme.read_text()
+def test_the_page_has_the_table_of_growths_and_rules():
+    page = Path(__file__).parents[2] / "docs" / "papers.md"
+    assert markdown_table() in page.read_text()
