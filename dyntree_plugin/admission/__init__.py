@@ -1,1 +1,1 @@
-"""What is served and what is refused, decided before any weights load."""
+"""Decide what is served and what is refused, before any weights load."""

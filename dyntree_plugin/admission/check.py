@@ -1,6 +1,6 @@
 """Check a configuration before any weights load, and refuse what trees cannot serve.
 
-Takes vLLM's configuration as it is and imports nothing of vLLM.
+It reads vLLM's configuration and imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import vocabularies
 from dyntree_plugin.admission.refusals import (
+    ARGUMENTS_REFUSALS,
     CUDA_BACKENDS,
-    OF_ARGUMENTS,
-    OF_CUDA,
-    OF_ENGINE,
-    OF_MODEL,
-    OF_SPECULATION,
+    CUDA_REFUSALS,
+    ENGINE_REFUSALS,
+    MODEL_REFUSALS,
+    SPECULATION_REFUSALS,
     Refusal,
     dtype_of,
 )
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
-Unserved = Callable[[Any, str], str | None]
-"""Why the hardware has no kernel for a model, by its ``ModelConfig`` and the device type; None
-where it has one."""
+KernelRefusal = Callable[[Any, str], str | None]
+"""Takes a ``ModelConfig`` and the device type. Returns why this hardware has no kernel for the
+model, or None if it has one."""
 
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
 
 
 class Refused(ValueError):
-    """A configuration that cannot be served; its arguments are the reasons, all of them."""
+    """A configuration cannot be served. The arguments are all of the reasons."""
 
     def __str__(self) -> str:
         return "dyntree cannot serve this configuration. " + ". ".join(map(str, self.args))
 
 
 def cuda_backend(model_config: Any) -> str:
-    """The attention backend for trees on CUDA where the user names none."""
+    """Return the attention backend for trees on CUDA, for users who name none."""
     return CUDA_BACKENDS[dtype_of(model_config) == "float32"]
 
 
@@ -52,23 +52,28 @@ def refuse_unserved(
     options: DynTreeOptions,
     device_type: str,
     workers: Mapping[str, str],
-    unserved: Unserved = lambda model, device_type: None,
+    kernel_refusal: KernelRefusal = lambda model, device_type: None,
 ) -> None:
-    """Raises `Refused` with every reason why this configuration cannot be served.
+    """Refuse a configuration that trees cannot serve.
 
-    ``workers``: ours, by device type.
+    ``workers`` are the plugin's worker classes by device type.
+
+    Raises:
+        Refused: with every reason.
     """
     reasons = [r for r in (version_refusal(), platform_refusal(device_type)) if r]
     if not reasons:
         reasons = list(_refusals(vllm_config, options, device_type, workers[device_type]))
-        reasons += _without_kernel(vllm_config, device_type, unserved)
+        reasons += _without_kernel(vllm_config, device_type, kernel_refusal)
     if reasons:
         raise Refused(*reasons)
 
 
-def of_arguments(arguments: Any, with_trees: bool) -> Iterator[str]:
-    """What of an engine's arguments, vLLM's ``EngineArgs``, can be the reason where vLLM has
-    stopped before it had a configuration to `refuse_unserved`."""
+def argument_refusals(arguments: Any, with_trees: bool) -> Iterator[str]:
+    """Find reasons in an engine's arguments, vLLM's ``EngineArgs``.
+
+    They explain an error that vLLM raises before it has a configuration to `refuse_unserved`.
+    """
     for key, value in (arguments.speculative_config or {}).items():
         if key == NAMESPACE or key in DynTreeOptions.model_fields:
             given = value if key == NAMESPACE else {key: value}
@@ -77,7 +82,7 @@ def of_arguments(arguments: Any, with_trees: bool) -> Iterator[str]:
                 f"--{NAMESPACE} '{json.dumps(given, default=str)}'"
             )
     if with_trees:
-        yield from filter(None, (refusal(arguments) for refusal in OF_ARGUMENTS))
+        yield from filter(None, (refusal(arguments) for refusal in ARGUMENTS_REFUSALS))
 
 
 def _refusals(
@@ -100,19 +105,19 @@ def _refusals(
     if scheduler is not None:
         yield f"scheduler_cls={scheduler!r} is not supported: dyntree brings its own; leave it out"
     checked: list[tuple[tuple[Refusal, ...], Any, str]] = [
-        (OF_ENGINE, vllm_config, ""),
-        (OF_SPECULATION, speculation, "speculative_config."),
-        (OF_MODEL, vllm_config.model_config, "target model: "),
-        (OF_MODEL, speculation.draft_model_config, "draft model: "),
+        (ENGINE_REFUSALS, vllm_config, ""),
+        (SPECULATION_REFUSALS, speculation, "speculative_config."),
+        (MODEL_REFUSALS, vllm_config.model_config, "target model: "),
+        (MODEL_REFUSALS, speculation.draft_model_config, "draft model: "),
     ]
     if device_type == "cuda":
-        checked.append((OF_CUDA, vllm_config, ""))
+        checked.append((CUDA_REFUSALS, vllm_config, ""))
     for table, config, prefix in checked:
         yield from filter(None, (refusal(config, prefix) for refusal in table))
     others = (
         _unreadable_table(options, device_type),
         _too_many_children(vllm_config.model_config, options),
-        _other_tokens(vllm_config),
+        _unlike_tokenizers(vllm_config),
     )
     yield from filter(None, others)
     try:
@@ -124,11 +129,13 @@ def _refusals(
     yield from _tree_exceeds_step(vllm_config, plan.shape.node_budget)
 
 
-def _without_kernel(vllm_config: VllmConfig, device_type: str, unserved: Unserved) -> Iterator[str]:
+def _without_kernel(
+    vllm_config: VllmConfig, device_type: str, kernel_refusal: KernelRefusal
+) -> Iterator[str]:
     speculation = vllm_config.speculative_config
     draft = None if speculation is None else speculation.draft_model_config
     for name, model in (("target", vllm_config.model_config), ("draft", draft)):
-        if model is not None and (reason := unserved(model, device_type)):
+        if model is not None and (reason := kernel_refusal(model, device_type)):
             yield f"{name} model: {reason}"
 
 
@@ -137,7 +144,7 @@ def _unreadable_table(options: DynTreeOptions, device_type: str) -> str | None:
         return None
     given = f"dyntree.kernel_table={options.kernel_table!r}"
     if device_type != "cuda":
-        return f"{given} is for CUDA, where there are several kernels; leave it out"
+        return f"{given} is for CUDA, which has several kernels; leave it out"
     from dyntree_kernels.dispatch import load_table
 
     try:
@@ -158,7 +165,10 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
 
 
 def _differing_tokens(vllm_config: VllmConfig) -> vocabularies.Difference | None:
-    """Of the tokenizers that are on this machine; None where one is not, or they agree."""
+    """Compare the tokenizers of target and draft.
+
+    Returns None if they agree, or if one of them is not on this machine.
+    """
     speculation = vllm_config.speculative_config
     target = vllm_config.model_config
     draft = None if speculation is None else speculation.draft_model_config
@@ -169,32 +179,34 @@ def _differing_tokens(vllm_config: VllmConfig) -> vocabularies.Difference | None
     return vocabularies.difference(ours, theirs) if ours and theirs else None
 
 
-def _other_tokens(vllm_config: VllmConfig) -> str | None:
+def _unlike_tokenizers(vllm_config: VllmConfig) -> str | None:
     found = _differing_tokens(vllm_config)
-    if found is None or found.share < vocabularies.MOST_OTHER:
+    if found is None or found.share < vocabularies.UNLIKE_SHARE:
         return None
     return (
-        "target and draft have different tokenizers, so hardly a token of the draft would be "
-        f"accepted: {found}; use a draft with the target's vocabulary"
+        "target and draft have different tokenizers, so the target would accept hardly any token "
+        f"of the draft: {found}; use a draft with the target's vocabulary"
     )
 
 
 def vocabulary_advice(vllm_config: VllmConfig) -> str | None:
-    """What to know where the tokenizers of an admitted configuration differ in some tokens, or
-    None. It never changes the output."""
+    """Describe the tokens in which the tokenizers of an admitted configuration differ, or None.
+
+    The difference never changes the output.
+    """
     found = _differing_tokens(vllm_config)
     if found is None:
         return None
     return (
-        f"The tokenizers of target and draft differ: {found}. Such tokens of the draft are hardly "
-        "ever accepted."
+        f"The tokenizers of target and draft differ: {found}. The target hardly ever accepts such "
+        "tokens of the draft."
     )
 
 
 def _step_tokens(vllm_config: VllmConfig, node_budget: int) -> tuple[int, int]:
-    """Tokens that one step can schedule, and those that one request's tree takes of them.
+    """Return the tokens that one step can schedule, and how many of them a request's tree takes.
 
-    The tree takes its nodes, its root, and one more slot that the draft's catch-up needs.
+    A tree takes its nodes, its root, and one more token that the draft needs for its prefill.
     """
     scheduler = vllm_config.scheduler_config
     budget = scheduler.max_num_batched_tokens
@@ -203,12 +215,15 @@ def _step_tokens(vllm_config: VllmConfig, node_budget: int) -> tuple[int, int]:
 
 
 def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[str]:
-    """vLLM's scheduler never takes up a request whose draft does not fit into an empty step, and
-    stops at an assertion where it has cut one at the threshold of long prefills."""
+    """Refuse limits of a step that are smaller than a tree.
+
+    vLLM's scheduler never starts a request whose draft does not fit into an empty step. If it cuts
+    one at the threshold of long prefills, it stops at an assertion.
+    """
     scheduler = vllm_config.scheduler_config
     batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
     limits = [("max_num_batched_tokens", batched, 2)]
-    if scheduled is not None and scheduled < batched:  # vLLM sets it to the other.
+    if scheduled is not None and scheduled < batched:  # By default they are equal.
         limits.append(("max_num_scheduled_tokens", scheduled, 1))
     if scheduler.long_prefill_token_threshold:
         limits.append(("long_prefill_token_threshold", scheduler.long_prefill_token_threshold, 1))
@@ -223,10 +238,10 @@ def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[st
 
 
 def token_budget_advice(vllm_config: VllmConfig) -> str | None:
-    """What to do where not every running request's whole tree fits into one step, or None.
+    """Say what to do if the whole trees of all running requests do not fit into one step.
 
     vLLM then cuts trees short, which costs speed and never changes the output. The configuration
-    is an admitted one, whose draft tokens are the nodes of a tree.
+    is an admitted one: its draft tokens are the nodes of a tree. Returns None if all trees fit.
     """
     budget, tree = _step_tokens(vllm_config, vllm_config.num_speculative_tokens)
     num_seqs = vllm_config.scheduler_config.max_num_seqs
@@ -234,7 +249,7 @@ def token_budget_advice(vllm_config: VllmConfig) -> str | None:
         return None
     return (
         f"A step of max_num_batched_tokens={budget} holds {budget // tree} whole trees of "
-        f"dyntree.node_budget + 2 = {tree} tokens; with more requests running (max_num_seqs="
-        f"{num_seqs}) vLLM cuts trees short. For whole trees always, set max_num_seqs to "
+        f"dyntree.node_budget + 2 = {tree} tokens; if more requests run (max_num_seqs="
+        f"{num_seqs}), vLLM cuts trees short. To always have whole trees, set max_num_seqs to "
         f"{budget // tree} or max_num_batched_tokens to {num_seqs * tree}."
     )

@@ -1,4 +1,4 @@
-"""What an error names, and who shows it to the user."""
+"""Read the reasons out of an error, and show each of them to the user once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dyntree_plugin.admission.check import Refused
 from dyntree_plugin.escape import escaped
 
 MISTAKES = (ValueError, NotImplementedError, OSError)
-"""What vLLM and dyntree raise for what a user asked for."""
+"""Exceptions that vLLM and dyntree raise for a user's mistake."""
 
-_shown = ContextVar("reasons are shown by the command that runs", default=False)
+_not_logged = ContextVar("the running command shows the reasons itself", default=False)
 
 
 def of(error: Exception) -> list[str]:
-    """Each thing that an error of vLLM's check or of ours names."""
+    """Return each reason that an error of vLLM or of dyntree names."""
     if isinstance(error, Refused):
         return list(map(str, error.args))
     if not isinstance(error, ValidationError):
@@ -27,14 +27,14 @@ def of(error: Exception) -> list[str]:
     found = []
     for each in error.errors():
         cause = each.get("ctx", {}).get("error")
-        told = each["msg"].removeprefix("Value error, ")
+        message = each["msg"].removeprefix("Value error, ")
         where = "".join(f"{part}: " for part in each["loc"])
-        found += of(cause) if isinstance(cause, Refused) else [where + told]
+        found += of(cause) if isinstance(cause, Refused) else [where + message]
     return found
 
 
-def are_ours(error: Exception) -> bool:
-    """Whether it is, or vLLM has wrapped, a refusal of ours."""
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error is a refusal by dyntree, or one that vLLM has wrapped."""
     if not isinstance(error, ValidationError):
         return isinstance(error, Refused)
     causes = (each.get("ctx", {}).get("error") for each in error.errors())
@@ -43,16 +43,16 @@ def are_ours(error: Exception) -> bool:
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """Logs what a ValueError names, a line for each: vLLM shows it as the middle of a traceback.
+    """Log each reason of a ValueError on a line; vLLM shows them in the middle of a traceback.
 
-    Not where the command that runs shows it itself.
+    Nothing is logged if the running command shows the reasons itself.
     """
     from vllm.logger import init_logger
 
     try:
         yield
     except ValueError as error:
-        if not _shown.get():
+        if not _not_logged.get():
             for reason in of(error):
                 # vLLM shows only what is logged below the name of its own package.
                 init_logger("vllm.dyntree").error("dyntree: %s", reason)
@@ -60,26 +60,30 @@ def logged() -> Iterator[None]:
 
 
 @contextmanager
-def shown() -> Iterator[None]:
-    """Nothing is `logged` within: the caller shows what is raised."""
-    token = _shown.set(True)
+def not_logged() -> Iterator[None]:
+    """Keep `logged` from logging: the caller shows the error itself."""
+    token = _not_logged.set(True)
     try:
         yield
     finally:
-        _shown.reset(token)
+        _not_logged.reset(token)
 
 
 @contextmanager
-def told_by(command: str, told: Callable[[Exception], bool] = lambda error: True) -> Iterator[None]:
-    """Ends the process with status 2 and a line on stderr for each thing that a user's mistake
-    names. ``told``: of which errors; others are raised."""
+def exit_on_mistake(
+    command: str, is_mistake: Callable[[Exception], bool] = lambda error: True
+) -> Iterator[None]:
+    """End the process on a user's mistake: status 2, and a line on stderr for each reason.
+
+    ``is_mistake`` tells which of the `MISTAKES` are the user's; others are raised.
+    """
     try:
-        with shown():
+        with not_logged():
             yield
     except MISTAKES as error:
-        if not told(error):
+        if not is_mistake(error):
             raise
         for reason in of(error):
-            said = escaped(" ".join(reason.split()))
-            print(f"{command}: {said}", file=sys.stderr)  # noqa: T201
+            line = escaped(" ".join(reason.split()))
+            print(f"{command}: {line}", file=sys.stderr)  # noqa: T201
         raise SystemExit(2) from None

@@ -1,7 +1,4 @@
-"""What of vLLM's configuration a tree cannot be served with, as tables.
-
-Imports nothing of vLLM.
-"""
+"""Tables of vLLM's options that cannot be combined with trees. They import nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -11,12 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-"""vLLM's attention backends on CUDA that carry trees; the first wants 16-bit types."""
+"""vLLM's attention backends on CUDA that carry trees. The first one needs 16-bit types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An option of vLLM that a tree cannot be served with: where it stands, when, what to do."""
+    """A check of one option.
+
+    ``value`` reads the option, ``refused`` tells whether trees cannot be served with that value,
+    and ``advice`` says what to do.
+    """
 
     option: str
     value: Callable[[Any], Any]
@@ -40,10 +41,10 @@ def dtype_of(model_config: Any) -> str:
 
 _NO_ADAPTERS = "adapters are not served with trees yet; leave it out"
 
-OF_ARGUMENTS = (Refusal("enable_lora", lambda a: a.enable_lora, bool, _NO_ADAPTERS),)
-"""Of ``EngineArgs``: what vLLM itself may stop at, before there is a configuration."""
+ARGUMENTS_REFUSALS = (Refusal("enable_lora", lambda a: a.enable_lora, bool, _NO_ADAPTERS),)
+"""Checks of ``EngineArgs``, for errors that vLLM raises before it has a configuration."""
 
-OF_SPECULATION = (
+SPECULATION_REFUSALS = (
     Refusal(
         "use_heterogeneous_vocab",
         lambda s: s.use_heterogeneous_vocab,
@@ -90,7 +91,7 @@ OF_SPECULATION = (
         "draft_tensor_parallel_size (draft, target)",
         lambda s: (s.draft_tensor_parallel_size, s.target_parallel_config.tensor_parallel_size),
         lambda sizes: sizes[0] != sizes[1],
-        "the draft must be split as the target is; leave it out",
+        "the draft must be split like the target; leave it out",
     ),
     Refusal(
         "vocab_size (target, draft)",
@@ -99,8 +100,8 @@ OF_SPECULATION = (
             s.draft_model_config.get_vocab_size(),
         ),
         lambda sizes: sizes[0] != sizes[1],
-        "use a draft with the target's vocabulary; where only one of the two is padded, save the "
-        "draft anew with transformers' resize_token_embeddings, to the target's size",
+        "use a draft with the target's vocabulary; if only one of the two is padded, resize the "
+        "draft to the target's size with transformers' resize_token_embeddings",
     ),
     Refusal(
         "max_model_len (target, draft)",
@@ -109,17 +110,19 @@ OF_SPECULATION = (
         "the draft reads every position of the target; set --max-model-len to what the draft takes",
     ),
 )
-"""Of ``SpeculativeConfig``."""
+"""Checks of ``SpeculativeConfig``."""
 
 
 def _ranks_of_experts(config: Any) -> tuple[int, str]:
-    """Ranks that make their forwards together, and of what; vLLM takes a model for one of experts
-    unless it is known to be none."""
+    """Return the number of data-parallel ranks, and the kind of the target.
+
+    vLLM takes a model for a mixture of experts unless it knows that the model is dense.
+    """
     parallel = config.parallel_config
     return parallel.data_parallel_size, "dense" if parallel.is_moe_model is False else "experts"
 
 
-OF_ENGINE = (
+ENGINE_REFUSALS = (
     Refusal(
         "data_parallel_size (ranks, target)",
         _ranks_of_experts,
@@ -187,7 +190,7 @@ OF_ENGINE = (
         "enable_prompt_embeds",
         lambda c: c.model_config.enable_prompt_embeds,
         bool,
-        "the draft reads tokens, which such a prompt has none of; leave it out",
+        "the draft reads tokens, and such a prompt has none; leave it out",
     ),
     Refusal(
         "enable_trace_replay",
@@ -211,7 +214,7 @@ OF_ENGINE = (
         "watermark_config",
         lambda c: c.watermark_config,
         lambda watermark: watermark is not None,
-        "a watermark reads the tokens before a row, which in a tree are not its own; leave it out",
+        "a watermark reads the preceding rows, which in a tree may be other branches; leave it out",
     ),
     Refusal(
         "VLLM_USE_V2_MODEL_RUNNER",
@@ -220,9 +223,9 @@ OF_ENGINE = (
         "trees need vLLM's V2 model runner; unset it",
     ),
 )
-"""Of ``VllmConfig``."""
+"""Checks of ``VllmConfig``."""
 
-OF_CUDA = (
+CUDA_REFUSALS = (
     Refusal(
         "attention_backend",
         lambda c: c.attention_config.backend and c.attention_config.backend.name,
@@ -244,9 +247,9 @@ OF_CUDA = (
         f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
     ),
 )
-"""Of ``VllmConfig``, on CUDA."""
+"""Checks of ``VllmConfig`` on CUDA."""
 
-OF_MODEL = (
+MODEL_REFUSALS = (
     Refusal(
         "runner",
         lambda m: m.runner_type,
@@ -288,7 +291,7 @@ OF_MODEL = (
         lambda m: m.get_sliding_window(),
         lambda window: window is not None,
         "tree attention sees the whole context; use a model without a window, or "
-        "--disable-sliding-window, which limits the context to it",
+        "--disable-sliding-window, which limits the context to the window",
     ),
     Refusal(
         "attention_chunk_size",
@@ -315,4 +318,4 @@ OF_MODEL = (
         "set --dtype to bfloat16, float16 or float32",
     ),
 )
-"""Of ``ModelConfig``, the target's and the draft's."""
+"""Checks of ``ModelConfig``, the target's and the draft's."""

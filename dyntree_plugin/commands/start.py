@@ -1,22 +1,127 @@
-"""What a command does before it starts an engine."""
+"""What a command does before it starts an engine, and while it waits for one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
+from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.strict_json import from_json
+
+Announce = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
+"""Shows a task and, if it is known, its number of parts. The context gives the function to call
+after each part."""
 
 _STARTS_NO_ENGINE = {"--help", "--from", "--base-url"}
+_LEVELS = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def ready_for_engine(arguments: Sequence[str] = ()) -> None:
-    """End the command with status 1 where there is no vLLM, unless one of its ``arguments`` says
-    that no engine is to start; start it anew where Intel's OpenMP has to be loaded first."""
+    """Make sure that vLLM is installed, and restart the process if Intel's OpenMP must be loaded.
+
+    Without vLLM the command ends with status 1, unless one of its ``arguments`` says that no
+    engine is to start.
+    """
     missing = versions.absence()
     if missing and not _STARTS_NO_ENGINE & {word.partition("=")[0] for word in arguments}:
         typer.echo(f"{missing}; `dyntree doctor` says what to install", err=True)
         raise typer.Exit(1)
     openmp.restart_with_library()
+
+
+def tree_options(value: str, nodes: int) -> dict[str, Any]:
+    """Read the dyntree options in a command's ``--options``, for trees of ``--nodes``.
+
+    Raises:
+        BadParameter: for options that are refused.
+    """
+    try:
+        options = from_json(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"--options {error}") from None
+    try:
+        DynTreeOptions.parse(options).resolve(nodes)
+    except ValueError as error:
+        message = f"--options, with num_speculative_tokens set by --nodes: {error}"
+        raise typer.BadParameter(message) from None
+    return dict(options)
+
+
+def fetch(model: str) -> None:
+    """Download a model unless it is a folder. Hugging Face shows its own progress bars."""
+    if not Path(model).is_dir():
+        from huggingface_hub import snapshot_download
+
+        snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
+
+
+@contextmanager
+def announcing(console: Console) -> Iterator[Announce]:
+    """Show long tasks with a spinner, and with a bar if the number of their parts is known."""
+    columns = (
+        SpinnerColumn(finished_text="✓"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns,
+        console=console,
+        refresh_per_second=4,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as progress:
+
+        @contextmanager
+        def announce(what: str, parts: int | None) -> Iterator[Callable[[], None]]:
+            task = progress.add_task(what, total=parts)
+            yield lambda: progress.advance(task)
+            progress.update(task, total=parts or 1, completed=parts or 1)
+
+        yield announce
+
+
+@contextmanager
+def quiet() -> Iterator[TextIO]:
+    """Keep the output of this process and its children off the screen; give a file that shows.
+
+    Errors that vLLM has logged are shown on stderr at the end. If the block raises, all of the
+    output is shown, except for a ValueError, which itself names the user's mistake.
+    """
+    warnings.simplefilter("ignore")
+    os.environ.update({k: v for k, v in _LEVELS.items() if k not in os.environ})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    screen = os.fdopen(os.dup(1), "w")
+    # C++ libraries and child processes do not write through sys.stdout and sys.stderr.
+    stdout, stderr = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        everything = False
+        try:
+            yield screen
+        except BaseException as error:
+            everything = not isinstance(error, ValueError)
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for saved, standard in ((stdout, 1), (stderr, 2)):
+                os.dup2(saved, standard)
+                os.close(saved)
+            screen.close()
+            log.seek(0)
+            sys.stderr.writelines(line for line in log if everything or "ERROR" in line)

@@ -1,4 +1,4 @@
-"""What the plugin reads from, and writes into, vLLM's configuration."""
+"""Read trees from vLLM's configuration, and write them into it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ if TYPE_CHECKING:
     from dyntree_kernels.dispatch import Measurement
     from dyntree_plugin.tree.plan import TreePlan
 
+WORKERS = {
+    "cpu": "dyntree_plugin.engine.cpu.worker.TreeCPUWorker",
+    "cuda": "dyntree_plugin.engine.cuda.worker.TreeGPUWorker",
+}
+"""Worker classes of engines with trees, by the device type of vLLM's platform."""
+
+PLAIN_WORKER = "dyntree_plugin.engine.cpu.worker.PlainCPUWorker"
+"""Worker class for ``worker_cls`` that runs vLLM's V2 runner on a CPU without trees. Trees are
+compared with it."""
+
 _MARK = "_dyntree_plan"
 
 
 def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
-    """The plan of this engine's trees; None where it has no dyntree options."""
+    """Return the plan of this engine's trees, or None if it has no dyntree options."""
     options = DynTreeOptions.of(vllm_config.additional_config)
     if options is None or vllm_config.speculative_config is None:
         return None
@@ -32,7 +42,7 @@ def uses_adaptive_budget(vllm_config: VllmConfig) -> bool:
 
 
 def measured_kernels(vllm_config: VllmConfig) -> list[Measurement]:
-    """The kernel table that the user gave; it was read once when the configuration was checked."""
+    """Load the kernel table that the user gave. Admission has checked that it can be read."""
     from dyntree_kernels.dispatch import load_table
 
     options = DynTreeOptions.of(vllm_config.additional_config)
@@ -41,28 +51,28 @@ def measured_kernels(vllm_config: VllmConfig) -> list[Measurement]:
     return load_table(Path(options.kernel_table))
 
 
-def claim(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
-    """Have vLLM schedule the nodes of a tree where it would schedule those of a chain.
+def mark_as_tree(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
+    """Set the number of draft tokens to the nodes of a tree, and attach the plan.
 
-    The configuration is marked, as some of vLLM's hooks see nothing else; the mark travels with
-    it to every process.
+    Some of vLLM's hooks see nothing but this configuration. The plan travels with it to every
+    process.
     """
     speculative_config.num_speculative_tokens = plan.shape.node_budget
     vars(speculative_config)[_MARK] = plan
 
 
 def choose_scheduler(vllm_config: VllmConfig) -> None:
-    """Name the scheduler that counts trees; call it when async scheduling is decided."""
+    """Set the scheduler that counts trees. Call it after vLLM has decided on async scheduling."""
     scheduler = vllm_config.scheduler_config
     name = "AsyncTreeScheduler" if scheduler.async_scheduling else "TreeScheduler"
     scheduler.scheduler_cls = f"dyntree_plugin.engine.scheduler.{name}"
 
 
 def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
-    """Have the scheduler choose how many nodes a step's trees verify.
+    """Let the scheduler choose how many nodes of each tree a step verifies.
 
-    vLLM's own schedule of draft tokens by batch size is given every size that there may be: its
-    CUDA graphs are captured for those, and the scheduler replaces the schedule by a choice.
+    vLLM's own schedule of draft tokens by batch size gets every possible size. vLLM captures CUDA
+    graphs for these sizes, and the plugin's scheduler chooses among them.
     """
     from vllm.logger import init_logger
 
@@ -71,7 +81,7 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
     if plan is None or speculation is None or plan.budget != "adaptive":
         return
     sizes = _sizes_of(plan.shape.node_budget, scheduler.max_num_seqs)
-    on_cuda = device_type != "cpu"  # without graphs, the scheduler has every size
+    on_cuda = device_type != "cpu"  # Without graphs the scheduler may choose any size.
     if on_cuda and (left_out := sorted({*node_buckets(plan.shape.node_budget)} - {*sizes})):
         init_logger("vllm.dyntree").info_once(
             "max_num_seqs=%d leaves room for trees of %s nodes, and not of %s.",
@@ -85,10 +95,10 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
 
 
 def _sizes_of(node_budget: int, requests: int) -> list[int]:
-    """The sizes that vLLM's schedule has room for, descending: one for each number of requests.
+    """Return the sizes that fit into vLLM's schedule, descending: one per number of requests.
 
-    The budget comes first, then none, by which speculation ends where it does not pay; small trees
-    differ least from those.
+    The full budget goes first, then 0, which ends speculation when it does not pay. Small trees
+    are left out first, because they differ least from 0.
     """
     none, *sizes = node_buckets(node_budget)
     if requests == 1:
@@ -97,16 +107,17 @@ def _sizes_of(node_budget: int, requests: int) -> list[int]:
 
 
 def is_marked(speculative_config: Any) -> bool:
+    """Return whether `mark_as_tree` was called."""
     return _MARK in vars(speculative_config)
 
 
 def scratch_slots(speculative_config: Any) -> int:
-    """KV slots that drafting needs behind the root; 0 for an engine without trees."""
+    """Return the KV slots that drafting needs after the root; 0 for an engine without trees."""
     plan = plan_in_force(speculative_config)
     return 0 if plan is None else plan.scratch_slots
 
 
 def plan_in_force(speculative_config: Any) -> TreePlan | None:
-    """The plan of the trees; None for an engine without."""
+    """Return the plan that `mark_as_tree` attached, or None for an engine without trees."""
     plan: TreePlan | None = vars(speculative_config).get(_MARK)
     return plan

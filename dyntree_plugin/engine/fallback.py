@@ -1,4 +1,4 @@
-"""Which requests cannot branch, and why."""
+"""Tell which requests are drafted with chains instead of trees, and why."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 
 def has_custom_processors(model_config: ModelConfig) -> bool:
-    """Whether the sampler runs logits processors that are not vLLM's own: those of the
-    configuration, and those of installed packages."""
+    """Return whether the sampler runs logits processors of the configuration or of packages."""
     return bool(_cached_load_v2_logitsprocs(tuple(model_config.logits_processors or ())))
 
 
 def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str | None:
-    """Why vLLM's sampler needs this request's rows in chain order; None where it does not.
+    """Return why a request must be drafted with a chain, or None if it can have a tree.
 
-    These parts of the sampler take the rows before a row for the tokens before it. A tree that
-    is a chain satisfies them, so the request is drafted with one.
+    Some parts of vLLM's sampler read the preceding rows as the preceding tokens, which holds in a
+    chain only.
     """
     if params is None:
         return None
@@ -47,9 +46,10 @@ def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str 
     return None
 
 
-def chained_by_default(model_config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What makes a chain of every request that says nothing else, and what to do: the parameters
-    that vLLM gives to requests by default, and logits processors.
+def default_chain_reasons(model_config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Find what makes every request a chain by default, and what to do about it.
+
+    The reasons are default sampling parameters and logits processors.
 
     Raises:
         ValueError: if a logits processor cannot be loaded.
@@ -58,8 +58,8 @@ def chained_by_default(model_config: ModelConfig) -> Iterator[tuple[str, str]]:
         if chain_reason(SamplingParams(**{name: value}), False):
             place, advice = _default_of(model_config, name)
             yield (
-                f"{name}={value} of {place} is the default of every request: those that set no "
-                "other are drafted with chains, not with trees",
+                f"{name}={value} of {place} is the default of every request: requests that do not "
+                "override it are drafted with chains, not with trees",
                 advice,
             )
     try:
@@ -70,19 +70,19 @@ def chained_by_default(model_config: ModelConfig) -> Iterator[tuple[str, str]]:
         given = [f"--logits-processors {each}" for each in model_config.logits_processors or ()]
         installed = [f"installed {e.value}" for e in entry_points(group=LOGITSPROCS_GROUP)]
         yield (
-            f"Logits processors ({', '.join([*given, *installed])}) read the tokens before a row: "
+            f"Logits processors ({', '.join([*given, *installed])}) read the preceding tokens: "
             "every request is drafted with a chain, not with a tree",
             "leave them out",
         )
 
 
 def _default_of(model_config: ModelConfig, name: str) -> tuple[str, str]:
-    """Where a sampling parameter's default stands, and how to do without it."""
+    """Return the file or option that sets a sampling parameter's default, and how to avoid it."""
     neutral = f"--override-generation-config '{{\"{name}\": {getattr(SamplingParams(), name)}}}'"
     if name in model_config.override_generation_config:
         return "--override-generation-config", f"set {neutral}"
     folder = model_config.generation_config
     if folder == "auto":
         folder = model_config.hf_config_path or model_config.model
-    advice = f"set {neutral}, or --generation-config vllm, which leaves all its defaults out"
+    advice = f"set {neutral}, or --generation-config vllm, which ignores all of its defaults"
     return f"{folder}/generation_config.json", advice

@@ -1,7 +1,7 @@
-"""What one request may ask of the V2 runner's sampler.
+"""Limits of one request to the V2 runner's sampler.
 
-The sampler's states have rows of fixed widths and integers of fixed sizes. What does not fit raises
-in the worker, which ends the engine, so it is refused, or made to fit, before it gets there.
+The sampler's states have rows of fixed width and integers of fixed size. A value that does not fit
+raises in the worker and ends the engine, so requests are refused or adjusted before that.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 WORD_TOKENS_ON_CPU = 1 << 16
-"""Tokens of all ``bad_words`` of a request. V1, which has no bound, compares them all in Python."""
+"""Limit for the tokens of all ``bad_words`` of a request. The V1 runner has no limit."""
 
 _SEEDS = range(-(2**63), 2**64)
-"""What 64 bits hold, signed or not; so it is with the generators of the V1 runner."""
+"""Seeds that fit into 64 bits, signed or unsigned, as the V1 runner accepts them."""
 
 
 def fit(params: SamplingParams, model_config: ModelConfig, *, on_cpu: bool) -> None:
-    """Lower a finished request's numbers of tokens to the longest text that there may be.
+    """Lower a processed request's numbers of tokens to the longest possible text.
 
     Raises:
-        VLLMValidationError: for a parameter that the sampler has no room for; vLLM answers 400.
+        VLLMValidationError: for a parameter that exceeds the sampler's room; vLLM answers 400.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -33,12 +33,12 @@ def fit(params: SamplingParams, model_config: ModelConfig, *, on_cpu: bool) -> N
     params.min_tokens = min(params.min_tokens, longest)
     if params.max_tokens is not None:
         params.max_tokens = min(params.max_tokens, longest)
-    for parameter, unit, asked, most in _asked(params, model_config.get_vocab_size(), on_cpu):
-        if asked > most:
+    for parameter, unit, count, limit in _counts(params, model_config.get_vocab_size(), on_cpu):
+        if count > limit:
             raise VLLMValidationError(
-                f"{parameter} asks for {asked} {unit}; allowed: at most {most}",
+                f"{parameter} asks for {count} {unit}; allowed: at most {limit}",
                 parameter=parameter,
-                value=asked,
+                value=count,
             )
     seed = params.seed
     if seed is not None and not (seed in _SEEDS and seed + params.n - 1 in _SEEDS):
@@ -49,14 +49,14 @@ def fit(params: SamplingParams, model_config: ModelConfig, *, on_cpu: bool) -> N
         )
 
 
-def _asked(
+def _counts(
     params: SamplingParams, vocab_size: int, on_cpu: bool
 ) -> Iterator[tuple[str, str, int, int]]:
-    """Parameter, unit, how many of it the request asks for, and the most that there is room for."""
+    """Yield parameter, unit, the number of units in the request, and the limit."""
     yield "logprobs", "tokens", params.logprobs or 0, vocab_size
     yield "prompt_logprobs", "tokens", params.prompt_logprobs or 0, vocab_size
     word_tokens = sum(map(len, params.bad_words_token_ids or ()))
-    if on_cpu:  # `long_lists` has room for the whole vocabulary.
+    if on_cpu:  # There `vllm_cpu_runner.long_lists` makes room for the whole vocabulary.
         yield "bad_words", "tokens", word_tokens, WORD_TOKENS_ON_CPU
         return
     from vllm import envs
@@ -71,9 +71,9 @@ def _asked(
 
 
 def wrap_seeds(sampler: Any) -> None:
-    """Let the ``sampler`` take seeds beyond int64 as the int64 of the same 64 bits.
+    """Let the ``sampler`` accept seeds beyond int64, as the int64 with the same 64 bits.
 
-    The n sequences of a request have consecutive seeds, which may lead there.
+    The n sequences of a request have consecutive seeds, so a valid seed may lead there.
     """
     stock = sampler.add_request
 

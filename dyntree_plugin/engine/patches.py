@@ -1,6 +1,6 @@
-"""Every symbol of vLLM that is replaced when the plugin loads, one function each.
+"""Replace symbols of vLLM when the plugin loads, one function for each.
 
-Each is idempotent and leaves engines without dyntree options as they are.
+A second call of a function changes nothing, and engines without dyntree options are not affected.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin import options, plugin
+from dyntree_plugin import options
 from dyntree_plugin.admission import check, reasons
+from dyntree_plugin.engine.configuration import PLAIN_WORKER
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    Admit = Callable[[VllmConfig, DynTreeOptions, str], None]
+    ConfigureScheduler = Callable[[VllmConfig, str], None]
+
 FLAG = f"--{NAMESPACE}"
 
-_making_trees = ContextVar("the configuration that is made asks for trees", default=False)
+_making_trees = ContextVar("the configuration being made has dyntree options", default=False)
 
 
 def add_flag() -> None:
-    """``EngineArgs.add_cli_args``: adds ``--dyntree``, which fills ``additional_config``.
+    """Add ``--dyntree``, which fills ``additional_config``: ``EngineArgs.add_cli_args``.
 
     Why: vLLM has no hook for a plugin's own flags, but loads plugins before it builds its parser.
     Remove when vLLM lets plugins add arguments.
@@ -40,7 +44,7 @@ def add_flag() -> None:
             for action in parser._actions:
                 if "--additional-config" in action.option_strings:
                     action.__class__ = _keeping_options(type(action))
-                    action.type = _of_single_keys(action.type)
+                    action.type = _single_keys(action.type)
             parser.add_argument_group(NAMESPACE, "Dynamic token tree.").add_argument(
                 FLAG,
                 action=_OptionsAction,
@@ -57,12 +61,14 @@ def add_flag() -> None:
     _replace(EngineArgs, "add_cli_args", adding_flag)
 
 
-def admit_configs() -> None:
-    """``Platform.check_and_update_config``: admits or refuses a configuration with a tree.
+def admit_configs(admit: Admit, configure_scheduler: ConfigureScheduler) -> None:
+    """Admit or refuse configurations with trees: ``Platform.check_and_update_config``.
 
-    Why: it is the platform's last word on a finished ``VllmConfig``, in the process that builds
-    it and before any weights load, and where the worker class is chosen. There is no hook for
-    general plugins. Remove when vLLM lets them check and update the configuration.
+    ``admit`` gets the configuration before the platform does, ``configure_scheduler`` after it.
+
+    Why: here the platform completes a ``VllmConfig`` and chooses the worker class, in the process
+    that builds the configuration and before any weights load. General plugins have no hook there.
+    Remove when vLLM lets them check and update the configuration.
     """
     from vllm.platforms import current_platform
 
@@ -72,10 +78,10 @@ def admit_configs() -> None:
             with reasons.logged():
                 tree = DynTreeOptions.of(vllm_config.additional_config)
                 if tree is not None:
-                    plugin.admit(vllm_config, tree, cls.device_type)
+                    admit(vllm_config, tree, cls.device_type)
             stock.__func__(cls, vllm_config)
             if tree is not None:
-                plugin.settle(vllm_config, cls.device_type)
+                configure_scheduler(vllm_config, cls.device_type)
 
         return classmethod(check_and_update_config)
 
@@ -83,13 +89,13 @@ def admit_configs() -> None:
 
 
 def refuse_before_vllm() -> None:
-    """``EngineArgs.create_engine_config`` and
-    ``SpeculativeConfig.verify_equal_vocab_size_if_draft_model``: our reasons, not vLLM's.
+    """Give dyntree's reasons before vLLM's: ``EngineArgs.create_engine_config`` and
+    ``SpeculativeConfig.verify_equal_vocab_size_if_draft_model``.
 
-    Why: before vLLM asks the platform it has complained of what leads astray with trees: of other
-    tokenizers for a padded vocabulary, of too few tokens per step for LoRA, of unknown arguments
-    for our options. The vocabularies are then compared with everything else, by
-    `refuse_unserved`. Remove when a plugin can check an engine's arguments.
+    Why: vLLM raises errors before it asks the platform, and with trees some of them mislead: for a
+    padded vocabulary it blames the tokenizers, for LoRA the tokens per step, and for dyntree's
+    options unknown arguments. `refuse_unserved` then compares the vocabularies, along with
+    everything else. Remove when a plugin can check an engine's arguments.
     """
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -102,8 +108,8 @@ def refuse_before_vllm() -> None:
             try:
                 config: VllmConfig = stock(self, *args, **kwargs)
             except ValueError as error:
-                ours = list(check.of_arguments(self, with_trees))
-                if not ours or reasons.are_ours(error):
+                ours = list(check.argument_refusals(self, with_trees))
+                if not ours or reasons.is_refusal(error):
                     raise
                 with reasons.logged():
                     raise check.Refused(*ours) from error
@@ -126,12 +132,12 @@ def refuse_before_vllm() -> None:
 
 
 def select_v2_runner() -> None:
-    """``VllmConfig.use_v2_model_runner`` and ``_validate_v2_model_runner``: V2 on CPU, for trees
-    and for `plugin.PLAIN_WORKER`.
+    """Select the V2 runner on a CPU, for trees and for `PLAIN_WORKER`:
+    ``VllmConfig.use_v2_model_runner`` and ``_validate_v2_model_runner``.
 
-    Why: without Triton, vLLM falls back to the V1 runner, and 0.32 also refuses V2, though
-    ``vllm.triton_utils.dispatcher`` takes native kernels in Triton's place and our worker
-    registers them. Remove when the choice of runner looks at the registered kernels.
+    Why: without Triton vLLM falls back to the V1 runner, and 0.32 refuses V2. Yet
+    ``vllm.triton_utils.dispatcher`` accepts native kernels in place of Triton's, and the plugin's
+    worker registers them. Remove when the choice of runner looks at the registered kernels.
     """
     from vllm.config import VllmConfig
 
@@ -155,20 +161,12 @@ def select_v2_runner() -> None:
     _replace(VllmConfig, "_validate_v2_model_runner", without_triton)
 
 
-def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Sets `owner.name` to `make` of the stock attribute; does nothing the second time."""
-    marker = f"_{NAMESPACE}_replaced_{name}"
-    if marker not in vars(owner):
-        setattr(owner, marker, True)
-        setattr(owner, name, make(inspect.getattr_static(owner, name)))
-
-
 def reserve_scratch_slots() -> None:
-    """``VllmConfig.num_lookahead_tokens``: KV slots for the nodes that drafting expands.
+    """Reserve KV slots for the nodes that drafting expands: ``VllmConfig.num_lookahead_tokens``.
 
-    Why: vLLM reserves one slot per draft token; a tree expands nodes that its budget then leaves
-    out, and every expanded node needs a slot in the draft's cache. Remove when a speculator can
-    say how many slots it needs.
+    Why: vLLM reserves one slot per draft token. A tree also expands nodes that its budget leaves
+    out later, and every expanded node needs a slot in the draft's cache. Remove when a speculator
+    can say how many slots it needs.
     """
     from vllm.config import VllmConfig
 
@@ -180,7 +178,7 @@ def reserve_scratch_slots() -> None:
             speculation = self.speculative_config
             if speculation is None or not configuration.is_marked(speculation):
                 return tokens
-            # One more: the last emitted token, which the draft reads before the target does.
+            # The draft reads the last emitted token before the target does: one slot more.
             return max(tokens, configuration.scratch_slots(speculation) + 1)
 
         return property(num_lookahead_tokens)
@@ -189,10 +187,11 @@ def reserve_scratch_slots() -> None:
 
 
 def admit_sampling_parameters() -> None:
-    """``SamplingParams._validate_spec_decode``: min-p and logit bias with trees.
+    """Allow min-p and logit bias with trees: ``SamplingParams._validate_spec_decode``.
 
-    Why: vLLM refuses them with any speculation, for its rejection sampler's sake; matching the
-    target's own samples serves them exactly. Remove when vLLM refuses by the rule in use.
+    Why: vLLM refuses them with any speculation, because its rejection sampler cannot serve them.
+    Matching the target's own samples serves them exactly. Remove when vLLM looks at the rule in
+    use.
     """
     from vllm.sampling_params import SamplingParams
 
@@ -210,11 +209,11 @@ def admit_sampling_parameters() -> None:
 
 
 def fit_requests() -> None:
-    """``InputProcessor.process_inputs``: refuses, with trees and for `plugin.PLAIN_WORKER`, what
-    the V2 runner's sampler has no room for.
+    """Refuse requests that exceed the V2 runner's sampler, with trees and for `PLAIN_WORKER`:
+    ``InputProcessor.process_inputs``.
 
-    Why: nothing checks it before the worker does, whose error ends the engine; and ``verify`` comes
-    before the tokenizer has read the bad words. Remove when vLLM checks it.
+    Why: only the worker checks them, and its error ends the engine. ``SamplingParams.verify`` is
+    too early: the tokenizer has not read the bad words yet. Remove when vLLM checks them.
     """
     from vllm.platforms import current_platform
     from vllm.v1.engine.input_processor import InputProcessor
@@ -236,13 +235,13 @@ def fit_requests() -> None:
 
 
 def carry_tree_stats() -> None:
-    """``SchedulerStats`` and ``PrometheusStatLogger``: our counts in vLLM's stats channel.
+    """Carry the counts of trees in vLLM's statistics: ``SchedulerStats`` and
+    ``PrometheusStatLogger``.
 
-    Why: the channel decodes statistics by their declared type, and the logger makes the class of
-    speculation metrics that it names, which vLLM itself replaces for Ray. Engines without trees
-    keep what they had: our types then hold nothing of ours. It must come before a process's first
-    engine: msgspec reads the declared type once and for all. Remove when a plugin can register
-    statistics.
+    Why: vLLM decodes statistics by their declared type, and the logger names the class of its
+    speculation metrics, which vLLM itself replaces for Ray. Without trees the plugin's types add
+    nothing to vLLM's. The call must precede the first engine of a process, because msgspec reads
+    the declared type only once. Remove when a plugin can register statistics.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
@@ -255,10 +254,10 @@ def carry_tree_stats() -> None:
 
 
 def log_drafts_alone() -> None:
-    """``SpecDecodingLogging.observe``: leaves out statistics of steps that verified nothing.
+    """Leave out steps that verified no draft: ``SpecDecodingLogging.observe``.
 
-    Why: ours come with every step, and vLLM's log line of an interval divides by its drafts. Remove
-    when the log line copes with none.
+    Why: the plugin's statistics come with every step, and vLLM's log line divides by the number of
+    drafts in its interval. Remove when the log line handles an interval without drafts.
     """
     from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
@@ -273,8 +272,16 @@ def log_drafts_alone() -> None:
     _replace(SpecDecodingLogging, "observe", with_drafts)
 
 
+def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    """Set ``owner.name`` to ``make`` of the stock attribute; a second call does nothing."""
+    marker = f"_{NAMESPACE}_replaced_{name}"
+    if marker not in vars(owner):
+        setattr(owner, marker, True)
+        setattr(owner, name, make(inspect.getattr_static(owner, name)))
+
+
 def _wants_v2(vllm_config: VllmConfig) -> bool:
-    plain = vllm_config.parallel_config.worker_cls == plugin.PLAIN_WORKER
+    plain = vllm_config.parallel_config.worker_cls == PLAIN_WORKER
     return _has_options(vllm_config.additional_config) or plain
 
 
@@ -295,16 +302,18 @@ def _json_object(text: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _of_single_keys(stock: Any) -> Callable[[str], Any]:
-    """vLLM's way to read ``--additional-config``, of which the last of two equal keys stands; but
-    not where our options are in it."""
+def _single_keys(stock: Any) -> Callable[[str], Any]:
+    """Refuse equal keys in an ``--additional-config`` that has dyntree options.
+
+    vLLM's own reader, ``stock``, takes the last of two equal keys.
+    """
 
     @functools.wraps(stock)
     def read(text: str) -> Any:
         try:
             value = stock(text)
         except RecursionError:
-            value = {NAMESPACE: text}  # The reason is told below.
+            value = {NAMESPACE: text}  # `from_json` raises the error.
         if _has_options(value):
             try:
                 from_json(text)
@@ -325,7 +334,7 @@ def _merge(action: argparse.Action, first: Any, second: Any) -> Any:
 
 
 class _OptionsAction(argparse.Action):
-    """Merges its options into those that the namespace's ``additional_config`` holds already."""
+    """Merges its options into those that the namespace's ``additional_config`` already has."""
 
     def __call__(
         self,
@@ -340,9 +349,10 @@ class _OptionsAction(argparse.Action):
 
 
 def _keeping_options(stock: Any) -> type[argparse.Action]:
-    """The class of vLLM's own ``--additional-config``, made to keep options given before it.
+    """Derive an action of vLLM's own ``--additional-config`` that keeps dyntree options before it.
 
-    In vLLM a second ``--additional-config`` replaces the first, and each dotted one is a second.
+    In vLLM a second ``--additional-config`` replaces the first, and every dotted argument, such as
+    ``--additional-config.x``, counts as one.
     """
 
     def __call__(

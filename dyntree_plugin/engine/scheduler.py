@@ -1,4 +1,4 @@
-"""vLLM's schedulers, counting trees where they count chains, and sizing them where they must."""
+"""vLLM's schedulers with trees: they count trees, and they choose how large the trees are."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = init_logger("vllm.dyntree")
 
 
 class TreeCounting(Scheduler):
-    """Takes what the worker counted and hands it on with vLLM's statistics.
+    """Adds the worker's counts to vLLM's statistics, and chooses the size of the next trees.
 
-    Where the configuration schedules numbers of draft tokens (`config.size_trees_by_step`), the
-    next one, and how many forwards draft them, are chosen from what the trees so far were worth.
+    The size and the number of draft forwards are chosen only if the budget is adaptive; see
+    `configuration.size_trees_by_step`. The choice follows from what earlier trees were worth.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +45,7 @@ class TreeCounting(Scheduler):
         if self.dynamic_sd_lookup is not None and plan is not None:
             sizes: tuple[int, ...] = node_buckets(plan.shape.node_budget)
             if not current_platform.is_cpu():
-                # Sizes that graphs are captured for. Entry 0 of the table is for no batch.
+                # Graphs are captured for these sizes. Entry 0 of the table belongs to no batch.
                 sizes = tuple(sorted({*self.dynamic_sd_lookup[1:]}))
             synchronous = not self.scheduler_config.async_scheduling
             lookup: Any = NodeBuckets(sizes, len(plan.growing.widths), synchronous=synchronous)
@@ -53,13 +53,13 @@ class TreeCounting(Scheduler):
 
     def add_request(self, request: Request) -> None:
         reason = chain_reason(request.sampling_params, self._custom_processors)
-        if reason is not None:  # Counted as well, but only where there are statistics.
+        if reason is not None:  # Metrics count these requests too, unless they are disabled.
             logger.info_once("Requests with %s are drafted as chains.", reason)
         super().add_request(request)
 
     def _handle_stopped_request(self, request: Request) -> bool:
-        # A session that takes more input goes on from the last token but one. What a tree had
-        # accepted behind the stop counts as computed, and is no part of the session.
+        # A session that takes more input continues after its last token but one. Tokens that a
+        # tree had accepted after the stop count as computed but do not belong to the session.
         if request.resumable:
             end = request.num_tokens - 1 + request.num_output_placeholders
             request.num_computed_tokens = min(request.num_computed_tokens, end)
@@ -84,7 +84,7 @@ class TreeCounting(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_counts(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Begin the step's statistics, with the requests that vLLM gave no draft to verify."""
+        """Begin the step's statistics with the requests that had no draft to verify."""
         counts: WorkerCounts | None = getattr(output, ATTRIBUTE, None)
         self._counts, self._rows, self._observed = counts, output.req_id_to_index, []
         if counts is None:
@@ -93,7 +93,7 @@ class TreeCounting(Scheduler):
         self._stats = TreeSpecDecodingStats.of_step(self.num_spec_tokens, counts)
         for request_id, row in self._rows.items():
             request = self.requests.get(request_id)
-            # vLLM counts neither what ended while the step ran nor what emitted nothing.
+            # vLLM counts no request that ended during the step or emitted nothing.
             if request is None or request.is_finished() or not counts.decoding[row]:
                 continue
             if not output.sampled_token_ids or not output.sampled_token_ids[row]:
@@ -126,7 +126,7 @@ class TreeCounting(Scheduler):
         counts, stats = self._counts, self._stats
         if counts is None or stats is None or not counts.nodes:
             return spec_decoding_stats
-        # vLLM fills a request up with drafts that has one token of its prompt left.
+        # vLLM also schedules draft tokens for a request with one prompt token left.
         if counts.decoding[self._rows[request_id]]:
             self._observe(stats, counts, request_id, num_accepted_tokens)
         return stats
@@ -134,10 +134,10 @@ class TreeCounting(Scheduler):
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> SchedulerStats | None:
-        return super().make_stats(self._counted() or spec_decoding_stats, *args, **kwargs)
+        return super().make_stats(self._complete_stats() or spec_decoding_stats, *args, **kwargs)
 
-    def _counted(self) -> TreeSpecDecodingStats | None:
-        """The step's statistics, which are complete."""
+    def _complete_stats(self) -> TreeSpecDecodingStats | None:
+        """Complete the step's statistics, and return them."""
         stats, counts = self._stats, self._counts
         self._stats = self._counts = None
         if stats is not None and counts is not None and self._observed:
@@ -146,8 +146,8 @@ class TreeCounting(Scheduler):
 
 
 class TreeScheduler(TreeCounting):
-    """For synchronous scheduling."""
+    """Schedules synchronously."""
 
 
 class AsyncTreeScheduler(TreeCounting, AsyncScheduler):
-    """For asynchronous scheduling."""
+    """Schedules asynchronously."""

@@ -1,4 +1,4 @@
-"""What the workers with trees share: their layers' attention, and tracing."""
+"""The part of a worker with trees that does not depend on the device."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from dyntree_plugin.engine.telemetry.trace import TreeTrace
 
 
 class TreeWorkerMixin:
-    """Goes before a platform's worker whose ``model_runner`` is a `TreeRunnerMixin`."""
+    """Registers the attention of trees, and traces trees.
+
+    It precedes a platform's worker class whose ``model_runner`` is a `TreeRunnerMixin`.
+    """
 
     model_runner: Any
     attention_backends: ClassVar[Mapping[str, str]]
-    """Class paths of ours, by the names of those of vLLM's that they go before."""
+    """Paths of the plugin's attention backends, by the names of the vLLM backends they replace."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with registered(self.attention_backends):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def trace_trees(self, wanted: bool) -> None:
-        """Start, or end, keeping every verified tree."""
+        """Start or stop keeping every verified tree."""
         self.model_runner.trace = TreeTrace() if wanted else None
 
     def take_trace(self) -> list[dict[str, Any]]:
-        """The trees kept since the last call.
+        """Return the trees kept since the last call.
 
         Raises:
             RuntimeError: if `trace_trees` has not been called.
         """
         trace: TreeTrace | None = self.model_runner.trace
         if trace is None:
-            raise RuntimeError("trees are not being traced: call trace_trees first")
+            raise RuntimeError("trees are not traced: call trace_trees first")
         return trace.take()

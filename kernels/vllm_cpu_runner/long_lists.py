@@ -19,17 +19,17 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
-from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU
 
+def lift_limits(sampler: Any, vocab_size: int, word_tokens: int) -> None:
+    """Give the lists of a ``sampler``'s requests room for every token of the vocabulary.
 
-def lift_limits(sampler: Any, vocab_size: int) -> None:
-    """Give the lists of a ``sampler``'s requests room for every token of the vocabulary, and its
-    bad words for `WORD_TOKENS_ON_CPU`."""
+    ``word_tokens``: room for the tokens of all bad words of a request.
+    """
 
     def with_room(state: LogitsProcessor) -> LogitsProcessor:
         if isinstance(state, LogitBiasState):
             return LongLogitBias(state, vocab_size)
-        return LongBadWords(state) if isinstance(state, BadWordsState) else state
+        return LongBadWords(state, word_tokens) if isinstance(state, BadWordsState) else state
 
     sampler.logits_processors = [with_room(state) for state in sampler.logits_processors]
 
@@ -95,9 +95,9 @@ class LongLogitBias(_Long):
 class LongBadWords(_Long):
     """vLLM's bad words, whose number its front end bounds."""
 
-    def __init__(self, state: BadWordsState) -> None:
+    def __init__(self, state: BadWordsState, word_tokens: int) -> None:
         super().__init__(state)
-        _widen(state.bad_word_token_ids, WORD_TOKENS_ON_CPU)
+        _widen(state.bad_word_token_ids, word_tokens)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         state = self._state

@@ -67,15 +67,15 @@ def work(engine: Engine, run: Run) -> Chosen:
 def main(job_path: str, results_path: str) -> None:
     from dyntree_plugin import plugin
 
-    settle = plugin.settle
+    configure = plugin.configure_scheduler
 
     def asynchronously(vllm_config: Any, device_type: str) -> None:
         # vLLM's platform for CPUs does not offer it.
         vllm_config.scheduler_config.async_scheduling = True
-        settle(vllm_config, device_type)
+        configure(vllm_config, device_type)
 
     job = json.loads(Path(job_path).read_text())
-    with mock.patch.object(plugin, "settle", asynchronously):
+    with mock.patch.object(plugin, "configure_scheduler", asynchronously):
         engine = Engine(job["engine"])
     found = {name: asdict(work(engine, run_of(run))) for name, run in job["runs"].items()}
     Path(results_path).write_text(json.dumps(found))

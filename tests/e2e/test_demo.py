@@ -26,7 +26,8 @@ def announce(what, parts):
     yield lambda: None
 
 if __name__ == "__main__":
-    from dyntree_plugin.commands.demo.engines import Settings, compare
+    from dyntree_plugin.commands.demo.comparison import compare
+    from dyntree_plugin.commands.engine import Settings
     target, draft = map(str, pair.paths().values())
     prompts = pair.held_out_prompts(2)
     whole = {"budget": "fixed"}

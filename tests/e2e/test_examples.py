@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dyntree_plugin import openmp, pair
-from dyntree_plugin.commands.doctor.command_line import of_command_line
+from dyntree_plugin.commands.doctor.command_line import command_line_checks
 from dyntree_plugin.commands.show.generation import load
 
 pytestmark = pytest.mark.e2e
@@ -165,6 +165,6 @@ def test_the_servers_command_line_in_the_client_is_one_that_is_served() -> None:
     assert text is not None
     (line,) = re.findall(r"dyntree serve (.*?)\n *python", text, re.S)
     line = line.replace("TARGET", MODELS["target"]).replace("DRAFT", MODELS["draft"])
-    checks, config = of_command_line(shlex.split(line.replace("\\\n", " ")))
+    checks, config = command_line_checks(shlex.split(line.replace("\\\n", " ")))
     assert config is not None, checks
     assert checks[0].found.startswith("admitted")

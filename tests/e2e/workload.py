@@ -9,7 +9,8 @@ from typing import Any
 import sabotage
 from engine_process import Request, Run
 
-from dyntree_plugin import pair, plugin
+from dyntree_plugin import pair
+from dyntree_plugin.engine.configuration import PLAIN_WORKER
 
 PROMPTS = pair.held_out_prompts(200)
 MAX_MODEL_LEN = 512
@@ -215,7 +216,7 @@ def with_options(slots: int = 16, draft: str = "draft", **options: Any) -> dict[
 def without_tree(**arguments: Any) -> dict[str, Any]:
     """Arguments of ``LLM`` for vLLM's V2 runner on the same target."""
     target = str(pair.paths()["target"])
-    stock = {"model": target, "worker_cls": plugin.PLAIN_WORKER, "reasoning_config": REASONING}
+    stock = {"model": target, "worker_cls": PLAIN_WORKER, "reasoning_config": REASONING}
     return stock | arguments
 
 

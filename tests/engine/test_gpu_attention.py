@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from dyntree_plugin.engine.attention import gpu
+from dyntree_plugin.engine.attention import cuda_layers
 from dyntree_plugin.engine.attention.kernels import (
     AttentionRows,
     FlashInferTrees,
@@ -64,7 +64,7 @@ class StockBuilder:
         return "stock for capture"
 
 
-class Builder(gpu.TreeMetadataBuilder, StockBuilder):
+class Builder(cuda_layers.TreeMetadataBuilder, StockBuilder):
     pass
 
 
@@ -88,7 +88,7 @@ class StockImpl:
         return out.fill_(1.0)
 
 
-class Impl(gpu.TreeAttentionImpl, StockImpl):
+class Impl(cuda_layers.TreeAttentionImpl, StockImpl):
     pass
 
 
@@ -110,7 +110,7 @@ SPEC: Any = SimpleNamespace(num_kv_heads=2, head_size=16)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[NotingKernel, NotingKernel]:
     """Of batches of trees alone, and of others."""
     both = NotingKernel(2.0), NotingKernel(3.0)
-    monkeypatch.setattr(gpu, "choose_kernel", lambda *_: both)
+    monkeypatch.setattr(cuda_layers, "choose_kernel", lambda *_: both)
     return both
 
 
@@ -238,10 +238,10 @@ def test_an_engine_without_trees_keeps_the_stock_backend(kernels: Any) -> None:
 def test_a_layer_beyond_tree_attention_is_refused(
     monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], named: str
 ) -> None:
-    monkeypatch.setattr(gpu, "get_current_vllm_config_or_none", lambda: TREES)
+    monkeypatch.setattr(cuda_layers, "get_current_vllm_config_or_none", lambda: TREES)
     with pytest.raises(ValueError, match=f"attention uses {named}"):
         Impl(**own)
-    monkeypatch.setattr(gpu, "get_current_vllm_config_or_none", lambda: engine())
+    monkeypatch.setattr(cuda_layers, "get_current_vllm_config_or_none", lambda: engine())
     Impl(**own)
 
 
@@ -290,7 +290,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferTrees:
 def rows_of(*rows: int, context: int, for_graph: bool) -> AttentionRows:
     own = common(*rows, context=context)
     mask_of = torch.zeros(len(rows)).int(), torch.zeros(sum(rows), 1).int()
-    return gpu._rows(own, *mask_of, COLUMNS, for_graph)
+    return cuda_layers._rows(own, *mask_of, COLUMNS, for_graph)
 
 
 def test_flashinfer_plans_into_buffers_of_their_own_for_every_size_of_graph(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dyntree_plugin
-from dyntree_plugin import plugin
+from dyntree_plugin.engine.configuration import WORKERS
 
 ENGINE = Path(dyntree_plugin.__file__).parent / "engine"
 
@@ -76,6 +76,6 @@ def test_every_platform_has_a_worker_that_goes_before_vllms(device: str, stock: 
     if device == "cuda":
         pytest.importorskip("triton")
     resolve = "from vllm.utils.import_utils import resolve_obj_by_qualname as found\n"
-    names = (plugin.WORKERS[device], stock)
+    names = (WORKERS[device], stock)
     assert run(f"{resolve}print(issubclass(*map(found, {names!r})))") == "True"
-    assert {"cpu", "cuda"} == plugin.WORKERS.keys()
+    assert {"cpu", "cuda"} == WORKERS.keys()

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dyntree_plugin.cli import app
-from dyntree_plugin.commands.top import run
+from dyntree_plugin.commands.top.command import run
 from dyntree_plugin.commands.top.figures import figures
 from dyntree_plugin.commands.top.page import Page, Unreadable, parse, read
 from dyntree_plugin.commands.top.screen import screen
@@ -205,7 +205,7 @@ def test_a_server_that_is_not_there_is_told() -> None:
     [
         (b"SSH-2.0-OpenSSH_9.9\r\n", "cannot be read: SSH-2.0"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nvllm:", "cannot be read: IncompleteRead"),
-        (b"HTTP/1.1 200 OK\r\n\r\n<!doctype html><html></html>\n", "is no page of metrics"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<!doctype html><html></html>\n", "is not a page of metrics"),
         (b"HTTP/1.1 200 OK\r\n\r\n\xff\xfe", "cannot be read: 'utf-8'"),
         (b"HTTP/1.1 503 Starting\r\n\r\n", "cannot be read: HTTP Error 503"),
     ],
@@ -224,7 +224,7 @@ def test_a_server_that_drips_is_left_and_told(
     breaks: that of the test itself."""
     monkeypatch.setattr("dyntree_plugin.commands.top.page.TIMEOUT_SECONDS", 0.3)
     server.raw, server.ending, server.pause = begin, b"x", 0.02
-    with pytest.raises(Unreadable, match=r"cannot be read: no whole answer within 0.3 s$"):
+    with pytest.raises(Unreadable, match=r"cannot be read: no complete answer within 0.3 s$"):
         read(address_of(server))
     assert server.left.wait(60), "the connection has to be cut, or every look leaves one behind"
 
@@ -347,7 +347,7 @@ def test_every_look_is_a_line_of_json_those_that_failed_too(
             raise KeyboardInterrupt
         server.raw, server.body = answer, text(30)
 
-    monkeypatch.setattr("dyntree_plugin.commands.top.time.sleep", sleep)
+    monkeypatch.setattr("dyntree_plugin.commands.top.command.time.sleep", sleep)
     console = Console(file=io.StringIO())
     run(console, address_of(server), 1.0, once=False, as_json=True)
     failed, after = map(json.loads, console.file.getvalue().splitlines())
@@ -371,7 +371,7 @@ def test_it_looks_again_until_interrupted_and_tells_of_a_server_that_went_away(
         if len(looks) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("dyntree_plugin.commands.top.time.sleep", sleep)
+    monkeypatch.setattr("dyntree_plugin.commands.top.command.time.sleep", sleep)
     console = Console(file=io.StringIO(), width=160, force_terminal=True)
     run(console, address_of(server), 1.0, once=False, as_json=False)
     shown = console.file.getvalue()

@@ -202,5 +202,5 @@ def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize("path", ["/elsewhere", "\n"])
 def test_a_server_without_a_page_of_metrics_is_told_of(address: str, path: str) -> None:
-    with pytest.raises(RuntimeError, match="is no page of metrics"):
+    with pytest.raises(RuntimeError, match="is not a page of metrics"):
         server.Client(address + path, chat=False).serve(Load(["x"], 1, 0.0, 6))

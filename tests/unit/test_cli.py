@@ -53,9 +53,9 @@ def test_the_pair_is_printed_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_demo_gets_its_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Any] = []
-    module = ModuleType("dyntree_plugin.commands.demo")
+    module = ModuleType("dyntree_plugin.commands.demo.command")
     module.main = received.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "dyntree_plugin.commands.demo", module)
+    monkeypatch.setitem(sys.modules, "dyntree_plugin.commands.demo.command", module)
     done = runner.invoke(cli.app, ["demo", "--target", "a", "--draft=b", "--help"])
     assert done.exit_code == 0, done.output
     assert received == [["--target", "a", "--draft=b", "--help"]]
@@ -90,8 +90,8 @@ def test_without_vllm_a_command_that_starts_an_engine_says_so(
 @pytest.mark.parametrize(
     ("line", "module"),
     [
-        (["demo", "--help"], "commands.demo"),
-        (["show", "--from=trace.json"], "commands.show"),
+        (["demo", "--help"], "commands.demo.command"),
+        (["show", "--from=trace.json"], "commands.show.command"),
         (["bench", "serve", "--base-url", "localhost"], "commands.bench.command"),
     ],
 )

@@ -18,7 +18,12 @@ import torch
 from dyntree_plugin import plugin
 from dyntree_plugin.admission import check, refusals, versions
 from dyntree_plugin.engine.attention import served
-from dyntree_plugin.engine.configuration import plan_in_force, tree_plan, uses_adaptive_budget
+from dyntree_plugin.engine.configuration import (
+    WORKERS,
+    plan_in_force,
+    tree_plan,
+    uses_adaptive_budget,
+)
 from dyntree_plugin.options import DynTreeOptions
 from vllm_cpu_runner.refused import REFUSED
 
@@ -61,13 +66,16 @@ def build(model_folder: Callable[..., str]) -> Build:
 
 @pytest.fixture(scope="session")
 def admitted(build: Build) -> VllmConfig:
-    """A configuration that a tree can serve, as it is when it is checked."""
-    return changed(build(), "scheduler_config.scheduler_cls", None)
+    """A configuration that a tree can serve, as it is when it is checked.
+
+    Its budget is fixed: an adaptive one sets an option that a user must not set.
+    """
+    return changed(build({"budget": "fixed"}), "scheduler_config.scheduler_cls", None)
 
 
 def refusal_of(config: VllmConfig, **options: Any) -> str:
     with pytest.raises(ValueError) as error:
-        check.refuse_unserved(config, DynTreeOptions(**options), "cpu", plugin.WORKERS)
+        check.refuse_unserved(config, DynTreeOptions(**options), "cpu", WORKERS)
     return str(error.value)
 
 
@@ -140,7 +148,7 @@ CHANGES = [
 
 
 def test_a_configuration_that_a_tree_can_serve_is_admitted(admitted: VllmConfig) -> None:
-    check.refuse_unserved(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
+    check.refuse_unserved(admitted, DynTreeOptions(), "cpu", WORKERS)
 
 
 @pytest.mark.parametrize(("option", "path", "value"), CHANGES, ids=[p for _, p, _ in CHANGES])
@@ -149,15 +157,15 @@ def test_one_change_is_refused_with_its_option_and_advice(
 ) -> None:
     reason = refusal_of(changed(admitted, path, value))
     assert f"{option}=" in reason
-    tables = (*refusals.OF_ENGINE, *refusals.OF_SPECULATION, *refusals.OF_MODEL)
+    tables = (*refusals.ENGINE_REFUSALS, *refusals.SPECULATION_REFUSALS, *refusals.MODEL_REFUSALS)
     assert any(r.option == option and r.advice in reason for r in tables)
 
 
 def test_every_refusal_of_the_tables_is_tested() -> None:
     apart = {"VLLM_USE_V2_MODEL_RUNNER", "data_parallel_size (ranks, target)"}
-    assert {r.option for r in refusals.OF_ENGINE} == ENGINE.keys() | apart
-    assert {r.option for r in refusals.OF_SPECULATION} == SPECULATION.keys()
-    assert {r.option for r in refusals.OF_MODEL} == MODEL.keys()
+    assert {r.option for r in refusals.ENGINE_REFUSALS} == ENGINE.keys() | apart
+    assert {r.option for r in refusals.SPECULATION_REFUSALS} == SPECULATION.keys()
+    assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
 
 
 METHODS = {
@@ -386,14 +394,14 @@ def test_only_the_supported_versions_of_vllm_are_served(
 ) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: ("vllm", version))
     if supported:
-        check.refuse_unserved(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
+        check.refuse_unserved(admitted, DynTreeOptions(), "cpu", WORKERS)
     else:
         assert f"vllm={version} is not supported" in refusal_of(admitted)
 
 
 def test_a_platform_without_a_worker_is_refused(admitted: VllmConfig) -> None:
     with pytest.raises(ValueError, match="device='xpu' is not supported"):
-        check.refuse_unserved(admitted, DynTreeOptions(), "xpu", plugin.WORKERS)
+        check.refuse_unserved(admitted, DynTreeOptions(), "xpu", WORKERS)
 
 
 @pytest.fixture(scope="session")
@@ -418,11 +426,9 @@ FLASHINFER = SimpleNamespace(name="FLASHINFER")
 def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
     on_cuda: VllmConfig, option: str, path: str, value: Any
 ) -> None:
-    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", plugin.WORKERS)
+    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
     with pytest.raises(ValueError) as error:
-        check.refuse_unserved(
-            changed(on_cuda, path, value), DynTreeOptions(), "cuda", plugin.WORKERS
-        )
+        check.refuse_unserved(changed(on_cuda, path, value), DynTreeOptions(), "cuda", WORKERS)
     reason = str(error.value)
     assert f"{option}=" in reason
     assert "FLASH_ATTN and TRITON_ATTN" in reason
@@ -431,7 +437,7 @@ def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
 @pytest.mark.parametrize("name", check.CUDA_BACKENDS)
 def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig, name: str) -> None:
     named = changed(on_cuda, "attention_config.backend", SimpleNamespace(name=name))
-    check.refuse_unserved(named, DynTreeOptions(), "cuda", plugin.WORKERS)
+    check.refuse_unserved(named, DynTreeOptions(), "cuda", WORKERS)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +477,7 @@ def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
         config = ModelConfig(
             model=model_folder(option, **changes), skip_tokenizer_init=True, dtype="float32"
         )
-        assert [r.option for r in refusals.OF_MODEL if r(config)] == [option]
+        assert [r.option for r in refusals.MODEL_REFUSALS if r(config)] == [option]
 
 
 def test_a_head_size_without_a_kernel_is_refused_before_weights_load(
@@ -495,7 +501,7 @@ def test_a_cpu_whose_cache_the_kernels_do_not_read_is_refused_before_weights_loa
         build()
         return
     with pytest.raises(
-        ValueError, match=r"'neon', and trees need one of .*use an x86 CPU"
+        ValueError, match=r"'neon', but trees need one of .*use an x86 CPU"
     ) as error:
         build()
     assert "target model: head_size=32, dtype=float32 is not supported" in str(error.value)
@@ -535,7 +541,7 @@ def test_on_cuda_the_gpu_and_the_head_size_decide_whether_a_model_is_served(
     config = changed(config, "model_config.dtype", torch.bfloat16)
     refused = pytest.raises(check.Refused, match=reason) if reason else nullcontext()
     with refused:
-        check.refuse_unserved(config, DynTreeOptions(), "cuda", plugin.WORKERS, served.refusal)
+        check.refuse_unserved(config, DynTreeOptions(), "cuda", WORKERS, served.refusal)
 
 
 def test_a_kernel_table_is_read_before_anything_loads(
@@ -547,8 +553,8 @@ def test_a_kernel_table_is_read_before_anything_loads(
         if content is not None:
             table.write_text(content)
         with pytest.raises(check.Refused, match=rf"dyntree\.kernel_table='.*{reason}"):
-            check.refuse_unserved(on_cuda, options, "cuda", plugin.WORKERS)
+            check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
     table.write_text('{"attention": []}')
-    check.refuse_unserved(on_cuda, options, "cuda", plugin.WORKERS)
+    check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
     with pytest.raises(check.Refused, match=r"kernel_table='.*' is for CUDA"):
-        check.refuse_unserved(admitted, options, "cpu", plugin.WORKERS)
+        check.refuse_unserved(admitted, options, "cpu", WORKERS)

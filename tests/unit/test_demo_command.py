@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands import demo
 from dyntree_plugin.commands.arguments import DtypeName
+from dyntree_plugin.commands.demo import command as demo
 from dyntree_plugin.commands.demo import screen
-from dyntree_plugin.commands.demo.engines import Comparison, Completion, Run, Settings
+from dyntree_plugin.commands.demo.comparison import Comparison, Completion, Run
+from dyntree_plugin.commands.engine import Settings
 from dyntree_plugin.tree.step import TreeStep
 
 PROMPTS = ["def f(x):", "class C:"]
@@ -141,7 +142,7 @@ def test_a_users_mistake_ends_with_status_2_before_any_engine_starts(
 
 QUIET = """
 import os, subprocess, sys
-from dyntree_plugin.commands.quiet import quiet
+from dyntree_plugin.commands.start import quiet
 with quiet() as screen:
     print("from python")
     subprocess.run(["echo", "from a child"])

@@ -20,9 +20,9 @@ from dyntree_kernels import dispatch
 from dyntree_kernels.cuda import flashinfer_variant
 from dyntree_plugin import cli, openmp
 from dyntree_plugin.admission import check, versions
-from dyntree_plugin.commands import doctor
 from dyntree_plugin.commands.doctor import checks, command_line, kernels
-from dyntree_plugin.commands.doctor.checks import Check
+from dyntree_plugin.commands.doctor import command as doctor
+from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.attention import choice
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -48,7 +48,7 @@ def line(model_folder: Callable[..., str]) -> Line:
 
 
 def checked(arguments: list[str]) -> list[Check]:
-    return command_line.of_command_line(arguments)[0]
+    return command_line.command_line_checks(arguments)[0]
 
 
 def test_a_command_line_that_is_served_is_admitted_without_weights(line: Line) -> None:
@@ -244,7 +244,7 @@ def test_a_package_that_does_not_load_is_named_before_vllm_is_imported(
     (tmp_path / "sound_audio.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(checks, "_COMPANIONS", ("broken_vision", "sound_audio", "no_codec"))
-    monkeypatch.setattr(doctor, "of_machine", lambda: iter(()))
+    monkeypatch.setattr(doctor, "machine_checks", lambda: iter(()))
     assert run(["model"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["checks"]
     assert found["found"] == "broken_vision does not load: no operator"

@@ -17,7 +17,7 @@ import pytest
 
 from dyntree_plugin import openmp, options, plugin
 from dyntree_plugin.admission import check, reasons
-from dyntree_plugin.engine.configuration import plan_in_force, tree_plan
+from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
 from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
 
 STOCK = """
@@ -265,20 +265,22 @@ def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
     build: Callable[..., Any], logged: Callable[[], str]
 ) -> None:
     config = build()
-    assert config.parallel_config.worker_cls == plugin.WORKERS["cpu"]
+    assert config.parallel_config.worker_cls == WORKERS["cpu"]
     assert config.use_v2_model_runner
     (line,) = [line for line in logged().splitlines() if "is active" in line]
     assert "node_budget=8" in line
 
 
-@pytest.mark.parametrize(("ranks", "depth"), [(1, 8), (2, 6)])
-def test_trees_are_deeper_where_one_rank_can_end_drafting(
-    ranks: int, depth: int, build: Callable[..., Any], logged: Callable[[], str]
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("budget", "depth"), [("adaptive", 8), ("fixed", 6)])
+def test_trees_are_deeper_if_the_budget_can_end_drafting(
+    ranks: int, budget: str, depth: int, build: Callable[..., Any], logged: Callable[[], str]
 ) -> None:
-    config = build(tensor_parallel_size=ranks)
+    options = {"dyntree": {"node_budget": 8, "budget": budget}}
+    config = build(tensor_parallel_size=ranks, additional_config=options)
     plan = tree_plan(config)
     assert plan is not None
-    assert (plan.budget, plan.shape.max_depth) == ("adaptive", depth)
+    assert (plan.budget, plan.shape.max_depth) == (budget, depth)
     assert plan_in_force(config.speculative_config) == plan
     assert f"max_depth={depth}" in logged()
 
@@ -295,7 +297,7 @@ def test_what_the_growth_does_not_read_is_no_label_of_the_configuration() -> Non
 
 
 def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
-    config = build(worker_cls=plugin.WORKERS["cpu"])
+    config = build(worker_cls=WORKERS["cpu"])
     assert config.scheduler_config.scheduler_cls == build().scheduler_config.scheduler_cls
 
 
@@ -351,7 +353,7 @@ def test_every_reason_is_a_logged_line_unless_the_command_shows_them(
         "pipeline_parallel_size",
         "kv_cache_dtype (cache, model)",
     ]
-    with pytest.raises(ValueError), reasons.shown():
+    with pytest.raises(ValueError), reasons.not_logged():
         build(**TWO_REASONS)
     assert errors(logged()) == []
 
@@ -365,7 +367,7 @@ def test_wrong_options_are_logged_too(build: Callable[..., Any], logged: Callabl
 def test_a_command_tells_each_reason_on_a_line_and_ends_with_status_2(
     build: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, reasons.told_by("dyntree serve"):
+    with pytest.raises(SystemExit) as ended, reasons.exit_on_mistake("dyntree serve"):
         build(**TWO_REASONS)
     assert ended.value.code == 2
     lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("dyntree serve: ")]
@@ -376,7 +378,10 @@ def test_a_command_tells_each_reason_on_a_line_and_ends_with_status_2(
 def test_a_command_does_not_take_another_error_for_the_users(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(ValueError, match="a bug"), reasons.told_by("x", lambda error: False):
+    with (
+        pytest.raises(ValueError, match="a bug"),
+        reasons.exit_on_mistake("x", lambda error: False),
+    ):
         raise ValueError("a bug")
     assert capsys.readouterr().err == ""
 
@@ -433,7 +438,7 @@ def test_a_configuration_that_vllm_derives_is_not_admitted_again(
         parallel_config=replace(config.speculative_config.draft_parallel_config, rank=0),
     )
     assert draft.use_v2_model_runner
-    assert replace(config).parallel_config.worker_cls == plugin.WORKERS["cpu"]
+    assert replace(config).parallel_config.worker_cls == WORKERS["cpu"]
     assert "is active" not in logged()
 
 

@@ -16,8 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dyntree_plugin.commands.demo.screen import code, tree
-from dyntree_plugin.commands.render import MAX_SIBLINGS, Detokenise, dot, rich_tree, visible
+from dyntree_plugin.commands.demo.screen import code
+from dyntree_plugin.commands.render import (
+    MAX_SIBLINGS,
+    Detokenise,
+    dot,
+    rich_tree,
+    step_panel,
+    visible,
+)
 from dyntree_plugin.tree.step import TreeStep
 
 #          root
@@ -230,7 +237,7 @@ def test_any_text_of_a_token_is_a_label_and_nothing_else(token: str) -> None:
     root = labels[0].replace('\\"', '"').replace("\\\\", "\\")
     assert html.unescape(root) == visible(token), "Graphviz reads what HTML reads behind &"
     to, file = console(terminal=False, width=400)
-    to.print(tree(STEP, token, text))
+    to.print(step_panel(STEP, token, text))
     assert file.getvalue().replace("\n", "").isprintable()
     assert file.getvalue().count(visible(token)) >= len(STEP.tokens) + 2
     to.print(code(token, token))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from generations import made
 
-from dyntree_plugin.commands import show
+from dyntree_plugin.commands.show import command as show
 from dyntree_plugin.commands.show import record
 from dyntree_plugin.commands.show.generation import load, save
 

@@ -51,7 +51,7 @@ def test_tokens_of_another_meaning_are_counted_and_the_first_is_shown(write: Wri
 
 def test_a_file_that_is_no_tokenizer_is_named(write: Write, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ValueError, match=r"broken.json is no tokenizer"):
+    with pytest.raises(ValueError, match=r"broken.json is not a tokenizer file"):
         vocabularies.difference(write("target", TOKENS), tmp_path / "broken.json")
 
 
@@ -86,23 +86,23 @@ def config(target: Path | str, draft: Path | str) -> Any:
 def test_another_tokenizer_is_refused_and_other_reserved_tokens_are_warned_of(write: Write) -> None:
     target = write("target", TOKENS).parent
     reserved = config(target, write("reserved", TOKENS, other=7).parent)
-    assert check._other_tokens(reserved) is None
+    assert check._unlike_tokenizers(reserved) is None
     assert "1 of 8 tokens differ, the first is 7" in str(check.vocabulary_advice(reserved))
 
     other = {text: 7 - number for text, number in TOKENS.items()}
     stranger = config(target, write("stranger", other).parent)
-    assert "8 of 8 tokens differ" in str(check._other_tokens(stranger))
+    assert "8 of 8 tokens differ" in str(check._unlike_tokenizers(stranger))
 
 
 @pytest.mark.parametrize("absent", ["target", "draft"])
 def test_without_both_tokenizers_nothing_is_said(write: Write, tmp_path: Path, absent: str) -> None:
     folders = {"target": write("one", TOKENS).parent, "draft": write("other", {"x": 0}).parent}
-    assert check._other_tokens(config(**folders)) is not None
+    assert check._unlike_tokenizers(config(**folders)) is not None
     missing = config(**folders | {absent: tmp_path})
-    assert check._other_tokens(missing) is check.vocabulary_advice(missing) is None
+    assert check._unlike_tokenizers(missing) is check.vocabulary_advice(missing) is None
 
 
 def test_the_embedded_pair_has_one_vocabulary() -> None:
     paths = pair.paths()
     found = config(paths["target"], paths["draft"])
-    assert check._other_tokens(found) is check.vocabulary_advice(found) is None
+    assert check._unlike_tokenizers(found) is check.vocabulary_advice(found) is None

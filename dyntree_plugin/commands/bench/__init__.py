@@ -1,6 +1,7 @@
-"""Speed in the engine: no speculation, vLLM's chains, static and dynamic trees, in one run.
+"""Compare the speed of no speculation, vLLM's chains, and static and dynamic trees in one run.
 
-`plan` says what is compared, `prompts` on what, `measure` in which order; `engine` is one engine in
-a process of its own, `pool` holds several of them, `server` drives one that runs elsewhere;
-`results` is what is written down, `summary` what follows from it, `table` and `plots` show it.
+`plan` lists the engines and `prompts` reads the prompts; `measure` orders the runs. `engine` runs
+one engine in a process of its own, `pool` keeps several of them, and `server` drives a server that
+runs elsewhere. `results` defines the file, `summary` computes figures from it, and `table` and
+`plots` show them.
 """

@@ -1,4 +1,4 @@
-"""The arguments of ``dyntree bench serve``: their types, bounds and help."""
+"""The arguments of ``dyntree bench serve`` with their types, bounds and help."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-OF_ENGINES = "Of engines on this machine"
-OF_SERVERS = "Of running servers"
-"""Panels of the help; what one of them has is refused where the other is measured."""
+OF_ENGINES = "For engines on this machine"
+OF_SERVERS = "For running servers"
+"""Panels of the help. A measurement of servers refuses the options of engines, and vice versa."""
 
 TREES: list[dict[str, Any]] = [{"node_budget": 16}, {"node_budget": 16, "budget": "fixed"}]
-"""dyntree options of the engines with trees, unless others are given."""
+"""Default dyntree options of the engines with trees."""
 
 Target = Annotated[
     str | None,
@@ -26,7 +26,7 @@ Draft = Annotated[
 TargetShape = Annotated[
     str | None,
     typer.Option(
-        help="Grow the embedded target to the cost of llama-1b, llama-3b, llama-8b.",
+        help="Enlarge the embedded target to the cost of llama-1b, llama-3b or llama-8b.",
         rich_help_panel=OF_ENGINES,
     ),
 ]
@@ -36,22 +36,24 @@ PromptSets = Annotated[
     typer.Option(
         "--prompts",
         metavar="SET",
-        help="'code' (held-out Python), a JSONL file, or 'vllm:' and flags of vLLM's data "
-        "sets. Repeatable.",
+        help="'code' (held-out Python), a JSONL file, or 'vllm:' with flags for one of vLLM's "
+        "data sets. Repeatable.",
     ),
 ]
-Requests = Annotated[int, typer.Option(min=1, help="Prompts of a set.")]
-MaxTokens = Annotated[int, typer.Option(min=2, help="Tokens of each answer.")]
-Batches = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Repeatable.")]
+Requests = Annotated[int, typer.Option(min=1, help="Prompts per set.")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Tokens per answer.")]
+Batches = Annotated[
+    list[int] | None, typer.Option("--batch", min=1, help="Concurrent requests. Repeatable.")
+]
 Temperatures = Annotated[
-    list[float] | None, typer.Option("--temperature", min=0, help="Repeatable.")
+    list[float] | None, typer.Option("--temperature", min=0, help="0 is greedy. Repeatable.")
 ]
 Chains = Annotated[
     list[int] | None,
     typer.Option(
         "--chain",
         min=1,
-        help="Length of a chain of vLLM's. Repeatable.",
+        help="Length of one of vLLM's draft chains. Repeatable.",
         rich_help_panel=OF_ENGINES,
     ),
 ]
@@ -60,7 +62,7 @@ Trees = Annotated[
     typer.Option(
         "--tree",
         metavar="JSON",
-        help="dyntree options of an engine with trees, by default "
+        help="dyntree options of an engine with trees; default: "
         f"{' and '.join(map(json.dumps, TREES))}. Repeatable.",
         rich_help_panel=OF_ENGINES,
     ),
@@ -70,17 +72,19 @@ StaticTrees = Annotated[
     typer.Option(
         "--static",
         metavar="RATES",
-        help="Add the best static tree of each budget. RATES, such as 0.6,0.2: how often the "
-        "target takes a node's first child, its second, …; in a clone of the repository "
+        help="Add the best static tree of each budget. RATES, such as 0.6,0.2, are the shares of "
+        "nodes whose first, second, … child the target accepts; in a clone of the repository "
         "`python -m benchmarks.acceptance.positional` measures them.",
         rich_help_panel=OF_ENGINES,
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="How often everything is measured.")]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="Number of rounds; each measures everything once.")
+]
 SideBySide = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Engines kept at a time; by default what fits.", rich_help_panel=OF_ENGINES
+        min=1, help="Engines kept at a time; default: as many as fit.", rich_help_panel=OF_ENGINES
     ),
 ]
 TimeLimit = Annotated[
@@ -88,8 +92,8 @@ TimeLimit = Annotated[
     typer.Option(
         min=1,
         metavar="SECONDS",
-        help="From the command's start: what would not end by then is left out, and named. "
-        "What is measured first is not.",
+        help="Time from the command's start. Measurements that would end later are left out, and "
+        "the result names them; the first ones never are.",
     ),
 ]
 Notes = Annotated[
@@ -115,10 +119,10 @@ BaseUrls = Annotated[
 ]
 Endpoint = Annotated[
     Literal["completions", "chat"],
-    typer.Option(help="What servers are asked.", rich_help_panel=OF_SERVERS),
+    typer.Option(help="The endpoint to ask.", rich_help_panel=OF_SERVERS),
 ]
 Seed = Annotated[int, typer.Option(min=0)]
-ResultFile = Annotated[Path | None, typer.Option("--json", help="Write the result here.")]
+ResultFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
 PlotFolder = Annotated[
     Path | None, typer.Option("--plots", help="Write pictures into this folder.")
 ]

@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def main(words: Sequence[str]) -> None:
-    """Run it with the words behind ``dyntree bench serve``; ends the process."""
+    """Run the command with the words after ``dyntree bench serve``, and end the process."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     app(list(words), prog_name="dyntree bench serve")
 
@@ -61,10 +61,10 @@ def serve(
     result_file: arguments.ResultFile = None,
     plot_folder: arguments.PlotFolder = None,
 ) -> None:
-    """Compares no speculation, vLLM's chains, and static and dynamic trees in one run.
+    """Compare the speed of no speculation, vLLM's chains, and static and dynamic trees in one run.
 
-    Every engine serves every load in every round, so that drift hits all alike. Without a target
-    and a draft it takes the embedded pair.
+    Every engine serves every load in every round, so that drift affects all of them alike. Without
+    a target and a draft, the command uses the embedded pair.
     """
     seconds_left = _until(time_limit)
     console = Console(highlight=False)
@@ -92,14 +92,15 @@ def serve(
 
 
 def _refuse(context: typer.Context, panel: str, reason: str) -> None:
-    """
+    """Refuse the arguments of one panel of the help.
+
     Raises:
-        ValueError: if an argument of this panel of the help is given.
+        ValueError: if one of them is given.
     """
     given = []
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
-        # By its name: some versions of typer have an enumeration of their own for click's.
+        # Compared by name: some versions of typer have an enumeration of their own for click's.
         is_given = source is not None and source.name == "COMMANDLINE"
         if is_given and isinstance(option, TyperOption) and option.rich_help_panel == panel:
             given.append("/".join([*option.opts, *option.secondary_opts]))
@@ -108,7 +109,7 @@ def _refuse(context: typer.Context, panel: str, reason: str) -> None:
 
 
 def _until(limit: float | None) -> Callable[[], float]:
-    """Gives how many seconds are left of so many from now."""
+    """Return a function that gives the seconds left until the limit."""
     end = math.inf if limit is None else time.monotonic() + limit
     return lambda: end - time.monotonic()
 
@@ -122,8 +123,7 @@ def _show(console: Console, result: Result, plot_folder: Path | None) -> None:
 
 
 def _last(results: Iterator[Result], path: Path | None) -> Result:
-    """The last of the results, all of which are written: what breaks off leaves the rounds that
-    were whole."""
+    """Write every result, and return the last: an interrupted run leaves its complete rounds."""
     for result in results:
         if path is not None:
             write(result, path)
@@ -133,7 +133,7 @@ def _last(results: Iterator[Result], path: Path | None) -> Result:
 def _models(
     target: str | None, draft: str | None, shape: str | None, dtype: str, engine_arguments: str
 ) -> tuple[Models, list[str]]:
-    """The models, and what is to be said of them."""
+    """Return the models, and notes on them."""
     both_or_neither(target, draft)
     further = _json("--engine-arguments", engine_arguments)
     if target is not None and draft is not None:
@@ -155,7 +155,7 @@ def _models(
 
 
 def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
-    """The dynamic trees, and before them the best static ones of the same budgets."""
+    """Return the best static trees of the budgets, followed by the dynamic ones."""
     options = [_json("--tree", one) for one in given or ()] or arguments.TREES
     dynamic = plan.named_trees(options)
     if static_rates is None:
@@ -180,7 +180,7 @@ def _json(option: str, value: str) -> dict[str, Any]:
 
 @contextmanager
 def _progress(console: Console, settings: Settings, engines: int) -> Iterator[Done]:
-    """Says what each run has given, below a bar."""
+    """Show the result of each run above a progress bar."""
     cells = len(settings.sets) * len(settings.temperatures) * len(settings.batches)
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -1,4 +1,4 @@
-"""Counters of speculation and of time, from an engine's metrics or from a server's page."""
+"""Read counters of speculation and of time, from an engine's metrics or a server's page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFIX = "vllm:spec_decode_num_"
 
 
 def read(families: Iterable[Metric]) -> Speculation:
-    """Summed over models and engines; 0 without speculation."""
+    """Sum the counters over models and engines; they are 0 without speculation."""
     found = dict.fromkeys(Speculation.model_fields, 0)
     for family in families:
         for sample in family.samples:
@@ -29,7 +29,7 @@ def growth(before: Speculation, after: Speculation) -> Speculation:
 
 
 def stages(families: Iterable[Metric]) -> dict[str, float]:
-    """Seconds so far by stage of an engine with trees; empty for one without."""
+    """Return the seconds by stage of an engine with trees; empty for one without."""
     name = PREFIX + "stage_seconds"
     return {
         sample.labels["stage"]: sample.value

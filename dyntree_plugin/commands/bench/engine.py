@@ -1,4 +1,4 @@
-"""One engine in a process of its own, which serves loads when it is asked to."""
+"""Run one engine in a process of its own, which serves loads on request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Answers = list[list[int]]
 
 
 def main(connection: Connection, arguments: Mapping[str, Any], log: Path) -> None:
-    """Start the engine and answer loads with (Run, Answers), until there is a None."""
+    """Start the engine, and answer every load with (Run, Answers) until a None arrives."""
     _die_with_parent()
     _redirect(log)
     try:
@@ -48,7 +48,7 @@ def main(connection: Connection, arguments: Mapping[str, Any], log: Path) -> Non
 
 
 def _redirect(log: Path) -> None:
-    """What vLLM and the libraries below it print goes to a file."""
+    """Write the output of vLLM and of its libraries to a file."""
     with log.open("a") as stream:
         for standard in (1, 2):
             os.dup2(stream.fileno(), standard)
@@ -56,7 +56,7 @@ def _redirect(log: Path) -> None:
 
 @dataclass
 class _Request:
-    """``asked``, ``first`` and ``last`` token: when."""
+    """Times of the request, of its first token and of its last token, in seconds."""
 
     asked: float
     first: float | None = None
@@ -78,13 +78,13 @@ class _Step:
 
 
 class Served:
-    """An engine that is driven step by step."""
+    """An engine that serves loads step by step."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        from dyntree_plugin import plugin
+        from dyntree_plugin.engine.configuration import PLAIN_WORKER
 
         arguments = dict(arguments)
         on_cpu = current_platform.is_cpu()
@@ -94,14 +94,14 @@ class Served:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if on_cpu and "additional_config" not in arguments:
             # Trees run on the V2 runner; so does what they are compared with.
-            arguments["worker_cls"] = plugin.PLAIN_WORKER
+            arguments["worker_cls"] = PLAIN_WORKER
         arguments.setdefault("enforce_eager", on_cpu)
         self._llm = LLM(**arguments)
         self._take_stages = _stages_of(self._llm) if on_cpu else dict
         self._begun = 0
 
     def serve(self, load: Load) -> tuple[Run, Answers]:
-        """Every request of the load; as one ends the next begins."""
+        """Serve every request of the load. When one ends, the next begins."""
         from prometheus_client import REGISTRY
 
         before, spent = counts.read(REGISTRY.collect()), counts.stages(REGISTRY.collect())
@@ -171,7 +171,10 @@ def _sampling(load: Load, number: int) -> Any:
 
 
 def _stages_of(llm: LLM) -> Callable[[], dict[str, float]]:
-    """Gives the seconds of the last step by stage: a tree's by its own clock, else of forwards."""
+    """Return a function that gives the seconds of the last step by stage.
+
+    An engine with trees has a clock of its own; otherwise the forwards are timed.
+    """
     executor: Any = llm.llm_engine.model_executor
     runner = executor.driver_worker.worker.model_runner
     clock = getattr(runner, "clock", None)
@@ -203,7 +206,7 @@ def _time_forwards(clock: StageClock, stage: str, model: Any) -> None:
 
 
 def _die_with_parent() -> None:
-    """Linux: a process that is stopped while it is idle would outlive a killed parent."""
+    """End this process with its parent, on Linux: a stopped process would outlive it."""
     if sys.platform == "linux":
         import ctypes
         import signal

@@ -1,4 +1,4 @@
-"""In which order everything is measured."""
+"""Measure everything, in an order that spreads drift evenly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dyntree_plugin.commands.bench.results import Cell, Engine, Run, Series
 WARM_UP_TOKENS = 32
 
 Answers = Sequence[Sequence[int] | str]
-"""What each request of a load got: tokens, or of a server the text."""
+"""The answer to each request of a load: its tokens, or a server's text."""
 
 
 class Server(Protocol):
@@ -23,7 +23,7 @@ class Server(Protocol):
 
 
 Open = Callable[[Engine, list[Load]], AbstractContextManager[Server]]
-"""An engine, warmed up by these loads if it has just been started."""
+"""Gives an engine. These loads warm it up if it has just started."""
 
 
 def measure(
@@ -36,10 +36,10 @@ def measure(
     by_cell: bool = False,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[list[Series]]:
-    """Round by round, every engine serves every load: what drifts hits all of them alike.
+    """Let every engine serve every load in each round, so that drift affects all of them alike.
 
-    Every other round goes backwards, so that the engine which ran last need not start again. Gives
-    all that is known after each round.
+    Every other round goes backwards, so that the engine that ran last need not start again. Yields
+    all results so far after each round.
 
     ``by_cell``: within a round, all engines serve a load before the next load comes; for engines
     that all run. ``seconds_left``: whole groups of what has to be compared, rounds or with
@@ -74,7 +74,7 @@ def _all_series(
     runs: Mapping[tuple[str, Cell], list[Run]],
     answers: Mapping[tuple[str, Cell], Answers],
 ) -> list[Series]:
-    """Of the cells that were served."""
+    """Return the results of the cells that were served."""
     return [
         _series(
             engine.name,
@@ -90,7 +90,7 @@ def _all_series(
 
 
 def warm_ups(loads: Sequence[Load]) -> list[Load]:
-    """One short load for each concurrency and temperature among the loads."""
+    """Return one short load for each concurrency and temperature among the loads."""
     found = {
         (load.concurrency, load.temperature): replace(
             load,
@@ -120,6 +120,6 @@ def _series(engine: str, cell: Cell, runs: list[Run], own: Answers, first: Answe
 
 
 def differing(own: Sequence[object], wanted: Sequence[object]) -> int:
-    """Places at which two answers do not have the same token; those that one lacks included."""
+    """Number of positions in which two answers differ; a missing token counts."""
     same = sum(a == b for a, b in zip(own, wanted, strict=False))
     return max(len(own), len(wanted)) - same

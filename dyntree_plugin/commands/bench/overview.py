@@ -1,4 +1,4 @@
-"""A result in a few lines: how many times as fast every engine is, cell by cell.
+"""Show a result in a few lines: the speed-up of every engine in every cell.
 
 As a program it shows a result file.
 """
@@ -16,7 +16,7 @@ from dyntree_plugin.commands.bench.summary import rows
 
 
 def show(console: Console, result: Result) -> None:
-    """Medians of the ratios to the first engine; of each cell the best is bold."""
+    """Return a table of the median speed-ups over the first engine; the best of a cell is bold."""
     cells = list(result.cells())
     table = Table(title=f"× {result.engines[0].name}", title_justify="left", title_style="bold")
     table.add_column(no_wrap=True)

@@ -1,4 +1,4 @@
-"""What pictures of a result need."""
+"""Check that pictures of a result can be drawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_plots(folder: Path | None) -> None:
-    """Whether what ``--plots`` asks for can be drawn; to be called before anything is measured.
+    """Check that ``--plots`` can be served. Call it before anything is measured.
 
     Raises:
         ValueError: if a folder is given and matplotlib is not installed.

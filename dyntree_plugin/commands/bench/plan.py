@@ -1,4 +1,4 @@
-"""What is compared: the engines, and the loads that each of them serves."""
+"""List the engines to compare, and the loads that each of them serves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dyntree_plugin.commands.bench.results import Cell, Engine
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 
 CHAINS = (1, 2, 3, 5, 8, 12)
-"""Lengths of vLLM's own chain; its best is what trees are compared with."""
+"""Default lengths of vLLM's chains. Trees are compared with the best of them."""
 
 _SHOWN = (
     "budget",
@@ -25,18 +25,18 @@ _SHOWN = (
 )
 
 KV_CACHE_BYTES = 1 << 29
-"""For the KV cache of an engine. The pages of it that are never written take no memory."""
+"""Size of an engine's KV cache. Pages that are never written take no memory."""
 
 
 Trees = Mapping[str, tuple[int, Mapping[str, Any]]]
-"""By the name that is shown: the nodes, and the dyntree options."""
+"""Number of nodes and dyntree options, by the name that is shown."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Target and draft, and what all engines have in common.
+    """Target and draft, and the arguments that all engines share.
 
-    ``labels``: what a result calls models whose folders are of this machine alone.
+    ``labels`` are the names in a result for models whose folders exist on this machine only.
     """
 
     target: str
@@ -48,9 +48,9 @@ class Models:
 
 @dataclass(frozen=True)
 class Load:
-    """What one run asks of an engine: its ``prompts``, ``concurrency`` of them at a time.
+    """The requests of one run: its ``prompts``, ``concurrency`` of them at a time.
 
-    ``prompts``: of tokens, or of text for a server.
+    A prompt is a list of tokens, or a text for a server.
 
     Request ``i`` has the seed ``seed + i``. Texts do not end before ``max_tokens``, so that every
     engine has the same to do.
@@ -71,12 +71,14 @@ def engines(
     chains: Sequence[int],
     trees: Trees,
 ) -> list[Engine]:
-    """Every engine to measure: without speculation, with chains, and with trees.
+    """Return every engine to measure: without speculation, with chains, and with trees.
 
-    ``longest``: tokens of the longest prompt with its answer.
+    ``longest`` is the number of tokens of the longest prompt with its answer.
     """
     budget = max([*chains, *(nodes for nodes, _ in trees.values())], default=0)
-    shared = _of_all(models, max(cell.batch for cell in cells), longest + budget + 1, budget)
+    shared = _shared_arguments(
+        models, max(cell.batch for cell in cells), longest + budget + 1, budget
+    )
     found = [Engine(name="no speculation", kind="plain", budget=0, arguments=shared)]
     found += [
         Engine(
@@ -101,8 +103,8 @@ def engines(
     return found
 
 
-def _of_all(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
-    """What every engine is started with. ``budget``: the most draft tokens of a step in any."""
+def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
+    """Return the arguments that all engines share; ``budget``: most draft tokens per step."""
     return {
         "model": models.target,
         "dtype": models.dtype,

@@ -1,4 +1,4 @@
-"""A result as pictures."""
+"""Draw a result."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ COLOURS = {
     "server": "tab:purple",
 }  # fmt: skip
 MARKERS = "osD^vP*X"
-"""Of the engines of one kind, which share its colour."""
+"""Markers of the engines of one kind, which share a colour."""
 _STAGES = ("target", "draft", "catch_up", "verify", "sample", "place")
-"""From the bottom of a bar to its top."""
+"""Stages of a bar from bottom to top."""
 _OTHER = "scheduler and the rest"
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
-    """Write every picture that this result has points for; their files."""
+    """Write every picture that this result has data for; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in _figures(result):
@@ -46,7 +46,7 @@ def _figures(result: Result) -> Iterator[tuple[str, Figure]]:
 
 
 def speed_up_over_batch(result: Result) -> Figure:
-    """Of every engine over no speculation; below the line it loses."""
+    """Draw every engine's speed-up over no speculation. Below the line at 1 it is slower."""
     groups = _by_load(result)
     figure, axes = _axes(len(groups))
     for axis, ((prompts, temperature), cells) in zip(axes, groups.items(), strict=True):
@@ -81,7 +81,7 @@ def speed_up_over_batch(result: Result) -> Figure:
 
 
 def tokens_over_budget(result: Result) -> Figure:
-    """Tokens per target step over the draft tokens that it verifies, at the smallest batch."""
+    """Draw tokens per target step over verified draft tokens, at the smallest batch."""
     groups = _by_load(result)
     figure, axes = _axes(len(groups))
     for axis, ((prompts, temperature), cells) in zip(axes, groups.items(), strict=True):
@@ -107,7 +107,7 @@ def tokens_over_budget(result: Result) -> Figure:
 
 
 def time_per_stage(result: Result) -> Figure:
-    """Milliseconds of a step by stage: no speculation, the best chain, and every tree."""
+    """Draw a step's milliseconds by stage: no speculation, the best chain, and every tree."""
     cells = list(result.cells())
     figure, axes = _axes(len(cells))
     for axis, cell in zip(axes, cells, strict=True):

@@ -1,4 +1,4 @@
-"""Several engines, one of which runs at a time."""
+"""Keep several engines, one of which runs at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _END_SECONDS = 15.0
 
 
 class EngineProcess:
-    """A started engine. It is stopped whenever it is not asked, so that its threads do not spin."""
+    """A started engine. Its process is stopped between loads, so that its threads do not spin."""
 
     def __init__(self, engine: Engine, log: Path) -> None:
-        """Begins to start it; `wait` before it is used."""
+        """Begin to start the engine; call `wait` before using it."""
         self._name, self._log = engine.name, log
         context = multiprocessing.get_context("spawn")
         self._connection: Connection
@@ -40,11 +40,11 @@ class EngineProcess:
         theirs.close()
 
     def wait(self) -> None:
-        """Until it has started.
+        """Wait until the engine has started.
 
         Raises:
             ValueError: if vLLM or the plugin refuses the engine's arguments.
-            RuntimeError: if it does not start for another reason.
+            RuntimeError: if it fails to start for another reason.
         """
         self._receive()
         self._send(signal.SIGSTOP)
@@ -59,7 +59,7 @@ class EngineProcess:
             self._send(signal.SIGSTOP)
 
     def resident_bytes(self) -> int:
-        """Memory that the process holds."""
+        """Return the bytes of memory that the process holds."""
         status = Path(f"/proc/{self._process.pid}/statm")
         pages = int(status.read_text().split()[1]) if status.exists() else 0
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -93,10 +93,10 @@ class EngineProcess:
 
 
 class Pool:
-    """Keeps as many engines as fit; the last place is taken in turns.
+    """Keeps as many engines as fit; the others take turns in the last place.
 
-    ``places``: how many; None: one on a GPU, else as long as what the largest engine holds fits
-    once more into half of the memory that is left.
+    ``places`` is their number. None means one on a GPU; on a CPU another engine fits as long as
+    the memory of the largest one is at most half of what is free.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Pool:
 
     @contextmanager
     def engine(self, engine: Engine, warm_up: list[Load]) -> Iterator[EngineProcess]:
-        """The engine, started and warmed up by these loads unless it runs already."""
+        """Give the engine; start it and warm it up with these loads unless it is running."""
         if engine.name not in self._running:
             while self._running and not self._has_room():
                 self._end_last()
@@ -132,7 +132,7 @@ class Pool:
         yield self._running[engine.name]
 
     def start(self, engines: Sequence[Engine], warm_up: Sequence[Load]) -> None:
-        """Start these all at once, whatever the places, then warm up one after the other."""
+        """Start these engines all at once, whatever the places, then warm them up in turn."""
         for engine in engines:
             log = Path(self._logs.name) / f"{self._started}.log"
             self._started += 1
@@ -144,7 +144,7 @@ class Pool:
                 self._running[engine.name].serve(load)
 
     def holds(self, engines: int) -> bool:
-        """Whether there are places for so many."""
+        """Return whether there are places for so many engines."""
         return self._places is not None and self._places >= engines
 
     def _has_room(self) -> bool:
@@ -161,7 +161,7 @@ class Pool:
 
 
 def _free_bytes() -> int:
-    """Memory that is left; 0 where the system does not say."""
+    """Return the bytes of free memory, or 0 if the system does not say."""
     listed = Path("/proc/meminfo")
     lines = listed.read_text().splitlines() if listed.exists() else []
     return next((int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:")), 0)

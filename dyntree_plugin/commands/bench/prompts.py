@@ -1,4 +1,4 @@
-"""The prompt sets that are served."""
+"""Read the prompt sets."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 CODE = "code"
-"""Held-out Python code, which the embedded pair was trained beside."""
+"""Python code that was held out when the embedded pair was trained."""
 
 VLLM = "vllm:"
-"""In front of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
+"""Prefix of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
 
 FIELDS = ("prompt", "text", "question", "turns")
-"""Where a line of a JSONL file has its prompt; of ``turns``, as in Spec-Bench, the first."""
+"""Fields of a JSONL line that may hold the prompt; of ``turns``, as in Spec-Bench, the first."""
 
 
 def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[str]]:
-    """A set's name, and up to ``count`` prompts of it, the same for the same ``seed``.
+    """Return a set's name and up to ``count`` of its prompts; the ``seed`` determines which.
 
-    ``source``: `CODE`, a JSONL file, or `VLLM` and flags, which need the target's tokenizer.
+    ``source`` is `CODE`, a JSONL file, or `VLLM` with flags, which need the target's tokenizer.
 
     Raises:
         ValueError: if it is none of them or has no prompts.
@@ -96,7 +96,7 @@ def _refuse(flags: list[str], message: str) -> NoReturn:
 
 
 def tokens(prompts: Sequence[str], tokenizer: Any, most: int) -> tuple[list[list[int]], int]:
-    """The tokens of the prompts with at most ``most``, and how many prompts were longer."""
+    """Return the prompts of at most ``most`` tokens, encoded, and the number of longer ones."""
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     fitting = [ids for ids in encoded if 0 < len(ids) <= most]
     return fitting, len(encoded) - len(fitting)

@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: the file's format, and nothing that can be computed from it."""
+"""The format of a result file. It holds nothing that can be computed from the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Record(BaseModel):
 
 
 class Engine(_Record):
-    """``budget``: most draft tokens of a step. ``arguments``: of ``LLM``, or where it is served."""
+    """An engine: its most draft tokens per step, and its arguments of ``LLM`` or its address."""
 
     name: str
     kind: Kind
@@ -33,7 +33,7 @@ class Cell(_Record):
 
 
 class Speculation(_Record):
-    """``drafts``: verified chains or trees."""
+    """Counts of speculation; ``drafts`` are verified chains or trees."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -43,10 +43,10 @@ class Speculation(_Record):
 class Run(_Record):
     """One engine's work on one cell in one round.
 
-    ``tpot_ms``: time per output token behind the first, over all requests. ``ttft_ms``: mean time
-    to the first. ``steps`` are engine steps without a prompt in them, ``step_ms`` their mean and
-    ``stages_ms`` what the worker spent of that; of an engine in another process, what its metrics
-    say, over all steps.
+    ``tpot_ms`` is the time per output token after the first, over all requests; ``ttft_ms`` is the
+    mean time to the first token. ``steps`` counts engine steps that process no prompt, ``step_ms``
+    is their mean time, and ``stages_ms`` the worker's share of it by stage. For an engine in
+    another process the metrics give the stages, over all steps.
     """
 
     round: int
@@ -64,8 +64,8 @@ class Run(_Record):
 class Series(_Record):
     """An engine's runs on a cell.
 
-    At temperature 0, ``differing_requests`` and ``differing_tokens`` count those that the first
-    engine answered otherwise, in the last round; ``compared_tokens`` is out of how many.
+    At temperature 0, ``differing_requests`` and ``differing_tokens`` count the differences from
+    the first engine in the last round, among ``compared_tokens`` tokens.
     """
 
     engine: str
@@ -86,11 +86,11 @@ class Result(_Record):
     series: list[Series]
 
     def cells(self) -> Iterator[Cell]:
-        """In the order in which they were measured."""
+        """Return the cells in the order in which they were measured."""
         yield from dict.fromkeys(series.cell for series in self.series)
 
     def of(self, cell: Cell) -> dict[str, Series]:
-        """By engine, in the order of the engines."""
+        """Return the series of a cell by engine, in the order of the engines."""
         found = {series.engine: series for series in self.series if series.cell == cell}
         return {engine.name: found[engine.name] for engine in self.engines if engine.name in found}
 
@@ -101,10 +101,10 @@ class Result(_Record):
 def latencies_ms(
     requests: Sequence[tuple[float, float | None, float, int]],
 ) -> tuple[float, float]:
-    """``tpot_ms`` and ``ttft_ms`` of a `Run`.
+    """Compute ``tpot_ms`` and ``ttft_ms`` of a `Run`.
 
-    ``requests``: of each the seconds at which it was asked and got its first and its last token,
-    and how many tokens it got.
+    ``requests`` holds four values for each request: the times in seconds at which it was sent, at
+    which it got its first token, and its last, and its number of tokens.
 
     Raises:
         RuntimeError: if a request got none.
@@ -120,10 +120,10 @@ def latencies_ms(
 
 
 def read(path: Path) -> Result:
-    """A result file.
+    """Read a result file.
 
     Raises:
-        ValueError: if the file is none.
+        ValueError: if the file has another format.
     """
     return Result.model_validate_json(path.read_text())
 

@@ -1,4 +1,4 @@
-"""A server that runs elsewhere, driven as its users drive it: streamed, with the openai client."""
+"""Drive a server that runs elsewhere as its users do: streaming, with the openai client."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class _Answer:
 
 
 def engines(addresses: Sequence[str]) -> list[Engine]:
-    """A column for each ``http://host:port`` or ``NAME=http://host:port``.
+    """Return an engine for each ``http://host:port`` or ``NAME=http://host:port``.
 
     Raises:
-        ValueError: if an address is none, or two have one name.
+        ValueError: if an address is invalid, or two have the same name.
     """
     found = []
     for given in addresses:
@@ -52,15 +52,16 @@ def engines(addresses: Sequence[str]) -> list[Engine]:
 
 
 class Client:
-    """Serves loads by asking a server; its answers are texts."""
+    """Sends loads to a server. The answers are texts."""
 
     def __init__(self, address: str, *, chat: bool) -> None:
         self._address, self._chat = address, chat
 
     def serve(self, load: Load) -> tuple[Run, list[str]]:
-        """
+        """Send every request of the load.
+
         Raises:
-            ValueError: if the server refuses what it is asked.
+            ValueError: if the server refuses a request.
             RuntimeError: if it does not answer, or ends an answer without a token.
         """
         import openai

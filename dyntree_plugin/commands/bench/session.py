@@ -1,4 +1,4 @@
-"""A whole measurement, from settings to a result."""
+"""Run a whole measurement, from settings to a result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Done = Callable[[Engine, Cell, Run], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """The loads: every set of prompts at every temperature with every batch."""
+    """The loads: every set of prompts at every temperature and batch size."""
 
     sets: Sequence[str]
     temperatures: Sequence[float]
@@ -33,11 +33,12 @@ class Settings:
 
     @property
     def prompts(self) -> int:
-        """Of each set: as many as are asked for, and enough for the largest batch."""
+        """Number of prompts per set: as requested, and enough for the largest batch."""
         return max(self.requests, *self.batches)
 
     def loads(self, sets: Mapping[str, Sequence[Any]]) -> dict[Cell, Load]:
-        """
+        """Return every load by its cell.
+
         Raises:
             ValueError: if a set has too few prompts for a batch.
         """
@@ -57,10 +58,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Contest:
-    """What is compared: vLLM's ``chains`` by length, and ``trees``.
+    """The engines to compare: vLLM's ``chains`` by length, and ``trees``.
 
-    ``places``: engines kept side by side; None: as many as fit. With places for all they start
-    together, and every load is served by all of them before the next.
+    ``places`` is the number of engines kept at a time; None: as many as fit. If there are places
+    for all, they start together, and all of them serve a load before the next load.
     """
 
     models: Models
@@ -70,7 +71,7 @@ class Contest:
 
     @property
     def engines(self) -> int:
-        """How many; the first is the one without speculation."""
+        """Number of engines; the first has no speculation."""
         return 1 + len(self.chains) + len(self.trees)
 
 
@@ -81,9 +82,9 @@ def of_engines(
     done: Done,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Result]:
-    """Measure engines of this machine; the result so far, after each round.
+    """Measure engines on this machine; yield the result so far after each round.
 
-    ``seconds_left``: what would not end in time is left out, and the notes say so.
+    Measurements that would exceed ``seconds_left`` are left out, and the notes say so.
 
     Raises:
         ValueError: if an option, or a model, does not fit.
@@ -124,10 +125,10 @@ def of_servers(
     done: Done,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Result]:
-    """Measure running servers, all of them with a load before the next; the result so far, after
-    each round.
+    """Measure running servers, all of them on a load before the next load.
 
-    ``chat``: ask for chat completions. ``seconds_left``: as of `of_engines`.
+    Yields the result so far after each round. ``chat`` asks for chat completions. ``seconds_left``
+    is as in `of_engines`.
 
     Raises:
         ValueError: if an address or a set of prompts is none.
@@ -160,7 +161,7 @@ def of_servers(
 
 
 def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series]) -> Iterator[str]:
-    """What the time did not suffice for, in a line."""
+    """Say in a line which measurements the time did not suffice for."""
     rounds = dict.fromkeys(cells, 0)
     for one in series:
         rounds[one.cell] = len(one.runs)

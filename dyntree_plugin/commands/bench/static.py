@@ -1,4 +1,4 @@
-"""The best static tree for a pair: what a dynamic one has to beat at the same budget."""
+"""Options of the best static trees for a pair, to compare dynamic trees with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ MAX_DEPTH = 64  # the most that the options allow
 
 
 def trees(acceptance: Sequence[float], budgets: Sequence[int]) -> list[dict[str, Any]]:
-    """Return dyntree options of Sequoia's trees (arXiv 2402.12374, section 4.1) of so many nodes.
+    """Return dyntree options of Sequoia's trees (arXiv 2402.12374, section 4.1) by budget.
 
-    ``acceptance``: how often the target takes a node's first child, its second, and so on.
+    ``acceptance`` holds the shares of nodes whose first, second, … child the target accepts.
     """
     return [
         {

@@ -1,4 +1,4 @@
-"""What follows from a result: medians over the rounds, and ratios within each of them."""
+"""Compute medians over the rounds, and ratios within each round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dyntree_plugin.commands.bench.results import Cell, Result, Run, Series
 
 @dataclass(frozen=True)
 class Spread:
-    """The median over the rounds, and the smallest and largest."""
+    """Median, smallest and largest value over the rounds."""
 
     median: float
     low: float
@@ -24,11 +24,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """An engine on a cell.
+    """One engine's figures on one cell.
 
-    ``over_first`` and ``over_chain``: how many times faster a token comes than from the first
-    engine, which is that without speculation unless servers are compared, and than from the best
-    chain of that cell; None without a chain.
+    ``over_first`` is the speed-up over the first engine, which has no speculation unless servers
+    are compared. ``over_chain`` is the speed-up over the best chain of the cell, or None if there
+    is none.
     """
 
     series: Series
@@ -60,19 +60,19 @@ def rows(result: Result, cell: Cell) -> list[Row]:
 
 
 def best_chain(result: Result, cell: Cell) -> Series | None:
-    """The chain whose tokens come fastest."""
+    """Return the chain with the least time per token."""
     chains = [s for name, s in result.of(cell).items() if result.engine(name).kind == "chain"]
     return min(chains, key=lambda s: median(run.tpot_ms for run in s.runs), default=None)
 
 
 def speed_up(series: Series, reference: Series) -> Spread:
-    """Of each round by itself, so that drift between the rounds cancels."""
+    """Compute the speed-up within each round, so that drift between the rounds cancels."""
     times = {run.round: run.tpot_ms for run in reference.runs}
     return Spread.of([times[run.round] / run.tpot_ms for run in series.runs])
 
 
 def tokens_per_step(series: Series, plain: bool = False) -> float | None:
-    """Tokens that a request gets from one verified chain or tree; None where none is known."""
+    """Return the tokens per verified chain or tree of a request, or None if it is unknown."""
     drafts = sum(run.speculation.drafts for run in series.runs)
     if drafts:
         return 1 + sum(run.speculation.accepted_tokens for run in series.runs) / drafts
@@ -80,7 +80,7 @@ def tokens_per_step(series: Series, plain: bool = False) -> float | None:
 
 
 def longest_chain_is_best(result: Result, cell: Cell) -> bool:
-    """Whether a chain that was not measured may be better than those that were."""
+    """Return whether a longer chain than the measured ones may be better."""
     best = best_chain(result, cell)
     budgets = [engine.budget for engine in result.engines if engine.kind == "chain"]
     return best is not None and result.engine(best.engine).budget == max(budgets)

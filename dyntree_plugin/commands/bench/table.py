@@ -1,4 +1,4 @@
-"""A result as tables: in the terminal, and in Markdown for docs/results.md."""
+"""Show a result as tables, in the terminal or in Markdown for docs/results.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE = "–"
 
 
 def show(console: Console, result: Result) -> None:
-    """Every cell; what loses against the first engine, or a tree against a chain, is red."""
+    """Show every cell. Losses against the first engine, or of a tree against a chain, are red."""
     for cell in result.cells():
         table = Table(title=_title(cell), title_justify="left", title_style="bold")
         table.add_column(no_wrap=True)
@@ -35,7 +35,7 @@ def show(console: Console, result: Result) -> None:
 
 
 def markdown_table(result: Result) -> str:
-    """Every engine of every cell, then the notes; what `show` has in red is marked as losing."""
+    """Return every cell and the notes in Markdown; losses, which `show` has in red, are marked."""
     lines = []
     for cell in result.cells():
         columns = _columns(result)
@@ -70,7 +70,7 @@ def _has_trees(result: Result, row: Row) -> bool:
 
 
 def _cells(result: Result, row: Row) -> Iterator[tuple[str, bool]]:
-    """Text, and whether it says that the engine loses."""
+    """Yield the text of every column, and whether it is a loss."""
     yield _NONE if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}", False
     yield f"{row.step_ms.median:.1f}" if row.step_ms.median else _NONE, False
     yield _with_spread(row.tpot_ms), False
@@ -95,7 +95,7 @@ def _loses(ratio: Spread) -> bool:
 
 
 def _with_spread(spread: Spread) -> str:
-    """The median, and half of the range."""
+    """Return the median, and half of the range if there is one."""
     if spread.low == spread.high:
         return f"{spread.median:.2f}"
     return f"{spread.median:.2f} ±{(spread.high - spread.low) / 2:.2f}"

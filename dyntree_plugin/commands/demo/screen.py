@@ -1,4 +1,4 @@
-"""What the demonstration shows."""
+"""Show the result of the demonstration."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.bar import Bar
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from dyntree_plugin.commands.demo.engines import Comparison, Run, Settings
-from dyntree_plugin.commands.render import ACCEPTED, Detokenise, rich_tree, visible
+from dyntree_plugin.commands.demo.comparison import Comparison, Run
+from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.render import ACCEPTED, Detokenise, step_panel, visible
 from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.tree.step import TreeStep
 
 _SLOWER = Text(
-    "Slower here: the target's forwards that the tree saves cost less than the tree itself. A tree "
-    "pays with a target that is much larger than its draft.\n",
+    "Slower here: the tree costs more than the target's forwards that it saves. A tree pays if the "
+    "target is much larger than the draft.\n",
     style="yellow",
 )
 _ROUNDED = Text(
-    "Engines that add in another order may part where two tokens are all but equally likely: with "
+    "Engines that add in another order may differ if two tokens are almost equally likely. With "
     "--dtype float32 that is rare.\n",
     style="yellow",
 )
-_CODE_LINES = 4
 _CONTEXT_TOKENS = 200
 
 
 def show(console: Console, settings: Settings, comparison: Comparison) -> int:
-    """Show everything; the exit status, 1 if the text is not the same."""
+    """Show everything; return the exit status, which is 1 if the text differs."""
     plain, with_tree, text = comparison.plain, comparison.tree, comparison.text
     drawn = most_telling(comparison.traces)
     index, step = drawn or (0, None)
@@ -40,7 +40,7 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
     if step is not None:
         completion = with_tree.completions[index]
         context = [*completion.prompt_tokens, *completion.tokens][: step.context_length]
-        console.print(tree(step, "".join(map(text, context[-_CONTEXT_TOKENS:])), text))
+        console.print(step_panel(step, "".join(map(text, context[-_CONTEXT_TOKENS:])), text))
     console.print(speeds(plain, with_tree))
     console.print(step_times(with_tree))
     if with_tree.tokens_per_second < plain.tokens_per_second:
@@ -54,7 +54,7 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which the two completions of a prompt part; None: the text has ended."""
+    """The first token in which the two completions of a prompt differ; None: the text has ended."""
 
     prompt: int
     position: int
@@ -63,7 +63,7 @@ class Difference:
 
 
 def differences(plain: Run, tree: Run) -> list[Difference]:
-    """Where each prompt's completions part, for those prompts where they do."""
+    """Return the first difference of every prompt whose completions differ."""
     found = []
     for prompt, (a, b) in enumerate(zip(plain.completions, tree.completions, strict=True)):
         if a.tokens == b.tokens:
@@ -77,9 +77,9 @@ def differences(plain: Run, tree: Run) -> list[Difference]:
 
 
 def most_telling(traces: Sequence[Sequence[TreeStep]]) -> tuple[int, TreeStep] | None:
-    """The prompt and step to draw: a long accepted path that is not the first guess at every turn.
+    """Choose the prompt and the step to draw, or None if no step had a tree.
 
-    None where no step had a tree.
+    The best step has a long accepted path that leaves the draft's first choice at least once.
     """
     steps = [(prompt, step) for prompt, steps in enumerate(traces) for step in steps]
     return max(steps, key=lambda entry: _interest(entry[1]), default=None)
@@ -94,7 +94,7 @@ def _interest(step: TreeStep) -> tuple[bool, int, int]:
 
 
 def code(prompt: str, completion: str) -> RenderableType:
-    """A prompt and its completion, whose lines are marked."""
+    """Show a prompt and its completion; the completion's lines are marked."""
     first = prompt.count("\n") + (2 if completion.startswith("\n") else 1)
     whole = escaped_lines((prompt + completion).rstrip())
     syntax = Syntax(
@@ -108,26 +108,8 @@ def code(prompt: str, completion: str) -> RenderableType:
     return Panel(syntax, title="❱ completed by the target", title_align="left", padding=(0, 1))
 
 
-def tree(step: TreeStep, before: str, text: Detokenise, title: str = "One step") -> RenderableType:
-    """One step's tree below the last lines of ``before``, the text up to its root."""
-    lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
-    legend = Text.assemble(
-        (f"{ACCEPTED} accepted", "bold green"),
-        "   numbers: estimated chance of the token, and of its whole path\n",
-        style="dim",
-    )
-    emitted = Text("\nThis step emitted: ", style="dim").append(
-        " ".join(visible(text(token)) for token in step.emitted), style="bold"
-    )
-    return Panel(
-        Group(legend, Text(lines, style="dim"), rich_tree(step, text), emitted),
-        title=f"{title}: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
-        title_align="left",
-        padding=(0, 1),
-    )
-
-
 def speeds(plain: Run, tree: Run) -> Table:
+    """Compare tokens per step, times and speed of both runs."""
     table = Table(title="One request at a time", title_justify="left", title_style="bold")
     table.add_column()
     table.add_column("without tree", justify="right")
@@ -144,12 +126,12 @@ def speeds(plain: Run, tree: Run) -> Table:
 
 
 def step_times(run: Run) -> Table:
-    """Where a step with a tree spends its time."""
+    """Show where a step with a tree spends its time."""
     stages = dict(run.stages)
     rows = [
         ("target", ("target",), "the target's forward over all nodes"),
         ("draft", ("catch_up", "draft"), "the draft's forwards, and growth"),
-        ("machinery", ("place", "sample", "verify"), ""),
+        ("other", ("place", "sample", "verify"), ""),
     ]
     steps = max(run.steps, 1)
     whole = run.seconds / steps
@@ -171,7 +153,7 @@ def step_times(run: Run) -> Table:
 
 
 def verdict(plain: Run, found: Sequence[Difference], text: Detokenise) -> Text:
-    """Whether the text is the same, and where it is not."""
+    """Say whether the text is the same, and where it differs."""
     prompts = len(plain.completions)
     if not found:
         return Text(

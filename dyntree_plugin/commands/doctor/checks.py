@@ -1,4 +1,4 @@
-"""What is looked at on this machine, one function per check."""
+"""The checks of this machine, one function each."""
 
 from __future__ import annotations
 
@@ -6,30 +6,19 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Literal
 
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
+from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.options import NAMESPACE
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line of the report. ``fail``: something is broken, or would be refused."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    found: str
-    advice: str = ""
-
-
-def of_machine() -> Iterator[Check]:
-    """Everything that does not depend on a command line."""
+def machine_checks() -> Iterator[Check]:
+    """Run every check that does not depend on a command line."""
     yield Check("Python", "ok", f"{platform.python_version()} on {platform.machine()}")
     yield vllm()
     yield plugin()
@@ -55,7 +44,7 @@ def vllm() -> Check:
 
 
 def plugin() -> Check:
-    """Whether vLLM finds the plugin, and is let to load it."""
+    """Check that vLLM finds the plugin and may load it."""
     group = "vllm.general_plugins"
     if NAMESPACE not in {entry.name for entry in metadata.entry_points(group=group)}:
         advice = "install dyntree into this environment with pip"
@@ -97,7 +86,7 @@ def runner() -> Check:
 
 
 def packages(kind: str) -> Iterator[Check]:
-    """What the kernels are made with; those for a GPU are not missed on a CPU."""
+    """Check the packages of the kernels. Packages for a GPU are not needed on a CPU."""
     for name, distribution, of_kind in (
         ("numba", "numba", "cpu"),
         ("Triton", "triton", "cuda"),
@@ -108,67 +97,72 @@ def packages(kind: str) -> Iterator[Check]:
             yield Check(name, "ok", metadata.version(distribution))
         except metadata.PackageNotFoundError:
             if kind != of_kind:
-                yield Check(name, "ok", f"not installed; it is for {of_kind.upper()} engines")
+                yield Check(name, "ok", f"not installed; only {of_kind.upper()} engines need it")
             elif name in ("numba", "Triton"):
                 yield Check(name, "fail", "not installed", f"pip install {distribution}")
             else:
-                yield Check(name, "warn", "not installed", f"for its kernel: {distribution}")
+                yield Check(
+                    name, "warn", "not installed", f"to use its kernel: pip install {distribution}"
+                )
 
 
 def companions() -> Check:
-    """Whether the packages load that transformers imports wherever they are installed.
+    """Check that PyTorch's companion packages load.
 
-    Those for CUDA, which pip takes where it does not find others, do not beside a PyTorch for CPUs.
+    Transformers imports them if they are installed. Pip may choose builds for CUDA, which do not
+    load with a PyTorch for CPUs.
     """
     name = "companions"
-    there = [package for package in _COMPANIONS if find_spec(package) is not None]
+    installed = [package for package in _COMPANIONS if find_spec(package) is not None]
     broken = {}
-    for package in there:
+    for package in installed:
         try:
             import_module(package)
         except (ImportError, OSError, RuntimeError) as problem:
             broken[package] = str(problem).partition("\n")[0]
     if not broken:
-        return Check(name, "ok", f"of PyTorch: {', '.join(there) or 'none, and none is needed'}")
+        return Check(
+            name, "ok", f"of PyTorch: {', '.join(installed) or 'none, and none is needed'}"
+        )
     advice = f"pip uninstall {' '.join(broken)}; or install their builds for this PyTorch"
-    told = "; ".join(f"{package} does not load: {problem}" for package, problem in broken.items())
-    return Check(name, "fail", told, advice)
+    found = "; ".join(f"{package} does not load: {problem}" for package, problem in broken.items())
+    return Check(name, "fail", found, advice)
 
 
 def native_kernels() -> Check:
-    """Compiles the CPU's kernels and compares tree attention with dense softmax."""
+    """Compile the CPU kernels, and compare tree attention with dense softmax."""
     name = "CPU kernels"
     start = time.perf_counter()
     try:
         from dyntree_plugin.commands.doctor.kernels import largest_error
 
         error = largest_error()
-    except (ImportError, RuntimeError) as problem:  # numba's own are RuntimeErrors
+    except (ImportError, RuntimeError) as problem:  # numba's errors are RuntimeErrors.
         return Check(name, "fail", f"they do not run: {problem}", "reinstall numba")
     seconds = time.perf_counter() - start
-    found = f"compiled and run in {seconds:.1f} s, {error:.0e} off the dense oracle"
+    found = f"compiled and run in {seconds:.1f} s; largest error {error:.0e}"
     if error > 1e-4:
         return Check(name, "fail", found, "the results are wrong: report it with this CPU's name")
     return Check(name, "ok", found)
 
 
 def openmp_library() -> Check:
-    """Which OpenMP the engines of this environment run with."""
+    """Check which OpenMP the engines of this environment use."""
     path = openmp.library()
     chosen = os.environ.get("LD_PRELOAD", "")
     if path is None:
-        return Check("OpenMP", "ok", "PyTorch's own; Intel's is not there for this machine")
+        return Check("OpenMP", "ok", "PyTorch's own; Intel's is not installed")
     if openmp.loaded():
         return Check("OpenMP", "ok", "libiomp5 is loaded in this process")
     if any(other in chosen for other in ("libomp", "libgomp")):
         advice = f"small models decode faster with LD_PRELOAD={path}"
         return Check("OpenMP", "warn", f"LD_PRELOAD={chosen!r} is kept", advice)
-    found = "libiomp5 is there; dyntree's commands and vLLM's processes load it by themselves"
+    found = "libiomp5 is installed; dyntree's commands and vLLM's processes load it themselves"
     return Check("OpenMP", "ok", found, f"for an engine in your own process: LD_PRELOAD={path}")
 
 
 def memory(wanted: float) -> Check:
-    """Whether the share of the memory that vLLM's CPU engine asks for is free."""
+    """Check that the share of memory is free that vLLM's CPU engine asks for."""
     import psutil  # type: ignore[import-untyped]
 
     usage = psutil.virtual_memory()
@@ -177,13 +171,14 @@ def memory(wanted: float) -> Check:
     if share >= wanted:
         return Check("memory", "ok", found)
     advice = (
-        f"vLLM asks for {wanted:.0%}: set --gpu-memory-utilization, which means the CPU's memory "
-        f"here, to at most {max(share - 0.05, 0.05):.2f}"
+        f"vLLM asks for {wanted:.0%}: set --gpu-memory-utilization, which here means the CPU's "
+        f"memory, to at most {max(share - 0.05, 0.05):.2f}"
     )
     return Check("memory", "fail", found, advice)
 
 
 def device_type() -> str:
+    """Return the device type of vLLM's platform."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)

@@ -1,4 +1,4 @@
-"""What vLLM and dyntree would make of the arguments of `dyntree serve`, without loading weights."""
+"""Check the arguments of `dyntree serve` as vLLM and dyntree would, without loading weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.commands.doctor import kernels
-from dyntree_plugin.commands.doctor.checks import Check, device_type, memory
+from dyntree_plugin.commands.doctor.checks import device_type, memory
+from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.configuration import measured_kernels, plan_in_force
-from dyntree_plugin.engine.fallback import chained_by_default
+from dyntree_plugin.engine.fallback import default_chain_reasons
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 _NAME = "command line"
 
 
-def of_command_line(arguments: Sequence[str]) -> tuple[list[Check], VllmConfig | None]:
-    """Every refusal as a check of its own, or what the engine would be; its configuration."""
+def command_line_checks(arguments: Sequence[str]) -> tuple[list[Check], VllmConfig | None]:
+    """Return a check for every refusal, or checks of the admitted engine with its configuration."""
     try:
-        with reasons.shown():
+        with reasons.not_logged():
             config = configuration(arguments)
     except reasons.MISTAKES as error:
         return [Check(_NAME, "fail", reason) for reason in reasons.of(error)], None
@@ -32,11 +33,11 @@ def of_command_line(arguments: Sequence[str]) -> tuple[list[Check], VllmConfig |
 
 
 def configuration(arguments: Sequence[str]) -> VllmConfig:
-    """As `vllm serve` makes it of its arguments.
+    """Build the configuration that `vllm serve` builds from these arguments.
 
     Raises:
-        ValueError: for what vLLM or dyntree refuses.
-        OSError: for a model that is not found.
+        ValueError: if vLLM or dyntree refuses them.
+        OSError: if a model is not found.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -60,7 +61,7 @@ def configuration(arguments: Sequence[str]) -> VllmConfig:
 
 
 def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
-    """Head sizes and type of the models of a configuration, or the most usual ones."""
+    """Return the head sizes and the type of a configuration's models, or the most common ones."""
     if config is None or config.speculative_config is None:
         return {128}, torch.bfloat16
     models = (config.model_config, config.speculative_config.draft_model_config)
@@ -72,23 +73,23 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     plan = None if speculation is None else plan_in_force(speculation)
     if plan is None or speculation is None:
         advice = f"for trees add --dyntree '{{}}' and --speculative-config '{check.EXAMPLE}'"
-        yield Check(_NAME, "warn", "it asks for no trees: vLLM would run as it is", advice)
+        yield Check(_NAME, "warn", "it asks for no trees: vLLM would run without them", advice)
         return
     in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     advice = check.token_budget_advice(config) or ""
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
     if difference := check.vocabulary_advice(config):
         yield Check("vocabularies", "warn", difference)
-    for found, chain_advice in chained_by_default(config.model_config):
+    for found, chain_advice in default_chain_reasons(config.model_config):
         yield Check("requests", "warn", found, chain_advice)
     for name, model in (("target", config.model_config), ("draft", speculation.draft_model_config)):
-        yield from _of_model(name, model, plan.shape.node_budget + 1, measured_kernels(config))
+        yield from _model_checks(name, model, plan.shape.node_budget + 1, measured_kernels(config))
     cache = config.cache_config
     if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:
         yield memory(cache.gpu_memory_utilization)
 
 
-def _of_model(
+def _model_checks(
     name: str, model: ModelConfig, rows: int, table: list[Measurement]
 ) -> Iterator[Check]:
     architecture = model.model_arch_config

@@ -1,5 +1,4 @@
-"""The kernels of this machine: which is used for what, whether they are right, and building
-them."""
+"""Check the kernels of this machine: which one is chosen, whether it is right; and build them."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from dyntree_kernels import dispatch
-from dyntree_plugin.commands.doctor.checks import Check
+from dyntree_plugin.commands.doctor.report import Check
 
 _ROWS = 17
 _CONTEXT = 1024
@@ -24,9 +23,9 @@ def attention(
     model: str = "",
     table: Collection[dispatch.Measurement] = (),
 ) -> Check:
-    """The implementation of tree attention for a model's shape, and why it.
+    """Check which kernel of tree attention a model's shape gets, and why.
 
-    ``model``: whose shape it is; without one it is an example. ``table``: what was measured.
+    ``model`` names the model; without it the shape is an example. ``table`` holds measurements.
     """
     name = f"attention, {model}" if model else "attention"
     cuda = torch.cuda.is_available()
@@ -54,7 +53,7 @@ def attention(
 
 
 def _available(problem: dispatch.Problem) -> set[str]:
-    """What an engine would choose from."""
+    """Return the names of the kernels that an engine would choose from."""
     if problem.capability is None:
         return dispatch.installed()
     from dyntree_plugin.engine.attention.choice import built_variant
@@ -64,7 +63,7 @@ def _available(problem: dispatch.Problem) -> set[str]:
 
 
 def layout(head_size: int = 128, dtype: torch.dtype = torch.bfloat16, model: str = "") -> Check:
-    """How vLLM packs a model's KV cache on this CPU, and whether our kernels read that."""
+    """Check that dyntree's kernels can read a model's KV cache as vLLM packs it on this CPU."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     from dyntree_kernels.cpu.layout import ISAS
@@ -83,7 +82,10 @@ def layout(head_size: int = 128, dtype: torch.dtype = torch.bfloat16, model: str
 
 
 def largest_error() -> float:
-    """Of tree attention on the CPU, against dense softmax, for one small tree."""
+    """Return the largest error of tree attention on the CPU for one small tree.
+
+    The reference is dense softmax.
+    """
     from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
     from dyntree_kernels.cpu.attention import tree_attention
     from dyntree_kernels.cpu.layout import unpack
@@ -107,12 +109,10 @@ def largest_error() -> float:
 def build(
     head_sizes: set[int], dtype: torch.dtype, report: Callable[[str], None]
 ) -> Iterator[Check]:
-    """Builds FlashInfer's tree attention ahead of time, a module per head size."""
+    """Build FlashInfer's tree attention ahead of time, one module per head size."""
     name = "building kernels"
     if not torch.cuda.is_available():
-        advice = (
-            "only FlashInfer's kernel is built ahead; the CPU's compile when they are first run"
-        )
+        advice = "only FlashInfer's kernel is built ahead of time; CPU kernels compile on first use"
         yield Check(name, "fail", "there is no CUDA device here", advice)
         return
     if find_spec("flashinfer") is None:
@@ -125,7 +125,7 @@ def build(
         try:
             variant = Variant(dtype, dtype, head_size)
             seconds = build_variant(variant, report)
-        except (ValueError, RuntimeError) as error:  # a shape it does not serve; nvcc
+        except (ValueError, RuntimeError) as error:  # an unsupported shape, or nvcc
             yield Check(name, "fail", str(error), "see kernels/README.md for what it needs")
             continue
         yield Check(name, "ok", f"{variant.name}, {seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""The arguments that only ``dyntree show`` takes."""
+"""The arguments that only ``dyntree show`` has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 Format = Literal["terminal", "dot", "html"]
 
 Prompt = Annotated[
-    str | None, typer.Argument(help="What to complete; without it held-out Python code.")
+    str | None, typer.Argument(help="Text to complete; by default held-out Python code.")
 ]
 PromptFile = Annotated[
     str | None, typer.Option("--file", help="Read the prompt from this file; - is standard input.")
@@ -18,18 +18,19 @@ PromptFile = Annotated[
 Seed = Annotated[int, typer.Option(min=0)]
 Options = Annotated[
     str,
-    typer.Option(
-        metavar="JSON", help="Further dyntree options; the budget is fixed, unless they say else."
-    ),
+    typer.Option(metavar="JSON", help="Further dyntree options; the default budget is fixed."),
 ]
-Trace = Annotated[Path | None, typer.Option(help="Save what is drawn here, as JSON.")]
+Trace = Annotated[Path | None, typer.Option(help="Save the trees here, as JSON.")]
 SavedTrace = Annotated[
     Path | None,
-    typer.Option("--from", help="Draw what --trace has saved; starts no engine."),
+    typer.Option("--from", help="Draw the trees that --trace has saved; start no engine."),
 ]
 GivenFormat = Annotated[
     Format | None,
-    typer.Option("--format", help="By default what the suffix of --output says, or terminal."),
+    typer.Option("--format", help="Default: by the suffix of --output, else terminal."),
 ]
-Output = Annotated[Path | None, typer.Option(help="Write here and not to standard output.")]
-Step = Annotated[int | None, typer.Option(min=1, help="Only this step; terminal and dot, from 1.")]
+Output = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
+Step = Annotated[
+    int | None,
+    typer.Option(min=1, help="Draw only this step, counted from 1; for terminal and dot."),
+]

@@ -1,4 +1,4 @@
-"""One request's trees, with all that it takes to draw them, and the file that keeps them."""
+"""One request's trees with all that drawing them needs, and the file format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dyntree_plugin.tree.step import TreeStep
 class Generation:
     """A prompt, its completion, and the tree of every step on the way.
 
-    ``pieces`` is the text of each token of prompt and completion; joined they are the whole text
-    (a token that ends inside a character has none). ``texts`` is the text of every token that
-    occurs in a tree, by its number. ``chances`` says what a node's probability is: the draft's own,
-    or an estimate of how likely the target is to take it.
+    ``pieces`` holds the text of each token of prompt and completion; joined they are the whole
+    text. A token that ends inside a character has an empty piece. ``texts`` holds the text of
+    every token in a tree, by its id. ``chances`` tells what a node's probability is: the draft's
+    own, or an estimate that the target accepts the node.
 
     Raises:
         ValueError: if the trees do not belong to the text.
@@ -60,7 +60,7 @@ class Generation:
         return self.texts[token]
 
     def context(self, step: TreeStep) -> str:
-        """The text up to a step's root, and the root's."""
+        """Return the text up to a step's root, the root included."""
         return "".join(self.pieces[: step.context_length])
 
 
@@ -72,7 +72,7 @@ def save(generation: Generation, path: Path) -> None:
 
 
 def load(path: Path) -> Generation:
-    """What `save` has written.
+    """Read what `save` has written.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
@@ -84,5 +84,5 @@ def load(path: Path) -> Generation:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ValueError(
-            f"{path} is no trace that `dyntree show --trace` has saved: {where}: {first['msg']}"
+            f"{path} is not a trace of `dyntree show --trace`: {where}: {first['msg']}"
         ) from None

@@ -1,20 +1,20 @@
-"""Where the nodes of a tree stand when it is drawn from left to right."""
+"""Lay out the nodes of a tree that is drawn from left to right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _Contour = list[tuple[float, float]]
-"""Of a subtree, by depth below its root: the uppermost and lowermost row, relative to the root."""
+"""Uppermost and lowermost row of a subtree at each depth, relative to its root."""
 
 
 def tidy_rows(children: Sequence[Sequence[int]]) -> list[float]:
-    """The row of every node; the column is its depth.
+    """Return the row of every node; its column is its depth.
 
-    ``children[i]`` are the nodes right below node ``i``, from top to bottom, each of them above
-    ``i``; node 0 is the root. Two nodes of one column are a row apart at least, a parent stands
-    in the middle of its children, and subtrees keep their shape wherever they stand (Reingold and
-    Tilford, Tidier Drawings of Trees, 1981). The uppermost row is 0.
+    ``children[i]`` are the children of node ``i`` from top to bottom. Their indices exceed ``i``,
+    and node 0 is the root. Two nodes of one column are at least one row apart, a parent is centred
+    on its children, and a subtree has the same shape everywhere (Reingold and Tilford, Tidier
+    Drawings of Trees, 1981). The uppermost row is 0.
     """
     offsets = [0.0] * len(children)  # from the parent's row
     contours: list[_Contour] = [[] for _ in children]
@@ -29,7 +29,7 @@ def tidy_rows(children: Sequence[Sequence[int]]) -> list[float]:
 
 
 def _place(below: Sequence[int], contours: list[_Contour], offsets: list[float]) -> _Contour:
-    """Sets the offsets of siblings, and gives their parent's contour."""
+    """Set the offsets of siblings; return their parent's contour."""
     whole: _Contour = []
     for child in below:
         pairs = zip(whole, contours[child], strict=False)

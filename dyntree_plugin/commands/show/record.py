@@ -1,4 +1,4 @@
-"""Records a generation from an engine with trees."""
+"""Record a generation on an engine with trees."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from dyntree_plugin.commands.demo.engines import (
-    Announce,
+from dyntree_plugin.commands.engine import (
     Settings,
     engine,
     sampling_params,
@@ -15,6 +14,7 @@ from dyntree_plugin.commands.demo.engines import (
     with_trees,
 )
 from dyntree_plugin.commands.show.generation import Generation
+from dyntree_plugin.commands.start import Announce
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.step import TreeStep
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 _BEFORE = 8
-"""Tokens that stand before a token when its text is asked for: some have another one alone."""
+"""Tokens to decode before a token, whose text may depend on them."""
 
 
 def record(settings: Settings, announce: Announce) -> Generation:
-    """Complete the first of the prompts on an engine of its own, and keep every tree."""
+    """Complete the first prompt on an engine of its own, and keep every tree."""
     with announce("Loading vLLM", None):
         arguments = with_trees(settings)
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def record(settings: Settings, announce: Announce) -> Generation:
 def complete(llm: LLM, prompt: str, params: SamplingParams) -> Generation:
     """Complete a prompt on a running engine with trees, and keep every tree.
 
-    Nothing else may run on the engine meanwhile.
+    No other request may run on the engine meanwhile.
     """
     from dyntree_plugin.engine.telemetry.trace import start_trace, stop_trace
 
@@ -82,12 +82,12 @@ def _generation(
 
 
 def pieces(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
-    """The text of each token where it stands; joined they are the whole text.
+    """Return the text of each token in its context; joined they are the whole text.
 
-    Of several tokens that make one character only the last has it.
+    If several tokens make one character, the last of them has it.
     """
     found: list[str] = []
-    known = 0  # tokens whose text is found
+    known = 0  # Number of leading tokens whose text is known.
     for end in range(1, len(tokens) + 1):
         start = max(known - _BEFORE, 0)
         text = decode(tokens[start:end])

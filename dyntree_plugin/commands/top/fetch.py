@@ -1,4 +1,4 @@
-"""What an address answers, in bounded time and space, however slowly and much it sends."""
+"""Fetch a page in bounded time and space, however slow or large it is."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 
 class TooMuch(ValueError):
-    """There is more than was asked for."""
+    """The answer is larger than allowed."""
 
 
 def fetch(url: str, seconds: float, most: int) -> bytes:
-    """The body that ``url`` answers with.
+    """Return the body of ``url``.
 
-    A timeout of urllib is for each piece that arrives, and none ends the search for a name; so the
-    answer is awaited in a thread, and connections are cut when time is up.
+    urllib's timeout applies to each piece that arrives, and none applies to name resolution. So a
+    thread waits for the answer, and its connections are closed when the time is up.
 
     Raises:
-        TimeoutError: if there is no whole answer within so many ``seconds``.
-        TooMuch: if it has more than ``most`` bytes.
+        TimeoutError: if the answer is not complete within ``seconds``.
+        TooMuch: if the answer has more than ``most`` bytes.
         OSError, ValueError, HTTPException: as urllib raises them.
     """
     handlers = _HTTP(), _HTTPS()
@@ -45,7 +45,7 @@ def fetch(url: str, seconds: float, most: int) -> bytes:
     if not found:
         for handler in handlers:
             handler.cut()
-        raise TimeoutError(f"no whole answer within {seconds:g} s")
+        raise TimeoutError(f"no complete answer within {seconds:g} s")
     (answer,) = found
     if isinstance(answer, Exception):
         raise answer
@@ -55,7 +55,7 @@ def fetch(url: str, seconds: float, most: int) -> bytes:
 
 
 class _Cut(urllib.request.AbstractHTTPHandler):
-    """Knows its connections' sockets, which urllib hides."""
+    """Keeps the sockets of its connections, which urllib hides."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The figures of an engine, from its counters. They are those of the dashboards."""
+"""Compute an engine's figures from its counters, as the dashboards do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from dyntree_plugin.metrics.names import PREFIX
 
 @dataclass(frozen=True)
 class Figures:
-    """An engine's figures over ``seconds``, or None since it began; None where nothing happened.
+    """An engine's figures over ``seconds``, or since its start if that is None.
+
+    A figure is None if nothing happened that it could be computed from.
 
     ``acceptance_length``: tokens per request and step, the bonus token included.
-    ``tokens_per_step``: of all decoding requests per forward of the target. ``speed``: against no
-    speculation, as the metric ``compared_seconds`` estimates it. ``calibration``: accepted tokens
-    against those that the trees' values expected. ``reached``: share of request steps whose
-    accepted path is at least 1, 2, … deep. ``stage_seconds``: per forward of the target.
-    ``pruned``: nodes per request step.
+    ``tokens_per_step``: tokens of all decoding requests per forward of the target. ``speed``: ratio
+    to no speculation, as the metric ``compared_seconds`` estimates it. ``calibration``: ratio of
+    accepted tokens to those that the trees' values predicted. ``reached``: shares of request steps
+    whose accepted path is at least 1, 2, … deep. ``stage_seconds``: seconds per forward of the
+    target. ``pruned``: nodes per request step.
     """
 
     model_name: str
@@ -44,19 +46,19 @@ class Figures:
 
 
 def figures(now: Page, before: Page | None = None) -> list[Figures]:
-    """Of every engine, since ``before`` or since the engine began, whichever came later."""
+    """Return every engine's figures since ``before`` or since its start, whichever is later."""
     found = []
     for key, series in sorted(now.engines.items()):
         earlier = {} if before is None else before.engines.get(key, {})
-        if _began_anew(series, earlier):
+        if _has_restarted(series, earlier):
             earlier = {}
         seconds = None if before is None else now.seconds - before.seconds
-        found.append(_of_engine(*key, seconds, _Counters(series, earlier)))
+        found.append(_engine_figures(*key, seconds, _Counters(series, earlier)))
     return found
 
 
-def _began_anew(now: Series, before: Series) -> bool:
-    """Whether something has been counted less often; seconds may round otherwise when summed."""
+def _has_restarted(now: Series, before: Series) -> bool:
+    """Return whether a count has decreased. Sums of seconds may decrease by rounding."""
     return any(
         _total(now, name, labels) < value
         for name, found in before.items()
@@ -66,7 +68,7 @@ def _began_anew(now: Series, before: Series) -> bool:
 
 
 class _Counters:
-    """By how much an engine's counters have grown, and its gauges as they are."""
+    """The increase of an engine's counters, and its current gauges."""
 
     def __init__(self, now: Series, before: Series) -> None:
         self._now = now
@@ -95,7 +97,7 @@ def _ratio(part: float, whole: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
-def _of_engine(model_name: str, engine: str, seconds: float | None, c: _Counters) -> Figures:
+def _engine_figures(model_name: str, engine: str, seconds: float | None, c: _Counters) -> Figures:
     steps = c.total(f"{PREFIX}tree_nodes_count")
     nodes = c.total(f"{PREFIX}tree_nodes_sum")
     accepted = c.total(f"{PREFIX}accepted_path_tokens_sum")
@@ -130,6 +132,6 @@ def _of_engine(model_name: str, engine: str, seconds: float | None, c: _Counters
 
 
 def _shares(parts: dict[str, float], whole: float) -> dict[str, float]:
-    """Those parts that are not 0, of the whole."""
+    """Return the ratio of every part that is not 0 to the whole."""
     shares = {name: _ratio(part, whole) for name, part in parts.items() if part}
     return {name: share for name, share in shares.items() if share is not None}

@@ -1,4 +1,4 @@
-"""A server's page of metrics."""
+"""Read a server's page of metrics."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dyntree_plugin.metrics.names import PREFIX
 
 TIMEOUT_SECONDS = 10.0
 MOST_BYTES = 8 << 20
-"""Of a page; that of an engine has some 0.1 MB."""
+"""Limit for a page. The page of one engine has about 0.1 MB."""
 MOST_CHARACTERS = 300
-"""Of a message, which may quote what the server sent."""
+"""Limit for a message, which may quote the server's answer."""
 LARGEST = 1e18
-"""Of a value: counts and seconds are smaller, and sums of such values stay numbers."""
+"""Limit for a value. Counts and seconds are smaller, and sums of such values stay finite."""
 
 EngineKey = tuple[str, str]
 """Model name and engine number."""
@@ -27,7 +27,7 @@ Series = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class Unreadable(Exception):
-    """The server gave no page, or none with our metrics; the message says which, on one line."""
+    """The server gave no page, or one without dyntree's metrics. The message is one line."""
 
     def __init__(self, message: str) -> None:
         shown = escaped(message)
@@ -38,17 +38,17 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Page:
-    """What a server's engines counted until ``seconds`` of the monotonic clock."""
+    """The counters of a server's engines at ``seconds`` of the monotonic clock."""
 
     seconds: float
     engines: dict[EngineKey, Series]
 
 
 def read(address: str) -> Page:
-    """The metrics of the server at ``address``, such as http://localhost:8000.
+    """Read the metrics of the server at ``address``, such as http://localhost:8000.
 
     Raises:
-        Unreadable: if there are none, or none of ours.
+        Unreadable: if there are none, or none of dyntree's.
     """
     url = f"{address.rstrip('/')}/metrics"
     try:
@@ -57,8 +57,8 @@ def read(address: str) -> Page:
         raise Unreadable(f"{url} cannot be read: {error}") from None
     try:
         page = parse(text)
-    except (ValueError, LookupError, AttributeError) as error:  # as the parser meets them
-        raise Unreadable(f"{url} is no page of metrics: {error}") from None
+    except (ValueError, LookupError, AttributeError) as error:  # The parser raises any of these.
+        raise Unreadable(f"{url} is not a page of metrics: {error}") from None
     if not page.engines:
         raise Unreadable(
             f"{url} has no {PREFIX}* metrics: this server decodes without dyntree, or with "
@@ -68,13 +68,12 @@ def read(address: str) -> Page:
 
 
 def parse(text: str) -> Page:
-    """The page of every engine that has trees.
+    """Parse a page, and keep the engines with trees.
 
-    Values that are no numbers or too large are left out, and so is what a series says a second
-    time.
+    Values that are too large or not numbers are left out, and so are repetitions of a series.
 
     Raises:
-        ValueError, LookupError, AttributeError: if the text is no page of metrics.
+        ValueError, LookupError, AttributeError: if the text is not a page of metrics.
     """
     engines: dict[EngineKey, Series] = {}
     seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()

@@ -1,4 +1,4 @@
-"""The figures of engines as a terminal shows them."""
+"""Show the figures of engines in a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAR_WIDTH = 16
 def screen(
     address: str, since_start: Sequence[Figures], lately: Sequence[Figures] | None = None
 ) -> RenderableType:
-    """Every engine's figures since it began, and those of the last interval beside them."""
+    """Show every engine's figures since its start, beside those of the last interval."""
     recent = {(one.model_name, one.engine): one for one in lately or ()}
     shown = [_engine(total, recent.get((total.model_name, total.engine))) for total in since_start]
     return Group(Text(escaped(f"dyntree top – {address}"), style="bold"), *shown)
@@ -35,7 +35,7 @@ def _engine(total: Figures, lately: Figures | None) -> Panel:
     ]
     if now.fallbacks:
         parts.append(_bars("fallback", now.fallbacks, "{:.1%}"))
-    # What the growth does not read has no value.
+    # Options that the growth does not read have no value.
     in_force = [f"{name}={value}" for name, value in total.configuration.items() if value]
     options = ", ".join(in_force)
     return Panel(
@@ -90,7 +90,7 @@ def _by_depth(figures: Figures) -> dict[str, float]:
 
 
 def _bars(title: str, values: Mapping[str, float], form: str) -> Table:
-    """Values by name as bars, the largest one full."""
+    """Show values by name as bars; the largest value fills its bar."""
     table = Table(box=None, padding=(0, 1), header_style="dim")
     table.add_column(title)
     table.add_column("", justify="right")

@@ -1,1 +1,1 @@
-"""Attention backends that carry trees and plain requests in one batch."""
+"""Attention backends for batches of requests with and without trees."""

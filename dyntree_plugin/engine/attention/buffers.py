@@ -1,4 +1,4 @@
-"""Where captured graphs find the masks of the batch that they are replayed for."""
+"""Masks at fixed addresses, for captured graphs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dyntree_kernels.ancestors import pack_bits
 class MaskBuffers:
     """Context lengths and ancestor bits of a batch, at addresses that never change.
 
-    A request without a tree whose rows fit into a tree's columns is given the tree that its rows
-    are: a chain. So one kernel serves every batch in which no request has more rows than that.
+    A request without a tree is treated as a chain if its rows fit into a tree's columns. So one
+    kernel serves every batch in which no request has more rows than that.
     """
 
     def __init__(
         self, max_requests: int, max_rows: int, columns: int, device: torch.device
     ) -> None:
-        """``columns``: rows of the largest tree, its root included."""
+        """``columns``: number of rows of the largest tree, its root included."""
         self.columns = columns
         # Row i of a chain sees rows 0 to i.
         chain = torch.ones(columns, columns, dtype=torch.bool, device=device).tril()
@@ -25,7 +25,7 @@ class MaskBuffers:
         words = self._chain.shape[1]
         self._ctx_lens = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         self._bits = torch.zeros(max_rows, words, dtype=torch.int32, device=device)
-        self._filled = 0  # Context lengths that need not be -1, the first ones.
+        self._filled = 0  # Only so many leading context lengths may differ from -1.
 
     def fill(
         self,
@@ -37,12 +37,19 @@ class MaskBuffers:
         *,
         all_trees: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in a batch of R requests and T = ``num_rows`` rows, padding at their ends included.
+        """Write the masks of a batch of R requests and T = ``num_rows`` rows, padding included.
 
-        ``query_start_loc`` int32 [R + 1] and ``seq_lens`` int32 [R] as vLLM has them. ``ctx_lens``
-        and ``ancestor_bits`` as in TreeMask, of the requests and rows that are no padding;
-        ``all_trees``: each of these requests has a tree. Returns the context lengths int32 [R], -1
-        where the rows do not fit, and the bits int32 [T, words], both within the buffers.
+        Args:
+            query_start_loc: int32 [R + 1], as in vLLM's metadata.
+            seq_lens: int32 [R], as in vLLM's metadata.
+            num_rows: T.
+            ctx_lens: as in `TreeMask`, without padding.
+            ancestor_bits: as in `TreeMask`, without padding.
+            all_trees: whether every request but padding has a tree.
+
+        Returns:
+            Views of the buffers: context lengths int32 [R], -1 for requests whose rows do not fit,
+            and bits int32 [T, words].
         """
         requests = seq_lens.shape[0]
         out_lens, out_bits = self._ctx_lens[:requests], self._bits[:num_rows]
@@ -74,7 +81,7 @@ class MaskBuffers:
     ) -> None:
         lengths = query_start_loc[1:] - query_start_loc[:-1]
         fits = (lengths > 0) & (lengths <= self.columns)
-        # Dummy batches may claim fewer positions than rows.
+        # Dummy batches may have fewer positions than rows.
         out_lens.copy_(torch.where(fits, (seq_lens - lengths).clamp(min=0), -1))
         request = _request_of_row(query_start_loc, out_bits.shape[0])
         row = torch.arange(out_bits.shape[0], device=out_bits.device)
@@ -83,7 +90,7 @@ class MaskBuffers:
 
 
 def _request_of_row(query_start_loc: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Of rows behind the last request's: that one."""
+    """Return the request of every row. Padding rows map to the last request."""
     row = torch.arange(num_rows, device=query_start_loc.device)
     request = torch.searchsorted(query_start_loc[1:], row, right=True)
     return request.clamp(max=query_start_loc.shape[0] - 2)

@@ -1,4 +1,4 @@
-"""Which kernel carries the trees on this GPU; decided and logged when the engine starts."""
+"""Choose the kernel of tree attention on this GPU when the engine starts, and log why."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def choose_kernel(
     columns: int,
     device: torch.device,
 ) -> tuple[TreeKernel, TritonTrees]:
-    """For batches of trees alone, and for all others: draft forwards and mixed batches.
+    """Return the kernel for batches of trees only, and the one for all other batches.
+
+    The others are draft forwards, and batches in which some requests have no tree.
 
     Raises:
-        ValueError: when no kernel serves the layers on this GPU.
+        ValueError: if no kernel serves the layers on this GPU.
     """
     properties = torch.cuda.get_device_properties(device)
     dtype = vllm_config.model_config.dtype
@@ -74,7 +76,10 @@ def choose_kernel(
 
 
 def built_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int) -> Variant | None:
-    """FlashInfer's module for these layers, if it was built before: serving never compiles it."""
+    """Return FlashInfer's module for these layers, or None if it is not built.
+
+    Serving never compiles it.
+    """
     if importlib.util.find_spec("flashinfer") is None:
         return None
     from dyntree_kernels.cuda.flashinfer_variant import HEAD_SIZES, Variant

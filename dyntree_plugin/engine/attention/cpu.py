@@ -1,4 +1,4 @@
-"""vLLM's CPU attention with trees: tree rows on our kernel, everything else on the stock one."""
+"""vLLM's CPU attention with trees: our kernel serves trees, the stock one everything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dyntree_plugin.engine.attention.metadata import TreeMask, refuse_beyond_tre
 
 @dataclass
 class TreeCPUAttentionMetadata(CPUAttentionMetadata):
-    """``attend`` to the rows of trees; ``has_plain``: whether there are others."""
+    """``attend`` serves the rows of trees. ``has_plain`` tells whether there are other rows."""
 
     attend: TreeAttention | None = None
     has_plain: bool = True
@@ -48,7 +48,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if tree_mask.has_plain:
             metadata = super().build(common_prefix_len, common, fast_build)
             return TreeCPUAttentionMetadata(**vars(metadata), attend=attend)
-        # The stock kernel will not run, so its schedule need not be made.
+        # The stock kernel does not run for this batch, so it needs no schedule.
         return TreeCPUAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -124,8 +124,10 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
 
 
 def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer's cache [blocks, heads, block, 2 * size], packed as the ISA has
-    them."""
+    """Return views of the keys and the values in a layer's cache [blocks, heads, block, 2 * size].
+
+    Both are packed as the instruction set's kernel expects them.
+    """
     num_blocks, num_heads, block_size, _ = kv_cache.shape
     view = kv_cache.view(num_blocks, num_heads, 2 * block_size, -1)
     keys, values = view.chunk(2, dim=2)

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from dyntree_plugin.engine.attention.gpu import TreeAttentionImpl, TreeMetadataBuilder
+from dyntree_plugin.engine.attention.cuda_layers import TreeAttentionImpl, TreeMetadataBuilder
 
 
 class TreeFlashAttentionMetadataBuilder(  # type: ignore[misc]

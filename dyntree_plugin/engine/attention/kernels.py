@@ -1,4 +1,4 @@
-"""The kernels of tree attention on CUDA as the attention backends drive them."""
+"""Run the kernels of tree attention on CUDA for the attention backends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from dyntree_kernels.cuda.flashinfer_variant import Variant
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-"""One layer: ``q`` [T, H, D], ``kv_cache`` [blocks, Hkv, N, 2 * D], ``out`` as ``q``, the scale."""
+"""Runs a layer on ``q`` [T, H, D], ``kv_cache`` [blocks, Hkv, N, 2 * D], ``out`` and the scale."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one rank's layers."""
+    """Number of query heads and KV heads of one rank's layers, and the head size."""
 
     query: int
     kv: int
@@ -29,12 +29,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of a batch of R requests, as `dyntree_kernels` has them.
+    """The rows of a batch of R requests, as in `dyntree_kernels`.
 
-    Kernels read all tensors on the device and at every launch, so a captured launch serves
-    whatever they then hold. ``max_rows``: no request with a tree has more. ``kv_lens`` int32 [R] on
-    the host: at least the context and the columns of each request; None where nobody knows.
-    ``for_graph``: a captured launch may have to serve the batch.
+    Kernels read all tensors on the device at every launch, so a captured launch serves their
+    current contents. ``max_rows`` is the largest number of rows of a request with a tree.
+    ``kv_lens`` int32 [R] on the host are upper bounds of context and columns of each request; None
+    if they are unknown. ``for_graph`` tells whether a captured launch may serve the batch.
     """
 
     block_table: torch.Tensor
@@ -50,16 +50,19 @@ class AttentionRows:
 
 class TreeKernel(Protocol):
     def plan(self, rows: AttentionRows) -> Launch:
-        """Made once per step, for all layers of a group. What it returned for a batch of as many
-        requests and rows before, a captured graph's launches included, serves this one too."""
+        """Plan one step for all layers of a group.
+
+        Earlier launches for as many requests and rows serve this batch too, in captured graphs as
+        well.
+        """
         ...
 
 
 class TritonTrees:
-    """`dyntree_kernels.cuda.attention`, which plans nothing."""
+    """Runs `dyntree_kernels.cuda.attention`, which needs no plan."""
 
     def __init__(self, heads: Heads, element_size: int, processors: int, one_split: bool) -> None:
-        """``one_split``: the order of sums must not depend on the batch."""
+        """``one_split``: sum in an order that does not depend on the batch."""
         self._heads = heads
         self._element_size = element_size
         self._processors = processors
@@ -92,16 +95,17 @@ class TritonTrees:
     def warm_up(
         self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor, rows: MaskBuffers
     ) -> None:
-        """Compile what batches of any size run, on requests that do nothing.
+        """Compile the kernels for batches of any size, on requests without rows.
 
-        ``kv_cache``: a layer's. ``table`` [R, blocks]: of as many requests as there may be.
+        ``kv_cache`` is that of one layer. ``table`` [R, blocks] is the block table of the largest
+        batch.
         """
         q = torch.zeros(17, self._heads.query, self._heads.size, dtype=dtype, device=table.device)
         most = table.shape[0]
         start = torch.zeros(most + 1, dtype=torch.int32, device=table.device)
         for requests in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
             begin = start[: requests + 1]
-            # Triton makes another kernel where a number divides by 16.
+            # Triton compiles another kernel for numbers that are multiples of 16.
             for count in (16, 17):
                 lengths, bits = rows.fill(begin, start[:requests], count)
                 nobody = AttentionRows(
@@ -110,7 +114,7 @@ class TritonTrees:
                 self.plan(nobody)(q, kv_cache, torch.empty_like(q), 1.0)
 
     def splits(self, requests: int, max_rows: int) -> int:
-        """Programs that share a tile: a power of two, as each number is a kernel to compile."""
+        """Return how many programs share a tile: a power of two, since each number is a kernel."""
         from dyntree_kernels.cuda.attention import tiling
 
         if self._one_split:
@@ -123,9 +127,9 @@ class TritonTrees:
 
 
 class FlashInferTrees:
-    """`dyntree_kernels.cuda.flashinfer_attention`: one plan per step, one more per graph captured.
+    """Runs `dyntree_kernels.cuda.flashinfer_attention`, with one plan per step and per graph.
 
-    It serves batches of trees alone.
+    It serves batches of trees only.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class FlashInferTrees:
             raise RuntimeError("vLLM has not said how long the requests may be")
         requests = len(rows.ctx_lens)
         attention = self._attention((requests, rows.num_rows) if rows.for_graph else None)
-        # With drafts in flight the host's bound may lie beyond what a request can have.
+        # With drafts in flight the host's bound may exceed the longest request.
         kv_lens = rows.kv_lens[:requests].clamp(max=self._max_len)
         attention.plan(rows.query_start_loc_cpu, kv_lens, rows.block_table)
         count, page = rows.num_rows, self._block_size
@@ -167,7 +171,10 @@ class FlashInferTrees:
         return launch
 
     def _attention(self, shape: tuple[int, int] | None) -> FlashInferTreeAttention:
-        """With buffers that stay in place for the graph of so many requests and rows."""
+        """Return the instance for the graph of ``shape`` (requests, rows), or for eager steps.
+
+        Its buffers stay in place.
+        """
         from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
 
         blocks = -(-self._max_len // self._block_size)

@@ -1,4 +1,4 @@
-"""What a tree adds to the attention metadata of a batch, through vLLM's own channel."""
+"""The mask of a batch's trees, and its way into vLLM's attention metadata."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Who sees what among the newest rows of a batch of R requests and T query rows.
+    """Which cache positions each of the T query rows of R requests sees.
 
-    ``ctx_lens`` int32 [R]: cache positions that every row of the request sees; ``-1`` marks a
-    request without a tree, which stays on the stock kernel. ``ancestor_bits`` int32 [T, words]:
-    bit ``c`` of a row lets it see cache position ``ctx_len + c``. ``has_plain``: whether any
-    request is without a tree, known on the host. ``in_place``: the tensors are rewritten for every
-    forward; builders must keep references to them and no copies.
+    ``ctx_lens`` int32 [R]: every row of a request sees so many leading positions; -1 marks a
+    request without a tree, which stays on the stock kernel. ``ancestor_bits`` int32 [T, words]: if
+    bit ``c`` of a row is set, the row sees position ``ctx_len + c``. ``has_plain``: whether any
+    request is without a tree, as known on the host. ``in_place``: the tensors are rewritten for
+    every forward, so builders must keep references to them and no copies.
     """
 
     ctx_lens: torch.Tensor
@@ -28,7 +28,7 @@ class TreeMask:
 
 
 class TreeAttnMetadata(ModelSpecificAttnMetadata):
-    """Hands a TreeMask to the metadata builders that take one."""
+    """Hands a `TreeMask` to the metadata builders that accept one."""
 
     def __init__(self, mask: TreeMask) -> None:
         self._mask = mask
@@ -36,8 +36,8 @@ class TreeAttnMetadata(ModelSpecificAttnMetadata):
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
         if not getattr(attn_metadata_builder, "takes_tree_mask", False):
             raise RuntimeError(
-                f"{type(attn_metadata_builder).__name__} takes no tree mask: its layers would see "
-                "the rows of a tree as a chain"
+                f"{type(attn_metadata_builder).__name__} takes no tree mask: its layers would "
+                "attend to the rows of a tree as to a chain"
             )
         return {"tree_mask": self._mask}
 
@@ -47,9 +47,9 @@ class _Clock(Protocol):
 
 
 class WithTreeMask:
-    """Stands in for `ModelState.prepare_attn`: adds the step's mask to what vLLM passes there.
+    """Replaces `ModelState.prepare_attn`: adds the step's mask to vLLM's arguments.
 
-    The target's forward follows, so it starts that stage on the clock.
+    The target's forward follows, so the call also starts that stage on the clock.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WithTreeMask:
         take_mask: Callable[[], TreeMask | None],
         clock: _Clock,
     ) -> None:
-        """``prepare_attn``: the stock method. ``take_mask``: gives the mask once per step."""
+        """``prepare_attn`` is the stock method; ``take_mask`` gives the mask once per step."""
         self._prepare_attn = prepare_attn
         self._take_mask = take_mask
         self._clock = clock
@@ -73,7 +73,11 @@ class WithTreeMask:
 
 
 def refuse_beyond_trees(features: Mapping[str, bool]) -> None:
-    """Raises ValueError for a layer that has a feature that tree attention has not."""
+    """Refuse a layer with a feature that tree attention does not have.
+
+    Raises:
+        ValueError: naming the feature.
+    """
     found = [name for name, there in features.items() if there]
     if found:
         raise ValueError(

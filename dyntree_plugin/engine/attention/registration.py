@@ -1,4 +1,4 @@
-"""Which attention vLLM gives to the layers of a model."""
+"""Give the layers of a model dyntree's attention."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 @contextmanager
 def registered(backends: Mapping[str, str]) -> Iterator[None]:
-    """Has the layers that are made within the context run on our classes, by vLLM's name of each.
+    """Replace attention backends, by their names in vLLM, for layers made within the context.
 
-    vLLM's registry and its memory of past choices belong to the process, in which an engine without
-    trees may follow: afterwards both are as they were.
+    vLLM's registry and its cache of choices belong to the process, in which an engine without
+    trees may follow. So both are restored at the end.
     """
     members = {AttentionBackendEnum[name]: path for name, path in backends.items()}
     before = {each: each.get_path() for each in members if each.is_overridden()}

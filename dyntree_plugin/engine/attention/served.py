@@ -1,4 +1,4 @@
-"""Whether this hardware has a kernel for a model's attention with trees, before weights load."""
+"""Check before weights load that this hardware has a kernel for a model's tree attention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 _USUAL_BLOCK = 128
-"""vLLM's on a CPU; only its being a multiple of 32 matters."""
+"""vLLM's block size on a CPU. All that matters is that it is a multiple of 32."""
 
 
 def refusal(model: ModelConfig, device_type: str) -> str | None:
-    """Why no kernel serves the model's shape and type here, or None where one does."""
+    """Return why no kernel serves the model's shape and type here, or None if one does."""
     from vllm.platforms import current_platform
 
     dtype = getattr(torch, str(model.dtype).removeprefix("torch."))
@@ -26,7 +26,7 @@ def refusal(model: ModelConfig, device_type: str) -> str | None:
     if device_type == "cuda":
         capability = current_platform.get_device_capability()
         if capability is None:
-            return None  # It will be known when attention is set up.
+            return None  # The capability is checked when attention is set up.
     elif unread := _unread_layout(dtype, head_size):
         return f"{shape} is not supported on this CPU: {unread}; use an x86 CPU"
     problem = dispatch.Problem(
@@ -40,19 +40,19 @@ def refusal(model: ModelConfig, device_type: str) -> str | None:
         rows=1,
         context=1,
     )
-    # The draft's forwards are Triton's on every GPU, whatever carries the target's trees.
+    # The draft's forwards use Triton on every GPU, whatever the target's trees use.
     needed = {"triton"} if capability else dispatch.installed() & {"cpu"}
     try:
         dispatch.choose(problem, needed)
     except ValueError as error:
-        told = str(error).partition(") (")[2].removesuffix(")").split("; ")
-        obstacles = [each for each in told if not each.endswith(": not installed")] or told
+        named = str(error).partition(") (")[2].removesuffix(")").split("; ")
+        obstacles = [each for each in named if not each.endswith(": not installed")] or named
         return f"{shape} is not supported here: {'; '.join(obstacles)}"
     return None
 
 
 def _unread_layout(dtype: torch.dtype, head_size: int) -> str | None:
-    """Why our kernels cannot read the KV cache as vLLM packs it on this CPU."""
+    """Return why dyntree's kernels cannot read the KV cache as vLLM packs it on this CPU."""
     from vllm.v1.attention.backends import cpu_attn
 
     from dyntree_kernels.cpu.layout import ISAS
@@ -60,4 +60,4 @@ def _unread_layout(dtype: torch.dtype, head_size: int) -> str | None:
     isa = cpu_attn._get_attn_isa(dtype, _USUAL_BLOCK, head_size)
     if isa in ISAS:
         return None
-    return f"vLLM packs its KV cache as {isa!r}, and trees need one of {', '.join(ISAS)}"
+    return f"vLLM packs its KV cache as {isa!r}, but trees need one of {', '.join(ISAS)}"

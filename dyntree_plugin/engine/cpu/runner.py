@@ -13,6 +13,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 import vllm_cpu_runner
 from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_plugin.engine.cpu.ops import CPUOps
+from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.ops import TreeOps
 from vllm_cpu_runner.long_lists import lift_limits
@@ -26,7 +27,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        lift_limits(self.sampler, self.vocab_size)
+        lift_limits(self.sampler, self.vocab_size, WORD_TOKENS_ON_CPU)
 
     def warm_up_kernels(self) -> None:
         vllm_cpu_runner.warm_up()

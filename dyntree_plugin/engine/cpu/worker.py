@@ -12,7 +12,7 @@ from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 import vllm_cpu_runner
-from dyntree_plugin.engine.limits import wrap_seeds
+from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU, wrap_seeds
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 from vllm_cpu_runner.long_lists import lift_limits
 
@@ -56,6 +56,6 @@ class PlainCPUWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         runner: Any = self.model_runner
-        lift_limits(runner.sampler, runner.vocab_size)
+        lift_limits(runner.sampler, runner.vocab_size, WORD_TOKENS_ON_CPU)
         wrap_seeds(runner.sampler)
         vllm_cpu_runner.warm_up()

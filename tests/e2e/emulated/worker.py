@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 from dyntree_plugin import plugin  # noqa: E402
+from dyntree_plugin.engine import configuration  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 
@@ -76,9 +77,9 @@ def configure() -> None:
     gpu_worker.kernel_warmup = lambda worker: None  # type: ignore[assignment]
     tables: Any = BlockTables
     tables.gather_block_tables = _zeroing(tables.gather_block_tables)
-    plugin.WORKERS["cuda"] = f"{__name__}.EmulatedWorker"
+    configuration.WORKERS["cuda"] = f"{__name__}.EmulatedWorker"
     module: Any = plugin
-    admit, settle = plugin.admit, plugin.settle
+    admit, configure_scheduler = plugin.admit, plugin.configure_scheduler
     sizes: list[list[int] | None] = []
 
     def admit_as_on_cuda(vllm_config: VllmConfig, options: Any, device_type: str) -> None:
@@ -86,12 +87,12 @@ def configure() -> None:
         sizes[:] = [vllm_config.compilation_config.cudagraph_capture_sizes]
         admit(vllm_config, options, "cuda")
 
-    def settle_as_on_cuda(vllm_config: VllmConfig, device_type: str) -> None:
+    def configure_as_on_cuda(vllm_config: VllmConfig, device_type: str) -> None:
         vllm_config.scheduler_config.async_scheduling = True
         if not vllm_config.model_config.enforce_eager:
             vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
             vllm_config.compilation_config.cudagraph_capture_sizes = sizes[0]
             vllm_config._set_cudagraph_sizes()
-        settle(vllm_config, "cuda")
+        configure_scheduler(vllm_config, "cuda")
 
-    module.admit, module.settle = admit_as_on_cuda, settle_as_on_cuda
+    module.admit, module.configure_scheduler = admit_as_on_cuda, configure_as_on_cuda

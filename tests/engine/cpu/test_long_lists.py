@@ -11,6 +11,7 @@ import torch
 from vllm import SamplingParams
 
 import vllm_cpu_runner
+from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU
 
 VOCABULARY, REQUESTS, PROMPT = 6000, 3, 4
 
@@ -41,7 +42,7 @@ def states() -> Any:
     sampler = SimpleNamespace(
         logits_processors=[LogitBiasState(config, of_requests), BadWordsState(config, of_requests)]
     )
-    lift_limits(sampler, VOCABULARY)
+    lift_limits(sampler, VOCABULARY, WORD_TOKENS_ON_CPU)
     return sampler.logits_processors
 
 

@@ -1,4 +1,4 @@
-"""A generation as one HTML page that needs nothing else: no network, no other file."""
+"""Write a generation as one HTML page that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dyntree_plugin.tree.step import TreeStep
 
 
 def render(generation: Generation) -> str:
-    """The page; steps are chosen with a slider, the arrow keys, or ``#step=3`` in its address."""
-    # A "</script>" in a token must not end the element that the data stands in.
+    """Return the page. Its reader chooses a step by slider, arrow key, or address (``#step=3``)."""
+    # A "</script>" in a token must not end the element that holds the data.
     data = json.dumps(_page(generation), ensure_ascii=False).replace("<", "\\u003c")
     files = resources.files(__package__)
     parts = {
@@ -48,10 +48,10 @@ def _page(generation: Generation) -> dict[str, Any]:
 
 
 def _step(generation: Generation, step: TreeStep) -> dict[str, Any]:
-    """A step's nodes with their places; ``-1`` is the root, and every row counts from the top."""
+    """Return a step's nodes with their places. Node -1 is the root; rows count from the top."""
     count = len(step.tokens)
     end = step.accepted[-1] if step.accepted else -1
-    # As numbers of the layout: the root, the nodes, the bonus token.
+    # The layout numbers the root 0, then the nodes, then the bonus token.
     children = [[child + 1 for child in step.children(node)] for node in range(-1, count)]
     children.append([])
     children[end + 1].append(count + 1)

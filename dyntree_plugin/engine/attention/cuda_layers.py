@@ -1,4 +1,4 @@
-"""Trees in vLLM's attention backends on CUDA: what goes before a stock builder and layer."""
+"""Trees in vLLM's attention on CUDA: mixins that precede a stock metadata builder and layer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,23 @@ UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass
 class TreeAttentionMetadata:
-    """Of a batch with trees. ``stock``: the backend's own, where a request has more rows than a
-    tree; its kernel runs first, and the tree's writes over the rows that it serves."""
+    """Metadata of a batch with trees.
+
+    ``launch`` runs the kernel of trees. ``stock`` is the backend's own metadata if a request has
+    more rows than a tree: then the stock kernel runs first, and the kernel of trees overwrites its
+    own rows.
+    """
 
     launch: Launch
     stock: Any | None
 
 
 class TreeMetadataBuilder:
-    """Goes before a stock builder.
+    """Builds the metadata of batches with trees, and leaves all others to the stock builder.
 
-    Graphs of batches whose requests all have a whole tree's rows hold the tree's kernel alone. It
-    reads masks from buffers of this builder, which every `build` for such a batch fills.
+    A graph of a uniform batch, in which all requests have the same number of rows, holds the
+    kernel of trees only. That kernel reads its masks from this builder's buffers, and every
+    `build` for such a batch fills them.
     """
 
     takes_tree_mask = True
@@ -62,11 +67,11 @@ class TreeMetadataBuilder:
         plan = tree_plan(vllm_config)
         self._buffers: MaskBuffers | None = None
         if plan is None:
-            return  # An engine without trees, in a process that had one with.
+            return  # An engine without trees may follow one with trees in the same process.
         columns = plan.shape.node_budget + 1
         requests = vllm_config.scheduler_config.max_num_seqs
         rows = max(vllm_config.scheduler_config.max_num_batched_tokens, requests * columns)
-        # Requests and rows of the batches that graphs were captured for.
+        # Numbers of requests and rows for which graphs were captured.
         self._captured: set[tuple[int, int]] = set()
         self._buffers = MaskBuffers(requests, rows, columns, device)
         stock: Any = self
@@ -108,7 +113,7 @@ class TreeMetadataBuilder:
         )
         shape = common.num_reqs, common.num_actual_tokens
         for_graph = shape in self._captured and self._is_graph_shaped(common)
-        # Each number of rows may be a kernel to compile: those of graphs come at their capture.
+        # Each number of rows may need a kernel of its own; graphs compile theirs at capture.
         most = common.max_query_len if for_graph else buffers.columns
         rows = _rows(common, ctx_lens, bits, most, for_graph)
         if common.max_query_len <= buffers.columns:
@@ -125,8 +130,7 @@ class TreeMetadataBuilder:
         return stock.build_for_cudagraph_capture(common)
 
     def _is_graph_shaped(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a graph can be captured for such a batch: its requests have equally many rows, of
-        a tree of whatever size is scheduled."""
+        """Return whether a graph can serve the batch: every request has as many rows as a tree."""
         rows = common.max_query_len
         if self._buffers is None or not 1 < rows <= self._buffers.columns:
             return False
@@ -154,7 +158,7 @@ def _rows(
 
 
 class TreeAttentionImpl:
-    """Goes before a stock layer."""
+    """Runs the kernel of trees in a stock attention layer."""
 
     scale: float
 

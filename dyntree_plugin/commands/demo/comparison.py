@@ -1,0 +1,157 @@
+"""The two engines of the demonstration, and what is measured on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dyntree_plugin.commands.engine import (
+    Settings,
+    engine,
+    sampling_params,
+    text_of_tokens,
+    with_trees,
+    without_trees,
+)
+from dyntree_plugin.commands.render import Detokenise
+from dyntree_plugin.commands.start import Announce
+from dyntree_plugin.metrics.names import PREFIX
+from dyntree_plugin.tree.step import TreeStep
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion. ``tokens`` are its own, without the ``prompt_tokens`` before them."""
+
+    prompt_tokens: list[int]
+    tokens: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Completions of every prompt, one after the other.
+
+    ``steps`` counts the target's forwards after the prompt's own: one per verified tree, or one
+    per token without trees. ``stages`` holds the worker's seconds by stage; it is empty without
+    trees.
+    """
+
+    completions: list[Completion]
+    seconds: float
+    steps: int
+    stages: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(completion.tokens) for completion in self.completions)
+
+    @property
+    def tokens_per_step(self) -> float:
+        # The first token of a completion comes from the forward over its prompt.
+        return (self.tokens - len(self.completions)) / max(self.steps, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both runs, the trees of every prompt step by step, and the text of any one token."""
+
+    plain: Run
+    tree: Run
+    traces: list[list[TreeStep]]
+    text: Detokenise
+
+
+def compare(settings: Settings, announce: Announce) -> Comparison:
+    """Complete the prompts with the target alone, then with trees, in engines of their own."""
+    with announce("Loading vLLM", None):
+        from vllm import EngineArgs
+
+        # A pair that trees cannot serve is refused here, before anything takes long.
+        EngineArgs(**with_trees(settings)).create_engine_config()
+    count = len(settings.prompts)
+    with ExitStack() as stack:
+        with announce("Starting the target alone", None):
+            llm = stack.enter_context(engine(without_trees(settings)))
+        with announce("Completing without the tree", count) as done:
+            plain = _complete(llm, settings, done)
+    with ExitStack() as stack:
+        with announce("Starting target and draft", None):
+            llm = stack.enter_context(engine(with_trees(settings)))
+        with announce("Completing with the tree", count) as done:
+            tree = _complete(llm, settings, done)
+        with announce("Looking at the trees", count) as done:
+            traces = _trace(llm, settings, done)
+        return Comparison(plain, tree, traces, text_of_tokens(llm))
+
+
+def _complete(llm: LLM, settings: Settings, done: Callable[[], None]) -> Run:
+    _generate(llm, settings, 0, max_tokens=8)  # The first requests of an engine are slower.
+    before = _counts()
+    start = time.perf_counter()
+    completions = []
+    for index in range(len(settings.prompts)):
+        completions.append(_generate(llm, settings, index))
+        done()
+    seconds = time.perf_counter() - start
+    gained = {key: value - before.get(key, 0.0) for key, value in _counts().items()}
+    verified = gained.get(f"{PREFIX}tree_nodes_count")
+    tokens = sum(len(completion.tokens) for completion in completions)
+    return Run(
+        completions,
+        seconds,
+        steps=tokens - len(completions) if verified is None else round(verified),
+        stages={
+            key.removeprefix("stage="): value
+            for key, value in gained.items()
+            if key.startswith("stage=")
+        },
+    )
+
+
+def _trace(llm: LLM, settings: Settings, done: Callable[[], None]) -> list[list[TreeStep]]:
+    from dyntree_plugin.engine.telemetry.trace import start_trace, stop_trace
+
+    traces = []
+    for index in range(len(settings.prompts)):
+        start_trace(llm)
+        _generate(llm, settings, index)
+        traces.append(stop_trace(llm))
+        done()
+    return traces
+
+
+def _generate(
+    llm: LLM, settings: Settings, index: int, max_tokens: int | None = None
+) -> Completion:
+    params = sampling_params(settings, index, max_tokens)
+    request = llm.generate(settings.prompts[index], params, use_tqdm=False)[0]
+    output = request.outputs[0]
+    return Completion(list(request.prompt_token_ids or ()), list(output.token_ids), output.text)
+
+
+def _counts() -> dict[str, float]:
+    """Return the plugin's metrics; the seconds of a stage are under ``stage=name``.
+
+    vLLM's `LLM.get_metrics` rounds counters to integers, which leaves nothing of seconds.
+    """
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    counts: dict[str, float] = {}
+    for family in get_prometheus_registry().collect():
+        for sample in family.samples:
+            if sample.name == f"{PREFIX}stage_seconds_sum":
+                counts[f"stage={sample.labels['stage']}"] = sample.value
+            elif sample.name == f"{PREFIX}tree_nodes_count":
+                counts[sample.name] = sample.value
+    return counts

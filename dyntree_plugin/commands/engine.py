@@ -1,0 +1,120 @@
+"""An engine of vLLM in this process, for `demo` and `show`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dyntree_plugin.commands.arguments import DtypeName
+from dyntree_plugin.commands.render import Detokenise
+from dyntree_plugin.engine.configuration import PLAIN_WORKER
+from dyntree_plugin.options import NAMESPACE
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+
+KV_CACHE_BYTES = 1 << 30
+"""Size of the KV cache. Pages of it that are never written take no memory."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The models, the prompts, and how to complete them.
+
+    ``nodes`` is the size of a tree; ``options`` are further dyntree options. ``seed`` is that of
+    the first prompt; each further prompt adds one.
+    """
+
+    target: str
+    draft: str
+    dtype: DtypeName
+    nodes: int
+    options: Mapping[str, Any]
+    temperature: float
+    top_p: float
+    seed: int
+    max_tokens: int
+    prompts: Sequence[str]
+
+
+@contextmanager
+def engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
+    """Start an engine, and shut it down at the end."""
+    from vllm import LLM
+
+    llm = LLM(**arguments)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown(timeout=30)
+
+
+def without_trees(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for the target alone."""
+    from vllm.platforms import current_platform
+
+    worker = {"worker_cls": PLAIN_WORKER} if current_platform.is_cpu() else {}
+    return _shared_arguments(settings) | worker
+
+
+def with_trees(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for target and draft."""
+    speculation = {
+        "method": "draft_model",
+        "model": settings.draft,
+        "num_speculative_tokens": settings.nodes,
+    }
+    return _shared_arguments(settings) | {
+        "speculative_config": speculation,
+        "additional_config": {NAMESPACE: dict(settings.options)},
+    }
+
+
+def _shared_arguments(settings: Settings) -> dict[str, Any]:
+    # A token takes at least one byte of the prompt. Two more may precede it: a beginning of
+    # sequence and a space.
+    longest = max(len(prompt.encode()) + 2 for prompt in settings.prompts)
+    length = longest + settings.max_tokens + settings.nodes
+    return {
+        "model": settings.target,
+        "dtype": settings.dtype,
+        "max_model_len": length,
+        "max_num_batched_tokens": length,
+        "max_num_seqs": 1,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        # Every run computes its prompts itself.
+        "enable_prefix_caching": False,
+        # Compiling would take longer than the whole command.
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "use_tqdm_on_load": False,
+    }
+
+
+def sampling_params(
+    settings: Settings, index: int, max_tokens: int | None = None
+) -> SamplingParams:
+    """Return the parameters of the prompt at ``index``; ``max_tokens`` replaces the settings'."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=settings.seed + index,
+        max_tokens=max_tokens or settings.max_tokens,
+    )
+
+
+def text_of_tokens(llm: LLM) -> Detokenise:
+    """Return the function that gives the text of any one token."""
+    tokenizer = llm.get_tokenizer()
+    # Some tokenizers drop the space before the first token of a text.
+    before = tokenizer.encode("a", add_special_tokens=False)
+    skipped = len(tokenizer.decode(before))
+
+    def text(token: int) -> str:
+        return tokenizer.decode([*before, token])[skipped:]
+
+    return text
