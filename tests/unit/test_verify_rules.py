@@ -6,31 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from dyntree_plugin.tree.growth import GROWTHS, GrowthConfig, plan_growth
-from dyntree_plugin.tree.papers.rules import (
-    SAMPLINGS,
+from dyntree_plugin.tree.growth import GrowthConfig
+from dyntree_plugin.tree.pairs import (
     all_pairs,
     allowed_rules,
     check_pair,
     default_rule,
     markdown_table,
 )
+from dyntree_plugin.tree.registry import GROWTHS, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 
 
 def test_the_table_has_every_growth_with_every_sampling_that_it_offers():
-    needs = {"expansion": {"expansion": (2, 1)}, "sequoia": {"acceptance": (0.6, 0.3)}}
+    needs = {"expansion": (2, 1), "sequoia": (0.6, 0.3)}
     shape = TreeShape(node_budget=4, max_depth=2, width=2, children=2)
-    assert SAMPLINGS.keys() == GROWTHS.keys()
-    for name, offered in SAMPLINGS.items():
-        assert plan_growth(GrowthConfig(name, **needs.get(name, {})), shape).sampling == offered[0]
+    for name, spec in GROWTHS.items():
+        offered, parameter = spec.samplings, needs.get(name)
+        assert plan_growth(GrowthConfig(name, parameter), shape).sampling == offered[0]
         for sampling in ("best", "without_replacement", "with_replacement"):
-            config = {"sampling": sampling, **needs.get(name, {})}
+            config = GrowthConfig(name, parameter, sampling)
             if sampling in offered:
-                assert plan_growth(GrowthConfig(name, **config), shape).sampling == sampling
+                assert plan_growth(config, shape).sampling == sampling
             else:
                 with pytest.raises(ValueError, match="sampling"):
-                    plan_growth(GrowthConfig(name, **config), shape)
+                    plan_growth(config, shape)
 
 
 def test_a_pair_is_refused_exactly_if_the_table_says_so():
@@ -54,17 +54,17 @@ def test_names_that_do_not_exist_are_refused_with_those_that_do():
 
 
 def test_the_default_rule_is_always_allowed_and_named_first():
-    for name, samplings in SAMPLINGS.items():
-        for sampling in samplings:
+    for name, spec in GROWTHS.items():
+        for sampling in spec.samplings:
             assert allowed_rules(name, sampling)[0] == default_rule(sampling)
 
 
 def test_the_markdown_table_has_a_row_for_every_growth_and_sampling():
     rows = markdown_table().splitlines()[2:]
-    assert len(rows) == sum(len(samplings) for samplings in SAMPLINGS.values())
+    assert len(rows) == sum(len(spec.samplings) for spec in GROWTHS.values())
     assert all(row.count("**default**") == 1 for row in rows)
 
 
-def test_the_page_has_the_table_of_growths_and_rules():
+def test_the_docs_have_the_table_of_growths_and_rules():
     page = Path(__file__).parents[2] / "docs" / "papers.md"
     assert markdown_table() in page.read_text()
