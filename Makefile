@@ -3,7 +3,7 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast test-slow soak fuzz gpu-kernels gpu-e2e dashboards screenshots lint format clean
+.PHONY: help demo test test-fast test-slow soak fuzz gpu-kernels gpu-e2e dashboards tables screenshots lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -38,6 +38,9 @@ gpu-e2e: ## Checks or measures the engine on a GPU: PART=identity, launches, spe
 
 dashboards: .venv/installed ## Writes the Grafana dashboards and Prometheus' recording rules.
 	$(BIN)/python grafana/generate.py
+
+tables: .venv/installed ## Writes the generated tables into the pages of docs/.
+	PYTHONPATH=. $(BIN)/python scripts/write_tables.py
 
 screenshots: .venv/installed ## Makes the README's pictures.
 	$(BIN)/python scripts/show_screenshot.py

@@ -34,6 +34,7 @@ def register() -> None:
         patches.refuse_before_vllm()
         patches.select_v2_runner()
         patches.reserve_scratch_slots()
+        patches.widen_compile_range()
         patches.admit_sampling_parameters()
         patches.fit_requests()
         patches.carry_tree_stats()

@@ -1,9 +1,9 @@
-"""Completes a prompt and writes the tree of every step as a page, as Graphviz DOT and as a trace.
+"""Complete a prompt, and write the tree of every step as a page, as Graphviz DOT and as a trace.
 
     python examples/draw_trees.py --output trees
     dot -Tsvg -O trees/trees.dot
 
-`dyntree show` does the same from the command line; this is for an engine that you have already.
+`dyntree show` does the same from the command line. This is for an engine that you have already.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads offline what trees have done: how many tokens a step yields, and at which depths.
+"""Print the tokens per step and the acceptance by depth of an offline engine.
 
 python examples/metrics.py
 """

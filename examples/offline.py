@@ -1,4 +1,4 @@
-"""Completes prompts offline, with a tree of draft tokens per step.
+"""Complete prompts offline, with a tree of draft tokens per step.
 
 python examples/offline.py
 python examples/offline.py --target TARGET --draft DRAFT --temperature 0.8
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         kv_cache_memory_bytes=1 << 28,
         enforce_eager=True,  # starts sooner
     )
-    # With a seed, the text is the one that the target writes without a tree.
+    # The text is the one that the target writes without a tree, with the same seed.
     params = SamplingParams(temperature=given.temperature, seed=7, max_tokens=given.max_tokens)
     for output in llm.generate(PROMPTS, params):
         print(output.prompt + output.outputs[0].text, end="\n\n")

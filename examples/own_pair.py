@@ -1,8 +1,8 @@
-"""Tries a target and a draft of your own, folders or names on Hugging Face.
+"""Try a target and a draft of your own: folders, or names on Hugging Face.
 
     python examples/own_pair.py Qwen/Qwen3-4B Qwen/Qwen3-0.6B
 
-They must share their vocabulary. Before the weights are loaded, the same is said by
+They must share their vocabulary. This checks it without loading weights:
 
     dyntree doctor -- TARGET --dyntree '{}' \\
         --speculative-config '{"method": "draft_model", "model": "DRAFT", ...}'
@@ -27,8 +27,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
 
-    # The same number must mean the same token. dyntree compares tokenizers that are on the machine
-    # when it starts; these are downloaded where they are not.
+    # The same number must mean the same token. dyntree compares tokenizers that are on this
+    # machine; here they are downloaded if they are not.
     target, draft = (
         AutoTokenizer.from_pretrained(model).get_vocab() for model in (given.target, given.draft)
     )

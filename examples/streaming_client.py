@@ -1,6 +1,6 @@
-"""Streams a completion from a server with trees, with the OpenAI client.
+"""Stream a completion from a server with trees, with the OpenAI client.
 
-Start the server first; its clients need to know nothing of trees:
+Start the server first. Clients need to know nothing of trees:
 
     dyntree serve TARGET --port 8000 --dyntree '{}' --speculative-config \\
         '{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 16}'

@@ -1,6 +1,4 @@
-"""Write the generated tables into the pages of docs/, between their marks.
-
-    python scripts/write_tables.py
+"""Write the generated tables into the pages of docs/, between their marks: make tables
 
 A table's marks are the lines `<!-- table: NAME -->` and `<!-- end -->`.
 """

@@ -117,6 +117,16 @@ def scratch_slots(speculative_config: Any) -> int:
     return 0 if plan is None else plan.scratch_slots
 
 
+def most_draft_rows(vllm_config: VllmConfig) -> int:
+    """Return the most rows of a draft forward without prompts; 0 for an engine without trees."""
+    speculation = vllm_config.speculative_config
+    plan = None if speculation is None else plan_in_force(speculation)
+    if plan is None:
+        return 0
+    of_request = max(*plan.growing.widths, plan.shape.max_depth + 1, 1)
+    return vllm_config.scheduler_config.max_num_seqs * of_request
+
+
 def plan_in_force(speculative_config: Any) -> TreePlan | None:
     """Return the plan that `mark_as_tree` attached, or None for an engine without trees."""
     plan: TreePlan | None = vars(speculative_config).get(_MARK)

@@ -186,6 +186,30 @@ def reserve_scratch_slots() -> None:
     _replace(VllmConfig, "num_lookahead_tokens", reserving_scratch)
 
 
+def widen_compile_range() -> None:
+    """Compile models for all rows of a draft forward: ``VllmConfig._set_compile_ranges``.
+
+    Why: vLLM compiles for at most ``max_num_batched_tokens`` rows, and a forward of more fails an
+    assertion. With many requests, the draft reads emitted tokens and nodes in more rows. Remove
+    when a speculator can say how many rows its forwards have.
+    """
+    from vllm.config import VllmConfig
+
+    from dyntree_plugin.engine import configuration
+
+    def widening(stock: Any) -> Any:
+        def set_compile_ranges(self: VllmConfig) -> None:
+            stock(self)
+            ends = self.compilation_config.compile_ranges_endpoints
+            rows = configuration.most_draft_rows(self)
+            if ends and rows > ends[-1]:
+                ends[-1] = rows
+
+        return set_compile_ranges
+
+    _replace(VllmConfig, "_set_compile_ranges", widening)
+
+
 def admit_sampling_parameters() -> None:
     """Allow min-p and logit bias with trees: ``SamplingParams._validate_spec_decode``.
 

@@ -11,10 +11,19 @@ import pytest
 
 import dyntree_kernels
 import dyntree_plugin
+import vllm_cpu_runner
 
 PACKAGE = Path(dyntree_plugin.__file__).parent
 KERNELS = Path(dyntree_kernels.__file__).parent
-SOURCES = sorted([*PACKAGE.glob("*.py"), *PACKAGE.glob("engine/**/*.py"), *KERNELS.rglob("*.py")])
+CPU_RUNNER = Path(vllm_cpu_runner.__file__).parent
+SOURCES = sorted(
+    [
+        *PACKAGE.glob("*.py"),
+        *PACKAGE.glob("engine/**/*.py"),
+        *KERNELS.rglob("*.py"),
+        *CPU_RUNNER.rglob("*.py"),
+    ]
+)
 
 OURS = (
     "self.step.", "self._record.", "record.", "self.speculator.", "self.rejection_sampler.",
@@ -48,8 +57,8 @@ def replaced(source: str) -> Iterator[str]:
 
 
 def not_documented(source: str) -> list[str]:
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    section = page.partition("## What is replaced in vLLM")[2].partition("### ")[0]
+    page = (PACKAGE.parent / "docs" / "vllm-patches.md").read_text()
+    section = page.partition("## When the plugin loads")[2].partition("## What stays behind")[0]
     others = (x for x in replaced(source) if not x.startswith(OURS) and x not in SETTINGS)
     known = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`", section))))
     return [x for x in others if x.rpartition(".")[2] not in known]

@@ -7,11 +7,11 @@ from pathlib import Path
 from dyntree_plugin.metrics import names
 from dyntree_plugin.metrics.names import METRICS, PREFIX
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def test_the_readme_has_the_table_of_metrics() -> None:
-    assert names.markdown_table() in README.read_text()
+def test_the_page_has_the_table_of_metrics() -> None:
+    assert names.markdown_table() in PAGE.read_text()
 
 
 def test_no_name_is_one_that_vllms_own_tools_would_add_to_theirs() -> None:

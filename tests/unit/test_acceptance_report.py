@@ -196,10 +196,10 @@ def test_models_of_different_vocabularies_are_refused(
     assert f"{VOCABULARY + 1}" in done.stderr
 
 
-def test_the_readme_shows_the_published_result() -> None:
+def test_the_page_shows_the_published_result() -> None:
     published = sorted((REPOSITORY / "benchmarks" / "results").glob("acceptance-*.json"))
     if not published:
         pytest.skip("no result is published in benchmarks/results")
-    readme = (REPOSITORY / "README.md").read_text()
+    page = (REPOSITORY / "docs" / "papers.md").read_text()
     for path in published:
-        assert report.markdown_table(json.loads(path.read_text())) in readme, path.name
+        assert report.markdown_table(json.loads(path.read_text())) in page, path.name

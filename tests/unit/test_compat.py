@@ -147,6 +147,18 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("trees", [True, False])
+def test_models_are_compiled_for_the_rows_of_the_largest_draft_forward(
+    build: Build, trees: bool
+) -> None:
+    """vLLM stops at a forward of more rows than it has compiled for."""
+    sizes = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    none: dict[str, Any] = {"additional_config": {}, "speculative_config": None}
+    config = build(**sizes | ({} if trees else none))
+    end = config.compilation_config.get_compile_ranges()[-1].end
+    assert end == (128 * (16 + 1) if trees else 2048)
+
+
 def test_a_configuration_that_a_tree_can_serve_is_admitted(admitted: VllmConfig) -> None:
     check.refuse_unserved(admitted, DynTreeOptions(), "cpu", WORKERS)
 

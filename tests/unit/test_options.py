@@ -239,7 +239,7 @@ def test_merging_keeps_what_both_agree_on_and_refuses_what_they_do_not() -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "begin"), [(options.help_text(), "- {} ("), (options.markdown_table(), "| `{}` |")]
+    ("text", "begin"), [(options.help_text(), "- {} ("), (options.markdown_tables(), "| `{}` |")]
 )
 def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, begin: str) -> None:
     lines = text.splitlines()
@@ -250,9 +250,20 @@ def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, beg
         assert any(bound in line for bound in bounds)
 
 
-def test_the_readme_has_the_table_of_options() -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    assert options.markdown_table() in readme.read_text()
+def test_the_page_has_the_tables_of_options() -> None:
+    page = Path(__file__).parents[2] / "docs" / "options.md"
+    assert options.markdown_tables() in page.read_text()
+
+
+def test_an_option_of_the_papers_stands_in_their_table_alone() -> None:
+    assert {*options.OF_THE_PAPERS} < DynTreeOptions.model_fields.keys()
+    serving, papers = options.markdown_tables().split("## The papers' trees")
+    for name in DynTreeOptions.model_fields:
+        row = f"| `{name}` |"
+        assert (row in papers, row in serving) == (
+            name in options.OF_THE_PAPERS,
+            name not in options.OF_THE_PAPERS,
+        )
 
 
 def test_the_options_load_without_vllm_or_torch() -> None:

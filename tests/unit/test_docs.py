@@ -1,0 +1,89 @@
+"""The README is short; links and file names in the pages are right; tables are the code's."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *(ROOT / folder / "README.md" for folder in ("kernels", "grafana", "examples")),
+    ]
+)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"`([\w./-]+/[\w./-]*\w\.(?:py|json|md|sh|yml|yaml))`")
+MOST_BYTES = 9000
+BASES = ("", "kernels", "dyntree_plugin", "dyntree_plugin/engine", "kernels/dyntree_kernels")
+"""Folders that a file's name in a page may begin in, besides the page's own."""
+
+
+def outside_code(page: str) -> str:
+    return re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", outside_code(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path, page: str) -> Iterator[str]:
+    for link in LINK.findall(outside_code(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        to = path.parent / name if name else path
+        found = to.exists()
+        if found and anchor:
+            found = anchor in anchors(page if to == path else to.read_text())
+        if not found:
+            yield link
+
+
+def missing_files(path: Path, page: str) -> Iterator[str]:
+    for name in FILE.findall(outside_code(page)):
+        if not any((base / name).exists() for base in (path.parent, *(ROOT / b for b in BASES))):
+            yield name
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(path: Path) -> None:
+    assert list(broken_links(path, path.read_text())) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_is_named_exists(path: Path) -> None:
+    assert list(missing_files(path, path.read_text())) == []
+
+
+def test_wrong_links_and_names_are_found() -> None:
+    page = "# A b\n[1](#a-b) [2](#c) [3](docs/none.md) [4](LICENSE#x) `tree/none.py` `tree/plan.py`"
+    path = ROOT / "README.md"
+    assert list(broken_links(path, page)) == ["#c", "docs/none.md", "LICENSE#x"]
+    assert list(missing_files(path, page)) == ["tree/none.py"]
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {(ROOT / link).resolve() for link in LINK.findall((ROOT / "README.md").read_text())}
+    assert {*PAGES} - linked == {ROOT / "README.md"}
+
+
+def test_the_tables_of_the_pages_are_those_that_the_script_writes() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "write_tables.py"))
+    named = []
+    for path in ROOT.glob("docs/*.md"):
+        page = path.read_text()
+        named += [match[2] for match in script["MARKED"].finditer(page)]
+        assert script["with_tables"](page) == page, path.name
+    assert sorted(named) == sorted(script["TABLES"])
