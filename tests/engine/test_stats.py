@@ -71,7 +71,7 @@ class Counting(TreeCounting):
         self._take_counts(SimpleNamespace(scheduled_spec_decode_tokens=drafts), output)  # type: ignore[arg-type]
         for request, count in accepted.items():
             self.make_spec_decoding_stats(None, 8, count, None, request)
-        stats = self._counted()
+        stats = self._complete_stats()
         assert stats is not None
         return stats
 
