@@ -97,13 +97,17 @@ class Result:
 
 
 def serve(
-    engine: Mapping[str, Any], runs: Mapping[str, Run], threads: int | None = None
+    engine: Mapping[str, Any],
+    runs: Mapping[str, Run],
+    threads: int | None = None,
+    seconds: float = START_AND_WORK_SECONDS,
+    **variables: str,
 ) -> dict[str, Result]:
     """Start an engine with these arguments of ``LLM`` and work through the runs, in their order.
 
-    ``threads``: of OpenMP; by default vLLM takes every core.
+    ``threads``: of OpenMP; by default vLLM takes every core. The others are those of `answered`.
     """
-    found = answered(__file__, engine, runs, threads)
+    found = answered(__file__, engine, runs, threads, seconds, **variables)
     return {name: result_of(result) for name, result in found.items()}
 
 
@@ -112,9 +116,15 @@ def answered(
     engine: Mapping[str, Any],
     runs: Mapping[str, Run],
     threads: int | None,
+    seconds: float = START_AND_WORK_SECONDS,
     **variables: str,
 ) -> dict[str, Any]:
-    """What a program like this one answers to a job. ``variables``: of its environment."""
+    """What a program like this one answers to a job. ``seconds``: all that it may take.
+    ``variables``: of its environment.
+
+    Raises:
+        RuntimeError: if it fails, or takes longer.
+    """
     from dyntree_plugin import preload
 
     environment = os.environ | {
@@ -141,16 +151,17 @@ def answered(
                 start_new_session=True,
             )
         try:
-            failed = process.wait(START_AND_WORK_SECONDS) != 0
+            failure = "failed" if process.wait(seconds) else ""
         except subprocess.TimeoutExpired:
-            failed = True
+            failure = f"was ended after {seconds:.0f} s"
         finally:
             # A rank whose fellow has failed waits for it for ever, in native code.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if failed:
-            raise RuntimeError(f"the engine {engine} failed:\n{log.read_text()[-8000:]}")
+        if failure:
+            said = log.read_text()[-8000:]
+            raise RuntimeError(f"the engine {engine} {failure}:\n{said}")
         found: dict[str, Any] = json.loads(paths[1].read_text())
     return found
 
