@@ -33,7 +33,7 @@ fuzz: .venv/installed ## Compares random requests on random engines with none; C
 gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... says where results go.
 	@scripts/gpu_kernels.sh
 
-gpu-e2e: ## Checks or measures the engine on a GPU: PART=identity, launches, speed-1b or speed-8b; OUT=...
+gpu-e2e: ## Checks or measures the engine on a GPU: PART=first on a new machine, then others; OUT=...
 	@scripts/gpu_e2e.sh
 
 dashboards: .venv/installed ## Writes the Grafana dashboards and Prometheus' recording rules.

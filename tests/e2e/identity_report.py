@@ -8,12 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gpu_results import of_this
 from margins import MARGINS, Verdict
 
 from dyntree_plugin.bench.provenance import provenance
-
-_SAME = ("commit", "uncommitted", "packages", "python", "gpu", "cpu")
-"""What of the provenance has to be the same for results to stand side by side."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Record:
         if not self._file.exists():
             return
         known = json.loads(self._file.read_text())
-        if any(known["provenance"].get(key) != self._provenance[key] for key in _SAME):
+        if of_this(known["provenance"]) != of_this(self._provenance):
             return
         for run in known["runs"]:
             judged = Verdict(**{field.name: run[field.name] for field in fields(Verdict)})
