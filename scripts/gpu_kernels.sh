@@ -26,7 +26,7 @@ flash=${FLASH_ATTENTION:-flash_attn_interface}
 if [[ -z ${FLASH_ATTENTION:-} ]] && has vllm; then flash=vllm.vllm_flash_attn; fi
 
 if has flashinfer; then
-    timeout 150 "$python" -m dyntree_kernels.gpu.build ||
+    timeout 150 "$python" -m dyntree_kernels.cuda.build ||
         echo "FlashInfer's kernel was not built; it is left out below"
 fi
 
@@ -44,7 +44,7 @@ checks=${PIPESTATUS[0]}
 
 echo "== times"
 left=$((limit - SECONDS)) # the parts after the shapes take about 40 s
-timeout "$left" "$python" -m dyntree_kernels.bench --out "$out/kernels.json" \
+timeout "$left" "$python" -m benchmarks.kernels.on_cpu --out "$out/kernels.json" \
     --seconds $((left > 60 ? left - 50 : 10)) \
     --flash-attention "$flash" | tee "$out/kernels.txt"
 times=${PIPESTATUS[0]}

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from dyntree_plugin.demo.screen import most_telling
-from dyntree_plugin.show.generation import load
+from dyntree_plugin.commands.demo.screen import most_telling
+from dyntree_plugin.commands.show.generation import load
 
 SHOW = ["show", "--temperature", "0.8", "--nodes", "24", "--max-tokens", "96"]
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from dyntree_plugin.bench.provenance import provenance
-from dyntree_plugin.drafters.candidates import sampled_children, top_children
+from dyntree_plugin.provenance import provenance
+from dyntree_plugin.tree.candidates import sampled_children, top_children
 from dyntree_plugin.tree.growth import GROWTHS, GrowthConfig, GrowthPlan, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree

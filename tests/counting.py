@@ -15,24 +15,24 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dyntree_plugin.engine import config
-from dyntree_plugin.engine.cpu import install
+from dyntree_plugin.engine import configuration
+from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine.prometheus import TreeSpecDecodingProm  # noqa: E402
-from dyntree_plugin.engine.stats import (  # noqa: E402
+from dyntree_plugin.engine.step.clock import STAGES, Measured  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.step.verify import Verification  # noqa: E402
+from dyntree_plugin.engine.telemetry.prometheus import TreeSpecDecodingProm  # noqa: E402
+from dyntree_plugin.engine.telemetry.stats import (  # noqa: E402
     StepRecord,
     StepTimes,
     TreeSpecDecodingStats,
     WorkerCounts,
     report,
 )
-from dyntree_plugin.engine.timing import STAGES, Measured  # noqa: E402
-from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.verifier import Verification  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.plain_steps import FIRST_STEPS, PlainCost, PlainSteps  # noqa: E402
+from dyntree_plugin.tree.budget.plain_steps import FIRST_STEPS, PlainCost, PlainSteps  # noqa: E402
 
 PLAN = DynTreeOptions().resolve(16)
 SHAPE = PLAN.shape
@@ -93,7 +93,7 @@ class Step:
 def page_of_two_engines() -> Iterator[TreeSpecDecodingProm]:
     """A process's metrics of two engines."""
     speculation: Any = SimpleNamespace(num_speculative_tokens=SHAPE.node_budget)
-    config.claim(speculation, PLAN)
+    configuration.claim(speculation, PLAN)
     unregister_vllm_metrics()
     labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
     yield TreeSpecDecodingProm(speculation, ["model_name", "engine"], labels)

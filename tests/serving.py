@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dyntree_plugin import pair, preload
+from dyntree_plugin import openmp, pair
 
 START_SECONDS = 300
 
@@ -107,7 +107,7 @@ def server(
         *(with_trees if trees else ()),
         *arguments,
     ]
-    library = preload.library()
+    library = openmp.library()
     preloaded = {} if library is None else {"LD_PRELOAD": str(library)}
     log = folder / "server.log"
 

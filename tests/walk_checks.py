@@ -14,7 +14,7 @@ from tree_shapes import chain
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_kernels.growth import TreeArrays
 from dyntree_kernels.walk import BatchRows, Walk, Walked, room_for
-from dyntree_plugin.tree.verify.match import match
+from dyntree_plugin.tree.match import match
 
 VOCAB = 3
 MECHANISMS = ("cut short", "stored", "room in a prompt", "incomplete", "padding", "grammar")

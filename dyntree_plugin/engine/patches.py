@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin import compat, options, plugin, reasons
+from dyntree_plugin import options, plugin
+from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
@@ -87,8 +88,8 @@ def refuse_before_vllm() -> None:
 
     Why: before vLLM asks the platform it has complained of what leads astray with trees: of other
     tokenizers for a padded vocabulary, of too few tokens per step for LoRA, of unknown arguments
-    for our options. The vocabularies are then compared with everything else, by `compat.check`.
-    Remove when a plugin can check an engine's arguments.
+    for our options. The vocabularies are then compared with everything else, by
+    `refuse_unserved`. Remove when a plugin can check an engine's arguments.
     """
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -101,11 +102,11 @@ def refuse_before_vllm() -> None:
             try:
                 config: VllmConfig = stock(self, *args, **kwargs)
             except ValueError as error:
-                ours = list(compat.of_arguments(self, with_trees))
+                ours = list(check.of_arguments(self, with_trees))
                 if not ours or reasons.are_ours(error):
                     raise
                 with reasons.logged():
-                    raise compat.Refused(*ours) from error
+                    raise check.Refused(*ours) from error
             finally:
                 _making_trees.reset(token)
             return config
@@ -171,15 +172,16 @@ def reserve_scratch_slots() -> None:
     """
     from vllm.config import VllmConfig
 
-    from dyntree_plugin.engine import config
+    from dyntree_plugin.engine import configuration
 
     def reserving_scratch(stock: Any) -> Any:
         def num_lookahead_tokens(self: VllmConfig) -> int:
             tokens: int = stock.fget(self)
-            if self.speculative_config is None or not config.is_marked(self.speculative_config):
+            speculation = self.speculative_config
+            if speculation is None or not configuration.is_marked(speculation):
                 return tokens
             # One more: the last emitted token, which the draft reads before the target does.
-            return max(tokens, config.scratch_slots(self.speculative_config) + 1)
+            return max(tokens, configuration.scratch_slots(speculation) + 1)
 
         return property(num_lookahead_tokens)
 
@@ -194,12 +196,12 @@ def admit_sampling_parameters() -> None:
     """
     from vllm.sampling_params import SamplingParams
 
-    from dyntree_plugin.engine import config
+    from dyntree_plugin.engine import configuration
 
     def admitting(stock: Any) -> Any:
         @functools.wraps(stock)
         def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
-            if speculative_config is None or not config.is_marked(speculative_config):
+            if speculative_config is None or not configuration.is_marked(speculative_config):
                 stock(self, speculative_config)
 
         return _validate_spec_decode
@@ -245,8 +247,8 @@ def carry_tree_stats() -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from dyntree_plugin.engine.prometheus import TreeSpecDecodingProm
-    from dyntree_plugin.engine.stats import TreeSpecDecodingStats
+    from dyntree_plugin.engine.telemetry.prometheus import TreeSpecDecodingProm
+    from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
 
     SchedulerStats.__annotations__["spec_decoding_stats"] = TreeSpecDecodingStats | None
     PrometheusStatLogger._spec_decoding_cls = TreeSpecDecodingProm

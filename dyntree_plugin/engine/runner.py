@@ -20,25 +20,25 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dyntree_kernels.learn import Learn
 from dyntree_kernels.walk import Walk
-from dyntree_plugin.drafters.children import ChildPicker, Perturb
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
-from dyntree_plugin.engine.batch import Requests, pack
-from dyntree_plugin.engine.config import tree_plan, trees_are_cut
-from dyntree_plugin.engine.kv import Move
+from dyntree_plugin.engine.budget.by_schedule import FORWARDS
+from dyntree_plugin.engine.budget.measured_rows import measure_rows
+from dyntree_plugin.engine.budget.plain_cost import measure
+from dyntree_plugin.engine.configuration import tree_plan, trees_are_cut
+from dyntree_plugin.engine.cpu.kv import Move
+from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
 from dyntree_plugin.engine.limits import wrap_seeds
-from dyntree_plugin.engine.measured_rows import measure_rows
-from dyntree_plugin.engine.node_buckets import FORWARDS
-from dyntree_plugin.engine.plain_cost import measure
-from dyntree_plugin.engine.requests import chain_reason, has_custom_processors
-from dyntree_plugin.engine.speculator import TreeSpeculator
-from dyntree_plugin.engine.stats import CountedOutput, StepRecord, StepTimes, report
-from dyntree_plugin.engine.timing import Clock
-from dyntree_plugin.engine.trace import TreeTrace
-from dyntree_plugin.engine.transfer import Send
-from dyntree_plugin.engine.trees import TreeStore
-from dyntree_plugin.engine.verifier import TreeVerifier, Verification
-from dyntree_plugin.tree.plain_steps import PlainSteps
-from dyntree_plugin.tree.row_cost import RowCost
+from dyntree_plugin.engine.step.clock import Clock
+from dyntree_plugin.engine.step.draft import TreeSpeculator
+from dyntree_plugin.engine.step.requests import Requests, pack
+from dyntree_plugin.engine.step.transfer import Send
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.step.verify import TreeVerifier, Verification
+from dyntree_plugin.engine.telemetry.stats import CountedOutput, StepRecord, StepTimes, report
+from dyntree_plugin.engine.telemetry.trace import TreeTrace
+from dyntree_plugin.tree.budget.plain_steps import PlainSteps
+from dyntree_plugin.tree.budget.row_cost import RowCost
+from dyntree_plugin.tree.children import ChildPicker, Perturb
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 # vLLM shows only what is logged below the name of its own package.

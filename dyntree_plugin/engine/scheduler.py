@@ -13,10 +13,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dyntree_plugin.engine.config import tree_plan
-from dyntree_plugin.engine.node_buckets import FORWARDS, NodeBuckets
-from dyntree_plugin.engine.requests import EMPTY_TREE, chain_reason, has_custom_processors
-from dyntree_plugin.engine.stats import ATTRIBUTE, TreeSpecDecodingStats, WorkerCounts
+from dyntree_plugin.engine.budget.by_schedule import FORWARDS, NodeBuckets
+from dyntree_plugin.engine.configuration import tree_plan
+from dyntree_plugin.engine.fallback import EMPTY_TREE, chain_reason, has_custom_processors
+from dyntree_plugin.engine.telemetry.stats import ATTRIBUTE, TreeSpecDecodingStats, WorkerCounts
 
 # vLLM shows only what is logged below the name of its own package.
 logger = init_logger("vllm.dyntree")

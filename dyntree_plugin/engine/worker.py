@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dyntree_plugin.engine.attention.registration import registered
-from dyntree_plugin.engine.trace import TreeTrace
+from dyntree_plugin.engine.telemetry.trace import TreeTrace
 
 
 class TreeWorkerMixin:

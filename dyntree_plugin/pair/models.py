@@ -13,7 +13,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048  # tokens the position encoding is declared for
@@ -101,3 +101,25 @@ def load(directory: Path) -> LlamaForCausalLM:
 
 def parameter_count(model: LlamaForCausalLM) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def continue_rows(
+    model: LlamaForCausalLM,
+    prompts: torch.Tensor,
+    length: int,
+    temperature: torch.Tensor,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """`prompts` (batch, start) continued to (batch, length) at a `temperature` (batch, 1) per row.
+
+    The largest of logits plus temperature times Gumbel noise is a draw at that temperature.
+    """
+    cache = DynamicCache(config=model.config)
+    row, fresh = prompts, prompts
+    while row.shape[1] < length:
+        output = model(input_ids=fresh, past_key_values=cache, logits_to_keep=1)
+        logits = output.logits[:, -1].float()
+        uniform = torch.rand(logits.shape, generator=generator).clamp_min(1e-20)
+        fresh = (logits - temperature * (-uniform.log()).log()).argmax(-1, keepdim=True)
+        row = torch.cat((row, fresh), 1)
+    return row

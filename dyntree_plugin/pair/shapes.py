@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dyntree_plugin.pair.models import Shape
+from dyntree_plugin.pair.models import Shape, continue_rows
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -274,8 +274,6 @@ def prove(source: Path, grown: Path, *, seed: int = 0) -> dict[str, Any]:
 
 def _continued(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """The tokens with as many more of the model's greedy text behind them."""
-    from dyntree_plugin.pair.train import continue_rows
-
     temperatures = torch.zeros(len(tokens), 1)
     length = tokens.shape[1] + _PROOF_TOKENS
     return continue_rows(model, tokens, length, temperatures, torch.Generator())

@@ -8,8 +8,8 @@ from typing import Any
 
 from dyntree_plugin.tree.growth import SHAPE_READ, GrowthConfig, GrowthPlan, plan_growth
 from dyntree_plugin.tree.names import Budget, Rule
+from dyntree_plugin.tree.papers.rules import check_pair
 from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.verify.rules import check_pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One entry of a result file of `python -m dyntree_kernels.bench`."""
+    """One entry of a result file of `python -m benchmarks.kernels`."""
 
     implementation: str
     device: str
@@ -78,7 +78,7 @@ def load_table(path: Path) -> list[Measurement]:
         entries = json.loads(path.read_text())["attention"]
         return [Measurement(**{name: entry[name] for name in fields}) for entry in entries]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no result file of dyntree_kernels.bench: {error!r}") from error
+        raise ValueError(f"{path} is no result file of benchmarks.kernels: {error!r}") from error
 
 
 def _cpu(p: Problem) -> str | None:

@@ -71,7 +71,7 @@ def room_for(
 class Walk(Protocol):
     """Accepts the paths that the target's samples follow, for all requests in one call.
 
-    `tree/verify/match.py` is the rule in plain torch, for any tree.
+    `tree/match.py` is the rule in plain torch, for any tree.
     """
 
     def __call__(self, batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:

@@ -39,7 +39,7 @@ def serve_asynchronously(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> 
 @contextmanager
 def every_choice(buckets: Any) -> Iterator[None]:
     """No sabotage: all numbers of forwards and of nodes in turn."""
-    from dyntree_plugin.tree.budget import Drafting
+    from dyntree_plugin.tree.budget.choice import Drafting
 
     turns = zip(
         itertools.cycle(range(1 + buckets.forwards)), itertools.cycle(buckets.sizes), strict=False

@@ -125,7 +125,7 @@ def answered(
     Raises:
         RuntimeError: if it fails, or takes longer.
     """
-    from dyntree_plugin import preload
+    from dyntree_plugin import openmp
 
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -133,7 +133,7 @@ def answered(
         "TOKENIZERS_PARALLELISM": "false",
         **variables,
     }
-    if (library := preload.library()) is not None:
+    if (library := openmp.library()) is not None:
         environment["LD_PRELOAD"] = str(library)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)

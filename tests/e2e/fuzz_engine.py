@@ -44,7 +44,7 @@ class EngineProcess:
     """An engine with these arguments of ``LLM``, asked one schedule after the other."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        from dyntree_plugin import preload
+        from dyntree_plugin import openmp
 
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -52,7 +52,7 @@ class EngineProcess:
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
         }
-        if (library := preload.library()) is not None:
+        if (library := openmp.library()) is not None:
             environment["LD_PRELOAD"] = str(library)
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(

@@ -14,8 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from dyntree_plugin.bench.provenance import provenance
-from dyntree_plugin.bench.serve.results import read
+from dyntree_plugin.commands.bench.results import read
+from dyntree_plugin.provenance import provenance
 
 _SAME = ("commit", "uncommitted", "packages", "python", "gpu", "cpu")
 

@@ -11,7 +11,7 @@ from typing import Any
 from gpu_results import of_this
 from margins import MARGINS, Verdict
 
-from dyntree_plugin.bench.provenance import provenance
+from dyntree_plugin.provenance import provenance
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,9 @@ def broken_target(runner: Any) -> Iterator[None]:
 @contextmanager
 def always_accepted(runner: Any) -> Iterator[None]:
     """A rule that reads draws accepts every child that has any chance."""
-    from dyntree_plugin.engine import verifier
+    from dyntree_plugin.engine.step import verify
 
-    with mock.patch.object(verifier, "uniform", torch.zeros_like):
+    with mock.patch.object(verify, "uniform", torch.zeros_like):
         yield
 
 
@@ -186,8 +186,8 @@ def captured(runner: Any) -> Iterator[None]:
     again."""
     from vllm.config import CUDAGraphMode
 
-    from dyntree_plugin.engine.gpu.speculator import GraphedTreeSpeculator
-    from dyntree_plugin.engine.gpu.verification import GraphedTreeVerifier
+    from dyntree_plugin.engine.cuda.speculator import GraphedTreeSpeculator
+    from dyntree_plugin.engine.cuda.verification import GraphedTreeVerifier
 
     replayed: dict[str, list[int]] = {"verification": [], "drafting": []}
 

@@ -10,7 +10,7 @@ from asynchronous import Chosen, serve_asynchronously
 from comparison import Outputs, explain, mismatches
 from engine_process import Run
 
-from dyntree_plugin.engine.config import node_buckets
+from dyntree_plugin.engine.configuration import node_buckets
 
 pytestmark = pytest.mark.e2e
 

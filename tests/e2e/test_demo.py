@@ -18,15 +18,15 @@ COMPARE = """
 import json, sys
 from contextlib import contextmanager
 from dataclasses import asdict
-from dyntree_plugin import pair, preload
-preload.restart_with_library()
+from dyntree_plugin import openmp, pair
+openmp.restart_with_library()
 
 @contextmanager
 def announce(what, parts):
     yield lambda: None
 
 if __name__ == "__main__":
-    from dyntree_plugin.demo.engines import Settings, compare
+    from dyntree_plugin.commands.demo.engines import Settings, compare
     target, draft = map(str, pair.paths().values())
     prompts = pair.held_out_prompts(2)
     whole = {"budget": "fixed"}

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin import pair, preload
-from dyntree_plugin.doctor.command_line import of_command_line
-from dyntree_plugin.show.generation import load
+from dyntree_plugin import openmp, pair
+from dyntree_plugin.commands.doctor.command_line import of_command_line
+from dyntree_plugin.commands.show.generation import load
 
 pytestmark = pytest.mark.e2e
 
@@ -77,7 +77,7 @@ def printed(folder: Path) -> dict[str, str]:
     runs = [[str(EXAMPLES / name), *arguments] for name, arguments in DRIVEN.items()]
     (folder / "driver.py").write_text(DRIVER)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if (library := preload.library()) is not None:
+    if (library := openmp.library()) is not None:
         variables["LD_PRELOAD"] = str(library)
     command = [sys.executable, "driver.py", json.dumps(runs), "printed.json"]
     run(command, folder, **variables)

@@ -7,8 +7,8 @@ from pathlib import Path
 import gpu_results
 import pytest
 
-from dyntree_plugin.bench.provenance import provenance
-from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, Series, write
+from dyntree_plugin.commands.bench.results import Cell, Engine, Result, Run, Series, write
+from dyntree_plugin.provenance import provenance
 
 ENGINES = [
     Engine(name=name, kind="chain", budget=2, arguments={}) for name in ("chain of 2", "chain of 3")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dyntree_plugin.bench.serve.results import Result, read
+from dyntree_plugin.commands.bench.results import Result, read
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +24,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--dtype", "float32"),
         *("--requests", "2", "--max-tokens", "24", "--batch", "1", "--batch", "2"),
         *("--chain", "2", "--tree", '{"node_budget": 8, "budget": "fixed"}', "--rounds", "2"),
-        *("--side-by-side", "4", "--time-limit", "400", "--note", "A note."),
+        *(
+            "--static",
+            "0.6,0.15,0.08,0.04",
+            "--side-by-side",
+            "4",
+            "--time-limit",
+            "400",
+            "--note",
+            "A note.",
+        ),
         *("--json", str(folder / "result.json"), "--plots", str(folder / "plots")),
     ]
     done = subprocess.run(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from dyntree_plugin.show.generation import Generation, load
+from dyntree_plugin.commands.show.generation import Generation, load
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,7 @@ import speed
 import torch
 from counting import Step, fastest, page_of_two_engines
 
-from dyntree_plugin.engine.timing import STAGES
+from dyntree_plugin.engine.step.clock import STAGES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
 

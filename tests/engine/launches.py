@@ -105,7 +105,7 @@ def counted() -> Iterator[Launches]:
 @contextmanager
 def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
     """Counts of our graphs for one request, by the function that is captured: of each graph."""
-    from dyntree_plugin.engine.gpu.graphs import RequestGraphs
+    from dyntree_plugin.engine.cuda.graphs import RequestGraphs
 
     counts: dict[str, list[Counter[tuple[str, str, str]]]] = {}
     stock = RequestGraphs.capture

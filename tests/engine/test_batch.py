@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dyntree_plugin.engine.batch import PADDING, Requests
+from dyntree_plugin.engine.step.requests import PADDING, Requests
 
 SEED, TEMPERATURE, SPARE = -5, 0.75, 9
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from interpreted import pytest_interpreted
 
-from dyntree_plugin.engine.cpu import install
+from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
@@ -23,15 +23,15 @@ from dyntree_kernels.cpu.learn import learn as compiled_learning  # noqa: E402
 from dyntree_kernels.cpu.walk import walk as compiled_walk  # noqa: E402
 from dyntree_kernels.learn import Learn  # noqa: E402
 from dyntree_kernels.walk import Walk  # noqa: E402
-from dyntree_plugin.engine import batch as packing  # noqa: E402
-from dyntree_plugin.engine.batch import Requests, pack  # noqa: E402
-from dyntree_plugin.engine.gpu import verification  # noqa: E402
-from dyntree_plugin.engine.gpu.graphs import Call, Replay, Tensors  # noqa: E402
-from dyntree_plugin.engine.gpu.verification import GraphedTreeVerifier  # noqa: E402
-from dyntree_plugin.engine.kv import Move, PathMover  # noqa: E402
+from dyntree_plugin.engine.cpu.kv import Move, PathMover  # noqa: E402
+from dyntree_plugin.engine.cuda import verification  # noqa: E402
+from dyntree_plugin.engine.cuda.graphs import Call, Replay, Tensors  # noqa: E402
+from dyntree_plugin.engine.cuda.verification import GraphedTreeVerifier  # noqa: E402
 from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
-from dyntree_plugin.engine.timing import StageClock  # noqa: E402
-from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.step import requests as packing  # noqa: E402
+from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
+from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.token_tree import TokenTree  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
@@ -117,9 +117,9 @@ class Engine:
     def parts(self, kernels: bool) -> tuple[Walk, Learn, Move]:
         if not kernels:
             return compiled_walk, compiled_learning, PathMover(self.move)
-        from dyntree_kernels.gpu.kv_move import KVMover
-        from dyntree_kernels.gpu.learn import learn
-        from dyntree_kernels.gpu.walk import walk
+        from dyntree_kernels.cuda.kv_move import KVMover
+        from dyntree_kernels.cuda.learn import learn
+        from dyntree_kernels.cuda.walk import walk
 
         return walk, learn, KVMover([self.cache.view(-1, 1, 1, 1)])
 

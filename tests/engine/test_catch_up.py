@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from dyntree_plugin.engine.cpu import install
+from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine.batch import COLUMNS  # noqa: E402
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.draft_forwards import DraftForwards, Emitted  # noqa: E402
-from dyntree_plugin.engine.speculator import CatchUpPlan, TreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.verifier import Verification  # noqa: E402
+from dyntree_plugin.engine.step.draft import CatchUpPlan, TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.step.forwards import DraftForwards, Emitted  # noqa: E402
+from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.step.verify import Verification  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.shape import TreeShape  # noqa: E402
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dyntree_plugin.engine.cpu import install
+from vllm_cpu_runner import install
 
 install()  # the worker's modules need it before they are imported
 
@@ -17,10 +17,10 @@ pytest.importorskip("triton", reason="these kernels are written in Triton")
 
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
-from dyntree_kernels.gpu import attention  # noqa: E402
+from dyntree_kernels.cuda import attention  # noqa: E402
 from dyntree_plugin.engine.attention.buffers import MaskBuffers  # noqa: E402
 from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees  # noqa: E402
-from dyntree_plugin.engine.gpu.worker import TreeGPUWorker  # noqa: E402
+from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 
 MOST, ROWS, PROCESSORS = 8, 200, 132
 

@@ -22,23 +22,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from vllm.config.compilation import CUDAGraphMode
 
-from dyntree_plugin.engine.cpu import install
+from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
-from dyntree_plugin.drafters.children import ChildPicker  # noqa: E402
-from dyntree_plugin.engine import draft_forwards  # noqa: E402
-from dyntree_plugin.engine.batch import COLUMNS  # noqa: E402
-from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator  # noqa: E402
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.draft_forwards import Emitted, Roots  # noqa: E402
-from dyntree_plugin.engine.gpu import speculator as graphed  # noqa: E402
-from dyntree_plugin.engine.gpu.graphs import Call, Replay, Tensors  # noqa: E402
-from dyntree_plugin.engine.gpu.speculator import GraphedTreeSpeculator  # noqa: E402
-from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.cuda import speculator as graphed  # noqa: E402
+from dyntree_plugin.engine.cuda.graphs import Call, Replay, Tensors  # noqa: E402
+from dyntree_plugin.engine.cuda.speculator import GraphedTreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.step import forwards as draft_forwards  # noqa: E402
+from dyntree_plugin.engine.step.compiled_growth import CompiledTreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.step.forwards import Emitted, Roots  # noqa: E402
+from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
 
 MOST, LONGEST, VOCAB, HIDDEN = 8, 64, 40, 16
@@ -266,8 +266,8 @@ def by_kernels(speculators: Callable[..., list[Any]], monkeypatch: pytest.Monkey
         pytest.skip("runs in a process with TRITON_INTERPRET=1")
     from triton.runtime.interpreter import InterpretedFunction
 
-    from dyntree_kernels.gpu.growth import DeviceGrowth
-    from dyntree_plugin.engine.gpu.draft_rows import GPUTreeSpeculator
+    from dyntree_kernels.cuda.growth import DeviceGrowth
+    from dyntree_plugin.engine.cuda.draft_rows import GPUTreeSpeculator
 
     stock: Any = InterpretedFunction.run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dyntree_plugin.engine.gpu.clock import EventClock, EventTimes
+from dyntree_plugin.engine.cuda.clock import EventClock, EventTimes
 
 
 class Device:

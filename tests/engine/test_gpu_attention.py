@@ -278,7 +278,7 @@ class NotingAttention:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferTrees:
-    from dyntree_kernels.gpu import flashinfer_attention
+    from dyntree_kernels.cuda import flashinfer_attention
 
     monkeypatch.setattr(flashinfer_attention, "FlashInferTreeAttention", NotingAttention)
     monkeypatch.setattr(flashinfer_attention, "workspace_bytes", lambda *_: 64)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from dyntree_plugin.engine.cpu import install
+from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
 
-from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.step.draft import TreeSpeculator  # noqa: E402
 
 ROWS, REQUESTS, WIDTHS = 32, 6, (1, 4, 3)
 
@@ -42,7 +42,7 @@ def test_every_row_of_the_trees_is_profiled(
     most_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="the runner on CUDA needs it")
-    from dyntree_plugin.engine.gpu.runner import TreeGPUModelRunner
+    from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner
 
     seen: list[int] = []
 

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from dyntree_plugin.engine.cpu import install
+from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine import node_buckets  # noqa: E402
-from dyntree_plugin.engine.measured_rows import (  # noqa: E402
+from dyntree_plugin.engine.budget import by_schedule as node_buckets  # noqa: E402
+from dyntree_plugin.engine.budget.by_schedule import NodeBuckets  # noqa: E402
+from dyntree_plugin.engine.budget.by_tree import AdaptiveBudget  # noqa: E402
+from dyntree_plugin.engine.budget.measured_rows import (  # noqa: E402
     LONGEST_SECONDS,
     measure_rows,
     row_numbers,
 )
-from dyntree_plugin.engine.node_buckets import NodeBuckets  # noqa: E402
-from dyntree_plugin.engine.node_budget import AdaptiveBudget  # noqa: E402
-from dyntree_plugin.engine.stats import StepRecord, WorkerCounts, report  # noqa: E402
-from dyntree_plugin.engine.timing import StageClock  # noqa: E402
-from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.telemetry.stats import StepRecord, WorkerCounts, report  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.row_cost import RowCost  # noqa: E402
+from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
 from dyntree_plugin.tree.token_tree import NO_VALUE  # noqa: E402
 
 NODES = 8

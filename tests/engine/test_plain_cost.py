@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin.engine.cpu import install
+from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine import plain_cost, timed_steps  # noqa: E402
-from dyntree_plugin.engine.timing import Measured  # noqa: E402
+from dyntree_plugin.engine.budget import plain_cost, timed_steps  # noqa: E402
+from dyntree_plugin.engine.step.clock import Measured  # noqa: E402
 
 NODES = 4
 

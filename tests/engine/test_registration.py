@@ -15,7 +15,7 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.engine.cpu.worker import TreeCPUWorker
-from dyntree_plugin.engine.gpu.worker import TreeGPUWorker
+from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
 
 WORKERS = [TreeCPUWorker, TreeGPUWorker]
 

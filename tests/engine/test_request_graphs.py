@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dyntree_plugin.engine.gpu.graphs import Input, Replay, RequestGraphs, Tensors, request_sizes
+from dyntree_plugin.engine.cuda.graphs import Input, Replay, RequestGraphs, Tensors, request_sizes
 
 MOST = 8
 

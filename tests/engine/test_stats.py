@@ -14,24 +14,24 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
-from dyntree_plugin.engine.cpu import install
+from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_plugin.engine.node_buckets import FORWARDS  # noqa: E402
+from dyntree_plugin.engine.budget.by_schedule import FORWARDS  # noqa: E402
 from dyntree_plugin.engine.patches import carry_tree_stats, log_drafts_alone  # noqa: E402
 from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
-from dyntree_plugin.engine.stats import (  # noqa: E402
+from dyntree_plugin.engine.step.clock import Measured  # noqa: E402
+from dyntree_plugin.engine.step.transfer import Arrival  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.step.verify import Verification  # noqa: E402
+from dyntree_plugin.engine.telemetry.stats import (  # noqa: E402
     StepRecord,
     StepTimes,
     TreeSpecDecodingStats,
     WorkerCounts,
     report,
 )
-from dyntree_plugin.engine.timing import Measured  # noqa: E402
-from dyntree_plugin.engine.transfer import Arrival  # noqa: E402
-from dyntree_plugin.engine.trees import TreeStore  # noqa: E402
-from dyntree_plugin.engine.verifier import Verification  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 
 

@@ -19,33 +19,30 @@ from waiting import Declared, declarations, waiting
 
 import dyntree_kernels
 import dyntree_plugin
-from dyntree_plugin.drafters.children import ChildPicker, DraftRows
-from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
+from dyntree_plugin.tree.match import Accepted, match
 from dyntree_plugin.tree.names import Rule
+from dyntree_plugin.tree.papers.rules import DRAWN_RULES, allowed_rules, default_rule
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
-from dyntree_plugin.tree.verify.match import Accepted, match
-from dyntree_plugin.tree.verify.rules import DRAWN_RULES, allowed_rules, default_rule
 
 PACKAGE = Path(dyntree_plugin.__file__).parent
 KERNELS = Path(dyntree_kernels.__file__).parent
 STEP_PATH = {
     str(path.relative_to(root.parent)): path
     for root, patterns in (
-        (PACKAGE, ("tree/**/*.py", "drafters/**/*.py", "engine/*.py", "engine/[!c]*/**/*.py")),
-        (KERNELS, ("*.py", "gpu/*.py")),
+        (PACKAGE, ("tree/**/*.py", "engine/*.py", "engine/[!c]*/**/*.py", "engine/cuda/*.py")),
+        (KERNELS, ("*.py", "cuda/*.py")),
     )
     for pattern in patterns
     for path in sorted(root.glob(pattern))
 }
 """All but ``engine/cpu`` and ``cpu``, whose tensors are on the host."""
 OFF_IT = {
-    "dyntree_plugin/engine/node_budget.py": "cuts trees that are on the host",
-    "dyntree_kernels/gpu/bench_cases.py": "measures",
-    "dyntree_kernels/gpu/bench_timing.py": "measures",
-    "dyntree_kernels/gpu/xformers_attention.py": "only the benchmark runs it",
+    "dyntree_plugin/engine/budget/by_tree.py": "cuts trees that are on the host",
 }
 
 
@@ -232,14 +229,12 @@ def test_fake_tensors_do_raise_where_a_value_is_needed(waits: object) -> None:
         waits(torch.randn(4))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    "folder", [PACKAGE / "tree", PACKAGE / "drafters", KERNELS], ids=lambda folder: folder.name
-)
+@pytest.mark.parametrize("folder", [PACKAGE / "tree", KERNELS], ids=lambda folder: folder.name)
 def test_the_algorithm_and_the_kernels_import_no_vllm(folder: Path) -> None:
     root = KERNELS.parent if folder == KERNELS else PACKAGE.parent
     names = [path.relative_to(root).with_suffix("") for path in sorted(folder.rglob("*.py"))]
-    of_gpu = {name for name in names if "gpu" in name.parts}
-    there = set(names) - (set() if importlib.util.find_spec("triton") else of_gpu)
+    of_cuda = {name for name in names if "cuda" in name.parts}
+    there = set(names) - (set() if importlib.util.find_spec("triton") else of_cuda)
     modules = [".".join(name.parts) for name in sorted(there)]
     assert len(modules) > 1
     strangers = {"vllm", "dyntree_plugin"} if folder == KERNELS else {"vllm"}

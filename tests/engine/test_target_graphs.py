@@ -10,8 +10,8 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from dyntree_plugin.engine.config import node_buckets
-from dyntree_plugin.engine.gpu.target_graphs import TILE, offer_larger, thin_out
+from dyntree_plugin.engine.configuration import node_buckets
+from dyntree_plugin.engine.cuda.target_graphs import TILE, offer_larger, thin_out
 
 
 @dataclass(frozen=True)

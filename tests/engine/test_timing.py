@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dyntree_plugin.engine import timing
-from dyntree_plugin.engine.timing import STAGES, StageClock
+from dyntree_plugin.engine.step import clock
+from dyntree_plugin.engine.step.clock import STAGES, StageClock
 
 
 class Time:
@@ -21,7 +21,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     fake = Time()
-    monkeypatch.setattr(timing, "time", fake)
+    monkeypatch.setattr(clock, "time", fake)
     return fake
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from dyntree_plugin.engine.config import node_buckets, size_trees_by_step
+from dyntree_plugin.engine.configuration import node_buckets, size_trees_by_step
 
 
 def sized(

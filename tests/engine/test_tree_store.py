@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape

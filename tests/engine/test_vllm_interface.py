@@ -12,26 +12,26 @@ import pytest
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
-    from dyntree_plugin.engine.cpu import install
+    from vllm_cpu_runner import install
 
     install()  # the runner's modules need it before they are imported
 
 CUDA = [
-    "gpu.runner.TreeGPUModelRunner",
-    "gpu.draft_rows.GPUTreeSpeculator",
-    "gpu.worker.TreeGPUWorker",
+    "cuda.runner.TreeGPUModelRunner",
+    "cuda.draft_rows.GPUTreeSpeculator",
+    "cuda.worker.TreeGPUWorker",
     *[
         f"attention.cuda.Tree{backend}Attention{part}"
         for backend in ("Flash", "Triton")
         for part in ("Backend", "Impl", "MetadataBuilder")
     ],
 ]
-CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker", "speculator.TreeSpeculator"]
+CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker", "step.draft.TreeSpeculator"]
 SHARED = [
     "scheduler.TreeScheduler",
     "scheduler.AsyncTreeScheduler",
-    "stats.CountedOutput",
-    "prometheus.TreeSpecDecodingProm",
+    "telemetry.stats.CountedOutput",
+    "telemetry.prometheus.TreeSpecDecodingProm",
     "attention.metadata.TreeAttnMetadata",
 ]
 CLASSES = SHARED + (CPU if current_platform.is_cpu() else CUDA)
@@ -110,7 +110,7 @@ def test_a_class_in_front_of_vllms_leaves_nothing_abstract(name: str) -> None:
 def test_verification_takes_the_rejection_samplers_arguments() -> None:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from dyntree_plugin.engine.verifier import TreeVerifier
+    from dyntree_plugin.engine.step.verify import TreeVerifier
 
     own, stock = TreeVerifier.__call__, RejectionSampler.__call__
     assert differing(signature(own), signature(stock)) == []

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="the benchmark runs Triton kernels")
 
+from benchmarks.kernels.cases import active_tiles, heavy_path_tree, reordered, walk_batch
 from dyntree_kernels.ancestors import ancestor_bits
-from dyntree_kernels.gpu.bench_cases import active_tiles, heavy_path_tree, reordered, walk_batch
-from dyntree_plugin.tree.verify.match import match
+from dyntree_plugin.tree.match import match
 
 
 def tiles(parents: list[int]) -> int:

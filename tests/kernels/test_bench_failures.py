@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="the benchmark runs Triton kernels")
 
 from triton.runtime.errors import OutOfResources
 
-from dyntree_kernels.gpu import bench
-from dyntree_kernels.gpu.bench_cases import UnavailableError
+from benchmarks.kernels import on_cuda as bench
+from benchmarks.kernels.cases import UnavailableError
 
 Benchmark = Callable[[Exception, float], bench.Benchmark]
 

@@ -19,7 +19,7 @@ import pytest
 from numba.core.caching import FunctionCache
 
 import dyntree_kernels
-import dyntree_plugin
+import vllm_cpu_runner
 from dyntree_kernels.cpu import compiled as module
 
 ADD = """
@@ -242,8 +242,11 @@ def test_other_users_of_numba_keep_their_cache(tmp_path: Path) -> None:
 
 PACKAGES = {
     "dyntree_kernels": Path(dyntree_kernels.__file__).parent / "cpu",
-    "dyntree_plugin": Path(dyntree_plugin.__file__).parent / "engine" / "cpu",
+    "vllm_cpu_runner": Path(vllm_cpu_runner.__file__).parent,
 }
+
+
+OURS = ("dyntree", "vllm_cpu_runner")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -257,7 +260,9 @@ def test_the_digest_has_every_source_of_the_kernels(package: str) -> None:
             continue
         count += 1
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dyntree"):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(
+                ("dyntree", "vllm_cpu_runner")
+            ):
                 origin = importlib.util.find_spec(str(node.module))
                 assert origin is not None
                 assert Path(str(origin.origin)).parent in (kernels.parent, kernels, folder), path

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="these kernels are written in Trit
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from dyntree_kernels.gpu import (  # noqa: E402
+from dyntree_kernels.cuda import (  # noqa: E402
     ancestors,
     attention,
     children,

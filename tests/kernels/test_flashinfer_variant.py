@@ -14,14 +14,14 @@ import torch
 
 flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
 
-from dyntree_kernels.gpu import flashinfer_attention  # noqa: E402
-from dyntree_kernels.gpu.flashinfer_attention import _block_list, _halves  # noqa: E402
-from dyntree_kernels.gpu.flashinfer_variant import Variant  # noqa: E402
+from dyntree_kernels.cuda import flashinfer_attention  # noqa: E402
+from dyntree_kernels.cuda.flashinfer_attention import _block_list, _halves  # noqa: E402
+from dyntree_kernels.cuda.flashinfer_variant import Variant  # noqa: E402
 
 PAGED_WITH_BITS = "paged_kernel_mask_2"
 COMPILE = f"""
 import subprocess, torch
-from dyntree_kernels.gpu.flashinfer_variant import Variant, find_cuda_home
+from dyntree_kernels.cuda.flashinfer_variant import Variant, find_cuda_home
 find_cuda_home()
 spec = Variant(torch.bfloat16, torch.bfloat16, 128).spec()
 spec.write_ninja()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dyntree_kernels.gpu.flashinfer_attention import workspace_bytes
+from dyntree_kernels.cuda.flashinfer_attention import workspace_bytes
 
 HOPPER = 132  # processors
 FIXED = 128 << 20  # what FlashInfer's own examples take

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parent / "device"))
 from attention_inputs import draft_masks
 from paged_cases import make_case
 
-from dyntree_kernels.gpu.xformers_attention import dense_request, tree_attention
+from benchmarks.kernels.xformers_attention import dense_request, tree_attention
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BHLNC"])

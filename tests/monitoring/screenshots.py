@@ -24,10 +24,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from stack import GRAFANA, Prometheus
 
-from dyntree_plugin.bench.provenance import provenance
-from dyntree_plugin.top.figures import figures
-from dyntree_plugin.top.page import read
-from dyntree_plugin.top.screen import screen
+from dyntree_plugin.commands.top.figures import figures
+from dyntree_plugin.commands.top.page import read
+from dyntree_plugin.commands.top.screen import screen
+from dyntree_plugin.provenance import provenance
 
 BOARD = "tree_at_a_glance"
 SECONDS = 75.0

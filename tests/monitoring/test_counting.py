@@ -9,7 +9,7 @@ from counting import ACCEPTED, SHAPE, Step, page_of_two_engines
 from prometheus_client import REGISTRY
 
 from dyntree_plugin.engine.patches import carry_tree_stats
-from dyntree_plugin.engine.prometheus import TreeSpecDecodingProm
+from dyntree_plugin.engine.telemetry.prometheus import TreeSpecDecodingProm
 from dyntree_plugin.metrics.names import PREFIX
 
 

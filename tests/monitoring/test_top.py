@@ -18,11 +18,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dyntree_plugin.cli import app
+from dyntree_plugin.commands.top import run
+from dyntree_plugin.commands.top.figures import figures
+from dyntree_plugin.commands.top.page import Page, Unreadable, parse, read
+from dyntree_plugin.commands.top.screen import screen
 from dyntree_plugin.metrics.names import METRICS, PREFIX
-from dyntree_plugin.top import run
-from dyntree_plugin.top.figures import figures
-from dyntree_plugin.top.page import Page, Unreadable, parse, read
-from dyntree_plugin.top.screen import screen
 
 PLAIN = 'vllm:generation_tokens_total{model_name="m",engine="0"} 5\n'
 
@@ -222,7 +222,7 @@ def test_a_server_that_drips_is_left_and_told(
 ) -> None:
     """It sends something long before any timeout of the connection. A time bound that no machine
     breaks: that of the test itself."""
-    monkeypatch.setattr("dyntree_plugin.top.page.TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("dyntree_plugin.commands.top.page.TIMEOUT_SECONDS", 0.3)
     server.raw, server.ending, server.pause = begin, b"x", 0.02
     with pytest.raises(Unreadable, match=r"cannot be read: no whole answer within 0.3 s$"):
         read(address_of(server))
@@ -232,7 +232,7 @@ def test_a_server_that_drips_is_left_and_told(
 def test_a_page_without_an_end_is_left_and_told(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dyntree_plugin.top.page.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("dyntree_plugin.commands.top.page.MOST_BYTES", 1 << 20)
     server.raw, server.ending = b"HTTP/1.1 200 OK\r\n\r\n", b"# x\n" * 1000
     with pytest.raises(Unreadable, match="cannot be read: the answer has more than 1048576 bytes"):
         read(address_of(server))
@@ -244,9 +244,9 @@ def test_a_page_of_exactly_the_most_bytes_is_read(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.body = text(100)
-    monkeypatch.setattr("dyntree_plugin.top.page.MOST_BYTES", len(server.body))
+    monkeypatch.setattr("dyntree_plugin.commands.top.page.MOST_BYTES", len(server.body))
     assert read(address_of(server)).engines
-    monkeypatch.setattr("dyntree_plugin.top.page.MOST_BYTES", len(server.body) - 1)
+    monkeypatch.setattr("dyntree_plugin.commands.top.page.MOST_BYTES", len(server.body) - 1)
     with pytest.raises(Unreadable):
         read(address_of(server))
 
@@ -347,7 +347,7 @@ def test_every_look_is_a_line_of_json_those_that_failed_too(
             raise KeyboardInterrupt
         server.raw, server.body = answer, text(30)
 
-    monkeypatch.setattr("dyntree_plugin.top.time.sleep", sleep)
+    monkeypatch.setattr("dyntree_plugin.commands.top.time.sleep", sleep)
     console = Console(file=io.StringIO())
     run(console, address_of(server), 1.0, once=False, as_json=True)
     failed, after = map(json.loads, console.file.getvalue().splitlines())
@@ -371,7 +371,7 @@ def test_it_looks_again_until_interrupted_and_tells_of_a_server_that_went_away(
         if len(looks) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("dyntree_plugin.top.time.sleep", sleep)
+    monkeypatch.setattr("dyntree_plugin.commands.top.time.sleep", sleep)
     console = Console(file=io.StringIO(), width=160, force_terminal=True)
     run(console, address_of(server), 1.0, once=False, as_json=False)
     shown = console.file.getvalue()

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from dyntree_plugin.bench.acceptance.models import load
-from dyntree_plugin.bench.acceptance.texts import Prompts
+from benchmarks.acceptance.models import load
+from benchmarks.acceptance.texts import Prompts
 from dyntree_plugin.pair.models import Shape, new_model
 
 VOCABULARY = 40

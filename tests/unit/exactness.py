@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.drafters.candidates import drawn_children, sampled_children, top_children
+from dyntree_plugin.tree.candidates import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import GrowthPlan
+from dyntree_plugin.tree.match import match
+from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds
 from dyntree_plugin.tree.token_tree import Draws, TokenTree
-from dyntree_plugin.tree.verify.drawn import DrawnRule, Odds
-from dyntree_plugin.tree.verify.match import match
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dyntree_plugin.show.generation import Generation
+from dyntree_plugin.commands.show.generation import Generation
 from dyntree_plugin.tree.step import TreeStep
 
 WORDS = {

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.drafters.candidates import drawn_children, sampled_children, top_children
+from dyntree_plugin.tree.candidates import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthPlan
 from dyntree_plugin.tree.growth.base import Draft, Draw, Path
 from dyntree_plugin.tree.token_tree import TokenTree

@@ -6,8 +6,8 @@ import pytest
 import torch
 from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
 
-from dyntree_plugin.bench.acceptance.models import Decoder, load
-from dyntree_plugin.bench.acceptance.texts import write
+from benchmarks.acceptance.models import Decoder, load
+from benchmarks.acceptance.texts import write
 from dyntree_plugin.tree.token_tree import TokenTree
 
 PARENTS = torch.tensor([[-1, -1, 0, 0, 2, 4], [-1, 0, 1, 2, 3, 0], [-1, -1, -1, 2, 2, 4]])

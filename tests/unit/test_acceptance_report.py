@@ -12,10 +12,10 @@ from acceptance_models import VOCABULARY, in_rows, plain
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dyntree_plugin.bench import pictures
-from dyntree_plugin.bench.acceptance import command, report
-from dyntree_plugin.bench.acceptance.paper import REPORTED
-from dyntree_plugin.bench.acceptance.plots import draw
+from benchmarks.acceptance import command, report
+from benchmarks.acceptance.paper import REPORTED
+from benchmarks.acceptance.plots import draw
+from dyntree_plugin.commands.bench import pictures
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS = 6

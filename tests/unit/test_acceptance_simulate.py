@@ -9,21 +9,21 @@ import pytest
 import torch
 from acceptance_models import CPU, in_rows, some_prompts
 
-from dyntree_plugin.bench.acceptance import drafting
-from dyntree_plugin.bench.acceptance.calibrate import learn_values, positional_acceptance
-from dyntree_plugin.bench.acceptance.drafting import Grown, Requests, grow
-from dyntree_plugin.bench.acceptance.methods import METHODS, Setting, scaled_expansion
-from dyntree_plugin.bench.acceptance.models import Decoder
-from dyntree_plugin.bench.acceptance.noise import perturb_on
-from dyntree_plugin.bench.acceptance.simulate import Counts, simulate
-from dyntree_plugin.bench.acceptance.step_times import StepTimes
-from dyntree_plugin.bench.acceptance.texts import write
-from dyntree_plugin.bench.acceptance.verifying import Replay, Walk
-from dyntree_plugin.drafters.children import ChildPicker
+from benchmarks.acceptance import drafting
+from benchmarks.acceptance.calibrate import learn_values, positional_acceptance
+from benchmarks.acceptance.drafting import Grown, Requests, grow
+from benchmarks.acceptance.methods import METHODS, Setting, scaled_expansion
+from benchmarks.acceptance.models import Decoder
+from benchmarks.acceptance.noise import perturb_on
+from benchmarks.acceptance.simulate import Counts, simulate
+from benchmarks.acceptance.step_times import StepTimes
+from benchmarks.acceptance.texts import write
+from benchmarks.acceptance.verifying import Replay, Walk
 from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.children import ChildPicker
+from dyntree_plugin.tree.match import Accepted
+from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.value import AcceptanceEstimate
-from dyntree_plugin.tree.verify.match import Accepted
-from dyntree_plugin.tree.verify.rules import DRAWN_RULES
 
 TOKENS = 20
 DEPTH = 6

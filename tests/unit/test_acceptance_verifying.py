@@ -8,19 +8,19 @@ import pytest
 import torch
 from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
 
-from dyntree_plugin.bench.acceptance.drafting import Grown, Requests, grow
-from dyntree_plugin.bench.acceptance.models import Decoder
-from dyntree_plugin.bench.acceptance.noise import perturb_on
-from dyntree_plugin.bench.acceptance.texts import Prompts, write
-from dyntree_plugin.bench.acceptance.verifying import Replay, Verifier, Walk
-from dyntree_plugin.drafters.children import ChildPicker
-from dyntree_plugin.drafters.noise import ACCEPT, BONUS, stream, uniform
+from benchmarks.acceptance.drafting import Grown, Requests, grow
+from benchmarks.acceptance.models import Decoder
+from benchmarks.acceptance.noise import perturb_on
+from benchmarks.acceptance.texts import Prompts, write
+from benchmarks.acceptance.verifying import Replay, Verifier, Walk
 from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.children import ChildPicker
+from dyntree_plugin.tree.match import Accepted, match
+from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
+from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Draws
 from dyntree_plugin.tree.value import AcceptanceEstimate
-from dyntree_plugin.tree.verify.match import Accepted, match
-from dyntree_plugin.tree.verify.rules import DRAWN_RULES
 
 PROMPTS = (6, 3, 9, 5, 4, 7, 5, 8)
 DEPTH = 5

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dyntree_plugin import pair
-from dyntree_plugin.bench.serve import prompts
+from dyntree_plugin.commands.bench import prompts
 
 
 def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
-from dyntree_plugin.bench.serve import command, counts, plan, session
-from dyntree_plugin.bench.serve.arguments import TREES
-from dyntree_plugin.bench.serve.measure import differing, measure
-from dyntree_plugin.bench.serve.plan import Load, Models
-from dyntree_plugin.bench.serve.pool import Pool
-from dyntree_plugin.bench.serve.results import Cell, Engine, Run, Speculation, latencies_ms
-from dyntree_plugin.bench.serve.session import Contest, Settings
+from dyntree_plugin.commands.bench import command, counts, plan, session
+from dyntree_plugin.commands.bench.arguments import TREES
+from dyntree_plugin.commands.bench.measure import differing, measure
+from dyntree_plugin.commands.bench.plan import Load, Models
+from dyntree_plugin.commands.bench.pool import Pool
+from dyntree_plugin.commands.bench.results import Cell, Engine, Run, Speculation, latencies_ms
+from dyntree_plugin.commands.bench.session import Contest, Settings
 from dyntree_plugin.options import DynTreeOptions
 
 CELL = Cell(prompts="code", temperature=0.0, batch=2)
@@ -205,11 +205,11 @@ def test_where_not_all_engines_fit_the_last_place_is_taken_in_turns(started: lis
 def test_without_memory_for_a_second_engine_one_is_kept(
     started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dyntree_plugin.bench.serve.pool._free_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("dyntree_plugin.commands.bench.pool._free_bytes", lambda: 1 << 20)
     with Pool(None, FakeProcess) as pool:  # type: ignore[arg-type]
         use(pool, "a", "b")
         assert "end a" in started
-    monkeypatch.setattr("dyntree_plugin.bench.serve.pool._free_bytes", lambda: 4 << 20)
+    monkeypatch.setattr("dyntree_plugin.commands.bench.pool._free_bytes", lambda: 4 << 20)
     started.clear()
     with Pool(None, FakeProcess) as pool:  # type: ignore[arg-type]
         use(pool, "a", "b")
@@ -270,7 +270,9 @@ def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine
             "--target, --draft must not",
         ),
         (["--base-url", "http://h:1", "--dtype", "bfloat16"], "--dtype must not be given"),
-        (["--base-url", "http://h:1", "--no-static"], "--static/--no-static must not be given"),
+        (["--base-url", "http://h:1", "--static", "0.6"], "--static must not be given"),
+        (["--static", "often"], "--static 'often' must be numbers, such as 0.6,0.2"),
+        (["--static", "0.2,0.6"], "acceptance="),
         (["--base-url", "http://h:1", "--side-by-side", "2"], "--side-by-side must not be given"),
         (["--base-url", "http://h:1", "--engine-arguments", "{}"], "--engine-arguments must not"),
         (["--endpoint", "chat"], "--endpoint must not be given: without a --base-url"),

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dyntree_plugin.bench.serve import overview, plots, summary, table
-from dyntree_plugin.bench.serve.results import Cell, Engine, Result, Run, Series, Speculation, read
+from dyntree_plugin.commands.bench import overview, plots, summary, table
+from dyntree_plugin.commands.bench.results import (
+    Cell,
+    Engine,
+    Result,
+    Run,
+    Series,
+    Speculation,
+    read,
+)
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("serve-*.json"))
@@ -150,7 +158,7 @@ def test_stages_in_the_picture_add_up_to_the_step() -> None:
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
-    from dyntree_plugin.bench.serve.results import write
+    from dyntree_plugin.commands.bench.results import write
 
     write(result(), tmp_path / "deep" / "r.json")
     assert read(tmp_path / "deep" / "r.json") == result()

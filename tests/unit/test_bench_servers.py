@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from dyntree_plugin.bench import pictures
-from dyntree_plugin.bench.serve import command, server
-from dyntree_plugin.bench.serve.plan import Load
-from dyntree_plugin.bench.serve.results import Result, read
+from dyntree_plugin.commands.bench import command, pictures, server
+from dyntree_plugin.commands.bench.plan import Load
+from dyntree_plugin.commands.bench.results import Result, read
 
 
 def test_servers_are_named_by_their_address_or_as_asked() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyntree_plugin.options import DynTreeOptions
-from dyntree_plugin.tree.budget import Drafting, best_cut, best_drafting, draft_pays
-from dyntree_plugin.tree.row_cost import LARGEST_SURPRISE, RowCost, followed
+from dyntree_plugin.tree.budget.choice import Drafting, best_cut, best_drafting, draft_pays
+from dyntree_plugin.tree.budget.row_cost import LARGEST_SURPRISE, RowCost, followed
 
 CHANCES = st.lists(st.floats(0, 1), min_size=4, max_size=4).map(lambda v: sorted(v, reverse=True))
 BATCHES = st.lists(CHANCES, min_size=1, max_size=3).map(np.array)

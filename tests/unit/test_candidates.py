@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dyntree_plugin.drafters.candidates import drawn_children, sampled_children, top_children
+from dyntree_plugin.tree.candidates import drawn_children, sampled_children, top_children
 
 LAW = torch.tensor([0.5, 0.3, 0.2, 0.0])
 ROWS = 20_000

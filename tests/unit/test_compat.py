@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dyntree_plugin import compat, plugin, refusals
+from dyntree_plugin import plugin
+from dyntree_plugin.admission import check, refusals, versions
 from dyntree_plugin.engine.attention import served
-from dyntree_plugin.engine.config import plan_in_force, tree_plan, trees_are_cut
-from dyntree_plugin.engine.cpu.refused import REFUSED
+from dyntree_plugin.engine.configuration import plan_in_force, tree_plan, trees_are_cut
 from dyntree_plugin.options import DynTreeOptions
+from vllm_cpu_runner.refused import REFUSED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,7 +67,7 @@ def admitted(build: Build) -> VllmConfig:
 
 def refusal_of(config: VllmConfig, **options: Any) -> str:
     with pytest.raises(ValueError) as error:
-        compat.check(config, DynTreeOptions(**options), "cpu", plugin.WORKERS)
+        check.refuse_unserved(config, DynTreeOptions(**options), "cpu", plugin.WORKERS)
     return str(error.value)
 
 
@@ -139,7 +140,7 @@ CHANGES = [
 
 
 def test_a_configuration_that_a_tree_can_serve_is_admitted(admitted: VllmConfig) -> None:
-    compat.check(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
+    check.refuse_unserved(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
 
 
 @pytest.mark.parametrize(("option", "path", "value"), CHANGES, ids=[p for _, p, _ in CHANGES])
@@ -325,9 +326,9 @@ def test_several_reasons_are_given_at_once(admitted: VllmConfig) -> None:
 
 def test_the_smallest_token_budget_that_holds_a_tree_is_admitted(build: Build) -> None:
     small = {"max_num_seqs": 2, "max_model_len": 16}
-    assert compat.token_budget_advice(build(max_num_batched_tokens=WIDTH + 2, **small))
+    assert check.token_budget_advice(build(max_num_batched_tokens=WIDTH + 2, **small))
     roomy = build(max_num_batched_tokens=2 * (WIDTH + 2), **small)
-    assert compat.token_budget_advice(roomy) is None
+    assert check.token_budget_advice(roomy) is None
 
 
 def test_the_least_limits_of_a_step_are_admitted(build: Build) -> None:
@@ -359,14 +360,14 @@ def test_vllms_defaults_hold_a_tree(build: Build, slots: int) -> None:
 
 def test_following_the_advice_on_the_token_budget_ends_it(build: Build) -> None:
     small = {"max_num_seqs": 8, "max_model_len": 16}
-    advice = compat.token_budget_advice(build(max_num_batched_tokens=60, **small))
+    advice = check.token_budget_advice(build(max_num_batched_tokens=60, **small))
     assert advice is not None
     assert "set max_num_seqs to 3 or max_num_batched_tokens to 144" in advice
     for change in (
         {"max_num_seqs": 3, "max_num_batched_tokens": 60},
         {"max_num_batched_tokens": 144},
     ):
-        assert compat.token_budget_advice(build(**(small | change))) is None
+        assert check.token_budget_advice(build(**(small | change))) is None
 
 
 @pytest.mark.parametrize(
@@ -383,16 +384,16 @@ def test_following_the_advice_on_the_token_budget_ends_it(build: Build) -> None:
 def test_only_the_supported_versions_of_vllm_are_served(
     admitted: VllmConfig, monkeypatch: pytest.MonkeyPatch, version: str, supported: bool
 ) -> None:
-    monkeypatch.setattr(compat, "installed_vllm", lambda: ("vllm", version))
+    monkeypatch.setattr(versions, "installed_vllm", lambda: ("vllm", version))
     if supported:
-        compat.check(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
+        check.refuse_unserved(admitted, DynTreeOptions(), "cpu", plugin.WORKERS)
     else:
         assert f"vllm={version} is not supported" in refusal_of(admitted)
 
 
 def test_a_platform_without_a_worker_is_refused(admitted: VllmConfig) -> None:
     with pytest.raises(ValueError, match="device='xpu' is not supported"):
-        compat.check(admitted, DynTreeOptions(), "xpu", plugin.WORKERS)
+        check.refuse_unserved(admitted, DynTreeOptions(), "xpu", plugin.WORKERS)
 
 
 @pytest.fixture(scope="session")
@@ -417,18 +418,20 @@ FLASHINFER = SimpleNamespace(name="FLASHINFER")
 def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
     on_cuda: VllmConfig, option: str, path: str, value: Any
 ) -> None:
-    compat.check(on_cuda, DynTreeOptions(), "cuda", plugin.WORKERS)
+    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", plugin.WORKERS)
     with pytest.raises(ValueError) as error:
-        compat.check(changed(on_cuda, path, value), DynTreeOptions(), "cuda", plugin.WORKERS)
+        check.refuse_unserved(
+            changed(on_cuda, path, value), DynTreeOptions(), "cuda", plugin.WORKERS
+        )
     reason = str(error.value)
     assert f"{option}=" in reason
     assert "FLASH_ATTN and TRITON_ATTN" in reason
 
 
-@pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
+@pytest.mark.parametrize("name", check.CUDA_BACKENDS)
 def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig, name: str) -> None:
     named = changed(on_cuda, "attention_config.backend", SimpleNamespace(name=name))
-    compat.check(named, DynTreeOptions(), "cuda", plugin.WORKERS)
+    check.refuse_unserved(named, DynTreeOptions(), "cuda", plugin.WORKERS)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +441,7 @@ def test_on_cuda_the_backend_follows_the_type(
     on_cuda: VllmConfig, dtype: str, backend: str
 ) -> None:
     config = changed(on_cuda, "model_config.dtype", getattr(torch, dtype))
-    assert compat.cuda_backend(config.model_config) == backend
+    assert check.cuda_backend(config.model_config) == backend
 
 
 def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
@@ -530,9 +533,9 @@ def test_on_cuda_the_gpu_and_the_head_size_decide_whether_a_model_is_served(
     monkeypatch.setattr(type(current_platform), "get_device_capability", ask)
     config = changed(on_cuda, "model_config.model_arch_config.head_size", head_size)
     config = changed(config, "model_config.dtype", torch.bfloat16)
-    refused = pytest.raises(compat.Refused, match=reason) if reason else nullcontext()
+    refused = pytest.raises(check.Refused, match=reason) if reason else nullcontext()
     with refused:
-        compat.check(config, DynTreeOptions(), "cuda", plugin.WORKERS, served.refusal)
+        check.refuse_unserved(config, DynTreeOptions(), "cuda", plugin.WORKERS, served.refusal)
 
 
 def test_a_kernel_table_is_read_before_anything_loads(
@@ -543,9 +546,9 @@ def test_a_kernel_table_is_read_before_anything_loads(
     for content, reason in ((None, "No such file"), ("{}", "must be a result file")):
         if content is not None:
             table.write_text(content)
-        with pytest.raises(compat.Refused, match=rf"dyntree\.kernel_table='.*{reason}"):
-            compat.check(on_cuda, options, "cuda", plugin.WORKERS)
+        with pytest.raises(check.Refused, match=rf"dyntree\.kernel_table='.*{reason}"):
+            check.refuse_unserved(on_cuda, options, "cuda", plugin.WORKERS)
     table.write_text('{"attention": []}')
-    compat.check(on_cuda, options, "cuda", plugin.WORKERS)
-    with pytest.raises(compat.Refused, match=r"kernel_table='.*' is for CUDA"):
-        compat.check(admitted, options, "cpu", plugin.WORKERS)
+    check.refuse_unserved(on_cuda, options, "cuda", plugin.WORKERS)
+    with pytest.raises(check.Refused, match=r"kernel_table='.*' is for CUDA"):
+        check.refuse_unserved(admitted, options, "cpu", plugin.WORKERS)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dyntree_plugin import demo, pair
-from dyntree_plugin.arguments import DtypeName
-from dyntree_plugin.demo import screen
-from dyntree_plugin.demo.engines import Comparison, Completion, Run, Settings
+from dyntree_plugin import pair
+from dyntree_plugin.commands import demo
+from dyntree_plugin.commands.arguments import DtypeName
+from dyntree_plugin.commands.demo import screen
+from dyntree_plugin.commands.demo.engines import Comparison, Completion, Run, Settings
 from dyntree_plugin.tree.step import TreeStep
 
 PROMPTS = ["def f(x):", "class C:"]
@@ -140,7 +141,7 @@ def test_a_users_mistake_ends_with_status_2_before_any_engine_starts(
 
 QUIET = """
 import os, subprocess, sys
-from dyntree_plugin.demo.quiet import quiet
+from dyntree_plugin.commands.quiet import quiet
 with quiet() as screen:
     print("from python")
     subprocess.run(["echo", "from a child"])

@@ -17,10 +17,12 @@ import torch
 from typer.testing import CliRunner
 
 from dyntree_kernels import dispatch
-from dyntree_kernels.gpu import flashinfer_variant
-from dyntree_plugin import cli, compat, doctor, preload
-from dyntree_plugin.doctor import checks, command_line, kernels
-from dyntree_plugin.doctor.checks import Check
+from dyntree_kernels.cuda import flashinfer_variant
+from dyntree_plugin import cli, openmp
+from dyntree_plugin.admission import check, versions
+from dyntree_plugin.commands import doctor
+from dyntree_plugin.commands.doctor import checks, command_line, kernels
+from dyntree_plugin.commands.doctor.checks import Check
 from dyntree_plugin.engine.attention import choice
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -113,7 +115,7 @@ def test_a_step_that_cuts_trees_short_is_warned_of(line: Line) -> None:
 def test_tokenizers_that_differ_a_little_are_warned_of(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
+    monkeypatch.setattr(check, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
     (found,) = [check for check in checked(line()) if check.name == "vocabularies"]
     assert (found.status, found.found) == ("warn", "3 of 9 tokens differ")
 
@@ -159,7 +161,7 @@ def test_one_failure_is_told_by_the_exit_status(
 def test_without_vllm_it_says_so_and_stops(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
+    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
     assert run(["model"]) == 1
     assert list(statuses(capsys.readouterr().out)) == ["Python", "vLLM", "plugin"]
 
@@ -216,7 +218,7 @@ def test_a_whole_command_gets_a_hint_of_the_right_one(
 
 
 def test_an_unsupported_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "installed_vllm", lambda: ("vllm", "0.31.0"))
+    monkeypatch.setattr(versions, "installed_vllm", lambda: ("vllm", "0.31.0"))
     assert checks.vllm().status == "fail"
 
 
@@ -296,10 +298,10 @@ def test_the_openmp_of_the_engines_is_told(
     status: str,
     told: str,
 ) -> None:
-    monkeypatch.setattr(preload, "library", lambda: library and Path(library))
-    monkeypatch.setattr(preload, "loaded", lambda: loaded)
+    monkeypatch.setattr(openmp, "library", lambda: library and Path(library))
+    monkeypatch.setattr(openmp, "loaded", lambda: loaded)
     monkeypatch.setenv("LD_PRELOAD", chosen)
-    found = checks.openmp()
+    found = checks.openmp_library()
     assert found.status == status
     assert told in found.found + found.advice
 

@@ -22,9 +22,9 @@ from exactness import (
 )
 
 from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
+from dyntree_plugin.tree.papers.rules import DRAWN_RULES, Rule, all_pairs
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import Draws, TokenTree
-from dyntree_plugin.tree.verify.rules import DRAWN_RULES, Rule, all_pairs
 
 WR, IID, BEST = "without_replacement", "with_replacement", "best"
 EXACT = 1e-12

@@ -9,11 +9,11 @@ import torch
 from exactness import Model, random_model
 from scipy.stats import chisquare
 
-from dyntree_plugin.drafters.candidates import drawn_children, sampled_children
+from dyntree_plugin.tree.candidates import drawn_children, sampled_children
 from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
+from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds, Walk
+from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.verify.drawn import DrawnRule, Odds, Walk
-from dyntree_plugin.tree.verify.rules import DRAWN_RULES
 
 RUNS = 40_000
 VOCAB = 4

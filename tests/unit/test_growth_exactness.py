@@ -10,9 +10,9 @@ from exactness import distance, emitted_by_draws, grow_every_way, random_model
 
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
 from dyntree_plugin.tree.growth.best_first import SlotGrowth, slot_plan
+from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
-from dyntree_plugin.tree.verify.without_replacement import WITHOUT_REPLACEMENT
 
 # Frontier widths, node budget, vocabulary: all far below what Algorithm 1 would expand.
 STARVED = [((1,), 4, 3), ((1, 1), 4, 2), ((1, 2), 5, 2)]

@@ -10,16 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.tree.growth import (
-    Frontier,
-    GrowthConfig,
-    GrowthPlan,
-    dynamic_threshold,
-    dyspec,
-    plan_growth,
-    threshold,
-)
+from dyntree_plugin.tree.growth import Frontier, GrowthConfig, GrowthPlan, plan_growth
 from dyntree_plugin.tree.growth.base import Slot
+from dyntree_plugin.tree.papers import dynamic_threshold, dyspec, threshold
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
-from dyntree_plugin.tree.growth import expansion as expansion_growth
 from dyntree_plugin.tree.growth.base import Path, Sampling
-from dyntree_plugin.tree.growth.sequoia import Choice, OptimalTrees, choose
-from dyntree_plugin.tree.growth.static import StaticTree
+from dyntree_plugin.tree.papers import expansion as expansion_growth
+from dyntree_plugin.tree.papers.sequoia import Choice, OptimalTrees, choose
+from dyntree_plugin.tree.papers.static import StaticTree
 from dyntree_plugin.tree.shape import TreeShape
 
 configurations = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple)

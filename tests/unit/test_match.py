@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dyntree_plugin.tree.match import Accepted, match
 from dyntree_plugin.tree.token_tree import TokenTree
-from dyntree_plugin.tree.verify.match import Accepted, match
 
 Path = tuple[int, ...]
 

@@ -16,7 +16,7 @@ from dyntree_plugin.options import DynTreeOptions, merge_options
 from dyntree_plugin.strict_json import from_json
 from dyntree_plugin.tree.growth import GROWTHS
 from dyntree_plugin.tree.names import GrowthName
-from dyntree_plugin.tree.verify.rules import allowed_rules
+from dyntree_plugin.tree.papers.rules import allowed_rules
 
 BUDGETS = st.integers(min_value=1, max_value=1024)
 
@@ -263,7 +263,7 @@ def test_the_readme_has_the_table_of_options() -> None:
 
 def test_the_options_load_without_vllm_or_torch() -> None:
     code = (
-        "import sys, dyntree_plugin.options, dyntree_plugin.plugin, dyntree_plugin.compat;"
+        "import sys, dyntree_plugin.options, dyntree_plugin.plugin, dyntree_plugin.admission.check;"
         "sys.exit(sorted({'vllm', 'torch'} & sys.modules.keys()) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

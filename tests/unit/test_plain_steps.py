@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyntree_plugin.tree.plain_steps import FIRST_STEPS, PlainCost, PlainSteps
+from dyntree_plugin.tree.budget.plain_steps import FIRST_STEPS, PlainCost, PlainSteps
 
 REQUESTS, ROWS, CONTEXT = (1, 2, 4, 8), (1, 4, 16, 64, 136), 1000
 COST = PlainCost((1, 2, 4), 1000, (0.010, 0.012, 0.016), (0.020, 0.032, 0.056), (1,), (0.01,))

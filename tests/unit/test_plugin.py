@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin import compat, options, plugin, preload, reasons
-from dyntree_plugin.engine.config import plan_in_force, tree_plan
+from dyntree_plugin import openmp, options, plugin
+from dyntree_plugin.admission import check, reasons
+from dyntree_plugin.engine.configuration import plan_in_force, tree_plan
 from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
 
 STOCK = """
@@ -283,7 +284,7 @@ def test_trees_are_deeper_where_one_rank_can_end_drafting(
 
 
 def test_what_the_growth_does_not_read_is_no_label_of_the_configuration() -> None:
-    from dyntree_plugin.engine.prometheus import _label_values
+    from dyntree_plugin.engine.telemetry.prometheus import _label_values
 
     plan = options.DynTreeOptions.parse({"growth": "chain"}).resolve(8)
     (metric,) = [metric for metric in METRICS if metric.labels == CONFIG_LABELS]
@@ -299,10 +300,10 @@ def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
 
 
 def test_a_process_that_vllm_starts_runs_with_intels_openmp(build: Callable[..., Any]) -> None:
-    if preload.library() is None:
+    if openmp.library() is None:
         pytest.skip("this platform has no Intel OpenMP")
     build()
-    code = "from dyntree_plugin import preload; print(preload.loaded())"
+    code = "from dyntree_plugin import openmp; print(openmp.loaded())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout == "True\n"
     # vLLM binds threads for one OpenMP runtime and stops where it finds two.
@@ -317,8 +318,8 @@ def test_a_model_in_this_process_without_intels_openmp_is_warned_about(
     loaded: bool,
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setattr(preload, "library", lambda: Path("/env/lib/libiomp5.so"))
-    monkeypatch.setattr(preload, "loaded", lambda: loaded)
+    monkeypatch.setattr(openmp, "library", lambda: Path("/env/lib/libiomp5.so"))
+    monkeypatch.setattr(openmp, "loaded", lambda: loaded)
     build()
     assert ("Start it with LD_PRELOAD=/env/lib/libiomp5.so" in logged()) is not loaded
 
@@ -328,7 +329,7 @@ def test_tokenizers_that_differ_a_little_are_warned_of(
 ) -> None:
     build()
     assert "differ" not in logged()
-    monkeypatch.setattr(compat, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
+    monkeypatch.setattr(check, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
     build()
     assert "3 of 9 tokens differ" in logged()
 
@@ -450,16 +451,16 @@ def test_a_configuration_that_vllm_derives_is_not_admitted_again(
 def test_the_users_own_openmp_is_kept(
     monkeypatch: pytest.MonkeyPatch, before: str, after: str
 ) -> None:
-    monkeypatch.setattr(preload, "library", lambda: Path("OURS"))
+    monkeypatch.setattr(openmp, "library", lambda: Path("OURS"))
     monkeypatch.setenv("LD_PRELOAD", before)
-    preload.set_for_children()
+    openmp.set_for_children()
     assert os.environ["LD_PRELOAD"] == after
 
 
 def test_nothing_is_preloaded_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload, "library", lambda: None)
+    monkeypatch.setattr(openmp, "library", lambda: None)
     monkeypatch.setenv("LD_PRELOAD", "/env/torch/lib/libgomp.so.1")
-    preload.set_for_children()
+    openmp.set_for_children()
     assert os.environ["LD_PRELOAD"] == "/env/torch/lib/libgomp.so.1"
 
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dyntree_plugin.demo.screen import code, tree
-from dyntree_plugin.render import MAX_SIBLINGS, Detokenise, dot, rich_tree, visible
+from dyntree_plugin.commands.demo.screen import code, tree
+from dyntree_plugin.commands.render import MAX_SIBLINGS, Detokenise, dot, rich_tree, visible
 from dyntree_plugin.tree.step import TreeStep
 
 #          root
@@ -255,7 +255,7 @@ def test_what_is_no_tree_with_a_path_is_refused(change: dict[str, Any], message:
 
 def test_drawing_a_tree_loads_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, dyntree_plugin.render\n"
+        "import sys, dyntree_plugin.commands.render\n"
         "sys.exit(sorted({'vllm', 'torch'} & sys.modules.keys()) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

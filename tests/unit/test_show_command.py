@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from generations import made
 
-from dyntree_plugin import show
-from dyntree_plugin.show import record
-from dyntree_plugin.show.generation import load, save
+from dyntree_plugin.commands import show
+from dyntree_plugin.commands.show import record
+from dyntree_plugin.commands.show.generation import load, save
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from generations import made
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyntree_plugin.show.generation import load, save
-from dyntree_plugin.show.record import pieces
+from dyntree_plugin.commands.show.generation import load, save
+from dyntree_plugin.commands.show.record import pieces
 
 
 def test_a_saved_trace_is_what_was_saved(tmp_path: Path) -> None:

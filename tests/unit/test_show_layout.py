@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyntree_plugin.show.layout import tidy_rows
+from dyntree_plugin.commands.show.layout import tidy_rows
 
 
 @st.composite

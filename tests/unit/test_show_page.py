@@ -11,9 +11,9 @@ from generations import made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dyntree_plugin.commands.render import visible
+from dyntree_plugin.commands.show import page
 from dyntree_plugin.escape import escaped_lines
-from dyntree_plugin.render import visible
-from dyntree_plugin.show import page
 
 HTML = page.render(made())
 

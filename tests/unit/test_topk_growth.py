@@ -11,7 +11,7 @@ from growing import VOCAB, draft_of, grow, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyntree_plugin.drafters.candidates import top_children
+from dyntree_plugin.tree.candidates import top_children
 from dyntree_plugin.tree.growth import GrowthConfig, plan_growth
 from dyntree_plugin.tree.growth.base import Slot
 from dyntree_plugin.tree.growth.topk import TopKGrowth, reference

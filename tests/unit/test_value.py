@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_kernels.ancestors import ancestor_bits
+from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.value import (
     CLASSES,
     FEATURES,
@@ -18,7 +19,6 @@ from dyntree_plugin.tree.value import (
     outcomes,
     temperature_class,
 )
-from dyntree_plugin.tree.verify.match import match
 
 VOCAB, KEPT, REQUESTS = 64, 4, 16
 HOT = 4

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dyntree_plugin.tree.papers import reference
+from dyntree_plugin.tree.papers.drawn import DrawnRule, Walk
+from dyntree_plugin.tree.papers.multi_step import MULTI_STEP
+from dyntree_plugin.tree.papers.reference import Law, NodeReference
+from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
 from dyntree_plugin.tree.token_tree import Draws
-from dyntree_plugin.tree.verify import reference
-from dyntree_plugin.tree.verify.drawn import DrawnRule, Walk
-from dyntree_plugin.tree.verify.multi_step import MULTI_STEP
-from dyntree_plugin.tree.verify.reference import Law, NodeReference
-from dyntree_plugin.tree.verify.without_replacement import WITHOUT_REPLACEMENT
 
 RULES = {
     "without_replacement": (WITHOUT_REPLACEMENT, reference.without_replacement),

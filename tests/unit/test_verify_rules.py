@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from dyntree_plugin.tree.growth import GROWTHS, GrowthConfig, plan_growth
-from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.verify.rules import (
+from dyntree_plugin.tree.papers.rules import (
     SAMPLINGS,
     all_pairs,
     allowed_rules,
@@ -16,6 +15,7 @@ from dyntree_plugin.tree.verify.rules import (
     default_rule,
     markdown_table,
 )
+from dyntree_plugin.tree.shape import TreeShape
 
 
 def test_the_table_has_every_growth_with_every_sampling_that_it_offers():

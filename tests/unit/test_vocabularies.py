@@ -11,7 +11,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from dyntree_plugin import compat, pair, vocabularies
+from dyntree_plugin import pair
+from dyntree_plugin.admission import check, vocabularies
 
 Write = Callable[..., Path]
 TOKENS = {f"t{number}": number for number in range(8)}
@@ -85,23 +86,23 @@ def config(target: Path | str, draft: Path | str) -> Any:
 def test_another_tokenizer_is_refused_and_other_reserved_tokens_are_warned_of(write: Write) -> None:
     target = write("target", TOKENS).parent
     reserved = config(target, write("reserved", TOKENS, other=7).parent)
-    assert compat._other_tokens(reserved) is None
-    assert "1 of 8 tokens differ, the first is 7" in str(compat.vocabulary_advice(reserved))
+    assert check._other_tokens(reserved) is None
+    assert "1 of 8 tokens differ, the first is 7" in str(check.vocabulary_advice(reserved))
 
     other = {text: 7 - number for text, number in TOKENS.items()}
     stranger = config(target, write("stranger", other).parent)
-    assert "8 of 8 tokens differ" in str(compat._other_tokens(stranger))
+    assert "8 of 8 tokens differ" in str(check._other_tokens(stranger))
 
 
 @pytest.mark.parametrize("absent", ["target", "draft"])
 def test_without_both_tokenizers_nothing_is_said(write: Write, tmp_path: Path, absent: str) -> None:
     folders = {"target": write("one", TOKENS).parent, "draft": write("other", {"x": 0}).parent}
-    assert compat._other_tokens(config(**folders)) is not None
+    assert check._other_tokens(config(**folders)) is not None
     missing = config(**folders | {absent: tmp_path})
-    assert compat._other_tokens(missing) is compat.vocabulary_advice(missing) is None
+    assert check._other_tokens(missing) is check.vocabulary_advice(missing) is None
 
 
 def test_the_embedded_pair_has_one_vocabulary() -> None:
     paths = pair.paths()
     found = config(paths["target"], paths["draft"])
-    assert compat._other_tokens(found) is compat.vocabulary_advice(found) is None
+    assert check._other_tokens(found) is check.vocabulary_advice(found) is None

@@ -11,13 +11,13 @@ from vllm.logger import init_logger
 
 from dyntree_kernels import dispatch
 from dyntree_plugin.engine.attention.kernels import FlashInferTrees, Heads, TreeKernel, TritonTrees
-from dyntree_plugin.engine.config import measured_kernels
+from dyntree_plugin.engine.configuration import measured_kernels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    from dyntree_kernels.gpu.flashinfer_variant import Variant
+    from dyntree_kernels.cuda.flashinfer_variant import Variant
 
 # vLLM shows only what is logged below the name of its own package.
 logger = init_logger("vllm.dyntree")
@@ -89,7 +89,7 @@ def built_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int) -> 
     """FlashInfer's module for these layers, if it was built before: serving never compiles it."""
     if importlib.util.find_spec("flashinfer") is None:
         return None
-    from dyntree_kernels.gpu.flashinfer_variant import HEAD_SIZES, Variant
+    from dyntree_kernels.cuda.flashinfer_variant import HEAD_SIZES, Variant
 
     if dtype not in (torch.float16, torch.bfloat16) or head_size not in HEAD_SIZES:
         return None

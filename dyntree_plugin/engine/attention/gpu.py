@@ -14,7 +14,7 @@ from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.choice import choose_kernel
 from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, Launch
 from dyntree_plugin.engine.attention.metadata import TreeMask, refuse_beyond_trees
-from dyntree_plugin.engine.config import tree_plan
+from dyntree_plugin.engine.configuration import tree_plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,8 +11,8 @@ import torch
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 
 if TYPE_CHECKING:
-    from dyntree_kernels.gpu.flashinfer_attention import FlashInferTreeAttention
-    from dyntree_kernels.gpu.flashinfer_variant import Variant
+    from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
+    from dyntree_kernels.cuda.flashinfer_variant import Variant
 
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 """One layer: ``q`` [T, H, D], ``kv_cache`` [blocks, Hkv, N, 2 * D], ``out`` as ``q``, the scale."""
@@ -56,7 +56,7 @@ class TreeKernel(Protocol):
 
 
 class TritonTrees:
-    """`dyntree_kernels.gpu.attention`, which plans nothing."""
+    """`dyntree_kernels.cuda.attention`, which plans nothing."""
 
     def __init__(self, heads: Heads, element_size: int, processors: int, one_split: bool) -> None:
         """``one_split``: the order of sums must not depend on the batch."""
@@ -66,7 +66,7 @@ class TritonTrees:
         self._one_split = one_split
 
     def plan(self, rows: AttentionRows) -> Launch:
-        from dyntree_kernels.gpu.attention import tree_attention
+        from dyntree_kernels.cuda.attention import tree_attention
 
         splits = self.splits(len(rows.ctx_lens), rows.max_rows)
         count = rows.num_rows
@@ -111,7 +111,7 @@ class TritonTrees:
 
     def splits(self, requests: int, max_rows: int) -> int:
         """Programs that share a tile: a power of two, as each number is a kernel to compile."""
-        from dyntree_kernels.gpu.attention import tiling
+        from dyntree_kernels.cuda.attention import tiling
 
         if self._one_split:
             return 1
@@ -123,7 +123,7 @@ class TritonTrees:
 
 
 class FlashInferTrees:
-    """`dyntree_kernels.gpu.flashinfer_attention`: one plan per step, one more per graph captured.
+    """`dyntree_kernels.cuda.flashinfer_attention`: one plan per step, one more per graph captured.
 
     It serves batches of trees alone.
     """
@@ -141,7 +141,7 @@ class FlashInferTrees:
     ) -> None:
         """``variant``: a module that is built. ``max_len``: positions of the longest request.
         ``graphs``: the most requests and rows of a batch that a CUDA graph serves."""
-        from dyntree_kernels.gpu.flashinfer_attention import workspace_bytes
+        from dyntree_kernels.cuda.flashinfer_attention import workspace_bytes
 
         self._variant = variant
         self._heads = heads
@@ -178,7 +178,7 @@ class FlashInferTrees:
 
     def _attention(self, shape: tuple[int, int] | None) -> FlashInferTreeAttention:
         """With buffers that stay in place for the graph of so many requests and rows."""
-        from dyntree_kernels.gpu.flashinfer_attention import FlashInferTreeAttention
+        from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
 
         blocks = -(-self._max_len // self._block_size)
         requests, rows = shape or (None, None)

@@ -13,22 +13,22 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+import vllm_cpu_runner
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.walk import walk
 from dyntree_kernels.cpu.warm_up import warm_up
-from dyntree_plugin.engine import cpu
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
-from dyntree_plugin.engine.cpu.long_lists import lift_limits
+from dyntree_plugin.engine.budget.by_tree import AdaptiveBudget
+from dyntree_plugin.engine.cpu.kv import Move, PathMover
 from dyntree_plugin.engine.cpu.speculator import CPUTreeSpeculator
-from dyntree_plugin.engine.kv import Move, PathMover
-from dyntree_plugin.engine.node_budget import AdaptiveBudget
 from dyntree_plugin.engine.runner import TreeRunnerMixin
-from dyntree_plugin.engine.stats import StepRecord
-from dyntree_plugin.engine.timing import Clock, StageClock
-from dyntree_plugin.engine.transfer import Send, at_hand
-from dyntree_plugin.tree.row_cost import RowCost
+from dyntree_plugin.engine.step.clock import Clock, StageClock
+from dyntree_plugin.engine.step.transfer import Send, at_hand
+from dyntree_plugin.engine.telemetry.stats import StepRecord
+from dyntree_plugin.tree.budget.row_cost import RowCost
+from vllm_cpu_runner.long_lists import lift_limits
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
@@ -56,7 +56,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         lift_limits(self.sampler, self.vocab_size)
 
     def warm_up_kernels(self) -> None:
-        cpu.warm_up()
+        vllm_cpu_runner.warm_up()
         warm_up(self.dtype)  # type: ignore[arg-type]  # vLLM has resolved its name by now
 
     def budget_by(self, cost: RowCost) -> None:

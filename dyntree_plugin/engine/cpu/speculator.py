@@ -6,7 +6,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
-from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator
+from dyntree_plugin.engine.step.compiled_growth import CompiledTreeSpeculator
 
 
 class CPUTreeSpeculator(CompiledTreeSpeculator):

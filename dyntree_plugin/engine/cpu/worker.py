@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from dyntree_plugin.engine import cpu
-from dyntree_plugin.engine.cpu.long_lists import lift_limits
+import vllm_cpu_runner
 from dyntree_plugin.engine.limits import wrap_seeds
 from dyntree_plugin.engine.worker import TreeWorkerMixin
+from vllm_cpu_runner.long_lists import lift_limits
 
 
 class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
@@ -25,7 +25,7 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
     }
 
     def init_device(self) -> None:
-        cpu.install()
+        vllm_cpu_runner.install()
         from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
 
         # The stock method names the runner's class in its body.
@@ -50,7 +50,7 @@ class PlainCPUWorker(CPUWorker):
     """
 
     def init_device(self) -> None:
-        cpu.install()
+        vllm_cpu_runner.install()
         super().init_device()  # type: ignore[no-untyped-call]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -58,4 +58,4 @@ class PlainCPUWorker(CPUWorker):
         runner: Any = self.model_runner
         lift_limits(runner.sampler, runner.vocab_size)
         wrap_seeds(runner.sampler)
-        cpu.warm_up()
+        vllm_cpu_runner.warm_up()

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dyntree_plugin.tree.growth import (
-    chain,
-    dynamic_threshold,
-    dyspec,
-    expansion,
-    sequoia,
-    threshold,
-    topk,
-)
+from dyntree_plugin.tree.growth import topk
 from dyntree_plugin.tree.growth.base import (
     SHAPE_READ,
     Frontier,
@@ -21,6 +13,14 @@ from dyntree_plugin.tree.growth.base import (
     GrowthPlan,
 )
 from dyntree_plugin.tree.names import Sampling
+from dyntree_plugin.tree.papers import (
+    chain,
+    dynamic_threshold,
+    dyspec,
+    expansion,
+    sequoia,
+    threshold,
+)
 from dyntree_plugin.tree.shape import TreeShape
 
 __all__ = [

@@ -89,8 +89,8 @@ def _capturing() -> str:
     """Who captures: the target, verification or drafting."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    from dyntree_plugin.engine.speculator import TreeSpeculator
-    from dyntree_plugin.engine.verifier import TreeVerifier
+    from dyntree_plugin.engine.step.draft import TreeSpeculator
+    from dyntree_plugin.engine.step.verify import TreeVerifier
 
     kinds = {CudaGraphManager: "target", TreeVerifier: "verification", TreeSpeculator: "drafting"}
     frame = sys._getframe()

@@ -13,7 +13,7 @@ from emulated.device import emulate, idle
 
 emulate()
 
-from dyntree_plugin.engine.cpu import install  # noqa: E402
+from vllm_cpu_runner import install  # noqa: E402
 
 install()
 
@@ -26,8 +26,8 @@ from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 from dyntree_plugin import plugin  # noqa: E402
 from dyntree_plugin.engine import config  # noqa: E402
-from dyntree_plugin.engine.gpu.runner import TreeGPUModelRunner  # noqa: E402
-from dyntree_plugin.engine.gpu.worker import TreeGPUWorker  # noqa: E402
+from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner  # noqa: E402
+from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 
 
 class _StartsAsOnCuda(CPUWorker):

@@ -9,10 +9,10 @@ import torch
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.growth import RowBuffers
-from dyntree_plugin.drafters.children import Children
-from dyntree_plugin.engine.compiled_growth import compiled_growth
-from dyntree_plugin.engine.draft_forwards import PAD_SLOT
-from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.engine.step.compiled_growth import compiled_growth
+from dyntree_plugin.engine.step.forwards import PAD_SLOT
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.children import Children
 from dyntree_plugin.tree.growth import Frontier, Growth, GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape

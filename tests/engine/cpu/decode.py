@@ -53,7 +53,7 @@ def compiled_signatures() -> dict[str, int]:
     """How many versions of each kernel numba has compiled or loaded."""
     from numba.core.dispatcher import Dispatcher
 
-    prefixes = ("dyntree_plugin.engine.cpu", "dyntree_kernels.cpu.gumbel")
+    prefixes = ("vllm_cpu_runner", "dyntree_kernels.cpu.gumbel")
     return {
         f"{name}.{attribute}": len(value.signatures)
         for name, module in list(sys.modules.items())
@@ -66,10 +66,10 @@ def compiled_signatures() -> dict[str, int]:
 def run_v2() -> dict[str, Any]:
     # What the plugin does for engines with a tree: 0.32 refuses V2 without Triton.
     VllmConfig._validate_v2_model_runner = lambda self: None
-    from dyntree_plugin.engine import cpu
+    import vllm_cpu_runner
 
-    cpu.install()
-    cpu.warm_up()
+    vllm_cpu_runner.install()
+    vllm_cpu_runner.warm_up()
     before = compiled_signatures()
     mixed = [
         sampling(temperature=0, logprobs=2, prompt_logprobs=1),

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from dyntree_kernels.cpu import growth
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_plugin.drafters.children import ChildPicker
-from dyntree_plugin.engine.compiled_growth import CompiledTreeSpeculator, compiled_growth
-from dyntree_plugin.engine.speculator import TreeSpeculator
-from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.engine.step.compiled_growth import CompiledTreeSpeculator, compiled_growth
+from dyntree_plugin.engine.step.draft import TreeSpeculator
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape

@@ -9,7 +9,7 @@ import torch
 from compiled_steps import CASE, VOCAB, Step
 
 from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_plugin.drafters.children import ChildPicker, Children, DraftRows
+from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dyntree_plugin import preload
+from dyntree_plugin import openmp
 
 pytestmark = pytest.mark.e2e
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def decode(runner: str, model: str) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    if library := preload.library():
+    if library := openmp.library():
         environment["LD_PRELOAD"] = str(library)
     done = subprocess.run(
         [sys.executable, str(HERE / "decode.py"), runner, model],

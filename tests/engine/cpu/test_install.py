@@ -14,10 +14,10 @@ import pytest
 import vllm.triton_utils
 from vllm.triton_utils import dispatcher
 
-from dyntree_plugin import preload
-from dyntree_plugin.engine import cpu
-from dyntree_plugin.engine.cpu.refused import REFUSED
-from dyntree_plugin.engine.cpu.registry import IMPLEMENTATIONS, RUNNER
+import vllm_cpu_runner
+from dyntree_plugin import openmp
+from vllm_cpu_runner.refused import REFUSED
+from vllm_cpu_runner.registry import IMPLEMENTATIONS, RUNNER
 
 ROOT = Path(__file__).parents[3]
 REFUSED_KERNELS = {RUNNER + kernel for kernels in REFUSED.values() for kernel in kernels}
@@ -25,7 +25,7 @@ REFUSED_KERNELS = {RUNNER + kernel for kernels in REFUSED.values() for kernel in
 
 @pytest.fixture(scope="module", autouse=True)
 def native() -> None:
-    cpu.install()
+    vllm_cpu_runner.install()
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_every_kernel_of_the_runner_is_ported_or_refused() -> None:
 
 def test_installing_again_changes_nothing() -> None:
     before = dict(dispatcher._registry)
-    cpu.install()
+    vllm_cpu_runner.install()
     assert dispatcher._registry == before
 
 
@@ -102,7 +102,7 @@ def test_a_changed_kernel_stops_the_installation_and_is_named(
     else:
         monkeypatch.delattr(input_batch, "_post_update_kernel")
     with pytest.raises(RuntimeError, match=r"input_batch\._post_update_kernel") as error:
-        cpu.install()
+        vllm_cpu_runner.install()
     assert not fresh_registry
     if change == "extra argument":
         assert "expected arguments ('idx_mapping_ptr'," in str(error.value)
@@ -113,7 +113,7 @@ def test_nothing_is_replaced_where_triton_works(
     monkeypatch: pytest.MonkeyPatch, fresh_registry: dict[str, object]
 ) -> None:
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)
-    cpu.install()
+    vllm_cpu_runner.install()
     assert not fresh_registry
 
 
@@ -125,7 +125,7 @@ def test_vllm_can_register_kernels_after_numba_is_imported(
     monkeypatch.delitem(ffi.lib._fntab, "__dict__")
     with pytest.raises(AttributeError, match="no attribute 'get'"):
         dispatcher.register_kernels({})
-    cpu.hide_llvmlite_from_kernel_scan()
+    vllm_cpu_runner.hide_llvmlite_from_kernel_scan()
     dispatcher.register_kernels({})
 
 
@@ -141,7 +141,7 @@ def test_the_placeholder_of_triton_rounds_up_to_powers_of_two(number: int, power
 def test_numba_leaves_torchs_thread_count_alone_once_our_kernels_are_imported(
     preloaded: bool, ours: bool
 ) -> None:
-    library = preload.library() if preloaded else None
+    library = openmp.library() if preloaded else None
     if preloaded and library is None:
         pytest.skip("no libiomp5 in this environment")
     program = f"""

@@ -11,8 +11,8 @@ import pytest
 import torch
 from vllm.triton_utils.dispatcher import KernelOverride
 
-from dyntree_plugin.engine import cpu
-from dyntree_plugin.engine.cpu.registry import IMPLEMENTATIONS
+import vllm_cpu_runner
+from vllm_cpu_runner.registry import IMPLEMENTATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases
@@ -37,7 +37,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Res
 @pytest.fixture(scope="module")
 def native() -> tuple[dict[str, cases.Results], set[object]]:
     """Results of all cases from the CPU kernels, and the implementations that were launched."""
-    cpu.install()
+    vllm_cpu_runner.install()
     launched: set[object] = set()
     stock = KernelOverride._launch
 
@@ -80,9 +80,9 @@ def test_the_cases_reach_every_ported_kernel(
 def test_the_comparison_notices_noise_at_a_wrong_position(
     interpreted: dict[str, cases.Results], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dyntree_plugin.engine.cpu import sampling
+    from vllm_cpu_runner import sampling
 
-    cpu.install()
+    vllm_cpu_runner.install()
     monkeypatch.setattr(sampling, "_DRAFT_POSITION_OFFSET", 1)
     name = "gumbel[(512, False)]"
     found = differences(interpreted[name], cases.CASES[name](), 0)

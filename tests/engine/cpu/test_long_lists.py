@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from dyntree_plugin.engine import cpu
+import vllm_cpu_runner
 
 VOCABULARY, REQUESTS, PROMPT = 6000, 3, 4
 
@@ -18,12 +18,12 @@ VOCABULARY, REQUESTS, PROMPT = 6000, 3, 4
 @pytest.fixture(scope="module")
 def states() -> Any:
     """vLLM's own, with room."""
-    cpu.install()
+    vllm_cpu_runner.install()
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
     from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
     from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 
-    from dyntree_plugin.engine.cpu.long_lists import lift_limits
+    from vllm_cpu_runner.long_lists import lift_limits
 
     device = torch.device("cpu")
     numbers = UvaBackedTensor(REQUESTS, dtype=torch.int32)

@@ -13,8 +13,8 @@ from attention_inputs import draft_masks, tree_mask
 from paged_cases import DEVICE, LAYOUTS, Case, make_case
 from tree_shapes import chain, random_tree, star
 
-from dyntree_kernels.gpu.attention import Tiling, tree_attention
-from dyntree_kernels.gpu.two_pass import two_pass_attention
+from benchmarks.kernels.two_pass import two_pass_attention
+from dyntree_kernels.cuda.attention import Tiling, tree_attention
 from dyntree_kernels.reference import path_attention
 
 ON_GPU = DEVICE.type == "cuda"

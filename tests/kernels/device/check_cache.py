@@ -8,8 +8,8 @@ from paged_cases import DEVICE, LAYOUTS, paged_layers
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
-from dyntree_kernels.gpu.ancestors import ancestor_bits
-from dyntree_kernels.gpu.kv_move import KVMover
+from dyntree_kernels.cuda.ancestors import ancestor_bits
+from dyntree_kernels.cuda.kv_move import KVMover
 
 SRC = [[33, 35, 36, 64, 100], [150, 153, -1, -1, -1], [-1, -1, -1, -1, -1]]
 DST = [[33, 34, 35, 36, 96], [111, 112, 7, 7, 7], [9, 9, 9, 9, 9]]

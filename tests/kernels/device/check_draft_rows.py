@@ -20,7 +20,7 @@ pytest.importorskip("vllm.v1.worker.gpu", exc_type=ImportError)
 from vllm.v1.worker.gpu import block_table, buffer_utils
 
 from dyntree_kernels.ancestors import pack_bits
-from dyntree_kernels.gpu.draft_rows import ChainRows, Seen, SlotTables, begin, chain
+from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
 from dyntree_kernels.growth import OfRequests
 
 STATES, LONGEST, PAD = 9, 63, -1

@@ -14,8 +14,8 @@ from tree_shapes import chain, random_tree
 if DEVICE.type != "cuda":
     pytest.skip("FlashInfer needs a GPU", allow_module_level=True)
 
-from dyntree_kernels.gpu.flashinfer_attention import FlashInferTreeAttention
-from dyntree_kernels.gpu.flashinfer_variant import Variant
+from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
+from dyntree_kernels.cuda.flashinfer_variant import Variant
 
 HEADS, KV_HEADS, PAGE = 8, 2, 16
 
@@ -24,7 +24,7 @@ HEADS, KV_HEADS, PAGE = 8, 2, 16
 def variant() -> Variant:
     made = Variant(torch.bfloat16, torch.bfloat16, 128)
     if not made.is_built():
-        pytest.skip("FlashInfer's module is not built: python -m dyntree_kernels.gpu.build")
+        pytest.skip("FlashInfer's module is not built: python -m dyntree_kernels.cuda.build")
     return made
 
 

@@ -13,10 +13,10 @@ from paged_cases import DEVICE
 pytest.importorskip("numba", reason="the CPU's kernels, with which it compares, need numba")
 
 from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_kernels.gpu.growth import DeviceGrowth
+from dyntree_kernels.cuda.growth import DeviceGrowth
 from dyntree_kernels.growth import GrowthSettings, RowBuffers, TreeArrays
-from dyntree_plugin.drafters.children import ChildPicker, DraftRows
-from dyntree_plugin.engine.trees import TreeStore
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth import Frontier, GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape

@@ -9,7 +9,7 @@ from paged_cases import DEVICE
 pytest.importorskip("numba", reason="the CPU's kernels, with which it compares, need numba")
 
 from dyntree_kernels.cpu import gumbel as cpu
-from dyntree_kernels.gpu import gumbel
+from dyntree_kernels.cuda import gumbel
 
 SEEDS = torch.tensor([0, 5, -1, -(2**62), 2**63 - 1, 5], dtype=torch.int64)
 POSITIONS = torch.tensor([0, 3, 7, 2**31, 2**33 + 1, 4], dtype=torch.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from learn_checks import LearnChecks
 from paged_cases import DEVICE
 
-from dyntree_kernels.gpu.learn import learn
+from dyntree_kernels.cuda.learn import learn
 
 
 class TestLearningInOneLaunch(LearnChecks):

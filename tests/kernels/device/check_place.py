@@ -8,7 +8,7 @@ from paged_cases import DEVICE
 from tree_shapes import random_tree
 
 from dyntree_kernels.ancestors import ancestor_bits
-from dyntree_kernels.gpu.place import place
+from dyntree_kernels.cuda.place import place
 
 SLOTS = [4, 0, 2, 5, 1, 6, 3]
 LOGITS = [5, 1, 1, 9, 3, 6, 6]

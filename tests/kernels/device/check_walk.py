@@ -5,7 +5,7 @@ from __future__ import annotations
 from paged_cases import DEVICE
 from walk_checks import WalkChecks
 
-from dyntree_kernels.gpu.walk import walk
+from dyntree_kernels.cuda.walk import walk
 
 
 class TestTheWalkInOneLaunch(WalkChecks):

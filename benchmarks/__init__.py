@@ -1,0 +1,1 @@
+"""Measurements that run from a clone of the repository."""

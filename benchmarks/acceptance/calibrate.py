@@ -1,0 +1,93 @@
+"""What is measured on prompts of their own before methods are compared."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.acceptance.drafting import Grown
+from benchmarks.acceptance.methods import METHODS, MOST_CHILDREN, Setting
+from benchmarks.acceptance.models import Decoder
+from benchmarks.acceptance.noise import perturb_on
+from benchmarks.acceptance.simulate import simulate
+from benchmarks.acceptance.texts import Prompts
+from benchmarks.acceptance.verifying import Replay
+from dyntree_plugin.tree.candidates import sampled_children
+from dyntree_plugin.tree.children import ChildPicker
+from dyntree_plugin.tree.match import Accepted
+from dyntree_plugin.tree.noise import DRAFT, stream
+from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
+from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
+
+
+@torch.inference_mode()
+def positional_acceptance(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Prompts,
+    text: torch.Tensor,
+    temperature: float,
+) -> tuple[float, ...]:
+    """Sequoia's P (arXiv 2402.12374, section 4.1): the chance that a node's 1st, 2nd, … child is
+    accepted, along the target's ``text`` [R, T] behind the prompts.
+
+    At temperature 0 children are the draft's best; above, draws without replacement, and the
+    chance is exact for each draw: no acceptance is sampled. It never rises with the child's place
+    (what does, by noise, is levelled), as the dynamic programme assumes, and ends before it is 0.
+    """
+    wanted, given = (_behind(model, prompts, text) for model in (target, draft))
+    count = min(MOST_CHILDREN, given.shape[1])
+    if temperature == 0:
+        ranks = given.topk(count, 1).indices == wanted.argmax(1, keepdim=True)
+        chances = ranks.double().mean(0)
+    else:
+        log_draft = (given / temperature).log_softmax(1)
+        seeds = stream(prompts.seeds, DRAFT).repeat_interleave(text.shape[1])
+        ones, rows = torch.ones(len(seeds), device=seeds.device), torch.arange(len(seeds))
+        noise = perturb_on(draft.device)(
+            torch.zeros_like(log_draft), ones, seeds, rows.to(seeds.device)
+        )
+        tokens, found = sampled_children(log_draft, count, noise)
+        law = (wanted / temperature).softmax(1)
+        accept = WITHOUT_REPLACEMENT.odds(law, log_draft, tokens, found > -torch.inf).accept
+        refused = torch.nn.functional.pad((1 - accept.double()).cumprod(1)[:, :-1], (1, 0), value=1)
+        chances = (accept * refused).mean(0)
+    levelled = chances.cummin(0).values
+    return tuple(levelled[levelled > 0].tolist())
+
+
+def _behind(model: PreTrainedModel, prompts: Prompts, text: torch.Tensor) -> torch.Tensor:
+    """Logits [R x T, V] that foretell each token of ``text``."""
+    requests, length = text.shape
+    decoder = Decoder(model, requests, prompts.longest + length)
+    first = decoder.append(prompts.tokens, prompts.lengths)
+    rest = decoder.read(text[:, :-1], torch.full_like(prompts.lengths, length - 1))
+    return torch.cat([first[:, None], rest.view(requests, length - 1, -1)], 1).flatten(0, 1)
+
+
+def learn_values(
+    draft: PreTrainedModel, prompts: Prompts, text: torch.Tensor, setting: Setting, rounds: int = 2
+) -> AcceptanceEstimate:
+    """Values learned from decoding ``prompts``, whose ``text`` the target has written.
+
+    The first round grows trees by the draft's probability, the next by what the first has learned:
+    the nodes that are judged depend on the values.
+    """
+    estimate = AcceptanceEstimate(draft.device)
+    plan = METHODS["calibrated"].plan(setting)
+    kind = temperature_class(torch.tensor([setting.temperature], device=draft.device))
+
+    def observe(grown: Grown, accepted: Accepted) -> None:
+        tree = grown.tree
+        if grown.features is None:
+            raise ValueError("values are learned of trees that keep their features")
+        slots = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+        judged, taken = outcomes(tree.parents, accepted.path, slots < tree.counts[:, None])
+        classes = kind.expand(len(tree.counts))
+        estimate.observe(grown.features, judged, taken, classes)
+
+    pick = ChildPicker(plan, perturb_on(draft.device), estimate)
+    for _ in range(rounds):
+        verifier, tokens = Replay(text), text.shape[1] - setting.max_depth
+        simulate(plan, pick, draft, prompts, verifier, setting.temperature, tokens, observe)
+    return estimate

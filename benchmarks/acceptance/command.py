@@ -1,0 +1,230 @@
+"""The command ``python -m benchmarks.acceptance``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.acceptance import arguments, report
+from benchmarks.acceptance.experiment import Laboratory, Pair, Trial
+from benchmarks.acceptance.methods import METHODS, Method, fixed_threshold
+from benchmarks.acceptance.models import load
+from benchmarks.acceptance.step_times import StepTimes
+from dyntree_plugin import pair as embedded
+from dyntree_plugin.commands.arguments import Draft, Target, both_or_neither
+from dyntree_plugin.commands.bench.pictures import check_plots
+from dyntree_plugin.provenance import provenance
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+Advance = Callable[[dict[str, Any]], dict[str, Any]]
+Number = TypeVar("Number", int, float)
+
+OWN = "dyntree's own"
+"""What a result calls the embedded models."""
+
+SWEEP_PROMPTS = 32
+"""Prompts that thresholds are compared on, at the largest budget."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Run it with its arguments; ends the process."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    app(list(words), prog_name="python -m benchmarks.acceptance")
+
+
+@app.command()
+def acceptance(
+    target: Target = None,
+    draft: Draft = None,
+    prompts: arguments.Prompts = 200,
+    prompt_file: arguments.PromptFile = None,
+    calibration: arguments.Calibration = 32,
+    budgets: arguments.Budgets = "16,64,256,768",
+    temperatures: arguments.Temperatures = "0,0.6,1",
+    methods: arguments.Methods = arguments.ALL_METHODS,
+    thresholds: arguments.Thresholds = "0.03,0.01,0.003,0.001",
+    tokens: arguments.Tokens = 64,
+    max_depth: arguments.MaxDepth = 24,
+    seed: arguments.Seed = 0,
+    device: arguments.Device = "cpu",
+    dtype: arguments.Dtype = "float32",
+    step_times: arguments.StepTimesFile = None,
+    output: arguments.Output = None,
+    plots: arguments.PlotFolder = None,
+    quick: arguments.Quick = False,
+) -> None:
+    """Tokens per step of every way to grow a tree, each with a rule it is exact with, on the same
+    prompts and without the engine.
+
+    Continuations are short by default: a small greedy target soon repeats itself, and what it
+    repeats any draft foretells. An end of text does not end them.
+    """
+    both_or_neither(target, draft)
+    if quick:
+        prompts, calibration, tokens, budgets, thresholds = 16, 8, 32, "16,64", ""
+    console = Console(highlight=False)
+    try:
+        check_plots(plots)
+        texts = _texts(prompt_file, prompts + calibration)
+        trial = Trial(
+            *(texts[:prompts], texts[prompts:], _methods(methods)),
+            _numbers("--budgets", budgets, int, 1, 1024),
+            _numbers("--temperatures", temperatures, float, 0, 100),
+            *(tokens, max_depth, seed),
+        )
+        sweep = [fixed_threshold(t) for t in _numbers("--thresholds", thresholds, float, 1e-6, 1)]
+        times = None if step_times is None else StepTimes.read(step_times)
+        pair = _pair(target, draft, torch.device(device), getattr(torch, dtype))
+        result = run(console, pair, trial, sweep, times)
+    except (ValueError, OSError) as error:
+        print(f"dyntree bench acceptance: {error}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(2) from None
+    result["settings"] |= {"target": target or OWN, "draft": draft or OWN, "dtype": dtype}
+    result["provenance"] = provenance()
+    _show(console, result, output, plots)
+
+
+def _show(
+    console: Console, result: dict[str, Any], output: Path | None, plots: Path | None
+) -> None:
+    """On the screen, and where it is asked for as a file and as pictures."""
+    console.print(report.heading(result))
+    report.show(console, result)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result) + "\n")
+        console.print(f"written: {output}")
+    if plots is not None:
+        from benchmarks.acceptance.plots import draw
+
+        console.print(*(f"drawn: {path}" for path in draw(result, plots)), sep="\n")
+
+
+def run(
+    console: Console, pair: Pair, trial: Trial, sweep: list[Method], times: StepTimes | None
+) -> dict[str, Any]:
+    """The result of a trial, and of ``sweep`` (fixed thresholds) beside the dynamic threshold on
+    fewer prompts. Without ``times`` the models' own are measured.
+
+    Raises:
+        ValueError: where an option does not fit, before anything is measured.
+    """
+    laboratory = Laboratory(pair, trial)
+    thresholds = replace(
+        trial,
+        prompts=trial.prompts[:SWEEP_PROMPTS],
+        methods=[*sweep, METHODS["dynamic_threshold"]] if sweep else [],
+        budgets=[max(trial.budgets)],
+    )
+    others = Laboratory(pair, thresholds)
+    laboratory.check()
+    others.check()
+    times = times or StepTimes.measure(pair.target, pair.draft)
+    with _progress(console, laboratory.cells + others.cells) as (describe, advance):
+        laboratory.report = others.report = describe
+        cells, swept = (
+            [advance(cell.as_dict(times)) for cell in lab.run()] for lab in (laboratory, others)
+        )
+    return {
+        "settings": {
+            "prompts": len(trial.prompts),
+            "calibration": len(trial.calibration),
+            "tokens": trial.tokens,
+            "max_depth": trial.max_depth,
+            "seed": trial.seed,
+            "threshold_prompts": len(thresholds.prompts),
+        },
+        "step_times": vars(times),
+        "learned": [
+            {
+                "temperature": temperature,
+                "sequoia_acceptance": lesson.acceptance,
+                "values": None if lesson.values is None else lesson.values.weights.tolist(),
+            }
+            for temperature, lesson in laboratory.lessons.items()
+        ],
+        "cells": cells,
+        "threshold_sweep": swept,
+    }
+
+
+def _pair(target: str | None, draft: str | None, device: torch.device, dtype: torch.dtype) -> Pair:
+    """Both models; the embedded ones where none are given."""
+    if target is None or draft is None:
+        target, draft = (str(path) for path in embedded.paths().values())
+    models = load(target, device, dtype), load(draft, device, dtype)
+    vocabularies = [model.config.get_text_config().vocab_size for model in models]
+    if vocabularies[0] != vocabularies[1]:
+        raise ValueError(
+            f"--target has a vocabulary of {vocabularies[0]} and --draft one of "
+            f"{vocabularies[1]}: they must be the same"
+        )
+    return Pair(*models, AutoTokenizer.from_pretrained(target))
+
+
+def _texts(file: Path | None, count: int) -> list[str]:
+    if file is None:
+        return embedded.held_out_prompts(count)
+    texts = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            texts.append(str(json.loads(line)["prompt"]))
+        except (json.JSONDecodeError, KeyError, TypeError):
+            message = f'--prompt-file {file}, line {number} must be JSON like {{"prompt": "…"}}'
+            raise ValueError(message) from None
+    if len(texts) < count:
+        raise ValueError(
+            f"--prompt-file {file} has {len(texts)} prompts: --prompts and --calibration together "
+            f"must be at most that, not {count}"
+        )
+    return texts[:count]
+
+
+def _methods(names: str) -> list[Method]:
+    chosen = [name.strip() for name in names.split(",")]
+    unknown = [name for name in chosen if name not in METHODS]
+    if unknown:
+        raise ValueError(f"--methods {', '.join(unknown)}: must be of {', '.join(METHODS)}")
+    return [METHODS[name] for name in chosen]
+
+
+def _numbers(option: str, listed: str, kind: type[Number], low: float, high: float) -> list[Number]:
+    try:
+        numbers = [kind(part) for part in listed.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    if listed and not (numbers and all(low <= number <= high for number in numbers)):
+        raise ValueError(f"{option} {listed}: must be numbers from {low:g} to {high:g}, as in 1,2")
+    return numbers
+
+
+@contextmanager
+def _progress(console: Console, cells: int) -> Iterator[tuple[Callable[[str], None], Advance]]:
+    """How to say what is being done, and that a cell is done."""
+    columns = (
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=cells)
+
+        def advance(cell: dict[str, Any]) -> dict[str, Any]:
+            progress.advance(task)
+            return cell
+
+        yield lambda what: progress.update(task, description=what), advance

@@ -1,0 +1,233 @@
+"""Every method at every budget and temperature, on the same prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.acceptance.calibrate import learn_values, positional_acceptance
+from benchmarks.acceptance.drafting import Pick
+from benchmarks.acceptance.methods import Method, Setting
+from benchmarks.acceptance.noise import perturb_on
+from benchmarks.acceptance.simulate import Counts, simulate
+from benchmarks.acceptance.step_times import StepTimes
+from benchmarks.acceptance.texts import Prompts, write
+from benchmarks.acceptance.verifying import Replay, Verifier, Walk
+from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
+from dyntree_plugin.tree.papers.rules import DRAWN_RULES
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.value import AcceptanceEstimate
+
+LEARNING_BUDGET = 64
+_NODES_AT_ONCE = 50_000
+"""Nodes of the trees of a batch of prompts, which take up to 2 GiB."""
+
+_MOST_WORKERS = 4
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The models compared, and the tokenizer of both."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def prompts(self, texts: list[str], seed: int) -> Prompts:
+        """
+        Raises:
+            ValueError: for a prompt of no tokens.
+        """
+        ids = [self.tokenizer(text)["input_ids"] for text in texts]
+        for text, prompt in zip(texts, ids, strict=True):
+            if not prompt:
+                raise ValueError(f"prompt {text!r} has no tokens")
+        return Prompts.of(ids, seed, self.target.device)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried. ``tokens``: of each prompt's continuation. ``calibration``: prompts that only
+    Sequoia's P and the values are measured on."""
+
+    prompts: list[str]
+    calibration: list[str]
+    methods: list[Method]
+    budgets: list[int]
+    temperatures: list[float]
+    tokens: int
+    max_depth: int
+    seed: int
+
+
+@dataclass
+class Lesson:
+    """What the calibration prompts told of one temperature."""
+
+    acceptance: tuple[float, ...] = ()
+    values: AcceptanceEstimate | None = None
+
+
+@dataclass
+class Cell:
+    """One method at one budget and temperature."""
+
+    method: Method
+    setting: Setting
+    plan: TreePlan
+    counts: Counts
+    seconds: float
+
+    def as_dict(self, times: StepTimes) -> dict[str, Any]:
+        c = self.counts
+        tokens, nodes = c.tokens / c.steps, c.nodes / c.steps
+        forwards, expanded = c.forwards / c.steps, c.expanded / c.steps
+        return {
+            "method": self.method.name,
+            "label": self.method.label,
+            "ours": self.method.ours,
+            "budget": self.setting.budget,
+            "temperature": self.setting.temperature,
+            "steps": c.steps,
+            "tokens": c.tokens,
+            "tokens_per_step": tokens,
+            "draft_forwards_per_step": forwards,
+            "draft_rows_per_step": expanded,
+            "nodes_per_step": nodes,
+            "modelled_speedup": times.speedup(tokens, nodes, forwards, expanded),
+            "steps_by_accepted": c.lengths.long().tolist(),
+            "nodes_by_depth": c.nodes_at.long().tolist(),
+            "edge_reliability": c.edges.tolist(),
+            "path_reliability": c.paths.tolist(),
+            "plan": self.plan.in_force(),
+            "seconds": round(self.seconds, 2),
+        }
+
+
+@dataclass
+class Laboratory:
+    """Runs a trial; keeps what the target has written."""
+
+    pair: Pair
+    trial: Trial
+    report: Report = lambda _: None
+    lessons: dict[float, Lesson] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        trial = self.trial
+        self._prompts = self.pair.prompts(trial.prompts, trial.seed)
+        first_unused = trial.seed + len(trial.prompts)
+        self._calibration = self.pair.prompts(trial.calibration, first_unused)
+        self._perturb = perturb_on(self.pair.draft.device)
+
+    def check(self) -> None:
+        """Make every plan of the trial.
+
+        Raises:
+            ValueError: where an option does not fit.
+        """
+        for temperature in self.trial.temperatures:
+            for budget, method in self._pairs(temperature):
+                method.plan(self._setting(budget, temperature, Lesson((0.5,))))
+
+    @property
+    def cells(self) -> int:
+        return sum(len(list(self._pairs(t))) for t in self.trial.temperatures)
+
+    def run(self) -> Iterator[Cell]:
+        """Cell by cell, in the order of temperatures, budgets and methods.
+
+        On the CPU each of torch's threads works on a cell of its own: most operations are too
+        small to share.
+        """
+        threads = torch.get_num_threads()
+        workers = min(threads, _MOST_WORKERS) if self.pair.draft.device.type == "cpu" else 1
+        share = max(1, threads // workers)
+        pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
+        with pool:
+            for temperature in self.trial.temperatures:
+                self.report(f"T = {temperature:g}: the target writes")
+                written = pool.submit(self._write, self._prompts, temperature)
+                lesson = pool.submit(self._learn, temperature).result()
+                self.lessons[temperature] = lesson
+                cell = partial(self._cell, written.result(), lesson)
+                places = list(self._pairs(temperature))
+                settings = [self._setting(budget, temperature, lesson) for budget, _ in places]
+                yield from pool.map(cell, [method for _, method in places], settings)
+
+    def _pairs(self, temperature: float) -> Iterator[tuple[int, Method]]:
+        for budget in self.trial.budgets:
+            for method in self.trial.methods:
+                if temperature > 0 or method.greedy:
+                    yield budget, method
+
+    def _setting(self, budget: int, temperature: float, lesson: Lesson) -> Setting:
+        return Setting(budget, temperature, min(self.trial.max_depth, budget), lesson.acceptance)
+
+    def _write(self, prompts: Prompts, temperature: float) -> torch.Tensor:
+        # The last step may begin one token before the end and accept a whole path.
+        count = self.trial.tokens + self.trial.max_depth + 1
+        return write(self.pair.target, prompts, temperature, count)
+
+    def _learn(self, temperature: float) -> Lesson:
+        pair, prompts = self.pair, self._calibration
+        names = {method.name for method in self.trial.methods}
+        lesson = Lesson()
+        if names & {"sequoia", "calibrated"}:
+            text = self._write(prompts, temperature)
+            lesson.acceptance = positional_acceptance(
+                pair.target, pair.draft, prompts, text[:, : self.trial.tokens], temperature
+            )
+        if "calibrated" in names:
+            setting = self._setting(LEARNING_BUDGET, temperature, lesson)
+            lesson.values = learn_values(pair.draft, prompts, text, setting)
+        return lesson
+
+    def _cell(self, text: torch.Tensor, lesson: Lesson, method: Method, setting: Setting) -> Cell:
+        self.report(f"T = {setting.temperature:g}, {setting.budget} nodes: {method.label}")
+        started = time.perf_counter()
+        plan = method.plan(setting)
+        counts = Counts.none(plan.shape.max_depth)
+        estimate = lesson.values or AcceptanceEstimate(self.pair.draft.device)
+        pick: Pick = ChildPicker(plan, self._perturb, estimate)
+        if setting.greedy and method.greedy_draft != 1:
+            pick = _at_temperature(pick, method.greedy_draft)
+        size = max(16, _NODES_AT_ONCE // setting.budget)
+        for start in range(0, len(self._prompts), size):
+            rows = slice(start, start + size)
+            prompts = self._prompts.part(rows)
+            verifier = self._verifier(plan, prompts, text[rows], setting.temperature)
+            counts += simulate(
+                plan,
+                pick,
+                self.pair.draft,
+                prompts,
+                verifier,
+                setting.temperature,
+                self.trial.tokens,
+            )
+        return Cell(method, setting, plan, counts, time.perf_counter() - started)
+
+    def _verifier(
+        self, plan: TreePlan, prompts: Prompts, text: torch.Tensor, temperature: float
+    ) -> Verifier:
+        if plan.rule == "match":
+            return Replay(text)
+        positions = prompts.longest + self.trial.tokens + self.trial.max_depth + 1
+        return Walk(self.pair.target, prompts, DRAWN_RULES[plan.rule], temperature, positions)
+
+
+def _at_temperature(pick: Pick, temperature: float) -> Pick:
+    def picked(logits: torch.Tensor, rows: DraftRows, all_greedy: bool) -> Children:
+        return pick(logits / temperature, rows, all_greedy)
+
+    return picked

@@ -1,0 +1,207 @@
+"""The result as tables: in the terminal and for the README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.acceptance.paper import REPORTED
+
+Result = dict[str, Any]
+Cell = dict[str, Any]
+
+FILLED = 0.95
+"""Share of the budget that a dynamic threshold should fill."""
+MORE_DRAFTING = 1.5
+"""Most draft forwards it may take, of the fixed threshold's that accepts most."""
+
+
+def required_ratio(temperature: float) -> float:
+    """What our best method should reach over Sequoia's tokens per step."""
+    return 1.05 if temperature == 0 else 1.3
+
+
+def show(console: Console, result: Result) -> None:
+    """Everything there is to say of a result."""
+    figures = (
+        ("tokens per step", "tokens_per_step", "{:.2f}"),
+        ("draft forwards per step", "draft_forwards_per_step", "{:.1f}"),
+        ("nodes per step", "nodes_per_step", "{:.1f}"),
+        ("modelled speed-up", "modelled_speedup", "{:.2f}"),
+    )
+    for title, key, form in figures:
+        console.print(_cells_table(result, title, key, form))
+    console.print(Text(modelled_note(result), style="dim"))
+    console.print(ratio_table(result))
+    if result["threshold_sweep"]:
+        console.print(threshold_table(result))
+    console.print(paper_table(result))
+
+
+def modelled_note(result: Result) -> str:
+    return (
+        "Modelled speed-up: tokens per step × t_target(1 row) / (t_target(tree) + draft forwards × "
+        f"t_draft(rows)); step times {result['step_times']['source']}. Not a measured speed."
+    )
+
+
+def places(result: Result) -> list[tuple[float, int]]:
+    """(temperature, budget) of the cells, in the order measured."""
+    return list(dict.fromkeys((c["temperature"], c["budget"]) for c in result["cells"]))
+
+
+def find(cells: Iterable[Cell], method: str, temperature: float, budget: int) -> Cell | None:
+    place = (method, temperature, budget)
+    return next((c for c in cells if (c["method"], c["temperature"], c["budget"]) == place), None)
+
+
+def best_of_ours(result: Result, temperature: float, budget: int) -> Cell | None:
+    """Our method of most tokens per step there."""
+    here = (temperature, budget)
+    ours = [c for c in result["cells"] if c["ours"] and (c["temperature"], c["budget"]) == here]
+    return max(ours, key=lambda c: float(c["tokens_per_step"]), default=None)
+
+
+def _methods(result: Result) -> dict[str, str]:
+    """Labels by name, in the order of the warmest cells, which every method has."""
+    warmest = max(c["temperature"] for c in result["cells"])
+    last = [c for c in result["cells"] if c["temperature"] == warmest]
+    return {c["method"]: c["label"] for c in last}
+
+
+def _cells_table(result: Result, title: str, key: str, form: str) -> Table:
+    """A row per method, a column per temperature and budget; the best of a column is bold."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    columns = places(result)
+    for temperature, budget in columns:
+        table.add_column(f"T={temperature:g}\n{budget}", justify="right")
+    best = {
+        place: max(c[key] for c in result["cells"] if (c["temperature"], c["budget"]) == place)
+        for place in columns
+    }
+    emphasised = key in ("tokens_per_step", "modelled_speedup")
+    for method, label in _methods(result).items():
+        row: list[RenderableType] = [label]
+        for place in columns:
+            cell = find(result["cells"], method, *place)
+            wins = cell is not None and emphasised and cell[key] == best[place]
+            said = "" if cell is None else form.format(cell[key])
+            row.append(Text(said, style="bold green" if wins else ""))
+        table.add_row(*row)
+    return table
+
+
+def ratio_table(result: Result) -> Table:
+    """Our best against Sequoia and the chain; what falls short of the goal is red."""
+    table = Table(title="our best over others, tokens per step", title_justify="left")
+    for name in ("T", "budget", "ours", "over Sequoia", "goal", "over chain"):
+        table.add_column(name, justify="right")
+    for temperature, budget in places(result):
+        ours = best_of_ours(result, temperature, budget)
+        if ours is None:
+            continue
+        goal = required_ratio(temperature)
+        row: list[RenderableType] = [f"{temperature:g}", str(budget), ours["label"]]
+        for method, least in (("sequoia", goal), ("chain", 1.0)):
+            other = find(result["cells"], method, temperature, budget)
+            if other is None:
+                row.append("")
+                continue
+            ratio = ours["tokens_per_step"] / other["tokens_per_step"]
+            row.append(Text(f"{ratio:.2f}×", style="green" if ratio >= least else "bold red"))
+        row.insert(4, f"{goal:.2f}×")
+        table.add_row(*row)
+    return table
+
+
+def threshold_table(result: Result) -> Table:
+    """The dynamic threshold against fixed ones: how full the budget, at what price."""
+    table = Table(
+        title=f"thresholds, on {result['settings']['threshold_prompts']} prompts",
+        title_justify="left",
+    )
+    for name in ("T", "budget", "threshold", "budget filled", "draft forwards", "tokens per step"):
+        table.add_column(name, justify="right")
+    for place in dict.fromkeys((c["temperature"], c["budget"]) for c in result["threshold_sweep"]):
+        cells = [c for c in result["threshold_sweep"] if (c["temperature"], c["budget"]) == place]
+        dynamic = find(cells, "dynamic_threshold", *place)
+        fixed = [c for c in cells if c is not dynamic]
+        best = max(fixed, key=lambda c: float(c["tokens_per_step"]))
+        for cell in cells:
+            filled = cell["nodes_per_step"] / cell["budget"]
+            forwards = cell["draft_forwards_per_step"]
+            name, style = cell["label"], ""
+            if cell is best:
+                name += " (best)"
+            if cell is dynamic:
+                dear = forwards > MORE_DRAFTING * best["draft_forwards_per_step"]
+                style = "bold red" if dear or filled < FILLED else "green"
+            row = (f"{filled:.0%}", f"{forwards:.1f}", f"{cell['tokens_per_step']:.2f}")
+            table.add_row(f"{place[0]:g}", str(place[1]), name, *row, style=style)
+    return table
+
+
+def paper_table(result: Result) -> Table:
+    """The papers' ratios beside those measured here at the same budget and temperature."""
+    table = Table(title="ratios of tokens per step, in the DySpec paper and here")
+    for name in ("T", "budget", "pair", "DySpec / Sequoia", "DySpec / SpecInfer"):
+        table.add_column(name, justify="right")
+    for told in REPORTED:
+        place = (told.temperature, told.budget)
+        row = (f"{told.over_sequoia:.2f}×", f"{told.over_specinfer:.2f}×")
+        source = f"{told.pair} (Table {told.table})"
+        table.add_row(f"{place[0]:g}", str(place[1]), source, *row)
+    for place in places(result):
+        cells = [find(result["cells"], m, *place) for m in ("dyspec", "sequoia", "expansion")]
+        mine, *others = (None if c is None else float(c["tokens_per_step"]) for c in cells)
+        if mine is not None:
+            ratios = ("" if other is None else f"{mine / other:.2f}×" for other in others)
+            table.add_row(f"{place[0]:g}", str(place[1]), "measured here", *ratios, style="bold")
+    return table
+
+
+def markdown_table(result: Result) -> str:
+    """Tokens per step of every method, and our best over Sequoia and chain, for the README; below
+    it what was run."""
+    columns = places(result)
+    head = ["tokens per step", *(f"T={t:g}, {n} nodes" for t, n in columns)]
+    rows = []
+    for method, label in _methods(result).items():
+        cells = [find(result["cells"], method, *place) for place in columns]
+        rows.append([label, *("–" if c is None else f"{c['tokens_per_step']:.2f}" for c in cells)])
+    for method, label in (("sequoia", "Sequoia"), ("chain", "chain")):
+        row = [f"our best / {label}"]
+        for place in columns:
+            ours, other = best_of_ours(result, *place), find(result["cells"], method, *place)
+            if ours is None or other is None:
+                row.append("–")
+            else:
+                row.append(f"{ours['tokens_per_step'] / other['tokens_per_step']:.2f}×")
+        rows.append(row)
+    lines = [head, ["---", *["---:"] * len(columns)], *rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    s = result["settings"]
+    return f"{table}\n\n" + (
+        f"{s['prompts']} prompts × {s['tokens']} tokens; no tree is deeper than {s['max_depth']} "
+        f"nodes. Sequoia's P and our values were learned on {s['calibration']} other prompts. A "
+        "step without speculation makes 1 token."
+    )
+
+
+def heading(result: Result) -> Group:
+    """What was run, and on what."""
+    s, where = result["settings"], result["provenance"]
+    return Group(
+        Text(f"{s['target']} ← {s['draft']}", style="bold"),
+        Text(
+            f"{s['prompts']} prompts × {s['tokens']} tokens, {s['calibration']} other prompts to "
+            f"calibrate on, max depth {s['max_depth']}, seed {s['seed']}; "
+            f"{where['cpu'] or where['gpu']}, commit {where['commit']}",
+            style="dim",
+        ),
+    )

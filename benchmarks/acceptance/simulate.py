@@ -1,0 +1,135 @@
+"""Speculative decoding of many requests, step by step, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow
+from benchmarks.acceptance.models import Decoder
+from benchmarks.acceptance.texts import Prompts
+from benchmarks.acceptance.verifying import Verifier
+from dyntree_plugin.tree.match import Accepted
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.token_tree import TokenTree
+
+BINS = 20
+"""Equal intervals of [0, 1] in which chances are compared with what came of them."""
+
+Observe = Callable[[Grown, Accepted], None]
+
+
+@dataclass
+class Counts:
+    """What was counted over all steps of all requests. Ratios are made where they are shown.
+
+    ``tokens`` emitted (the bonus token of each step included), ``nodes`` in trees, draft
+    ``forwards`` and nodes ``expanded`` in them. ``lengths`` [D + 1]: steps by accepted nodes.
+    ``nodes_at`` [D]: nodes by depth. ``edges`` and ``paths`` [BINS, 3]: nodes, their summed
+    chance and how many were accepted, by that chance: of a node to be accepted where its parent
+    was, and of its whole path.
+    """
+
+    steps: int
+    tokens: int
+    nodes: int
+    forwards: int
+    expanded: int
+    lengths: torch.Tensor
+    nodes_at: torch.Tensor
+    edges: torch.Tensor
+    paths: torch.Tensor
+
+    @classmethod
+    def none(cls, depth: int) -> Counts:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64)
+
+        bins = (BINS, 3)
+        return cls(0, 0, 0, 0, 0, zeros(depth + 1), zeros(depth), zeros(*bins), zeros(*bins))
+
+    def __iadd__(self, other: Counts) -> Self:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        return self
+
+    def add(self, grown: Grown, accepted: Accepted) -> None:
+        """Count one step of every request."""
+        tree = grown.tree
+        self.steps += len(tree.counts)
+        self.tokens += int((accepted.lengths + 1).sum())
+        self.nodes += int(tree.counts.sum())
+        self.forwards += int(grown.forwards.sum())
+        self.expanded += int(grown.expanded.sum())
+        self.lengths += torch.bincount(accepted.lengths, minlength=len(self.lengths)).cpu()
+        real = torch.arange(tree.tokens.shape[1], device=tree.tokens.device) < tree.counts[:, None]
+        depths = torch.bincount(tree.depths[real] - 1, minlength=len(self.nodes_at))
+        self.nodes_at += depths.cpu()
+        self._judge(tree, real, accepted)
+
+    def _judge(self, tree: TokenTree, real: torch.Tensor, accepted: Accepted) -> None:
+        """Sort nodes by the chance they were given, and count the accepted ones.
+
+        The root, and padding of the path, stand in the column before the first node.
+        """
+        on_path = torch.zeros(
+            real.shape[0], real.shape[1] + 1, dtype=torch.bool, device=real.device
+        )
+        on_path.scatter_(1, accepted.path + 1, True)
+        on_path[:, 0] = True
+        reached = real & on_path.gather(1, tree.parents + 1)
+        above = torch.nn.functional.pad(tree.values, (1, 0)).gather(1, tree.parents + 1)
+        taken = on_path[:, 1:]
+        self.edges += _by_chance((tree.values - above)[reached].exp(), taken[reached])
+        self.paths += _by_chance(tree.values[real].exp(), taken[real])
+
+
+def _by_chance(chances: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    which = (chances * BINS).long().clamp(0, BINS - 1)
+    columns = (torch.ones_like(chances), chances, taken)
+    sums = [torch.bincount(which, c.double(), minlength=BINS) for c in columns]
+    return torch.stack(sums, 1).cpu()
+
+
+@torch.inference_mode()
+def simulate(
+    plan: TreePlan,
+    pick: Pick,
+    draft: PreTrainedModel,
+    prompts: Prompts,
+    verifier: Verifier,
+    temperature: float,
+    tokens: int,
+    observe: Observe | None = None,
+) -> Counts:
+    """Decode until every request has emitted ``tokens``, the one behind its prompt included.
+
+    A step's tokens all count, those beyond ``tokens`` too: cutting the last step short would
+    favour short trees. ``observe`` sees every step of every request.
+    """
+    depth = plan.shape.max_depth
+    counts = Counts.none(depth)
+    decoder = Decoder(draft, len(prompts), prompts.longest + tokens + depth + 1)
+    decoder.append(prompts.tokens, prompts.lengths)
+    fresh, sizes = verifier.first()[:, None], torch.ones_like(prompts.lengths)
+    emitted, seeds = sizes, prompts.seeds
+    while True:
+        going = (emitted < tokens).nonzero()[:, 0]
+        if len(going) == 0:
+            return counts
+        if len(going) < len(emitted):
+            decoder.keep(going)
+            verifier.keep(going)
+            fresh, sizes, emitted, seeds = (x[going] for x in (fresh, sizes, emitted, seeds))
+        logits = decoder.append(fresh, sizes)
+        grown = grow(plan, pick, decoder, logits, Requests(seeds, temperature))
+        accepted = verifier.verify(grown)
+        counts.add(grown, accepted)
+        if observe is not None:
+            observe(grown, accepted)
+        fresh, sizes = accepted.tokens, accepted.lengths + 1
+        emitted = emitted + sizes

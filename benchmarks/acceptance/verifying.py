@@ -1,0 +1,153 @@
+"""What a step accepts, at the price of the target's rows on the accepted path alone.
+
+Verifying a tree in an engine runs the target over every node. Which nodes are accepted depends on
+few of those rows, and the target's output at a node depends on its path alone, so the laboratory
+gets the same numbers from less:
+
+- With the rule ``match``, and with any rule at temperature 0, the emitted text does not depend on
+  the tree. `Replay` takes the text that the target has written once and for all, and accepts as
+  much of it as lies in the tree.
+- The sampled rules decide at one node after another. `Walk` runs the target on the nodes it comes
+  to, one decode for each level and all requests.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.acceptance.drafting import Grown
+from benchmarks.acceptance.models import Decoder
+from benchmarks.acceptance.noise import perturb_on
+from benchmarks.acceptance.texts import Prompts
+from dyntree_plugin.tree.match import Accepted
+from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
+from dyntree_plugin.tree.papers.drawn import DrawnRule, draw
+
+
+class Verifier(Protocol):
+    """The target's side of R requests."""
+
+    def first(self) -> torch.Tensor:
+        """The token that the target emits behind each prompt, int64 [R]: the first root."""
+
+    def verify(self, grown: Grown) -> Accepted:
+        """What is accepted of each request's tree, and the token that the target adds."""
+
+    def keep(self, requests: torch.Tensor) -> None:
+        """Go on with ``requests`` alone, indices of the present ones in ascending order."""
+
+
+class Replay:
+    """Accepts what a text that is known already has in common with the tree."""
+
+    def __init__(self, text: torch.Tensor) -> None:
+        """``text`` int64 [R, T]: what the target writes; a step looks as deep as its tree."""
+        self._text = text
+        self._next = torch.ones_like(text[:, 0])
+
+    def first(self) -> torch.Tensor:
+        return self._text[:, 0]
+
+    def verify(self, grown: Grown) -> Accepted:
+        tree = grown.tree
+        depth = int(tree.depths.max())
+        ahead = torch.arange(depth + 1, device=tree.tokens.device)
+        # Behind the end of the text nothing is accepted.
+        wanted = torch.nn.functional.pad(self._text, (0, depth + 1), value=-1)
+        wanted = wanted.gather(1, self._next[:, None] + ahead)
+        path = _follow(tree.parents, tree.tokens, tree.counts, wanted[:, :depth])
+        lengths = (path >= 0).sum(1)
+        self._next = self._next + lengths + 1
+        return Accepted(path, lengths, wanted)
+
+    def keep(self, requests: torch.Tensor) -> None:
+        self._text, self._next = self._text[requests], self._next[requests]
+
+
+def _follow(
+    parents: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, wanted: torch.Tensor
+) -> torch.Tensor:
+    """The path that spells ``wanted`` [R, D]: nodes int64 [R, D], -1 behind the last."""
+    real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+    at = torch.full_like(counts, -1)
+    path = []
+    for token in wanted.unbind(1):
+        # -2 is no node's parent.
+        found = real & (parents == at[:, None]) & (tokens == token[:, None])
+        at = torch.where(found.any(1), found.int().argmax(1), -2)
+        path.append(at.clamp(min=-1))
+    return torch.stack(path, 1)
+
+
+class Walk:
+    """Follows a sampled rule down the tree with the target's distributions along the way."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        prompts: Prompts,
+        rule: DrawnRule,
+        temperature: float,
+        positions: int,
+    ) -> None:
+        """``positions``: the longest context there will be."""
+        self._decoder = Decoder(target, len(prompts), positions)
+        self._rule = rule
+        self._temperature = temperature
+        self._seeds = prompts.seeds
+        self._perturb = perturb_on(self._decoder.device)
+        law = self._law(self._decoder.append(prompts.tokens, prompts.lengths))
+        self._root = draw(law, self._gumbel(BONUS, slice(None), law.shape[1]))
+
+    def first(self) -> torch.Tensor:
+        return self._root
+
+    def keep(self, requests: torch.Tensor) -> None:
+        self._decoder.keep(requests)
+        self._root, self._seeds = self._root[requests], self._seeds[requests]
+
+    @torch.inference_mode()
+    def verify(self, grown: Grown) -> Accepted:
+        tree, draws, laws = grown.tree, grown.tree.draws, grown.laws
+        if draws is None or laws is None:
+            raise ValueError("a sampled rule needs trees of drawn children")
+        requests = torch.arange(len(self._root), device=self._decoder.device)
+        at = torch.full_like(requests, -1)
+        token = self._root
+        path, emitted = [], []
+        walking = requests
+        while len(walking):
+            here = torch.isin(requests, walking).long()
+            law = self._law(self._decoder.read(token[:, None], here))
+            nodes = draws.nodes[walking, at[walking] + 1]
+            nodes = nodes[:, : int((nodes >= 0).sum(1).max().clamp(min=1))]
+            row = laws.rows[walking, draws.columns[walking, at[walking] + 1]]
+            decision = self._rule.decide(
+                law,
+                laws.log_probs[row],
+                tree.tokens[walking].gather(1, nodes.clamp(min=0)),
+                nodes,
+                uniform(self._gumbel(ACCEPT, walking, nodes.shape[1])),
+                self._gumbel(BONUS, walking, law.shape[1]),
+            )
+            at = torch.full_like(at, -1).index_put((walking,), decision.node)
+            token = torch.zeros_like(token).index_put((walking,), decision.token)
+            self._root = self._root.index_put((walking,), decision.token)
+            path.append(at)
+            emitted.append(token)
+            walking = walking[decision.node >= 0]
+        steps = torch.stack(path, 1)
+        return Accepted(steps[:, :-1], (steps >= 0).sum(1), torch.stack(emitted, 1))
+
+    def _law(self, logits: torch.Tensor) -> torch.Tensor:
+        return (logits / self._temperature).softmax(1)
+
+    def _gumbel(self, purpose: int, at: torch.Tensor | slice, width: int) -> torch.Tensor:
+        """Noise [M, width] for decisions behind the last tokens of the requests ``at``."""
+        seeds = stream(self._seeds[at], purpose)
+        ones = torch.ones(len(seeds), device=seeds.device)
+        zeros = torch.zeros(len(seeds), width, device=seeds.device)
+        return self._perturb(zeros, ones, seeds, self._decoder.lengths[at] - 1)

@@ -1,0 +1,1 @@
+"""Times of the kernels, beside other ways to compute the same."""

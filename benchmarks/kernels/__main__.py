@@ -1,0 +1,3 @@
+from benchmarks.kernels.on_cpu import main
+
+main()

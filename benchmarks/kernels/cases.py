@@ -1,0 +1,278 @@
+"""Batches and implementations that the CUDA benchmark runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from benchmarks.kernels.two_pass import two_pass_attention
+from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
+from dyntree_kernels.cuda.attention import tree_attention
+from dyntree_kernels.growth import TreeArrays
+from dyntree_kernels.reference import masked_attention
+from dyntree_kernels.walk import BatchRows
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, LAYERS = 32, 8, 128, 16, 32
+GROUP = HEADS // KV_HEADS
+DTYPE = torch.bfloat16
+SCALE = HEAD_SIZE**-0.5
+
+Arguments: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
+"""What attention takes before the scale."""
+
+Launch = Callable[[int], None]
+"""Attention of one layer, which can be captured in a graph."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """An implementation that is ready to run; `plan` is what it does once per step on the host."""
+
+    launch: Launch
+    plan: Callable[[], None] | None = None
+    exact: bool = True  # gives tree attention, not a baseline of another meaning
+    captured: bool = True
+
+
+class UnavailableError(RuntimeError):
+    """An implementation that this machine or the time left does not allow."""
+
+
+def heavy_path_tree(nodes: int, generator: torch.Generator) -> list[int]:
+    """Parents of a random tree, every node's largest subtree right behind it."""
+    picks = torch.rand(nodes, generator=generator)
+    parents = [-1, *(int(picks[i] ** 0.5 * i) for i in range(1, nodes))]
+    return reordered(parents)
+
+
+def reordered(parents: list[int]) -> list[int]:
+    """The same tree in heavy-path order."""
+    children: list[list[int]] = [[] for _ in parents]
+    size = [1] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        children[parents[node]].append(node)
+        size[parents[node]] += size[node]
+    order: list[int] = []
+    stack = [0]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(sorted(children[node], key=lambda child: size[child]))
+    place = {node: i for i, node in enumerate(order)}
+    return [-1, *(place[parents[node]] for node in order[1:])]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One request: `rows` nodes behind `context` positions, over LAYERS caches."""
+
+    rows: int
+    context: int
+    q: torch.Tensor
+    caches: torch.Tensor  # [LAYERS, blocks, Hkv, N, 2 * D]
+    table: torch.Tensor
+    ctx_lens: torch.Tensor
+    qo_indptr: torch.Tensor
+    bits: torch.Tensor
+    out: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        """What one layer must move: keys and values once, queries in, outputs out."""
+        cache = (self.context + self.rows) * KV_HEADS * 2 * HEAD_SIZE
+        return (cache + 2 * self.rows * HEADS * HEAD_SIZE) * DTYPE.itemsize
+
+    @property
+    def operations(self) -> int:
+        """Of both products of one layer, over every column: what a causal kernel of `rows` does."""
+        return 4 * self.rows * (self.context + self.rows) * HEADS * HEAD_SIZE
+
+    def arguments(self, layer: int) -> Arguments:
+        return (
+            self.q, self.caches[layer], self.table, self.ctx_lens, self.qo_indptr, self.bits,
+            self.out,
+        )  # fmt: skip
+
+    def error(self) -> float:
+        """Largest difference of `out`, of layer 0, from the oracle."""
+        position = torch.arange(self.context + self.rows, device="cuda")
+        blocks = self.table[0, position // BLOCK_SIZE].long()
+        keys, values = self.caches[0][blocks, :, position % BLOCK_SIZE].chunk(2, -1)
+        mask = torch.nn.functional.pad(
+            unpack_bits(self.bits, self.rows), (self.context, 0), value=True
+        )
+        expected = masked_attention(self.q, keys, values, mask, SCALE)
+        return float((self.out.double() - expected).abs().max())
+
+
+def make_batch(rows: int, context: int) -> Batch:
+    g = torch.Generator().manual_seed(rows)
+    blocks = -(-(context + rows) // BLOCK_SIZE)
+    shape = (LAYERS, blocks + 1, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE)
+    caches = torch.randn(shape, dtype=DTYPE, device="cuda").transpose(2, 3)
+    parents = torch.tensor([heavy_path_tree(rows, g)])
+    q = torch.randn(rows, HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
+    return Batch(
+        rows=rows,
+        context=context,
+        q=q,
+        caches=caches,
+        table=(torch.randperm(blocks, generator=g)[None] + 1).int().cuda(),
+        ctx_lens=torch.tensor([context], dtype=torch.int32, device="cuda"),
+        qo_indptr=torch.tensor([0, rows], dtype=torch.int32, device="cuda"),
+        bits=ancestor_bits(parents)[0].cuda(),
+        out=torch.empty_like(q),
+    )
+
+
+def triton(b: Batch) -> Runner:
+    return Runner(lambda layer: tree_attention(*b.arguments(layer), SCALE))
+
+
+def triton_unmasked(b: Batch) -> Runner:
+    """The whole of keys and values as context: the same work without a mask."""
+    everything, nothing = b.ctx_lens + b.rows, torch.zeros_like(b.bits[:, :1])
+
+    def launch(layer: int) -> None:
+        cache = b.caches[layer]
+        tree_attention(b.q, cache, b.table, everything, b.qo_indptr, nothing, b.out, SCALE)
+
+    return Runner(launch, exact=False)
+
+
+def flashinfer(b: Batch, masked: bool = True) -> Runner:
+    variant, attention = _flashinfer()
+    runner = attention.FlashInferTreeAttention(
+        variant, HEADS, KV_HEADS, BLOCK_SIZE, b.q.device, max_requests=1, max_rows=b.rows,
+        max_blocks=b.table.shape[1], masked=masked,
+    )  # fmt: skip
+    lens = torch.tensor([b.context + b.rows], dtype=torch.int32)
+
+    def plan() -> None:
+        runner.plan(b.qo_indptr.cpu(), lens, b.table)
+
+    def launch(layer: int) -> None:
+        runner.run(b.q, b.caches[layer], b.ctx_lens, b.bits, b.out, SCALE)
+
+    plan()
+    return Runner(launch, plan, exact=masked)
+
+
+def flashinfer_dense_mask(b: Batch) -> Runner:
+    """FlashInfer's own custom_mask of rows × (context + rows), rebuilt every step."""
+    _, attention = _flashinfer()
+    processors = torch.cuda.get_device_properties(b.q.device).multi_processor_count
+    size = attention.workspace_bytes(HEADS, KV_HEADS, HEAD_SIZE, processors)
+    workspace = torch.empty(size, dtype=torch.uint8, device=b.q.device)
+    wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
+        workspace, "NHD", backend="fa2"
+    )
+    blocks, length = b.table.shape[1], b.context + b.rows
+    indptr = torch.tensor([0, blocks], dtype=torch.int32)
+    last = torch.tensor([(length - 1) % BLOCK_SIZE + 1], dtype=torch.int32)
+
+    def plan() -> None:
+        mask = torch.nn.functional.pad(unpack_bits(b.bits, b.rows), (b.context, 0), value=True)
+        wrapper.plan(
+            b.qo_indptr.cpu(), indptr, b.table[0], last, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE,
+            custom_mask=mask.flatten(), sm_scale=SCALE, q_data_type=DTYPE,
+        )  # fmt: skip
+
+    def launch(layer: int) -> None:
+        keys, values = b.caches[layer].transpose(1, 2).chunk(2, 3)
+        wrapper.run(b.q, (keys, values), out=b.out)
+
+    plan()
+    return Runner(launch, plan)
+
+
+def flash_attention(b: Batch, module: str, *, tree: bool) -> Runner:
+    """FlashAttention 3 over all columns, causal; or over the context, and the tree in Triton."""
+    try:
+        function: Any = importlib.import_module(module).flash_attn_varlen_func
+    except (ImportError, AttributeError) as error:
+        raise UnavailableError(f"{module}: {error}") from error
+    call = functools.partial(
+        function, max_seqlen_q=b.rows, cu_seqlens_q=b.qo_indptr,
+        max_seqlen_k=b.context + (0 if tree else b.rows), block_table=b.table, softmax_scale=SCALE,
+        causal=not tree, fa_version=3,
+    )  # fmt: skip
+    everything = b.ctx_lens + b.rows
+
+    def causal(layer: int) -> None:
+        keys, values = b.caches[layer].transpose(1, 2).chunk(2, 3)
+        call(b.q, keys, values, seqused_k=everything, out=b.out)
+
+    def two_pass(layer: int) -> None:
+        keys, values = b.caches[layer].transpose(1, 2).chunk(2, 3)
+
+        def context(out: torch.Tensor, lse: torch.Tensor) -> None:
+            _, logs, *_ = call(
+                b.q, keys, values, seqused_k=b.ctx_lens, out=out, return_softmax_lse=True
+            )
+            lse.copy_(logs.view(HEADS, -1).t())
+
+        two_pass_attention(*b.arguments(layer), SCALE, context)
+
+    return Runner(two_pass if tree else causal, exact=tree)
+
+
+def xformers(b: Batch) -> Runner:
+    if importlib.util.find_spec("xformers") is None:
+        raise UnavailableError("xformers is not installed")
+    from benchmarks.kernels import xformers_attention
+
+    return Runner(
+        lambda layer: xformers_attention.tree_attention(*b.arguments(layer), SCALE), captured=False
+    )
+
+
+@functools.cache
+def _flashinfer() -> tuple[Any, Any]:
+    """The variant, built if need be, and the module that runs it."""
+    if importlib.util.find_spec("flashinfer") is None:
+        raise UnavailableError("flashinfer-python is not installed")
+    from dyntree_kernels.cuda import flashinfer_attention
+    from dyntree_kernels.cuda.flashinfer_variant import Variant
+
+    variant = Variant(DTYPE, DTYPE, HEAD_SIZE)
+    if not variant.is_built():
+        raise UnavailableError(f"FlashInfer's module {variant.name} is not built")
+    return variant, flashinfer_attention
+
+
+def walk_batch(requests: int, nodes: int, device: str = "cuda") -> tuple[BatchRows, TreeArrays]:
+    """Requests that accept the heavy path of their random trees to its end."""
+    g = torch.Generator().manual_seed(0)
+    rooted = torch.tensor([heavy_path_tree(nodes + 1, g) for _ in range(requests)])
+    depths = torch.zeros_like(rooted)
+    for node in range(1, nodes + 1):
+        depths[:, node] = depths.gather(1, rooted[:, node, None])[:, 0] + 1
+    count = torch.full((requests,), nodes)
+    trees = TreeArrays(
+        rooted[:, 1:] - 1, depths[:, 1:].contiguous(), -torch.rand(requests, nodes, generator=g),
+        count, count, count, ancestor_bits(rooted), torch.zeros(requests, 0, 2),
+    )  # fmt: skip
+    rows = torch.arange(requests * (nodes + 1))
+    first = rows[:: nodes + 1]
+    packed = torch.stack([rows[:requests], first, count, first, torch.zeros_like(first)], dim=1)
+    # A node's row is its token, and the next one, its heaviest child or none, is drawn at each.
+    lens = torch.full((requests,), nodes + 1, dtype=torch.int32)
+    batch = BatchRows(packed, rows + 1, rows.int(), rows, lens)
+    return BatchRows(*(x.to(device) for x in batch[:5])), TreeArrays(*(x.to(device) for x in trees))
+
+
+def active_tiles(bits: torch.Tensor, columns: int, size: int = 32) -> int:
+    """Tiles of size × size nodes in which some bit is set."""
+    side = -(-columns // size)
+    pad = side * size - columns
+    mask = torch.nn.functional.pad(unpack_bits(bits, columns), (0, pad, 0, pad))
+    return int(mask.view(side, size, side, size).any(3).any(1).sum())

@@ -1,0 +1,266 @@
+"""The benchmark on a CUDA device; `python -m benchmarks.kernels` runs it."""
+
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import operator
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import TritonError
+
+from benchmarks.kernels import cases, timing
+from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
+from dyntree_kernels.cuda.ancestors import ancestor_bits
+from dyntree_kernels.cuda.attention import Tiling, tree_attention
+from dyntree_kernels.cuda.kv_move import KVMover
+from dyntree_kernels.cuda.walk import walk
+from dyntree_kernels.walk import room_for
+
+ROWS, CONTEXTS = (16, 64, 256, 512, 1024), (4096, 16384)
+TREES = (64, 128, 256, 512, 1024, 2048)
+TOLERANCE = 2e-2  # of bfloat16 outputs against the float64 oracle
+KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, TritonError)
+"""What CUDA, Triton, the libraries and our own checks raise where a kernel cannot run."""
+
+
+class Benchmark:
+    """Collects entries, and what was left out and why, until `seconds` are over."""
+
+    def __init__(self, seconds: float, flash_attention: str) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._flash_attention = flash_attention
+        self.limits = timing.ceilings(cases.DTYPE)
+        self.device = torch.cuda.get_device_name()
+        self.attention: list[dict[str, Any]] = []
+        self.left_out: list[dict[str, Any]] = []
+
+    def runners(self) -> dict[str, Callable[[cases.Batch], cases.Runner]]:
+        """Implementations and baselines by name, in the order of their importance."""
+        fa3 = self._flash_attention
+        return {
+            "triton": cases.triton,
+            "fa3 causal": lambda b: cases.flash_attention(b, fa3, tree=False),
+            "two_pass": lambda b: cases.flash_attention(b, fa3, tree=True),
+            "flashinfer": cases.flashinfer,
+            "triton unmasked": cases.triton_unmasked,
+            "flashinfer unmasked": lambda b: cases.flashinfer(b, masked=False),
+            "flashinfer custom_mask": cases.flashinfer_dense_mask,
+            "xformers": cases.xformers,
+        }
+
+    def measure_all(self) -> None:
+        for context in CONTEXTS:
+            for rows in ROWS:
+                self.measure(rows, context)
+            self.measure(1, context, ["triton", "flashinfer", "fa3 causal"])
+
+    def measure(self, rows: int, context: int, names: list[str] | None = None) -> None:
+        """Time every implementation on one shape; each is compared with the oracle first."""
+        batch = cases.make_batch(rows, context)
+        gone = {e["implementation"] for e in self.left_out if e["reason"].startswith("Unavailable")}
+        for name, make in self.runners().items():
+            if name not in gone and (names is None or name in names):
+                entry = {"implementation": name, "rows": rows, "context": context}
+                if time.monotonic() > self._deadline:
+                    self.left_out.append({**entry, "reason": "out of time"})
+                    continue
+                try:
+                    times = self._times(batch, make(batch))
+                # A kernel that fails must not take the others' results with it.
+                except KERNEL_ERRORS as error:
+                    self.left_out.append({**entry, "reason": f"{type(error).__name__}: {error}"})
+                else:
+                    self.attention.append(entry | times)
+        del batch
+        torch.cuda.empty_cache()
+
+    def _times(self, batch: cases.Batch, runner: cases.Runner) -> dict[str, Any]:
+        batch.out.fill_(torch.nan)
+        runner.launch(0)
+        error = batch.error() if runner.exact else None
+        if error is not None and not error < TOLERANCE:
+            raise RuntimeError(f"differs from the oracle by {error}")
+
+        def all_layers() -> None:
+            for layer in range(cases.LAYERS):
+                runner.launch(layer)
+
+        time_all = timing.replay_microseconds if runner.captured else _eager
+        microseconds = time_all(all_layers) / cases.LAYERS
+        floor = max(
+            batch.bytes / self.limits["terabytes_per_second"],
+            batch.operations / self.limits["teraflops"],
+        )
+        return {
+            "device": self.device,
+            "heads": cases.HEADS,
+            "group": cases.GROUP,
+            "head_size": cases.HEAD_SIZE,
+            "dtype": str(cases.DTYPE).removeprefix("torch."),
+            "microseconds": microseconds,
+            "terabytes_per_second": batch.bytes / microseconds / 1e6,
+            "teraflops": batch.operations / microseconds / 1e6,
+            "efficiency": floor / 1e6 / microseconds,
+            "max_error": error,
+            "plan_microseconds": timing.host_microseconds(runner.plan) if runner.plan else None,
+        }
+
+
+def _eager(run: Callable[[], object]) -> float:
+    run()
+    return timing.events_microseconds(run, 3)
+
+
+def sparse_tiles() -> list[dict[str, Any]]:
+    """Time of the tree part alone, in random and in heavy-path order, with active 32 × 32 tiles."""
+    entries = []
+    for nodes in TREES:
+        batch = cases.make_batch(nodes, 0)
+        picks = torch.rand(nodes, generator=torch.Generator().manual_seed(nodes))
+        shuffled = [-1, *(int(picks[i] * i) for i in range(1, nodes))]
+        entry: dict[str, Any] = {"nodes": nodes}
+        for name, parents in (
+            ("chain", list(range(-1, nodes - 1))),
+            ("random order", shuffled),
+            ("heavy paths", cases.reordered(shuffled)),
+        ):
+            bits = plain_ancestor_bits(torch.tensor([parents]))[0].cuda()
+            batch.bits.copy_(bits)
+
+            def run(batch: cases.Batch = batch) -> None:
+                for layer in range(cases.LAYERS):
+                    tree_attention(
+                        *batch.arguments(layer), cases.SCALE, splits=1, tiles=Tiling(64, 32, 4, 3)
+                    )
+
+            entry[name] = {
+                "tiles": cases.active_tiles(bits, nodes),
+                "microseconds": timing.replay_microseconds(run) / cases.LAYERS,
+            }
+        entries.append(entry)
+    return entries
+
+
+def small_kernels() -> dict[str, float]:
+    """Microseconds of a KV move of 12 rows in all layers, and of bits and walk of 32 trees."""
+    mover = KVMover(list(cases.make_batch(64, 4096).caches))
+    path = torch.arange(1, 37, 3, device="cuda")[None]
+    root = torch.zeros(1, dtype=torch.int64, device="cuda")
+    slots = torch.arange(64, device="cuda") + 16
+    batch, trees = cases.walk_batch(32, 64)
+    rooted = torch.nn.functional.pad(trees.parents + 1, (1, 0), value=-1)
+    found = room_for(32, 64, int(trees.depths.max()), slots.device, ranked=True)
+
+    def walk_all() -> None:
+        walk(batch, trees, found, ranked=True)
+
+    def bits_and_walk() -> None:
+        ancestor_bits(rooted)
+        walk_all()
+
+    return {
+        "kv_move, 12 rows, 32 layers": timing.replay_microseconds(lambda: mover(path, root, slots)),
+        "walk, 32 × 64 nodes": timing.replay_microseconds(walk_all),
+        "ancestor bits and walk, 32 × 64 nodes": timing.replay_microseconds(bits_and_walk),
+        "ancestor bits in plain torch": timing.replay_microseconds(
+            lambda: plain_ancestor_bits(rooted)
+        ),
+    }
+
+
+def write_table(result: dict[str, Any]) -> None:
+    """Print the result as tables."""
+    write = sys.stdout.write
+    limits = result["ceilings"]
+    write(
+        f"\n{result['provenance']['device']}: copy {limits['terabytes_per_second']:.2f} TB/s, "
+        f"product {limits['teraflops']:.0f} TFLOP/s\n"
+    )
+    header = f"{'context':>8}{'rows':>6}  {'implementation':24}{'µs/layer':>10}{'TB/s':>7}"
+    write(f"{header}{'TFLOP/s':>9}{'of best':>9}{'error':>10}{'plan µs':>9}\n")
+    order = operator.itemgetter("context", "rows", "microseconds")
+    for e in sorted(result["attention"], key=order):
+        error = "" if e["max_error"] is None else f"{e['max_error']:.1e}"
+        plan = "" if e["plan_microseconds"] is None else f"{e['plan_microseconds']:.0f}"
+        write(
+            f"{e['context']:8}{e['rows']:6}  {e['implementation']:24}{e['microseconds']:10.1f}"
+            f"{e['terabytes_per_second']:7.2f}{e['teraflops']:9.0f}{e['efficiency']:9.0%}"
+            f"{error:>10}{plan:>9}\n"
+        )
+    for entry in result["tiles"]:
+        orders = (
+            f"{name} {entry[name]['tiles']} tiles {entry[name]['microseconds']:.1f} µs"
+            for name in entry
+            if name != "nodes"
+        )
+        write(f"tree part, {entry['nodes']:4} nodes: {', '.join(orders)}\n")
+    for name, microseconds in result["small"].items():
+        write(f"{name}: {microseconds:.1f} µs\n")
+    for entry in result["left_out"]:
+        write(f"left out: {entry}\n")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Time over rows, one panel per context, with the floor that the ceilings set."""
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    contexts = sorted({e["context"] for e in result["attention"]})
+    figure = Figure(figsize=(5 * len(contexts), 4), layout="constrained")
+    panels = figure.subplots(1, len(contexts), squeeze=False)[0]
+    for axes, context in zip(panels, contexts, strict=True):
+        here = sorted(
+            (e for e in result["attention"] if e["context"] == context), key=lambda e: e["rows"]
+        )
+        for name in dict.fromkeys(e["implementation"] for e in here):
+            line = [e for e in here if e["implementation"] == name]
+            times = [e["microseconds"] for e in line]
+            axes.plot([e["rows"] for e in line], times, marker="o", label=name)
+        floor = {e["rows"]: e["efficiency"] * e["microseconds"] for e in here}
+        axes.plot(list(floor), list(floor.values()), "k--", label="floor")
+        axes.set(xscale="log", yscale="log", xlabel="rows", ylabel="µs per layer")
+        axes.set_title(f"context {context}, {result['provenance']['device']}")
+        axes.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("kernels.json"), help="result file")
+    parser.add_argument("--plot", type=Path, help="picture of the times (needs matplotlib)")
+    parser.add_argument("--seconds", type=float, default=300, help="start no measurement later")
+    parser.add_argument(
+        "--flash-attention", default="flash_attn_interface", metavar="MODULE",
+        help="where flash_attn_varlen_func with block tables and fa_version is, for the first pass",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib")
+    benchmark = Benchmark(options.seconds, options.flash_attention)
+    result: dict[str, Any] = {
+        "provenance": timing.provenance(),
+        "ceilings": benchmark.limits,
+        "attention": benchmark.attention,
+        "tiles": [],
+        "small": {},
+        "left_out": benchmark.left_out,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for section in (benchmark.measure_all, lambda: result.update(small=small_kernels()),
+                    lambda: result.update(tiles=sparse_tiles())):  # fmt: skip
+        # After every section: a kernel that breaks the CUDA context ends the process.
+        try:
+            section()
+        finally:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        plot(result, options.plot)
+    write_table(result)

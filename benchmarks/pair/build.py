@@ -1,0 +1,96 @@
+"""From the running interpreter's standard library to a stored pair with its provenance."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.pair import evaluate, train
+from dyntree_plugin.pair import corpus, models
+
+EVALUATION_PROMPTS = 48
+
+
+def build(
+    output: Path,
+    recipe: train.Recipe,
+    *,
+    root: Path | None = None,
+    checkpoints: Path | None = None,
+    prompts: int = EVALUATION_PROMPTS,
+) -> dict[str, Any]:
+    """Train a pair into `output`/target and `output`/draft; returns what provenance.json says.
+
+    `root` is the library to read, `checkpoints` a directory that an interrupted build resumes
+    from; the recipe and the library must then be the same. The same recipe, library, machine and
+    number of threads give the same weights.
+    """
+    started = time.monotonic()
+    sources = corpus.training_sources(root)
+    tokenizer = models.new_tokenizer([s.text for s in sources if not s.is_test], recipe.vocabulary)
+    tokens = train.tokenize(sources, tokenizer)
+    if checkpoints is not None:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def checkpoint(name: str) -> Path | None:
+        return None if checkpoints is None else checkpoints / f"{name}.ckpt"
+
+    trained = train.train_target(tokens, recipe, checkpoint("target"))
+    models.save(trained, tokenizer, output / "target")
+    target = models.load(output / "target")
+    written = train.write_rows(target, tokens, recipe)
+    trained = train.distil_draft(target, tokens, written, recipe, checkpoint("draft"))
+    models.save(trained, tokenizer, output / "draft")
+    draft = models.load(output / "draft")
+
+    agreement = evaluate.agreement(
+        target, draft, tokenizer, corpus.held_out_prompts(prompts, root=root)
+    )
+    provenance = {
+        "corpus": _describe(sources, tokens, root),
+        "held_out": list(corpus.HELD_OUT),
+        "recipe": asdict(recipe),
+        "target": _measure(target, tokenizer, root),
+        "draft": _measure(draft, tokenizer, root),
+        "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
+        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
+        "threads": torch.get_num_threads(),
+        "wall_minutes": round((time.monotonic() - started) / 60, 1),
+        "command": "python -m benchmarks.pair",
+    }
+    (output / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    return provenance
+
+
+def _describe(
+    sources: list[corpus.Source], tokens: train.Tokens, root: Path | None
+) -> dict[str, Any]:
+    return {
+        "text": "The Python standard library and its tests",
+        "licence": "Python Software Foundation License Version 2",
+        "python": platform.python_version() if root is None else None,
+        "files": len(sources),
+        "bytes": sum(len(source.text.encode()) for source in sources),
+        "tokens_of_library": len(tokens.library),
+        "tokens_of_tests": len(tokens.tests),
+    }
+
+
+def _measure(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, root: Path | None
+) -> dict[str, Any]:
+    texts = [source.text for source in corpus.held_out_sources(root)]
+    loss = evaluate.held_out_loss(model, tokenizer, texts)
+    return {
+        "parameters": models.parameter_count(model),
+        "held_out_nats_per_token": round(loss.nats_per_token, 4),
+        "held_out_bits_per_byte": round(loss.bits_per_byte, 4),
+    }

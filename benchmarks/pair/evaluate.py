@@ -1,0 +1,106 @@
+"""How good the target is on the held-out modules, and how well the draft follows it there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.pair.train import token_stream
+from dyntree_plugin.pair.models import continue_rows
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    nats_per_token: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of the draft with the target, on continuations that the target wrote.
+
+    `top1` is the share of greedy tokens that are the draft's first choice too. `chain_accepted`
+    is the mean number of draft tokens accepted per step by greedy decoding with chains of
+    `chain` tokens; a step emits one more. `total_variation` is the mean distance between the two
+    distributions along text sampled at temperature 1.
+    """
+
+    top1: float
+    chain: int
+    chain_accepted: float
+    total_variation: float
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    *,
+    length: int = 256,
+    rows: int | None = None,
+) -> HeldOutLoss:
+    """Loss over `texts` cut into rows of `length` tokens, or over `rows` rows spread evenly."""
+    stream = token_stream(texts, tokenizer)
+    bytes_per_token = sum(len(text.encode()) for text in texts) / (len(stream) - len(texts))
+    windows = stream.unfold(0, length + 1, length)
+    if rows is not None:
+        windows = windows[torch.linspace(0, len(windows) - 1, rows).long()]
+    total = 0.0
+    for batch in torch.split(windows, 16):
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits.float()
+        total += float(cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
+    nats = total / (len(windows) * length)
+    return HeldOutLoss(nats, nats / math.log(2) / bytes_per_token)
+
+
+@torch.no_grad()
+def agreement(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    *,
+    tokens: int = 64,
+    chain: int = 4,
+    seed: int = 0,
+) -> Agreement:
+    """Compare the pair on `tokens` continuations of each prompt, greedy and sampled."""
+    generator = torch.Generator().manual_seed(seed)
+    matches: list[list[bool]] = []
+    distance = 0.0
+    for prompt in prompts:
+        ids = torch.tensor(tokenizer(prompt)["input_ids"]).repeat(2, 1)
+        start = ids.shape[1]
+        temperature = torch.tensor([[0.0], [1.0]])
+        rows = continue_rows(target, ids, start + tokens, temperature, generator)
+        wanted, given = (
+            model(input_ids=rows, use_cache=False).logits[:, start - 1 : -1].float()
+            for model in (target, draft)
+        )
+        matches.append((given[0].argmax(-1) == rows[0, start:]).tolist())
+        distance += float((wanted[1].softmax(-1) - given[1].softmax(-1)).abs().sum(-1).mean()) / 2
+    hits = sum(map(sum, matches))
+    steps = sum(chain_steps(match, chain) for match in matches)
+    total = len(prompts) * tokens
+    return Agreement(hits / total, chain, (total - steps) / steps, distance / len(prompts))
+
+
+def chain_steps(match: Sequence[bool], chain: int) -> int:
+    """Target steps for a text of which `match` says where the draft's first choice was right.
+
+    A greedy chain is accepted up to its first miss, and up to there it is the text itself.
+    """
+    steps = position = 0
+    while position < len(match):
+        accepted = 0
+        while accepted < chain and position + accepted < len(match) and match[position + accepted]:
+            accepted += 1
+        position += accepted + 1
+        steps += 1
+    return steps

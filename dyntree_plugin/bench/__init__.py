@@ -1,1 +1,0 @@
-"""Measurements: acceptance in the laboratory, speed in the engine."""

@@ -1,0 +1,198 @@
+"""The command ``dyntree bench serve``."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import logging
+from typer.core import TyperOption
+
+from dyntree_plugin import pair
+from dyntree_plugin.commands.arguments import both_or_neither
+from dyntree_plugin.commands.bench import arguments, overview, plan, plots, prompts, static, table
+from dyntree_plugin.commands.bench.pictures import check_plots
+from dyntree_plugin.commands.bench.plan import Models
+from dyntree_plugin.commands.bench.results import Cell, Engine, Result, Run, write
+from dyntree_plugin.commands.bench.session import Contest, Done, Settings, of_engines, of_servers
+from dyntree_plugin.strict_json import from_json
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(words: Sequence[str]) -> None:
+    """Run it with the words behind ``dyntree bench serve``; ends the process."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    app(list(words), prog_name="dyntree bench serve")
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    target: arguments.Target = None,
+    draft: arguments.Draft = None,
+    target_shape: arguments.TargetShape = None,
+    dtype: arguments.Dtype = "bfloat16",
+    prompt_sets: arguments.PromptSets = None,
+    requests: arguments.Requests = 8,
+    max_tokens: arguments.MaxTokens = 128,
+    batches: arguments.Batches = None,
+    temperatures: arguments.Temperatures = None,
+    chains: arguments.Chains = None,
+    trees: arguments.Trees = None,
+    static_rates: arguments.StaticTrees = None,
+    rounds: arguments.Rounds = 3,
+    side_by_side: arguments.SideBySide = None,
+    time_limit: arguments.TimeLimit = None,
+    notes: arguments.Notes = None,
+    engine_arguments: arguments.EngineArguments = "{}",
+    base_urls: arguments.BaseUrls = None,
+    endpoint: arguments.Endpoint = "completions",
+    seed: arguments.Seed = 0,
+    result_file: arguments.ResultFile = None,
+    plot_folder: arguments.PlotFolder = None,
+) -> None:
+    """Compares no speculation, vLLM's chains, and static and dynamic trees in one run.
+
+    Every engine serves every load in every round, so that drift hits all alike. Without a target
+    and a draft it takes the embedded pair.
+    """
+    seconds_left = _until(time_limit)
+    console = Console(highlight=False)
+    loads = prompt_sets or [prompts.CODE], temperatures or [0.0], batches or [1, 4]
+    settings = Settings(*loads, requests, max_tokens, rounds, seed)
+    try:
+        check_plots(plot_folder)
+        if base_urls:
+            _refuse(context, arguments.OF_ENGINES, "--base-url measures what is served there")
+            engines = len(base_urls)
+            measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
+        else:
+            _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is asked")
+            models, remarks = _models(target, draft, target_shape, dtype, engine_arguments)
+            compared = _trees(trees, static_rates)
+            contest = Contest(models, chains or plan.CHAINS, compared, side_by_side)
+            engines = contest.engines
+            measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
+        with _progress(console, settings, engines) as done:
+            result = _last(measured(done=done, seconds_left=seconds_left), result_file)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"dyntree bench serve: {error}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
+    _show(console, result, plot_folder)
+
+
+def _refuse(context: typer.Context, panel: str, reason: str) -> None:
+    """
+    Raises:
+        ValueError: if an argument of this panel of the help is given.
+    """
+    given = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        # By its name: some versions of typer have an enumeration of their own for click's.
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and isinstance(option, TyperOption) and option.rich_help_panel == panel:
+            given.append("/".join([*option.opts, *option.secondary_opts]))
+    if given:
+        raise ValueError(f"{', '.join(given)} must not be given: {reason}")
+
+
+def _until(limit: float | None) -> Callable[[], float]:
+    """Gives how many seconds are left of so many from now."""
+    end = math.inf if limit is None else time.monotonic() + limit
+    return lambda: end - time.monotonic()
+
+
+def _show(console: Console, result: Result, plot_folder: Path | None) -> None:
+    table.show(console, result)
+    if len(list(result.cells())) > 1:
+        overview.show(console, result)
+    for path in plots.draw(result, plot_folder) if plot_folder is not None else ():
+        console.print(path, style="dim")
+
+
+def _last(results: Iterator[Result], path: Path | None) -> Result:
+    """The last of the results, all of which are written: what breaks off leaves the rounds that
+    were whole."""
+    for result in results:
+        if path is not None:
+            write(result, path)
+    return result
+
+
+def _models(
+    target: str | None, draft: str | None, shape: str | None, dtype: str, engine_arguments: str
+) -> tuple[Models, list[str]]:
+    """The models, and what is to be said of them."""
+    both_or_neither(target, draft)
+    further = _json("--engine-arguments", engine_arguments)
+    if target is not None and draft is not None:
+        if shape is not None:
+            raise ValueError("--target-shape grows the embedded target: leave out --target")
+        return Models(target, draft, dtype, further), []
+    embedded = {name: str(path) for name, path in pair.paths().items()}
+    labels = {path: f"the embedded {name}" for name, path in embedded.items()}
+    if shape is None:
+        notes = [f"The embedded pair, {dtype}."]
+        return Models(embedded["target"], embedded["draft"], dtype, further, labels), notes
+    from dyntree_plugin.pair import shapes
+
+    grown = shapes.grown_target(shape, Path(embedded["target"]))
+    labels[str(grown)] = f"the embedded target as {shape}"
+    proof = ", ".join(f"{key} {value}" for key, value in shapes.proof_of(grown).items())
+    notes = [f"{shapes.limits(shape)}; {dtype}.", f"Proof of the shape: {proof}."]
+    return Models(str(grown), embedded["draft"], dtype, further, labels), notes
+
+
+def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
+    """The dynamic trees, and before them the best static ones of the same budgets."""
+    options = [_json("--tree", one) for one in given or ()] or arguments.TREES
+    dynamic = plan.named_trees(options)
+    if static_rates is None:
+        return dynamic
+    try:
+        rates = [float(rate) for rate in static_rates.split(",")]
+    except ValueError:
+        raise ValueError(f"--static {static_rates!r} must be numbers, such as 0.6,0.2") from None
+    budgets = sorted({nodes for nodes, _ in dynamic.values()})
+    return plan.named_trees(static.trees(rates, budgets)) | dynamic
+
+
+def _json(option: str, value: str) -> dict[str, Any]:
+    try:
+        found = from_json(value)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} {value!r} must be a JSON object")
+    return found
+
+
+@contextmanager
+def _progress(console: Console, settings: Settings, engines: int) -> Iterator[Done]:
+    """Says what each run has given, below a bar."""
+    cells = len(settings.sets) * len(settings.temperatures) * len(settings.batches)
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=settings.rounds * engines * cells)
+
+        def done(engine: Engine, cell: Cell, run: Run) -> None:
+            bar.advance(task)
+            bar.console.print(
+                f"round {run.round + 1}  {engine.name:<20} {cell.prompts}, temperature "
+                f"{cell.temperature:g}, batch {cell.batch}: {run.tpot_ms:.2f} ms per token",
+                style="dim",
+                soft_wrap=True,
+            )
+
+        yield done

@@ -1,0 +1,211 @@
+"""One engine in a process of its own, which serves loads when it is asked to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from dyntree_plugin.commands.bench import counts
+from dyntree_plugin.commands.bench.plan import Load
+from dyntree_plugin.commands.bench.results import Run, latencies_ms
+from dyntree_plugin.engine.step.clock import StageClock
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+READY, REFUSED, FAILED, SERVED = "ready", "refused", "failed", "served"
+
+Answers = list[list[int]]
+
+
+def main(connection: Connection, arguments: Mapping[str, Any], log: Path) -> None:
+    """Start the engine and answer loads with (Run, Answers), until there is a None."""
+    _die_with_parent()
+    _redirect(log)
+    try:
+        served = Served(arguments)
+    except ValueError as error:
+        connection.send((REFUSED, str(error)))
+        return
+    except BaseException:
+        connection.send((FAILED, traceback.format_exc()))
+        raise
+    connection.send((READY, None))
+    while (load := connection.recv()) is not None:
+        try:
+            connection.send((SERVED, served.serve(load)))
+        except BaseException:
+            connection.send((FAILED, traceback.format_exc()))
+            raise
+
+
+def _redirect(log: Path) -> None:
+    """What vLLM and the libraries below it print goes to a file."""
+    with log.open("a") as stream:
+        for standard in (1, 2):
+            os.dup2(stream.fileno(), standard)
+
+
+@dataclass
+class _Request:
+    """``asked``, ``first`` and ``last`` token: when."""
+
+    asked: float
+    first: float | None = None
+    last: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+
+    def take(self, tokens: Sequence[int], now: float) -> None:
+        if tokens:
+            self.first = now if self.first is None else self.first
+            self.last = now
+            self.tokens += tokens
+
+
+@dataclass(frozen=True)
+class _Step:
+    seconds: float
+    stages: Mapping[str, float]
+    reads_prompt: bool
+
+
+class Served:
+    """An engine that is driven step by step."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        from dyntree_plugin import plugin
+
+        arguments = dict(arguments)
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            # Forwards are timed where they run. On a GPU the engine has a process of its own, as is
+            # vLLM's default: what is done with a step's output hides behind the next step.
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if on_cpu and "additional_config" not in arguments:
+            # Trees run on the V2 runner; so does what they are compared with.
+            arguments["worker_cls"] = plugin.PLAIN_WORKER
+        arguments.setdefault("enforce_eager", on_cpu)
+        self._llm = LLM(**arguments)
+        self._take_stages = _stages_of(self._llm) if on_cpu else dict
+        self._begun = 0
+
+    def serve(self, load: Load) -> tuple[Run, Answers]:
+        """Every request of the load; as one ends the next begins."""
+        from prometheus_client import REGISTRY
+
+        before, spent = counts.read(REGISTRY.collect()), counts.stages(REGISTRY.collect())
+        start = time.perf_counter()
+        requests, steps = self._steps(load)
+        seconds = time.perf_counter() - start
+        decoding = [step for step in steps if not step.reads_prompt]
+        names = dict.fromkeys(name for step in decoding for name in step.stages)
+        tpot, ttft = latencies_ms([(r.asked, r.first, r.last, len(r.tokens)) for r in requests])
+        run = Run(
+            round=0,
+            requests=len(requests),
+            seconds=seconds,
+            output_tokens=sum(len(request.tokens) for request in requests),
+            tpot_ms=tpot,
+            ttft_ms=ttft,
+            steps=len(decoding),
+            step_ms=1e3 * fmean([step.seconds for step in decoding] or [0.0]),
+            stages_ms={
+                name: 1e3 * fmean(step.stages.get(name, 0.0) for step in decoding) for name in names
+            }
+            or {
+                name: 1e3 * (now - spent[name]) / len(steps)
+                for name, now in counts.stages(REGISTRY.collect()).items()
+                if name in spent
+            },
+            speculation=counts.growth(before, counts.read(REGISTRY.collect())),
+        )
+        return run, [request.tokens for request in requests]
+
+    def _steps(self, load: Load) -> tuple[list[_Request], list[_Step]]:
+        engine = self._llm.llm_engine
+        requests: list[_Request] = []
+        running: dict[str, _Request] = {}
+        steps: list[_Step] = []
+        while running or len(requests) < len(load.prompts):
+            admitted = 0
+            while len(running) < load.concurrency and len(requests) < len(load.prompts):
+                number, name, self._begun = len(requests), str(self._begun), self._begun + 1
+                prompt: Any = {"prompt_token_ids": list(load.prompts[number])}
+                requests.append(_Request(time.perf_counter()))
+                engine.add_request(name, prompt, _sampling(load, number))
+                running[name] = requests[number]
+                admitted += 1
+            began = time.perf_counter()
+            outputs: list[Any] = engine.step()
+            now = time.perf_counter()
+            steps.append(_Step(now - began, self._take_stages(), admitted > 0))
+            for output in outputs:
+                running[output.request_id].take(output.outputs[0].token_ids, now)
+                if output.finished:
+                    del running[output.request_id]
+        return requests, steps
+
+
+def _sampling(load: Load, number: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=load.temperature,
+        seed=load.seed + number if load.temperature else None,
+        max_tokens=load.max_tokens,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _stages_of(llm: LLM) -> Callable[[], dict[str, float]]:
+    """Gives the seconds of the last step by stage: a tree's by its own clock, else of forwards."""
+    executor: Any = llm.llm_engine.model_executor
+    runner = executor.driver_worker.worker.model_runner
+    clock = getattr(runner, "clock", None)
+    if clock is None:
+        clock = StageClock()
+        _time_forwards(clock, "target", runner.model)
+        if runner.speculator is not None:
+            _time_forwards(clock, "draft", runner.speculator.model)
+        return lambda: {name: spent for name, spent in clock.take().items() if spent}
+    taken: dict[str, float] = {}
+    take = clock.take
+
+    def noted() -> dict[str, float]:
+        taken.update(take())
+        return dict(taken)
+
+    def last() -> dict[str, float]:
+        found = dict(taken)
+        taken.clear()
+        return found
+
+    clock.take = noted
+    return last
+
+
+def _time_forwards(clock: StageClock, stage: str, model: Any) -> None:
+    model.register_forward_pre_hook(lambda *_: clock.start(stage))
+    model.register_forward_hook(lambda *_: clock.stop())
+
+
+def _die_with_parent() -> None:
+    """Linux: a process that is stopped while it is idle would outlive a killed parent."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

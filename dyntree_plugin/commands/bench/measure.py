@@ -1,0 +1,125 @@
+"""In which order everything is measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Protocol
+
+from dyntree_plugin.commands.bench.plan import Load
+from dyntree_plugin.commands.bench.results import Cell, Engine, Run, Series
+
+WARM_UP_TOKENS = 32
+
+Answers = Sequence[Sequence[int] | str]
+"""What each request of a load got: tokens, or of a server the text."""
+
+
+class Server(Protocol):
+    def serve(self, load: Load) -> tuple[Run, Answers]: ...
+
+
+Open = Callable[[Engine, list[Load]], AbstractContextManager[Server]]
+"""An engine, warmed up by these loads if it has just been started."""
+
+
+def measure(
+    engines: Sequence[Engine],
+    loads: Mapping[Cell, Load],
+    rounds: int,
+    opened: Open,
+    done: Callable[[Engine, Cell, Run], None] = lambda *_: None,
+    *,
+    by_cell: bool = False,
+    seconds_left: Callable[[], float] = lambda: math.inf,
+) -> Iterator[list[Series]]:
+    """Round by round, every engine serves every load: what drifts hits all of them alike.
+
+    Every other round goes backwards, so that the engine which ran last need not start again. Gives
+    all that is known after each round.
+
+    ``by_cell``: within a round, all engines serve a load before the next load comes; for engines
+    that all run. ``seconds_left``: whole groups of what has to be compared, rounds or with
+    ``by_cell`` loads, are left out that would not end in time by the slowest one so far.
+    """
+    runs: dict[tuple[str, Cell], list[Run]] = {}
+    answers: dict[tuple[str, Cell], Answers] = {}
+    warm_up = warm_ups(list(loads.values()))
+    groups = [[cell] for cell in loads] if by_cell else [list(loads)]
+    slowest = 0.0
+    for number in range(rounds):
+        for group in groups:
+            if runs and seconds_left() < slowest:
+                yield _all_series(engines, loads, runs, answers)
+                return
+            began = time.monotonic()
+            for engine in engines if number % 2 == 0 else list(reversed(engines)):
+                with opened(engine, warm_up) as server:
+                    for cell in group:
+                        run, answers[engine.name, cell] = server.serve(loads[cell])
+                        run = run.model_copy(update={"round": number})
+                        # A new list: the ones that were given must not grow.
+                        runs[engine.name, cell] = [*runs.get((engine.name, cell), ()), run]
+                        done(engine, cell, run)
+            slowest = max(slowest, time.monotonic() - began)
+        yield _all_series(engines, loads, runs, answers)
+
+
+def _all_series(
+    engines: Sequence[Engine],
+    cells: Iterable[Cell],
+    runs: Mapping[tuple[str, Cell], list[Run]],
+    answers: Mapping[tuple[str, Cell], Answers],
+) -> list[Series]:
+    """Of the cells that were served."""
+    return [
+        _series(
+            engine.name,
+            cell,
+            runs[engine.name, cell],
+            answers[engine.name, cell],
+            answers[engines[0].name, cell],
+        )
+        for cell in cells
+        for engine in engines
+        if (engine.name, cell) in runs
+    ]
+
+
+def warm_ups(loads: Sequence[Load]) -> list[Load]:
+    """One short load for each concurrency and temperature among the loads."""
+    found = {
+        (load.concurrency, load.temperature): replace(
+            load,
+            prompts=load.prompts[: load.concurrency],
+            max_tokens=min(load.max_tokens, WARM_UP_TOKENS),
+        )
+        for load in loads
+    }
+    return list(found.values())
+
+
+def _series(engine: str, cell: Cell, runs: list[Run], own: Answers, first: Answers) -> Series:
+    if cell.temperature:
+        return Series(engine=engine, cell=cell, runs=runs)
+    pairs = list(zip(own, first, strict=True))
+    requests = sum(a != b for a, b in pairs)
+    if any(isinstance(answer, str) for answer in first):
+        return Series(engine=engine, cell=cell, runs=runs, differing_requests=requests)
+    return Series(
+        engine=engine,
+        cell=cell,
+        runs=runs,
+        differing_requests=requests,
+        differing_tokens=sum(differing(a, b) for a, b in pairs),
+        compared_tokens=sum(map(len, first)),
+    )
+
+
+def differing(own: Sequence[object], wanted: Sequence[object]) -> int:
+    """Places at which two answers do not have the same token; those that one lacks included."""
+    same = sum(a == b for a, b in zip(own, wanted, strict=False))
+    return max(len(own), len(wanted)) - same

@@ -1,0 +1,44 @@
+"""A result in a few lines: how many times as fast every engine is, cell by cell.
+
+As a program it shows a result file.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dyntree_plugin.commands.bench.results import Result, read
+from dyntree_plugin.commands.bench.summary import rows
+
+
+def show(console: Console, result: Result) -> None:
+    """Medians of the ratios to the first engine; of each cell the best is bold."""
+    cells = list(result.cells())
+    table = Table(title=f"× {result.engines[0].name}", title_justify="left", title_style="bold")
+    table.add_column(no_wrap=True)
+    several = len({cell.prompts for cell in cells}) > 1
+    for cell in cells:
+        prompts = f"{cell.prompts} " if several else ""
+        table.add_column(f"{prompts}T {cell.temperature:g} B {cell.batch}", justify="right")
+    ratios = {
+        cell: {row.series.engine: row.over_first.median for row in rows(result, cell)}
+        for cell in cells
+    }
+    for engine in result.engines:
+        table.add_row(engine.name, *(_ratio(ratios[cell], engine.name) for cell in cells))
+    console.print(table)
+
+
+def _ratio(ratios: dict[str, float], engine: str) -> str:
+    if engine not in ratios:
+        return "–"
+    text = f"{ratios[engine]:.2f}"
+    return f"[bold]{text}[/]" if ratios[engine] == max(ratios.values()) else text
+
+
+if __name__ == "__main__":
+    show(Console(highlight=False, width=120), read(Path(sys.argv[1])))

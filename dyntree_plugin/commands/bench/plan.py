@@ -1,0 +1,169 @@
+"""What is compared: the engines, and the loads that each of them serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dyntree_plugin.commands.bench.results import Cell, Engine
+from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+
+CHAINS = (1, 2, 3, 5, 8, 12)
+"""Lengths of vLLM's own chain; its best is what trees are compared with."""
+
+_SHOWN = (
+    "budget",
+    "min_value",
+    "max_depth",
+    "width",
+    "children",
+    "coupling",
+    "calibration",
+    "rule",
+)
+
+KV_CACHE_BYTES = 1 << 29
+"""For the KV cache of an engine. The pages of it that are never written take no memory."""
+
+
+Trees = Mapping[str, tuple[int, Mapping[str, Any]]]
+"""By the name that is shown: the nodes, and the dyntree options."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Target and draft, and what all engines have in common.
+
+    ``labels``: what a result calls models whose folders are of this machine alone.
+    """
+
+    target: str
+    draft: str
+    dtype: str
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one run asks of an engine: its ``prompts``, ``concurrency`` of them at a time.
+
+    ``prompts``: of tokens, or of text for a server.
+
+    Request ``i`` has the seed ``seed + i``. Texts do not end before ``max_tokens``, so that every
+    engine has the same to do.
+    """
+
+    prompts: Sequence[Sequence[int] | str]
+    concurrency: int
+    temperature: float
+    max_tokens: int
+    seed: int = 0
+
+
+def engines(
+    models: Models,
+    cells: Sequence[Cell],
+    longest: int,
+    *,
+    chains: Sequence[int],
+    trees: Trees,
+) -> list[Engine]:
+    """Every engine to measure: without speculation, with chains, and with trees.
+
+    ``longest``: tokens of the longest prompt with its answer.
+    """
+    budget = max([*chains, *(nodes for nodes, _ in trees.values())], default=0)
+    shared = _of_all(models, max(cell.batch for cell in cells), longest + budget + 1, budget)
+    found = [Engine(name="no speculation", kind="plain", budget=0, arguments=shared)]
+    found += [
+        Engine(
+            name=f"chain of {tokens}",
+            kind="chain",
+            budget=tokens,
+            arguments=shared | _speculation(models.draft, tokens),
+        )
+        for tokens in chains
+    ]
+    for name, (nodes, options) in trees.items():
+        found.append(
+            Engine(
+                name=name,
+                kind="static tree" if is_static(options) else "dynamic tree",
+                budget=nodes,
+                arguments=shared
+                | _speculation(models.draft, nodes)
+                | {"additional_config": {NAMESPACE: dict(options)}},
+            )
+        )
+    return found
+
+
+def _of_all(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
+    """What every engine is started with. ``budget``: the most draft tokens of a step in any."""
+    return {
+        "model": models.target,
+        "dtype": models.dtype,
+        "max_model_len": length,
+        # Every prompt is read in one step, and no tree has to wait for room in one.
+        "max_num_batched_tokens": max(length, batch * (budget + 1)) + length,
+        "max_num_seqs": batch,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        # Every run reads its prompts itself.
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "use_tqdm_on_load": False,
+        **models.engine_arguments,
+    }
+
+
+def named_trees(options: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Mapping[str, Any]]]:
+    """Trees with names that say what their options are.
+
+    Raises:
+        ValueError: if one has no ``node_budget``, or options that do not fit, or two are the same.
+    """
+    found: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    for each in options:
+        parsed = DynTreeOptions.parse(each)
+        nodes = parsed.node_budget
+        if nodes is None:
+            raise ValueError(f"--tree {json.dumps(each)} must have a node_budget")
+        parsed.resolve(nodes)
+        name = f"{'static' if is_static(each) else 'dynamic'} tree of {nodes}"
+        others = [] if is_static(each) else [f"{k} {v}" for k, v in each.items() if k in _SHOWN]
+        name = ", ".join([name, *others])
+        if name in found:
+            raise ValueError(f"--tree: two have the name {name!r}, which shows {_SHOWN}")
+        found[name] = nodes, each
+    return found
+
+
+def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:
+    """The engine with labels for its models' folders, to be written down."""
+    arguments = dict(engine.arguments)
+    arguments["model"] = labels.get(arguments["model"], arguments["model"])
+    if "speculative_config" in arguments:
+        draft = arguments["speculative_config"]["model"]
+        arguments["speculative_config"] = {
+            **arguments["speculative_config"],
+            "model": labels.get(draft, draft),
+        }
+    return engine.model_copy(update={"arguments": arguments})
+
+
+def is_static(options: Mapping[str, Any]) -> bool:
+    """Whether these options give every tree the same shape."""
+    return options.get("growth") in ("expansion", "sequoia")
+
+
+def _speculation(draft: str, tokens: int) -> dict[str, Any]:
+    return {
+        "speculative_config": {
+            "method": "draft_model",
+            "model": draft,
+            "num_speculative_tokens": tokens,
+        }
+    }

@@ -1,0 +1,167 @@
+"""Several engines, one of which runs at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from dyntree_plugin.commands.bench.engine import FAILED, REFUSED, Answers, main
+from dyntree_plugin.commands.bench.plan import Load
+from dyntree_plugin.commands.bench.results import Engine, Run
+
+_LOG_CHARACTERS = 6000
+_END_SECONDS = 15.0
+
+
+class EngineProcess:
+    """A started engine. It is stopped whenever it is not asked, so that its threads do not spin."""
+
+    def __init__(self, engine: Engine, log: Path) -> None:
+        """Begins to start it; `wait` before it is used."""
+        self._name, self._log = engine.name, log
+        context = multiprocessing.get_context("spawn")
+        self._connection: Connection
+        self._connection, theirs = context.Pipe()
+        self._process: SpawnProcess = context.Process(
+            target=main, args=(theirs, engine.arguments, log), name=engine.name
+        )
+        self._process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Until it has started.
+
+        Raises:
+            ValueError: if vLLM or the plugin refuses the engine's arguments.
+            RuntimeError: if it does not start for another reason.
+        """
+        self._receive()
+        self._send(signal.SIGSTOP)
+
+    def serve(self, load: Load) -> tuple[Run, Answers]:
+        self._send(signal.SIGCONT)
+        try:
+            self._connection.send(load)
+            answer: tuple[Run, Answers] = self._receive()
+            return answer
+        finally:
+            self._send(signal.SIGSTOP)
+
+    def resident_bytes(self) -> int:
+        """Memory that the process holds."""
+        status = Path(f"/proc/{self._process.pid}/statm")
+        pages = int(status.read_text().split()[1]) if status.exists() else 0
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def end(self) -> None:
+        self._send(signal.SIGCONT)
+        with suppress(OSError):  # it may have ended by itself
+            self._connection.send(None)
+        self._process.join(_END_SECONDS)
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _receive(self) -> Any:
+        try:
+            kind, value = self._connection.recv()
+        except EOFError:
+            kind, value = FAILED, "its process has ended"
+        if kind == REFUSED:
+            raise ValueError(f"{self._name}: {value}")
+        if kind == FAILED:
+            # A process that could not even begin has no log; what it said went to the screen.
+            printed = self._log.read_text(errors="replace") if self._log.exists() else ""
+            printed = printed[-_LOG_CHARACTERS:]
+            raise RuntimeError(f"the engine `{self._name}` failed: {value}\n{printed}")
+        return value
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+
+class Pool:
+    """Keeps as many engines as fit; the last place is taken in turns.
+
+    ``places``: how many; None: one on a GPU, else as long as what the largest engine holds fits
+    once more into half of the memory that is left.
+    """
+
+    def __init__(
+        self,
+        places: int | None = None,
+        start: Callable[[Engine, Path], EngineProcess] = EngineProcess,
+    ) -> None:
+        self._places, self._start = places, start
+        self._running: dict[str, EngineProcess] = {}
+        self._started = 0
+
+    def __enter__(self) -> Self:
+        self._logs = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._running:
+            self._end_last()
+        self._logs.cleanup()
+
+    @contextmanager
+    def engine(self, engine: Engine, warm_up: list[Load]) -> Iterator[EngineProcess]:
+        """The engine, started and warmed up by these loads unless it runs already."""
+        if engine.name not in self._running:
+            while self._running and not self._has_room():
+                self._end_last()
+            self.start([engine], warm_up)
+        yield self._running[engine.name]
+
+    def start(self, engines: Sequence[Engine], warm_up: Sequence[Load]) -> None:
+        """Start these all at once, whatever the places, then warm up one after the other."""
+        for engine in engines:
+            log = Path(self._logs.name) / f"{self._started}.log"
+            self._started += 1
+            self._running[engine.name] = self._start(engine, log)
+        for engine in engines:
+            self._running[engine.name].wait()
+        for engine in engines:
+            for load in warm_up:
+                self._running[engine.name].serve(load)
+
+    def holds(self, engines: int) -> bool:
+        """Whether there are places for so many."""
+        return self._places is not None and self._places >= engines
+
+    def _has_room(self) -> bool:
+        if self._places is not None:
+            return len(self._running) < self._places
+        if torch.cuda.is_available():
+            return False
+        largest = max(process.resident_bytes() for process in self._running.values())
+        return largest < _free_bytes() / 2
+
+    def _end_last(self) -> None:
+        _, process = self._running.popitem()
+        process.end()
+
+
+def _free_bytes() -> int:
+    """Memory that is left; 0 where the system does not say."""
+    listed = Path("/proc/meminfo")
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    return next((int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:")), 0)

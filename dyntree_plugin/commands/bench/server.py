@@ -1,0 +1,141 @@
+"""A server that runs elsewhere, driven as its users drive it: streamed, with the openai client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from dyntree_plugin.commands.bench import counts
+from dyntree_plugin.commands.bench.plan import Load
+from dyntree_plugin.commands.bench.results import Engine, Run, Speculation, latencies_ms
+
+if TYPE_CHECKING:
+    import openai
+
+_ANSWER_SECONDS = 600.0
+
+
+@dataclass
+class _Answer:
+    asked: float
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+    text: str = ""
+
+
+def engines(addresses: Sequence[str]) -> list[Engine]:
+    """A column for each ``http://host:port`` or ``NAME=http://host:port``.
+
+    Raises:
+        ValueError: if an address is none, or two have one name.
+    """
+    found = []
+    for given in addresses:
+        name, separator, address = given.partition("=")
+        if not separator or "://" in name:
+            name, address = given, given
+        if not address.startswith(("http://", "https://")):
+            raise ValueError(f"--base-url {given!r} must be http://HOST:PORT or NAME=http://…")
+        address = address.rstrip("/").removesuffix("/v1")
+        found.append(Engine(name=name, kind="server", budget=0, arguments={"base_url": address}))
+    if len({engine.name for engine in found}) < len(found):
+        raise ValueError("--base-url: two servers have the same name")
+    return found
+
+
+class Client:
+    """Serves loads by asking a server; its answers are texts."""
+
+    def __init__(self, address: str, *, chat: bool) -> None:
+        self._address, self._chat = address, chat
+
+    def serve(self, load: Load) -> tuple[Run, list[str]]:
+        """
+        Raises:
+            ValueError: if the server refuses what it is asked.
+            RuntimeError: if it does not answer, or ends an answer without a token.
+        """
+        import openai
+
+        before = self._counts()
+        start = time.perf_counter()
+        try:
+            answers = asyncio.run(self._ask(load))
+        except openai.BadRequestError as error:
+            raise ValueError(f"{self._address} refuses: {error.message}") from None
+        except openai.OpenAIError as error:
+            raise RuntimeError(f"{self._address}: {error}") from error
+        seconds = time.perf_counter() - start
+        tpot, ttft = latencies_ms([(a.asked, a.first, a.last, a.tokens) for a in answers])
+        run = Run(
+            round=0,
+            requests=len(answers),
+            seconds=seconds,
+            output_tokens=sum(answer.tokens for answer in answers),
+            tpot_ms=tpot,
+            ttft_ms=ttft,
+            speculation=counts.growth(before, self._counts()),
+        )
+        return run, [answer.text for answer in answers]
+
+    async def _ask(self, load: Load) -> list[_Answer]:
+        import openai
+
+        room = asyncio.Semaphore(load.concurrency)
+        async with openai.AsyncOpenAI(
+            base_url=f"{self._address}/v1", api_key="none", timeout=_ANSWER_SECONDS, max_retries=0
+        ) as client:
+            model = (await client.models.list()).data[0].id
+
+            async def one(number: int) -> _Answer:
+                async with room:
+                    return await self._stream(client, model, load, number)
+
+            return list(await asyncio.gather(*map(one, range(len(load.prompts)))))
+
+    async def _stream(
+        self, client: openai.AsyncOpenAI, model: str, load: Load, number: int
+    ) -> _Answer:
+        prompt: Any = load.prompts[number]
+        common: dict[str, Any] = {
+            "model": model,
+            "temperature": load.temperature,
+            "seed": load.seed + number,
+            "max_tokens": load.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "extra_body": {"ignore_eos": True},
+        }
+        answer = _Answer(time.perf_counter())
+        if self._chat:
+            messages: Any = [{"role": "user", "content": prompt}]
+            stream = await client.chat.completions.create(messages=messages, **common)
+        else:
+            stream = await client.completions.create(prompt=prompt, **common)
+        async for event in stream:
+            if event.usage is not None:
+                answer.tokens = event.usage.completion_tokens
+            for choice in event.choices:
+                piece = choice.delta.content if self._chat else choice.text
+                if piece is None:
+                    continue  # the role, before the first token
+                answer.last = time.perf_counter()
+                answer.first = answer.last if answer.first is None else answer.first
+                answer.text += piece
+        return answer
+
+    def _counts(self) -> Speculation:
+        url = f"{self._address}/metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=60) as page:
+                return counts.read(text_string_to_metric_families(page.read().decode()))
+        except (OSError, HTTPException, ValueError) as error:
+            raise RuntimeError(f"{url} is no page of metrics: {error}") from error

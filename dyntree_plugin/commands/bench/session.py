@@ -1,0 +1,194 @@
+"""A whole measurement, from settings to a result."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dyntree_plugin.commands.bench import plan, prompts, server
+from dyntree_plugin.commands.bench.measure import Server, measure, warm_ups
+from dyntree_plugin.commands.bench.plan import Load, Models
+from dyntree_plugin.commands.bench.pool import Pool
+from dyntree_plugin.commands.bench.results import Cell, Engine, Result, Run, Series
+from dyntree_plugin.provenance import provenance
+
+Done = Callable[[Engine, Cell, Run], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The loads: every set of prompts at every temperature with every batch."""
+
+    sets: Sequence[str]
+    temperatures: Sequence[float]
+    batches: Sequence[int]
+    requests: int
+    max_tokens: int
+    rounds: int
+    seed: int
+
+    @property
+    def prompts(self) -> int:
+        """Of each set: as many as are asked for, and enough for the largest batch."""
+        return max(self.requests, *self.batches)
+
+    def loads(self, sets: Mapping[str, Sequence[Any]]) -> dict[Cell, Load]:
+        """
+        Raises:
+            ValueError: if a set has too few prompts for a batch.
+        """
+        found = {}
+        for name, own in sets.items():
+            for temperature in self.temperatures:
+                for batch in self.batches:
+                    if len(own) < batch:
+                        raise ValueError(
+                            f"--batch {batch} needs as many prompts, and {name!r} has {len(own)}"
+                        )
+                    cell = Cell(prompts=name, temperature=temperature, batch=batch)
+                    asked = own[: max(self.requests, batch)]
+                    found[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed)
+        return found
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is compared: vLLM's ``chains`` by length, and ``trees``.
+
+    ``places``: engines kept side by side; None: as many as fit. With places for all they start
+    together, and every load is served by all of them before the next.
+    """
+
+    models: Models
+    chains: Sequence[int]
+    trees: plan.Trees
+    places: int | None = None
+
+    @property
+    def engines(self) -> int:
+        """How many; the first is the one without speculation."""
+        return 1 + len(self.chains) + len(self.trees)
+
+
+def of_engines(
+    settings: Settings,
+    contest: Contest,
+    notes: Sequence[str],
+    done: Done,
+    seconds_left: Callable[[], float] = lambda: math.inf,
+) -> Iterator[Result]:
+    """Measure engines of this machine; the result so far, after each round.
+
+    ``seconds_left``: what would not end in time is left out, and the notes say so.
+
+    Raises:
+        ValueError: if an option, or a model, does not fit.
+        RuntimeError: if an engine fails.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(contest.models.target)
+    context = AutoConfig.from_pretrained(contest.models.target).max_position_embeddings
+    most = context - settings.max_tokens - max([0, *contest.chains, *_nodes(contest)]) - 1
+    sets, longer = {}, 0
+    for source in settings.sets:
+        name, texts = prompts.read(source, settings.prompts, tokenizer, settings.seed)
+        sets[name], left_out = prompts.tokens(texts, tokenizer, most)
+        longer += left_out
+    loads = settings.loads(sets)
+    longest = max(len(ids) for own in sets.values() for ids in own) + settings.max_tokens
+    engines = plan.engines(
+        contest.models, list(loads), longest, chains=contest.chains, trees=contest.trees
+    )
+    notes = [*notes, *([f"{longer} prompts were too long, and left out."] if longer else [])]
+    shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
+    with Pool(contest.places) as pool:
+        if together := pool.holds(len(engines)):
+            pool.start(engines, warm_ups(list(loads.values())))
+        for series in measure(
+            engines, loads, settings.rounds, pool.engine, done,
+            by_cell=together, seconds_left=seconds_left,
+        ):  # fmt: skip
+            yield _result(settings, shown, series, [*notes, *_left_out(settings, loads, series)])
+
+
+def of_servers(
+    settings: Settings,
+    addresses: Sequence[str],
+    notes: Sequence[str],
+    chat: bool,
+    done: Done,
+    seconds_left: Callable[[], float] = lambda: math.inf,
+) -> Iterator[Result]:
+    """Measure running servers, all of them with a load before the next; the result so far, after
+    each round.
+
+    ``chat``: ask for chat completions. ``seconds_left``: as of `of_engines`.
+
+    Raises:
+        ValueError: if an address or a set of prompts is none.
+        OSError: if a server does not answer.
+    """
+    engines = server.engines(addresses)
+    sets = dict(
+        prompts.read(source, settings.prompts, None, settings.seed) for source in settings.sets
+    )
+    loads = settings.loads(sets)
+    warm: set[str] = set()
+
+    @contextmanager
+    def opened(engine: Engine, warm_up: list[Load]) -> Iterator[Server]:
+        client = server.Client(engine.arguments["base_url"], chat=chat)
+        for load in warm_up if engine.name not in warm else []:
+            client.serve(load)
+        warm.add(engine.name)
+        yield client
+
+    remarks = [
+        "Acceptance is from each server's /metrics, which counts its other clients too.",
+        "Prompts repeat from round to round, and a prefix cache shortens reading them again.",
+    ]
+    for series in measure(
+        engines, loads, settings.rounds, opened, done, by_cell=True, seconds_left=seconds_left
+    ):
+        told = [*remarks, *notes, *_left_out(settings, loads, series)]
+        yield _result(settings, engines, series, told)
+
+
+def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series]) -> Iterator[str]:
+    """What the time did not suffice for, in a line."""
+    rounds = dict.fromkeys(cells, 0)
+    for one in series:
+        rounds[one.cell] = len(one.runs)
+    if min(rounds.values()) < settings.rounds:
+        counts = ", ".join(
+            f"{n} at temperature {cell.temperature:g} with batch {cell.batch} ({cell.prompts})"
+            for cell, n in rounds.items()
+        )
+        yield f"Rounds measured, of {settings.rounds}: {counts}."
+
+
+def _result(
+    settings: Settings, engines: list[Engine], series: list[Any], notes: Sequence[str]
+) -> Result:
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+    return Result(
+        provenance=provenance() | threads,
+        settings=asdict(settings),
+        notes=[
+            f"Medians of {settings.rounds} interleaved rounds ± half of the range; ratios are of "
+            "the times per token, within each round. Other tokens: those that differ from the "
+            "first engine's, at temperature 0.",
+            *notes,
+        ],
+        engines=engines,
+        series=series,
+    )
+
+
+def _nodes(contest: Contest) -> Iterator[int]:
+    yield from (nodes for nodes, _ in contest.trees.values())

@@ -1,0 +1,196 @@
+"""What the demonstration shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from dyntree_plugin.commands.demo.engines import Comparison, Run, Settings
+from dyntree_plugin.commands.render import ACCEPTED, Detokenise, rich_tree, visible
+from dyntree_plugin.escape import escaped_lines
+from dyntree_plugin.tree.step import TreeStep
+
+_SLOWER = Text(
+    "Slower here: the target's forwards that the tree saves cost less than the tree itself. A tree "
+    "pays with a target that is much larger than its draft.\n",
+    style="yellow",
+)
+_ROUNDED = Text(
+    "Engines that add in another order may part where two tokens are all but equally likely: with "
+    "--dtype float32 that is rare.\n",
+    style="yellow",
+)
+_CODE_LINES = 4
+_CONTEXT_TOKENS = 200
+
+
+def show(console: Console, settings: Settings, comparison: Comparison) -> int:
+    """Show everything; the exit status, 1 if the text is not the same."""
+    plain, with_tree, text = comparison.plain, comparison.tree, comparison.text
+    drawn = most_telling(comparison.traces)
+    index, step = drawn or (0, None)
+    console.print(code(settings.prompts[index], with_tree.completions[index].text))
+    if step is not None:
+        completion = with_tree.completions[index]
+        context = [*completion.prompt_tokens, *completion.tokens][: step.context_length]
+        console.print(tree(step, "".join(map(text, context[-_CONTEXT_TOKENS:])), text))
+    console.print(speeds(plain, with_tree))
+    console.print(step_times(with_tree))
+    if with_tree.tokens_per_second < plain.tokens_per_second:
+        console.print(_SLOWER)
+    found = differences(plain, with_tree)
+    console.print(verdict(plain, found, text))
+    if found and settings.dtype != "float32":
+        console.print(_ROUNDED)
+    return 1 if found else 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which the two completions of a prompt part; None: the text has ended."""
+
+    prompt: int
+    position: int
+    without: int | None
+    with_tree: int | None
+
+
+def differences(plain: Run, tree: Run) -> list[Difference]:
+    """Where each prompt's completions part, for those prompts where they do."""
+    found = []
+    for prompt, (a, b) in enumerate(zip(plain.completions, tree.completions, strict=True)):
+        if a.tokens == b.tokens:
+            continue
+        same = (x == y for x, y in zip(a.tokens, b.tokens, strict=False))
+        shorter = min(len(a.tokens), len(b.tokens))
+        position = next((i for i, equal in enumerate(same) if not equal), shorter)
+        ends = [c.tokens[position] if position < len(c.tokens) else None for c in (a, b)]
+        found.append(Difference(prompt, position, *ends))
+    return found
+
+
+def most_telling(traces: Sequence[Sequence[TreeStep]]) -> tuple[int, TreeStep] | None:
+    """The prompt and step to draw: a long accepted path that is not the first guess at every turn.
+
+    None where no step had a tree.
+    """
+    steps = [(prompt, step) for prompt, steps in enumerate(traces) for step in steps]
+    return max(steps, key=lambda entry: _interest(entry[1]), default=None)
+
+
+def _interest(step: TreeStep) -> tuple[bool, int, int]:
+    turns = sum(
+        step.children(parent)[0] != node
+        for parent, node in zip([-1, *step.accepted], step.accepted, strict=False)
+    )
+    return turns > 0, len(step.accepted), turns
+
+
+def code(prompt: str, completion: str) -> RenderableType:
+    """A prompt and its completion, whose lines are marked."""
+    first = prompt.count("\n") + (2 if completion.startswith("\n") else 1)
+    whole = escaped_lines((prompt + completion).rstrip())
+    syntax = Syntax(
+        whole,
+        "python",
+        line_numbers=True,
+        highlight_lines=set(range(first, whole.count("\n") + 2)),
+        word_wrap=True,
+        background_color="default",
+    )
+    return Panel(syntax, title="❱ completed by the target", title_align="left", padding=(0, 1))
+
+
+def tree(step: TreeStep, before: str, text: Detokenise, title: str = "One step") -> RenderableType:
+    """One step's tree below the last lines of ``before``, the text up to its root."""
+    lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
+    legend = Text.assemble(
+        (f"{ACCEPTED} accepted", "bold green"),
+        "   numbers: estimated chance of the token, and of its whole path\n",
+        style="dim",
+    )
+    emitted = Text("\nThis step emitted: ", style="dim").append(
+        " ".join(visible(text(token)) for token in step.emitted), style="bold"
+    )
+    return Panel(
+        Group(legend, Text(lines, style="dim"), rich_tree(step, text), emitted),
+        title=f"{title}: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
+        title_align="left",
+        padding=(0, 1),
+    )
+
+
+def speeds(plain: Run, tree: Run) -> Table:
+    table = Table(title="One request at a time", title_justify="left", title_style="bold")
+    table.add_column()
+    table.add_column("without tree", justify="right")
+    table.add_column("with tree", justify="right")
+    runs = (plain, tree)
+    table.add_row(
+        "tokens per target step", *(f"{run.tokens_per_step:.2f}" for run in runs), style="bold"
+    )
+    table.add_row("time per target step", *(_ms(run.seconds / max(run.steps, 1)) for run in runs))
+    table.add_row("time per token", *(_ms(run.seconds / max(run.tokens, 1)) for run in runs))
+    table.add_row("tokens per second", *(f"{run.tokens_per_second:.0f}" for run in runs))
+    table.add_row("speed", "1.00×", f"{tree.tokens_per_second / plain.tokens_per_second:.2f}×")
+    return table
+
+
+def step_times(run: Run) -> Table:
+    """Where a step with a tree spends its time."""
+    stages = dict(run.stages)
+    rows = [
+        ("verify", ("target",), "the target's forward over all nodes"),
+        ("draft", ("draft",), "the draft's forwards"),
+        ("machinery", ("sample", "walk", "move", "grow"), ""),
+    ]
+    steps = max(run.steps, 1)
+    whole = run.seconds / steps
+    table = Table(title=f"Where a step's {_ms(whole)} go", title_justify="left", title_style="bold")
+    table.add_column()
+    table.add_column("per step", justify="right")
+    table.add_column("share", min_width=20)
+    table.add_column("what it is", style="dim")
+    left = whole
+    for name, parts, meaning in rows:
+        seconds = sum(stages.get(part, 0.0) for part in parts) / steps
+        left -= seconds
+        if len(parts) > 1:
+            meaning = ", ".join(f"{p} {_ms(stages.get(p, 0.0) / steps)}" for p in parts)
+        table.add_row(name, _ms(seconds), Bar(whole, 0, seconds, width=20), meaning)
+    left = max(left, 0.0)
+    table.add_row("engine", _ms(left), Bar(whole, 0, left, width=20), "vLLM around the worker")
+    return table
+
+
+def verdict(plain: Run, found: Sequence[Difference], text: Detokenise) -> Text:
+    """Whether the text is the same, and where it is not."""
+    prompts = len(plain.completions)
+    if not found:
+        return Text(
+            f"{ACCEPTED} The text is the same with and without the tree: "
+            f"{prompts} completions, {plain.tokens} tokens.",
+            style="bold green",
+        )
+    lines = [f"The text differs with the tree in {len(found)} of {prompts} completions:"]
+    for each in found:
+        without, with_tree = (
+            "the end" if token is None else visible(text(token))
+            for token in (each.without, each.with_tree)
+        )
+        lines.append(
+            f"  completion {each.prompt + 1}, token {each.position + 1}: "
+            f"{without} without the tree, {with_tree} with it"
+        )
+    return Text("\n".join(lines), style="bold red")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,195 @@
+"""What is looked at on this machine, one function per check."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Literal
+
+from dyntree_plugin import openmp
+from dyntree_plugin.admission import versions
+from dyntree_plugin.options import NAMESPACE
+
+_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``fail``: something is broken, or would be refused."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+def of_machine() -> Iterator[Check]:
+    """Everything that does not depend on a command line."""
+    yield Check("Python", "ok", f"{platform.python_version()} on {platform.machine()}")
+    yield vllm()
+    yield plugin()
+    if versions.installed_vllm() is None:
+        return
+    kind = device_type()
+    yield device()
+    yield runner()
+    yield from packages(kind)
+    if kind == "cpu":
+        yield native_kernels()
+        yield openmp_library()
+
+
+def vllm() -> Check:
+    name, version = versions.installed_vllm() or ("vllm", "not installed")
+    found = f"{name} {version}"
+    if versions.version_refusal() is None:
+        return Check("vLLM", "ok", found)
+    names = " or ".join(versions.DISTRIBUTIONS)
+    advice = f"install {names} {versions.SUPPORTED_VLLM}, as the README's section Install says"
+    return Check("vLLM", "fail", found, advice)
+
+
+def plugin() -> Check:
+    """Whether vLLM finds the plugin, and is let to load it."""
+    group = "vllm.general_plugins"
+    if NAMESPACE not in {entry.name for entry in metadata.entry_points(group=group)}:
+        advice = "install dyntree into this environment with pip"
+        return Check("plugin", "fail", f"no entry point {NAMESPACE} in {group}", advice)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and NAMESPACE not in allowed.split(","):
+        found = f"VLLM_PLUGINS={allowed!r} leaves it out"
+        return Check("plugin", "fail", found, f"unset it, or add {NAMESPACE}")
+    return Check("plugin", "ok", f"entry point {NAMESPACE} in {group}")
+
+
+def device() -> Check:
+    from vllm.platforms import current_platform
+
+    kind = device_type()
+    if kind == "cpu":
+        from dyntree_plugin.provenance import provenance
+
+        return Check("device", "ok", f"cpu: {provenance()['cpu']}, {_cores()} cores to run on")
+    found = f"{kind}: {current_platform.get_device_name()}" if kind else "none that vLLM knows"
+    refusal = versions.platform_refusal(kind)
+    if refusal is None:
+        advice = (
+            "trees are unproven on a GPU: compare the tokens of a few greedy requests with those "
+            "of the same engine without the dyntree options"
+        )
+        return Check("device", "warn", found, advice)
+    return Check("device", "fail", found, refusal.partition(": ")[2])
+
+
+def runner() -> Check:
+    variable = "VLLM_USE_V2_MODEL_RUNNER"
+    value = os.environ.get(variable)
+    if value is not None and value.lower() in ("0", "false"):
+        return Check(
+            "runner", "fail", f"{variable}={value!r}", "trees need the V2 runner: unset it"
+        )
+    return Check("runner", "ok", "V2, which dyntree selects for engines with trees")
+
+
+def packages(kind: str) -> Iterator[Check]:
+    """What the kernels are made with; those for a GPU are not missed on a CPU."""
+    for name, distribution, of_kind in (
+        ("numba", "numba", "cpu"),
+        ("Triton", "triton", "cuda"),
+        ("FlashInfer", "flashinfer-python", "cuda"),
+        ("xFormers", "xformers", "cuda"),
+    ):
+        try:
+            yield Check(name, "ok", metadata.version(distribution))
+        except metadata.PackageNotFoundError:
+            if kind != of_kind:
+                yield Check(name, "ok", f"not installed; it is for {of_kind.upper()} engines")
+            elif name in ("numba", "Triton"):
+                yield Check(name, "fail", "not installed", f"pip install {distribution}")
+            else:
+                yield Check(name, "warn", "not installed", f"for its kernel: {distribution}")
+
+
+def companions() -> Check:
+    """Whether the packages load that transformers imports wherever they are installed.
+
+    Those for CUDA, which pip takes where it does not find others, do not beside a PyTorch for CPUs.
+    """
+    name = "companions"
+    there = [package for package in _COMPANIONS if find_spec(package) is not None]
+    broken = {}
+    for package in there:
+        try:
+            import_module(package)
+        except (ImportError, OSError, RuntimeError) as problem:
+            broken[package] = str(problem).partition("\n")[0]
+    if not broken:
+        return Check(name, "ok", f"of PyTorch: {', '.join(there) or 'none, and none is needed'}")
+    advice = f"pip uninstall {' '.join(broken)}; or install their builds for this PyTorch"
+    told = "; ".join(f"{package} does not load: {problem}" for package, problem in broken.items())
+    return Check(name, "fail", told, advice)
+
+
+def native_kernels() -> Check:
+    """Compiles the CPU's kernels and compares tree attention with dense softmax."""
+    name = "CPU kernels"
+    start = time.perf_counter()
+    try:
+        from dyntree_plugin.commands.doctor.kernels import largest_error
+
+        error = largest_error()
+    except (ImportError, RuntimeError) as problem:  # numba's own are RuntimeErrors
+        return Check(name, "fail", f"they do not run: {problem}", "reinstall numba")
+    seconds = time.perf_counter() - start
+    found = f"compiled and run in {seconds:.1f} s, {error:.0e} off the dense oracle"
+    if error > 1e-4:
+        return Check(name, "fail", found, "the results are wrong: report it with this CPU's name")
+    return Check(name, "ok", found)
+
+
+def openmp_library() -> Check:
+    """Which OpenMP the engines of this environment run with."""
+    path = openmp.library()
+    chosen = os.environ.get("LD_PRELOAD", "")
+    if path is None:
+        return Check("OpenMP", "ok", "PyTorch's own; Intel's is not there for this machine")
+    if openmp.loaded():
+        return Check("OpenMP", "ok", "libiomp5 is loaded in this process")
+    if any(other in chosen for other in ("libomp", "libgomp")):
+        advice = f"small models decode faster with LD_PRELOAD={path}"
+        return Check("OpenMP", "warn", f"LD_PRELOAD={chosen!r} is kept", advice)
+    found = "libiomp5 is there; dyntree's commands and vLLM's processes load it by themselves"
+    return Check("OpenMP", "ok", found, f"for an engine in your own process: LD_PRELOAD={path}")
+
+
+def memory(wanted: float) -> Check:
+    """Whether the share of the memory that vLLM's CPU engine asks for is free."""
+    import psutil  # type: ignore[import-untyped]
+
+    usage = psutil.virtual_memory()
+    share = usage.available / usage.total
+    found = f"{usage.available / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+    if share >= wanted:
+        return Check("memory", "ok", found)
+    advice = (
+        f"vLLM asks for {wanted:.0%}: set --gpu-memory-utilization, which means the CPU's memory "
+        f"here, to at most {max(share - 0.05, 0.05):.2f}"
+    )
+    return Check("memory", "fail", found, advice)
+
+
+def device_type() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

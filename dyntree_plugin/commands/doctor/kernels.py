@@ -1,0 +1,131 @@
+"""The kernels of this machine: which is used for what, whether they are right, and building
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from importlib.util import find_spec
+
+import torch
+
+from dyntree_kernels import dispatch
+from dyntree_plugin.commands.doctor.checks import Check
+
+_ROWS = 17
+_CONTEXT = 1024
+
+
+def attention(
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    rows: int = _ROWS,
+    model: str = "",
+    table: Collection[dispatch.Measurement] = (),
+) -> Check:
+    """The implementation of tree attention for a model's shape, and why it.
+
+    ``model``: whose shape it is; without one it is an example. ``table``: what was measured.
+    """
+    name = f"attention, {model}" if model else "attention"
+    cuda = torch.cuda.is_available()
+    problem = dispatch.Problem(
+        device=torch.cuda.get_device_name() if cuda else "cpu",
+        capability=torch.cuda.get_device_capability() if cuda else None,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        kv_dtype=dtype,
+        rows=rows,
+        context=_CONTEXT,
+    )
+    shape = (
+        f"{heads} heads, {kv_heads} of them with KV, of size {head_size} in "
+        f"{str(dtype).removeprefix('torch.')}"
+    )
+    try:
+        choice = dispatch.choose(problem, _available(problem), table)
+    except ValueError as error:
+        return Check(name, "fail", f"none for {shape}", str(error).partition("(")[2].rstrip(")"))
+    example = "" if model else ", for example"
+    return Check(name, "ok", f"{choice.name}{example} for {shape}: {choice.reason}")
+
+
+def _available(problem: dispatch.Problem) -> set[str]:
+    """What an engine would choose from."""
+    if problem.capability is None:
+        return dispatch.installed()
+    from dyntree_plugin.engine.attention.choice import built_variant
+
+    built = built_variant(problem.dtype, problem.kv_dtype, problem.head_size)
+    return dispatch.installed() & ({"triton"} if built is None else {"triton", "flashinfer"})
+
+
+def layout(head_size: int = 128, dtype: torch.dtype = torch.bfloat16, model: str = "") -> Check:
+    """How vLLM packs a model's KV cache on this CPU, and whether our kernels read that."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from dyntree_kernels.cpu.layout import ISAS
+
+    name = f"KV layout, {model}" if model else "KV layout"
+    isa = _get_attn_isa(dtype, 128, head_size)
+    if isa not in ISAS:
+        advice = f"trees need one of {', '.join(ISAS)}: use an x86 CPU"
+        return Check(name, "fail", isa, advice)
+    if isa == "amx":
+        advice = (
+            "unproven on hardware: compare with `dyntree demo --dtype bfloat16`, or use float32"
+        )
+        return Check(name, "warn", isa, advice)
+    return Check(name, "ok", isa)
+
+
+def largest_error() -> float:
+    """Of tree attention on the CPU, against dense softmax, for one small tree."""
+    from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
+    from dyntree_kernels.cpu.attention import tree_attention
+    from dyntree_kernels.cpu.layout import unpack
+    from dyntree_kernels.reference import masked_attention
+
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 5]])
+    rows, context, scale = parents.shape[1], 40, 0.2
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 2, 2, 32, 32, generator=generator)
+    q = torch.randn(rows, 4, 32, generator=generator)
+    out, bits = torch.empty_like(q), ancestor_bits(parents)[0]
+    span = torch.tensor([0, rows], dtype=torch.int32)
+    table, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([context])
+    tree_attention(q, key, value, "vec", table, lengths, span, bits, out, scale)
+    keys, values = (each[: context + rows] for each in unpack(key, value, "vec"))
+    mask = torch.nn.functional.pad(unpack_bits(bits, rows), (context, 0), value=True)
+    expected = masked_attention(q, keys, values, mask, scale)
+    return float((out.double() - expected).abs().max())
+
+
+def build(
+    head_sizes: set[int], dtype: torch.dtype, report: Callable[[str], None]
+) -> Iterator[Check]:
+    """Builds FlashInfer's tree attention ahead of time, a module per head size."""
+    name = "building kernels"
+    if not torch.cuda.is_available():
+        advice = (
+            "only FlashInfer's kernel is built ahead; the CPU's compile when they are first run"
+        )
+        yield Check(name, "fail", "there is no CUDA device here", advice)
+        return
+    if find_spec("flashinfer") is None:
+        yield Check(name, "fail", "FlashInfer is not installed", "pip install flashinfer-python")
+        return
+    from dyntree_kernels.cuda.flashinfer_variant import Variant
+    from dyntree_kernels.cuda.flashinfer_variant import build as build_variant
+
+    for head_size in sorted(head_sizes):
+        try:
+            variant = Variant(dtype, dtype, head_size)
+            seconds = build_variant(variant, report)
+        except (ValueError, RuntimeError) as error:  # a shape it does not serve; nvcc
+            yield Check(name, "fail", str(error), "see kernels/README.md for what it needs")
+            continue
+        yield Check(name, "ok", f"{variant.name}, {seconds:.0f} s")

@@ -1,0 +1,156 @@
+"""`dyntree show`: the trees of a generation, in a terminal, as Graphviz DOT, or as an HTML page."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from dyntree_plugin.admission import reasons
+from dyntree_plugin.commands.arguments import (
+    Draft,
+    Dtype,
+    MaxTokens,
+    Nodes,
+    Target,
+    Temperature,
+    TopP,
+    Verbose,
+    both_or_neither,
+    chosen_dtype,
+)
+from dyntree_plugin.commands.show import arguments, page
+from dyntree_plugin.commands.show.arguments import Format
+from dyntree_plugin.commands.show.generation import Generation, load, save
+from dyntree_plugin.commands.show.text import as_dot, as_text
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_BY_SUFFIX: dict[str, Format] = {".html": "html", ".htm": "html", ".dot": "dot", ".gv": "dot"}
+
+
+def main(words: Sequence[str]) -> None:
+    """Run it with the words behind ``dyntree show``; ends the process.
+
+    Exit status: 0 if the trees are shown, 2 if the arguments, the models or the trace do not fit.
+    """
+    app(list(words), prog_name="dyntree show")
+
+
+@app.command()
+def show(
+    prompt: arguments.Prompt = None,
+    file: arguments.PromptFile = None,
+    target: Target = None,
+    draft: Draft = None,
+    max_tokens: MaxTokens = 96,
+    nodes: Nodes = 16,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: arguments.Seed = 0,
+    dtype: Dtype = None,
+    options: arguments.Options = "{}",
+    trace: arguments.Trace = None,
+    saved: arguments.SavedTrace = None,
+    given_format: arguments.GivenFormat = None,
+    output: arguments.Output = None,
+    step: arguments.Step = None,
+    verbose: Verbose = False,
+) -> None:
+    """Completes a prompt and shows the tree of every step: its tokens, how likely each was
+    thought to be, which were accepted, and the bonus token.
+
+    Without --target and --draft it takes the pair of tiny models that comes with dyntree.
+    """
+    suffix = output.suffix.lower() if output is not None else ""
+    form = given_format or _BY_SUFFIX.get(suffix, "terminal")
+    if step is not None and form == "html":
+        raise typer.BadParameter("--step is for --format terminal or dot: a page has all steps")
+    asked = (prompt, file, target, draft, trace)
+    if saved is not None and any(value is not None for value in asked):
+        raise typer.BadParameter("--from draws a saved trace: give no prompt, model or --trace")
+    settings: dict[str, Any] = {"dtype": chosen_dtype(dtype, target), "options": options}
+    settings |= {"nodes": nodes, "temperature": temperature, "top_p": top_p}
+    settings |= {"seed": seed, "max_tokens": max_tokens}
+    with nullcontext() if verbose else reasons.told_by("dyntree show"):
+        if saved is not None:
+            generation = load(saved)
+        else:
+            text = _prompt(prompt, file, own_models=target is not None)
+            generation = _recorded(target, draft, text, settings, verbose=verbose)
+        if trace is not None:
+            save(generation, trace)
+        _write(generation, form, output, step)
+
+
+def _prompt(prompt: str | None, file: str | None, *, own_models: bool) -> str | None:
+    """The prompt; None where the held-out one is wanted."""
+    if prompt is not None and file is not None:
+        raise typer.BadParameter("a prompt is given twice, as text and with --file: give it once")
+    if file is not None:
+        prompt = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+    if prompt is None and own_models:
+        raise typer.BadParameter("give a prompt for these models, as text or with --file")
+    if prompt == "":
+        raise typer.BadParameter("the prompt is empty")
+    return prompt
+
+
+def _recorded(
+    target: str | None,
+    draft: str | None,
+    prompt: str | None,
+    settings: dict[str, Any],
+    *,
+    verbose: bool,
+) -> Generation:
+    """Completes the prompt on an engine."""
+    from dyntree_plugin import pair
+    from dyntree_plugin.commands.demo import announcing, fetch, tree_options
+    from dyntree_plugin.commands.demo.engines import Settings
+    from dyntree_plugin.commands.quiet import quiet
+    from dyntree_plugin.commands.show.record import record
+
+    both_or_neither(target, draft)
+    asked = tree_options(settings["options"], settings["nodes"])
+    settings["options"] = {"budget": "fixed", **asked}
+    if target is None or draft is None:
+        target, draft = (str(path) for path in pair.paths().values())
+    prompts = pair.held_out_prompts(1) if prompt is None else [prompt]
+    for model in (target, draft):
+        fetch(model)
+    # Standard output is for the trees.
+    with (
+        os.fdopen(os.dup(2), "w") as screen,
+        nullcontext() if verbose else quiet(),
+        announcing(Console(file=screen)) as announce,
+    ):
+        made = Settings(target=target, draft=draft, prompts=prompts, **settings)
+        return record(made, announce)
+
+
+def _write(generation: Generation, form: Format, output: Path | None, step: int | None) -> None:
+    steps = generation.steps
+    if step is not None:
+        if step > len(steps):
+            raise ValueError(f"--step {step} is behind the last one: there are {len(steps)} steps")
+        steps = [steps[step - 1]]
+    if form == "terminal" and output is None:
+        as_text(generation, steps, Console(highlight=False))
+        return
+    if form == "html":
+        text = page.render(generation)
+    elif form == "dot":
+        text = as_dot(generation, steps)
+    else:
+        text = as_text(generation, steps)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, "utf-8")

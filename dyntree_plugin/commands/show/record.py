@@ -1,0 +1,99 @@
+"""Records a generation from an engine with trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from dyntree_plugin.commands.demo.engines import (
+    Announce,
+    Settings,
+    engine,
+    sampling_params,
+    text_of_tokens,
+    with_trees,
+)
+from dyntree_plugin.commands.show.generation import Generation
+from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.step import TreeStep
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+_BEFORE = 8
+"""Tokens that stand before a token when its text is asked for: some have another one alone."""
+
+
+def record(settings: Settings, announce: Announce) -> Generation:
+    """Complete the first of the prompts on an engine of its own, and keep every tree."""
+    with announce("Loading vLLM", None):
+        arguments = with_trees(settings)
+    with ExitStack() as stack:
+        with announce("Starting target and draft", None):
+            llm = stack.enter_context(engine(arguments))
+        with announce("Completing with the tree", None):
+            return complete(llm, settings.prompts[0], sampling_params(settings, 0))
+
+
+def complete(llm: LLM, prompt: str, params: SamplingParams) -> Generation:
+    """Complete a prompt on a running engine with trees, and keep every tree.
+
+    Nothing else may run on the engine meanwhile.
+    """
+    from dyntree_plugin.engine.telemetry.trace import start_trace, stop_trace
+
+    start_trace(llm)
+    output = llm.generate(prompt, params, use_tqdm=False)[0]
+    return _generation(llm, output, params, stop_trace(llm))
+
+
+def _generation(
+    llm: LLM, output: RequestOutput, params: SamplingParams, steps: list[TreeStep]
+) -> Generation:
+    config = llm.llm_engine.vllm_config
+    options = DynTreeOptions.of(config.additional_config)
+    speculation = config.speculative_config
+    if options is None or speculation is None or speculation.model is None:
+        raise ValueError("this engine has no trees: start it with dyntree options")
+    plan = options.resolve(speculation.num_speculative_tokens)
+    prompt_tokens = list(output.prompt_token_ids or ())
+    tokens = list(output.outputs[0].token_ids)
+    in_trees = {t for step in steps for t in (step.root_token, *step.tokens, *step.emitted)}
+    text = text_of_tokens(llm)
+    coupled = plan.coupled and params.temperature > 0
+    drafts_own = not (coupled or plan.calibrated)
+    return Generation(
+        target=config.model_config.model,
+        draft=speculation.model,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        seed=params.seed,
+        node_budget=plan.shape.node_budget,
+        options=options.model_dump(exclude_unset=True),
+        prompt_tokens=prompt_tokens,
+        tokens=tokens,
+        pieces=pieces(llm.get_tokenizer().decode, [*prompt_tokens, *tokens]),
+        texts={token: text(token) for token in sorted(in_trees)},
+        steps=steps,
+        chances="draft" if drafts_own else "estimated",
+    )
+
+
+def pieces(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
+    """The text of each token where it stands; joined they are the whole text.
+
+    Of several tokens that make one character only the last has it.
+    """
+    found: list[str] = []
+    known = 0  # tokens whose text is found
+    for end in range(1, len(tokens) + 1):
+        start = max(known - _BEFORE, 0)
+        text = decode(tokens[start:end])
+        if text.endswith("\ufffd") and end < len(tokens):
+            found.append("")
+            continue
+        found.append(text[len(decode(tokens[start:known])) :])
+        known = end
+    return found

@@ -1,0 +1,135 @@
+"""The figures of an engine, from its counters. They are those of the dashboards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dyntree_plugin.commands.top.page import Page, Series
+from dyntree_plugin.metrics.names import PREFIX
+
+
+@dataclass(frozen=True)
+class Figures:
+    """An engine's figures over ``seconds``, or None since it began; None where nothing happened.
+
+    ``acceptance_length``: tokens per request and step, the bonus token included.
+    ``tokens_per_step``: of all decoding requests per forward of the target. ``speed``: against no
+    speculation, as the metric ``compared_seconds`` estimates it. ``calibration``: accepted tokens
+    against those that the trees' values expected. ``reached``: share of request steps whose
+    accepted path is at least 1, 2, … deep. ``stage_seconds``: per forward of the target.
+    ``pruned``: nodes per request step.
+    """
+
+    model_name: str
+    engine: str
+    seconds: float | None
+    configuration: dict[str, str]
+    node_budget: int
+    running: int
+    waiting: int
+    request_steps: int
+    tokens_per_second: float | None
+    acceptance_length: float | None
+    tokens_per_step: float | None
+    speed: float | None
+    node_efficiency: float | None
+    nodes: float | None
+    calibration: float | None
+    fallback_share: float | None
+    fallbacks: dict[str, float]
+    pruned: dict[str, float]
+    reached: list[float]
+    stage_seconds: dict[str, float]
+
+
+def figures(now: Page, before: Page | None = None) -> list[Figures]:
+    """Of every engine, since ``before`` or since the engine began, whichever came later."""
+    found = []
+    for key, series in sorted(now.engines.items()):
+        earlier = {} if before is None else before.engines.get(key, {})
+        if _began_anew(series, earlier):
+            earlier = {}
+        seconds = None if before is None else now.seconds - before.seconds
+        found.append(_of_engine(*key, seconds, _Counters(series, earlier)))
+    return found
+
+
+def _began_anew(now: Series, before: Series) -> bool:
+    """Whether something has been counted less often; seconds may round otherwise when summed."""
+    return any(
+        _total(now, name, labels) < value
+        for name, found in before.items()
+        if name.startswith(PREFIX) and name.endswith("_count")
+        for labels, value in found
+    )
+
+
+class _Counters:
+    """By how much an engine's counters have grown, and its gauges as they are."""
+
+    def __init__(self, now: Series, before: Series) -> None:
+        self._now = now
+        self._before = before
+
+    def gauge(self, name: str) -> int:
+        return int(sum(value for _, value in self._now.get(name, ())))
+
+    def total(self, name: str, **where: str) -> float:
+        return _total(self._now, name, where) - _total(self._before, name, where)
+
+    def by(self, label: str, name: str) -> dict[str, float]:
+        found = [labels[label] for labels, _ in self._now.get(name, ()) if label in labels]
+        return {value: self.total(name, **{label: value}) for value in found}
+
+    def labels(self, name: str) -> dict[str, str]:
+        return next((labels for labels, _ in self._now.get(name, ())), {})
+
+
+def _total(series: Series, name: str, where: dict[str, str]) -> float:
+    return sum(value for labels, value in series.get(name, ()) if where.items() <= labels.items())
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    ratio = part / whole if whole > 0 else math.inf
+    return ratio if math.isfinite(ratio) else None
+
+
+def _of_engine(model_name: str, engine: str, seconds: float | None, c: _Counters) -> Figures:
+    steps = c.total(f"{PREFIX}tree_nodes_count")
+    nodes = c.total(f"{PREFIX}tree_nodes_sum")
+    accepted = c.total(f"{PREFIX}accepted_path_tokens_sum")
+    fallbacks = c.by("reason", f"{PREFIX}fallback_steps_total")
+    chained = sum(steps for reason, steps in fallbacks.items() if reason != "empty_tree")
+    by_depth = c.by("depth", f"{PREFIX}accepted_nodes_total")
+    forwards = c.total(f"{PREFIX}stage_seconds_count", stage="target")
+    compared = c.by("decoding", f"{PREFIX}compared_seconds_total")
+    length = _ratio(accepted, steps)
+    return Figures(
+        model_name=model_name,
+        engine=engine,
+        seconds=seconds,
+        configuration=c.labels(f"{PREFIX}config_info"),
+        node_budget=c.gauge(f"{PREFIX}node_budget"),
+        running=c.gauge("vllm:num_requests_running"),
+        waiting=c.gauge("vllm:num_requests_waiting"),
+        request_steps=int(steps),
+        tokens_per_second=seconds and _ratio(c.total("vllm:generation_tokens_total"), seconds),
+        acceptance_length=None if length is None else 1 + length,
+        tokens_per_step=_ratio(steps + accepted, forwards),
+        speed=_ratio(compared.get("plain", 0), compared.get("tree", 0)),
+        node_efficiency=_ratio(accepted, nodes),
+        nodes=_ratio(nodes, steps),
+        calibration=_ratio(accepted, c.total(f"{PREFIX}estimated_accepted_tokens_total")),
+        fallback_share=_ratio(chained, steps),
+        fallbacks=_shares(fallbacks, steps),
+        pruned=_shares(c.by("reason", f"{PREFIX}pruned_nodes_total"), steps),
+        reached=list(_shares(by_depth, steps).values()),
+        stage_seconds=_shares(c.by("stage", f"{PREFIX}stage_seconds_sum"), forwards),
+    )
+
+
+def _shares(parts: dict[str, float], whole: float) -> dict[str, float]:
+    """Those parts that are not 0, of the whole."""
+    shares = {name: _ratio(part, whole) for name, part in parts.items() if part}
+    return {name: share for name, share in shares.items() if share is not None}

@@ -1,0 +1,99 @@
+"""Where a step's time goes on a device that runs behind the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from dyntree_plugin.engine.step.clock import STAGES, Clock
+
+
+class Event(Protocol):
+    """What the clock needs of ``torch.cuda.Event``."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds."""
+        ...
+
+
+def cuda_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+class EventClock(Clock):
+    """Marks the stages in the device's stream; what lies between marks is read when it is done.
+
+    Marks are taken on the current stream, none while it captures a graph. Times hold whatever the
+    device does in between, idling for the host included.
+    """
+
+    def __init__(
+        self,
+        make_event: Callable[[], Event] = cuda_event,
+        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+    ) -> None:
+        self._make_event = make_event
+        self._capturing = capturing
+        # Events cost microseconds to make; those that were read are used again.
+        self._free: deque[Event] = deque()
+        self._marks: list[tuple[str | None, Event]] = []
+        self._running: list[str] = []
+
+    def start(self, stage: str) -> None:
+        self._running.append(stage)
+        self._mark()
+
+    def stop(self) -> None:
+        if self._running:
+            self._running.pop()
+            self._mark()
+
+    def split(self) -> EventTimes:
+        self._running.clear()
+        if self._marks:
+            self._mark()
+        marks, self._marks = self._marks, []
+        return EventTimes(marks, self._free)
+
+    def _mark(self) -> None:
+        if self._capturing():
+            return
+        event = self._free.popleft() if self._free else self._make_event()
+        event.record()
+        self._marks.append((self._running[-1] if self._running else None, event))
+
+
+class EventTimes:
+    """The times between marks, each with the stage that began there."""
+
+    def __init__(self, marks: list[tuple[str | None, Event]], free: deque[Event]) -> None:
+        """``free`` gets the events back once they are read."""
+        self._marks = marks
+        self._free = free
+        self._seconds: dict[str, float] | None = None
+
+    def ready(self) -> bool:
+        return self._seconds is not None or not self._marks or self._marks[-1][1].query()
+
+    def seconds(self) -> dict[str, float]:
+        if self._seconds is not None:
+            return self._seconds
+        seconds = dict.fromkeys(STAGES, 0.0)
+        if self._marks:
+            self._marks[-1][1].synchronize()  # sync: ready() tells whether it waits
+        for (stage, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if stage is not None:
+                seconds[stage] += begin.elapsed_time(end) / 1e3
+        self._free.extend(event for _, event in self._marks)
+        self._marks, self._seconds = [], seconds
+        return seconds

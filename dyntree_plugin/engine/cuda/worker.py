@@ -1,0 +1,39 @@
+"""The worker that vLLM starts on CUDA for an engine with trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from dyntree_plugin.engine.worker import TreeWorkerMixin
+
+_BACKENDS = "dyntree_plugin.engine.attention.cuda"
+
+
+class TreeGPUWorker(TreeWorkerMixin, Worker):
+    """vLLM's GPU worker with our runner and attention."""
+
+    attention_backends: ClassVar[Mapping[str, str]] = {
+        "FLASH_ATTN": f"{_BACKENDS}.TreeFlashAttentionBackend",
+        "TRITON_ATTN": f"{_BACKENDS}.TreeTritonAttentionBackend",
+    }
+
+    def _make_model_runner(self) -> Any:
+        from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner
+
+        if self.device is None:
+            raise RuntimeError("vLLM makes the runner before it knows the device")
+        return TreeGPUModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.warm_up_attention()
+        # With graphs, if there are any: as the steps that it is compared with run.
+        self.model_runner.measure_plain_cost()
+        super()._maybe_activate_jit_monitor()
+        return times
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """vLLM does it when its own kernels are compiled, and then reports every other."""

@@ -1,0 +1,1 @@
+"""Counts of steps, on their way from the worker to Prometheus."""

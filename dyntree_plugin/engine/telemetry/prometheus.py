@@ -1,0 +1,130 @@
+"""The plugin's metrics in vLLM's own Prometheus registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
+
+from dyntree_plugin import __version__
+from dyntree_plugin.engine.configuration import plan_in_force
+from dyntree_plugin.engine.fallback import FALLBACK_REASONS, PRUNE_REASONS
+from dyntree_plugin.engine.step.clock import PLAIN, STAGES, TREE
+from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
+from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS, Metric
+from dyntree_plugin.tree.plan import TreePlan
+
+Family = Counter | Gauge | Histogram
+
+
+class TreeSpecDecodingProm(SpecDecodingProm):
+    """vLLM's speculation counters, and ours where the engine speculates with trees.
+
+    vLLM makes it in every process that serves metrics; what it observes came through the
+    engine's own stats channel.
+    """
+
+    def __init__(
+        self,
+        speculative_config: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(speculative_config, labelnames, per_engine_labelvalues, *args, **kwargs)
+        self._series: dict[int, list[tuple[Metric, _Series]]] = {}
+        plan = None if speculative_config is None else plan_in_force(speculative_config)
+        if plan is None:
+            return
+        families = [(metric, _family(metric, labelnames)) for metric in METRICS]
+        for engine, labels in per_engine_labelvalues.items():
+            self._series[engine] = [(m, _Series(family, labels)) for m, family in families]
+            self._begin(self._series[engine], plan)
+
+    def _begin(self, series: list[tuple[Metric, _Series]], plan: TreePlan) -> None:
+        """Make every series exist from the start, so that a rate sees its first event."""
+        for metric, by_label in series:
+            for values in _label_values(metric, plan):
+                one = by_label[values]
+                if isinstance(one, Gauge):
+                    one.set(1 if metric.source is None else plan.shape.node_budget)
+
+    def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
+        super().observe(spec_decoding_stats, engine_idx)
+        if not isinstance(spec_decoding_stats, TreeSpecDecodingStats):
+            return
+        for metric, by_label in self._series.get(engine_idx, ()):
+            if metric.source is None:
+                continue
+            value = getattr(spec_decoding_stats, metric.source)
+            if metric.labels:
+                for label, amount in _items(value):
+                    if amount:  # of a counter's series most have nothing to add
+                        _add(by_label[label,], amount)
+            else:
+                for amount in value if isinstance(value, list) else [value]:
+                    _add(by_label[()], amount)
+
+
+class _Series(dict[tuple[str, ...], Family]):
+    """An engine's series of one metric by the values of the metric's own labels.
+
+    Looking a series up in prometheus_client takes as long as counting.
+    """
+
+    def __init__(self, family: Family, labels: list[object]) -> None:
+        super().__init__()
+        self._family = family
+        self._labels = labels
+
+    def __missing__(self, values: tuple[str, ...]) -> Family:
+        self[values] = self._family.labels(*self._labels, *values)
+        return self[values]
+
+
+def _family(metric: Metric, labelnames: list[str]) -> Family:
+    names = [*labelnames, *metric.labels]
+    if metric.kind == "histogram":
+        return Histogram(metric.name, metric.meaning, names, buckets=metric.buckets)
+    if metric.kind == "gauge":
+        # Of several API servers, the one that has heard of the engine last.
+        return Gauge(metric.name, metric.meaning, names, multiprocess_mode="mostrecent")
+    return Counter(metric.name, metric.meaning, names)
+
+
+def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[str, ...]]:
+    """The label values of every series that a metric can have."""
+    if not metric.labels:
+        return [()]
+    if metric.labels == CONFIG_LABELS:
+        in_force = {"version": __version__, **plan.in_force()}
+        # A label that is empty is one that is not there: the growth reads no such parameter.
+        return [tuple(str(in_force.get(label, "")) for label in CONFIG_LABELS)]
+    (label,) = metric.labels
+    values: dict[str, Iterable[object]] = {
+        "depth": range(1, plan.shape.max_depth + 1),
+        "reason": PRUNE_REASONS if metric.source == "pruned" else FALLBACK_REASONS,
+        "stage": STAGES,
+        "decoding": (TREE, PLAIN),
+    }
+    return [(str(value),) for value in values[label]]
+
+
+def _add(series: Family, value: float) -> None:
+    if isinstance(series, Histogram):
+        series.observe(value)
+    elif isinstance(series, Gauge):
+        series.set(value)
+    elif value:
+        series.inc(value)
+
+
+def _items(value: Mapping[str, float] | list[float]) -> Iterator[tuple[str, float]]:
+    """Label value and amount: a mapping's own, or a list's by position from 1."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    else:
+        yield from ((str(index), amount) for index, amount in enumerate(value, start=1))

@@ -1,0 +1,1 @@
+"""Growths and verification rules of the papers, for comparison with those that serve."""

@@ -1,1 +1,0 @@
-"""Ways to verify a tree, one file each."""

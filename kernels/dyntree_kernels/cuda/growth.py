@@ -1,0 +1,311 @@
+"""Best-first growth on the device: three launches between draft forwards, and two at the end.
+
+Expansion 0 is the root's, expansion 1 + c that of the node in scratch column c; candidate
+``e * K + k`` is the k-th child of expansion e, so candidates stand behind their parents. As a
+child is never worth more than its parent, the N most valuable candidates, in descending order and
+of equals the earlier first, are a tree whose parents stand before their children. All shapes are
+known on the host, and all memory stays where it is, so that a CUDA graph can hold it.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from dyntree_kernels.cuda.children import merge, warps_for
+from dyntree_kernels.cuda.gumbel import rank_blocks
+from dyntree_kernels.growth import GrowthSettings, OfRequests, StepGrowth, expansions_of
+
+MOST_CANDIDATES = 8192
+"""Of a request: one program has them all in its registers."""
+
+_RANKED = 32  # candidates that one program ranks, and rows whose nodes it stores
+_AGAINST = 128  # candidates that they are compared with at a time
+
+
+@triton.jit
+def _choose(
+    VALUES, OPEN, known, width, budget, least,
+    WIDTH: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The `width` most valuable candidates that were not expanded, and their values; -1 and -inf
+    from where on they could not have children in the tree."""
+    candidate, place = tl.arange(0, CANDIDATES), tl.arange(0, WIDTH)
+    inside = candidate < known
+    values = tl.load(VALUES + candidate, mask=inside, other=float("-inf"))
+    open = tl.load(OPEN + candidate, mask=inside, other=float("-inf"))
+    nodes = tl.full([WIDTH], -1, tl.int32)
+    bases = tl.full([WIDTH], float("-inf"), tl.float32)
+    for at in range(width):
+        value, node = tl.max(open, 0, return_indices=True)
+        open = tl.where(candidate == node, float("-inf"), open)
+        # As many as the budget are worth at least as much where a child would not be in the tree.
+        fits = tl.sum((values >= value).to(tl.int32), 0) < budget
+        fits = fits & (value > float("-inf")) & (value >= least)
+        nodes = tl.where(place == at, tl.where(fits, node, -1), nodes)
+        bases = tl.where(place == at, tl.where(fits, value, float("-inf")), bases)
+    return nodes, bases
+
+
+@triton.jit
+def _expand(
+    VALUES, OPEN, TOKENS, NODES, BASES, LEVELS, BITS, ROOTS, SCRATCH,
+    IDS, POSITIONS, ROW_BITS, SLOTS,
+    first, width, expansions, words, budget, longest, groups, s_scratch, s_slots, least,
+    K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Choose one request's nodes for expansions from `first` on and write the rows that run on
+    them; a row without a node sees nothing, and its slot is -1."""
+    request = tl.program_id(0).to(tl.int64)
+    own, candidates = request * expansions, request * expansions * K
+    nodes, bases = _choose(
+        VALUES + candidates, OPEN + candidates, first * K, width, budget, least, WIDTH, CANDIDATES
+    )
+    tl.store(OPEN + candidates + nodes, float("-inf"), mask=nodes >= 0)
+
+    place = tl.arange(0, WIDTH)
+    inside, column = place < width, first - 1 + place
+    root = tl.load(ROOTS + request)
+    exists = (nodes >= 0) & (column < longest - root)
+    above = own + tl.where(exists, nodes // K, 0)
+    level = tl.load(LEVELS + above, mask=inside, other=0) + 1
+    out, row = own + first + place, request * width + place
+    tl.store(NODES + out, tl.where(exists, nodes, -1).to(tl.int64), mask=inside)
+    tl.store(BASES + out, tl.where(exists, bases, float("-inf")), mask=inside)
+    tl.store(LEVELS + out, level, mask=inside)
+
+    token = tl.load(TOKENS + candidates + nodes, mask=exists, other=0)
+    tl.store(IDS + row, token.to(tl.int32), mask=inside)
+    tl.store(POSITIONS + row, tl.minimum(root + level, longest), mask=inside)
+    scratch = SCRATCH + request * (expansions - 1) + column
+    for group in range(groups):
+        slot = tl.load(scratch + group * s_scratch, mask=exists, other=-1)
+        tl.store(SLOTS + group * s_slots + row, slot, mask=inside)
+
+    word = tl.arange(0, WORDS)
+    seen = exists[:, None] & (word < words)[None, :]
+    bits = tl.load(BITS + above[:, None] * words + word[None, :], mask=seen, other=0)
+    bit = tl.full([WIDTH], 1, tl.int32) << (column & 31)
+    here = seen & (word[None, :] == (column >> 5)[:, None])
+    bits |= tl.where(here, bit[:, None], 0)
+    written = inside[:, None] & (word < words)[None, :]
+    tl.store(BITS + out[:, None] * words + word[None, :], bits, mask=written)
+    tl.store(ROW_BITS + row[:, None] * words + word[None, :], bits, mask=written)
+
+
+@triton.jit
+def _rank_of(VALUES, candidate, known, least):
+    """What candidates are kept by: their values, -inf for those that no tree has."""
+    values = tl.load(VALUES + candidate, mask=candidate < known, other=float("-inf"))
+    return tl.where((values >= least) | (candidate == 0), values, float("-inf"))
+
+
+@triton.jit
+def _order(
+    VALUES, BEST, BECAME, COUNTS, ADMITTED, GROWN, STORED_AT, known, capacity, budget, least,
+    RANKED: tl.constexpr, AGAINST: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Where some of a request's candidates stand by value: BEST [R, budget] are the first ones,
+    BECAME [R, capacity] the node that each became, -1 for none."""
+    request = tl.program_id(0).to(tl.int64)
+    values = VALUES + request * capacity
+    candidate = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
+    rank = _rank_of(values, candidate, known, least)
+    before = tl.zeros([RANKED], tl.int32)
+    grown = tl.full([], 0, tl.int32)
+    for start in range(0, known, AGAINST):
+        other = start + tl.arange(0, AGAINST)
+        others = _rank_of(values, other, known, least)
+        grown += tl.sum((others > float("-inf")).to(tl.int32), 0)
+        earlier = other[None, :] < candidate[:, None]
+        ahead = (others[None, :] > rank[:, None]) | ((others[None, :] == rank[:, None]) & earlier)
+        before += tl.sum(ahead.to(tl.int32), 1)
+    kept = (rank > float("-inf")) & (before < budget)
+    tl.store(BEST + request * budget + before, candidate.to(tl.int64), mask=kept)
+    became = BECAME + request * capacity + candidate
+    tl.store(became, tl.where(kept, before, -1).to(tl.int64), mask=candidate < known)
+    if tl.program_id(1) == 0:
+        slot = tl.load(STORED_AT + request)
+        count = tl.minimum(grown, budget)
+        tl.store(COUNTS + slot, count.to(tl.int64))
+        tl.store(ADMITTED + slot, count.to(tl.int64))
+        tl.store(GROWN + slot, grown.to(tl.int64))
+        node = tl.arange(0, NODES)
+        tl.store(BEST + request * budget + node, -1, mask=(node >= count) & (node < budget))
+
+
+@triton.jit
+def _store(
+    OUT_TOKENS, PARENTS, DEPTHS, STORED_VALUES, ANCESTORS, STORED_FEATURES, STORED_AT,
+    VALUES, TOKENS, FEATURES, NODES, LEVELS, BEST, BECAME,
+    expansions, budget, words, deepest,
+    K: tl.constexpr, FEATURED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a request's tree: row 0 is the root, row 1 + n node n."""
+    request = tl.program_id(0).to(tl.int64)
+    own, candidates = request * expansions, request * expansions * K
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    node, inside = row - 1, (row > 0) & (row <= budget)
+    best = tl.load(BEST + request * budget + node, mask=inside, other=-1).to(tl.int32)
+    exists = best >= 0
+    candidate = tl.where(exists, best, 0)
+    expansion = candidate // K
+    slot = tl.load(STORED_AT + request)
+    out = slot * budget + node
+
+    token = tl.load(TOKENS + candidates + candidate, mask=exists, other=0)
+    value = tl.load(VALUES + candidates + candidate, mask=exists, other=float("-inf"))
+    level = tl.load(LEVELS + own + expansion, mask=inside, other=0)
+    tl.store(OUT_TOKENS + request * budget + node, token, mask=inside)
+    tl.store(DEPTHS + out, level + 1, mask=inside)
+    tl.store(STORED_VALUES + out, value, mask=inside)
+    if FEATURED:
+        for f in range(2):
+            feature = tl.load(FEATURES + (candidates + candidate) * 2 + f, mask=inside, other=0)
+            tl.store(STORED_FEATURES + out * 2 + f, feature, mask=inside)
+
+    # Climb from each node to the root; parents that were expanded are in the tree.
+    word = tl.arange(0, WORDS)
+    bits = tl.where(word[None, :] == (row >> 5)[:, None], 1 << (row & 31)[:, None], 0)
+    bits |= tl.where(word[None, :] == 0, 1, 0)
+    parent = tl.full([ROWS], -1, tl.int64)
+    for _ in range(deepest):
+        climbing = exists & (expansion > 0)
+        above = tl.load(NODES + own + expansion, mask=climbing, other=0)
+        became = tl.load(BECAME + candidates + above, mask=climbing, other=-1)
+        parent = tl.where(climbing & (parent < 0), became, parent)
+        bit = (became + 1).to(tl.int32)
+        here = climbing[:, None] & (word[None, :] == (bit >> 5)[:, None])
+        bits |= tl.where(here, 1 << (bit & 31)[:, None], 0)
+        expansion = tl.where(climbing, above.to(tl.int32) // K, 0)
+    tl.store(PARENTS + out, parent, mask=inside)
+    to = ANCESTORS + ((slot * (budget + 1) + row) * words)[:, None] + word[None, :]
+    tl.store(to, bits, mask=(row <= budget)[:, None] & (word < words)[None, :])
+
+
+class DeviceGrowth(StepGrowth):
+    """`StepGrowth` in a few launches on the device."""
+
+    def __init__(self, settings: GrowthSettings) -> None:
+        requests, node_budget, children, widths, least, longest, coupled, weights, rows, trees = (
+            settings
+        )
+        expansions = 1 + sum(widths)
+        device = trees.parents.device
+        self._widths, self._coupled, self._longest = widths, coupled, longest
+        self._budget, self._weights, self._rows, self._trees = node_budget, weights, rows, trees
+        self._least = math.log(least) if least > 0 else -math.inf
+        shape = (requests, expansions, children)
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.values = torch.zeros(requests, expansions * children, device=device)
+        """Log of the values of candidates."""
+        self.features = torch.zeros(*shape, 0 if weights is None else 2, device=device)
+        self._open = torch.zeros_like(self.values)
+        # Of every expansion: the candidate that it expands, its value, depth and ancestors. Those
+        # of the root stay 0.
+        self._nodes = torch.full((requests, expansions), -1, dtype=torch.int64, device=device)
+        self._bases = torch.zeros(requests, expansions, device=device)
+        self._levels = torch.zeros_like(self._nodes)
+        self._words = max(1, -(-(expansions - 1) // 32))
+        self._bits = torch.zeros(
+            requests, expansions, self._words, dtype=torch.int32, device=device
+        )
+        self._best = torch.full((requests, node_budget), -1, dtype=torch.int64, device=device)
+        self._became = torch.full(self.values.shape, -1, dtype=torch.int64, device=device)
+        self._forward = 0
+        # The expansions that children come of next, and how many have children.
+        self._new, self._picked = (0, 1), 0
+        of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool)
+        self._room = OfRequests(
+            *(torch.zeros(requests, dtype=dtype, device=device) for dtype in of_requests)
+        )
+        self.of_requests = self._room
+        """Those that it grows trees of, at addresses that never change."""
+
+    def start(
+        self,
+        roots: torch.Tensor,
+        temperatures: torch.Tensor,
+        classes: torch.Tensor,
+        seeds: torch.Tensor,
+        chained: torch.Tensor,
+    ) -> None:
+        self.resume(len(roots), 0)
+        given = (roots, temperatures, classes, seeds, chained)
+        for own, each in zip(self.of_requests, given, strict=True):
+            own.copy_(each)
+
+    def resume(self, requests: int, forwards: int) -> None:
+        self.of_requests = OfRequests(*(each[:requests] for each in self._room))
+        self._forward, self._new = forwards, expansions_of(self._widths, forwards)
+        self._picked = self._new[1]
+
+    def pick(self, logits: torch.Tensor) -> None:
+        roots, temperatures, classes, seeds, chained = self.of_requests
+        first, end = self._new
+        width, kept = end - first, self.tokens.shape[2]
+        if len(logits) != len(roots) * width:
+            raise ValueError(f"logits of {len(logits)} rows for {len(roots)} x {width}")
+        if self._weights is not None:
+            kept = min(max(2, kept), logits.shape[1])  # a margin needs two
+        ranked = rank_blocks(
+            logits if logits.stride(1) == 1 else logits.contiguous(),
+            temperatures,
+            seeds,
+            roots if first == 0 else self._rows.positions,
+            kept,
+            coupled=self._coupled,
+            width=width,
+        )
+        merge(
+            ranked, self._bases, classes, chained, self._weights, self._new, self.tokens,
+            self.values, self._open, self.features,
+        )  # fmt: skip
+        self._picked = end
+
+    def expand(self, ancestor_bits: torch.Tensor) -> None:
+        roots, rows, first = self.of_requests.roots, self._rows, self._new[1]
+        requests, children = len(roots), self.tokens.shape[2]
+        width = self._widths[self._forward]
+        self._forward += 1
+        self._new = (first, first + width)
+        candidates = triton.next_power_of_2(first * children)
+        if requests:
+            _expand[(requests,)](
+                self.values, self._open, self.tokens, self._nodes, self._bases, self._levels,
+                self._bits, roots, rows.scratch, rows.ids, rows.positions, ancestor_bits,
+                rows.slots, first, width, self._bases.shape[1], self._words, self._budget,
+                self._longest, len(rows.slots), rows.scratch.stride(0), rows.slots.stride(0),
+                self._least, K=children, WIDTH=triton.next_power_of_2(width),
+                WORDS=triton.next_power_of_2(self._words), CANDIDATES=candidates,
+                num_warps=warps_for(candidates),
+            )  # fmt: skip
+
+    @property
+    def frontier_values(self) -> torch.Tensor:
+        return self._bases[: len(self.of_requests.roots), slice(*self._new)]
+
+    def finish(self, slots: torch.Tensor) -> torch.Tensor:
+        requests, budget, trees = len(slots), self._budget, self._trees
+        tokens = torch.empty(requests, budget, dtype=torch.int64, device=slots.device)
+        known, words = self._picked * self.tokens.shape[2], trees.ancestors.shape[2]
+        if not requests:
+            return tokens
+        _order[(requests, triton.cdiv(known, _RANKED))](
+            self.values, self._best, self._became, trees.counts, trees.admitted, trees.grown,
+            slots, known, self.values.shape[1], budget, self._least, RANKED=_RANKED,
+            AGAINST=_AGAINST, NODES=triton.next_power_of_2(budget), num_warps=4,
+        )  # fmt: skip
+        _store[(requests, triton.cdiv(budget + 1, _RANKED))](
+            tokens, trees.parents, trees.depths, trees.values, trees.ancestors, trees.features,
+            slots, self.values, self.tokens, self.features, self._nodes, self._levels, self._best,
+            self._became, self._bases.shape[1], budget, words, self._forward,
+            K=self.tokens.shape[2], FEATURED=self._weights is not None, ROWS=_RANKED,
+            WORDS=triton.next_power_of_2(words), num_warps=4,
+        )  # fmt: skip
+        return tokens

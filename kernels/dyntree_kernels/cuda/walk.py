@@ -1,0 +1,144 @@
+"""Sample-and-match on the device: from the packed requests to the accepted paths, in one launch.
+
+`tree/match.py` is the rule in plain torch, for any tree. A program has one request's tree in
+its registers; each node first finds out whether it carries the token that was drawn at its parent,
+all at once, and the walk then needs no memory.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dyntree_kernels.growth import TreeArrays
+from dyntree_kernels.walk import BatchRows, Walked, check_dense
+
+_PER_WARP = 64  # nodes
+_PAIRS_PER_WARP = 1024  # of a level and a node, that are added up at a time
+
+
+@triton.jit
+def _path(parents, node, max_depth, NODES: tl.constexpr, LEVELS: tl.constexpr):
+    """The nodes from the root down of whose `parents` each is the one before, -1 after the last;
+    and how many they are."""
+    level = tl.arange(0, LEVELS)
+    path = tl.full([LEVELS], -1, tl.int32)
+    length, at = 0, -1
+    # Nobody's parent is NODES.
+    while (length < max_depth) & (at < NODES):
+        at = tl.min(tl.where(parents == at, node, NODES), 0)
+        found = at < NODES
+        path = tl.where((level == length) & found, at, path)
+        length += found.to(tl.int32)
+    return path, length
+
+
+@triton.jit
+def _report(
+    OUT, grown, admitted, values, levels, nodes, path, count, emitted, max_depth,
+    RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tl.store(OUT, grown.to(tl.float64))
+    tl.store(OUT + 1, admitted.to(tl.float64))
+    OUT += 2
+    node = tl.arange(0, NODES)
+    chances = tl.exp(values.to(tl.float64))
+    if RANKED:
+        tl.store(OUT + node, chances, mask=node < nodes)
+        tl.store(OUT + nodes + node, levels.to(tl.float64), mask=node < nodes)
+        OUT += 2 * nodes
+    depths = tl.where(node < count, levels, 0)
+    moved = (path >= 0) & (path != tl.arange(0, LEVELS))
+    tl.store(OUT, count.to(tl.float64))
+    tl.store(OUT + 1, tl.max(depths, 0).to(tl.float64))
+    tl.store(OUT + 2, tl.sum(moved.to(tl.int32), 0).to(tl.float64))
+    tl.store(OUT + 3, emitted.to(tl.float64))
+    for first in range(0, max_depth, TILE):
+        level = first + tl.arange(0, TILE)
+        here = depths[None, :] == level[:, None] + 1
+        out, inside = OUT + 4 + level, level < max_depth
+        number = tl.sum(here.to(tl.int32), 1)
+        tl.store(out, number.to(tl.float64), mask=inside)
+        estimated = tl.sum(tl.where(here, chances[None, :], 0.0), 1)
+        tl.store(out + max_depth, estimated, mask=inside)
+
+
+@triton.jit
+def _walk(
+    REQUESTS, SAMPLED, IDS, ROW_POSITIONS, SEQ_LENS, FORBIDDEN,
+    PARENTS, DEPTHS, VALUES, STORED, ADMITTED, GROWN,
+    PATH, TOKENS, ROOTS, POSITIONS, COUNTS, EMITTED, REJECTED, REPORT,
+    s_requests, s_report, nodes, max_depth, GRAMMAR: tl.constexpr,
+    RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    own = REQUESTS + request * s_requests
+    slot, first = tl.maximum(tl.load(own), 0), tl.maximum(tl.load(own + 1), 0)
+    drafts, root = tl.maximum(tl.load(own + 2), 0), tl.maximum(tl.load(own + 3), 0)
+    prefill_len = tl.maximum(tl.load(own + 4), 0)
+    position = tl.load(ROW_POSITIONS + root)
+    # A tree that was proposed while the prompt was incomplete starts from a token that was never
+    # sampled; a tree may have been cut short, and its first nodes are a tree.
+    room = tl.where(position >= prefill_len, drafts, 0)
+    count = tl.minimum(room, tl.load(STORED + slot)).to(tl.int32)
+
+    node, level = tl.arange(0, NODES), tl.arange(0, LEVELS)
+    scheduled, real = (node < drafts) & (node < nodes), node < count
+    at = slot * nodes + node
+    parents = tl.load(PARENTS + at, mask=scheduled, other=-1).to(tl.int32)
+    depths = tl.load(DEPTHS + at, mask=node < nodes, other=0).to(tl.int32)
+    values = tl.load(VALUES + at, mask=node < nodes, other=float("-inf"))
+    grown, admitted = tl.load(GROWN + slot), tl.load(ADMITTED + slot)
+    carried = tl.load(IDS + root + 1 + node, mask=scheduled, other=-1)
+    drawn = tl.load(SAMPLED + first + 1 + parents, mask=real, other=-2)
+    agrees = real & (carried == drawn)
+    if GRAMMAR:
+        agrees &= tl.load(FORBIDDEN + first + 1 + node, mask=real, other=1) == 0
+    parents = tl.where(agrees, parents, -2)
+    path, length = _path(parents, node, max_depth, NODES, LEVELS)
+
+    # The last token of a prompt that is incomplete is no output.
+    complete = tl.load(SEQ_LENS + request) >= prefill_len
+    emitted = tl.where(complete, length + 1, 0)
+    rejected = tl.where(complete, drafts.to(tl.int32) + 1 - emitted, 0)
+    inside = level < max_depth
+    tokens = TOKENS + request * (max_depth + 1)
+    tl.store(tokens, tl.load(SAMPLED + first))
+    along = tl.load(SAMPLED + first + 1 + path, mask=inside, other=0)
+    tl.store(tokens + 1 + level, along, mask=inside)
+    tl.store(PATH + request * max_depth + level, path.to(tl.int64), mask=inside)
+    tl.store(ROOTS + request, root)
+    tl.store(POSITIONS + request, position)
+    tl.store(COUNTS + request, count.to(tl.int64))
+    tl.store(EMITTED + request, emitted)
+    tl.store(REJECTED + request, rejected)
+
+    _report(
+        REPORT + request * s_report, grown, admitted, values, depths, nodes, path, count, emitted,
+        max_depth, RANKED, NODES, LEVELS, TILE,
+    )  # fmt: skip
+
+
+def tiling(nodes: int, levels: int) -> tuple[int, int]:
+    """Warps of a program, and levels that it adds up at a time; of powers of two."""
+    warps = max(1, min(16, nodes // _PER_WARP))
+    return warps, max(1, min(levels, _PAIRS_PER_WARP * warps // nodes))
+
+
+def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
+    """As `Walk`."""
+    check_dense(batch, trees, found)
+    requests, nodes = batch.requests.shape[0], trees.parents.shape[1]
+    if not requests:
+        return
+    max_depth = found.path.shape[1]
+    lanes, levels = triton.next_power_of_2(nodes), triton.next_power_of_2(max_depth)
+    warps, tile = tiling(lanes, levels)
+    _walk[(requests,)](
+        *batch, trees.parents, trees.depths, trees.values, trees.counts, trees.admitted,
+        trees.grown, *found, batch.requests.stride(0), found.report.shape[1], nodes, max_depth,
+        GRAMMAR=batch.forbidden is not None, RANKED=ranked, NODES=lanes, LEVELS=levels,
+        TILE=tile, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,22 @@
+"""vLLM's V2 model runner on a CPU without Triton.
+
+``install()`` gives the runner's Triton kernels native implementations, ``warm_up()`` compiles them.
+"""
+
+from __future__ import annotations
+
+from vllm_cpu_runner.install import hide_llvmlite_from_kernel_scan, install
+
+__all__ = ["hide_llvmlite_from_kernel_scan", "install", "warm_up"]
+
+
+def warm_up() -> None:
+    """Compile the kernels before the first request; call it after ``install()``.
+
+    The first process on a machine takes tens of seconds, later ones load what it
+    has kept on disk.
+    """
+    # It imports the V2 runner's modules, which install() has to prepare.
+    from vllm_cpu_runner.compilation import compile_kernels
+
+    compile_kernels()

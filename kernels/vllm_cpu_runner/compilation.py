@@ -1,0 +1,181 @@
+"""Compilation of the CPU kernels before the first request.
+
+Numba compiles a kernel for the types of its first call and keeps the result on disk. One call of
+every wrapper of vLLM, on the smallest inputs of the runner's types, therefore compiles everything.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
+from vllm.v1.worker.gpu.sample import (
+    bad_words,
+    logit_bias,
+    logprob,
+    penalties,
+    prompt_logprob,
+    thinking_budget,
+)
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
+
+from dyntree_kernels.cpu import gumbel
+from vllm_cpu_runner.constraints import apply_grammar_bitmask
+from vllm_cpu_runner.drafting import flatten_sampled, prepare_draft_prefill
+
+_CPU = torch.device("cpu")
+_VOCAB = 8
+
+
+def compile_kernels() -> None:
+    """Compile the kernels, or load them from disk. Call it after ``install()``."""
+    gumbel.warm_up()
+    _block_tables()
+    _inputs()
+    _logits_processors()
+    _logprobs()
+    _drafting()
+    _rejection()
+
+
+def _int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _int64(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _token_ids() -> torch.Tensor:
+    return torch.zeros(1, _VOCAB, dtype=torch.int32)
+
+
+def _block_tables() -> None:
+    for dtype in (torch.int32, torch.int64, torch.float32):
+        writes = buffer_utils.StagedWriteTensor((1, 1), dtype, _CPU)
+        writes.stage_write_elem(0, 1)
+        writes.apply_write()
+    tables = block_table.BlockTables([1, 1], 1, 1, [1, 1], _CPU)
+    tables.append_block_ids(0, ([0], [0]), overwrite=True)
+    tables.apply_staged_writes()
+    tables.gather_block_tables(_int64(0), 1)
+    tables.compute_slot_mappings(_int64(0), _int32(0, 1), _int64(0), 1)
+
+
+def _inputs() -> None:
+    requests, starts = _int64(0), _int32(0, 1)
+    input_ids, computed, lengths, token_ids = _int32(0), _int32(0), _int32(1), _token_ids()
+    lookahead = torch.zeros(1, 1, dtype=torch.int32)
+    input_batch.prepare_prefill_inputs(
+        input_ids, lookahead, requests, starts, token_ids, lengths, computed
+    )
+    input_batch.prepare_pos_seq_lens(requests, starts, computed, _int64(0), lengths)
+    drafts, last_sampled = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1).long()
+    input_batch.combine_sampled_and_draft_tokens(
+        input_ids, requests, last_sampled, starts, lengths, _int32(0), drafts, starts, 1
+    )
+    num_sampled, num_rejected = input_batch.get_num_sampled_and_rejected(
+        _int32(1), lengths, starts, requests, _int32(1)
+    )
+    input_batch.expand_idx_mapping(requests, 1, starts, 1)
+    input_batch.post_update_num_computed_tokens(requests, computed, starts)
+    counts = torch.zeros(1, _VOCAB, dtype=torch.int32)
+    input_batch.post_update(
+        requests,
+        computed,
+        last_sampled,
+        counts,
+        drafts,
+        num_sampled,
+        num_rejected,
+        starts,
+        token_ids,
+        _int32(1),
+    )
+
+
+def _logits_processors() -> None:
+    logits, request, local = torch.zeros(1, _VOCAB), _int64(0), _int32(0)
+    mask, counts = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, _VOCAB, dtype=torch.int32)
+    zero, one, two = torch.zeros(1), _int32(1), torch.full((1,), 2.0)
+    penalties.bincount(request, _token_ids(), one, _int32(2), mask, counts, 2)
+    penalties.apply_penalties(logits, request, one, local, two, zero, zero, mask, counts)
+    ids, amounts = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1)
+    logit_bias.apply_logit_bias(
+        logits, request, _int64(0), one, ids, one, ids, amounts, one, one, one, ids, True
+    )
+    offsets = _int32(0, 1).view(1, 2)
+    bad_words.apply_bad_words(
+        logits, request, ids, offsets, one, _token_ids(), one, one, one, local, 1
+    )
+    markers = (_int32(-1), _int32(-1), _int32(0), _int32(1), _int32(2), _int32(2))
+    thinking_budget.apply_thinking_budget(
+        logits, request, request, _int32(0), _token_ids(), one, one, local, *markers
+    )
+    padded = torch.zeros(2, _VOCAB + 1)  # the model's own logits may be a slice of padded ones
+    for rows in (logits, logits.bfloat16(), padded[:, :-1], padded.bfloat16()[:, :-1]):
+        apply_grammar_bitmask(
+            rows, _VOCAB, _int32(0), _int32(0, 1), mask, 1, _VOCAB, MASK_STRIDE=1, BLOCK_SIZE=0
+        )
+
+
+def _logprobs() -> None:
+    state = logprob.LogprobTokenIdsState(1, _CPU)
+    for num_topk in (0, 1):
+        logprob.compute_topk_scores(
+            torch.zeros(1, _VOCAB),
+            num_topk,
+            _int64(0),
+            logprob_token_ids_state=state,
+            expanded_idx_mapping=_int64(0),
+            max_per_req_token_ids=1,
+        )
+    prompt_logprob.get_prompt_logprobs_token_ids(
+        1, _int32(0, 1), _int64(0), _int32(0), _token_ids()
+    )
+
+
+def _drafting() -> None:
+    requests, starts, one = _int64(0), _int32(0, 1), _int32(1)
+    prepare_draft_prefill(
+        _int32(0),
+        _int64(0),
+        one,
+        requests,
+        _int32(0, 0),
+        _int64(0, 0),
+        _int64(0),
+        _int32(0, 0),
+        _int32(0),
+        starts,
+        one,
+        _int32(0),
+        max_num_reqs=1,
+        max_model_len=1,
+        BLOCK_SIZE=0,
+    )
+    rejection_sampler.gather_draft_sampled(
+        _int32(0), _int64(0), _int64(0), requests, _int32(0), one
+    )
+    flatten_sampled(_int64(0), _int64(0).view(1, 1), 1, one, starts)
+
+
+def _rejection() -> None:
+    for draft_logits, rates in (
+        (None, None),
+        (torch.zeros(1, 1, _VOCAB), None),
+        (None, torch.ones(1)),
+    ):
+        rejection_sampler_utils.rejection_sample(
+            torch.zeros(2, _VOCAB),
+            draft_logits,
+            _int32(0, 0),
+            _int32(0, 2),
+            _int64(0, 1),
+            _int64(0),
+            _int64(0, 0),
+            _int32(0, 1),
+            torch.ones(1),
+            _int64(0),
+            1,
+            rates,
+        )

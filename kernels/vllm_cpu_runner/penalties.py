@@ -1,0 +1,113 @@
+"""Repetition, frequency and presence penalties."""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dyntree_kernels.cpu.compiled import compiled
+from vllm_cpu_runner.arrays import float32_rows
+from vllm_cpu_runner.registry import implements
+
+if TYPE_CHECKING:
+    import torch
+
+
+@compiled(error_model="numpy")
+def _penalize(
+    logits,
+    requests,
+    token_ids,
+    local_positions,
+    repetition,
+    frequency,
+    presence,
+    prompt_mask,
+    output_counts,
+):
+    one, zero = np.float32(1), np.float32(0)
+    vocab = logits.shape[1]
+    for row in range(logits.shape[0]):
+        request = requests[row]
+        rep, freq, pres = repetition[request], frequency[request], presence[request]
+        if rep == one and freq == zero and pres == zero:
+            continue
+        counts = output_counts[request, :vocab].copy()
+        # Drafts before this row of the request count as output; token_ids[row - local] is its root.
+        for i in range(row - local_positions[row] + 1, row + 1):
+            if 0 <= token_ids[i] < vocab:
+                counts[token_ids[i]] += 1
+        for token in range(vocab):
+            value, count = logits[row, token], counts[token]
+            seen = count > 0
+            if rep != one and (seen or (prompt_mask[request, token >> 5] >> (token & 31)) & 1):
+                value *= one / rep if value > zero else rep
+            value -= freq * np.float32(count)
+            value -= pres * np.float32(seen)
+            logits[row, token] = value
+
+
+@implements("sample.penalties._penalties_kernel")
+def penalties(
+    logits_ptr: torch.Tensor,
+    logits_stride: int,
+    expanded_idx_mapping_ptr: torch.Tensor,
+    token_ids_ptr: torch.Tensor,
+    expanded_local_pos_ptr: torch.Tensor,
+    repetition_penalty_ptr: torch.Tensor,
+    frequency_penalty_ptr: torch.Tensor,
+    presence_penalty_ptr: torch.Tensor,
+    prompt_bin_mask_ptr: torch.Tensor,
+    prompt_bin_mask_stride: int,
+    output_bin_counts_ptr: torch.Tensor,
+    output_bin_counts_stride: int,
+    vocab_size: int,
+    BLOCK_SIZE: int,
+) -> None:
+    _penalize(
+        float32_rows("penalties", logits_ptr),
+        expanded_idx_mapping_ptr.numpy(),
+        token_ids_ptr.numpy(),
+        expanded_local_pos_ptr.numpy(),
+        repetition_penalty_ptr.numpy(),
+        frequency_penalty_ptr.numpy(),
+        presence_penalty_ptr.numpy(),
+        prompt_bin_mask_ptr.numpy(),
+        output_bin_counts_ptr.numpy(),
+    )
+
+
+@compiled
+def _count_tokens(requests, token_ids, prompt_lens, prefill_lens, prompt_mask, output_counts):
+    for request in requests:
+        for i in range(prompt_lens[request]):
+            token = token_ids[request, i]
+            prompt_mask[request, token >> 5] |= np.uint32(1) << np.uint32(token & 31)
+        for i in range(prompt_lens[request], prefill_lens[request]):
+            output_counts[request, token_ids[request, i]] += 1
+
+
+@implements("sample.penalties._bincount_kernel")
+def bincount(
+    expanded_idx_mapping_ptr: torch.Tensor,
+    all_token_ids_ptr: torch.Tensor,
+    all_token_ids_stride: int,
+    prompt_len_ptr: torch.Tensor,
+    prefill_len_ptr: torch.Tensor,
+    prompt_bin_mask_ptr: torch.Tensor,
+    prompt_bin_mask_stride: int,
+    output_bin_counts_ptr: torch.Tensor,
+    output_bin_counts_stride: int,
+    BLOCK_SIZE: int,
+) -> None:
+    _count_tokens(
+        expanded_idx_mapping_ptr.numpy(),
+        all_token_ids_ptr.numpy(),
+        prompt_len_ptr.numpy(),
+        prefill_len_ptr.numpy(),
+        prompt_bin_mask_ptr.numpy().view(np.uint32),
+        output_bin_counts_ptr.numpy(),
+    )

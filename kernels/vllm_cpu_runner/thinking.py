@@ -1,0 +1,185 @@
+"""Thinking budgets: a request that has reasoned long enough is made to end its reasoning."""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dyntree_kernels.cpu.compiled import compiled
+from vllm_cpu_runner.arrays import float32_rows
+from vllm_cpu_runner.registry import implements
+
+if TYPE_CHECKING:
+    import torch
+
+_FORCED_LOGIT = np.float32(1.0e9)
+
+
+@compiled
+def _last_match(tokens, marker, first, last):
+    """Largest start in [first, last) of an occurrence of ``marker`` in ``tokens``, or -1."""
+    for start in range(min(last, tokens.shape[0] - marker.shape[0] + 1) - 1, first - 1, -1):
+        if np.array_equal(tokens[start : start + marker.shape[0]], marker):
+            return start
+    return -1
+
+
+@compiled
+def _update_markers(
+    requests,
+    budgets,
+    token_ids,
+    total_lens,
+    last_starts,
+    last_ends,
+    scan_positions,
+    start_marker,
+    end_marker,
+    block,
+):
+    for request in requests:
+        if budgets[request] < 0:
+            continue
+        total, scan = total_lens[request], scan_positions[request]
+        tokens = token_ids[request, :total]
+        start, end = last_starts[request], last_ends[request]
+        if scan > total:
+            scan, start, end = 0, -1, -1
+        if scan == 0 and start < 0 and end < 0:
+            # Only the order of the two markers matters: stop at the last block that has one.
+            high = total
+            while high > 0 and start < 0 and end < 0:
+                low = max(0, high - block)
+                start = _last_match(tokens, start_marker, low, high)
+                end = _last_match(tokens, end_marker, low, high)
+                high = low
+        else:
+            start = max(start, _last_match(tokens, start_marker, scan, total))
+            end = max(end, _last_match(tokens, end_marker, scan, total))
+        last_starts[request], last_ends[request] = start, end
+        longest = max(start_marker.shape[0], end_marker.shape[0])
+        scan_positions[request] = max(0, total - (longest - 1))
+
+
+@implements("sample.thinking_budget._update_committed_marker_cache_kernel")
+def update_committed_marker_cache(
+    req_ids_ptr: torch.Tensor,
+    thinking_token_budget_ptr: torch.Tensor,
+    all_token_ids_ptr: torch.Tensor,
+    all_token_ids_stride: int,
+    total_len_ptr: torch.Tensor,
+    cached_last_start_ptr: torch.Tensor,
+    cached_last_end_ptr: torch.Tensor,
+    cached_scan_pos_ptr: torch.Tensor,
+    reasoning_start_token_ids_ptr: torch.Tensor,
+    natural_reasoning_end_token_ids_ptr: torch.Tensor,
+    START_LEN: int,
+    NATURAL_END_LEN: int,
+    MAX_LEN: int,
+    BLOCK: int,
+) -> None:
+    _update_markers(
+        req_ids_ptr.numpy(),
+        thinking_token_budget_ptr.numpy(),
+        all_token_ids_ptr.numpy(),
+        total_len_ptr.numpy(),
+        cached_last_start_ptr.numpy(),
+        cached_last_end_ptr.numpy(),
+        cached_scan_pos_ptr.numpy(),
+        reasoning_start_token_ids_ptr.numpy(),
+        natural_reasoning_end_token_ids_ptr.numpy(),
+        BLOCK,
+    )
+
+
+@compiled
+def _forced_token(tokens, committed, budget, start, end, start_marker, end_marker, forced):
+    """The token that must come next, or -1. ``tokens[committed:]`` are drafts."""
+    length = tokens.shape[0]
+    first = max(0, committed - start_marker.shape[0] + 1)
+    start = max(start, _last_match(tokens, start_marker, first, length))
+    first = max(0, committed - end_marker.shape[0] + 1)
+    end = max(end, _last_match(tokens, end_marker, first, length))
+    if start < 0 or start <= end or length - (start + start_marker.shape[0]) < budget:
+        return -1
+    done = 0
+    for prefix in range(1, min(forced.shape[0] - 1, length) + 1):
+        if np.array_equal(tokens[length - prefix :], forced[:prefix]):
+            done = prefix
+    return forced[done]
+
+
+@compiled
+def _force_end(
+    logits,
+    requests,
+    budgets,
+    token_ids,
+    total_lens,
+    input_ids,
+    local_positions,
+    last_starts,
+    last_ends,
+    start_marker,
+    end_marker,
+    forced,
+):
+    for row in range(logits.shape[0]):
+        request, local = requests[row], local_positions[row]
+        if budgets[request] < 0:
+            continue
+        total = total_lens[request]
+        # The row of the last committed token is the request's first; its drafts follow.
+        drafts = input_ids[row - local + 1 : row + 1]
+        tokens = np.concatenate((token_ids[request, :total], drafts))
+        token = _forced_token(
+            tokens,
+            total,
+            budgets[request],
+            last_starts[request],
+            last_ends[request],
+            start_marker,
+            end_marker,
+            forced,
+        )
+        if token >= 0:
+            logits[row, token] = _FORCED_LOGIT
+
+
+@implements("sample.thinking_budget._thinking_budget_kernel")
+def thinking_budget(
+    logits_ptr: torch.Tensor,
+    logits_stride: int,
+    expanded_idx_mapping_ptr: torch.Tensor,
+    thinking_token_budget_ptr: torch.Tensor,
+    all_token_ids_ptr: torch.Tensor,
+    all_token_ids_stride: int,
+    total_len_ptr: torch.Tensor,
+    input_ids_ptr: torch.Tensor,
+    expanded_local_pos_ptr: torch.Tensor,
+    cached_last_start_ptr: torch.Tensor,
+    cached_last_end_ptr: torch.Tensor,
+    reasoning_start_token_ids_ptr: torch.Tensor,
+    natural_reasoning_end_token_ids_ptr: torch.Tensor,
+    reasoning_end_token_ids_ptr: torch.Tensor,
+    START_LEN: int,
+    NATURAL_END_LEN: int,
+    END_LEN: int,
+) -> None:
+    _force_end(
+        float32_rows("thinking budget", logits_ptr),
+        expanded_idx_mapping_ptr.numpy(),
+        thinking_token_budget_ptr.numpy(),
+        all_token_ids_ptr.numpy(),
+        total_len_ptr.numpy(),
+        input_ids_ptr.numpy(),
+        expanded_local_pos_ptr.numpy(),
+        cached_last_start_ptr.numpy(),
+        cached_last_end_ptr.numpy(),
+        reasoning_start_token_ids_ptr.numpy(),
+        natural_reasoning_end_token_ids_ptr.numpy(),
+        reasoning_end_token_ids_ptr.numpy(),
+    )
