@@ -108,7 +108,7 @@ def test_a_part_that_there_is_not_is_refused_with_those_there_are(
 def test_the_scripts_head_and_the_readme_name_every_part(part: str) -> None:
     head = (SCRIPTS / "gpu_e2e.sh").read_text().partition("set -uo")[0]
     assert re.search(rf"\b{part}\b", head)
-    assert re.search(rf"\b{part}\b", (SCRIPTS.parent / "README.md").read_text())
+    assert re.search(rf"\b{part}\b", (SCRIPTS.parent / "docs" / "gpu.md").read_text())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
