@@ -15,7 +15,7 @@ import pytest
 from serving import fetch
 
 from dyntree_plugin import openmp, pair
-from dyntree_plugin.commands.doctor.command_line import of_command_line
+from dyntree_plugin.commands.doctor.command_line import command_line_checks
 from dyntree_plugin.options import DynTreeOptions
 
 pytestmark = pytest.mark.e2e
@@ -46,7 +46,7 @@ def block(beginning: str) -> str:
 @pytest.mark.usefixtures("environment")
 def test_the_servers_command_line_is_one_that_is_served() -> None:
     arguments = shlex.split(block("dyntree serve").replace("\\\n", " "))
-    checks, config = of_command_line(arguments[2:])
+    checks, config = command_line_checks(arguments[2:])
     assert config is not None, checks
     assert checks[0].found.startswith("admitted")
 
