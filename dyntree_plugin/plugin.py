@@ -1,7 +1,8 @@
-"""What vLLM calls: `register` in every process, then `admit` and `configure_scheduler` for every
-configuration with dyntree options.
+"""The functions that vLLM calls.
 
-`register` is the entry point ``dyntree`` of vLLM's plugin group ``vllm.general_plugins``.
+vLLM calls `register` in every process; it is the entry point ``dyntree`` of vLLM's plugin group
+``vllm.general_plugins``. For every configuration with dyntree options vLLM then calls `admit` and
+`configure_scheduler`.
 """
 
 from __future__ import annotations

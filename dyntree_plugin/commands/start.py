@@ -1,4 +1,4 @@
-"""What a command does before it starts an engine, and while it waits for one."""
+"""Prepare a command to start an engine, and keep the user informed while it waits."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ __all__ = [
 
 
 def packaged_directory() -> Path:
-    """Where the shipped pair lies."""
+    """Return the folder of the shipped pair."""
     return Path(__file__).parent / "weights"
 
 
 def paths(root: Path | None = None) -> dict[str, Path]:
-    """The model directories, under "target" and "draft", of the shipped pair or of one at `root`.
+    """Return the folders of "target" and "draft", of the shipped pair or of one at `root`.
 
     Raises FileNotFoundError if `root` holds no complete pair.
     """
@@ -43,7 +43,7 @@ def paths(root: Path | None = None) -> dict[str, Path]:
 
 
 def provenance(root: Path | None = None) -> dict[str, Any]:
-    """What `provenance.json` says of the pair: corpus, recipe, sizes, losses and versions."""
+    """Read the pair's `provenance.json`: corpus, recipe, sizes, losses and versions."""
     root = packaged_directory() if root is None else root
     read: dict[str, Any] = json.loads((root / "provenance.json").read_text())
     return read

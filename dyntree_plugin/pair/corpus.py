@@ -39,12 +39,12 @@ class Source:
 
 
 def library_root() -> Path:
-    """The standard library of the running interpreter."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file `name` belongs to a held-out module: itself, its tests or its helpers.
+    """Return whether the file `name` belongs to a held-out module, its tests or its helpers.
 
     Any path component with a held-out module's name as one of its words counts, as in
     `test/test_cmd_line.py` for `cmd`: too much is excluded rather than too little.
@@ -54,7 +54,7 @@ def is_held_out(name: str) -> bool:
 
 
 def training_sources(root: Path | None = None) -> list[Source]:
-    """Every file to train on, in a fixed order."""
+    """Return every file to train on, in a fixed order."""
     root = library_root() if root is None else root
     names = (path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     wanted = sorted(
@@ -67,7 +67,7 @@ def training_sources(root: Path | None = None) -> list[Source]:
 
 
 def held_out_sources(root: Path | None = None) -> list[Source]:
-    """The held-out modules themselves, in the order of `HELD_OUT`."""
+    """Return the held-out modules, in the order of `HELD_OUT`."""
     root = library_root() if root is None else root
     sources = []
     for module in HELD_OUT:
@@ -81,7 +81,7 @@ def held_out_sources(root: Path | None = None) -> list[Source]:
 def held_out_prompts(
     count: int, *, seed: int = 0, characters: tuple[int, int] = (150, 300), root: Path | None = None
 ) -> list[str]:
-    """Code-completion prompts: spans of whole lines from the held-out modules.
+    """Return prompts for code completion: spans of whole lines from the held-out modules.
 
     Each ends at the end of a non-blank line without its newline, where the tokenizer's boundary
     falls in running text too. The spans do not overlap, modules take turns, and the same `seed`
@@ -108,7 +108,7 @@ def held_out_prompts(
 
 
 def _spans(text: str, low: int, high: int, generator: random.Random) -> list[str]:
-    """Disjoint spans of whole lines, each `low` to `high` characters long."""
+    """Return disjoint spans of whole lines, each `low` to `high` characters long."""
     found = []
     span, wanted = "", generator.randint(low, high)
     for line in text.splitlines(keepends=True):
@@ -123,7 +123,7 @@ def _spans(text: str, low: int, high: int, generator: random.Random) -> list[str
 
 
 def _read(root: Path, name: str) -> Source | None:
-    """The file `name`, or None if it does not exist or is not UTF-8."""
+    """Read the file `name`; return None if it does not exist or is not UTF-8."""
     try:
         return Source(name, (root / name).read_text(encoding="utf-8"))
     except (FileNotFoundError, UnicodeDecodeError):

@@ -5,16 +5,16 @@ Every implementation of tree attention shares one contract::
     tree_attention(q, key_cache, value_cache, isa, block_table, ctx_lens, qo_indptr,
                    ancestor_bits, out, scale)
 
-- q, out: [T, H, D]. The cache already holds every row, context and tree.
-- key_cache, value_cache, isa: [blocks, Hkv, N, D], packed as `isa` says. On CUDA one `kv_cache`
-  [blocks, Hkv, N, 2 * D] stands in their place, keys before values, in any physical order.
+- q, out: [T, H, D], rows of all requests. The cache already holds them, and their context.
+- key_cache, value_cache, isa: [blocks, Hkv, N, D], packed for the instruction set `isa`. On CUDA
+  one `kv_cache` [blocks, Hkv, N, 2 * D] replaces them: keys before values, in any physical order.
 - block_table: int32 [R, max_blocks].
-- ctx_lens: int [R], leading cache positions of a request that all of its rows see; -1 marks a
-  request without a tree, whose rows of `out` are left untouched.
-- qo_indptr: int32 [R + 1], the rows of request r are qo_indptr[r] : qo_indptr[r + 1].
-- ancestor_bits: int32 [T, words], little endian: bit c of row t is set when the row sees cache
-  position ctx_lens[r] + c. Every row sees at least one position. A column that no row of a
-  request sees is never read, so rows and columns need not be equal in number: a verification
-  step has a column per node, a draft step has few rows over all scratch positions.
+- ctx_lens: int [R], number of leading cache positions that all rows of a request see. -1 marks a
+  request without a tree: its rows of `out` are not changed.
+- qo_indptr: int32 [R + 1]; request r has the rows qo_indptr[r] : qo_indptr[r + 1].
+- ancestor_bits: int32 [T, words], little endian: row t sees cache position ctx_lens[r] + c if its
+  bit c is set. Every row sees at least one position. A column that no row of a request sees is
+  never read, so the numbers of rows and columns may differ: verification has one column per node,
+  and a draft forward has few rows over all scratch positions.
 - Softmax and both products are accumulated in fp32.
 """

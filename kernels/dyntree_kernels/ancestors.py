@@ -1,4 +1,4 @@
-"""Ancestor bitmasks: which columns of the tree part of the KV cache a query row may see."""
+"""Ancestor bitmasks: the columns of a tree's KV cache that each query row may see."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(bits: torch.Tensor, columns: int) -> torch.Tensor:
-    """Inverse of `pack_bits`: int32 [..., words] to bool [..., columns]."""
+    """Unpack int32 [..., words] into bool [..., columns], the inverse of `pack_bits`."""
     shifts = torch.arange(32, device=bits.device, dtype=torch.int32)
     return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :columns].bool()
 
 
 def ancestor_bits(parents: torch.Tensor) -> torch.Tensor:
-    """Ancestors-or-self of every node of a batch of trees.
+    """Mark every node and its ancestors, for a batch of trees.
 
     Args:
         parents: int [R, N], index of each node's parent within its row. A negative value marks
-            a root (or padding), which sees only itself. Any order of the nodes is allowed.
+            a root or padding, which sees only itself. The nodes may be in any order.
 
     Returns:
-        int32 [R, N, ceil(N / 32)]: bit c of row i is set when node c is node i or an ancestor
-        of it. Needs ceil(log2(N)) gathers and no host synchronisation.
+        int32 [R, N, ceil(N / 32)]: bit c of row i is set if node c is node i or one of its
+        ancestors. This takes ceil(log2(N)) gathers and no host synchronisation.
     """
     rows, nodes = parents.shape
     index = torch.arange(nodes, device=parents.device)

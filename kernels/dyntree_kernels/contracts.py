@@ -1,4 +1,4 @@
-"""What the kernels of a step read and write, on every device: growth, the walk, learning."""
+"""Interfaces of the kernels of a step on every device: growth, walk and learning."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 class TreeArrays(NamedTuple):
-    """Where trees are stored by slot: the tensors of the engine's store, and `TokenTree`'s terms.
+    """The trees of all slots in the engine's store. `TokenTree` explains the terms.
 
     ``parents``, ``depths`` int64 and ``values`` float32 [slots, N]; ``counts``, ``admitted``,
     ``grown`` int64 [slots]; ``ancestors`` int32 [slots, N + 1, words]; ``features`` float32
-    [slots, N, 2], or [slots, 0, 2] where they are not kept.
+    [slots, N, 2], or [slots, 0, 2] if they are not kept.
     """
 
     parents: torch.Tensor
@@ -27,10 +27,11 @@ class TreeArrays(NamedTuple):
 
 
 class RowBuffers(NamedTuple):
-    """Memory of the rows of a draft forward, R * W of them, W of each request.
+    """Memory for the R * W rows of a draft forward, W rows per request.
 
-    ``ids`` int32, ``positions`` int64; ``slots`` and ``scratch`` int64 [groups, …]: cache slots of
-    the rows, and those behind the roots that rows may take, ``sum(widths)`` of each request.
+    ``ids`` int32 and ``positions`` int64. ``slots`` int64 [groups, …]: cache slots of the rows.
+    ``scratch`` int64 [groups, …]: cache slots after the roots that rows may use, ``sum(widths)``
+    per request.
     """
 
     ids: torch.Tensor
@@ -40,10 +41,10 @@ class RowBuffers(NamedTuple):
 
 
 class OfRequests(NamedTuple):
-    """What growth knows of R requests, [R] each.
+    """Properties of R requests that growth reads, [R] each.
 
-    ``roots`` int64: positions. ``temperatures`` float32, ``classes`` int64 of the weights,
-    ``seeds`` int64. ``chained`` bool: requests whose nodes have one child.
+    ``roots`` int64: positions of the roots. ``temperatures`` float32. ``classes`` int64: classes of
+    the weights. ``seeds`` int64. ``chained`` bool: whether every node has one child.
     """
 
     roots: torch.Tensor
@@ -54,12 +55,13 @@ class OfRequests(NamedTuple):
 
 
 class GrowthSettings(NamedTuple):
-    """What a `StepGrowth` is made with.
+    """Arguments of a `StepGrowth`.
 
-    ``requests``: the most. ``least``: the least value of a node but the root's first child.
-    ``longest``: the last position. ``coupled``: whether scores have the target sampler's noise.
-    ``weights`` float32 [classes, 3]: of the learned chance, followed as they change; None where
-    it is not learned. ``rows`` and ``trees`` are written.
+    ``requests``: the largest number of requests. ``least``: the least value of a node, except for
+    the root's first child. ``longest``: the last position. ``coupled``: whether scores include the
+    target sampler's noise. ``weights`` float32 [classes, 3]: weights of the learned acceptance
+    probability, read anew in every step; None if it is not learned. Growth writes to ``rows`` and
+    ``trees``.
     """
 
     requests: int
@@ -75,17 +77,19 @@ class GrowthSettings(NamedTuple):
 
 
 def expansions_of(widths: Sequence[int], forwards: int) -> tuple[int, int]:
-    """The first expansion of the last of so many draft forwards, 0 for the root's, and the one
-    behind its last."""
+    """Return the range of expansions in the last of so many ``forwards``: first, and last plus 1.
+
+    Expansion 0 is the root's, which needs no draft forward.
+    """
     end = 1 + sum(widths[:forwards])
     return end - (widths[forwards - 1] if forwards else 1), end
 
 
 class StepGrowth(Protocol):
-    """Grows trees step by step as growth ``topk`` does, for as many requests as there is room.
+    """Grows the trees of a step as growth ``topk`` does.
 
-    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``, which may come behind
-    any ``pick``.
+    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``, which may follow any
+    ``pick``.
     """
 
     def start(
@@ -96,48 +100,51 @@ class StepGrowth(Protocol):
         seeds: torch.Tensor,
         chained: torch.Tensor,
     ) -> None:
-        """Begin a step's growth over R requests with what is copied of `OfRequests`."""
+        """Begin a step's growth over R requests. The arguments, as in `OfRequests`, are copied."""
         ...
 
     def resume(self, requests: int, forwards: int) -> None:
-        """Go on behind ``forwards`` draft forwards, whose children were picked, over the first
-        ``requests`` of those that ``start`` was given last: for calls that are captured apart."""
+        """Continue after ``forwards`` draft forwards, for calls that are captured separately.
+
+        The children of these forwards have been picked. Growth continues with the first
+        ``requests`` of the requests that ``start`` got.
+        """
         ...
 
     def pick(self, logits: torch.Tensor) -> None:
         """Take the children of the last expansions from their logits [R * W, V].
 
         Raises:
-            ValueError: for another number of rows.
+            ValueError: for a wrong number of rows.
         """
         ...
 
     def expand(self, ancestor_bits: torch.Tensor) -> int | None:
-        """Choose the nodes of the next draft forward and write its rows; how many nodes they are,
-        None where the host cannot know.
+        """Choose the nodes of the next draft forward, and write its rows.
 
-        ``ancestor_bits`` int32 [R * W, words]: written, bits over the scratch columns.
+        ``ancestor_bits`` int32 [R * W, words], over the scratch columns, are written. Returns the
+        number of nodes, or None if the host cannot know it.
         """
         ...
 
     @property
     def frontier_values(self) -> torch.Tensor:
-        """Log of the values of the nodes that ``expand`` chose, float32 [R, W], -inf for none."""
+        """Log of the values of the nodes that ``expand`` chose, float32 [R, W]; else -inf."""
         ...
 
     def finish(self, slots: torch.Tensor) -> torch.Tensor:
-        """Store the trees at ``slots`` int64 [R]; their nodes' tokens, int64 [R, N]."""
+        """Store the trees at ``slots`` int64 [R]; return their nodes' tokens, int64 [R, N]."""
         ...
 
 
 class BatchRows(NamedTuple):
-    """A batch of R requests, T rows and L rows of logits.
+    """A batch of R requests, with T rows and L rows of logits.
 
-    ``requests`` int64 [R, at least 5], dense rows: where a request's tree is stored, row of its
-    root among those of logits, rows of nodes behind it, row of the root among all, tokens of its
-    prompt; -1 throughout in what only fills the batch up. ``sampled`` int64 [L]: the target's
-    draws. ``ids`` int32 and ``positions`` int64 [T]. ``seq_lens`` int32 [R]. ``forbidden`` bool
-    [L]: of nodes, whether a grammar forbids them; None where there is none.
+    ``requests`` int64 [R, at least 5] in dense rows: the slot of the request's tree, the root's
+    row among those of logits, the number of node rows after it, the root's row among all rows, and
+    the tokens of the prompt; padding has -1 throughout. ``sampled`` int64 [L]: the target's
+    samples. ``ids`` int32 and ``positions`` int64 [T]. ``seq_lens`` int32 [R]. ``forbidden`` bool
+    [L]: whether a grammar forbids the node; None without grammars.
     """
 
     requests: torch.Tensor
@@ -235,16 +242,16 @@ def room_for(
 class Walk(Protocol):
     """Accepts the paths that the target's samples follow, for all requests in one call.
 
-    `tree/match.py` is the rule in plain torch, for any tree.
+    `tree/match.py` has the same rule in plain torch.
     """
 
     def __call__(self, batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
-        """Fill ``found``, which `room_for` has made; ``ranked`` as there.
+        """Fill ``found``, which `room_for` has allocated with the same ``ranked``.
 
-        Children of one node carry different tokens.
+        The children of a node have different tokens.
 
         Raises:
-            ValueError: for arrays that are not dense.
+            ValueError: if an array is not dense.
         """
         ...
 
@@ -259,10 +266,13 @@ def check_walk(batch: BatchRows, trees: TreeArrays, found: Walked) -> None:
 
 
 class Regression(NamedTuple):
-    """``weights`` float32 [classes, 3] and ``information`` [classes, 3, 3], which are changed.
-    ``prior``, ``low``, ``high`` float32 [3]: what is known before of the weights, as sure as
-    ``strength``, and their bounds. ``memory``: judged nodes after which one counts for 1/e.
-    ``steps``: of Newton's method."""
+    """A logistic regression per class, for `Learn`.
+
+    ``weights`` float32 [classes, 3] and ``information`` float32 [classes, 3, 3] are updated.
+    ``prior`` float32 [3]: expected weights, with the precision ``strength``. ``low`` and ``high``
+    float32 [3]: bounds of the weights. ``memory``: number of observed nodes after which a node's
+    influence falls to 1/e. ``steps``: steps of Newton's method.
+    """
 
     weights: torch.Tensor
     information: torch.Tensor
@@ -275,7 +285,7 @@ class Regression(NamedTuple):
 
 
 class Learn(Protocol):
-    """Newton steps of the regressions in one call, as `AcceptanceEstimate.observe` has them."""
+    """Updates all regressions in one call, as `AcceptanceEstimate.observe` does."""
 
     def __call__(
         self,
@@ -287,17 +297,18 @@ class Learn(Protocol):
         slots: torch.Tensor,
         classes: torch.Tensor,
     ) -> None:
-        """Learn which nodes the target took, of those whose parent is the root or was taken.
+        """Learn which nodes the target accepted, among children of the root and of accepted nodes.
 
         Args:
-            features: float32 [S, N, 2], and parents: int64 [S, N], the trees.
-            path: int64 [R, D] of dense rows, the nodes that were taken, -1 after the last.
-            counts: int64 [R], nodes that were verified, the first ones.
-            slots: int64 [R], where the requests' trees are; not read where there is no class.
-            classes: int64 [R], a request's class; -1 for none.
+            features: float32 [S, N, 2], of the nodes of all trees.
+            parents: int64 [S, N], of the nodes of all trees.
+            path: int64 [R, D] in dense rows, the accepted nodes; -1 after the last.
+            counts: int64 [R], number of verified nodes, which are the first ones.
+            slots: int64 [R], slots of the requests' trees; not read for a request without a class.
+            classes: int64 [R], classes of the requests; -1 for none.
 
         Raises:
-            ValueError: for other arrays that are not dense.
+            ValueError: if another array is not dense.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Which implementation of tree attention to use, and why."""
+"""Choose an implementation of tree attention, and say why."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 TWO_PASS_ROWS = 256
-"""Rows per KV head from which two passes are the default on Hopper: there attention is bound by
-arithmetic, in which FlashAttention 3 exceeds the kernels that take masks."""
+"""Rows per KV head from which on two passes are the default on Hopper. Attention is then bound by
+arithmetic, and FlashAttention 3 is faster there than the kernels that accept masks."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -24,9 +24,9 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked for: `rows` per request behind a context of about `context` positions.
+    """The shape of an attention problem: `rows` per request after about `context` positions.
 
-    `capability` is that of the CUDA device, None on the CPU.
+    `capability` is the CUDA device's; None on a CPU.
     """
 
     device: str
@@ -41,13 +41,13 @@ class Problem:
 
     @property
     def packed_rows(self) -> int:
-        """Rows that read the same KV head."""
+        """Number of rows that read the same KV head."""
         return self.rows * self.heads // self.kv_heads
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation's name, and the reason in words."""
+    """Name of the implementation, and the reason in words."""
 
     name: str
     reason: str
@@ -68,17 +68,17 @@ class Measurement:
 
 
 def load_table(path: Path) -> list[Measurement]:
-    """The tree attention times of a result file.
+    """Read the times of tree attention from a result file.
 
     Raises:
-        ValueError: for a file of another form.
+        ValueError: if the file has another format.
     """
     fields = Measurement.__dataclass_fields__
     try:
         entries = json.loads(path.read_text())["attention"]
         return [Measurement(**{name: entry[name] for name in fields}) for entry in entries]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no result file of benchmarks.kernels: {error!r}") from error
+        raise ValueError(f"{path} is not a result file of benchmarks.kernels: {error!r}") from error
 
 
 def _cpu(p: Problem) -> str | None:
@@ -132,17 +132,18 @@ _OBSTACLE: dict[str, Callable[[Problem], str | None]] = {
     "flashinfer": _flashinfer,
     "xformers": _xformers,
 }
-"""What keeps an implementation from serving a problem, None if nothing does.
+"""Functions that return why an implementation cannot serve a problem, or None.
 
-In the order of preference without a measurement. Triton goes before FlashInfer, which plans on the
-host in every step, and in CUDA graphs multiplies tiles of 128 rows for trees of any size.
+They stand in the order of preference without a measurement. Triton goes before FlashInfer, which
+plans on the host in every step, and in CUDA graphs multiplies tiles of 128 rows for trees of any
+size.
 """
 
 
 def installed() -> set[str]:
-    """Implementations whose packages are there.
+    """Return the implementations whose packages are installed.
 
-    Not two_pass: whoever has FlashAttention 3 to run its first pass adds it.
+    Callers add two_pass if they have FlashAttention 3 for its first pass.
     """
     needs = {"cpu": "numba", "triton": "triton", "flashinfer": "flashinfer", "xformers": "xformers"}
     return {name for name, module in needs.items() if importlib.util.find_spec(module) is not None}
@@ -151,13 +152,13 @@ def installed() -> set[str]:
 def choose(
     problem: Problem, available: Collection[str], table: Collection[Measurement] = ()
 ) -> Choice:
-    """The fastest of the `available` implementations in `table`, else a rule's.
+    """Choose the fastest of the `available` implementations by `table`, or else by a fixed rule.
 
-    Of the table, measurements of this device, head size, dtype and head group count, at the
-    nearest rows and context.
+    The table counts where it has measurements of the same device, head size, dtype and head group
+    count. Those at the nearest rows and context decide.
 
     Raises:
-        ValueError: when none of them serves the problem; names what keeps each from it.
+        ValueError: if none of them serves the problem, with the reason for each.
     """
     unknown = set(available) - set(_OBSTACLE)
     if unknown:
@@ -168,8 +169,8 @@ def choose(
     }
     serving = [name for name, obstacle in obstacles.items() if obstacle is None]
     if not serving:
-        told = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
-        raise ValueError(f"no kernel serves tree attention of {problem} ({told})")
+        reasons = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+        raise ValueError(f"no kernel serves tree attention of {problem} ({reasons})")
     choice = _fastest(problem, serving, table) or _default(problem, serving)
     logger.info("tree attention by %s: %s", choice.name, choice.reason)
     return choice
@@ -192,12 +193,14 @@ def _fastest(p: Problem, serving: list[str], table: Collection[Measurement]) -> 
         return rows * rows + context * context
 
     nearest = min(distance(m) for m in alike)
-    there = [m for m in alike if distance(m) == nearest]
-    best = min(there, key=lambda m: m.microseconds)
+    candidates = [m for m in alike if distance(m) == nearest]
+    best = min(candidates, key=lambda m: m.microseconds)
     others = ", ".join(
-        f"{m.implementation} {m.microseconds:.1f} µs" for m in there if m is not best
+        f"{m.implementation} {m.microseconds:.1f} µs" for m in candidates if m is not best
     )
-    reason = f"measured {best.microseconds:.1f} µs at {best.rows} rows behind {best.context}"
+    reason = (
+        f"measured {best.microseconds:.1f} µs at {best.rows} rows after {best.context} positions"
+    )
     return Choice(best.implementation, f"{reason} (others: {others or 'none'})")
 
 
@@ -208,4 +211,4 @@ def _default(p: Problem, serving: list[str]) -> Choice:
             return Choice("two_pass", f"{rows}, and no measurement of this shape")
         if len(serving) > 1:
             return Choice(serving[1], f"{rows} are below {TWO_PASS_ROWS}; no measurement")
-    return Choice(serving[0], "the first that serves; no measurement of this shape")
+    return Choice(serving[0], "the first one that serves this shape; no measurement of it")

@@ -1,4 +1,4 @@
-"""Slow, plain oracles of tree attention over token-major keys and values."""
+"""Slow, plain references for tree attention, over token-major keys and values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 def masked_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Dense masked softmax in float64.
+    """Attend with a dense masked softmax in float64.
 
     Args:
         q: [n, H, D]; keys, values: [L, Hkv, D], positions in cache order.
-        mask: bool [n, L], whether a row sees a position. Hidden positions may hold anything.
+        mask: bool [n, L], whether a row sees a position. A position that no row sees may hold
+            any value.
 
     Returns:
-        float64 [n, H, D]; zeros where a row sees nothing.
+        float64 [n, H, D]; zeros for a row that sees nothing.
     """
     group = q.shape[1] // keys.shape[1]
     used = mask.any(0)
@@ -25,7 +26,8 @@ def masked_attention(
     seen = mask[:, used]
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     weights = weights.masked_fill(~seen.any(1)[:, None], 0.0)
-    # A weight of zero times what is not finite is not zero: rows that see it have it added apart.
+    # Zero times a value that is not finite is not zero. Such values are added separately, and only
+    # to the rows that see them.
     finite = v.isfinite().flatten(1).all(1)
     out = torch.einsum("hnl,lhd->nhd", weights[:, :, finite], v[finite])
     apart = weights[:, :, ~finite, None] * v[~finite].transpose(0, 1)[:, None]
@@ -36,7 +38,7 @@ def masked_attention(
 def path_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, parents: list[int], scale: float
 ) -> torch.Tensor:
-    """Every node as the last token of a chain: the context followed by its root path. No mask.
+    """Attend from every node as the last token of a chain: the context, then its path. No mask.
 
     Args:
         q: [n, H, D], one row per node.

@@ -86,5 +86,5 @@ def test_a_result_file_is_a_table(tmp_path: Path) -> None:
     file.write_text(json.dumps({"attention": [{**dataclasses.asdict(entry), "tflops": 3.0}]}))
     assert load_table(file) == [entry]
     file.write_text("{}")
-    with pytest.raises(ValueError, match=r"result\.json is no result file"):
+    with pytest.raises(ValueError, match=r"result\.json is not a result file"):
         load_table(file)

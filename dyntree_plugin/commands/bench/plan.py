@@ -157,7 +157,7 @@ def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:
 
 
 def is_static(options: Mapping[str, Any]) -> bool:
-    """Whether these options give every tree the same shape."""
+    """Return whether these options give every tree the same shape."""
     return options.get("growth") in ("expansion", "sequoia")
 
 

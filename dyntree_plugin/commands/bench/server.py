@@ -139,4 +139,4 @@ class Client:
             with urllib.request.urlopen(url, timeout=60) as page:
                 return counts.read(text_string_to_metric_families(page.read().decode()))
         except (OSError, HTTPException, ValueError) as error:
-            raise RuntimeError(f"{url} is no page of metrics: {error}") from error
+            raise RuntimeError(f"{url} is not a page of metrics: {error}") from error

@@ -1,4 +1,4 @@
-"""What `dyntree doctor` reports: checks, as a table or as JSON."""
+"""The report of `dyntree doctor`: checks, as a table or as JSON."""
 
 from __future__ import annotations
 

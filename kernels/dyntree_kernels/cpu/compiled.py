@@ -1,12 +1,13 @@
-"""Compiled functions, whose machine code is kept on disk.
+"""Compile functions with numba, and keep their machine code on disk.
 
-numba's own cache forgets a function when the one file that holds it changes, though the machine
-code has functions of other files in it; it numbers its files, so that two processes which compile
-at once can take each other's; it fails on a damaged file, and where nothing can be written. Here a
-folder is named by a digest of all sources that machine code can come from, and a file in it by the
-function, its types and the CPU: what is found fits, and no file is ever changed.
+numba's own cache has four faults. It invalidates a function only if its own file changes, though
+the machine code contains functions of other files. It numbers its files, so that two processes
+that compile at once may read each other's. It fails on a damaged file, and it fails if it cannot
+write. Here a folder is named by a digest of all sources that the machine code can come from, and a
+file in it by the function, its types and the CPU. So every file that is found fits, and no file is
+ever changed.
 
-It is kept in ``$NUMBA_CACHE_DIR/dyntree``, or else in the user's cache folder, or else beside the
+The folder lies in ``$NUMBA_CACHE_DIR/dyntree``, else in the user's cache folder, else beside the
 package.
 """
 
@@ -37,17 +38,17 @@ from numba.core.serialize import dumps  # type: ignore[import-untyped]
 logger = logging.getLogger(__name__)
 
 KEPT_FOLDERS = 8
-"""Of other sources, or other versions of numba; those that were used last."""
+"""Number of folders to keep of other sources or numba versions: the most recently used."""
 
 _HERE = Path(__file__).parent
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """As ``numba.njit`` with ``cache=True``, but that machine code is kept as this module says.
+    """Compile like ``numba.njit`` with ``cache=True``, but with the cache of this module.
 
-    The function may use what is defined in the folder of its file, in `dyntree_kernels` and in
-    `dyntree_kernels.cpu`: other sources are not in the digest.
+    The function may only use code from the folder of its file, from `dyntree_kernels` and from
+    `dyntree_kernels.cpu`, because other sources are not in the digest.
     """
     if function is None:
         return functools.partial(compiled, **options)
@@ -59,7 +60,7 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class _MachineCode(_Cache):  # type: ignore[misc]
-    """Where numba looks for the machine code of one function, by the types of its arguments."""
+    """numba's cache for the machine code of one function, by the types of its arguments."""
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
         self._function = function
@@ -127,7 +128,7 @@ class _MachineCode(_Cache):  # type: ignore[misc]
 
 @functools.cache
 def _folder(package: Path) -> Path | None:
-    """Where the machine code of a package's functions is kept; None where it cannot be."""
+    """Return the folder for the machine code of a package's functions, or None if there is none."""
     digest, problems = _digest(package), []
     for base in _bases(package):
         try:
@@ -164,7 +165,7 @@ def _bases(package: Path) -> list[Path]:
 
 
 def _digest(package: Path) -> str:
-    """Of the sources of the package and of ours, wherever they are, and what compiles them."""
+    """Hash the sources of the package, those of this package, and the versions of the compiler."""
     versions = [each.__version__ for each in (numba, llvmlite, np)]
     digest = hashlib.sha256(repr([sys.implementation.cache_tag, *versions]).encode())
     for folder in dict.fromkeys((_HERE.parent, _HERE, package)):

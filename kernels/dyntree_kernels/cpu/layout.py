@@ -26,7 +26,7 @@ ISAS = ("vec", "vec16", "amx")
 
 @dataclass(frozen=True)
 class Offsets:
-    """Where the elements of one block and head are, in elements from its first key or value."""
+    """Offsets of the elements of one block and head from its first key or value, in elements."""
 
     key_position: torch.Tensor  # int64 [N]
     key_lane: torch.Tensor  # int64 [D]
@@ -35,7 +35,7 @@ class Offsets:
 
 
 def is_paired(isa: str) -> bool:
-    """Whether `isa` interleaves two elements for 16-bit dot products (amx).
+    """Return whether `isa` interleaves two elements for 16-bit dot products (amx).
 
     Raises:
         ValueError: for a layout the kernels do not read (neon, vxe, vsx, rvv).

@@ -110,7 +110,7 @@ def learn(
     slots: torch.Tensor,
     classes: torch.Tensor,
 ) -> None:
-    """As `Learn`."""
+    """Learn as in `Learn`."""
     check_learning(regression, features, parents, path, counts)
     state = (regression.weights, regression.information)
     known = (regression.prior, regression.low, regression.high)

@@ -31,11 +31,11 @@ _NOTHING = torch.zeros(0, dtype=torch.bool)
 
 @compiled
 def _path(count, parents, carried, drawn, forbidden, path, tokens):
-    """The accepted nodes of one tree, and the target's tokens along them; how many they are.
+    """Find the accepted nodes of one tree, and the target's tokens along them; return their number.
 
-    parents [N], of which the first `count` are verified; carried: their tokens; drawn: the target's
-    at the root and behind every node; forbidden: as drawn, or empty; path [D], tokens [D + 1]:
-    written.
+    The first `count` of the nodes in parents [N] are verified. carried holds their tokens, drawn
+    the target's samples at the root and at every node. forbidden is like drawn, or empty. path [D]
+    and tokens [D + 1] are written.
     """
     path[:], tokens[:] = -1, drawn[0]
     length, at = 0, -1
@@ -103,7 +103,7 @@ def _walk(
 
 
 def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
-    """As `Walk`."""
+    """Walk as in `Walk`."""
     check_walk(batch, trees, found)
     forbidden = _NOTHING if batch.forbidden is None else batch.forbidden
     rows = (batch.requests, batch.sampled, batch.ids, batch.positions, batch.seq_lens, forbidden)

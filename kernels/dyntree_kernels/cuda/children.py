@@ -13,8 +13,10 @@ _SUREST = tl.constexpr(-1e-7)
 
 
 def warps_for(elements: int) -> int:
-    """Of a program that reduces over ``elements`` again and again: a wait among warps costs more
-    than a few elements per thread."""
+    """Return the number of warps of a program that reduces over ``elements`` many times.
+
+    Synchronising warps costs more than a few more elements per thread.
+    """
     return max(1, min(8, elements // 256))
 
 

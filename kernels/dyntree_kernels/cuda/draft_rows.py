@@ -1,7 +1,6 @@
-"""What a draft's forwards read, from the packed requests and where they stand, in one launch each:
-the rows that run on emitted tokens, and what growth behind the roots begins with.
+"""Inputs of the draft's forwards, one launch each: rows of emitted tokens, and growth's start.
 
-`engine/draft_forwards.py` and `engine/compiled_growth.py` are the same in plain torch.
+`dyntree_plugin.engine.step.rows` does the same in plain torch.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -100,11 +99,11 @@ def _begin(
 
 
 class SlotTables(NamedTuple):
-    """Where requests have their blocks of the KV cache, by group of it.
+    """Block tables of the requests in each of G groups of the KV cache.
 
-    ``addresses`` uint64 [G]: of int32 [requests, blocks], whose rows are as far apart as
-    ``strides`` int64 [G] says. ``sizes`` int32 [G]: slots of a block. ``mapped`` bool [G]: groups
-    that have slots.
+    ``addresses`` uint64 [G]: addresses of tables int32 [requests, blocks], whose rows are
+    ``strides`` int64 [G] apart. ``sizes`` int32 [G]: slots per block. ``mapped`` bool [G]: whether
+    the group has slots.
     """
 
     addresses: torch.Tensor
@@ -114,8 +113,10 @@ class SlotTables(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the rows of a request see, int32 [R]: ``ctx_lens`` positions, and of the columns behind
-    them what the rows' ancestor bits say, up to ``seq_lens``."""
+    """Visible cache positions of a request's rows, int32 [R].
+
+    The rows see the first ``ctx_lens`` positions. Up to ``seq_lens``, their ancestor bits decide.
+    """
 
     ctx_lens: torch.Tensor
     seq_lens: torch.Tensor

@@ -22,7 +22,7 @@ from dyntree_kernels.cuda.children import merge, warps_for
 from dyntree_kernels.cuda.gumbel import rank_blocks
 
 MOST_CANDIDATES = 8192
-"""Of a request: one program has them all in its registers."""
+"""Limit per request: one program holds all of them in its registers."""
 
 _RANKED = 32  # candidates that one program ranks, and rows whose nodes it stores
 _AGAINST = 128  # candidates that they are compared with at a time
@@ -33,8 +33,10 @@ def _choose(
     VALUES, OPEN, known, width, budget, least,
     WIDTH: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """The `width` most valuable candidates that were not expanded, and their values; -1 and -inf
-    from where on they could not have children in the tree."""
+    """Return the `width` most valuable candidates that were not expanded, and their values.
+
+    They are -1 and -inf from the first candidate on that could not have children in the tree.
+    """
     candidate, place = tl.arange(0, CANDIDATES), tl.arange(0, WIDTH)
     inside = candidate < known
     values = tl.load(VALUES + candidate, mask=inside, other=float("-inf"))
@@ -59,8 +61,10 @@ def _expand(
     first, width, expansions, words, budget, longest, groups, s_scratch, s_slots, least,
     K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Choose one request's nodes for expansions from `first` on and write the rows that run on
-    them; a row without a node sees nothing, and its slot is -1."""
+    """Choose one request's nodes for the expansions from `first` on, and write their rows.
+
+    A row without a node sees nothing, and its slot is -1.
+    """
     request = tl.program_id(0).to(tl.int64)
     own, candidates = request * expansions, request * expansions * K
     nodes, bases = _choose(
@@ -100,7 +104,7 @@ def _expand(
 
 @triton.jit
 def _rank_of(VALUES, candidate, known, least):
-    """What candidates are kept by: their values, -inf for those that no tree has."""
+    """Return the values of candidates; -inf for a candidate that no tree contains."""
     values = tl.load(VALUES + candidate, mask=candidate < known, other=float("-inf"))
     return tl.where((values >= least) | (candidate == 0), values, float("-inf"))
 
@@ -110,8 +114,10 @@ def _order(
     VALUES, BEST, BECAME, COUNTS, ADMITTED, GROWN, STORED_AT, known, capacity, budget, least,
     RANKED: tl.constexpr, AGAINST: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """Where some of a request's candidates stand by value: BEST [R, budget] are the first ones,
-    BECAME [R, capacity] the node that each became, -1 for none."""
+    """Rank some of a request's candidates by value.
+
+    BEST [R, budget] gets the best ones, BECAME [R, capacity] the node of each, or -1 for none.
+    """
     request = tl.program_id(0).to(tl.int64)
     values = VALUES + request * capacity
     candidate = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
@@ -146,7 +152,7 @@ def _store(
     expansions, budget, words, deepest,
     K: tl.constexpr, FEATURED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a request's tree: row 0 is the root, row 1 + n node n."""
+    """Write some rows of a request's tree: row 0 is the root, row 1 + n is node n."""
     request = tl.program_id(0).to(tl.int64)
     own, candidates = request * expansions, request * expansions * K
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -225,7 +231,7 @@ class DeviceGrowth(StepGrowth):
             *(torch.zeros(requests, dtype=dtype, device=device) for dtype in of_requests)
         )
         self.of_requests = self._room
-        """Those that it grows trees of, at addresses that never change."""
+        """Requests whose trees are grown, at addresses that never change."""
 
     def start(
         self,

@@ -1,4 +1,4 @@
-"""Compaction of accepted paths in vLLM's paged cache: all layers in one launch."""
+"""Compact accepted paths in vLLM's paged cache, all layers in one launch."""
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
 
@@ -79,7 +79,7 @@ class KVMover:
         self._align = 16 if not any(x % 16 for x in steps + addresses) else 4
 
     def __call__(self, path: torch.Tensor, roots: torch.Tensor, slots: torch.Tensor) -> None:
-        """Bring node ``path[r, k]`` of every request to the place of depth ``k + 1``.
+        """Move node ``path[r, k]`` of every request to the place of depth ``k + 1``.
 
         Args:
             path: int64 [R, D] with the last dimension dense, a request's accepted nodes from the

@@ -18,8 +18,8 @@ def _seen(
     FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path, s_slots, own,
     DEPTH: tl.constexpr, RB: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of requests of one class: who is in it, and of its nodes whether they were judged
-    and taken, and their two features, which are 0 where they were not judged."""
+    """Load a tile of requests of one class: its members, and for their nodes whether they were
+    judged and accepted, and their two features, which are 0 for nodes that were not judged."""
     request, node = first + tl.arange(0, RB).to(tl.int64), tl.arange(0, NP)
     inside = request < requests
     member = inside & (tl.load(CLASSES + request * s_slots, mask=inside, other=-1) == own)
@@ -126,7 +126,7 @@ def _learn(
 
 @triton.jit
 def _between(x, LOW, HIGH):
-    """Keeps NaN, which is looked for later."""
+    """Clamp, but keep NaN, which is checked later."""
     low, high = tl.load(LOW), tl.load(HIGH)
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
@@ -140,10 +140,10 @@ def learn(
     slots: torch.Tensor,
     classes: torch.Tensor,
 ) -> None:
-    """As `Learn`; ``slots`` and ``classes`` may be columns of one array.
+    """Learn as in `Learn`. ``slots`` and ``classes`` may be columns of one array.
 
     Raises:
-        ValueError: as it does, and where those two are not laid out alike.
+        ValueError: as in `Learn`, and if the strides of these two differ.
     """
     check_learning(regression, features, parents, path, counts)
     if slots.stride() != classes.stride():

@@ -48,10 +48,11 @@ def place(
     ancestors: torch.Tensor,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn the linear positions of tree rows into those of their nodes, and make the batch's mask.
+    """Set the positions of tree rows to those of their nodes, and make the batch's mask.
 
-    A request's last rows, as many as it has logits, are its tree's root and first nodes. While its
-    prompt is incomplete it has no tree, and its positions stay.
+    A request's tree has as many rows as the request has logits: its root and first nodes, which
+    are the request's last rows. While its prompt is incomplete, a request has no tree, and its
+    positions do not change.
 
     Args:
         positions: int64 [>= num_rows], changed in place.

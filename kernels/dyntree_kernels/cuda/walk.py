@@ -1,8 +1,8 @@
-"""Sample-and-match on the device: from the packed requests to the accepted paths, in one launch.
+"""Accept the paths that the target's samples follow, in one launch on the device.
 
-`tree/match.py` is the rule in plain torch, for any tree. A program has one request's tree in
-its registers; each node first finds out whether it carries the token that was drawn at its parent,
-all at once, and the walk then needs no memory.
+`tree/match.py` has the same rule in plain torch. One program holds one request's tree in its
+registers: all nodes first compare their token with the sample at their parent, and then the walk
+needs no memory.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -37,8 +37,7 @@ _PAIRS_PER_WARP = 1024  # of a level and a node, that are added up at a time
 
 @triton.jit
 def _path(parents, node, max_depth, NODES: tl.constexpr, LEVELS: tl.constexpr):
-    """The nodes from the root down of whose `parents` each is the one before, -1 after the last;
-    and how many they are."""
+    """Return the path from the root along `parents`, -1 after its last node, and its length."""
     level = tl.arange(0, LEVELS)
     path = tl.full([LEVELS], -1, tl.int32)
     length, at = 0, -1
@@ -138,13 +137,13 @@ def _walk(
 
 
 def tiling(nodes: int, levels: int) -> tuple[int, int]:
-    """Warps of a program, and levels that it adds up at a time; of powers of two."""
+    """Return the number of warps, and of levels that are summed at a time; for powers of two."""
     warps = max(1, min(16, nodes // _PER_WARP))
     return warps, max(1, min(levels, _PAIRS_PER_WARP * warps // nodes))
 
 
 def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
-    """As `Walk`."""
+    """Walk as in `Walk`."""
     check_walk(batch, trees, found)
     requests, nodes = batch.requests.shape[0], trees.parents.shape[1]
     if not requests:
