@@ -3,7 +3,7 @@
 BIN := .venv/bin
 export MAKECMDGOALS
 
-.PHONY: help demo test test-fast test-slow soak fuzz gpu-kernels gpu-e2e dashboards tables screenshots lint format clean
+.PHONY: help demo test test-fast test-e2e test-quiet test-slow soak fuzz gpu-kernels gpu-e2e dashboards tables screenshots lint format clean
 
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -13,12 +13,20 @@ demo: .venv/installed ## Completes code with and without the tree, and draws a t
 
 FAST := not e2e and not gpu and not monitoring
 
-test: lint test-fast ## Checks style and types and runs the tests, but for those marked slow.
-	$(BIN)/pytest -m "not ($(FAST)) and not quiet and not slow" -n 2 --dist loadfile
-	$(BIN)/pytest -m quiet
+test: .venv/installed ## Checks style and types and runs the tests, but for those marked slow.
+	@failed=; for group in lint test-fast test-e2e test-quiet; do \
+		$(MAKE) --no-print-directory $$group || failed="$$failed $$group"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 test-fast: .venv/installed ## Runs the tests that start no engine.
 	$(BIN)/pytest -m "$(FAST)" -n auto --maxprocesses 4 $(ARGS)
+
+test-e2e: .venv/installed ## Runs the tests that start engines, but for those marked slow.
+	$(BIN)/pytest -m "not ($(FAST)) and not quiet and not slow" -n 2 --dist loadfile $(ARGS)
+
+test-quiet: .venv/installed ## Runs the tests that measure time, which need the machine for themselves.
+	$(BIN)/pytest -m quiet $(ARGS)
 
 test-slow: .venv/installed ## Runs the tests marked slow.
 	$(BIN)/pytest -m slow $(ARGS)
@@ -33,7 +41,7 @@ fuzz: .venv/installed ## Compares random requests on random engines with none; C
 gpu-kernels: ## Checks and measures the kernels on this machine's GPU; OUT=... says where results go.
 	@scripts/gpu_kernels.sh
 
-gpu-e2e: ## Checks or measures the engine on a GPU: PART=identity, launches, speed-1b or speed-8b; OUT=...
+gpu-e2e: ## Checks or measures the engine on a GPU: PART=first on a new machine, then others; OUT=...
 	@scripts/gpu_e2e.sh
 
 dashboards: .venv/installed ## Writes the Grafana dashboards and Prometheus' recording rules.

@@ -1,25 +1,36 @@
 #!/usr/bin/env bash
-# On a machine with a CUDA device: trees in vLLM's engine, in parts of at most 10 minutes.
+# On a machine with a CUDA device: trees in vLLM's engine, in parts of at most 8 minutes.
 #
-#   PART     identity   the same tokens as vLLM without trees, with controls; and the tests for GPUs
+#   PART     first      for a new machine, at most 6 minutes: kernels on five shapes, the same tokens in
+#                       bf16 with one tree, and no speculation, vLLM's chains and the tree at two batches
+#            identity-bf16, identity-fp32
+#                       the same tokens as vLLM without trees, with controls
+#            tests      the tests for GPUs: no step waits for the device
 #            launches   what a decode step starts on the device, by function
 #            speed-1b   no speculation, vLLM's chains and trees, a target of Llama-3.2-1B's shape
 #            speed-8b   the same with the shape of Llama-3.1-8B
 #   PYTHON   the Python to use; else .venv's, else python3
 #   OUT      where results go; else benchmarks/results
-#   LIMIT    seconds that all of it may take; 570
+#   LIMIT    seconds that all of it may take; 480, and 360 of the first part
 #   MODELS   where grown targets and compiled code are kept; else the user's cache
 #   DYNTREE_COMMIT   the commit that results name where there is no repository
 #   CHAINS, BUDGETS   of speed: lengths of vLLM's chains, and nodes of trees, separated by blanks
 #   ARGS     of speed: further arguments of `dyntree bench serve`
+#
+# Results are written as soon as they are known. A part goes on where the files in OUT end, if they are
+# of the same commit, packages and machine: engines that were judged, tests that passed and whole
+# measurements are not run again. A measurement that lacks a round is made anew.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
 part=${PART:-}
+limit=${LIMIT:-480}
 case $part in
-    identity | launches | speed-1b | speed-8b) ;;
+    first) limit=${LIMIT:-360} ;;
+    identity-bf16 | identity-fp32 | tests | launches | speed-1b | speed-8b) ;;
     *)
-        echo "make gpu-e2e needs PART=identity, PART=launches, PART=speed-1b or PART=speed-8b; it was '$part'" >&2
+        echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, tests, launches, speed-1b or" \
+            "speed-8b; it was '$part'" >&2
         exit 2
         ;;
 esac
@@ -28,11 +39,12 @@ if [[ -z $python ]]; then
     if [[ -x .venv/bin/python ]]; then python=.venv/bin/python; else python=python3; fi
 fi
 out=${OUT:-benchmarks/results}
-limit=${LIMIT:-570}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export XDG_CACHE_HOME=${MODELS:-${XDG_CACHE_HOME:-$HOME/.cache}}
-export PYTHONPATH=$PWD:$PWD/kernels:$scratch${PYTHONPATH:+:$PYTHONPATH}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$XDG_CACHE_HOME/triton}
+carried=${PYTHONPATH:-}
+export PYTHONPATH=$PWD:$PWD/kernels:$scratch${carried:+:$carried}
 mkdir -p "$out" "$XDG_CACHE_HOME"
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -40,6 +52,11 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     exit 1
 fi
 "$python" scripts/register.py "$scratch" || exit 1
+# Without .pyc files every engine's process would compile the same sources.
+IFS=: read -ra folders <<<"$carried"
+for folder in "${folders[@]}"; do
+    [[ ! -d $folder ]] || timeout 60 "$python" -m compileall -q -j 0 "$folder" >/dev/null
+done
 timeout 120 "$python" -m dyntree_plugin.cli doctor | tee "$out/gpu-doctor.txt"
 
 # What a full installation of vLLM has and this one may not, for the notes of the results.
@@ -71,46 +88,71 @@ else
 fi
 echo "$note"
 
-identity() {
-    local report="$out/gpu-identity.json" code tests checks=0
-    echo "== the same tokens"
-    PYTHONPATH=$PWD/tests:$PWD/tests/e2e:$PYTHONPATH timeout $((limit - 120)) \
-        "$python" tests/e2e/device_identity.py "$report" "$note" >"$scratch/identity.txt" \
-        2>"$out/gpu-identity.log"
-    code=$?
-    ((code == 0 || code == 1)) || tail -n 40 "$out/gpu-identity.log"
-    echo "== tests for GPUs: no step waits for the device"
-    mapfile -t tests < <(grep -rlE 'mark\.gpu\b' tests --include='test_*.py')
-    if ! "$python" -c 'import hypothesis' 2>/dev/null; then
-        grep -lE '^(from|import) hypothesis' "${tests[@]}" | sed 's/$/ is left out: no hypothesis/'
-        mapfile -t tests < <(grep -LE '^(from|import) hypothesis' "${tests[@]}")
-    fi
-    # Without the project's addopts: they are strict about options of plugins that may be missing.
-    if ((${#tests[@]})); then
-        timeout $((limit - SECONDS)) "$python" -m pytest -q -o addopts= -p no:cacheprovider \
-            -m gpu --junitxml "$out/gpu-tests.xml" "${tests[@]}" 2>&1 |
-            tee "$out/gpu-tests.txt" | tail -20
-        checks=${PIPESTATUS[0]}
-    fi
-    tee "$out/gpu-identity.txt" <"$scratch/identity.txt"
-    echo "identity exited with $code, the tests with $checks; results are in $out"
-    ((code == 0 && checks == 0))
-}
+with_tests() { PYTHONPATH=$PWD/tests:$PWD/tests/e2e:$PYTHONPATH "$@"; }
+stamp=$(with_tests "$python" tests/e2e/gpu_results.py stamp)
+has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
+stands() { [[ -f $1 && $(head -n 1 "$1") == "$stamp" ]]; }
 
-launches() {
-    timeout "$limit" "$python" tests/engine/launches.py >"$out/gpu-launches.txt" \
-        2>"$out/gpu-launches.log"
-    local code=$?
-    ((code == 0)) || tail -n 40 "$out/gpu-launches.log"
-    cat "$out/gpu-launches.txt"
-    echo "launches exited with $code; results are in $out"
+# Type, seconds, further arguments of the program.
+identity() {
+    local name=$1 seconds=$2 code
+    shift 2
+    with_tests timeout -k 20 $((seconds + 20)) "$python" tests/e2e/device_identity.py \
+        "$out/gpu-identity-$name.json" --note "$note" --seconds "$seconds" "$@" \
+        >"$out/gpu-identity-$name.txt" 2>"$out/gpu-identity-$name.log"
+    code=$?
+    ((code == 0 || code == 1)) || tail -n 40 "$out/gpu-identity-$name.log"
+    cat "$out/gpu-identity-$name.txt"
     return $code
 }
 
-# Shape, bytes of KV cache, lengths of chains, budgets of trees. All engines run side by side.
+# A log that begins with the stamp, seconds, arguments of pytest. Without the project's addopts: they
+# are strict about options of plugins that may be missing. On SIGINT pytest still writes what it knows.
+checked() {
+    local log=$1 seconds=$2 code
+    shift 2
+    stands "$log" || echo "$stamp" >"$log"
+    PASSED_BEFORE=$log with_tests timeout -s INT -k 20 "$seconds" "$python" -m pytest -v -o addopts= \
+        -p no:cacheprovider -p passed_before "$@" 2>&1 | tee -a "$log" | tail -n 20
+    code=${PIPESTATUS[0]}
+    # 5: nothing was left to run.
+    ((code == 5)) && grep -q " PASSED" "$log" || return "$code"
+}
+
+gpu_tests() {
+    local tests
+    mapfile -t tests < <(grep -rlE 'mark\.gpu\b' tests --include='test_*.py')
+    if ! has hypothesis; then
+        grep -lE '^(from|import) hypothesis' "${tests[@]}" | sed 's/$/ is left out: no hypothesis/'
+        mapfile -t tests < <(grep -LE '^(from|import) hypothesis' "${tests[@]}")
+    fi
+    checked "$out/gpu-tests.txt" $((limit - SECONDS - 20)) -m gpu "${tests[@]}"
+}
+
+launches() {
+    local file="$out/gpu-launches.txt" code=0
+    if ! stands "$file"; then
+        timeout $((limit - SECONDS)) "$python" tests/engine/launches.py >"$scratch/launches" \
+            2>"$out/gpu-launches.log"
+        code=$?
+        if ((code == 0)); then
+            { echo "$stamp" && cat "$scratch/launches"; } >"$file"
+        else
+            tail -n 40 "$out/gpu-launches.log"
+        fi
+    fi
+    [[ ! -f $file ]] || cat "$file"
+    return $code
+}
+
+declare -A depths=([8]=6 [16]=8 [32]=8 [64]=10)
+
+# Shape, bytes of KV cache, lengths of chains, budgets of trees; then arguments of `bench serve`. All
+# engines run side by side.
 speed() {
     local shape=$1 cache=$2 chains=${CHAINS:-$3} budgets=${BUDGETS:-$4}
-    local name=serve-gpu-${part#speed-} engines=() length budget code
+    local name=serve-gpu-${part#speed-} engines=() length budget code=0
+    shift 4
     for length in $chains; do engines+=(--chain "$length"); done
     # The last is cut to what pays, as it is by default; the others show what whole trees do.
     for budget in $budgets; do
@@ -120,25 +162,58 @@ speed() {
     done
     # vLLM wants its share of the memory free; what an engine takes is its weights and the cache.
     local arguments="{\"kv_cache_memory_bytes\": $cache, \"gpu_memory_utilization\": 0.05}"
-    # shellcheck disable=SC2086  # ARGS are several
-    timeout $((limit - SECONDS)) "$python" -m dyntree_plugin.cli bench serve --target-shape "$shape" \
-        --temperature 0 --temperature 1 --batch 1 --batch 4 --batch 16 --batch 64 \
-        --requests 4 --max-tokens 128 --rounds 3 \
-        --side-by-side $((1 + ${#engines[@]} / 2)) --time-limit $((limit - SECONDS - 30)) \
-        --engine-arguments "$arguments" --note "$note" "${engines[@]}" --json "$out/$name.json" \
-        ${ARGS:-} >"$out/$name.txt" 2>&1
-    code=$?
-    ((code == 0)) || tail -n 60 "$out/$name.txt"
+    if ! with_tests "$python" tests/e2e/gpu_results.py whole "$out/$name.json"; then
+        # shellcheck disable=SC2086  # ARGS are several
+        timeout -k 20 $((limit - SECONDS)) "$python" -m dyntree_plugin.cli bench serve \
+            --target-shape "$shape" "$@" \
+            --side-by-side $((1 + ${#engines[@]} / 2)) --time-limit $((limit - SECONDS - 30)) \
+            --engine-arguments "$arguments" --note "$note" "${engines[@]}" --json "$out/$name.json" \
+            ${ARGS:-} >"$out/$name.txt" 2>&1
+        code=$?
+        ((code == 0)) || tail -n 60 "$out/$name.txt"
+    fi
     [[ ! -f $out/$name.json ]] || "$python" -m dyntree_plugin.commands.bench.overview "$out/$name.json"
-    echo "$part exited with $code; results are in $out"
     return $code
 }
 
-declare -A depths=([8]=6 [16]=8 [32]=8 [64]=10)
+loads=(--temperature 0 --temperature 1 --batch 1 --batch 4 --batch 16 --batch 64
+    --requests 4 --max-tokens 128 --rounds 3)
+few_loads=(--temperature 0 --batch 1 --batch 8 --requests 8 --max-tokens 96 --rounds 3)
+
+# Kernels and tokens at the same time; only what is measured has the device to itself.
+first() {
+    local seconds=$((limit / 2 - SECONDS)) tokens grown kernels_code tokens_code code
+    timeout "$seconds" "$python" -c 'from pathlib import Path
+from dyntree_plugin import pair
+from dyntree_plugin.pair.shapes import grown_target
+grown_target("llama-1b", Path(pair.paths()["target"]))' &
+    grown=$!
+    identity bf16 "$seconds" --engine "no speculation" --engine "tree of 16" >"$scratch/tokens" &
+    tokens=$!
+    echo "== kernels"
+    checked "$out/gpu-first-kernels.txt" "$seconds" -k "served_shapes or TheWalk" \
+        tests/kernels/device/check_attention.py tests/kernels/device/check_walk.py
+    kernels_code=$?
+    wait "$tokens"; tokens_code=$?
+    echo "== tokens" && cat "$scratch/tokens"
+    wait "$grown"
+    echo "== speed"
+    speed llama-1b $((3 << 29)) "3 5" 16 "${few_loads[@]}"
+    code=$?
+    echo "kernels exited with $kernels_code, tokens with $tokens_code, speed with $code"
+    ((kernels_code == 0 && tokens_code == 0 && code == 0))
+}
+
 case $part in
-    identity) identity ;;
+    first) first ;;
+    identity-bf16) identity bf16 $((limit - SECONDS - 25)) --dtype bfloat16 ;;
+    identity-fp32) identity fp32 $((limit - SECONDS - 25)) --dtype float32 ;;
+    tests) gpu_tests ;;
     launches) launches ;;
-    speed-1b) speed llama-1b $((3 << 29)) "1 2 3 5 8" "8 16 32 64" ;;
-    # With 14 GB of weights each, seven engines are what 140 GB hold.
-    speed-8b) speed llama-8b $((7 << 29)) "2 3 5 8" "8 32" ;;
+    speed-1b) speed llama-1b $((3 << 29)) "1 2 3 5 8" "8 16 32 64" "${loads[@]}" ;;
+    # With 14 GB of weights and 4 GB of cache each, five engines leave a third of 140 GB.
+    speed-8b) speed llama-8b $((7 << 29)) "3 5" "8 32" "${loads[@]}" ;;
 esac
+code=$?
+echo "$part exited with $code; results are in $out"
+exit $code

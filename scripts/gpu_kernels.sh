@@ -31,8 +31,13 @@ if has flashinfer; then
 fi
 
 echo "== correctness"
-# Without the project's addopts: they are strict about options of plugins that may be missing here.
-timeout 220 "$python" -m pytest -q -o addopts= -p no:cacheprovider --junitxml "$out/kernels-checks.xml" \
+# Most of the time is Triton's, which compiles on one core.
+workers=()
+if has xdist; then workers=(-n $(($(nproc) < 16 ? ($(nproc) + 1) / 2 : 8)) --dist load); fi
+# Without the project's addopts: they are strict about options of plugins that may be missing here. A
+# file that cannot be imported leaves the others their turn, and on SIGINT pytest writes what it knows.
+timeout -s INT -k 20 220 "$python" -m pytest -q -o addopts= -p no:cacheprovider "${workers[@]}" \
+    --continue-on-collection-errors --junitxml "$out/kernels-checks.xml" \
     tests/kernels/device/check_*.py tests/kernels/test_xformers_attention.py 2>&1 |
     tee "$out/kernels-checks.txt" | tail -40
 checks=${PIPESTATUS[0]}

@@ -16,12 +16,16 @@ in_range() {
 
 # 0: installed; 1: this Python has no build of PyTorch; the script ends on anything else.
 install_with() {
-    echo "Installing with $("$1" --version), engine: $engine. This takes some minutes."
+    echo "Making $venv with $("$1" --version)"
     rm -rf "$venv" "$log"
     "$1" -m venv "$venv" || exit 1
-    if "$venv/bin/pip" install --log "$log" --editable ".[$engine,dev]"; then return 0; fi
+    echo "Installing vLLM's $engine build and the tools of the tests, some 2 GB; this takes minutes"
+    # pip compiles on one core.
+    if "$venv/bin/pip" install --no-compile --progress-bar off --editable ".[$engine,dev]" \
+        >"$log" 2>&1; then return 0; fi
     grep -Eq "No matching distribution found for torch|depends on torch==[0-9.]+\+cpu" "$log" && return 1
-    echo "The installation failed; pip's log is $log" >&2
+    grep "^ERROR" "$log" >&2
+    echo "The installation failed; what pip said is in $log" >&2
     exit 1
 }
 
@@ -58,4 +62,6 @@ for package in torchvision torchaudio torchcodec; do
     "$venv/bin/python" -c "import $package" >/dev/null 2>&1 ||
         "$venv/bin/pip" uninstall --quiet --yes "$package"
 done
+echo "Compiling what Python has to import"
+"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null || true # some are templates
 rm -f "$log"

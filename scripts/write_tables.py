@@ -15,7 +15,7 @@ from dyntree_plugin import options
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import read
 from dyntree_plugin.metrics import names
-from dyntree_plugin.tree.papers import rules
+from dyntree_plugin.tree import pairs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -24,7 +24,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 TABLES: dict[str, Callable[[], str]] = {
     "options": options.markdown_tables,
     "metrics": names.markdown_table,
-    "rules": rules.markdown_table,
+    "rules": pairs.markdown_table,
     "acceptance": lambda: report.markdown_table(
         json.loads((RESULTS / "acceptance-cpu.json").read_text())
     ),

@@ -150,7 +150,7 @@ def triton_unmasked(b: Batch) -> Runner:
 def flashinfer(b: Batch, masked: bool = True) -> Runner:
     variant, attention = _flashinfer()
     runner = attention.FlashInferTreeAttention(
-        variant, HEADS, KV_HEADS, BLOCK_SIZE, b.q.device, max_requests=1,
+        variant, HEADS, KV_HEADS, BLOCK_SIZE, b.q.device, max_requests=1, max_rows=b.rows,
         max_blocks=b.table.shape[1], masked=masked,
     )  # fmt: skip
     lens = torch.tensor([b.context + b.rows], dtype=torch.int32)
@@ -168,7 +168,9 @@ def flashinfer(b: Batch, masked: bool = True) -> Runner:
 def flashinfer_dense_mask(b: Batch) -> Runner:
     """FlashInfer's own custom_mask of rows × (context + rows), rebuilt every step."""
     _, attention = _flashinfer()
-    workspace = torch.empty(attention.WORKSPACE_BYTES, dtype=torch.uint8, device=b.q.device)
+    processors = torch.cuda.get_device_properties(b.q.device).multi_processor_count
+    size = attention.workspace_bytes(HEADS, KV_HEADS, HEAD_SIZE, processors)
+    workspace = torch.empty(size, dtype=torch.uint8, device=b.q.device)
     wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
         workspace, "NHD", backend="fa2"
     )

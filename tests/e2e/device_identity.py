@@ -1,27 +1,28 @@
 """Trees against vLLM without them on this machine's device: who answers otherwise, and by how much.
 
-As a program it writes the report: ``python device_identity.py FILE NOTE [DTYPE ...]``.
+As a program it writes the report: ``python device_identity.py FILE``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import workload
-from engine_process import Result, Run, serve
-from margins import MARGINS, Verdict, places, scores_of, scoring, verdict
+from engine_process import START_AND_WORK_SECONDS, Result, Run, serve
+from identity_report import Broken, Record, Row, report
+from margins import MARGINS, Place, Scores, places, scores_of, scoring, verdict
 
 from benchmarks.acceptance.noise import perturb_on
-from dyntree_plugin.provenance import provenance
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
@@ -61,50 +62,31 @@ TREES = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one engine did in one run; a ``control`` has to be caught."""
+def compare(
+    dtype: str,
+    engines: Sequence[str],
+    record: Record,
+    at_once: int,
+    seconds_left: Callable[[], float] = lambda: START_AND_WORK_SECONDS,
+) -> None:
+    """Serve with the engines that the record does not hold, so many at a time, and judge what
+    differs; each is recorded as soon as it is known.
 
-    dtype: str
-    engine: str
-    run: str
-    control: bool
-    verdict: Verdict
-
-    @property
-    def passed(self) -> bool:
-        return (self.verdict.unexcused > 0) == self.control
-
-
-@dataclass(frozen=True)
-class Broken:
-    """An engine that gave no answers, and why."""
-
-    dtype: str
-    engine: str
-    reason: str
-    passed: bool = False
-
-
-def compare(dtypes: Sequence[str], at_once: int) -> list[Row | Broken]:
-    """Serve everything with every engine, so many at a time, and judge what differs."""
+    ``seconds_left``: an engine that takes longer has failed.
+    """
+    left = [name for name in engines if not record.holds(dtype, name)]
+    if not left:
+        return
+    device = Device(dtype, seconds_left)
     with ThreadPoolExecutor(at_once) as pool:
-        started = {
-            (dtype, name): pool.submit(_serve, engine, _runs(name, dtype), dtype)
-            for dtype in dtypes
-            for name, engine in {PLAIN: _without_tree(), **TREES}.items()
-        }
-        results: dict[tuple[str, str], dict[str, Result]] = {}
-        broken: list[Row | Broken] = []
-        for key, future in started.items():
+        # It comes first, so that there is always a thread for what the others wait for.
+        plain = pool.submit(device.serve, _without_tree(), _runs(PLAIN, dtype))
+        judged = {pool.submit(_rows, device, name, plain): name for name in left}
+        for future in as_completed(judged):
             try:
-                results[key] = future.result()
-            except RuntimeError as error:
-                broken.append(Broken(*key, str(error)))
-        judged = [
-            pool.submit(_judge, dtype, results) for dtype in dtypes if (dtype, PLAIN) in results
-        ]
-        return [*(row for future in judged for row in future.result()), *broken]
+                record.add(future.result())
+            except (RuntimeError, ValueError) as error:
+                record.add([Broken(dtype, judged[future], str(error))])
 
 
 def _runs(engine: str, dtype: str) -> dict[str, Run]:
@@ -126,35 +108,56 @@ def _without_tree() -> dict[str, Any]:
     return arguments | {"max_logprobs": -1}
 
 
-def _serve(engine: Mapping[str, Any], runs: Mapping[str, Run], dtype: str) -> dict[str, Result]:
-    own = {"enforce_eager": False, "gpu_memory_utilization": 0.1} if ON_CUDA else {}
-    return serve({**own, **engine, "dtype": dtype}, runs, threads=1)
+@dataclass(frozen=True)
+class Device:
+    """Starts engines of one ``dtype``."""
+
+    dtype: str
+    seconds_left: Callable[[], float]
+
+    def serve(self, engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Result]:
+        own = {"enforce_eager": False, "gpu_memory_utilization": 0.1} if ON_CUDA else {}
+        arguments = {**own, **engine, "dtype": self.dtype}
+        seconds = max(self.seconds_left(), 1.0)
+        return serve(arguments, runs, threads=1, seconds=seconds, **exact_products(self.dtype))
 
 
-def _judge(dtype: str, results: Mapping[tuple[str, str], Mapping[str, Result]]) -> list[Row]:
-    everything = _runs(PLAIN, dtype)[EVERY]
-    pairs = zip(everything.requests, results[dtype, PLAIN][EVERY].outputs, strict=True)
+def exact_products(dtype: str) -> dict[str, str]:
+    """Return the environment in which Triton multiplies float32 as the kernels of trees do.
+
+    vLLM's attention leaves the precision to Triton, which takes TF32 on a GPU that has it: tokens
+    of single rows and of trees would differ by ten bits of mantissa.
+    """
+    if dtype != "float32":
+        return {}
+    cache = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
+    return {"TRITON_F32_DEFAULT": "ieee", "TRITON_CACHE_DIR": f"{cache}-ieee"}
+
+
+def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[Row]:
+    """What one engine did, by run."""
+    own = plain.result() if name == PLAIN else device.serve(TREES[name], _runs(name, device.dtype))
+    everything = _runs(PLAIN, device.dtype)[EVERY]
+    pairs = zip(everything.requests, plain.result()[EVERY].outputs, strict=True)
     wanted = {request.key: output for request, output in pairs if output is not None}
-    served = {
-        (engine, name): (run, result[name])
-        for (of, engine), result in results.items()
-        if of == dtype
-        for name, run in _runs(engine, dtype).items()
-        if name != EVERY
-    }
-    found = {key: places(run, result, wanted) for key, (run, result) in served.items()}
-    apart = [place for each in found.values() for place in each if place is not None]
-    asked = scoring(apart, VOCABULARY)
-    answers = _serve(_without_tree(), {SCORING: asked}, dtype)[SCORING].outputs if apart else []
-    scores = iter(scores_of([answer for answer in answers if answer is not None]))
+    runs = {key: run for key, run in _runs(name, device.dtype).items() if key != EVERY}
+    found = {key: places(run, own[key], wanted) for key, run in runs.items()}
+    scores = iter(_scores(device, [p for each in found.values() for p in each if p is not None]))
     rows = []
-    for (engine, name), (run, _) in served.items():
-        own = found[engine, name]
-        known = [next(scores) for place in own if place is not None]
+    for key, run in runs.items():
+        known = [next(scores) for place in found[key] if place is not None]
         outputs = [wanted[request.key] for request in run.requests]
-        judged = verdict(own, outputs, known, noise, MARGINS[dtype])
-        rows.append(Row(dtype, engine, name, name in CONTROLS, judged))
+        judged = verdict(found[key], outputs, known, noise, MARGINS[device.dtype])
+        rows.append(Row(device.dtype, name, key, key in CONTROLS, judged))
     return rows
+
+
+def _scores(device: Device, apart: Sequence[Place]) -> list[Scores]:
+    """Of the places at which tokens differ, by the engine without trees."""
+    if not apart:
+        return []
+    answers = device.serve(_without_tree(), {SCORING: scoring(apart, VOCABULARY)})[SCORING].outputs
+    return scores_of([answer for answer in answers if answer is not None])
 
 
 def noise(seed: int, position: int) -> torch.Tensor:
@@ -168,53 +171,22 @@ def noise(seed: int, position: int) -> torch.Tensor:
     return perturbed[0].cpu()
 
 
-def report(rows: Sequence[Row | Broken]) -> str:
-    """A line per run."""
-    lines = [
-        f"{'':9}{'engine':33}{'run':22}{'answers':>8}{'tokens':>8}{'other':>7}{'excused':>8}"
-        f"{'largest gap':>12}"
-    ]
-    for row in rows:
-        if isinstance(row, Broken):
-            last = row.reason.strip().splitlines()[-1]
-            lines.append(f"{row.dtype:9}{row.engine:33}FAILED to serve: {last}")
-            continue
-        found = row.verdict
-        wanted = "must differ" if row.control else ""
-        largest = f"{max(found.gaps):.4f}" if found.gaps else "–"
-        lines.append(
-            f"{row.dtype:9}{row.engine:33}{row.run:22}{found.requests:8}{found.tokens:8}"
-            f"{found.excused + found.unexcused:7}{found.excused:8}{largest:>12}"
-            f"  {'ok' if row.passed else 'FAILED'} {wanted}".rstrip()
-        )
-    margins = ", ".join(f"{margin} in {dtype}" for dtype, margin in MARGINS.items())
-    lines.append(f"Excused: the two tokens are at most so many logits apart: {margins}.")
-    return "\n".join(lines)
-
-
-def as_json(rows: Sequence[Row | Broken], seconds: float, note: str) -> dict[str, Any]:
-    return {
-        "provenance": provenance(),
-        "note": note,
-        "margins": MARGINS,
-        "seconds": seconds,
-        "runs": [
-            {"dtype": row.dtype, "engine": row.engine, "run": row.run, "control": row.control,
-             "passed": row.passed, **row.verdict.as_json()}
-            for row in rows if isinstance(row, Row)
-        ],
-        "failed": [asdict(row) for row in rows if isinstance(row, Broken)],
-    }  # fmt: skip
-
-
-def main(file: str, note: str, *dtypes: str) -> None:
-    began = time.monotonic()
-    rows = compare(dtypes or tuple(MARGINS), at_once=max((os.cpu_count() or 1) // 2, 1))
-    found = as_json(rows, time.monotonic() - began, note)
-    Path(file).write_text(json.dumps(found, indent=1) + "\n")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="The report; what it holds is not served again.")
+    parser.add_argument("--note", default="", help="A line for the report.")
+    parser.add_argument("--dtype", choices=MARGINS, default="bfloat16")
+    parser.add_argument("--engine", choices=(PLAIN, *TREES), action="append")
+    parser.add_argument("--seconds", type=float, default=START_AND_WORK_SECONDS)
+    given = parser.parse_args()
+    end = time.monotonic() + given.seconds
+    record = Record(given.file, given.note)
+    engines, at_once = given.engine or (PLAIN, *TREES), max((os.cpu_count() or 1) // 2, 2)
+    compare(given.dtype, engines, record, at_once, lambda: end - time.monotonic())
+    rows = [row for row in record.found if row.dtype == given.dtype and row.engine in engines]
     print(report(rows))  # noqa: T201
     sys.exit(not all(row.passed for row in rows))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

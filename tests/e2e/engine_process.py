@@ -13,11 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import forked
+from torch import cuda
 
 START_AND_WORK_SECONDS = 1100
 """Less than what a test may take."""
@@ -97,13 +100,17 @@ class Result:
 
 
 def serve(
-    engine: Mapping[str, Any], runs: Mapping[str, Run], threads: int | None = None
+    engine: Mapping[str, Any],
+    runs: Mapping[str, Run],
+    threads: int | None = None,
+    seconds: float = START_AND_WORK_SECONDS,
+    **variables: str,
 ) -> dict[str, Result]:
     """Start an engine with these arguments of ``LLM`` and work through the runs, in their order.
 
-    ``threads``: of OpenMP; by default vLLM takes every core.
+    ``threads``: of OpenMP; by default vLLM takes every core. The others are those of `answered`.
     """
-    found = answered(__file__, engine, runs, threads)
+    found = answered(__file__, engine, runs, threads, seconds, **variables)
     return {name: result_of(result) for name, result in found.items()}
 
 
@@ -112,9 +119,16 @@ def answered(
     engine: Mapping[str, Any],
     runs: Mapping[str, Run],
     threads: int | None,
+    seconds: float = START_AND_WORK_SECONDS,
+    fresh: bool = False,
     **variables: str,
 ) -> dict[str, Any]:
-    """What a program like this one answers to a job. ``variables``: of its environment."""
+    """What a program like this one answers to a job. ``seconds``: all that it may take.
+    ``variables``: of its environment. ``fresh``: they matter while vLLM is imported.
+
+    Raises:
+        RuntimeError: if it fails, or takes longer.
+    """
     from dyntree_plugin import openmp
 
     environment = os.environ | {
@@ -132,27 +146,43 @@ def answered(
         paths = Path(folder, "job.json"), Path(folder, "results.json")
         paths[0].write_text(json.dumps(job))
         log = Path(folder, "log")
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                [sys.executable, program, *map(str, paths)],
-                env=environment,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            failed = process.wait(START_AND_WORK_SECONDS) != 0
-        except subprocess.TimeoutExpired:
-            failed = True
-        finally:
-            # A rank whose fellow has failed waits for it for ever, in native code.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if failed:
-            raise RuntimeError(f"the engine {engine} failed:\n{log.read_text()[-8000:]}")
+        log.touch()
+        can_be_forked = threads == forked.THREADS and not fresh and not cuda.is_available()
+        run = forked.run if can_be_forked else _run
+        status = run(program, [*map(str, paths)], environment, log, seconds)
+        if status != 0:
+            failure = "failed" if status else f"was ended after {seconds:.0f} s"
+            said = log.read_text()[-8000:]
+            raise RuntimeError(f"the engine {engine} {failure}:\n{said}")
         found: dict[str, Any] = json.loads(paths[1].read_text())
     return found
+
+
+def _run(
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    seconds: float,
+) -> int | None:
+    """As `forked.run`, in a process that begins with nothing."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, program, *arguments],
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # A rank whose fellow has failed waits for it for ever, in native code.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def result_of(value: dict[str, Any]) -> Result:

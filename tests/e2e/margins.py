@@ -12,7 +12,7 @@ from engine_process import Output, Request, Result, Run
 
 MARGINS = {"bfloat16": 0.25, "float32": 0.01}
 """Logits that rounding may move against each other: four units in the last place of a logit
-between 8 and 16 in bf16; ten bits of mantissa, to which CUDA's TF32 rounds factors, for fp32."""
+between 8 and 16 in bf16; far more than the order of sums moves them in fp32."""
 
 _KNOWN = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos"}
 

@@ -35,7 +35,8 @@ def serve_on_ranks(
     the last rank alone."""
     arguments = {**engine, "tensor_parallel_size": ranks}
     # vLLM binds ranks to nodes of memory, of which there may be fewer.
-    found = answered(__file__, arguments, runs, threads=1, VLLM_CPU_OMP_THREADS_BIND="nobind")
+    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    found = answered(__file__, arguments, runs, threads=1, fresh=True, **unbound)
     return {name: Ranked(result_of(one["result"]), one["traces"]) for name, one in found.items()}
 
 

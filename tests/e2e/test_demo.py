@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +15,60 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-COMPARE = """
+COMMAND = [
+    "demo",
+    "--prompts=2",
+    "--max-tokens=48",
+    "--temperature=0.8",
+    "--top-p=0.95",
+    "--seed=7",
+]
+WHOLE = ["--dtype=float32", '--options={"budget": "fixed", "calibration": "off"}']
+"""Whole trees, of which nothing is learned: what is traced is what was counted before."""
+NOTING = """
 import json, sys
-from contextlib import contextmanager
 from dataclasses import asdict
-from dyntree_plugin import openmp, pair
-openmp.restart_with_library()
+from dyntree_plugin.cli import main
+from dyntree_plugin.commands.demo import command as demo
 
-@contextmanager
-def announce(what, parts):
-    yield lambda: None
+stock, file = demo.compare, sys.argv.pop(1)
+
+def compare(settings, announce):
+    found = stock(settings, announce)
+    traces = [[asdict(step) for step in steps] for steps in found.traces]
+    runs = {"plain": asdict(found.plain), "tree": asdict(found.tree), "traces": traces}
+    with open(file, "w") as written:
+        json.dump(runs, written)
+    return found
 
 if __name__ == "__main__":
-    from dyntree_plugin.commands.demo.comparison import compare
-    from dyntree_plugin.commands.engine import Settings
-    target, draft = map(str, pair.paths().values())
-    prompts = pair.held_out_prompts(2)
-    whole = {"budget": "fixed"}
-    settings = Settings(target, draft, "float32", 16, whole, 0.8, 0.95, 7, 40, prompts)
-    c = compare(settings, announce)
-    traces = [[asdict(step) for step in steps] for steps in c.traces]
-    runs = {"plain": asdict(c.plain), "tree": asdict(c.tree), "traces": traces}
-    with open(sys.argv[1], "w") as file:
-        json.dump(runs, file)
+    demo.compare = compare
+    main()
 """
+"""The program `dyntree`, which keeps what it compares."""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """``compared``: completions without and with trees, and the traces of the latter."""
+
+    process: subprocess.CompletedProcess[str]
+    compared: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Sampled completions without and with whole trees, and the traces of the latter: no clock
-    decides on what is traced and on what is counted before."""
+def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Demonstration:
     folder: Path = tmp_path_factory.mktemp("demo")
-    (folder / "compare.py").write_text(COMPARE)
-    subprocess.run([sys.executable, folder / "compare.py", folder / "result"], check=True)
-    result: dict[str, Any] = json.loads((folder / "result").read_text())
-    return result
+    (folder / "noting.py").write_text(NOTING)
+    line = [sys.executable, str(folder / "noting.py"), str(folder / "result"), *COMMAND, *WHOLE]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Demonstration(done, json.loads((folder / "result").read_text()))
+
+
+@pytest.fixture(scope="module")
+def comparison(demonstration: Demonstration) -> dict[str, Any]:
+    return demonstration.compared
 
 
 def tokens(run: dict[str, Any]) -> list[list[int]]:
@@ -96,12 +116,8 @@ def test_every_stage_takes_time_and_all_of_them_no_more_than_the_run(
     assert sum(stages.values()) < comparison["tree"]["seconds"]
 
 
-def test_the_command_completes_draws_and_finds_the_same_text() -> None:
-    command = [sys.executable, "-m", "dyntree_plugin.cli", "demo"]
-    done = subprocess.run(
-        [*command, "--prompts=2", "--max-tokens=48"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_command_completes_draws_and_finds_the_same_text(demonstration: Demonstration) -> None:
+    done = demonstration.process
     assert "The text is the same" in done.stdout
     row = re.search(r"tokens per target step │ +1\.00 │ +([\d.]+)", done.stdout)
     assert row is not None, done.stdout

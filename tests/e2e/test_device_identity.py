@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import device_identity
+import identity_report
 import pytest
-from device_identity import PLAIN, SCORING, Broken, Row, as_json, compare, report
+from device_identity import PLAIN, SCORING, TREES, Device, compare
 from engine_process import Output, Request, Result, Run
+from identity_report import Broken, Record, Row, report
 
 
 def answer(request: Request, first: int = 0) -> Output:
@@ -30,11 +35,14 @@ class Played:
 
     def __init__(self, otherwise: str = "", lead: float = 5.0, fails: int = 0) -> None:
         self.otherwise, self.lead, self.fails = otherwise, lead, fails
+        self.budgets: list[int | None] = []
+        """Of the engines that were started, None without trees."""
 
     def __call__(
-        self, engine: Mapping[str, Any], runs: Mapping[str, Run], dtype: str
+        self, engine: Mapping[str, Any], runs: Mapping[str, Run], *_: Any, **__: Any
     ) -> dict[str, Result]:
         nodes = engine.get("additional_config", {}).get("dyntree", {}).get("node_budget")
+        self.budgets.append(nodes)
         if self.fails and nodes == self.fails:
             raise RuntimeError("the engine failed:\nout of memory")
         return {
@@ -51,10 +59,18 @@ class Played:
         }  # fmt: skip
 
 
+Compared = Callable[..., list[Row | Broken]]
+
+
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(played: Played) -> list[Row | Broken]:
-        monkeypatch.setattr(device_identity, "_serve", played)
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "report.json"
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch, file: Path) -> Compared:
+    def run(played: Any, engines: list[str] | None = None) -> list[Row | Broken]:
+        monkeypatch.setattr(device_identity, "serve", played)
         greedy = {"temperature": 0.0}
         requests = [Request([1, 2], greedy | {"max_tokens": n}) for n in range(1, 4)]
         monkeypatch.setattr(
@@ -65,12 +81,14 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Any:
         controls = {name: Run(requests, sabotage=name) for name in device_identity.CONTROLS}
         monkeypatch.setattr(device_identity, "CONTROLS", controls)
         monkeypatch.setattr(device_identity, "YARDSTICK", Run(requests, batch=3))
-        return compare(["bfloat16"], 1)
+        record = Record(file, "a note")
+        compare("bfloat16", engines or [PLAIN, *TREES], record, 1)
+        return record.found
 
     return run
 
 
-def test_the_same_tokens_pass_and_controls_have_to_differ(compared: Any) -> None:
+def test_the_same_tokens_pass_and_controls_have_to_differ(compared: Compared) -> None:
     rows = compared(Played())
     assert all(row.passed for row in rows)
     controls = [row for row in rows if row.control]
@@ -81,7 +99,7 @@ def test_the_same_tokens_pass_and_controls_have_to_differ(compared: Any) -> None
 
 
 def test_a_difference_within_the_margin_is_excused_and_a_control_by_such_fails(
-    compared: Any,
+    compared: Compared,
 ) -> None:
     rows = compared(Played(otherwise="long prompts", lead=0.2))
     differing = [row for row in rows if row.run == "long prompts"]
@@ -90,20 +108,136 @@ def test_a_difference_within_the_margin_is_excused_and_a_control_by_such_fails(
     assert "FAILED must differ" in report(rows)
 
 
-def test_a_difference_beyond_the_margin_fails_its_run_alone(compared: Any) -> None:
+def test_a_difference_beyond_the_margin_fails_its_run_alone(compared: Compared) -> None:
     rows = compared(Played(otherwise="long prompts"))
     assert {row.run for row in rows if not row.passed} == {"long prompts"}
     (line, *_) = [line for line in report(rows).splitlines() if "long prompts" in line]
     assert line.endswith("FAILED")
 
 
-def test_an_engine_that_fails_is_named_and_the_others_are_judged(compared: Any) -> None:
+def test_an_engine_that_fails_is_named_and_the_others_are_judged(
+    compared: Compared, file: Path
+) -> None:
     rows = compared(Played(fails=64))
     (failed,) = [row for row in rows if isinstance(row, Broken)]
     assert failed.engine == "tree of 64"
     assert not failed.passed
     assert "FAILED to serve: out of memory" in report(rows)
     assert any(row.engine == "tree of 16" and row.passed for row in rows)
-    written = as_json(rows, 1.0, "a note")
+    written = json.loads(file.read_text())
     assert [each["engine"] for each in written["failed"]] == ["tree of 64"]
     assert written["note"] == "a note"
+
+
+def test_without_the_answers_of_the_plain_engine_nothing_passes(compared: Compared) -> None:
+    class NoPlain(Played):
+        def __call__(self, engine: Mapping[str, Any], *more: Any, **named: Any) -> Any:
+            if "speculative_config" not in engine:
+                raise RuntimeError("the engine failed:\nno target")
+            return super().__call__(engine, *more, **named)
+
+    rows = compared(NoPlain())
+    assert {row.engine for row in rows} == {PLAIN, *TREES}
+    assert not any(row.passed for row in rows)
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["runs"]
+    return rows
+
+
+def test_every_engine_is_written_down_before_the_next_is_judged(
+    compared: Compared, file: Path
+) -> None:
+    """What a call finds in its time must not be lost at the end of it."""
+    last = TREES[list(TREES)[-1]]["additional_config"]
+    others = {PLAIN, *TREES} - {list(TREES)[-1]}
+
+    class Looking(Played):
+        def __call__(self, engine: Mapping[str, Any], *more: Any, **named: Any) -> Any:
+            if engine.get("additional_config") == last:
+                end = time.monotonic() + 30
+                while not (file.exists() and {row["engine"] for row in rows_of(file)} == others):
+                    if time.monotonic() > end:
+                        raise RuntimeError("the file lacks the engines before the last")
+                    time.sleep(0.01)
+            return super().__call__(engine, *more, **named)
+
+    assert all(row.passed for row in compared(Looking()))
+
+
+def test_what_a_file_holds_is_not_served_again_and_what_failed_is(
+    compared: Compared, file: Path
+) -> None:
+    compared(Played(fails=64))
+    again = Played()
+    rows = compared(again)
+    # The scores come from the engine without trees, which serves only for what is left.
+    assert set(again.budgets) == {None, 64}
+    assert all(row.passed for row in rows)
+    assert {row.engine for row in rows} == {PLAIN, *TREES}
+    nothing = Played()
+    assert len(compared(nothing)) == len(rows)
+    assert nothing.budgets == []
+
+
+def test_a_part_of_the_engines_can_be_asked_for_and_the_rest_comes_later(
+    compared: Compared,
+) -> None:
+    assert {row.engine for row in compared(Played(), ["tree of 16"])} == {"tree of 16"}
+    assert {row.engine for row in compared(Played())} == {PLAIN, *TREES}
+
+
+def test_results_of_other_code_do_not_stand_beside_these(
+    compared: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared(Played())
+    stock = identity_report.provenance
+    monkeypatch.setattr(identity_report, "provenance", lambda: stock() | {"commit": "another"})
+    again = Played()
+    compared(again)
+    assert 64 in again.budgets
+
+
+def test_float32_is_compared_with_exact_products_and_a_cache_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environments = {}
+
+    def serve(engine: Mapping[str, Any], *_: Any, threads: int, seconds: float, **own: str) -> Any:
+        environments[engine["dtype"]] = own
+
+    monkeypatch.setattr(device_identity, "serve", serve)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache/triton")
+    for dtype in ("float32", "bfloat16"):
+        Device(dtype, lambda: 10.0).serve({}, {})
+    assert environments["bfloat16"] == {}
+    assert environments["float32"] == {
+        "TRITON_F32_DEFAULT": "ieee",
+        "TRITON_CACHE_DIR": "/cache/triton-ieee",
+    }
+
+
+def test_that_environment_makes_triton_multiply_exactly_and_is_part_of_its_caches_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Products of float32 as vLLM's attention asks for them, compiled for a Hopper GPU."""
+    triton = pytest.importorskip("triton", reason="vLLM's attention on a GPU is in Triton")
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton_products import products
+
+    def machine_code() -> str:
+        source = ASTSource(products, {"X": "*fp32"}, {})
+        code: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        return code
+
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    assert "tf32" in machine_code()
+    key = get_cache_invalidating_env_vars()
+    for name, value in device_identity.exact_products("float32").items():
+        monkeypatch.setenv(name, value)
+    assert "tf32" not in machine_code()
+    assert get_cache_invalidating_env_vars() != key

@@ -89,7 +89,7 @@ def _ended(processes: list[psutil.Process], seconds: float) -> list[psutil.Proce
 
 
 @pytest.mark.parametrize(
-    "title", ["VLLM::Worker", pytest.param("VLLM::EngineCore", marks=pytest.mark.slow)]
+    "title", ["VLLM::EngineCore", pytest.param("VLLM::Worker", marks=pytest.mark.slow)]
 )
 def test_a_server_whose_engine_is_killed_ends_its_streams_and_itself(
     title: str, tmp_path: Path

@@ -1,8 +1,9 @@
-"""Three minutes of `soak`."""
+"""A minute of `soak`, and three of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,26 +13,42 @@ from soak_clients import Log, Received
 
 pytestmark = pytest.mark.e2e
 
-SECONDS = 170
 CLIENTS = 32
-REPEATED = 600
-"""Answers; an engine without trees makes them in less than a minute."""
-WARM_UP_SECONDS = 60
-MOST_GROWTH = 250.0
-"""MiB. So short a soak still fills vLLM's caches; what leaks by step or request gains more."""
+
+
+@dataclass(frozen=True)
+class Soak:
+    """``repeated``: answers that are asked again. ``most_growth``: MiB after the warm-up. So short
+    a soak still fills vLLM's caches; what leaks by step or request gains more."""
+
+    seconds: float
+    repeated: int
+    warm_up: float
+    most_growth: float
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(Soak(50, repeated=200, warm_up=20, most_growth=400), id="a minute"),
+        pytest.param(
+            Soak(170, repeated=600, warm_up=60, most_growth=250),
+            id="three minutes",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_server_under_many_clients_stays_exact_and_alive(
-    tmp_path: Path, tell: Callable[[str], None]
+    asked: Soak, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
-    soaked = soak.run(tmp_path, SECONDS, CLIENTS, REPEATED)
-    found = soak.failures(soaked, WARM_UP_SECONDS, MOST_GROWTH)
-    assert not found, soaked.report(WARM_UP_SECONDS)
+    soaked = soak.run(tmp_path, asked.seconds, CLIENTS, asked.repeated)
+    found = soak.failures(soaked, asked.warm_up, asked.most_growth)
+    assert not found, soaked.report(asked.warm_up)
     assert soaked.log.aborted > 0
     assert soaked.log.restarts > 0
     assert soaked.repeated > 50
-    tell("soak: " + "; ".join(soaked.report(WARM_UP_SECONDS).splitlines()[:2]))
+    tell("soak: " + "; ".join(soaked.report(asked.warm_up).splitlines()[:2]))
 
 
 def test_a_wrong_token_is_seen_and_a_beginning_is_none() -> None:

@@ -281,10 +281,12 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferTrees:
     from dyntree_kernels.cuda import flashinfer_attention
 
     monkeypatch.setattr(flashinfer_attention, "FlashInferTreeAttention", NotingAttention)
-    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(flashinfer_attention, "workspace_bytes", lambda *_: 64)
     monkeypatch.setattr(NotingAttention, "made", [])
     variant: Any = "built"
-    return FlashInferTrees(variant, Heads(4, 2, 64), 16, 250, torch.device("cpu"))
+    return FlashInferTrees(
+        variant, Heads(4, 2, 64), 16, 250, torch.device("cpu"), processors=132, graphs=(2, 18)
+    )
 
 
 def rows_of(*rows: int, context: int, for_graph: bool) -> AttentionRows:
@@ -307,6 +309,7 @@ def test_flashinfer_plans_into_buffers_of_their_own_for_every_size_of_graph(
     assert NotingAttention.made[-1].planned == [[55, 55]]
     # 250 positions are 16 blocks.
     assert NotingAttention.made[1].sizes["max_blocks"] == 2 * 16
+    assert NotingAttention.made[1].sizes["max_rows"] == 2 * 9
     (workspace,) = {id(made.sizes["workspace"]) for made in NotingAttention.made}
     assert workspace
 

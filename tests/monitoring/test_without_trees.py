@@ -10,7 +10,8 @@ import traffic
 
 from dyntree_plugin.metrics.names import PREFIX
 
-pytestmark = pytest.mark.e2e
+# test_metrics has the same of an engine.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_a_server_without_dyntree_options_exports_none_of_our_metrics(tmp_path: Path) -> None:

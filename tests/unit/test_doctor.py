@@ -340,22 +340,32 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
+FLASHINFER_IS_FASTER = dispatch.Measurement(
+    "flashinfer", "NVIDIA H200", 4, 128, "bfloat16", 17, 1024, 5.0
+)
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("installed", "built", "chosen"),
+    ("installed", "built", "table", "chosen"),
     [
-        ({"triton", "xformers"}, None, "triton"),
-        ({"triton", "flashinfer"}, None, "triton"),
-        ({"triton", "flashinfer"}, "module", "flashinfer"),
+        ({"triton", "xformers"}, None, [FLASHINFER_IS_FASTER], "triton"),
+        ({"triton", "flashinfer"}, None, [FLASHINFER_IS_FASTER], "triton"),
+        ({"triton", "flashinfer"}, "module", [], "triton"),
+        ({"triton", "flashinfer"}, "module", [FLASHINFER_IS_FASTER], "flashinfer"),
     ],
 )
 def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
-    monkeypatch: pytest.MonkeyPatch, installed: set[str], built: str | None, chosen: str
+    monkeypatch: pytest.MonkeyPatch,
+    installed: set[str],
+    built: str | None,
+    table: list[dispatch.Measurement],
+    chosen: str,
 ) -> None:
     """An engine compiles nothing of FlashInfer's."""
     monkeypatch.setattr(dispatch, "installed", lambda: installed)
     monkeypatch.setattr(choice, "built_variant", lambda *_: built)
-    assert kernels.attention().found.startswith(chosen)
+    assert kernels.attention(table=table).found.startswith(chosen)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,36 +1,114 @@
-"""`make gpu-e2e` says what it needs before anything starts."""
+"""The scripts for a GPU say what they need, keep what they find, and go on where they ended; Python
+is played."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_e2e.sh"
+from dyntree_plugin.pair import shapes
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+PARTS = ("first", "identity-bf16", "identity-fp32", "tests", "launches", "speed-1b", "speed-8b")
+H200 = 139 << 30  # bytes of memory
+
+PYTHON = r"""#!/bin/bash
+# Plays Python on a GPU: notes what it is asked for, with a word per line, and answers.
+folder=$(dirname "$0")
+case "$*" in
+    *find_spec*)
+        [[ -f $folder/has_$(sed "s/.*find_spec('\([a-z.]*\)').*/\1/" <<<"$*") ]]
+        exit
+        ;;
+    *is_available* | *register.py* | *"cli doctor"* | *compileall*) exit 0 ;;
+    -) exit 0 ;;
+    *"gpu_results.py stamp") echo "# $(cat "$folder/commit")"; exit ;;
+    *"gpu_results.py whole"*) [[ -f $folder/whole ]]; exit ;;
+esac
+printf '%s\n' CALL "$@" >>"$folder/calls"
+case "$*" in
+    *"-m pytest"*)
+        echo "tests/a.py::test_one[x y] PASSED  [ 50%]"
+        echo "tests/a.py::test_two FAILED  [100%]"
+        exit 1
+        ;;
+    *"bench serve"*) echo measured; echo '{}' >"$(sed 's/.*--json \([^ ]*\).*/\1/' <<<"$*")" ;;
+    *launches.py*) echo "12 operations" ;;
+esac
+"""
 
 
-def run(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+class Machine:
+    """Runs a script with that Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "out"
+        python = folder / "python"
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+        (folder / "commit").write_text("one")
+
+    def run(self, script: str = "gpu_e2e.sh", **variables: str) -> subprocess.CompletedProcess[str]:
+        own = {"PYTHON": str(self.folder / "python"), "PYTHONPATH": ""}
+        return run(self.folder, script, **own | variables)
+
+    def calls(self, of: str) -> list[list[str]]:
+        """Arguments of the calls of a program."""
+        noted = (self.folder / "calls").read_text() if (self.folder / "calls").exists() else ""
+        calls = [call.splitlines()[1:] for call in noted.split("CALL")[1:]]
+        return [call for call in calls if of in " ".join(call)]
+
+
+def run(
+    folder: Path, script: str = "gpu_e2e.sh", **variables: str
+) -> subprocess.CompletedProcess[str]:
     own = {"PYTHON": sys.executable, "OUT": str(folder / "out"), "MODELS": str(folder / "models")}
     return subprocess.run(
-        [str(SCRIPT)], env={**os.environ, **own, **variables}, capture_output=True, text=True
+        [str(SCRIPTS / script)],
+        env={**os.environ, **own, **variables},
+        capture_output=True,
+        text=True,
     )
 
 
-@pytest.mark.parametrize("part", ["", "all", "speed"])
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def options(call: list[str], name: str) -> list[str]:
+    return [value for word, value in pairwise(call) if word == name]
+
+
+def option(call: list[str], name: str) -> str:
+    (value,) = options(call, name)
+    return value
+
+
+@pytest.mark.parametrize("part", ["", "all", "speed", "identity"])
 def test_a_part_that_there_is_not_is_refused_with_those_there_are(
     part: str, tmp_path: Path
 ) -> None:
     done = run(tmp_path, PART=part)
     assert done.returncode == 2
-    assert (
-        f"PART=identity, PART=launches, PART=speed-1b or PART=speed-8b; it was '{part}'"
-        in done.stderr
-    )
+    assert all(each in done.stderr for each in PARTS)
+    assert f"it was '{part}'" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_scripts_head_and_the_readme_name_every_part(part: str) -> None:
+    head = (SCRIPTS / "gpu_e2e.sh").read_text().partition("set -uo")[0]
+    assert re.search(rf"\b{part}\b", head)
+    assert re.search(rf"\b{part}\b", (SCRIPTS.parent / "docs" / "gpu.md").read_text())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -57,3 +135,151 @@ def test_what_is_kept_lies_in_the_users_cache_unless_a_folder_is_given(
     inside = {name: value and f"{tmp_path}{value}" for name, value in variables.items()}
     run(tmp_path, PART="launches", PYTHON=str(python), HOME=f"{tmp_path}/home", **inside)
     assert (tmp_path / "found").read_text() == f"{tmp_path}/{kept}"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_ends_within_eight_minutes_and_the_first_within_six(
+    part: str, machine: Machine
+) -> None:
+    machine.run(PART=part)
+    limit = 360 if part == "first" else 480
+    given = [
+        float(option(call, name))
+        for name in ("--seconds", "--time-limit")
+        for call in machine.calls("")
+        if name in call
+    ]
+    assert all(0 < seconds <= limit - 20 for seconds in given)
+    assert given or part in ("tests", "launches")
+
+
+def test_the_first_part_checks_kernels_and_tokens_and_measures_whatever_fails(
+    machine: Machine,
+) -> None:
+    done = machine.run(PART="first")
+    assert done.returncode == 1
+    assert "kernels exited with 1, tokens with 0, speed with 0" in done.stdout
+    (checks,) = machine.calls("-m pytest")
+    assert any("check_attention" in word for word in checks)
+    (tokens,) = machine.calls("device_identity")
+    assert options(tokens, "--engine") == ["no speculation", "tree of 16"]
+    (measured,) = machine.calls("bench serve")
+    assert options(measured, "--batch") == ["1", "8"]
+    assert {"--chain", "--tree"} <= {*measured}
+    # What it judges is not judged again by the part that follows.
+    machine.run(PART="identity-bf16")
+    first, second = machine.calls("device_identity")
+    assert first[1] == second[1] == str(machine.out / "gpu-identity-bf16.json")
+
+
+def test_tests_that_passed_are_not_run_again_by_the_same_code(machine: Machine) -> None:
+    log = machine.out / "gpu-tests.txt"
+    for _ in range(2):
+        machine.run(PART="tests")
+    assert log.read_text().count("PASSED") == 2
+    (machine.folder / "commit").write_text("another")
+    machine.run(PART="tests")
+    assert log.read_text().startswith("# another\n")
+    assert log.read_text().count("PASSED") == 1
+
+
+def test_a_log_leaves_out_the_tests_that_it_says_have_passed(tmp_path: Path) -> None:
+    checks = tmp_path / "test_few.py"
+    checks.write_text("def test_a(): pass\ndef test_ab(): pass\ndef test_b(): assert False\n")
+    log = tmp_path / "log"
+    log.write_text("test_few.py::test_a PASSED  [ 33%]\ntest_few.py::test_b FAILED [ 66%]\n")
+    plugin = {"PYTHONPATH": str(SCRIPTS.parent / "tests"), "PASSED_BEFORE": str(log)}
+    command = "-m pytest -v -p passed_before -p no:cacheprovider --rootdir=. test_few.py"
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=tmp_path,
+        env=os.environ | plugin,
+        capture_output=True,
+        text=True,
+    )
+    assert "1 failed, 1 passed, 1 deselected" in done.stdout
+
+
+def test_launches_are_counted_once_for_the_same_code(machine: Machine) -> None:
+    for _ in range(2):
+        assert "12 operations" in machine.run(PART="launches").stdout
+    assert len(machine.calls("launches.py")) == 1
+    (machine.folder / "commit").write_text("another")
+    machine.run(PART="launches")
+    assert len(machine.calls("launches.py")) == 2
+
+
+@pytest.mark.parametrize("part", ["speed-1b", "speed-8b"])
+def test_a_whole_measurement_is_not_made_again(part: str, machine: Machine) -> None:
+    machine.run(PART=part)
+    (machine.folder / "whole").touch()
+    assert machine.run(PART=part).returncode == 0
+    assert len(machine.calls("bench serve")) == 1
+
+
+@pytest.mark.parametrize("part", ["first", "speed-1b", "speed-8b"])
+def test_the_engines_that_stand_side_by_side_leave_memory(part: str, machine: Machine) -> None:
+    machine.run(PART=part)
+    (call,) = machine.calls("bench serve")
+    assert memory(call) < 0.8 * H200
+
+
+def test_seven_engines_of_8b_would_not_leave_it(machine: Machine) -> None:
+    machine.run(PART="speed-8b", CHAINS="2 3 5 8")
+    (call,) = machine.calls("bench serve")
+    assert option(call, "--side-by-side") == "7"
+    assert memory(call) > 0.9 * H200
+
+
+def memory(call: list[str]) -> int:
+    """What the engines of a measurement hold: weights in bf16, the cache, and 2 GiB each for the
+    rest."""
+    shape = shapes.SHAPES[option(call, "--target-shape")]
+    heads = shape.heads + shape.kv_heads
+    attention = 2 * shape.hidden * heads * shape.head_dim
+    weights = 2 * shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+    cache = json.loads(option(call, "--engine-arguments"))["kv_cache_memory_bytes"]
+    return int(option(call, "--side-by-side")) * (weights + cache + (2 << 30))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_kernels_are_checked_by_several_processes_where_pytest_can(
+    there: bool, machine: Machine
+) -> None:
+    if there:
+        (machine.folder / "has_xdist").touch()
+    machine.run("gpu_kernels.sh")
+    (checks,) = machine.calls("-m pytest")
+    assert ("--dist" in checks) == there
+    assert "--continue-on-collection-errors" in checks
+
+
+HIDING = """
+import sys
+
+class Nowhere:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("vllm", "numba"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Nowhere())
+"""
+
+
+def test_kernels_can_be_checked_where_vllm_and_numba_are_missing(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="these kernels are written in Triton")
+    (tmp_path / "hiding.py").write_text(HIDING)
+    root = SCRIPTS.parent
+    path = os.pathsep.join(map(str, [tmp_path, root, root / "kernels"]))
+    checks = sorted((root / "tests" / "kernels" / "device").glob("check_*.py"))
+    command = "-m pytest -q -p hiding -p no:cacheprovider --collect-only"
+    done = subprocess.run(
+        [sys.executable, *command.split(), *map(str, checks)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "check_attention.py::test_served_shapes" in done.stdout
+    assert "check_draft_rows.py::" not in done.stdout

@@ -72,7 +72,19 @@ def choose_kernel(
         return triton, triton
     block_size = kv_cache_spec.block_size
     max_len = vllm_config.model_config.max_model_len
-    return FlashInferTrees(variant, heads, block_size, max_len, device), triton
+    rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    # A request with a tree has two rows at least.
+    requests = min(vllm_config.scheduler_config.max_num_seqs, rows // 2)
+    flashinfer = FlashInferTrees(
+        variant,
+        heads,
+        block_size,
+        max_len,
+        device,
+        processors=properties.multi_processor_count,
+        graphs=(requests, rows),
+    )
+    return flashinfer, triton
 
 
 def built_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int) -> Variant | None:

@@ -133,10 +133,19 @@ class FlashInferTrees:
     """
 
     def __init__(
-        self, variant: Variant, heads: Heads, block_size: int, max_len: int, device: torch.device
+        self,
+        variant: Variant,
+        heads: Heads,
+        block_size: int,
+        max_len: int,
+        device: torch.device,
+        *,
+        processors: int,
+        graphs: tuple[int, int],
     ) -> None:
-        """``variant``: a module that is built. ``max_len``: positions of the longest request."""
-        from dyntree_kernels.cuda.flashinfer_attention import WORKSPACE_BYTES
+        """``variant``: a module that is built. ``max_len``: positions of the longest request.
+        ``graphs``: the most requests and rows of a batch that a CUDA graph serves."""
+        from dyntree_kernels.cuda.flashinfer_attention import workspace_bytes
 
         self._variant = variant
         self._heads = heads
@@ -144,7 +153,8 @@ class FlashInferTrees:
         self._max_len = max_len
         self._device = device
         # Plans run one after the other, so that they can share it.
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        size = workspace_bytes(heads.query, heads.kv, heads.size, processors, *graphs)
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
         self._by_shape: dict[tuple[int, int] | None, FlashInferTreeAttention] = {}
         # That of graphs come when these are captured, before requests as well.
         self._attention(None)
@@ -178,7 +188,7 @@ class FlashInferTrees:
         from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
 
         blocks = -(-self._max_len // self._block_size)
-        requests = None if shape is None else shape[0]
+        requests, rows = shape or (None, None)
         if shape not in self._by_shape:
             self._by_shape[shape] = FlashInferTreeAttention(
                 self._variant,
@@ -187,6 +197,7 @@ class FlashInferTrees:
                 self._block_size,
                 self._device,
                 max_requests=requests,
+                max_rows=rows,
                 max_blocks=None if requests is None else requests * blocks,
                 workspace=self._workspace,
             )

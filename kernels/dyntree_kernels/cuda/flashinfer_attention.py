@@ -16,9 +16,29 @@ import torch
 
 from dyntree_kernels.cuda.flashinfer_variant import Variant
 
-WORKSPACE_BYTES = 128 << 20
 PLANS_IN_FLIGHT = 6
 """Plans that the host may be ahead of the device."""
+_PROGRAMS = 2
+"""Programs per processor among which FlashInfer splits the columns."""
+
+
+def workspace_bytes(
+    heads: int, kv_heads: int, head_size: int, processors: int, requests: int = 0, rows: int = 0
+) -> int:
+    """Return the bytes of workspace that every plan fits into.
+
+    A plan keeps a partial result in float32 per tile of rows and split of columns. It has one for
+    each program at least, and for a CUDA graph one for each tile that the batch may have
+    (`PrefillSplitQOKVIndptr` and `PrefillPlanImpl` of FlashInfer 0.7.0, scheduler.cuh).
+
+    Args:
+        processors: of the device.
+        requests, rows: the most of a batch that a CUDA graph is captured for, 0 without graphs.
+    """
+    tile = 128 if head_size < 256 else 64
+    tiles = -(-rows * (heads // kv_heads) // tile) + requests
+    partials = heads * max(_PROGRAMS * processors // kv_heads, tiles) * tile
+    return partials * (head_size + 1) * torch.float32.itemsize
 
 
 class FlashInferTreeAttention:
@@ -37,12 +57,12 @@ class FlashInferTreeAttention:
         variant: the module, which `flashinfer_variant.build` has built.
         heads, kv_heads: query and KV heads.
         block_size: positions per cache block.
-        max_requests, max_blocks: sizes of the persistent buffers for CUDA graphs: every plan then
-            has exactly `max_requests` requests (pad with empty ones), at most `max_blocks` blocks
-            and no more rows than the first plan.
+        max_requests, max_rows, max_blocks: sizes of the persistent buffers for CUDA graphs: every
+            plan then has exactly `max_requests` requests (pad with empty ones), at most `max_rows`
+            rows and no more than the first plan, and at most `max_blocks` blocks.
         masked: False leaves the mask out, to measure what it costs.
-        workspace: uint8 [WORKSPACE_BYTES] of the device, which may be shared by what runs one after
-            the other; by default an own one.
+        workspace: uint8 [`workspace_bytes`] of the device, which may be shared by what runs one
+            after the other; by default an own one.
 
     Raises:
         RuntimeError: when the module has not been built.
@@ -57,6 +77,7 @@ class FlashInferTreeAttention:
         device: torch.device,
         *,
         max_requests: int | None = None,
+        max_rows: int | None = None,
         max_blocks: int | None = None,
         masked: bool = True,
         workspace: torch.Tensor | None = None,
@@ -68,6 +89,10 @@ class FlashInferTreeAttention:
             )
         self._variant, self._device = variant, device
         self._shape = heads, kv_heads, variant.head_size, block_size
+        if workspace is None:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            size = workspace_bytes(*self._shape[:3], processors, max_requests or 0, max_rows or 0)
+            workspace = torch.empty(size, dtype=torch.uint8, device=device)
         owner = _owns_mask()
         self._needs_mask = masked and not owner
         options = {"variant_owns_mask": True} if masked and owner else {}
@@ -183,13 +208,13 @@ def _wrapper(
     max_requests: int | None,
     max_blocks: int | None,
     mask: bool,
-    workspace: torch.Tensor | None,
+    workspace: torch.Tensor,
     **options: Any,
 ) -> Any:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     if (max_requests is None) != (max_blocks is None):
-        raise ValueError("max_requests and max_blocks come together")
+        raise ValueError("max_requests, max_rows and max_blocks come together")
     if max_requests is not None and max_blocks is not None:
         sizes = {
             "qo_indptr_buf": max_requests + 1,
@@ -203,8 +228,6 @@ def _wrapper(
         for name, size in sizes.items():
             options[name] = torch.zeros(size, dtype=torch.int32, device=device)
         options["use_cuda_graph"] = True
-    if workspace is None:
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", **options)
 
 

@@ -14,7 +14,8 @@ import torch
 
 from dyntree_plugin import openmp
 
-pytestmark = pytest.mark.e2e
+# test_identity has the same of the embedded target.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from paged_cases import DEVICE
+
+pytest.importorskip("vllm.v1.worker.gpu", exc_type=ImportError)
 from vllm.v1.worker.gpu import block_table, buffer_utils
 
 from dyntree_kernels.ancestors import pack_bits

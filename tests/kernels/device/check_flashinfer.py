@@ -86,7 +86,7 @@ def test_a_request_without_a_tree_is_attended_causally(variant: Variant) -> None
 
 def test_a_captured_graph_follows_new_trees_lengths_and_plans(variant: Variant) -> None:
     runner = FlashInferTreeAttention(
-        variant, HEADS, KV_HEADS, PAGE, DEVICE, max_requests=1, max_blocks=64
+        variant, HEADS, KV_HEADS, PAGE, DEVICE, max_requests=1, max_rows=30, max_blocks=64
     )
     first, second = (
         paged([tree_mask(random_tree(30, torch.Generator().manual_seed(ctx)))], [ctx])

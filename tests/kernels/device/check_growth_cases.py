@@ -11,6 +11,8 @@ import pytest
 import torch
 from paged_cases import DEVICE
 
+pytest.importorskip("numba", reason="the CPU's kernels, with which it compares, need numba")
+
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, TreeArrays
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits

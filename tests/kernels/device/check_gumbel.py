@@ -6,6 +6,8 @@ import pytest
 import torch
 from paged_cases import DEVICE
 
+pytest.importorskip("numba", reason="the CPU's kernels, with which it compares, need numba")
+
 from dyntree_kernels.cpu import gumbel as cpu
 from dyntree_kernels.cuda import gumbel
 

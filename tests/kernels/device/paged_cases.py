@@ -60,7 +60,8 @@ class Case:
         return slice(*self.qo_indptr[request : request + 2].tolist())
 
     def expected(self) -> torch.Tensor:
-        """The oracle in float64 on the CPU; NaN in the rows of requests without a tree."""
+        """The oracle in float64, computed on the device; NaN in the rows of requests without a
+        tree."""
         out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
         for r, (mask, keys, values) in enumerate(
             zip(self.masks, self.keys, self.values, strict=True)
@@ -69,7 +70,8 @@ class Case:
             if ctx >= 0:
                 visible = torch.nn.functional.pad(mask, (ctx, 0), value=True)
                 rows = self.rows(r)
-                out[rows] = masked_attention(self.q[rows].cpu(), keys, values, visible, self.scale)
+                seen = (x.to(DEVICE) for x in (self.q[rows], keys, values, visible))
+                out[rows] = masked_attention(*seen, self.scale).cpu()
         return out
 
     def expected_lse(self) -> torch.Tensor:

@@ -1,0 +1,51 @@
+"""Whether a result of an earlier call on a GPU stands: of the same code, on the same machine.
+
+python gpu_results.py stamp         a line that names code and machine
+python gpu_results.py whole FILE    exits with 0 if a result of `dyntree bench serve` stands, and
+                                    lacks no round
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dyntree_plugin.commands.bench.results import read
+from dyntree_plugin.provenance import provenance
+
+_SAME = ("commit", "uncommitted", "packages", "python", "gpu", "cpu")
+
+
+def of_this(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return of a provenance what has to be the same for results to stand side by side."""
+    return {key: known.get(key) for key in _SAME}
+
+
+def whole(file: Path) -> bool:
+    """Whether every engine has served every load in every round."""
+    if not file.exists():
+        return False
+    result = read(file)
+    wanted = result.settings
+    loads = product(wanted["sets"], wanted["temperatures"], wanted["batches"], result.engines)
+    rounds = [len(series.runs) for series in result.series]
+    return (
+        of_this(result.provenance) == of_this(provenance())
+        and len(rounds) == len(list(loads))
+        and min(rounds) == wanted["rounds"]
+    )
+
+
+def main(asked: str, *files: str) -> None:
+    if asked == "stamp":
+        print(f"# {json.dumps(of_this(provenance()))}")  # noqa: T201
+        return
+    sys.exit(not all(whole(Path(file)) for file in files))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""Which results of an earlier call on a GPU are not made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gpu_results
+import pytest
+
+from dyntree_plugin.commands.bench.results import Cell, Engine, Result, Run, Series, write
+from dyntree_plugin.provenance import provenance
+
+ENGINES = [
+    Engine(name=name, kind="chain", budget=2, arguments={}) for name in ("chain of 2", "chain of 3")
+]
+CELLS = [Cell(prompts="code", temperature=0.0, batch=batch) for batch in (1, 8)]
+ROUNDS = 3
+
+
+def result(lacking: int = 0, cells: int = 2) -> Result:
+    """With all rounds of so many cells, but ``lacking`` of the last engine's in the last cell."""
+    made = [
+        Run(round=n, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0)
+        for n in range(ROUNDS)
+    ]
+    series = [
+        Series(engine=engine.name, cell=cell, runs=made)
+        for cell in CELLS[:cells]
+        for engine in ENGINES
+    ]
+    series[-1] = series[-1].model_copy(update={"runs": made[lacking:]})
+    loads = {"sets": ["code"], "temperatures": [0.0], "batches": [1, 8], "rounds": ROUNDS}
+    return Result(provenance=provenance(), settings=loads, notes=[], engines=ENGINES, series=series)
+
+
+def test_a_measurement_stands_that_lacks_nothing(tmp_path: Path) -> None:
+    write(result(), tmp_path / "result.json")
+    assert gpu_results.whole(tmp_path / "result.json")
+
+
+@pytest.mark.parametrize("made", [result(lacking=1), result(cells=1)], ids=["round", "load"])
+def test_one_that_broke_off_does_not(made: Result, tmp_path: Path) -> None:
+    write(made, tmp_path / "result.json")
+    assert not gpu_results.whole(tmp_path / "result.json")
+    assert not gpu_results.whole(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("what", ["commit", "gpu", "packages"])
+def test_nor_does_one_of_other_code_or_another_machine(what: str, tmp_path: Path) -> None:
+    made = result()
+    other = made.model_copy(update={"provenance": made.provenance | {what: "another"}})
+    write(other, tmp_path / "result.json")
+    assert not gpu_results.whole(tmp_path / "result.json")
+
+
+def test_the_stamp_is_a_line_that_names_code_and_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamps = []
+    for commit in ("one", "one", "two"):
+        known = provenance() | {"commit": commit}
+        monkeypatch.setattr(gpu_results, "provenance", lambda known=known: known)
+        gpu_results.main("stamp")
+        stamps.append(capsys.readouterr().out)
+    assert stamps[0] == stamps[1] != stamps[2]
+    assert stamps[0].count("\n") == 1
