@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -184,32 +184,41 @@ the first of the columns by depth."""
 
 
 class Report(NamedTuple):
-    """Views of a report [R, C] by name.
+    """Views of a report [R, C] by name: tensors on the device, or numpy's arrays on the host.
 
     ``at_depth`` [R, D]: verified nodes at depth 1 to D. ``expected`` [R, D]: the sum of their
     values, that is how many of them were expected to be accepted. ``chances`` and ``depths``
     [R, N]: value and depth of every stored node, if the report has them; else [R, 0].
     """
 
-    grown: torch.Tensor
-    admitted: torch.Tensor
-    verified: torch.Tensor
-    deepest: torch.Tensor
-    moved: torch.Tensor
-    emitted: torch.Tensor
-    at_depth: torch.Tensor
-    expected: torch.Tensor
-    chances: torch.Tensor
-    depths: torch.Tensor
+    grown: Any
+    admitted: Any
+    verified: Any
+    deepest: Any
+    moved: Any
+    emitted: Any
+    at_depth: Any
+    expected: Any
+    chances: Any
+    depths: Any
 
     @classmethod
-    def of(cls, columns: torch.Tensor, levels: int) -> Report:
+    def of(cls, columns: Any, levels: int) -> Report:
         """Name the columns of a report on trees of at most so many ``levels``."""
-        chances = AT_DEPTH + 2 * levels
-        nodes = (columns.shape[1] - chances) // 2
-        widths = [levels, levels, nodes, nodes]
+        expected = AT_DEPTH + levels
+        chances = expected + levels
+        depths = chances + (columns.shape[1] - chances) // 2
         return cls(
-            *columns[:, :AT_DEPTH].unbind(1), *torch.split(columns[:, AT_DEPTH:], widths, dim=1)
+            columns[:, GROWN],
+            columns[:, ADMITTED],
+            columns[:, VERIFIED],
+            columns[:, DEEPEST],
+            columns[:, MOVED],
+            columns[:, EMITTED],
+            columns[:, AT_DEPTH:expected],
+            columns[:, expected:chances],
+            columns[:, chances:depths],
+            columns[:, depths:],
         )
 
 

@@ -144,8 +144,9 @@ class Drafter:
         ``num_sampled`` [R]: tokens that vLLM sampled; ``last_sampled`` [slots]: the last of them.
         """
         player = self._graphs.drafting(packed) or self._eager(packed)
-        tokens = last_sampled[batch.idx_mapping].view(-1, 1)
-        if step.verified is not None:
+        if step.verified is None:
+            tokens = last_sampled[batch.idx_mapping].view(-1, 1)
+        else:
             tokens = step.verified.tokens
         with self._ops.clock("catch_up"):
             if batch.is_prefilling_np[: batch.num_reqs].any():

@@ -147,7 +147,7 @@ class RowWriter(Protocol):
 
 
 class TensorRows:
-    """A `RowWriter` in plain torch."""
+    """A `RowWriter` in plain torch, for batches without padding."""
 
     def __init__(self, memory: RowMemory) -> None:
         self._memory = memory
@@ -159,7 +159,7 @@ class TensorRows:
         real = (step < emitted.counts[:, None]) & (after <= memory.last_position)
         positions = after.clamp(max=memory.last_position)
         slots = memory.slots_of(requests, positions, memory.slots)
-        self._see(requests, emitted.roots, columns=width)
+        self._see(emitted.roots, columns=width)
         rows = memory.tree_rows(num_reqs, width, columns=width)
         rows.ids.view(num_reqs, width).copy_(emitted.tokens[:, :width])
         rows.positions.view(num_reqs, width).copy_(positions)
@@ -182,16 +182,12 @@ class TensorRows:
             after = roots[:, None] + 1 + torch.arange(memory.scratch, device=memory.device)
             positions = after.clamp(max=memory.last_position)
             memory.slots_of(requests, positions, memory.scratch_slots)
-            self._see(requests, roots, memory.scratch)
+            self._see(roots, memory.scratch)
 
-    def _see(self, requests: Requests, roots: torch.Tensor, columns: int) -> None:
-        """Let rows see the context up to ``roots`` [R], and ``columns`` slots after it by bits.
-
-        Rows of padding see nothing: attention skips a request of context -1.
-        """
+    def _see(self, roots: torch.Tensor, columns: int) -> None:
+        """Let rows see the context up to ``roots`` [R], and ``columns`` slots after it by bits."""
         num_reqs = roots.shape[0]
-        contexts = torch.where(requests.index < 0, -1, roots + 1)
-        self._memory.ctx_lens[:num_reqs].copy_(contexts)
+        torch.add(roots, 1, out=self._memory.ctx_lens[:num_reqs])
         lengths = torch.add(roots, 1 + columns, out=self._memory.seq_lens[:num_reqs])
         lengths.clamp_(max=self._memory.last_position + 1)
 

@@ -94,28 +94,28 @@ class StepRecord:
 
     def counts(self) -> WorkerCounts:
         """Return what was noted, without times; waits for the copy that `send` began."""
-        counts = WorkerCounts(
+        found: dict[str, Any] = {"pruned": {BUDGET: 0, SCHEDULER: 0}}
+        if self._arrival is not None and self._plan is not None:
+            numbers = self._arrival().numpy()  # sync: it has arrived
+            report = Report.of(numbers, self._plan.shape.max_depth)
+            found = {"pruned": self._pruned(report), "worth": self._worth(report)}
+            if self._verified:
+                self._emitted = int(report.emitted.sum())
+                found |= {
+                    "nodes": _whole(report.verified),
+                    "depths": _whole(report.deepest),
+                    "moved": _whole(report.moved),
+                    "at_depth": report.at_depth.copy(),
+                    "expected": report.expected.copy(),
+                }
+        return WorkerCounts(
             self._decoding.tolist(),  # sync: host memory
             draft_forwards=self._draft_forwards,
             node_budget=self._node_budget,
             growth_forwards=self._growth_forwards,
             row_cost=self._row_cost,
             fewest_forwards=self._fewest_forwards,
-        )
-        if self._arrival is None or self._plan is None:
-            return replace(counts, pruned={BUDGET: 0, SCHEDULER: 0})
-        report = Report.of(self._arrival(), self._plan.shape.max_depth)
-        counts = replace(counts, pruned=self._pruned(report), worth=self._worth(report))
-        if not self._verified:
-            return counts
-        self._emitted = int(report.emitted.sum())  # sync: it has arrived
-        return replace(
-            counts,
-            nodes=_whole(report.verified),
-            depths=_whole(report.deepest),
-            moved=_whole(report.moved),
-            at_depth=report.at_depth.numpy().copy(),  # sync: it has arrived
-            expected=report.expected.numpy().copy(),  # sync: it has arrived
+            **found,
         )
 
     @property
@@ -125,23 +125,22 @@ class StepRecord:
         return judged
 
     def _pruned(self, report: Report) -> dict[str, int]:
-        judged = torch.from_numpy(self._judged)
-        offered = report.admitted.clamp(max=self._node_budget)
+        judged = self._judged
+        offered = np.minimum(report.admitted, self._node_budget)
         by_budget = (report.grown - offered)[judged].sum()
         by_scheduler = (offered - report.verified)[judged].sum()
-        return {BUDGET: int(by_budget), SCHEDULER: int(by_scheduler)}  # sync: it has arrived
+        return {BUDGET: int(by_budget), SCHEDULER: int(by_scheduler)}
 
     def _worth(self, report: Report) -> list[list[float]]:
         """Estimate what trees are worth by forwards and size; large batches are sampled."""
-        judged = torch.from_numpy(self._judged)
-        chances, depths = report.chances[judged], report.depths[judged]
-        if self._plan is None or not self._weighs_trees or not chances.numel():
+        chances, depths = report.chances[self._judged], report.depths[self._judged]
+        if self._plan is None or not self._weighs_trees or not chances.size:
             return []
         stride = -(-len(chances) // MOST_SAMPLED)
         shape = self._plan.shape
         found = worth_by_forwards(
-            chances[::stride].numpy(),  # sync: it has arrived
-            depths[::stride].numpy(),  # sync: it has arrived
+            chances[::stride],
+            depths[::stride],
             shape.max_depth - 1,
             node_buckets(shape.node_budget),
         )
@@ -166,8 +165,8 @@ class StepRecord:
         return {TREE: sum(spent.values()), PLAIN: step * (self._emitted or requests) / requests}
 
 
-def _whole(column: torch.Tensor) -> list[int]:
-    return column.long().tolist()  # sync: it has arrived
+def _whole(column: np.ndarray) -> list[int]:
+    return column.astype(int).tolist()  # type: ignore[no-any-return]  # sync: host memory
 
 
 class StepTimes:
