@@ -25,7 +25,7 @@ PROMPTS = ["def f(x):", "class C:"]
 
 def run(*completions: Sequence[int], seconds: float = 1.0, steps: int = 4) -> Run:
     made = [Completion([1], list(tokens), "text") for tokens in completions]
-    return Run(made, seconds, steps, {"target": 0.5, "draft": 0.25, "grow": 0.1})
+    return Run(made, seconds, steps, {"target": 0.5, "draft": 0.25, "catch_up": 0.1})
 
 
 def step(parents: list[int], accepted: list[int]) -> TreeStep:
