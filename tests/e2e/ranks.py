@@ -63,8 +63,10 @@ def _break_last_rank(worker: Any, name: str) -> None:
 
     worker.broken = ExitStack()
     # A rank that alone stops drafting early leaves the other waiting for it for ever.
-    speculator = worker.model_runner.speculator
-    worker.broken.enter_context(mock.patch.object(speculator, "_goes_on", return_value=True))
+    growth = worker.model_runner.speculator.stages._growth
+    stock = growth.expand
+    goes_on = mock.patch.object(growth, "expand", lambda bits: max(1, stock(bits)))
+    worker.broken.enter_context(goes_on)
     if worker.rank == worker.parallel_config.world_size - 1:
         worker.broken.enter_context(getattr(sabotage, name)(worker.model_runner))
 

@@ -123,8 +123,9 @@ def test_tokens_and_logprobs_are_those_without_trees(
                 assert token == pytest.approx(wanted_token, abs=1e-4)
 
 
-@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "scarce"])
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e not in ("scarce", "adaptive")])
 def test_requests_were_filled_up(engine: str, served: Served) -> None:
+    """With an adaptive budget vLLM has a schedule of draft tokens, and fills nobody up."""
     results = served(engine)
     assert results["copies"].filled_up
     # In steps of so few tokens others are in their prompts, and none is filled up.

@@ -58,7 +58,7 @@ def test_the_trace_is_that_of_the_completion(generation: Generation) -> None:
 
 def test_a_saved_trace_is_drawn_without_vllm(folder: Path, generation: Generation) -> None:
     code = (
-        "import sys\nfrom dyntree_plugin import show\n"
+        "import sys\nfrom dyntree_plugin.commands.show import command as show\n"
         "try: show.main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
         "sys.exit('vllm' in sys.modules)"
     )
