@@ -1,4 +1,4 @@
-"""The arguments of ``dyntree bench acceptance``: their types, bounds and help."""
+"""The arguments of ``python -m benchmarks.acceptance``: their types, bounds and help."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def acceptance(
         pair = _pair(target, draft, torch.device(device), getattr(torch, dtype))
         result = run(console, pair, trial, sweep, times)
     except (ValueError, OSError) as error:
-        print(f"dyntree bench acceptance: {error}", file=sys.stderr)  # noqa: T201
+        print(f"benchmarks.acceptance: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
     result["settings"] |= {"target": target or OWN, "draft": draft or OWN, "dtype": dtype}
     result["provenance"] = provenance()
