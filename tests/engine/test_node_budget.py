@@ -89,6 +89,7 @@ def test_a_slow_model_is_measured_at_few_rows_and_the_others_lie_behind(
     always = sum(0.01 + per_row * rows for rows in (1 + NODES, 4 * (1 + NODES)))
     assert now[0] < 1.5 * LONGEST_SECONDS + always
     assert len(set(ran)) >= 3
+    assert max(ran) == 4 * (1 + NODES)
     assert (len(set(ran)) < 6) == (per_row > 0.1)
     assert seconds[1:] == pytest.approx(0.01 + per_row * np.arange(1, len(seconds)))
 
@@ -123,10 +124,9 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
         self.now, self.chance, self.requests = 0.0, 0.8, 1
         self.forward, self.row, self.noise, self.fewest = 0.1, 0.001, 0.0, 0
-        self.synchronous = False
         vars(self).update(more)
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
-        self.buckets = NodeBuckets(SIZES, FORWARDS, synchronous=self.synchronous)
+        self.buckets = NodeBuckets(SIZES, FORWARDS)
         # What is measured is a fifth off: contexts are longer.
         seconds = (0.8 * (1 + self.row), 0.8 * (1 + 3000 * self.row))
         self.buckets.measured(RowCost((1, 3000), seconds, 3000), self.fewest)
@@ -274,6 +274,24 @@ def test_where_drafting_cannot_end_early_every_forward_is_reckoned_with(
     world = World(monkeypatch, forward=0.3, fewest=FORWARDS)
     world.run(300)
     assert {forwards for forwards, _ in world.chosen} == {FORWARDS}
+
+
+@pytest.mark.parametrize(("synchronous", "seconds"), [(True, 0.4), (False, 0.7)])
+def test_the_drafting_between_two_outputs_is_no_cost_of_rows(
+    synchronous: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the step's own, or that of the trees that the step verified."""
+    now, seen = [0.0], list[tuple[int, float]]()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    cost: Any = SimpleNamespace(observe=lambda rows, took: seen.append((rows, took)))
+    buckets = NodeBuckets(SIZES, FORWARDS, synchronous=synchronous)
+    buckets.measured(cost)
+    for _ in range(2):
+        now[0] += 1.0
+        drafted = [(1, 6, 0.6)]
+        counts = WorkerCounts([True], draft_forwards=6, growth_forwards=2, drafted=drafted)
+        buckets.observe(counts, 9)
+    assert seen == [(9, pytest.approx(seconds))]
 
 
 def test_steps_that_read_a_prompt_teach_a_scheduler_nothing(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from dyntree_plugin.tree.drafting import Stages
+
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -71,16 +73,12 @@ class TreeOps(Protocol):
         ...
 
 
-class Player(Protocol):
+class Player(Stages[torch.Tensor], Protocol):
     """Runs the stages of drafting over the requests of one step."""
 
-    def catch_up(self, emitted: Emitted) -> None: ...
-
-    def root(self) -> None: ...
-
-    def forward(self, number: int) -> bool: ...
-
-    def finish(self, forwards: int) -> torch.Tensor: ...
+    def catch_up(self, emitted: Emitted) -> None:
+        """Let the draft read the emitted tokens; all requests decode."""
+        ...
 
 
 class Graphs(Protocol):

@@ -40,7 +40,13 @@ class TensorGrowth:
         chained: torch.Tensor,
     ) -> None:
         self._roots = roots
-        self._of_requests = (temperatures, classes, seeds, chained)
+        self._chained = chained
+        # By the nodes that each request has in a forward.
+        of_requests = (temperatures, classes, seeds, chained)
+        self._of_rows = {
+            width: tuple(each.repeat_interleave(width) for each in of_requests)
+            for width in {1, *self._growing.widths}
+        }
         on_host = roots.device.type == "cpu"
         self._greedy = on_host and not bool(temperatures.any())  # sync: host memory on the CPU
         self._growth: Growth = self._growing.start(len(roots), self._last_position - roots)
@@ -54,8 +60,7 @@ class TensorGrowth:
         growth = self._growth
         if not isinstance(growth, TopKGrowth):
             raise ValueError(f"{type(growth).__name__} takes no tries; growth topk does")
-        chained = self._of_requests[3]
-        growth.graft(trie._replace(exists=trie.exists & ~chained[:, None]), kind)
+        growth.graft(trie._replace(exists=trie.exists & ~self._chained[:, None]), kind)
 
     def resume(self, requests: int, forwards: int) -> None:
         raise RuntimeError("growth in plain torch is captured as a whole")
@@ -63,9 +68,7 @@ class TensorGrowth:
     def pick(self, logits: torch.Tensor) -> None:
         num_reqs, width = self._positions.shape
         columns = torch.arange(self._first, self._first + width, device=logits.device)
-        temperature, classes, seeds, chained = (
-            each.repeat_interleave(width) for each in self._of_requests
-        )
+        temperature, classes, seeds, chained = self._of_rows[width]
         rows = DraftRows(
             temperature, classes, seeds, chained, self._positions.flatten(),
             columns.repeat(num_reqs),
