@@ -1,4 +1,4 @@
-"""Random requests over blocks of a cache, for the tests of attention's kernels."""
+"""Random attention inputs over a paged cache, for the tests of the attention kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def tree_mask(parents: list[int]) -> torch.Tensor:
 
 
 def draft_masks() -> list[torch.Tensor]:
-    """Few rows over many columns, most of which nobody sees."""
+    """Return masks with few rows and many columns, most of which no row sees."""
     g = torch.Generator().manual_seed(3)
     masks = []
     for rows, columns in ((4, 100), (2, 64), (3, 7)):
@@ -26,11 +26,11 @@ def draft_masks() -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of R requests with T rows in all, on the host.
+    """Attention inputs of R requests with T rows in all, on the host.
 
-    ``keys``, ``values`` by request, token-major: context, then one row per column of its mask.
-    ``seen`` by request: positions that some row sees. ``table`` int64 [R, W]: blocks, of which
-    there are ``blocks``.
+    ``keys`` and ``values`` hold one token-major tensor per request: the context first, then one row
+    per mask column. ``seen`` holds, per request, the positions that at least one row sees.
+    ``table`` is int64 [R, W]: the block numbers of each request, all below ``blocks``.
     """
 
     q: torch.Tensor
@@ -54,7 +54,7 @@ def make_inputs(
     dtype: torch.dtype,
     seed: int,
 ) -> Inputs:
-    """Inputs for bool masks [rows, columns], one per request, over permuted blocks."""
+    """Return inputs for bool masks [rows, columns], one per request, over permuted blocks."""
     g = torch.Generator().manual_seed(seed)
     width = max(mask.shape[1] for mask in masks)
     lengths = [ctx + mask.shape[1] for ctx, mask in zip(ctx_lens, masks, strict=True)]

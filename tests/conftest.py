@@ -1,4 +1,4 @@
-"""Fixtures for every test."""
+"""Fixtures and pytest hooks for all tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FIGURE = "figure"
-"""Property of a test's report that holds what it has measured."""
+"""Name of the report property that holds a test's measured figures."""
 
 SHARING_ENGINES = (
     "test_asynchronous",
@@ -23,7 +23,7 @@ SHARING_ENGINES = (
     "test_server",
     "test_tensor_parallel",
 )
-"""Modules that use the engines which tests/e2e/conftest.py starts once for each process."""
+"""Modules that use the engines of tests/e2e/conftest.py, which start once per process."""
 
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,7 +41,7 @@ TINY_LLAMA: dict[str, Any] = {
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what tests have measured, those in other processes too."""
+    """Show the figures that tests measured, including tests in other processes."""
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]
     told = [v for r in reports if r.when == "call" for k, v in r.user_properties if k == FIGURE]
     if told:
@@ -52,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile`` modules that share engines run in one process too."""
+    """With ``--dist loadfile``, run all modules that share engines in one process."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -67,13 +67,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture
 def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Has measured figures shown at the end of pytest's own output."""
+    """Return a function that adds a measured figure to the end of pytest's output."""
     return lambda text: record_property(FIGURE, text)
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Makes a model's folder with a configuration and no weights: a tiny Llama, with changes."""
+    """Return a function that makes a model folder without weights.
+
+    Its configuration is a tiny Llama; keyword arguments change it.
+    """
 
     def make(name: str = "model", **changes: Any) -> str:
         folder: Path = tmp_path_factory.mktemp(name)
@@ -85,7 +88,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 
 @pytest.fixture
 def environment() -> Iterator[None]:
-    """Puts back the environment variables that vLLM sets while it checks a configuration."""
+    """Restore the environment variables that vLLM sets while it checks a configuration."""
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""A step's counting, from the worker to the process that serves the metrics."""
+"""The counting of one step, from the worker to the process that serves the metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from dyntree_plugin.engine import configuration
 from vllm_cpu_runner import install
 
-install()  # the runner's modules need it before they are imported
+install()  # must run before the runner's modules are imported
 
 from dyntree_kernels.contracts import Walked  # noqa: E402
 from dyntree_plugin.engine.step.clock import STAGES, Measured  # noqa: E402
@@ -39,7 +39,7 @@ ACCEPTED = 3
 
 @dataclass
 class Step:
-    """A step of R requests whose trees are full, and where it is counted."""
+    """A step of R requests with full trees, and the objects that count it."""
 
     requests: int
 
@@ -64,7 +64,7 @@ class Step:
         self.walked = Walked(
             path, tokens, self.slots, self.slots, counts, lengths + 1, self.slots, tokens
         )
-        # The walk writes it as it goes.
+        # The walk fills in the report.
         self.found = report(self.trees, self.slots, self.walked)
         self.encoder = MsgpackEncoder()
         alone, behind, forwards = (0.003, 0.006), (0.004, 0.009), (0.002, 0.004)
@@ -93,7 +93,7 @@ class Step:
 
 @contextmanager
 def page_of_two_engines() -> Iterator[TreeSpecDecodingProm]:
-    """A process's metrics of two engines."""
+    """Yield the metrics of one process that serves two engines."""
     speculation: Any = SimpleNamespace(num_speculative_tokens=SHAPE.node_budget)
     configuration.mark_as_tree(speculation, PLAN)
     unregister_vllm_metrics()
@@ -103,7 +103,7 @@ def page_of_two_engines() -> Iterator[TreeSpecDecodingProm]:
 
 
 def fastest(run: Callable[[], object]) -> float:
-    """CPU seconds of the fastest of many runs: what it costs where nothing else disturbs it."""
+    """Return the CPU seconds of the fastest of 100 runs, so that other processes do not count."""
 
     def once() -> float:
         began = time.thread_time()

@@ -1,4 +1,4 @@
-"""Runs of pytest with Triton's interpreter, which is chosen when triton is imported."""
+"""Run pytest with Triton's interpreter, which is chosen when triton is imported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ ROOT = Path(__file__).parents[1]
 def pytest_interpreted(
     *arguments: str | Path, interpret: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """The end of a process of pytest with these ``arguments``; with ``interpret`` off, its kernels
-    run on a GPU."""
+    """Run pytest with these ``arguments`` in a process of its own, and return the finished process.
+
+    With ``interpret`` off, the kernels run on a GPU.
+    """
     path = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -1,4 +1,4 @@
-"""Learning in one call learns what the tensors' estimate does, on every device."""
+"""Check on every device that learning in one call learns what the tensor implementation learns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SLOTS, DEPTH = 7, 5
 
 
 def lesson(requests: int, nodes: int, g: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """The arguments of `Learn` for random trees, whose features are numbers where verified."""
+    """Return the arguments of `Learn` for random trees. Features are NaN from the first node that
+    was not verified."""
     parents = torch.tensor([random_tree(nodes + 1, g)[1:] for _ in range(SLOTS)]) - 1
     features = 3 * torch.randn(SLOTS, nodes, 2, generator=g)
     slots = torch.randperm(SLOTS, generator=g)[:requests]
@@ -36,7 +37,7 @@ def lesson(requests: int, nodes: int, g: torch.Generator) -> tuple[torch.Tensor,
 
 
 class LearnChecks:
-    """What is to hold of ``learn`` on ``device``, whose weights differ by at most ``tolerance``."""
+    """Tests of ``learn`` on ``device``. Its weights may differ by at most ``tolerance``."""
 
     learn: ClassVar[Learn]
     device: ClassVar[torch.device] = torch.device("cpu")
@@ -49,7 +50,7 @@ class LearnChecks:
 
     def learn_from(self, regression: Regression, arrays: tuple[torch.Tensor, ...]) -> None:
         features, parents, path, counts, slots, classes = arrays
-        # Columns of one array, as the engine's are.
+        # They are columns of one array, as in the engine.
         slots, classes = torch.stack([slots, classes], 1).to(self.device).unbind(1)
         of_trees = (each.to(self.device) for each in (features, parents, path, counts))
         self.learn(regression, *of_trees, slots, classes)
@@ -57,7 +58,7 @@ class LearnChecks:
     def compare(
         self, requests: int, nodes: int, compiled: AcceptanceEstimate, tensors: AcceptanceEstimate
     ) -> Regression:
-        """Raise where the two differ after having seen the same."""
+        """Raise if the two differ after they have seen the same lessons."""
         g = torch.Generator().manual_seed(requests)
         regression = self.regression_of(compiled)
         for _ in range(self.lessons):
@@ -83,7 +84,7 @@ class LearnChecks:
 
     @pytest.mark.parametrize("memory", [10.0, 1e9])
     def test_another_memory_would_be_told_apart(self, memory: float) -> None:
-        """The control of the test above."""
+        """Control of the test above."""
         with pytest.raises(AssertionError):
             self.compare(
                 3, 16, AcceptanceEstimate("cpu", memory=50.0), AcceptanceEstimate("cpu", memory)

@@ -1,5 +1,7 @@
-"""A plugin of pytest that leaves out what has passed before, as the log of ``pytest -v`` says that
-PASSED_BEFORE names."""
+"""A pytest plugin that skips the tests that passed before.
+
+PASSED_BEFORE names a log of ``pytest -v`` that says which tests passed.
+"""
 
 from __future__ import annotations
 

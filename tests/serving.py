@@ -1,4 +1,4 @@
-"""Processes that tests start: a server, and whatever else has to end with the test."""
+"""Servers and other processes that tests start and that end with the test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def fetch(url: str, **parameters: str) -> Any:
-    """What an address answers to GET, its JSON parsed, or its text."""
+    """Return the answer to a GET request: parsed if it is JSON, else as text."""
     query = "?" + urllib.parse.urlencode(parameters) if parameters else ""
     with urllib.request.urlopen(url + query, timeout=60) as response:
         text = response.read().decode()
@@ -37,7 +37,7 @@ def fetch(url: str, **parameters: str) -> Any:
 
 
 def wait_until(done: Callable[[], Any], seconds: float, what: str) -> Any:
-    """The first true answer of ``done``, asked again and again."""
+    """Call ``done`` again and again, and return its first true answer."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -53,7 +53,7 @@ def wait_until(done: Callable[[], Any], seconds: float, what: str) -> Any:
 def running(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends, with all that it has started, at the end of the block."""
+    """Run a process; end it and all its child processes when the block ends."""
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,
@@ -90,7 +90,7 @@ def server(
     trees: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """A server of the embedded target, with trees of the embedded draft."""
+    """Run a server of the embedded target, with trees of the embedded draft."""
     models = pair.paths()
     speculation = {
         "method": "draft_model",

@@ -1,4 +1,4 @@
-"""Shapes of trees as the parents of their nodes, the root's -1."""
+"""Shapes of trees, given as the parent of each node. The root's parent is -1."""
 
 from __future__ import annotations
 

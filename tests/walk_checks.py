@@ -1,6 +1,7 @@
-"""The walk of stored trees in one call does what the tensors' rule does, on every device.
+"""Check on every device that the walk of stored trees in one call does what the rule on tensors
+does.
 
-Batches hold whole trees, cut ones, slots that were cleared, roots alone, prompts, and padding.
+Batches hold whole trees, cut trees, cleared slots, roots alone, prompts, and padding.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ MECHANISMS = ("cut short", "stored", "room in a prompt", "incomplete", "padding"
 def trees_of(
     slots: int, nodes: int, depth: int, g: torch.Generator
 ) -> tuple[TreeArrays, torch.Tensor]:
-    """Random trees of at most ``depth`` levels, the last one a chain where it fits; and the tokens
-    of their nodes, which differ among siblings."""
+    """Return random trees of at most ``depth`` levels, and the tokens of their nodes.
+
+    The last tree is a chain if ``nodes`` allows it. Siblings have different tokens.
+    """
     parents = torch.full((slots, nodes), -1)
     depths, tokens = torch.ones_like(parents), torch.zeros_like(parents)
     for slot in range(slots):
@@ -54,8 +57,10 @@ def trees_of(
 def batch_of(
     requests: int, nodes: int, depth: int, seed: int, grammar: bool = False
 ) -> tuple[BatchRows, TreeArrays]:
-    """Of requests that at times follow their trees; two more slots, and one entry of padding. A
-    ``grammar`` forbids some of the nodes."""
+    """Return a batch of requests that sometimes follow their trees, and the trees.
+
+    There are two more slots than requests, and one padding row. A ``grammar`` forbids some nodes.
+    """
     g = torch.Generator().manual_seed(seed)
     trees, tokens = trees_of(requests + 2, nodes, depth, g)
     slots = torch.randperm(requests + 2, generator=g)[:requests]
@@ -66,7 +71,7 @@ def batch_of(
     ends, logits = rows.cumsum(0), (drafts + 1).cumsum(0)
     first, root = logits - drafts - 1, ends - drafts - 1
     contexts = torch.randint(20, 40, (requests,), generator=g)
-    # The prompt's end lies before this step, within it, or behind it.
+    # The prompt ends before this step, within it, or after it.
     ahead = torch.randint(-1, 2 * nodes + 2, (requests,), generator=g)
     prefill = contexts + torch.where(prompts, ahead, -9)
 
@@ -91,11 +96,11 @@ def batch_of(
 def expected(
     batch: BatchRows, trees: TreeArrays, depth: int, ranked: bool, without: str = ""
 ) -> Walked:
-    """By tensors; ``without`` one of the mechanisms."""
+    """Return the result of the rule on tensors; ``without`` names a mechanism to leave out."""
     requests, sampled, ids, positions, seq_lens, forbidden = batch
     slot, first, drafts, root, prefill = requests.clamp(min=0)[:, :5].unbind(1)
     if without == "padding":
-        # A mark that is not minded: the last of the rows, like negative indices.
+        # The padding mark is ignored: -1 selects the last row, as negative indices do.
         slot, first, drafts, root, prefill = requests[:, :5].unbind(1)
     room = drafts
     if without != "room in a prompt":
@@ -132,8 +137,10 @@ def expected(
 
 
 def differences(ours: Walked, other: Walked, depth: int) -> list[str]:
-    """What is not equal. Sums of chances may be made in another order, and chances be off by as
-    much as another exp is."""
+    """Name the fields that differ.
+
+    Chances, and sums of them, may differ by rounding.
+    """
     pairs = zip(Walked._fields, ours, other, strict=True)
     differing = [name for name, a, b in pairs if name != "report" and not torch.equal(a, b)]
     counted = (Report.of(each.report, depth) for each in (ours, other))
@@ -149,7 +156,8 @@ SIZES = [(1, 1, 1), (3, 6, 3), (40, 7, 3), (6, 16, 16), (9, 24, 5), (4, 65, 12),
 
 
 def straight(nodes: int, drawn: list[int], count: int) -> tuple[BatchRows, TreeArrays]:
-    """One request, whose tree is a chain of tokens 5, 6, …, of which ``count`` are stored."""
+    """Return one request whose tree is a chain of tokens 5, 6, …; ``count`` of its nodes are
+    stored."""
     one = torch.tensor([count])
     parents = torch.tensor([chain(nodes)])
     bits = ancestor_bits(torch.nn.functional.pad(parents + 1, (1, 0), value=-1))
@@ -162,7 +170,7 @@ def straight(nodes: int, drawn: list[int], count: int) -> tuple[BatchRows, TreeA
 
 
 class WalkChecks:
-    """What is to hold of ``walk`` on ``device``."""
+    """Tests of ``walk`` on ``device``."""
 
     walk: ClassVar[Walk]
     device: ClassVar[torch.device] = torch.device("cpu")

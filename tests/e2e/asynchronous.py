@@ -1,7 +1,7 @@
-"""An engine on the CPU whose scheduler chooses forwards and nodes before it sees a tree, as it does
-on CUDA.
+"""An engine on the CPU whose scheduler chooses draft forwards and nodes before it sees a tree.
 
-As a program it takes the files of a job and of its results, as engine_process.py does.
+An engine on CUDA works like this. As a program, this takes the files of a job and of its results,
+as engine_process.py does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine_process import Engine, Result, Run, answered, result_of, run_of
 
 @dataclass(frozen=True)
 class Chosen:
-    """A run's result, and the draft forwards and nodes that were chosen, by step."""
+    """The result of a run, and the chosen numbers of draft forwards and nodes, by step."""
 
     result: Result
     choices: list[tuple[int, int]]
@@ -38,7 +38,7 @@ def serve_asynchronously(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> 
 
 @contextmanager
 def every_choice(buckets: Any) -> Iterator[None]:
-    """No sabotage: all numbers of forwards and of nodes in turn."""
+    """Choose every number of forwards and of nodes in turn. Output must not change."""
     from dyntree_plugin.tree.budget.choice import Drafting
 
     turns = zip(
@@ -70,7 +70,7 @@ def main(job_path: str, results_path: str) -> None:
     configure = plugin.configure_scheduler
 
     def asynchronously(vllm_config: Any, device_type: str) -> None:
-        # vLLM's platform for CPUs does not offer it.
+        # vLLM does not offer it on CPUs.
         vllm_config.scheduler_config.async_scheduling = True
         configure(vllm_config, device_type)
 

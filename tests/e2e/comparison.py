@@ -1,4 +1,4 @@
-"""Compare what engines gave to the same requests, and say how close a difference was."""
+"""Compare the outputs of two engines, and say how close two differing tokens were."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from workload import without_tree
 from dyntree_kernels.cpu.gumbel import gumbel_noise
 
 Outputs = Mapping[str, Output]
-"""By the request's key."""
+"""Outputs by request key."""
 
 
 def by_request(run: Run, result: Result) -> Outputs:
-    """The outputs of a run, without those of aborted requests."""
+    """Return the outputs of a run by request key, without those of aborted requests."""
     pairs = zip(run.requests, result.outputs, strict=True)
     return {request.key: output for request, output in pairs if output is not None}
 
 
 def mismatches(run: Run, result: Result, plain: Outputs) -> list[tuple[Request, Output, Output]]:
-    """Requests with another output than without trees: request, output, the one without."""
+    """Return (request, output, plain output) of every request whose output differs from
+    ``plain``."""
     pairs = zip(run.requests, result.outputs, strict=True)
     return [
         (request, output, plain[request.key])
@@ -31,7 +32,7 @@ def mismatches(run: Run, result: Result, plain: Outputs) -> list[tuple[Request, 
 
 
 def same(first: Output, second: Output) -> bool:
-    """Whether prompts, tokens, texts and the reasons to finish are equal."""
+    """Return whether prompts, tokens, texts and finish reasons are equal."""
     return (first.prompt, first.tokens, first.texts, first.reasons) == (
         second.prompt,
         second.tokens,
@@ -41,7 +42,8 @@ def same(first: Output, second: Output) -> bool:
 
 
 def explain(found: list[tuple[Request, Output, Output]], most: int = 6) -> str:
-    """Each difference, with the margin between the two tokens at the first that differs."""
+    """Describe each difference: the first token that differs, and the margin between the two
+    tokens."""
     shown = [difference for difference in found[:most] if _first_difference(*difference[1:])]
     margins = _margins(shown) if shown else {}
     lines = [f"{len(found)} outputs differ:"]
@@ -59,7 +61,8 @@ def explain(found: list[tuple[Request, Output, Output]], most: int = 6) -> str:
 
 
 def _first_difference(first: Output, second: Output) -> tuple[int, int] | None:
-    """Sequence and index of the first token that differs; None where one ends or none differs."""
+    """Return sequence and index of the first token that differs. None if there is no such token:
+    all tokens are equal, or one output is longer."""
     for sequence, pair in enumerate(zip(first.tokens, second.tokens, strict=True)):
         for index, (a, b) in enumerate(zip(*pair, strict=False)):
             if a != b:
@@ -68,7 +71,8 @@ def _first_difference(first: Output, second: Output) -> tuple[int, int] | None:
 
 
 def _margins(differences: list[tuple[Request, Output, Output]]) -> dict[str, str]:
-    """By request: the model's scores of both tokens, with the sampler's noise where it is known."""
+    """Return, by request key, the model's scores of both tokens, with the sampler's noise if it is
+    known."""
     requests, places = [], []
     for request, output, plain in differences:
         place = _first_difference(output, plain)
@@ -78,7 +82,7 @@ def _margins(differences: list[tuple[Request, Output, Output]]) -> dict[str, str
         context = plain.prompt + plain.tokens[sequence][:index]
         both = plain.tokens[sequence][index], output.tokens[sequence][index]
         places.append((request, len(context) - 1, both))
-        # Sampling is restricted after the logprobs are taken.
+        # Logprobs are computed before sampling is restricted.
         requests += [
             Request(context, {"allowed_token_ids": [token], "max_tokens": 1, "logprobs": 0})
             for token in both

@@ -1,4 +1,5 @@
-"""The engines that these tests share. Each starts once, several at a time with one thread each."""
+"""The engines that these tests share. Each starts once; several run at a time, with one thread
+each."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ PLAIN = "plain"
 
 @pytest.fixture(scope="session")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """The results of one of `workload.ENGINES`, or the one without trees, by names of runs."""
+    """Return a function that gives an engine's results by run name.
+
+    The engine is one of `workload.ENGINES` or `workload.DRAWN`, or `PLAIN`, the one without trees.
+    """
     jobs = {
         PLAIN: (
             workload.without_tree(),
@@ -55,14 +59,16 @@ def plain_result(served: Served) -> Result:
 
 @pytest.fixture(scope="session")
 def plain(plain_result: Result) -> Outputs:
-    """What every request of those engines gets without trees."""
+    """Outputs of all requests on the engine without trees, by request key."""
     return by_request(workload.PLAIN_RUN, plain_result)
 
 
 @pytest.fixture(scope="session")
 def differing(served: Served, plain: Outputs) -> Callable[[str, str], str]:
-    """Says how an engine's run differs from the same requests without trees; empty if it does
-    not."""
+    """Return a function that compares an engine's run with the engine without trees.
+
+    It returns a description of the differences, empty if there are none.
+    """
 
     def differences(engine: str, name: str) -> str:
         run = workload.ENGINES[engine][1][name]
@@ -74,6 +80,6 @@ def differing(served: Served, plain: Outputs) -> Callable[[str, str], str]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server with trees, as the README starts it."""
+    """Address of a server with trees, started as in the README."""
     with serving_server(tmp_path_factory.mktemp("server")) as found:
         yield found.address

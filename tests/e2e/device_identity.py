@@ -1,6 +1,7 @@
-"""Trees against vLLM without them on this machine's device: who answers otherwise, and by how much.
+"""Compare trees with vLLM without trees on this machine's device: which tokens differ, and by how
+much.
 
-As a program it writes the report: ``python device_identity.py FILE``.
+As a program, it writes the report: ``python device_identity.py FILE``.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ RUNS = {
     "prompts in the cache": Run(LONG),
     "everything served": Run([r for r in workload.EVERYTHING[::3] if "n" not in r.params]),
 }
-"""In bf16 without the last: the margin rule does not cover what its requests use."""
+"""Runs of every engine. The last one runs in fp32 only, because the margin rule does not cover all
+of its sampling parameters."""
 CONTROLS = {name: Run(REQUESTS[:32], sabotage=name) for name in workload.sabotage.NAMES}
 YARDSTICK = Run(REQUESTS, batch=3)
 STRICT = {
     "nothing waits, first steps": Run(REQUESTS[:16]),
     "nothing waits": Run(REQUESTS[:32], sabotage="waiting_is_an_error"),
 }
-"""On CUDA: kernels are compiled in the first steps, which may wait."""
+"""Runs that fail if the host waits for the device; on CUDA only. The first one is exempt because it
+compiles kernels."""
 
-# Those of 16 nodes are whole, so that controls break what they should; the others are as a user has
-# them.
+# The trees of 16 nodes are whole, so that the controls break them. The others use a user's options.
 TREES = {
     "tree of 16": workload.tree(16),
     "tree of 64": workload.with_options(64, node_budget=64, max_depth=8, width=8),
@@ -69,17 +71,18 @@ def compare(
     at_once: int,
     seconds_left: Callable[[], float] = lambda: START_AND_WORK_SECONDS,
 ) -> None:
-    """Serve with the engines that the record does not hold, so many at a time, and judge what
-    differs; each is recorded as soon as it is known.
+    """Serve with the engines that ``record`` lacks, and judge what differs.
 
-    ``seconds_left``: an engine that takes longer has failed.
+    ``at_once`` engines run at a time. Each is recorded as soon as it has been judged. An engine
+    that takes longer than ``seconds_left`` has failed.
     """
     left = [name for name in engines if not record.holds(dtype, name)]
     if not left:
         return
     device = Device(dtype, seconds_left)
     with ThreadPoolExecutor(at_once) as pool:
-        # It comes first, so that there is always a thread for what the others wait for.
+        # The plain engine is submitted first, so that it always has a thread: all others wait for
+        # it.
         plain = pool.submit(device.serve, _without_tree(), _runs(PLAIN, dtype))
         judged = {pool.submit(_rows, device, name, plain): name for name in left}
         for future in as_completed(judged):
@@ -103,14 +106,14 @@ def _runs(engine: str, dtype: str) -> dict[str, Run]:
 
 def _without_tree() -> dict[str, Any]:
     arguments = workload.without_tree()
-    if ON_CUDA:  # where vLLM's own worker runs its V2 runner
+    if ON_CUDA:  # vLLM's own worker runs its V2 runner there
         del arguments["worker_cls"]
     return arguments | {"max_logprobs": -1}
 
 
 @dataclass(frozen=True)
 class Device:
-    """Starts engines of one ``dtype``."""
+    """Start engines of one ``dtype``."""
 
     dtype: str
     seconds_left: Callable[[], float]
@@ -123,10 +126,11 @@ class Device:
 
 
 def exact_products(dtype: str) -> dict[str, str]:
-    """Return the environment in which Triton multiplies float32 as the kernels of trees do.
+    """Return the environment variables that make Triton multiply float32 exactly, as the tree
+    kernels do.
 
-    vLLM's attention leaves the precision to Triton, which takes TF32 on a GPU that has it: tokens
-    of single rows and of trees would differ by ten bits of mantissa.
+    vLLM's attention leaves the precision to Triton, which takes TF32 on a GPU that has it. Rounding
+    would then differ between single rows and trees by ten bits of mantissa.
     """
     if dtype != "float32":
         return {}
@@ -135,7 +139,7 @@ def exact_products(dtype: str) -> dict[str, str]:
 
 
 def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[Row]:
-    """What one engine did, by run."""
+    """Return the verdicts on one engine, one row per run."""
     own = plain.result() if name == PLAIN else device.serve(TREES[name], _runs(name, device.dtype))
     everything = _runs(PLAIN, device.dtype)[EVERY]
     pairs = zip(everything.requests, plain.result()[EVERY].outputs, strict=True)
@@ -153,7 +157,7 @@ def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[R
 
 
 def _scores(device: Device, apart: Sequence[Place]) -> list[Scores]:
-    """Of the places at which tokens differ, by the engine without trees."""
+    """Return the scores at the places where tokens differ, computed by the engine without trees."""
     if not apart:
         return []
     answers = device.serve(_without_tree(), {SCORING: scoring(apart, VOCABULARY)})[SCORING].outputs
@@ -161,7 +165,7 @@ def _scores(device: Device, apart: Sequence[Place]) -> list[Scores]:
 
 
 def noise(seed: int, position: int) -> torch.Tensor:
-    """The sampler's, of every token."""
+    """Return the sampler's noise [vocabulary] of a seed and a position."""
     perturbed = perturb_on(DEVICE)(
         torch.zeros(1, VOCABULARY, device=DEVICE),
         torch.ones(1, device=DEVICE),
@@ -173,8 +177,8 @@ def noise(seed: int, position: int) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="The report; what it holds is not served again.")
-    parser.add_argument("--note", default="", help="A line for the report.")
+    parser.add_argument("file", type=Path, help="Report; engines that it holds do not run again.")
+    parser.add_argument("--note", default="", help="Text to store in the report.")
     parser.add_argument("--dtype", choices=MARGINS, default="bfloat16")
     parser.add_argument("--engine", choices=(PLAIN, *TREES), action="append")
     parser.add_argument("--seconds", type=float, default=START_AND_WORK_SECONDS)

@@ -1,4 +1,5 @@
-"""An engine of the CUDA side, emulated on the CPU; a program as engine_process.py is one."""
+"""An engine of the CUDA side, emulated on the CPU. It runs as a program, as engine_process.py
+does."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from engine_process import Engine, Result, Run, answered, result_of, run_of
 
 @dataclass(frozen=True)
 class Emulated:
-    """A run's ``result``, and how often graphs were replayed, by who captured them."""
+    """A run's ``result``, and its number of graph replays by the stage that captured the graph."""
 
     result: Result
     replays: dict[str, int]
 
 
 def serve_emulated(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Emulated]:
-    """Start an engine as on CUDA and work through the runs."""
+    """Start an engine as on CUDA, and work through the runs."""
     found = answered(__file__, engine, runs, threads=1, fresh=True, TRITON_INTERPRET="1")
     return {name: Emulated(result_of(one["result"]), one["replays"]) for name, one in found.items()}
 

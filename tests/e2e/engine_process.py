@@ -1,6 +1,6 @@
-"""One vLLM engine in a process of its own, working through a list of runs.
+"""One vLLM engine in a process of its own, which works through a list of runs.
 
-A process starts with Intel's OpenMP loaded, which the test's own may not have. As a program it
+The process starts with Intel's OpenMP loaded; pytest's own process may lack it. As a program, this
 takes the file of a job and the file to write the results to, both JSON.
 """
 
@@ -23,20 +23,21 @@ import forked
 from torch import cuda
 
 START_AND_WORK_SECONDS = 1100
-"""Less than what a test may take."""
+"""Most seconds for all runs of an engine; less than the timeout of a test."""
 PARALLEL = max(1, min(os.cpu_count() or 1, 4) // int(os.getenv("PYTEST_XDIST_WORKER_COUNT", "1")))
-"""Engines that one process of pytest has running at a time."""
+"""Most engines that one process of pytest runs at a time."""
 
 Metrics = dict[str, float]
-"""By name and labels beside the model's and engine's, as in ``name{depth=1}``."""
+"""Values by series, as in ``name{depth=1}``. The labels of model and engine are left out."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A prompt and the keyword arguments of its SamplingParams.
 
-    The prompt is a text or its tokens; ``keep``: use only so many of them. ``turns``: after an
-    answer, ask again with prompt and answer as the prompt; only the last answer is the output.
+    The prompt is a text or its tokens. ``keep`` is the number of its tokens to use. With ``turns``
+    above 1, each answer is followed by a request whose prompt is the last prompt and its answer;
+    the output is that of the last turn.
     """
 
     prompt: str | list[int]
@@ -51,11 +52,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Run:
-    """Requests served ``batch`` at a time: all of a batch must end before the next begins.
+    """Requests that are served ``batch`` at a time: the next batch begins when the last one has
+    ended.
 
-    ``abort_after``: engine steps after which a request, by its number, is aborted. ``sabotage``:
-    a function of sabotage.py that is in force during the run. ``replay``: afterwards, let the
-    engine read every prompt with its output in one piece, as a chain without speculation.
+    ``abort_after`` maps the number of a request to the engine steps after which it is aborted.
+    ``sabotage`` names a function of sabotage.py that is in force during the run. With ``replay``,
+    the engine reads every prompt with its output afterwards, as a chain without speculation.
     """
 
     requests: list[Request]
@@ -67,12 +69,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Output:
-    """What a request got for a ``prompt`` of tokens.
+    """The answer to one request, whose ``prompt`` is given as tokens.
 
-    With n > 1 ``tokens``, ``texts``, ``reasons`` to finish and ``logprobs`` have n entries.
-    ``logprobs`` by sequence and token: of the sampled token first, then of the best, descending.
-    ``cached``: prompt tokens found in the prefix cache. ``replayed``: the logprobs of the first
-    sequence's tokens in the run's replay.
+    With n > 1, ``tokens``, ``texts``, finish ``reasons`` and ``logprobs`` have n entries.
+    ``logprobs`` holds, by sequence and token, the logprob of the sampled token and then the best
+    ones, descending. ``cached`` is the number of prompt tokens found in the prefix cache.
+    ``replayed`` holds the logprobs of the first sequence's tokens in the run's replay.
     """
 
     prompt: list[int]
@@ -87,9 +89,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Result:
-    """``outputs`` by request, None for an aborted one; ``metrics`` gained during the run;
-    ``seconds`` of every engine step, and with trees of its ``stages``; ``shown``: names that
-    ``LLM.get_metrics()`` gives; ``layout``: of the KV cache, as vLLM names it."""
+    """The results of one run.
+
+    ``outputs`` are in request order, None for an aborted one. ``metrics`` holds the increase during
+    the run. ``seconds`` holds the time of every engine step, ``stages`` how trees spent it.
+    ``shown`` holds the names in ``LLM.get_metrics()``. ``layout`` is vLLM's name of the KV cache's
+    layout.
+    """
 
     outputs: list[Output | None]
     metrics: Metrics
@@ -106,9 +112,10 @@ def serve(
     seconds: float = START_AND_WORK_SECONDS,
     **variables: str,
 ) -> dict[str, Result]:
-    """Start an engine with these arguments of ``LLM`` and work through the runs, in their order.
+    """Start an engine with these arguments of ``LLM`` and work through the runs in order.
 
-    ``threads``: of OpenMP; by default vLLM takes every core. The others are those of `answered`.
+    ``threads`` is the number of OpenMP threads; without it, vLLM takes every core. The other
+    arguments are those of `answered`.
     """
     found = answered(__file__, engine, runs, threads, seconds, **variables)
     return {name: result_of(result) for name, result in found.items()}
@@ -123,11 +130,13 @@ def answered(
     fresh: bool = False,
     **variables: str,
 ) -> dict[str, Any]:
-    """What a program like this one answers to a job. ``seconds``: all that it may take.
-    ``variables``: of its environment. ``fresh``: they matter while vLLM is imported.
+    """Run ``program`` on a job, and return its results.
+
+    ``seconds`` limits its time, and ``variables`` extend its environment. Set ``fresh`` if they
+    matter while vLLM is imported.
 
     Raises:
-        RuntimeError: if it fails, or takes longer.
+        RuntimeError: if it fails or takes longer.
     """
     from dyntree_plugin import openmp
 
@@ -165,7 +174,7 @@ def _run(
     log: Path,
     seconds: float,
 ) -> int | None:
-    """As `forked.run`, in a process that begins with nothing."""
+    """Run a program as `forked.run` does, but in a new process that has imported nothing."""
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, program, *arguments],
@@ -179,7 +188,7 @@ def _run(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # A rank whose fellow has failed waits for it for ever, in native code.
+        # If one rank fails, the others wait for it forever, in native code.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -197,7 +206,7 @@ def run_of(value: dict[str, Any]) -> Run:
 
 
 class Engine:
-    """An in-process engine, driven step by step."""
+    """An in-process engine that is driven step by step."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
@@ -217,7 +226,7 @@ class Engine:
         self._begun = 0
         self._stages: list[dict[str, float]] = []
         clock = getattr(self.runner, "clock", None)
-        if hasattr(clock, "take"):  # on CUDA a step's times are not there when it returns
+        if hasattr(clock, "take"):  # on CUDA, times arrive after the step
             self._note_stages(clock)
 
     def _note_stages(self, clock: Any) -> None:
@@ -264,7 +273,7 @@ class Engine:
         prompt = request.prompt
         tokens = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if request.keep is not None and len(tokens) < request.keep:
-            raise ValueError(f"the prompt has only {len(tokens)} of {request.keep} tokens")
+            raise ValueError(f"the prompt has {len(tokens)} tokens, fewer than {request.keep}")
         return tokens[: request.keep]
 
     def _batch(
@@ -311,7 +320,7 @@ def sampling_params(arguments: Mapping[str, Any]) -> Any:
     arguments = dict(arguments)
     if structure := arguments.pop("structured_outputs", None):
         arguments["structured_outputs"] = StructuredOutputsParams(**structure)
-    if bias := arguments.pop("logit_bias", None):  # JSON has made its tokens text
+    if bias := arguments.pop("logit_bias", None):  # JSON turns its keys into text
         arguments["logit_bias"] = {int(token): value for token, value in bias.items()}
     return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
 
@@ -335,14 +344,14 @@ def _output(output: Any) -> Output:
             for token, at in zip(
                 output.prompt_token_ids, output.prompt_logprobs or (), strict=False
             )
-            if at  # the first has none, which flat logprobs show as an empty one
+            if at  # the first token has no logprob
         ],
         cached=output.num_cached_tokens or 0,
     )
 
 
 def read_metrics() -> Metrics:
-    """vLLM's metrics of this process. ``LLM.get_metrics()`` cuts counters to whole numbers."""
+    """Return vLLM's metrics of this process; ``LLM.get_metrics()`` would truncate counters."""
     from prometheus_client import REGISTRY
 
     found: Metrics = {}

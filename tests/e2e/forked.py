@@ -1,7 +1,8 @@
-"""Programs in processes that begin with vLLM imported, on a CPU.
+"""Run programs in processes that have vLLM imported already, on a CPU.
 
 The import takes 7 of the 10 to 14 seconds of CPU time that an engine takes to start. A server of
-`multiprocessing` imports it once, starts no thread, and every program begins as a copy of it.
+`multiprocessing` imports it once and starts no thread. Every program begins as a copy of that
+server.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from unittest import mock
 
 IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
 THREADS = 1
-"""Of OpenMP, which reads its environment when it is loaded."""
+"""Number of OpenMP threads, which OpenMP reads from the environment when it is loaded."""
 
 _lock = threading.Lock()
 
@@ -32,9 +33,9 @@ def run(
     log: Path,
     seconds: float,
 ) -> int | None:
-    """Return the exit status of a Python program, or None if it had to be ended after so long.
+    """Run a Python program and return its exit status, or None if it took longer than ``seconds``.
 
-    ``log`` gets what it prints. What it has started ends with it.
+    ``log`` gets what it prints. All its child processes end with it.
     """
     context = multiprocessing.get_context("forkserver")
     with _lock, mock.patch.dict(os.environ, environment):
@@ -66,7 +67,7 @@ def _become(
     known = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [str(Path(program).parent), *filter(None, known)]
     runpy.run_path(program, run_name="__main__")
-    # As of a process that nobody has forked: threads of engines would be waited for.
+    # End as a process that was not forked: do not wait for the threads of engines.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,10 +1,10 @@
-"""Random requests on random engines with trees, against the engine without trees.
+"""Compare random requests on random engines with trees against the engine without trees.
 
-As a program: ``python fuzz.py --cases 10000 --seed 1``; a case is a schedule of one to six
-requests. What differs is written to a file that ``--replay`` takes.
+As a program: ``python fuzz.py --cases 10000 --seed 1``. A case is a schedule of one to six
+requests. Every failing case is written to a file that ``--replay`` takes.
 
-Not among the cases: sampling without a seed, which no two engines share; the papers' rules, whose
-samples are others by design; and sizes that are refused.
+Three things are left out: sampling without a seed, because no two engines share it; sampling under
+the papers' rules, which draw other samples by design; and sizes that are refused.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from fuzz_engine import Answer, EngineFailed, EngineProcess
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 TOLERANCE = 1e-4
-"""Of a logprob."""
+"""Largest accepted difference of a logprob."""
 SMALLER_SECONDS = 90
-"""For making a failure smaller."""
+"""Most seconds for shrinking a failing case."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of ``LLM`` for an engine with trees; ``greedy``: ask for no samples, which under a
-    paper's rule are others."""
+    """Arguments of ``LLM`` for an engine with trees.
+
+    With ``greedy``, no request samples. It is for the papers' rules, which draw other samples.
+    """
 
     arguments: Mapping[str, Any]
     greedy: bool = False
@@ -50,8 +52,8 @@ class Options:
 
 @dataclass
 class Tally:
-    """What was compared: ``cases`` without a difference, and in them requests, tokens, logprobs,
-    and ``ends`` by reason."""
+    """The number of compared ``cases`` without a difference; their requests, tokens and logprobs;
+    and their ``ends`` by finish reason."""
 
     cases: int = 0
     requests: int = 0
@@ -68,17 +70,19 @@ GROWTHS: Mapping[str, Mapping[str, Any]] = {
     "expansion": {"expansion": [2, 2, 1]},
     "sequoia": {"acceptance": [0.6, 0.2, 0.1]},
 }
-"""Growths beside topk, with the options that they need."""
+"""Growths other than topk, with the options that they need."""
 
 
 def tree_options(
     pick: random.Random, growth: str | None = None, own_rule: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """Draft tokens and options of trees. A growth other than topk is verified by match, or by its
-    own rule."""
+    """Return the number of draft tokens, and options of trees.
+
+    A growth other than topk is verified by the rule match or, with ``own_rule``, by its own rule.
+    """
     nodes = pick.choice([1, 2, 3, 5, 8, 16, 16, 16, 33, 64])
     growth = growth or pick.choice(["topk"] * 6 + sorted(GROWTHS))
-    if growth == "expansion":  # which has ten
+    if growth == "expansion":  # its tree has ten nodes
         nodes = max(nodes, 10)
     slots = nodes + pick.choice([0, 0, 0, 3])
     options: dict[str, Any] = {"node_budget": nodes, "growth": growth, **GROWTHS.get(growth, {})}
@@ -99,10 +103,10 @@ def tree_options(
 
 
 def engine_options(number: int, growth: str | None = None, own_rule: bool = False) -> Options:
-    """Of the engine with this number: any sizes at which vLLM starts."""
+    """Return the options of the engine with this number: any sizes with which vLLM starts."""
     pick = random.Random(number)
     slots, options = tree_options(pick, growth, own_rule)
-    block = pick.choice([32, 32, 64, 96])  # vLLM's attention on CPUs takes multiples of 32
+    block = pick.choice([32, 32, 64, 96])  # on CPUs, vLLM's attention needs a multiple of 32
     blocks = math.ceil(MAX_MODEL_LEN / block)
     room = slots + 2
     arguments: dict[str, Any] = {
@@ -111,7 +115,7 @@ def engine_options(number: int, growth: str | None = None, own_rule: bool = Fals
         "max_num_seqs": pick.choice([1, 2, 4, 8, 16]),
         "max_num_batched_tokens": pick.choice([room, room + 7, 2 * room, 80 + room, 1024]),
         "enable_prefix_caching": pick.choice([True, True, True, False]),
-        # One request with its draft's nodes must fit.
+        # The cache must hold one request with its draft nodes.
         "num_gpu_blocks_override": pick.choice([None, blocks + 96 // block + 3, 2 * blocks + 1]),
         "long_prefill_token_threshold": pick.choice([0, 0, slots + 1, slots + 30]),
         "scheduling_policy": pick.choice(["fcfs", "fcfs", "priority"]),
@@ -125,7 +129,8 @@ def engine_options(number: int, growth: str | None = None, own_rule: bool = Fals
 
 
 def difference(answer: Answer, plain: Answer, aborted: bool) -> str:
-    """How an answer differs from that of the engine without trees; empty if it does not."""
+    """Describe how an answer differs from that of the engine without trees; empty if it does
+    not."""
     if (answer.refused is None) != (plain.refused is None):
         return f"refused: {answer.refused!r} != {plain.refused!r}"
     if answer.output is None or plain.output is None:
@@ -178,11 +183,11 @@ def _near(value: float, expected: float) -> bool:
 
 
 class Differs(AssertionError):
-    """A case with another answer than without trees."""
+    """A case whose answer differs from the answer without trees."""
 
 
 class Comparison:
-    """An engine with trees beside the one without, both asked the same."""
+    """An engine with trees and the engine without trees, which get the same requests."""
 
     def __init__(self, options: Options, plain: Plain, tally: Tally) -> None:
         self._options = options
@@ -193,7 +198,7 @@ class Comparison:
         self.failures: list[tuple[Schedule, str]] = []
 
     def check(self, schedule: Schedule) -> None:
-        """Raises `Differs`; does nothing when the time for making a failure smaller is over."""
+        """Raise `Differs` if answers differ. Do nothing once the time for shrinking is over."""
         if self._failed_at is not None and time.monotonic() - self._failed_at > SMALLER_SECONDS:
             return
         if self._options.greedy:
@@ -237,7 +242,7 @@ class Comparison:
 
 
 def _greedily(schedule: Schedule) -> Schedule:
-    """The same without sampling."""
+    """Return the same schedule without sampling."""
     keep = [{**each.params, "temperature": 0.0} for each in schedule.arrivals]
     for params in keep:
         params.pop("n", None)
@@ -248,14 +253,14 @@ def _greedily(schedule: Schedule) -> Schedule:
 
 
 class Plain:
-    """The engine without trees, whatever sizes the one with them has; it aborts nothing."""
+    """The engine without trees, the reference for engines of all sizes. It aborts nothing."""
 
     def __init__(self, **arguments: Any) -> None:
         sizes = {"max_model_len": MAX_MODEL_LEN}
         self._engine = EngineProcess(workload.without_tree(**sizes, **arguments))
 
     def answers(self, schedule: Schedule) -> list[Answer]:
-        # What follows an aborted request is asked behind its prompt, as with trees.
+        # A request that follows an aborted one continues its prompt, as with trees.
         arrivals = [replace(each, abort=each.abort and 1 << 30) for each in schedule.arrivals]
         return self._engine.answers(Schedule(arrivals))
 
@@ -275,7 +280,7 @@ def plain_engine(**arguments: Any) -> Iterator[Plain]:
 def fuzz(
     options: Options, plain: Plain, cases: int, number: int, tally: Tally
 ) -> tuple[Schedule, str] | dict[str, float]:
-    """The engine's metrics, or the smallest case found that differs, and how."""
+    """Return the engine's metrics, or the smallest failing case and its difference."""
     try:
         comparison = Comparison(options, plain, tally)
     except EngineFailed as error:
@@ -299,7 +304,7 @@ def fuzz(
         try:
             each()
         except BaseException as error:
-            # What hypothesis says of a case that fails once in a while is not the case.
+            # If a case fails only sometimes, hypothesis raises an error about flakiness. Ignore it.
             if not comparison.failures or isinstance(error, KeyboardInterrupt):
                 raise
         if comparison.failures:
@@ -310,7 +315,7 @@ def fuzz(
 
 
 def report(options: Options, number: int, schedule: Schedule, found: str) -> str:
-    """What to keep of a failure: enough to have it again."""
+    """Return a failing case as JSON, with all that `replay` needs."""
     case = {
         "seed": number,
         "engine": dict(options.arguments),
@@ -324,7 +329,7 @@ def report(options: Options, number: int, schedule: Schedule, found: str) -> str
 
 
 def replay(path: Path) -> str:
-    """Ask a reported case again; how it differs now."""
+    """Run a reported case again, and describe the difference."""
     case = json.loads(path.read_text())
     with plain_engine() as plain:
         comparison = Comparison(Options(case["engine"], case["greedy"]), plain, Tally())
@@ -340,14 +345,20 @@ def replay(path: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fuzz engines with trees.")
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--each", type=int, default=250, help="cases on one engine")
-    parser.add_argument("--seed", type=int, default=1, help="of the first engine")
-    parser.add_argument("--growth", nargs="*", help="of engines in turn; any by default")
-    parser.add_argument("--own-rule", action="store_true", help="of growths; no samples")
-    parser.add_argument("--engine", type=json.loads, default={}, help="arguments of every LLM")
-    parser.add_argument("--plain", type=json.loads, default={}, help="of the one without trees")
+    parser.add_argument("--each", type=int, default=250, help="number of cases per engine")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first engine")
+    parser.add_argument("--growth", nargs="*", help="growths of the engines in turn; default: any")
+    parser.add_argument(
+        "--own-rule", action="store_true", help="use the growths' own rules, without sampling"
+    )
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="arguments of every engine with trees"
+    )
+    parser.add_argument(
+        "--plain", type=json.loads, default={}, help="arguments of the engine without trees"
+    )
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"))
-    parser.add_argument("--replay", type=Path, help="a reported case to ask again")
+    parser.add_argument("--replay", type=Path, help="file of a reported case to run again")
     arguments = parser.parse_args()
     if arguments.replay is not None:
         found = replay(arguments.replay)
@@ -368,12 +379,14 @@ def main() -> int:
                 arguments.failures.mkdir(exist_ok=True)
                 path = arguments.failures / f"{number}.json"
                 path.write_text(text := report(options, number, *result))
-                print(f"engine {number}: DIFFERS, kept in {path}\n{text}\n{result[1]}", flush=True)
+                print(
+                    f"engine {number}: DIFFERS, written to {path}\n{text}\n{result[1]}", flush=True
+                )
             else:
                 preempted = result.get("vllm:num_preemptions_total", 0)
                 accepted = result.get("vllm:spec_decode_num_accepted_tokens_total", 0)
                 print(
-                    f"engine {number}: {cases} cases the same, {accepted:.0f} tokens accepted, "
+                    f"engine {number}: {cases} cases agree, {accepted:.0f} tokens accepted, "
                     f"{preempted:.0f} preemptions; {seconds:.0f} s",
                     flush=True,
                 )

@@ -1,4 +1,5 @@
-"""What a fuzzed engine is asked: requests with any parameters, their arrivals, ends and mishaps."""
+"""Random schedules for fuzzed engines: requests with any parameters, arrivals, aborts and
+resets."""
 
 from __future__ import annotations
 
@@ -13,16 +14,17 @@ from hypothesis import strategies as st
 MAX_MODEL_LEN = 320
 VOCABULARY = 1024
 BASES = 4
-"""Texts whose beginnings the prompts share."""
+"""Number of texts that prompts begin with."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that comes after ``at`` engine steps, or when request ``follows`` has ended.
+    """A request that arrives after ``at`` engine steps, or when request ``follows`` has ended.
 
-    The prompt is ``length`` tokens of text ``base`` and then ``tail``; behind an answer it is that
-    request's prompt and answer (the prompt alone, if it was aborted) with ``tail``. ``abort``:
-    steps after its arrival in which it is aborted.
+    The prompt is ``length`` tokens of text ``base`` and then ``tail``. If the request follows
+    another, its prompt is the other's prompt and answer and then ``tail``; the answer is left out
+    if the other was aborted. ``abort`` is the number of steps after its arrival at which it is
+    aborted.
     """
 
     base: int
@@ -37,14 +39,17 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Requests in the order of their arrival. ``resets``: steps in which the prefix cache is
-    emptied and every running request preempted."""
+    """Requests in order of arrival.
+
+    ``resets`` holds the steps at which the prefix cache is emptied and every running request
+    preempted.
+    """
 
     arrivals: list[Arrival]
     resets: list[int] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Without what is as it would be by default."""
+        """Return a JSON object without the fields that have their default value."""
         usual = asdict(Arrival(base=-1, length=0, params={}))
         arrivals = [
             {k: v for k, v in asdict(each).items() if k == "params" or v != usual[k]}
@@ -60,7 +65,7 @@ def schedule_of(value: Mapping[str, Any]) -> Schedule:
 
 @functools.cache
 def texts() -> list[list[int]]:
-    """The tokens that prompts begin with."""
+    """Return the tokens of the texts that prompts begin with."""
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(workload.without_tree()["model"]).encode
@@ -72,7 +77,7 @@ def texts() -> list[list[int]]:
 
 
 def prompt_of(arrival: Arrival, before: list[int] | None = None) -> list[int]:
-    """``before``: prompt and answer of the request that it follows."""
+    """Return a prompt; ``before`` is prompt and answer of the request that it follows."""
     start = texts()[arrival.base][: arrival.length] if before is None else before
     return (start + arrival.tail)[: MAX_MODEL_LEN - 1]
 
@@ -116,7 +121,7 @@ OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
         {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3}
     ),
 }  # fmt: skip
-"""Values of the parameters that a request may do without."""
+"""Values of the optional parameters."""
 
 CHAINING = {"presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words",
             "structured_outputs", "thinking_token_budget"}  # fmt: skip
@@ -125,13 +130,13 @@ SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 16, 17, 18, 24, 40, 70])
 
 @st.composite
 def parameters(draw: st.DrawFn) -> dict[str, Any]:
-    """Keyword arguments of ``SamplingParams``: one answer, whatever the engine."""
+    """Draw keyword arguments of ``SamplingParams`` whose answer is the same on every engine."""
     params: dict[str, Any] = {"max_tokens": draw(SIZES)}
     params["temperature"] = draw(st.sampled_from([0.0, 0.0, 0.05, 0.6, 1.0, 1.0, 1.5, 2.0]))
     if params["temperature"]:
         params["seed"] = draw(st.integers(0, 3) | st.sampled_from([-1 << 40, 1 << 62]))
     names = draw(st.lists(st.sampled_from(sorted(OPTIONAL)), max_size=4, unique=True))
-    if not draw(st.booleans()):  # so that most requests branch
+    if not draw(st.booleans()):  # keeps most trees from being chains
         names = [name for name in names if name not in CHAINING]
     params |= {name: draw(OPTIONAL[name]) for name in names}
     if not params["temperature"]:
@@ -143,7 +148,7 @@ def parameters(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def lengths(block_size: int) -> st.SearchStrategy[int]:
-    """Of prompts, most of them about the ends of blocks."""
+    """Draw prompt lengths, most of them near multiples of the block size."""
     most = MAX_MODEL_LEN - 1
     ends = [size for size in range(0, most + 1, block_size) if size]
     near = [size + more for size in [*ends, most] for more in (-1, 0, 1, 2)]
@@ -152,7 +157,7 @@ def lengths(block_size: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def schedules(draw: st.DrawFn, block_size: int, most: int = 6) -> Schedule:
-    """Of 1 to ``most`` requests."""
+    """Draw schedules of 1 to ``most`` requests."""
     arrivals: list[Arrival] = []
     for number in range(draw(st.integers(1, most))):
         follows = None

@@ -1,7 +1,7 @@
 """Engines that work through schedules, each in a process of its own.
 
-As a program it takes an engine's arguments as JSON, reads schedules from its input, a line of JSON
-each, and writes what their requests got.
+As a program, this takes an engine's arguments as JSON. It reads schedules from its input, one line
+of JSON each, and writes the answers.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from engine_process import Engine, Output, _output, sampling_params
 from fuzz_cases import Arrival, Schedule
 
 MOST_STEPS = 3000
-"""More than any schedule can take; an engine that needs them hangs."""
+"""More engine steps than any schedule takes; an engine that reaches this number hangs."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine raised an error, which is the text, and is gone."""
+    """The engine raised an error, which is the message, and has ended."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``output`` has the tokens of an aborted request, too, as far as they came; None before the
-    first. ``refused``: why the engine did not take the request."""
+    """The answer to one request.
+
+    ``output`` is None before the first token. For an aborted request, it holds the tokens up to
+    then. ``refused`` says why the engine did not take the request.
+    """
 
     output: Output | None
     refused: str | None = None
 
 
 class EngineProcess:
-    """An engine with these arguments of ``LLM``, asked one schedule after the other."""
+    """An engine with these arguments of ``LLM`` that works through one schedule after the other."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from dyntree_plugin import openmp
@@ -77,10 +80,10 @@ class EngineProcess:
         return found
 
     def answers(self, schedule: Schedule) -> list[Answer]:
-        """By request.
+        """Return the answers by request.
 
         Raises:
-            EngineFailed: once; the process has ended.
+            EngineFailed: if the engine fails; its process has ended.
         """
         if self._process.stdin is None:
             raise RuntimeError("the engine's process has no input")
@@ -91,7 +94,7 @@ class EngineProcess:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Of everything so far."""
+        """Return the metrics of all schedules so far."""
         if self._process.stdin is None:
             raise RuntimeError("the engine's process has no input")
         print("metrics", file=self._process.stdin, flush=True)
@@ -99,7 +102,7 @@ class EngineProcess:
         return found
 
     def close(self) -> None:
-        """Again does nothing."""
+        """End the process. A second call does nothing."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -111,7 +114,7 @@ class EngineProcess:
 
 
 class _Work:
-    """One schedule on one engine."""
+    """The work on one schedule in one engine."""
 
     def __init__(self, engine: Engine, schedule: Schedule, prefix: str) -> None:
         self._engine = engine.llm.llm_engine

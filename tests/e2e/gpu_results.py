@@ -1,8 +1,8 @@
-"""Whether a result of an earlier call on a GPU stands: of the same code, on the same machine.
+"""Decide whether an earlier result from a GPU is still valid: same code, same machine.
 
-python gpu_results.py stamp         a line that names code and machine
-python gpu_results.py whole FILE    exits with 0 if a result of `dyntree bench serve` stands, and
-                                    lacks no round
+python gpu_results.py stamp         print a line that names code and machine
+python gpu_results.py whole FILE    exit with 0 if a result of `dyntree bench serve` is valid and
+                                    complete
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SAME = ("commit", "uncommitted", "packages", "python", "gpu", "cpu")
 
 
 def of_this(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return of a provenance what has to be the same for results to stand side by side."""
+    """Return the part of a provenance that must be equal for results to be compared."""
     return {key: known.get(key) for key in _SAME}
 
 
 def whole(file: Path) -> bool:
-    """Whether every engine has served every load in every round."""
+    """Return whether every engine has served every load in every round."""
     if not file.exists():
         return False
     result = read(file)

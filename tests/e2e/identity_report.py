@@ -1,4 +1,4 @@
-"""What a comparison on a device has found so far, in a file that a later call goes on with."""
+"""The results of a comparison on a device, in a file that a later call continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dyntree_plugin.provenance import provenance
 
 @dataclass(frozen=True)
 class Row:
-    """What one engine did in one run; a ``control`` has to be caught."""
+    """The verdict on one engine in one run. A ``control`` has to differ."""
 
     dtype: str
     engine: str
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Broken:
-    """An engine that gave no answers, and why."""
+    """An engine that gave no answers, and the reason."""
 
     dtype: str
     engine: str
@@ -52,8 +52,8 @@ class Broken:
 class Record:
     """The rows of a comparison, written to ``file`` after each engine.
 
-    A file that is there already, of the same code on the same machine, is gone on with: its rows
-    stay, and its engines that failed are forgotten.
+    If the file exists and is of the same code on the same machine, it is continued: its rows stay,
+    and its failed engines are dropped, so that they run again.
     """
 
     def __init__(self, file: Path, note: str) -> None:
@@ -91,7 +91,7 @@ class Record:
 
 
 def report(rows: Sequence[Row | Broken]) -> str:
-    """A line per run."""
+    """Return a table with a line per run."""
     lines = [
         f"{'':9}{'engine':33}{'run':22}{'answers':>8}{'tokens':>8}{'other':>7}{'excused':>8}"
         f"{'largest gap':>12}"
@@ -110,5 +110,5 @@ def report(rows: Sequence[Row | Broken]) -> str:
             f"  {'ok' if row.passed else 'FAILED'} {wanted}".rstrip()
         )
     margins = ", ".join(f"{margin} in {dtype}" for dtype, margin in MARGINS.items())
-    lines.append(f"Excused: the two tokens are at most so many logits apart: {margins}.")
+    lines.append(f"Excused if the two tokens are at most this many logits apart: {margins}.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Whether two engines that round otherwise could both be right: the margin of a differing token."""
+"""Decide whether two engines that round differently can both be right, by the margin of a token."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import torch
 from engine_process import Output, Request, Result, Run
 
 MARGINS = {"bfloat16": 0.25, "float32": 0.01}
-"""Logits that rounding may move against each other: four units in the last place of a logit
-between 8 and 16 in bf16; far more than the order of sums moves them in fp32."""
+"""Most logits by which rounding may move two tokens against each other. In bf16, it is four units
+in the last place of a logit between 8 and 16. In fp32, it far exceeds what the order of sums
+causes."""
 
 _KNOWN = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos"}
 
 Noise = Callable[[int, int], torch.Tensor]
-"""The sampler's noise [vocabulary] of a seed and a position."""
+"""Return the sampler's noise [vocabulary] of a seed and a position."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The first token of an answer that differs: ``plain`` is the one without trees."""
+    """The first token of an answer that differs; ``plain`` is the token without trees."""
 
     request: Request
     context: list[int]
@@ -32,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log probabilities at a place: of both tokens, and of every token in any order."""
+    """Log probabilities at a place: of both tokens, and of all tokens in any order."""
 
     plain: float
     other: float
@@ -41,8 +42,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one run: ``tokens`` are those up to the first that differs; ``excused`` and
-    ``unexcused`` count differing answers; ``gaps`` are the excused ones' in logits."""
+    """The comparison of one run.
+
+    ``tokens`` counts tokens before the first difference. ``excused`` and ``unexcused`` count
+    differing answers. ``gaps`` holds the gaps of the excused ones in logits.
+    """
 
     requests: int
     tokens: int
@@ -55,7 +59,7 @@ class Verdict:
 
 
 def places(run: Run, result: Result, plain: Mapping[str, Output]) -> list[Place | None]:
-    """By request; None where all tokens are the same.
+    """Return the place by request, None if all tokens are equal.
 
     Raises:
         ValueError: if a request has no answer, or several.
@@ -74,13 +78,13 @@ def _first(request: Request, output: Output | None, plain: Output) -> Place | No
         if other != token:
             return Place(request, plain.prompt + wanted[:index], token, other)
     if len(own) != len(wanted):
-        raise ValueError(f"{request}: one answer ends where the other goes on with the same tokens")
+        raise ValueError(f"{request}: the shorter answer is a prefix of the longer one")
     return None
 
 
 def scoring(found: Sequence[Place], vocabulary: int) -> Run:
-    """What the engine without trees is asked to know all its scores at those places."""
-    # Sampling is restricted after the scores are taken.
+    """Return the run that makes the engine without trees report all its scores at those places."""
+    # Logprobs are computed before sampling is restricted.
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": vocabulary}
     return Run(
         [
@@ -92,7 +96,7 @@ def scoring(found: Sequence[Place], vocabulary: int) -> Run:
 
 
 def scores_of(answers: Sequence[Output]) -> list[Scores]:
-    """By place, of the answers to `scoring`."""
+    """Return the scores by place, from the answers to `scoring`."""
     rows = [torch.tensor(answer.logprobs[0][0]) for answer in answers]
     return [
         Scores(float(plain[0]), float(other[0]), plain[1:])
@@ -107,7 +111,11 @@ def verdict(
     noise: Noise,
     margin: float,
 ) -> Verdict:
-    """``answers`` of the engine without trees; ``scores`` of the places, without the None."""
+    """Judge the places of one run.
+
+    ``answers`` are those of the engine without trees. ``scores`` are those of the places that are
+    not None.
+    """
     known = iter(scores)
     tokens = excused = unexcused = 0
     gaps = []
@@ -126,8 +134,10 @@ def verdict(
 
 
 def gap(place: Place, scores: Scores, noise: Noise) -> float:
-    """How far logits have to move until both tokens can be drawn; infinite where the request uses
-    what is not computed here."""
+    """Return how far logits have to move until both tokens can be drawn.
+
+    It is infinite if the request uses a parameter that is not computed here.
+    """
     params = place.request.params
     if not params.keys() <= _KNOWN:
         return math.inf
@@ -144,14 +154,19 @@ def gap(place: Place, scores: Scores, noise: Noise) -> float:
 
 
 def _reach(behind: float, own: float, rival: float) -> float:
-    """How far until a token is drawn: it has to be in the nucleus, and not behind its rival or the
-    rival out. ``own`` and ``rival``: how far they are outside."""
+    """Return how far logits have to move until a token is drawn.
+
+    The token has to be in the nucleus. It has to be ahead of its rival, or the rival out of the
+    nucleus. ``own`` and ``rival`` say how far each is outside of the nucleus.
+    """
     return max(own, min(max(behind, 0.0), max(-rival, 0.0)), 0.0)
 
 
 def _outside(score: float, all_scores: torch.Tensor, temperature: float, top_p: float) -> float:
-    """How far a token is outside of the nucleus, negative inside: by how much the logits of the
-    better tokens have to fall together."""
+    """Return how far a token is outside of the nucleus; negative if it is inside.
+
+    It is the distance by which the logits of all better tokens have to fall together.
+    """
     if not temperature or top_p >= 1:
         return -math.inf
     chances = (all_scores.double() / temperature).softmax(dim=0)

@@ -1,4 +1,4 @@
-"""The memory of a process and of all that it has started, over time."""
+"""The memory of a process and its child processes over time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ MIB = 1 << 20
 
 @dataclass
 class Samples:
-    """Of processes, by their names: seconds since the first sample, and MiB then."""
+    """By the name of a process: pairs of seconds since the first sample, and MiB."""
 
     of: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def growth(self, warm_up: float) -> dict[str, float]:
-        """MiB that a process has gained between the first and the last third of the time after
-        ``warm_up`` seconds, by medians."""
+        """Return the MiB that each process gained after ``warm_up`` seconds.
+
+        It is the difference between the medians of the last and the first third of that time.
+        """
         found = {}
         for name, samples in self.of.items():
             sizes = [size for at, size in samples if at >= warm_up]
@@ -33,7 +35,7 @@ class Samples:
         return found
 
     def table(self, rows: int = 12) -> str:
-        """Minutes, and the MiB of each process."""
+        """Return a table of minutes and the MiB of each process."""
         names = sorted(self.of)
         lines = ["minute " + " ".join(f"{name:>24}" for name in names)]
         count = max((len(samples) for samples in self.of.values()), default=0)
@@ -46,7 +48,7 @@ class Samples:
 
 
 def private(pid: int) -> float:
-    """The process's share of the memory that it has mapped (PSS), in MiB."""
+    """Return the process's proportional share (PSS) of the memory that it has mapped, in MiB."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024 / MIB
@@ -54,12 +56,12 @@ def private(pid: int) -> float:
 
 
 def processes(pid: int) -> dict[str, int]:
-    """A process and all that it has started, by a name of each."""
+    """Return a process and all its child processes, by name."""
     found: dict[str, int] = {}
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         with suppress(psutil.Error):
-            # vLLM titles its processes so.
+            # vLLM gives its processes such titles.
             title = " ".join(process.cmdline()).strip()
             name = title if title.startswith("VLLM") else process.name()
             name = "API server" if process is root else name
@@ -69,7 +71,7 @@ def processes(pid: int) -> dict[str, int]:
 
 @contextmanager
 def watched(pid: int, every: float = 5.0) -> Iterator[Samples]:
-    """Samples of these processes while the block runs."""
+    """Sample the memory of a process and its child processes while the block runs."""
     samples = Samples()
     names = processes(pid)
     done = threading.Event()

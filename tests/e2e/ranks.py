@@ -1,6 +1,6 @@
-"""A tensor-parallel engine, and the trees that each of its ranks has seen.
+"""A tensor-parallel engine, and the trees that each of its ranks verified.
 
-As a program it takes the files of a job and of its results, as engine_process.py does.
+As a program, this takes the files of a job and of its results, as engine_process.py does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from unittest import mock
 from engine_process import Engine, Result, Run, answered, result_of, run_of
 
 Trace = list[dict[str, Any]]
-"""The fields of `TreeStep`, in the order of the verifications."""
+"""The fields of `TreeStep`, in order of verification."""
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A run's result, which is that of rank 0, and the verified trees by rank."""
+    """A run's result on rank 0, and the verified trees by rank."""
 
     result: Result
     traces: list[Trace]
@@ -31,17 +31,17 @@ class Ranked:
 def serve_on_ranks(
     engine: Mapping[str, Any], runs: Mapping[str, Run], ranks: int = 2
 ) -> dict[str, Ranked]:
-    """Start an engine of so many ranks and work through the runs; a run's sabotage is in force on
+    """Start an engine of ``ranks`` ranks and work through the runs. A run's sabotage is in force on
     the last rank alone."""
     arguments = {**engine, "tensor_parallel_size": ranks}
-    # vLLM binds ranks to nodes of memory, of which there may be fewer.
+    # vLLM binds each rank to a NUMA node, and there may be fewer nodes than ranks.
     unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     found = answered(__file__, arguments, runs, threads=1, fresh=True, **unbound)
     return {name: Ranked(result_of(one["result"]), one["traces"]) for name, one in found.items()}
 
 
 class RankedEngine(Engine):
-    """Its workers are processes of their own."""
+    """An engine whose workers are processes of their own."""
 
     runner = None
 
@@ -62,7 +62,7 @@ def _break_last_rank(worker: Any, name: str) -> None:
     import sabotage
 
     worker.broken = ExitStack()
-    # A rank that alone stops drafting early leaves the other waiting for it for ever.
+    # If one rank alone stopped drafting early, the other would wait for it forever.
     growth = worker.model_runner.speculator.stages._growth
     stock = growth.expand
     goes_on = mock.patch.object(growth, "expand", lambda bits: max(1, stock(bits)))

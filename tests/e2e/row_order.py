@@ -1,4 +1,4 @@
-"""A logits processor that takes the row before a row for the token before it."""
+"""A logits processor that reads the token before a row from the row above, as in a chain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ APART = 3
 
 
 class Apart(LogitsProcessor):
-    """Of two tokens that have one between them, the sum is no multiple of `APART`."""
+    """Make sure that a token and the one two places before it never sum to a multiple of
+    `APART`."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._states = req_states

@@ -1,6 +1,7 @@
-"""Ways to break the mechanism that a tree's output rests on, one at a time.
+"""Ways to break one mechanism at a time that output depends on.
 
-Each takes the engine's model runner and is in force within its context.
+Each takes the engine's model runner and is in force within its context. Those marked "Output must
+not change" break nothing that output depends on.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_chil
 
 @contextmanager
 def verified_eagerly(runner: Any) -> Iterator[None]:
-    """On CUDA: without the graphs, which hold what they were captured with."""
+    """Verify without graphs on CUDA, because graphs keep what they were captured with."""
     with mock.patch.object(runner.graphs, "verification", return_value=None):
         yield
 
 
 @contextmanager
 def placing(change: Any) -> Iterator[None]:
-    """Place nodes as ``change`` does; it is given the batch and the stock function without it."""
+    """Place nodes with ``change``, which gets the batch and a call of the original function."""
     from dyntree_plugin.engine.step import driver
 
     stock = driver.place_nodes
@@ -40,14 +41,14 @@ def placing(change: Any) -> Iterator[None]:
 
 @contextmanager
 def without_kv_move(runner: Any) -> Iterator[None]:
-    """The accepted path's keys and values stay where the tree put them."""
+    """Leave the accepted path's keys and values where the tree put them."""
     with verified_eagerly(runner), mock.patch.object(runner, "_movers", []):
         yield
 
 
 @contextmanager
 def chain_positions(runner: Any) -> Iterator[None]:
-    """Every node has the position of its row, as in a chain."""
+    """Give every node the position of its row, as in a chain."""
 
     def place(batch: Any, stock: Any) -> Any:
         linear = batch.positions.clone()
@@ -61,7 +62,7 @@ def chain_positions(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def wrong_ancestor_bit(runner: Any) -> Iterator[None]:
-    """The second node of every tree sees the first if it should not, and the other way round."""
+    """Invert whether the second node of every tree sees the first."""
 
     def place(batch: Any, stock: Any) -> Any:
         mask = stock()
@@ -75,8 +76,10 @@ def wrong_ancestor_bit(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def padding_as_tree(runner: Any) -> Iterator[None]:
-    """Rows that fill up a request with one token of its prompt left are taken for a tree, which
-    sees the context alone."""
+    """Treat the rows that fill up a request with one prompt token left as a tree.
+
+    These rows then see the context alone.
+    """
 
     def place(batch: Any, stock: Any) -> Any:
         mask = stock()
@@ -94,7 +97,7 @@ def padding_as_tree(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def wrong_child(runner: Any) -> Iterator[None]:
-    """Verification accepts every tree's first node, whatever its token is."""
+    """Accept every tree's first node, whatever its token is."""
     stock = runner.verifier.verify
 
     def verify(packed: torch.Tensor, sampled: torch.Tensor, *others: Any) -> Any:
@@ -112,8 +115,10 @@ def wrong_child(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def broken_draft(runner: Any) -> Iterator[None]:
-    """No sabotage of ours: some rows of the draft's logits have no distribution, and some tokens
-    leave NaN in its cache."""
+    """Make some of the draft's logits not finite, and some tokens write NaN to its cache.
+
+    Output must not change.
+    """
     calls, model = itertools.count(), runner.speculator.model
     embedding = model.model.embed_tokens
     stock_logits, stock_embedding = model.compute_logits, embedding.forward
@@ -137,7 +142,10 @@ def broken_draft(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def broken_target(runner: Any) -> Iterator[None]:
-    """No sabotage of ours: the target's logits are not all finite behind some contexts."""
+    """Make the target's logits not finite after some contexts.
+
+    Output must be that of the engine without trees under the same sabotage.
+    """
     model = runner.model
     stock = model.compute_logits
 
@@ -156,7 +164,7 @@ def broken_target(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def always_accepted(runner: Any) -> Iterator[None]:
-    """A rule that reads draws accepts every child that has any chance."""
+    """Make a rule for drawn children accept every child whose chance is above 0."""
     from dyntree_plugin.engine.step import drawn
 
     with mock.patch.object(drawn, "uniform", torch.zeros_like):
@@ -165,21 +173,21 @@ def always_accepted(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def branches(runner: Any) -> Iterator[None]:
-    """What needs rows in the order of a chain meets trees that branch."""
+    """Let trees branch for requests that need rows in the order of a chain."""
     with mock.patch("dyntree_plugin.engine.runner.chain_reason", return_value=None):
         yield
 
 
 @contextmanager
 def learns_nothing(runner: Any) -> Iterator[None]:
-    """Nodes keep the values that they have without learning."""
+    """Switch learning off, so that nodes keep the draft's values."""
     with mock.patch.object(runner.ops, "learn"):
         yield
 
 
 @contextmanager
 def draws_other_seeds(runner: Any) -> Iterator[None]:
-    """Requests without a seed get another one than they would."""
+    """Give requests without a seed another one than they would get."""
     stock = np.random.randint
 
     def randint(*bounds: Any) -> Any:
@@ -191,9 +199,11 @@ def draws_other_seeds(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def captured(runner: Any) -> Iterator[None]:
-    """No sabotage: verification and drafting as CUDA graphs make them, in padded batches at fixed
-    addresses, each step with another number of draft forwards. Replaying runs the captured call
-    again."""
+    """Run verification and drafting as CUDA graphs do, where a replay runs the captured call again.
+
+    Batches are padded and at fixed addresses, and each step has another number of draft forwards.
+    Output must not change.
+    """
     from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages
     from dyntree_plugin.tree.budget.choice import node_buckets
 
@@ -204,7 +214,7 @@ def captured(runner: Any) -> Iterator[None]:
             values = run()
 
             def replay() -> None:
-                # What passes values on by its own memory gives none.
+                # Stages that pass values on through their own memory return none.
                 replayed[kind].extend(map(len, values))
                 for value, new in zip(values, run(), strict=True):
                     value.copy_(new)
@@ -243,7 +253,7 @@ def captured(runner: Any) -> Iterator[None]:
 
 
 class _Paths:
-    """Proposes one path of nodes for each request, and is sure of it."""
+    """A source that proposes one path of nodes for each request, with chances near 1."""
 
     kind = 2
 
@@ -268,7 +278,7 @@ class _Paths:
 
 
 class _Repeats(_Paths):
-    """What followed the last token when it came before."""
+    """Proposes the tokens that followed the last token at its previous occurrence."""
 
     def after(self, text: list[int]) -> list[int]:
         earlier = [at for at, token in enumerate(text[:-1]) if token == text[-1]]
@@ -298,22 +308,24 @@ def _further_source(runner: Any, source: _Paths) -> Iterator[None]:
 
 @contextmanager
 def repeats(runner: Any) -> Iterator[None]:
-    """No sabotage: a second source proposes what followed the last token before."""
+    """Add a source that proposes what followed the last token before. Output must not change."""
     with _further_source(runner, _Repeats(runner)):
         yield
 
 
 @contextmanager
 def guesses(runner: Any) -> Iterator[None]:
-    """No sabotage: a second source proposes tokens at random."""
+    """Add a source that proposes random tokens. Output must not change."""
     with _further_source(runner, _Guesses(runner)):
         yield
 
 
 @contextmanager
 def waiting_is_an_error(runner: Any) -> Iterator[None]:
-    """No sabotage: on CUDA, whatever waits for the device while trees are placed, verified and
-    grown raises."""
+    """Raise if the host waits for the device while trees are placed, verified and grown; on CUDA.
+
+    Output must not change.
+    """
     with ExitStack() as stack:
         for owner, name in (
             (type(runner.driver), "place"),

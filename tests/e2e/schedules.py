@@ -1,7 +1,7 @@
-"""Engines whose scheduler is watched, and made to do what it seldom does.
+"""Engines whose scheduler is watched, and forced into rare situations.
 
-As a program it takes the files of a job and of its results, as engine_process.py does; the job has
-several engines, which run one after another.
+As a program, this takes the files of a job and of its results, as engine_process.py does. The job
+has several engines, which run one after the other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from engine_process import Engine, Result, Run, answered, result_of, run_of
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A run's result, and how many requests vLLM ``filled_up`` with drafts that had one token left
-    of their prompt, or of what they had before they were preempted."""
+    """A run's result, and the number of requests that vLLM ``filled_up`` with drafts.
+
+    vLLM does so for a request with one token left of its prompt, or of the tokens that it had
+    before it was preempted.
+    """
 
     result: Result
     filled_up: int
@@ -35,8 +38,10 @@ Engines = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Run]]]
 
 
 def serve_watched(engines: Engines) -> dict[str, dict[str, Scheduled]]:
-    """Start each engine with its arguments of ``LLM``, and work through its runs. The sabotages of
-    a run may be functions of this file."""
+    """Start each engine with its arguments of ``LLM``, and work through its runs.
+
+    A run's sabotage may be a function of this file. Output must not change under these.
+    """
     arguments = {name: engine for name, (engine, _) in engines.items()}
     runs = {
         f"{engine}: {name}": run
@@ -53,8 +58,10 @@ def serve_watched(engines: Engines) -> dict[str, dict[str, Scheduled]]:
 
 @contextmanager
 def resumed(scheduler: Any) -> Iterator[None]:
-    """No sabotage: every request is preempted once, when all of its tokens but one fill blocks,
-    which stay in the prefix cache."""
+    """Preempt every request once, when all its tokens but one fill blocks.
+
+    These blocks stay in the prefix cache.
+    """
     stock, block, done = scheduler.schedule, scheduler.block_size, set()
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
@@ -72,8 +79,10 @@ def resumed(scheduler: Any) -> Iterator[None]:
 
 @contextmanager
 def forgotten(scheduler: Any) -> Iterator[None]:
-    """No sabotage: at every fifth step all running requests are preempted, while their trees wait,
-    and the prefix cache is emptied."""
+    """Preempt all running requests at every fifth step, and empty the prefix cache.
+
+    Their trees wait for verification at that time.
+    """
     stock, steps = scheduler.schedule, itertools.count(1)
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +96,10 @@ def forgotten(scheduler: Any) -> Iterator[None]:
 
 @contextmanager
 def urgent(scheduler: Any) -> Iterator[None]:
-    """No sabotage: every request is more urgent than those before it, which it drives out; some of
-    them are scheduled already in that step."""
+    """Make every request more urgent than those before it, so that it preempts them.
+
+    Some of them are already scheduled in that step.
+    """
     stock, numbers = scheduler.add_request, itertools.count()
 
     def add_request(request: Any) -> None:
@@ -104,7 +115,7 @@ OF_SCHEDULER = {each.__name__: each for each in (resumed, forgotten, urgent)}
 
 @contextmanager
 def watched(scheduler: Any) -> Iterator[list[str]]:
-    """Names of the requests that were filled up."""
+    """Yield a list that collects the names of the requests that are filled up."""
     stock, found = scheduler.schedule, list[str]()
 
     def schedule(*args: Any, **kwargs: Any) -> Any:

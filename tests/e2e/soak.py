@@ -1,8 +1,8 @@
-"""Many clients at one small server with trees, for long: is it exact, and does it stay alive?
+"""Let many clients ask a small server with trees for a long time, to see that it stays exact and
+alive.
 
-As a program: ``python soak.py --minutes 60 --clients 64``. Afterwards what they got is asked again
-of an engine without trees, and the server has to be as empty, and its counters as true, as if
-nothing had happened.
+As a program: ``python soak.py --minutes 60 --clients 64``. Afterwards, an engine without trees gets
+the same requests. The server has to be empty in the end, and its counters have to be right.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ WARM_UP_SECONDS = 360
 MOST_GROWTH = 48.0
 """MiB that a process may gain after the warm-up, see `memory.Samples.growth`.
 
-vLLM multiplies matrices by oneDNN, and keeps what it has made for each of the last 32 numbers of
-rows that a layer has seen: about half a MiB each for the embedded pair, so that the worker gains
-some 400 MiB in the first minutes.
+vLLM multiplies matrices with oneDNN, and keeps a compiled product for each of the last 32 numbers
+of rows that a layer has seen. Each takes about half a MiB with the embedded pair, so the worker
+gains some 400 MiB in the first minutes.
 """
 TINY = (
     *("--num-gpu-blocks-override", "40", "--block-size", "32", "--max-num-batched-tokens", "512"),
     *("--enforce-eager", "--reasoning-config", json.dumps(workload.REASONING)),
 )
-"""Two and a half of the longest contexts for 16 sequences: they preempt each other."""
+"""Arguments for a cache of 2.5 full contexts, in which 16 sequences preempt each other."""
 
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a soak has shown. ``wrong``: answers that differ, of ``repeated``; ``faults``: what
-    else is not as it should be."""
+    """The results of a soak.
+
+    ``wrong`` describes the differing answers among the ``repeated`` ones; ``faults`` describes
+    other errors.
+    """
 
     log: Log
     memory: Samples
@@ -72,7 +75,7 @@ class Soaked:
 
 
 def run(folder: Path, seconds: float, clients: int, repeat: int, *arguments: str) -> Soaked:
-    """``repeat``: how many of the answers to ask again."""
+    """Soak a server, and ask ``repeat`` of the answers again."""
     prompts = _prompts(questions())
     with (
         server(
@@ -94,7 +97,7 @@ def _prompts(requests: Sequence[Request]) -> Mapping[str, list[int]]:
 
 
 def metrics_of(address: str) -> Metrics:
-    """A server's own, summed over what is told apart by other labels than those in the name."""
+    """Return a server's metrics, summed over the labels of model and engine."""
     found: Metrics = {}
     for family in text_string_to_metric_families(fetch(f"{address}/metrics")):
         for sample in family.samples:
@@ -104,8 +107,7 @@ def metrics_of(address: str) -> Metrics:
 
 
 def _idle(served: Server) -> Metrics:
-    """The metrics of a server that has nothing left to do; the last ones if it does not come to
-    that."""
+    """Wait until a server has nothing left to do, and return its metrics."""
     busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
     def idle() -> bool:
@@ -120,7 +122,7 @@ def _idle(served: Server) -> Metrics:
 def faults(
     log: Log, metrics: Metrics, check: Callable[[Metrics], None] = check_consistency
 ) -> list[str]:
-    """What the counters say that cannot be."""
+    """Describe counters that contradict each other or the log."""
     found = []
     try:
         check(metrics)
@@ -145,7 +147,7 @@ def faults(
 def _repeat(
     received: Sequence[Received], most: int, prompts: Mapping[str, list[int]]
 ) -> tuple[int, list[str]]:
-    """How many answers were repeated on an engine without trees, and those that differ from it."""
+    """Repeat answers on an engine without trees. Return their number, and those that differ."""
     repeatable = [
         each
         for each in received
@@ -169,7 +171,7 @@ def _repeat(
 
 
 def differs(received: Received, wanted: list[list[int]]) -> bool:
-    """Whether an answer is another, or of one that was left, its beginning."""
+    """Return whether an answer differs. An aborted answer must be a prefix of the wanted one."""
     return any(
         tokens != (expected[: len(tokens)] if received.aborted else expected)
         for tokens, expected in zip(received.tokens, wanted, strict=True)
@@ -179,7 +181,7 @@ def differs(received: Received, wanted: list[list[int]]) -> bool:
 def failures(
     soaked: Soaked, warm_up: float = WARM_UP_SECONDS, most_growth: float = MOST_GROWTH
 ) -> list[str]:
-    """Why a soak has not gone well; empty if it has."""
+    """Describe why a soak failed; empty if it did not."""
     growth = soaked.memory.growth(warm_up)
     return [
         *(["some answers are wrong"] if soaked.wrong else []),
@@ -193,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Soak a server with trees.")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--repeat", type=int, default=20_000, help="most answers to ask again")
+    parser.add_argument("--repeat", type=int, default=20_000, help="most requests to repeat")
     arguments, others = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         soaked = run(

@@ -1,4 +1,4 @@
-"""Clients of a served model: they ask, read streams, hang up in the middle and come back."""
+"""Clients of a served model: they ask, read streams, disconnect in mid-stream, and reconnect."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import workload
 from engine_process import Request
 
 ABORTED = 0.2
-"""The share of requests that their client leaves in mid-stream."""
+"""Share of the requests that the client aborts in mid-stream."""
 NOT_STREAMED = {"prompt_logprobs", "logprob_token_ids"}
-"""Parameters that vLLM's API does not take with a stream, or only together with others."""
+"""Parameters that vLLM's API refuses in a stream, or accepts only together with others."""
 LIFE = 20
-"""Requests of a client before it starts anew, with connections of its own."""
+"""Average number of requests before a client reconnects."""
 
 _OWN = {"temperature", "top_p", "max_tokens", "seed", "stop", "n", "logprobs", "presence_penalty",
         "frequency_penalty", "logit_bias"}  # fmt: skip
-"""Parameters that `openai` knows by name; the server takes the others beside them."""
+"""Parameters that `openai` takes by name. The others go into ``extra_body``."""
 
 
 @dataclass
 class Received:
-    """Tokens by sequence, and whether the client left before the end."""
+    """Tokens by sequence, and whether the client aborted the request."""
 
     request: Request
     tokens: list[list[int]]
@@ -37,7 +37,7 @@ class Received:
 
 @dataclass
 class Log:
-    """What the clients saw."""
+    """The answers and errors that the clients saw."""
 
     received: list[Received] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Log:
 
 
 def questions() -> list[Request]:
-    """What is asked, again and again: all that can be streamed, and long shared prefixes."""
+    """Return the requests: all that can be streamed, and some with long shared prefixes."""
     served = [
         *workload.EVERYTHING,
         *workload.DEMANDING,
@@ -70,7 +70,7 @@ def questions() -> list[Request]:
 
 
 def ask_anew(pick: random.Random, asked: Sequence[Request]) -> Request:
-    """One of the questions, every other time with a seed that nobody has used."""
+    """Pick a request. Half of the seeded ones get a new seed."""
     request = pick.choice(asked)
     if "seed" not in request.params or pick.random() < 0.5:
         return request
@@ -80,7 +80,7 @@ def ask_anew(pick: random.Random, asked: Sequence[Request]) -> Request:
 async def soak(
     address: str, prompts: Mapping[str, list[int]], clients: int, seconds: float, seed: int = 0
 ) -> Log:
-    """Have so many clients ask for so long. ``prompts``: the tokens of a request, by its key's."""
+    """Let ``clients`` clients ask for ``seconds``. ``prompts`` holds tokens by `prompt_key`."""
     log = Log()
     end = time.monotonic() + seconds
     await asyncio.gather(

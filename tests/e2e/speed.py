@@ -1,6 +1,6 @@
-"""Where a step's time goes on this machine, with the embedded pair.
+"""Measure where a step's time goes on this machine, with the embedded pair.
 
-As a program it prints the report.
+As a program, it prints the report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine_process import Request, Result, Run, serve
 BATCHES = (1, 16)
 REPEATS = 4
 NODES = 16
-STEPS = 12  # of a run with trees: later the first requests end, and the batch is smaller
+STEPS = 12  # of a run with trees; the first requests end later
 
 
 def _run(batch: int) -> Run:
@@ -25,7 +25,7 @@ def _run(batch: int) -> Run:
 
 
 def typical(milliseconds: Iterable[float]) -> float:
-    """What the fastest fifth of the steps stays below: another process only ever adds time."""
+    """Return the 20th percentile, because other processes only ever add time."""
     return quantiles(milliseconds, n=5)[0]
 
 
@@ -33,9 +33,9 @@ def typical(milliseconds: Iterable[float]) -> float:
 class Speed:
     """Milliseconds per decoding step at one batch size.
 
-    ``v1``, ``v2``: plain decode on vLLM's V1 runner and on V2 with our kernels. ``step``: of an
-    engine with trees, ``stages``: what its worker spent of it, ``machinery``: all of it but model
-    forwards and their attention. ``tokens``: accepted and bonus, per tree.
+    ``v1`` and ``v2`` are plain decoding on vLLM's V1 runner, and on V2 with our kernels. ``step``
+    is a step of an engine with trees. ``stages`` is the time of its worker, and ``machinery`` is
+    the step without model forwards. ``tokens`` is the number of accepted and bonus tokens per tree.
     """
 
     v1: float
@@ -47,7 +47,7 @@ class Speed:
 
 
 def measure() -> dict[int, Speed]:
-    """By batch size, with one thread: several wait for each other when a core is shared."""
+    """Measure by batch size, with one thread: on a shared core, threads wait for each other."""
     runs = {f"{batch}, {turn}": _run(batch) for turn in range(REPEATS) for batch in BATCHES}
     target = workload.without_tree()["model"]
     engines = {

@@ -1,8 +1,8 @@
-"""Sessions that take their input in pieces, on an `AsyncLLM` with other requests beside them.
+"""Sessions on an `AsyncLLM` that take their input in pieces, while other requests run.
 
-As a program it takes a job of engine_process.py, of which each run is a session and its requests
-are the turns, and answers with the tokens of every turn, and with those of a request of its own for
-everything before.
+As a program, this takes a job of engine_process.py. Each run is a session, and its requests are the
+turns. It returns the tokens of every turn, and those of a separate request for the whole text up to
+that turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULTS = {
     "enforce_eager": True,
     "max_model_len": 512,
     "kv_cache_memory_bytes": 64 << 20,
-    # A request must not find what a session has left.
+    # The separate requests must not find the sessions' blocks.
     "enable_prefix_caching": False,
 }
 
@@ -61,7 +61,7 @@ async def compared(llm: AsyncLLM, name: str, turns: list[Request]) -> list[Any]:
     for number, (turn, tokens) in enumerate(zip(turns, streamed, strict=True)):
         prompt += turn.prompt
         expected.append(await alone(llm, f"{name} {number}", prompt, turn.params))
-        prompt += tokens[:-1]  # vLLM goes on without the last token.
+        prompt += tokens[:-1]  # vLLM drops the last token of a turn.
     return [streamed, expected]
 
 

@@ -1,6 +1,7 @@
-"""Engines one after the other in one process; a program as engine_process.py is one.
+"""Start engines one after the other in one process. It runs as a program, as engine_process.py
+does.
 
-The job names what starts, in its order: engines with trees, and a plain one of another model.
+The job names the engines in order: engines with trees, and a plain one of another model.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ BROKEN = "trees that leave their attention behind"
 
 
 def start_in_turn(kinds: Sequence[str], plain: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """``tokens`` and layers' ``classes`` of each engine; ``refused``: why vLLM could not start it.
+    """Return ``tokens`` and the layers' ``classes`` of each engine, or why vLLM ``refused`` to
+    start it.
 
-    ``kinds``: "trees", `BROKEN` or "plain", which starts with the arguments ``plain``.
+    Each of ``kinds`` is "trees", `BROKEN` or "plain". The last starts with the arguments ``plain``.
     """
     found = answered(__file__, {"kinds": kinds, "plain": plain}, {}, threads=1)
     engines: list[dict[str, Any]] = found["engines"]

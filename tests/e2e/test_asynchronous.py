@@ -1,4 +1,4 @@
-"""Where the scheduler chooses before it sees a tree, the tokens stay the same, whatever it does."""
+"""Tokens stay the same if the scheduler chooses before it sees a tree, whatever it chooses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dyntree_plugin.tree.budget.choice import node_buckets
 pytestmark = pytest.mark.e2e
 
 REQUESTS = workload.each_kind(range(24))
-# Drafts that a grammar checks are handed to the scheduler, which the runner on the CPU does not do
-# where scheduling is asynchronous.
+# With asynchronous scheduling, drafts that a grammar checks go to the scheduler, which the CPU
+# runner does not support.
 OTHERS = [each for each in workload.EVERYTHING[::5] if "structured_outputs" not in each.params]
 RUNS = {
     "every_choice": Run([*REQUESTS, *OTHERS], sabotage="every_choice", batch=6),
@@ -45,11 +45,11 @@ def test_every_number_of_forwards_and_nodes_was_chosen(chosen: dict[str, Chosen]
 
 
 def test_forwards_are_those_that_were_chosen(chosen: dict[str, Chosen]) -> None:
-    """And without a tree the catch-up's alone."""
+    """A step without a tree runs the catch-up forward alone."""
     metrics, choices = chosen["every_choice"].result.metrics, chosen["every_choice"].choices
     most = sum(1 + (forwards if nodes else 0) for forwards, nodes in choices)
     made = metrics["vllm:dyntree_draft_forwards_total"]
-    # A forward over no node at all is left out, and the last step's is not counted.
+    # A forward without nodes is left out, and the last step's forwards are not counted.
     assert 0.7 * most < made <= most
 
 

@@ -24,7 +24,7 @@ COMMAND = [
     "--seed=7",
 ]
 WHOLE = ["--dtype=float32", '--options={"budget": "fixed", "calibration": "off"}']
-"""Whole trees, of which nothing is learned: what is traced is what was counted before."""
+"""Arguments for whole trees without learning, so that traces and counters agree."""
 NOTING = """
 import json, sys
 from dataclasses import asdict
@@ -45,12 +45,12 @@ if __name__ == "__main__":
     demo.compare = compare
     main()
 """
-"""The program `dyntree`, which keeps what it compares."""
+"""The program `dyntree`, which also saves the completions that it compares."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """``compared``: completions without and with trees, and the traces of the latter."""
+    """``compared`` holds the completions without and with trees, and the traces of the latter."""
 
     process: subprocess.CompletedProcess[str]
     compared: dict[str, Any]
@@ -84,7 +84,7 @@ def test_the_traced_steps_emit_the_completion(comparison: dict[str, Any]) -> Non
     for completion, steps in zip(
         comparison["tree"]["completions"], comparison["traces"], strict=True
     ):
-        # The first token comes from the prompt's own forward; the last step may go too far.
+        # The prompt's forward gives the first token; the last step may go beyond the end.
         emitted = [token for step in steps for token in step["emitted"]]
         wanted = completion["tokens"][1:]
         assert emitted[: len(wanted)] == wanted
@@ -124,7 +124,7 @@ def test_the_command_completes_draws_and_finds_the_same_text(demonstration: Demo
     assert float(row[1]) > 1.5
     assert "✓" in done.stdout.split("One step:")[1].split("This step emitted")[0]
     assert "\x1b" not in done.stdout
-    # vLLM's own messages stay away.
+    # vLLM's own messages are not shown.
     assert "INFO" not in done.stdout + done.stderr
     assert "WARNING" not in done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""What the comparison on a device passes, fails and reports; the engines are played."""
+"""What the comparison on a device passes, fails and reports, with fake engines."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ def answer(request: Request, first: int = 0) -> Output:
 
 
 def score(request: Request, lead: float) -> Output:
-    """Of token 0 ``lead`` above that of token 1, which are what differs in these tests."""
+    """Return scores in which token 0 leads token 1, the other token of these tests, by ``lead``."""
     (token,) = request.params["allowed_token_ids"]
     own = -1.0 - lead * token
     return Output([1, 2], [[token]], [""], ["length"], [[[own, -1.0, -1.0 - lead]]], [], 0)
 
 
 class Played:
-    """Serves in the place of engines; ``otherwise``: the engine whose answers to one run differ,
-    by ``lead`` of scores; ``fails``: the budget of an engine that does not start."""
+    """Fake engines, called in place of `serve`.
+
+    ``otherwise`` names a run whose answers differ, by ``lead`` of scores. ``fails`` is the node
+    budget of an engine that does not start.
+    """
 
     def __init__(self, otherwise: str = "", lead: float = 5.0, fails: int = 0) -> None:
         self.otherwise, self.lead, self.fails = otherwise, lead, fails
         self.budgets: list[int | None] = []
-        """Of the engines that were started, None without trees."""
+        """Node budgets of the started engines, None without trees."""
 
     def __call__(
         self, engine: Mapping[str, Any], runs: Mapping[str, Run], *_: Any, **__: Any
@@ -149,7 +152,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 def test_every_engine_is_written_down_before_the_next_is_judged(
     compared: Compared, file: Path
 ) -> None:
-    """What a call finds in its time must not be lost at the end of it."""
+    """Results must not be lost if a call runs out of time."""
     last = TREES[list(TREES)[-1]]["additional_config"]
     others = {PLAIN, *TREES} - {list(TREES)[-1]}
 
@@ -172,7 +175,7 @@ def test_what_a_file_holds_is_not_served_again_and_what_failed_is(
     compared(Played(fails=64))
     again = Played()
     rows = compared(again)
-    # The scores come from the engine without trees, which serves only for what is left.
+    # Scores come from the engine without trees, which runs only for the engines that are left.
     assert set(again.budgets) == {None, 64}
     assert all(row.passed for row in rows)
     assert {row.engine for row in rows} == {PLAIN, *TREES}
@@ -221,8 +224,8 @@ def test_float32_is_compared_with_exact_products_and_a_cache_of_its_own(
 def test_that_environment_makes_triton_multiply_exactly_and_is_part_of_its_caches_key(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Products of float32 as vLLM's attention asks for them, compiled for a Hopper GPU."""
-    triton = pytest.importorskip("triton", reason="vLLM's attention on a GPU is in Triton")
+    """Compile float32 products as vLLM's attention writes them, for a Hopper GPU."""
+    triton = pytest.importorskip("triton", reason="vLLM's attention on a GPU is written in Triton")
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""What drafting is worth, and that it predicts what it should. Output does not depend on it."""
+"""Drafting is worth its cost and predicts what it should. Output does not depend on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accepted_per_step(result: Result) -> float:
 def test_a_draft_that_is_the_target_is_accepted_to_the_last_level(
     engine: str, name: str, served: Served
 ) -> None:
-    """Wrong KV, positions, masks or noise on the draft's side would cost it acceptance."""
+    """Wrong KV, positions, masks or noise on the draft's side would lower acceptance."""
     result = served(engine)[name]
     reached = result.metrics["vllm:dyntree_accepted_path_tokens_sum"]
     deepest = result.metrics["vllm:dyntree_tree_depth_sum"]
@@ -51,7 +51,7 @@ def test_coupled_drafting_gains_accepted_tokens_at_temperature_1(
 def test_a_second_sources_nodes_are_accepted_where_they_are_right(
     served: Served, tell: Callable[[str], None]
 ) -> None:
-    """The control: guesses take the places of better nodes."""
+    """Control: guesses take the places of better nodes."""
     repeats, guesses = (accepted_per_step(served("fixed")[name]) for name in ("repeats", "guesses"))
     tell(
         "accepted nodes per step with a second source: "

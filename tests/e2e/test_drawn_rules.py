@@ -1,4 +1,5 @@
-"""The papers' rules in the engine: the target's law, seeded, and its very tokens when greedy."""
+"""The papers' rules in the engine: samples follow the target's law, seeds repeat, greedy tokens
+match."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 Served = Callable[[str], Mapping[str, Result]]
 ENGINES = list(workload.DRAWN)
-FREQUENT = 12  # beginnings that are compared one by one; the others together
+FREQUENT = 12  # prefixes counted one by one; the others are pooled
 
 
 def tokens_of(result: Result) -> list[list[int]]:
@@ -23,7 +24,7 @@ def tokens_of(result: Result) -> list[list[int]]:
 
 
 def least_p_value(one: list[list[int]], other: list[list[int]]) -> float:
-    """Of the hypotheses that the tokens up to each place have one law in both."""
+    """Return the least p-value of "tokens up to each place have the same law in both"."""
     values = []
     for place in range(1, len(one[0])):
         counts = [Counter(tuple(tokens[: place + 1]) for tokens in each) for each in (one, other)]

@@ -1,5 +1,8 @@
-"""The CUDA engine, graphs and kernels included, emulated on a CPU: the tokens are those without
-trees. Where it is emulated and what that cannot show, emulated/__init__.py says."""
+"""The CUDA engine, emulated on a CPU with graphs and kernels, gives the tokens of vLLM without
+trees.
+
+emulated/__init__.py says what is emulated, and what that cannot show.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,21 @@ LIMITS = {
     "max_num_batched_tokens": 96,
     "num_gpu_blocks_override": 40,
 }
-"""Every launch takes the interpreter milliseconds for each of its programs."""
+"""Small sizes, because the interpreter takes milliseconds for each program of a launch."""
 TREE = {"node_budget": NODES, "max_depth": 4, "width": 2, "children": 3}
 OWN: dict[str, dict[str, Any]] = {
-    # Three requests are padded to four; vLLM's own choice has a graph for each number of so few.
+    # Three requests are padded to four. vLLM's default has a graph for every number of requests
+    # this small.
     "fixed": {
         "compilation_config": {
             "mode": 0,
             "cudagraph_capture_sizes": [requests * (NODES + 1) for requests in (1, 2, 4)],
         }
     },
-    # One rehearsal of vLLM's is enough.
+    # vLLM's own profiling is enough warm-up.
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
-"""Of the emulated engines, by their budgets."""
+"""Arguments of the emulated engines, by budget."""
 
 
 def _short(*requests: Request) -> list[Request]:
@@ -51,17 +55,17 @@ MIXED = _short(
     ask(1, "full", max_tokens=12, ignore_eos=True),
     ask(2, "full", max_tokens=7, ignore_eos=True, top_k=5, top_p=0.9),
     ask(3, "nucleus", max_tokens=11, ignore_eos=True),
-    # These come when the slots of the first are free, to others that decode.
+    # These start when slots are free, while other requests decode.
     ask(4, "greedy", max_tokens=8, ignore_eos=True, repetition_penalty=1.3),
     ask(5, "full", max_tokens=8, structured_outputs={"regex": r"(ab|cd){2,9}[0-9]{2,5}!"}),
     ask(6, "greedy", max_tokens=10, ignore_eos=True),
 )
-"""Short prompts, as many again as there are slots."""
+"""Requests with short prompts, twice as many as there are slots."""
 BROKEN = _short(*(ask(n, "full", max_tokens=14, ignore_eos=True) for n in range(10, 13)))
-"""Three at a time, which graphs of four serve."""
+"""Three requests at a time; their graph is that of four."""
 COPIES = [long(20, "full", 33, max_tokens=5, ignore_eos=True, seed=seed) for seed in range(3)]
-"""A prompt that fills a block of the cache but for one token. Once that block is cached, vLLM fills
-such requests up with drafts, and a graph serves them."""
+"""Requests whose prompt is one token longer than a block of the cache. Once that block is cached,
+vLLM fills them up with drafts, and a graph serves them."""
 CONTROLS = ("tree_moves", "stale_masks", "padding_is_alive", "without_kv_move")
 RUNS = {
     "mixed": Run(MIXED),
@@ -150,7 +154,7 @@ def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
 
 @pytest.mark.parametrize(("budget", "name"), [("fixed", "three"), ("adaptive", "mixed")])
 def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
-    """Where no grammar checks drafts, which are then verified without a graph."""
+    """Drafts that a grammar checks are verified without a graph."""
     emulated = runs.emulated[budget][name]
     assert emulated.replays.keys() == {"target", "verification", "drafting"}
     assert min(emulated.replays.values()) >= len(emulated.result.seconds) / 3

@@ -1,4 +1,4 @@
-"""What stands for CUDA in test_emulated_cuda forgives no more than CUDA does."""
+"""The replacement of CUDA in test_emulated_cuda is as strict as CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example, on real engines."""
+"""Run every example on real engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = {name: str(path) for name, path in pair.paths().items()}
 
-# Runs several examples in one process, where those that ask for the same engine share it.
+# This runs several examples in one process; those with equal arguments share an engine.
 DRIVER = """
 import contextlib, io, json, runpy, sys
 import vllm
@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> dict[str, str]:
-    """What the examples print that can share an engine."""
+    """Return the output of the examples that can share an engine."""
     runs = [[str(EXAMPLES / name), *arguments] for name, arguments in DRIVEN.items()]
     (folder / "driver.py").write_text(DRIVER)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

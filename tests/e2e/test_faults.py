@@ -1,4 +1,4 @@
-"""What a served model with trees does when its processes are killed, as vLLM without them does."""
+"""If processes of a server with trees are killed, it ends as a server without trees does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from test_metrics import check_consistency
 pytestmark = pytest.mark.e2e
 
 END_SECONDS = 120
-"""For a server to end. It takes vLLM a few seconds; it must not be never."""
+"""Most seconds for a server to end. vLLM takes a few; this bound only tells a server that hangs."""
 LONG = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
 STREAMS = 8
 
@@ -36,7 +36,7 @@ def _post(address: str, **request: object) -> urllib.request.Request:
 
 
 def _stream(call: urllib.request.Request) -> str:
-    """What came of an answer, however it ended."""
+    """Return the received part of an answer, however it ended."""
     received = b""
     try:
         with urllib.request.urlopen(call, timeout=END_SECONDS) as response:
@@ -49,7 +49,7 @@ def _stream(call: urllib.request.Request) -> str:
 
 @contextmanager
 def _streaming(address: str) -> Iterator[list[Future[str]]]:
-    """Long answers that are being made."""
+    """Yield long answers that are still being generated."""
     calls = [
         _post(address, prompt=prompt, stream=True, **LONG) for prompt in workload.PROMPTS[:STREAMS]
     ]
@@ -78,7 +78,7 @@ def _named(processes: list[psutil.Process], title: str) -> psutil.Process:
 
 
 def _ended(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that have not ended in time; an ended child that nobody asked for counts as ended."""
+    """Return the processes that are still alive after ``seconds``. A zombie counts as ended."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -101,13 +101,13 @@ def test_a_server_whose_engine_is_killed_ends_its_streams_and_itself(
             _named(processes, title).kill()
             texts = [answer.result(END_SECONDS) for answer in answers]
         assert all('"code": 500' in text or "cut off" in text for text in texts)
-        with pytest.raises(OSError):  # an error of HTTP is one, too
+        with pytest.raises(OSError):  # HTTP errors are included
             urllib.request.urlopen(call, timeout=END_SECONDS)
-        assert not _ended(processes, END_SECONDS)  # with status 0, as vLLM without trees
+        assert not _ended(processes, END_SECONDS)  # the exit status is 0, as without trees
 
 
 def test_two_api_servers_count_together_and_end_when_they_are_told_to(tmp_path: Path) -> None:
-    # Without a time for it vLLM kills its engine at once, and may leave streams without an end.
+    # Without a timeout, vLLM kills its engine at once, and some streams may never end.
     ends = ("--shutdown-timeout", "10")
     with server(tmp_path, "--enforce-eager", "--api-server-count", "2", *ends) as served:
         processes = _family(served)

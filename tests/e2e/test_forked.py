@@ -1,4 +1,4 @@
-"""A forked program is run as Python runs it, but for vLLM, which is there already."""
+"""A forked program runs as Python would run it, except that vLLM is already imported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ time.sleep(600)
 
 
 def run(folder: Path, code: str, seconds: float = 300) -> tuple[int | None, str, str]:
-    """The status of a program, what it has printed, and what it has written."""
+    """Return a program's status, what it printed, and what it wrote."""
     program, written, log = (folder / name for name in ("program.py", "written", "log"))
     program.write_text(code)
     log.touch()
@@ -70,7 +70,7 @@ def test_a_program_that_fails_says_so(tmp_path: Path) -> None:
 
 
 def test_one_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
-    run(tmp_path, TELLING)  # the time is of the program alone
+    run(tmp_path, TELLING)  # start the fork server, so that only the program is timed
     (tmp_path / "written").unlink()
     status, _, child = run(tmp_path, HANGING, seconds=20)
     assert status is None

@@ -1,4 +1,4 @@
-"""A few of the cases of `fuzz`, and that it would find a wrong token."""
+"""Run some cases of `fuzz`, and check that it would find a wrong token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuzz_cases import Arrival, Schedule, schedule_of
 pytestmark = pytest.mark.e2e
 
 CASES = 30
-"""On each engine: schedules of some four requests each."""
+"""Cases on each engine, of about four requests each."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def plain() -> Iterator[Plain]:
 
 
 def _tight() -> Options:
-    """An engine that preempts, whose steps cut prompts and trees."""
+    """Return an engine that preempts requests, and whose steps cut prompts and trees."""
     return Options(
         {
             **workload.with_options(16),
@@ -42,7 +42,7 @@ def _tight() -> Options:
 
 
 def _roomy() -> Options:
-    """Whole trees, and prompts that find each other's blocks."""
+    """Return an engine with whole trees, and prompts that share blocks."""
     trees = workload.tree(16)
     return Options({**trees, "max_model_len": fuzz.MAX_MODEL_LEN, "block_size": 32})
 
@@ -64,7 +64,7 @@ def test_random_requests_get_what_they_get_without_trees(
 def test_an_engine_with_other_samples_is_found_and_its_case_can_be_asked_again(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A paper's rule keeps the law of a sample, and no token of it."""
+    """A paper's rule keeps the law of samples, but draws other tokens."""
     monkeypatch.setattr(fuzz, "SMALLER_SECONDS", 10)
     trees = workload.tree(growth="dyspec")
     options = Options({**trees, "max_model_len": fuzz.MAX_MODEL_LEN, "block_size": 32})

@@ -1,4 +1,4 @@
-"""Which results of an earlier call on a GPU are not made again."""
+"""Results of an earlier call on a GPU that are not measured again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ROUNDS = 3
 
 
 def result(lacking: int = 0, cells: int = 2) -> Result:
-    """With all rounds of so many cells, but ``lacking`` of the last engine's in the last cell."""
+    """Return a result with ``cells`` full cells, except that the last series lacks ``lacking``
+    rounds."""
     made = [
         Run(round=n, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0)
         for n in range(ROUNDS)

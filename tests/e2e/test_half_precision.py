@@ -1,4 +1,4 @@
-"""bf16 and fp16: the target's scores of tree rows are those of a chain, within rounding."""
+"""In bf16 and fp16, the target's scores of tree rows equal those of a chain within rounding."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ BROKEN = Run(RUN.requests, replay=True, sabotage="chain_positions")
 
 @dataclass(frozen=True)
 class Served:
-    """``trees``: the two runs in half precision. ``in_fp32``: logprobs of the first run's texts, by
-    request, read in fp32."""
+    """The runs of one dtype.
+
+    ``trees`` holds the two runs in half precision. ``in_fp32`` holds the logprobs of the first
+    run's texts by request, computed in fp32.
+    """
 
     trees: dict[str, Result]
     in_fp32: list[list[float]]
@@ -44,7 +47,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Callable[[str], Served]:
-    """By dtype; its engines start once."""
+    """Return the runs of a dtype; its engines start once."""
     return functools.cache(Served.with_dtype)
 
 
@@ -55,12 +58,12 @@ def distances(first: list[list[float]], second: list[list[float]]) -> list[float
 
 
 def sampled(result: Result) -> list[list[float]]:
-    """Logprobs of the emitted tokens, by request."""
+    """Return the logprobs of the emitted tokens by request."""
     return [[scores[0] for scores in output.logprobs[0]] for output in result.outputs]
 
 
 def as_chain(result: Result) -> list[list[float]]:
-    """The same in the replay."""
+    """Return the logprobs of the same tokens in the replay, by request."""
     return [output.replayed for output in result.outputs]
 
 
@@ -68,8 +71,10 @@ def as_chain(result: Result) -> list[list[float]]:
 def test_scores_on_the_tree_are_within_rounding_of_the_chain(
     served: Callable[[str], Served], dtype: str, tell: Callable[[str], None]
 ) -> None:
-    """A chain of another number of rows rounds differently as well: how much rounding there is, the
-    chain's own distance from fp32 tells."""
+    """A chain rounds differently from a tree too, since its number of rows differs.
+
+    The chain's distance from fp32 therefore says how much rounding is normal.
+    """
     runs = served(dtype)
     tree, broken = runs.trees["tree"], runs.trees["broken"]
     found = distances(sampled(tree), runs.in_fp32)
@@ -91,7 +96,7 @@ def _both(values: list[float]) -> str:
 
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(),
-    reason="this processor has no AMX: the other test ran on the 'vec' layout",
+    reason="this processor has no AMX; the other test used the 'vec' layout",
 )
 def test_amx_served_the_trees(served: Callable[[str], Served]) -> None:
     assert served("bfloat16").trees["tree"].layout == "amx"

@@ -1,4 +1,4 @@
-"""Trees never change what is generated: the same tokens as vLLM without them, in fp32."""
+"""Trees never change the output: tokens are equal to those of vLLM without trees, in fp32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_broken_mechanism_changes_tokens(name: str, served: Served, plain: Out
 
 
 def test_a_draft_that_is_not_finite_costs_acceptance_alone(served: Served) -> None:
-    """The control of its identity; afterwards, what was learned serves as before."""
+    """Control of the identity with a broken draft. Afterwards, learned values work as before."""
 
     name = "vllm:spec_decode_num_accepted_tokens_total"
     broken, after = (
@@ -51,7 +51,7 @@ def test_a_target_that_is_not_finite_gives_what_it_gives_without_trees(
     run = workload.BROKEN_TARGET
     without = by_request(run, served("plain")["broken_target"])
     assert mismatches(run, served("tree")["broken_target"], without) == []
-    # The control: they are not what a sound target gives.
+    # Control: a sound target gives other tokens.
     assert any(without[r.key].tokens != plain[r.key].tokens for r in run.requests)
 
 
@@ -104,7 +104,7 @@ def test_a_conversation_reads_the_kv_that_trees_left_in_the_prefix_cache(served:
 
 
 def test_the_default_budget_verifies_less_than_was_grown(served: Served) -> None:
-    """The control of its identity: trees of many sizes, and drafting that ended early."""
+    """Control of the identity with this budget: trees have many sizes, and drafting ends early."""
     metrics = served("tree")["mixed"].metrics
     trees = metrics["vllm:dyntree_tree_nodes_count"]
     assert 0 < metrics["vllm:dyntree_tree_nodes_sum"] < 15 * trees
@@ -159,7 +159,7 @@ def test_aborted_requests_end_and_the_others_finish(served: Served) -> None:
 
 
 def test_thoughts_end_when_their_budget_is_spent(served: Served) -> None:
-    """The control: without a budget there are longer ones."""
+    """Control: without a budget, some thoughts are longer."""
     encode = AutoTokenizer.from_pretrained(workload.without_tree()["model"]).encode
     (start,), (end,) = map(encode, workload.REASONING.values())
 

@@ -1,4 +1,4 @@
-"""Logits processors of an installed package, which see a chain as they do without trees."""
+"""Logits processors of an installed package see the rows of a chain, as they do without trees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BRANCHING = Run(RUN.requests, sabotage="branches")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder for PYTHONPATH with the metadata of a package that brings a processor."""
+    """Return a PYTHONPATH with the metadata of a package that registers a processor."""
     folder = tmp_path_factory.mktemp("site")
     metadata = folder / "row_order-1.dist-info"
     metadata.mkdir()

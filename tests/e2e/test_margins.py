@@ -1,4 +1,4 @@
-"""The rule by which a differing token is excused on hardware that rounds in another order."""
+"""The rule that excuses a differing token on hardware that rounds in another order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_noise_belongs_to_the_scores_at_a_temperature_in_units_of_logits() -> No
 
     found = gap(place({"temperature": 0.5, "seed": 3}), of(scores), drawn)
     assert found == pytest.approx(abs(2.0 - (1.0 + 0.5 * 3.0)))
-    assert asked == [(3, 2)]  # the position of the last token of the context
+    assert asked == [(3, 2)]  # position of the context's last token
 
 
 def test_a_token_at_the_edge_of_the_nucleus_is_near_though_its_noise_is_far_ahead() -> None:

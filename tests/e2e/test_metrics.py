@@ -1,4 +1,4 @@
-"""vLLM's own counters stay true with trees, and ours agree with them."""
+"""vLLM's counters stay right with trees, and our counters agree with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def by_label(metrics: Metrics, name: str, label: str) -> dict[str, float]:
 
 
 def check_consistency(metrics: Metrics) -> None:
-    """Drafted are nodes, accepted is the path, position is depth - 1."""
+    """Drafted tokens are nodes, accepted tokens are the path, and a position is depth - 1."""
     counted = {
         name: metrics[f"vllm:spec_decode_num_{name}_total"]
         for name in ("drafts", "draft_tokens", "accepted_tokens")
@@ -40,7 +40,7 @@ def check_consistency(metrics: Metrics) -> None:
     assert sum(accepted_at.values()) == counted["accepted_tokens"]
     estimated = by_label(metrics, f"{PREFIX}estimated_accepted_tokens_total", "depth")
     assert all(0 <= estimated[depth] <= by_depth[depth] for depth in by_depth)
-    # Without a node to verify a request decodes plainly, and is counted so.
+    # A request without a node to verify decodes plainly, and is counted so.
     empty = metrics[f"{PREFIX}fallback_steps_total{{reason=empty_tree}}"]
     assert 0 <= empty <= without_nodes
 
@@ -53,7 +53,7 @@ def check_consistency(metrics: Metrics) -> None:
         depth = str(int(position) + 1)
         assert accepted == accepted_at.get(depth, 0) <= by_depth.get(depth, 0)
         if (bucket := str(float(position))) in shorter:
-            # As many paths reach a depth as are not shorter.
+            # A depth is reached by all paths that are not shorter.
             assert accepted == trees - shorter[bucket]
 
 
@@ -81,7 +81,7 @@ def test_every_token_is_accepted_or_a_bonus(served: Served) -> None:
     result = served("fixed")["batches of 4"]
     emitted = sum(len(output.tokens[0]) for output in result.outputs)
     assert result.metrics["vllm:generation_tokens_total"] == emitted
-    # The first token comes from the prompt; the last path may lead beyond max_tokens.
+    # The prompt gives the first token; the last path may go beyond max_tokens.
     trees = result.metrics[f"{PREFIX}tree_nodes_count"]
     accepted = result.metrics["vllm:spec_decode_num_accepted_tokens_total"]
     requests = len(result.outputs)
@@ -100,7 +100,7 @@ def test_the_stages_account_for_most_of_the_time(served: Served) -> None:
     assert all(seconds > 0 for seconds in stages.values())
     assert sum(stages.values()) < sum(result.seconds)
     of_steps = zip(result.stages, result.seconds, strict=True)
-    # Of the usual step: what interrupts the process may do so outside of all stages.
+    # Use the median, because the process may be interrupted outside of all stages.
     assert median(sum(each.values()) / seconds for each, seconds in of_steps) > 0.5
 
 
@@ -112,7 +112,7 @@ def test_the_comparison_covers_steps_in_which_every_request_decodes_and_is_bound
         compared = by_label(result.metrics, f"{PREFIX}compared_seconds_total", "decoding")
         stages = by_label(result.metrics, f"{PREFIX}stage_seconds_sum", "stage")
         assert compared["tree"] <= sum(stages.values())
-        # While the machine's speed changes neither side counts.
+        # Neither side counts while the machine's speed changes.
         assert (compared["plain"] > 0) == (compared["tree"] > 0)
         # A tree of depth 8 gives 9 tokens at most.
         assert compared["plain"] <= 9 * compared["tree"]
@@ -128,7 +128,7 @@ def test_at_the_end_of_the_context_plain_steps_and_cut_trees_are_counted(served:
     empty = metrics[f"{PREFIX}fallback_steps_total{{reason=empty_tree}}"]
     assert empty == steps - drafts > 0
     assert metrics[f"{PREFIX}pruned_nodes_total{{reason=scheduler}}"] > 0
-    # A request of n tokens has one from its prompt, and one more than its path from every step.
+    # Of a request's tokens, one comes from its prompt. Each step gives its path and one more.
     emitted = sum(len(output.tokens[0]) for output in result.outputs)
     accepted = metrics[f"{PREFIX}accepted_path_tokens_sum"]
     requests = len(result.outputs)

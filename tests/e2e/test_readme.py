@@ -1,4 +1,4 @@
-"""The quick start of the README, as it stands there but for the names of the models."""
+"""The quick start of the README as it is printed there, except for the names of the models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 README = (Path(__file__).parents[2] / "README.md").read_text()
 MODELS = {name: str(path) for name, path in pair.paths().items()}
 
-# Makes the engine small, which the README's reader need not do.
+# This makes the engine small, which a reader does not need.
 SMALL = """
 import functools, vllm
 vllm.LLM = functools.partial(
@@ -33,7 +33,7 @@ vllm.LLM = functools.partial(
 
 
 def blocks(language: str = "") -> list[str]:
-    """The README's blocks of code, with the embedded pair for TARGET and DRAFT."""
+    """Return the README's blocks of code, with the embedded pair as TARGET and DRAFT."""
     found = re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
     return [re.sub("TARGET|DRAFT", lambda m: MODELS[m[0].lower()], block) for block in found]
 

@@ -1,4 +1,4 @@
-"""`dyntree bench serve` as a user runs it, with the embedded pair."""
+"""Run `dyntree bench serve` as a user does, with the embedded pair."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TREE = "dynamic tree of 8, budget fixed"
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder with the command's files, and what it has printed."""
+    """Return the folder with the command's files, and what it printed."""
     folder = tmp_path_factory.mktemp("bench")
     command = [
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--dtype", "float32"),
@@ -80,7 +80,7 @@ def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> Non
 
 def test_the_tables_and_pictures_are_there(measured: tuple[Path, str]) -> None:
     folder, printed = measured
-    # In a table per cell, of each run, and in the overview.
+    # The name is in a table per cell, in the table of each run, and in the overview.
     assert printed.count(TREE) >= 2 + 4 + 1
     assert "A note." in printed
     assert "× best chain" in printed

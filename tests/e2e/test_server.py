@@ -1,4 +1,4 @@
-"""The server as the README starts it, with the `openai` client."""
+"""The server, started as in the README, with the `openai` client."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LONG = [
     *workload.FEATURES["seeds beyond int64"],
     *workload.CHAINS["bad_words"],
 ]
-"""What the states of vLLM's sampler have no room for, or did not have."""
+"""Requests that vLLM's sampler states cannot hold without our changes."""
 
 
 def _post(address: str, prompt: str, **params: object) -> tuple[int, dict[str, Any]]:
-    """The status and answer of a completion."""
+    """Return the status and the answer of a completion."""
     body = json.dumps({"prompt": prompt, **params}).encode()
     asked = urllib.request.Request(
         f"{address}/v1/completions", body, {"Content-Type": "application/json"}
@@ -46,7 +46,7 @@ def _post(address: str, prompt: str, **params: object) -> tuple[int, dict[str, A
 
 
 async def _complete_all(address: str) -> list[tuple[str, int]]:
-    """Text and number of streamed pieces of every request, all asked at once."""
+    """Send all requests at once. Return the text of each, and its number of streamed pieces."""
     async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
         (model,) = (await client.models.list()).data
 

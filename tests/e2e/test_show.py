@@ -30,7 +30,7 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace and a page of large trees, made by the command."""
+    """Return a folder with a trace and a page of large trees, made by the command."""
     made: Path = tmp_path_factory.mktemp("show")
     line = [f"--nodes={NODES}", f"--max-tokens={TOKENS}", "--temperature=0.9", "--seed=3"]
     line += ['--options={"children": 6}', "--trace", str(made / "trace.json")]
@@ -49,7 +49,7 @@ def generation(folder: Path) -> Generation:
 
 def test_the_trace_is_that_of_the_completion(generation: Generation) -> None:
     assert len(generation.tokens) == TOKENS
-    # The first token comes from the prompt's own forward; a `Generation` checks the rest.
+    # The prompt's forward gives the first token. `Generation` checks the rest.
     emitted = [token for step in generation.steps for token in step.emitted]
     assert emitted[: TOKENS - 1] == generation.tokens[1:]
     assert generation.node_budget == NODES
@@ -84,7 +84,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, folder: Path) -> Iterator[Page]:
-    """The page, which may neither print to the console nor ask for anything but itself."""
+    """Yield the page. It must not print to the console, and must request nothing but itself."""
     complaints: list[str] = []
     asked: list[str] = []
     with browser.new_context(viewport={"width": 1440, "height": 900}) as context:
@@ -100,7 +100,7 @@ def page(browser: Browser, folder: Path) -> Iterator[Page]:
 
 
 def tokens(page: Page, selector: str) -> list[int]:
-    """Of the nodes that are drawn so, in the order of the trace."""
+    """Return the tokens of the nodes that are drawn this way, in the trace's order."""
     nodes = page.locator(f"#tree .node{selector}")
     return nodes.evaluate_all("nodes => nodes.map(node => Number(node.dataset.token))")
 
@@ -170,7 +170,7 @@ def test_keys_move_between_the_steps_and_stop_at_the_ends(
     last = len(generation.steps)
     keys = ["ArrowLeft", "ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", "Home"]
     assert [after(key) for key in keys] == [1, 2, 3, 2, last, last, 1]
-    # One press is one step on a focused slider too.
+    # A key press moves a focused slider by one step, too.
     page.locator("#slider").focus()
     assert after("ArrowRight") == 2
 

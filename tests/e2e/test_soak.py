@@ -1,4 +1,4 @@
-"""A minute of `soak`, and three of them."""
+"""Run `soak` for a minute, and for three."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ CLIENTS = 32
 
 @dataclass(frozen=True)
 class Soak:
-    """``repeated``: answers that are asked again. ``most_growth``: MiB after the warm-up. So short
-    a soak still fills vLLM's caches; what leaks by step or request gains more."""
+    """``repeated`` is the number of answers to ask again. ``most_growth`` is in MiB after the
+    warm-up.
+
+    Such a short soak still fills vLLM's caches. A leak per step or per request would gain more.
+    """
 
     seconds: float
     repeated: int

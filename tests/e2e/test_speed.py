@@ -1,4 +1,4 @@
-"""Speed, within twice of what is aimed at: a shared machine is noisy."""
+"""Speed within a factor of two of its aim, because a shared machine is noisy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_where_the_time_goes_is_printed(
     tell(text)
     for batch, found in speeds.items():
         assert found.stages.keys() == {*STAGES}
-        # A step's machinery is a part of it, and a tree gives more than the bonus token.
+        # The machinery is a part of the step, and a tree gives more than the bonus token.
         assert 0 < found.machinery < found.step
         assert found.tokens > 1
         own = text.partition(f"batch {batch}:")[2].partition("batch")[0]
@@ -42,16 +42,16 @@ def test_plain_decode_with_our_kernels_is_near_the_v1_runner(
 
 
 AIM = {1: 1.15, 16: 1.9}
-"""Steps of vLLM's V1 runner that the machinery of a step should cost at most, by batch size: 3 and
-10 ms where such steps take 2.6 and 5.2 ms."""
+"""Aim for the machinery of a step, in steps of vLLM's V1 runner, by batch size: 3 and 10 ms where
+such steps take 2.6 and 5.2 ms."""
 
 
 @pytest.mark.parametrize("batch", speed.BATCHES)
 def test_the_machinery_of_a_step_costs_few_plain_steps(
     batch: int, speeds: dict[int, speed.Speed]
 ) -> None:
-    """The pair is so small that a plain step is mostly overhead: of the same kind as ours, on the
-    same machine."""
+    """A plain step of this small pair is mostly overhead, so it scales with the machine as ours
+    does."""
     assert speeds[batch].machinery <= 2 * AIM[batch] * speeds[batch].v1
 
 

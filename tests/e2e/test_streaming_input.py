@@ -17,7 +17,7 @@ PIECES = (
     "\n    return self.",
 )
 
-# Trees are accepted beyond the ends of the turns.
+# Trees are accepted beyond the ends of turns.
 SESSIONS = {
     f"{kind} {tokens}": Run([Request(piece, params | {"max_tokens": tokens}) for piece in PIECES])
     for kind, params in (

@@ -1,4 +1,4 @@
-"""What an engine with trees leaves behind in its process does not reach the next."""
+"""An engine with trees leaves nothing in its process that changes the next engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GEMMA2 = {
     "query_pre_attn_scalar": 32,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-"""Layers with a window, and with a soft cap: what trees refuse."""
+"""A model whose layers have a window and a soft cap, which trees refuse."""
 
 
 @pytest.mark.e2e
@@ -35,5 +35,5 @@ def test_engines_with_and_without_trees_follow_each_other_in_a_process(
     assert between["classes"] == ["CPUAttentionBackend", "CPUAttentionBackendImpl"]
     assert first == second
     assert first["classes"] == ["TreeCPUAttentionBackend", "TreeCPUAttentionImpl"]
-    # The control: with what it guards against, the engine would not have started.
+    # Control: without the cleanup, the engine would not start.
     assert "sliding window" in unguarded["refused"]

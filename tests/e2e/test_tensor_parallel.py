@@ -1,4 +1,4 @@
-"""With tensor parallelism every rank makes the same decisions, and the tokens stay the same."""
+"""With tensor parallelism, every rank decides the same, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rank_with_other_trees_changes_the_tokens(
 
 @pytest.mark.slow
 def test_ranks_with_clocks_of_their_own_verify_the_same_cuts(plain: Outputs) -> None:
-    """An adaptive budget goes by seconds, which differ from rank to rank."""
+    """An adaptive budget depends on measured times, which differ from rank to rank."""
     run = Run(REQUESTS[:24])
     ranked = serve_on_ranks(workload.with_options(), {"trees": run})["trees"]
     found = mismatches(run, ranked.result, plain)

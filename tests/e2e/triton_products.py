@@ -1,4 +1,4 @@
-"""Products of matrices in Triton, whose precision nobody names."""
+"""A matrix product in Triton that names no precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engines of these tests serve."""
+"""The requests and engines of these tests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dyntree_plugin.engine.configuration import PLAIN_WORKER
 
 PROMPTS = pair.held_out_prompts(200)
 MAX_MODEL_LEN = 512
-END = 0  # the token that ends a text, as the pair's configuration has it
+END = 0  # end-of-text token in the pair's configuration
 
 REASONING = {"reasoning_start_str": "(", "reasoning_end_str": ")"}
-"""What stands in brackets is a thought, so that budgets run out again and again in an answer."""
+"""Text in parentheses is a thought. Answers open parentheses often, so budgets run out often."""
 THINKING_BUDGET = 3
 
 SEEDS = [number * 7919 - (number % 3) * (1 << 40) for number in range(len(PROMPTS))]
@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def ask(number: int, kind: str, **params: Any) -> Request:
-    """One of the prompts; every request with these arguments is the same."""
+    """Return a request with one of the prompts; equal arguments give equal requests."""
     seed = {} if kind == "greedy" else {"seed": SEEDS[number]}
     return Request(PROMPTS[number], {"max_tokens": 40} | KINDS[kind] | seed | params)
 
@@ -41,7 +41,7 @@ def each_kind(numbers: range, **params: Any) -> list[Request]:
 
 
 def long(number: int, kind: str, tokens: int, **params: Any) -> Request:
-    """A prompt of so many tokens, made of several."""
+    """Return a request whose prompt has ``tokens`` tokens of several prompts."""
     text = "\n".join(PROMPTS[(number * 7 + at) % len(PROMPTS)] for at in range(12))
     seed = {} if kind == "greedy" else {"seed": SEEDS[number]}
     return Request(text, {"max_tokens": 24} | KINDS[kind] | seed | params, keep=tokens)
@@ -124,7 +124,7 @@ random.Random(5).shuffle(EVERYTHING)
 BROKEN_TARGET = Run(each_kind(range(48)), sabotage="broken_target")
 
 DEMANDING = long_each_kind(range(100, 124), 60, max_tokens=100, ignore_eos=True)
-"""Texts that outgrow a small cache together."""
+"""Requests that together outgrow a small cache."""
 
 LONG_PROMPTS = long_each_kind(range(120, 126), 250)
 
@@ -171,7 +171,7 @@ FIXED_RUNS: dict[str, Run] = {
     **{name: Run(each_kind(range(32), max_tokens=24), sabotage=name) for name in sabotage.NAMES},
     "after the sabotage": Run(each_kind(range(32), max_tokens=24)),
 }
-"""Of whole trees, whose counts no clock decides."""
+"""Runs with whole trees, whose counters do not depend on a clock."""
 
 LAW = Run(
     [
@@ -179,7 +179,7 @@ LAW = Run(
         for seed in range(640)
     ]
 )
-"""The same question many times, for the law of the answer."""
+"""The same request with many seeds, for the law of the answer."""
 
 DRAWN_RUNS: dict[str, Run] = {
     "greedy": GREEDY_SAMPLE,
@@ -193,13 +193,15 @@ DRAWN_RUNS: dict[str, Run] = {
 def tree(
     nodes: int = 16, slots: int | None = None, draft: str = "draft", **options: Any
 ) -> dict[str, Any]:
-    """Arguments of ``LLM`` for an engine with whole trees of the embedded pair."""
+    """Return arguments of ``LLM`` for an engine with whole trees of the embedded pair."""
     return with_options(slots or nodes, draft, node_budget=nodes, budget="fixed", **options)
 
 
 def with_options(slots: int = 16, draft: str = "draft", **options: Any) -> dict[str, Any]:
-    """Arguments of ``LLM`` for an engine with trees of the embedded pair, by default those that an
-    engine has without an option."""
+    """Return arguments of ``LLM`` for an engine with trees of the embedded pair.
+
+    Without ``options``, they are those of an engine without options.
+    """
     models = pair.paths()
     return {
         "model": str(models["target"]),
@@ -214,14 +216,14 @@ def with_options(slots: int = 16, draft: str = "draft", **options: Any) -> dict[
 
 
 def without_tree(**arguments: Any) -> dict[str, Any]:
-    """Arguments of ``LLM`` for vLLM's V2 runner on the same target."""
+    """Return arguments of ``LLM`` for vLLM's V2 runner on the same target."""
     target = str(pair.paths()["target"])
     stock = {"model": target, "worker_cls": PLAIN_WORKER, "reasoning_config": REASONING}
     return stock | arguments
 
 
 def _untruncated(requests: list[Request]) -> list[Request]:
-    """Those whose tokens are drawn from the whole vocabulary, as the draft's are."""
+    """Return the requests whose tokens are drawn from the whole vocabulary, as the draft's are."""
     return [request for request in requests if "top_p" not in request.params]
 
 
@@ -240,7 +242,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         {"demanding": Run(DEMANDING), "long prompts": Run(LONG_PROMPTS), "sample": SAMPLE},
     ),
     "twin": (
-        # Two children everywhere down to depth 3: every path that there can be is in the tree.
+        # Two children everywhere down to depth 3, so that the tree holds every possible path.
         tree(14, draft="target", width=8, max_depth=3, children=2),
         {
             "batches of 16": Run(_untruncated(each_kind(range(48)))),
@@ -268,10 +270,10 @@ DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
     "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
 }
-"""Engines under the papers' rules: their output has the target's law, and other tokens."""
+"""Engines with the papers' rules. Their output follows the target's law, but has other tokens."""
 
 THREADS: Mapping[str, int | None] = {"wide": None}
-"""OpenMP threads of engines that have other than one; None: as vLLM chooses."""
+"""Number of OpenMP threads of engines that do not have one; None lets vLLM choose."""
 
 PLAIN_RUN = Run(
     list(
@@ -284,4 +286,4 @@ PLAIN_RUN = Run(
         }.values()
     )
 )
-"""Every request of those engines once."""
+"""All requests of those engines, once each."""

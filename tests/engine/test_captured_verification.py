@@ -17,7 +17,7 @@ from interpreted import pytest_interpreted
 
 from vllm_cpu_runner import install
 
-install()  # the runner's modules need it before they are imported
+install()  # must run before the runner's modules are imported
 
 
 from dyntree_kernels.contracts import Learn, Walk  # noqa: E402

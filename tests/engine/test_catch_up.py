@@ -12,7 +12,7 @@ import torch
 
 from vllm_cpu_runner import install
 
-install()  # the runner's modules need it before they are imported
+install()  # must run before the runner's modules are imported
 
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (  # noqa: E402
     StandaloneARSpeculator,

@@ -11,7 +11,7 @@ import torch
 
 from vllm_cpu_runner import install
 
-install()  # the worker's modules need it before they are imported
+install()  # must run before the worker's modules are imported
 
 pytest.importorskip("triton", reason="these kernels are written in Triton")
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_cpu_runner import install
 
-install()  # the runner's modules need it before they are imported
+install()  # must run before the runner's modules are imported
 
 
 from dyntree_kernels.contracts import GrowthSettings  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_cpu_runner import install
 
-install()  # the runner's modules need it before they are imported
+install()  # must run before the runner's modules are imported
 
 from dyntree_plugin.engine.budget import plain_cost, timed_steps  # noqa: E402
 from dyntree_plugin.engine.step.clock import Measured  # noqa: E402

@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
 from vllm_cpu_runner import install
 
-install()  # the runner's modules need it before they are imported
+install()  # must run before the runner's modules are imported
 
 from dyntree_kernels.contracts import Walked  # noqa: E402
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS  # noqa: E402

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 if current_platform.is_cpu():
     from vllm_cpu_runner import install
 
-    install()  # the runner's modules need it before they are imported
+    install()  # must run before the runner's modules are imported
 
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",

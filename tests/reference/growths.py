@@ -1,4 +1,4 @@
-"""Growths as their papers write them: one request, a dictionary or a heap, plain numbers."""
+"""Growths as their papers describe them: one request, a dictionary or a heap, plain numbers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 from dyntree_plugin.tree.shape import TreeShape
 
 Path = tuple[int, ...]
-"""The tokens from below the root to a node, which name the node."""
+"""The tokens on the path from the root to a node, without the root's. They identify the node."""
 
 Draft = Callable[[Path], Sequence[float]]
-"""D(· | x, path): the draft's distribution below a node."""
+"""Return D(· | x, path), the draft's distribution below a node."""
 
 Draw = Callable[[Path, Sequence[float]], int]
-"""y ~ R below a node."""
+"""Draw y ~ R below a node."""
 
 
 class Slot(NamedTuple):
@@ -33,10 +33,9 @@ class Slot(NamedTuple):
 
 
 def topk(draft: Draft, shape: TreeShape, room: int, least: float = 0.0) -> list[Slot]:
-    """Best-first growth with a dictionary of candidates, and one expansion after another.
+    """Grow best-first with a dictionary of candidates, one expansion at a time.
 
-    ``room`` is the number of the request's scratch columns. Nodes come from the most valuable
-    down.
+    ``room`` is the number of the request's scratch columns. Nodes are in order of falling value.
     """
     values: dict[Path, float] = {}
     opened: set[Path] = set()
@@ -61,8 +60,10 @@ def topk(draft: Draft, shape: TreeShape, room: int, least: float = 0.0) -> list[
 
 
 class Grafted(NamedTuple):
-    """A node of a reference tree with a trie: its path, the log of its value, and who proposed it,
-    "draft", "trie" or both."""
+    """A node of a reference tree with a trie: its path, the log of its value, and its source.
+
+    The source is "draft", "trie" or both.
+    """
 
     path: Path
     value: float
@@ -95,7 +96,7 @@ class GraftedTopK:
         self.opened: set[Path] = {()}
 
     def tree(self) -> list[Grafted]:
-        """Grow, and return the nodes from the most valuable down."""
+        """Grow, and return the nodes in order of falling value."""
         if self.log_draft is not None:
             self.expand(())
             for forward in range(self.shape.max_depth - 1):
@@ -112,7 +113,7 @@ class GraftedTopK:
         ]
 
     def frontier(self, forward: int) -> list[Path]:
-        """The nodes that get children, of the ``width`` most valuable that have none."""
+        """Return the nodes to expand: the ``width`` most valuable nodes without children."""
         known = self.existing()
         closed = [p for p in known if p not in self.opened and len(p) < self.shape.max_depth]
         if not self.whole_paths:
@@ -141,7 +142,7 @@ class GraftedTopK:
         return [path for path in self.edges if self.value(path) > -math.inf]
 
     def value(self, path: Path) -> float:
-        """The sum of the edges, from the root down."""
+        """Return the sum of the edges' log chances from the root down."""
         total = 0.0
         for length in range(1, len(path) + 1):
             total += self.edges.get(path[:length], -math.inf)
@@ -149,10 +150,11 @@ class GraftedTopK:
 
 
 def dyspec(draft: Draft, draw: Draw, shape: TreeShape) -> list[Slot]:
-    """DySpec's Algorithm 1 (arXiv 2410.11744), in the order in which nodes are drawn.
+    """Grow by DySpec's Algorithm 1 (arXiv 2410.11744); nodes are in the order in which they are
+    drawn.
 
     ``draft`` and ``draw`` are D(· | x, path) and y ~ R of the paper. There are no slots below
-    ``max_depth`` or behind the last of ``children`` siblings.
+    ``max_depth`` or after the last of ``children`` siblings.
     """
     tree: list[Slot] = []
     order = itertools.count()
@@ -177,7 +179,7 @@ def dyspec(draft: Draft, draw: Draw, shape: TreeShape) -> list[Slot]:
 
 
 def threshold(draft: Draft, draw: Draw, shape: TreeShape, t: float) -> list[Slot]:
-    """DySpec's Algorithm 2, then the cut to the budget; nodes from the most valuable down."""
+    """Grow by DySpec's Algorithm 2, then cut to the budget; nodes are in order of falling value."""
     tree: list[Slot] = []
     leaves = [Slot((), 1.0, 1.0)]
     for _ in range(shape.max_depth):
@@ -201,8 +203,11 @@ def threshold(draft: Draft, draw: Draw, shape: TreeShape, t: float) -> list[Slot
 def dynamic_threshold(
     draft: Draft, draw: Draw, shape: TreeShape, widths: Sequence[int]
 ) -> list[Slot]:
-    """Growth by slot value without a threshold: every forward expands the ``widths`` most valuable
-    nodes. Nodes come from the most valuable down."""
+    """Grow by slot value without a threshold: every forward expands the ``widths`` most valuable
+    nodes.
+
+    Nodes are in order of falling value.
+    """
     slots: list[Slot] = []
 
     def expand(node: Slot) -> None:
@@ -228,7 +233,8 @@ def dynamic_threshold(
 
 
 def expansion(draft: Draft, draw: Draw, k: Sequence[int]) -> list[Slot]:
-    """SpecInfer's tree of independent draws, layer by layer; a token drawn again is no new node.
+    """Grow SpecInfer's tree of independent draws, layer by layer. A token that is drawn again adds
+    no node.
 
     ``draw`` makes the draws below one node in turn.
     """
@@ -248,7 +254,7 @@ def expansion(draft: Draft, draw: Draw, k: Sequence[int]) -> list[Slot]:
 
 
 def without(residual: list[float], y: int) -> list[float]:
-    """R[y] = 0; R = R / sum(R)."""
+    """Return R after y was drawn: R[y] = 0; R = R / sum(R)."""
     rest = [0.0 if token == y else p for token, p in enumerate(residual)]
     total = sum(rest)
     return [p / total for p in rest] if total > 0 else rest

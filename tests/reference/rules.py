@@ -1,7 +1,7 @@
-"""The sampled rules as their papers write them: one request, plain numbers, for the tests.
+"""The sampled rules as their papers describe them: one request, plain numbers.
 
-Numbers may be floats or ``fractions.Fraction``; R and D are lists over the vocabulary, and ``r``
-are uniforms in [0, 1), one per child.
+Numbers may be floats or ``fractions.Fraction``. R and D are lists over the vocabulary. ``r`` holds
+uniforms in [0, 1), one per child.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from fractions import Fraction
 Number = float | Fraction
 Law = Sequence[Number]
 NodeReference = Callable[[Law, Law, Sequence[int], Sequence[Number]], tuple[int | None, Law]]
-"""(target R, draft D, children in drawing order, r) to (accepted child's place or None, R)."""
+"""Map (target R, draft D, children in drawing order, r) to (accepted index or None, R)."""
 
 
 def without_replacement(
     R: Law, D: Law, children: Sequence[int], r: Sequence[Number]
 ) -> tuple[int | None, Law]:
-    """DySpec (arXiv 2410.11744), Algorithm 3, with Sequoia's rule (2402.12374) for a used-up D."""
+    """DySpec (arXiv 2410.11744), Algorithm 3, with Sequoia's rule (2402.12374) once D is used
+    up."""
     unseen = [True] * len(D)
     for place, y in enumerate(children):
         if r[place] * D[y] < R[y]:
@@ -52,10 +53,10 @@ def walk(
     tokens: Sequence[int],
     r: Sequence[Sequence[Number]],
 ) -> tuple[list[int], Law]:
-    """VerifyTree: the accepted nodes, and the law of the token after them.
+    """Run VerifyTree: return the accepted nodes, and the law of the token after them.
 
-    ``target``, ``draft`` and ``children`` (nodes in drawing order) are asked for a node, -1 for
-    the root; ``r[d]`` are the uniforms at depth d.
+    ``target``, ``draft`` and ``children`` (nodes in drawing order) are called with a node, -1 for
+    the root. ``r[d]`` holds the uniforms at depth d.
     """
     path: list[int] = []
     while True:

@@ -1,8 +1,10 @@
-"""The CUDA engine on a CPU, with real numbers: our kernels in Triton's interpreter, CUDA graphs as
-tapes of the operations that were captured.
+"""The CUDA engine on a CPU, with real numbers.
 
-``tape`` records and replays, ``device`` gives torch.cuda what the engine asks of it, ``attention``
-stands for vLLM's own attention kernels, and ``worker`` is vLLM's CPU worker with the CUDA runner.
-What no emulation of this kind shows: races between streams, and a host tensor where the device's
-is needed, as both lie in one memory here.
+Our kernels run in Triton's interpreter. CUDA graphs are replaced by tapes of the captured
+operations. ``tape`` records and replays, ``device`` replaces the parts of torch.cuda that the
+engine calls, ``attention`` replaces vLLM's own attention kernels, and ``worker`` runs the CUDA
+runner in vLLM's CPU worker.
+
+This emulation cannot show races between streams. It cannot show a host tensor in place of a device
+tensor either, because both lie in the same memory.
 """

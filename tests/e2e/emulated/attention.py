@@ -1,4 +1,4 @@
-"""Stands for vLLM's own attention kernels on CUDA, which are not under test."""
+"""Replacements of vLLM's own CUDA attention kernels, which are not under test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _reshape_and_cache(
     slots: torch.Tensor,
     *_: Any,
 ) -> None:
-    """Write rows [T, Hkv, D] to caches [blocks, N, Hkv, D]; nowhere for a slot of -1."""
+    """Write rows [T, Hkv, D] to caches [blocks, N, Hkv, D]. A slot of -1 is not written."""
     rows = (slots >= 0).nonzero().flatten()
     at = slots[rows]
     block, place = at // key_cache.shape[1], at % key_cache.shape[1]
@@ -37,7 +37,7 @@ def _unified_attention(
     block_table: torch.Tensor,
     **_: Any,
 ) -> None:
-    """Causal attention of each request's last rows over its ``seqused_k`` cached ones."""
+    """Compute causal attention of each request's last rows over its ``seqused_k`` cached rows."""
     group = q.shape[1] // k.shape[2]
     bounds = cu_seqlens_q.tolist()
     for request, length in enumerate(seqused_k.tolist()):
@@ -54,7 +54,7 @@ def _unified_attention(
 
 
 def stand_in() -> None:
-    """Put them in the place of vLLM's."""
+    """Replace vLLM's kernels by those of this module."""
     from vllm.v1.attention.backends import triton_attn
 
     module: Any = triton_attn

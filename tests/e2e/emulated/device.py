@@ -1,4 +1,5 @@
-"""What the CUDA engine asks of torch.cuda, of Triton and of vLLM's launches, on a CPU."""
+"""Replace what the CUDA engine uses of torch.cuda, of Triton and of vLLM's kernel launches, on a
+CPU."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ import torch
 from emulated.tape import RUBBISH, Tape
 
 PROCESSORS = 2
-"""Few, as each splits the columns of attention further."""
+"""Number of processors; small, because more processors split the columns of attention further."""
 
 replays: Counter[str] = Counter()
-"""Of graphs, by who captured them."""
+"""Number of graph replays, by the stage that captured the graph."""
 
 _arriving: list[Callable[[], None]] = []
 _idle = False
 
 
 class Event:
-    """Brings what was copied to the host before it was recorded, to whoever waits for it."""
+    """Replace ``torch.cuda.Event``: waiting for it completes the copies that were started before
+    it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._brings: list[Callable[[], None]] = []
@@ -55,7 +57,7 @@ def synchronize(*_: Any) -> None:
 
 
 class Graph:
-    """For ``torch.cuda.CUDAGraph``."""
+    """Replace ``torch.cuda.CUDAGraph``."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.tape = Tape()
@@ -72,7 +74,7 @@ class Graph:
 
 
 class Capture:
-    """For ``torch.cuda.graph``."""
+    """Replace ``torch.cuda.graph``."""
 
     def __init__(self, graph: Graph, *_: Any, **__: Any) -> None:
         self._graph = graph
@@ -86,7 +88,7 @@ class Capture:
 
 
 def _capturing() -> str:
-    """Who captures: the target, verification or drafting."""
+    """Return which stage is capturing: target, verification or drafting."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedVerification
@@ -103,11 +105,11 @@ def _capturing() -> str:
         for kind, name in kinds.items():
             if isinstance(own, kind):
                 return name
-    raise RuntimeError("nobody known captures")
+    raise RuntimeError("an unknown caller captures a graph")
 
 
 def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A copy to the host that does not wait arrives with an event."""
+    """Delay a non-blocking copy to the host until an event is waited for."""
     found = _STOCK_TO(tensor, *args, **kwargs)
     if not kwargs.get("non_blocking") or args[:1] != ("cpu",):
         return found
@@ -129,8 +131,9 @@ _STOCK_TO = torch.Tensor.to
 
 
 def emulate() -> None:
-    """Replace what is missing, before vLLM's worker or the engine's CUDA side are imported."""
-    # vLLM's own patches of torch.cuda, which these come after.
+    """Replace what a CPU lacks; call it before vLLM's worker or the engine's CUDA modules are
+    imported."""
+    # vLLM patches torch.cuda as well, so import its patches first.
     import vllm.v1.worker.cpu.shm  # noqa: F401
     from vllm.platforms import current_platform
 
@@ -145,15 +148,18 @@ def emulate() -> None:
     torch.Tensor.to = to  # type: ignore[assignment, method-assign]
     platform: Any = type(current_platform)
     platform.graph_pool_handle = classmethod(lambda cls: (0, 1))
-    # The layers of attention launch within the capture instead of behind an operation.
+    # Attention layers then launch within the capture instead of through an operation.
     platform.opaque_attention_op = classmethod(lambda cls: False)
     _quicken_interpreter()
     _record_launches()
 
 
 def _quicken_interpreter() -> None:
-    """What it does over and over: patch Triton's language for every call of a function within a
-    kernel, where once is enough, and look for overflows of integers."""
+    """Make the interpreter faster.
+
+    It patches Triton's language at every call of a function within a kernel, where once is enough,
+    and it checks integers for overflow.
+    """
     from triton.runtime import interpreter
 
     patched = set()
@@ -180,8 +186,10 @@ def _record_launches() -> None:
 
 
 def dense_vectors(kernel: Callable[..., None]) -> Callable[..., None]:
-    """What stands for a kernel of vLLM's and would read strides, which vLLM's does not of vectors;
-    it fails where there is one."""
+    """Make a replacement of a vLLM kernel refuse vectors that are not contiguous.
+
+    The replacement would read the stride; vLLM's kernel does not.
+    """
 
     def launch(*args: Any, **kwargs: Any) -> None:
         for each in (*args, *kwargs.values()):
@@ -193,7 +201,7 @@ def dense_vectors(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def recorded(kernel: Callable[..., None]) -> Callable[..., None]:
-    """A kernel that is recorded as one, with everything that it was launched with."""
+    """Return a kernel that is recorded with its arguments while a capture runs."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         if Tape.recording is not None:
@@ -206,7 +214,7 @@ def recorded(kernel: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def idle() -> Iterator[None]:
-    """Without kernels, where nothing depends on what they would have written."""
+    """Launch no kernels. For callers that do not depend on what the kernels write."""
     global _idle
     _idle = True
     try:

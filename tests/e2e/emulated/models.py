@@ -1,4 +1,5 @@
-"""A pair that is cheap to interpret: the embedded draft as the target, and a draft that errs."""
+"""A cheap pair to interpret: the target is the embedded draft, and the draft is a noisy copy of
+it."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from dyntree_plugin import pair
 
 NOISE = 0.1
-"""Standard deviation of what is added to the draft's weights, as a share of their own."""
+"""Standard deviation of the noise on the draft's weights, as a share of the weights' own."""
 
 
 def make_pair(folder: Path) -> tuple[str, str]:
-    """The folders of the target and of the draft, which is made in ``folder``."""
+    """Return the folders of the target and of the draft, which is written to ``folder``."""
     target = Path(pair.paths()["draft"])
     draft = folder / "draft"
     shutil.copytree(target, draft)

@@ -1,4 +1,4 @@
-"""Ways to break what a CUDA engine rests on, beside those of sabotage.py."""
+"""Ways to break a mechanism that only a CUDA engine relies on, in addition to sabotage.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def tree_moves(runner: Any) -> Iterator[None]:
-    """The trees' ancestors move to another address after drafting was captured."""
+    """Move the trees' ancestors to another address after drafting was captured."""
     trees = runner.trees
     captured, trees.ancestors = trees.ancestors, trees.ancestors.clone()
     try:
@@ -23,7 +23,7 @@ def tree_moves(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def stale_masks(runner: Any) -> Iterator[None]:
-    """The target's graphs find the ancestor bits of another batch."""
+    """Give the target's graphs the ancestor bits of another batch."""
     from dyntree_plugin.engine.attention.buffers import MaskBuffers
 
     stock = MaskBuffers.fill
@@ -40,7 +40,7 @@ def stale_masks(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def padding_is_alive(runner: Any) -> Iterator[None]:
-    """Rows that fill a graph of the target up write to the cache, where the first row does."""
+    """Let padding rows of a target graph write to the cache, at the first row's place."""
     stock = runner.prepare_attn
 
     def prepare_attn(batch: Any) -> Any:

@@ -1,9 +1,9 @@
-"""A CUDA graph's stand-in: operations recorded with their addresses, and executed again on these.
+"""A replacement of a CUDA graph: record operations with their addresses, and execute them again.
 
-A replay runs no Python of the engine, so what the host computed at capture stays as it was. Memory
-that was allocated within the capture holds rubbish before a replay, and after it too unless the
-engine kept a tensor in it: other graphs may use a pool's memory. Memory from elsewhere has to be
-still there.
+A replay runs no Python of the engine, so values that the host computed at capture stay as they
+were. Memory that was allocated within the capture holds garbage before a replay. It holds garbage
+after the replay too unless the engine keeps a tensor in it, because other graphs may use the same
+pool. Memory that was allocated elsewhere must still exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 RUBBISH = 0xFF
-"""Of every byte: NaN, or -1."""
+"""Value of every garbage byte: NaN as a float, -1 as an integer."""
 
 aten = torch.ops.aten
 _UNWRITTEN = {
@@ -34,14 +34,15 @@ _INDEXING = {aten.index, aten.index_put, aten.index_put_}
 
 
 class Tape(TorchDispatchMode):
-    """Records while it is entered; `replay` executes what was recorded."""
+    """Record operations while it is entered; `replay` executes them again."""
 
     recording: ClassVar[Tape | None] = None
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Callable[[], Any]] = []
-        # Storages by the address of their object: allocated within, and from elsewhere.
+        # Storages by the address of their object: those allocated within the capture, and all
+        # others.
         self._own: dict[int, torch.UntypedStorage] = {}
         self._others: dict[int, StorageWeakRef] = {}
 
@@ -59,7 +60,7 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten.lift_fresh.default:  # makes a tensor of the host's memory
+        if func is aten.lift_fresh.default:  # makes a tensor from host memory
             return func(*args, **kwargs)
         _refuse_waiting(func, args, kwargs)
         arguments = tree_map_only(torch.Tensor, self._at, (args, kwargs))
@@ -67,13 +68,13 @@ class Tape(TorchDispatchMode):
         found = func(*args, **kwargs)
         into = [self._new(each, given) for each in tree_flatten(found)[0]]
         if func in _UNWRITTEN:
-            found.zero_()  # what reads it now, as no kernel has run, has to find indices
+            found.zero_()  # no kernel runs during a capture: readers need valid indices
         else:
             self.steps.append(partial(_again, partial(func, *arguments[0], **arguments[1]), into))
         return found
 
     def launch(self, kernel: Callable[..., None], args: tuple[Any, ...], kwargs: Any) -> None:
-        """Record a kernel, which is not run now."""
+        """Record a kernel launch without running it."""
         with _disable_current_modes():
             own_args, own_kwargs = tree_map_only(torch.Tensor, self._at, (args, kwargs))
             self.steps.append(partial(kernel, *own_args, **own_kwargs))
@@ -81,21 +82,22 @@ class Tape(TorchDispatchMode):
     @torch.inference_mode()
     def replay(self) -> None:
         if any(storage.expired() for storage in self._others.values()):
-            raise RuntimeError("a graph is replayed whose memory was freed")
+            raise RuntimeError("replayed a graph whose memory was freed")
         self._spoil()
         for step in self.steps:
             step()
         self._spoil(kept=True)
 
     def _at(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, which this does not keep."""
+        """Return an alias of the same memory that does not keep it alive."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._own and storage._cdata not in self._others:
             self._others[storage._cdata] = StorageWeakRef(storage)
         return _alias(tensor)
 
     def _new(self, found: Any, given: set[int]) -> torch.Tensor | None:
-        """Where a result has to be written at a replay; None for one that is an argument's."""
+        """Return where a replay must write this result; None if the result is one of the
+        arguments."""
         if not isinstance(found, torch.Tensor):
             return None
         storage = found.untyped_storage()
@@ -105,7 +107,8 @@ class Tape(TorchDispatchMode):
         return _alias(found)
 
     def _spoil(self, kept: bool = False) -> None:
-        """Fill own memory with rubbish; what the engine has tensors in is ``kept``."""
+        """Fill own memory with garbage. With ``kept``, leave out memory that holds a tensor of the
+        engine."""
         with _disable_current_modes():
             for storage in self._own.values():
                 used = torch._C._storage_Use_Count(storage._cdata) > 1  # type: ignore[attr-defined]
@@ -138,7 +141,10 @@ def _storages(values: Any) -> set[int]:
 
 
 def _refuse_waiting(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises for what no stream can capture: it makes the host wait, or copies from its memory."""
+    """Raise for operations that no stream can capture.
+
+    They make the host wait, or copy from host memory.
+    """
     packet, tags = func.overloadpacket, func.tags
     if packet in _INDEXING:
         masks = [index for index in args[1] if index is not None and index.dtype is torch.bool]

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with the CUDA engine in it, and the configuration of a GPU."""
+"""vLLM's CPU worker with the CUDA engine in it, configured as on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _StartsAsOnCuda(CPUWorker):
     compile_or_warm_up_model = gpu_worker.Worker.compile_or_warm_up_model
 
     def determine_available_memory(self) -> int:
-        """As on CUDA, where graphs are captured over a cache that is then thrown away."""
+        """Do as on CUDA: capture graphs over a temporary cache first."""
         runner: Any = self.model_runner
         with idle():
             runner.profile_run()
@@ -44,7 +44,7 @@ class _StartsAsOnCuda(CPUWorker):
 
 
 class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
-    """The CUDA worker of ours on vLLM's of the CPU."""
+    """Our CUDA worker on top of vLLM's CPU worker."""
 
     attention_backends: ClassVar[Mapping[str, str]] = {
         "CPU_ATTN": "dyntree_plugin.engine.attention.cuda.TreeTritonAttentionBackend"
@@ -57,7 +57,7 @@ class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
 
 
 def _zeroing(stock: Any) -> Any:
-    """vLLM's kernel also zeroes the rows that pad a graph; its CPU implementation has none."""
+    """Zero the padding rows of a graph, as vLLM's kernel does. Its CPU implementation does not."""
 
     def gather(self: Any, requests: torch.Tensor, padded: int, *args: Any) -> Any:
         found = stock(self, requests, padded, *args)
@@ -71,9 +71,9 @@ def _zeroing(stock: Any) -> Any:
 
 
 def configure() -> None:
-    """Have engines with trees be configured as on CUDA, with asynchronous scheduling and graphs."""
+    """Configure engines with trees as on CUDA, with asynchronous scheduling and graphs."""
     stand_in()
-    # Of models that ask for kernels of their own, with their dependencies.
+    # This would warm up kernels of models that bring their own, and import their dependencies.
     gpu_worker.kernel_warmup = lambda worker: None  # type: ignore[assignment]
     tables: Any = BlockTables
     tables.gather_block_tables = _zeroing(tables.gather_block_tables)
@@ -83,7 +83,7 @@ def configure() -> None:
     sizes: list[list[int] | None] = []
 
     def admit_as_on_cuda(vllm_config: VllmConfig, options: Any, device_type: str) -> None:
-        # Those of graphs, which vLLM's platform of the CPU forgets before it is settled.
+        # vLLM's CPU platform later clears the graph sizes.
         sizes[:] = [vllm_config.compilation_config.cudagraph_capture_sizes]
         admit(vllm_config, options, "cuda")
 

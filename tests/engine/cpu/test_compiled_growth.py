@@ -24,7 +24,7 @@ from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 from vllm_cpu_runner import install
 
-install()  # the runner's modules need it before they are imported
+install()  # must run before the runner's modules are imported
 
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
