@@ -12,8 +12,7 @@ from engine_process import Output, Request, Result, Run
 
 MARGINS = {"bfloat16": 0.25, "float32": 0.01}
 """Most logits by which rounding may move two tokens against each other. In bf16, it is four units
-in the last place of a logit between 8 and 16. In fp32, it far exceeds what the order of sums
-causes."""
+in the last place of a logit between 8 and 16. In fp32, rounding moves them by far less."""
 
 _KNOWN = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos"}
 

@@ -1,5 +1,4 @@
-"""The papers' rules in the engine: samples follow the target's law, seeds repeat, greedy tokens
-match."""
+"""The papers' rules in the engine: samples have the target's law, and greedy tokens are equal."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ ROUNDS = 3
 
 
 def result(lacking: int = 0, cells: int = 2) -> Result:
-    """Return a result with ``cells`` full cells, except that the last series lacks ``lacking``
-    rounds."""
+    """Return a result with ``cells`` cells; the last series lacks ``lacking`` of its rounds."""
     made = [
         Run(round=n, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0)
         for n in range(ROUNDS)

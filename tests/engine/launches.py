@@ -1,7 +1,9 @@
-"""What a step asks of the device, by the function that asks: python launches.py '{"tokens": …}'.
+"""Count what a step launches on the device, by calling function: python launches.py '{"tokens":
+…}'.
 
-Counts operations that torch and Triton start, a graph's replay as one, and those within our graphs;
-each may be a few launches. "llm" gives engine arguments; "dyntree": null is vLLM's own chain.
+It counts operations of torch and Triton, a graph's replay as one, and the operations within our
+graphs. Each may be a few launches. "llm" gives engine arguments. With "dyntree": null, it counts
+vLLM's own chain.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 OURS, THEIRS = "dyntree_plugin", "vllm"
 FREE = ("empty", "alias", "view", "detach", "_local_scalar", "is_pinned", "pin_memory", "lift")
-"""Beginnings of names of operations that start nothing."""
+"""Prefixes of the names of operations that launch nothing."""
 
 
 class Launches(TorchDispatchMode):
-    """Counts while it is entered, by (package, file, function)."""
+    """Count launches by (package, file, function) while it is entered."""
 
     def __init__(self, device: str = "cuda") -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Launches(TorchDispatchMode):
 
 
 def _asker(frame: FrameType | None) -> tuple[str, str, str]:
-    """The innermost function of ours that is on the stack, or of vLLM."""
+    """Return our innermost function on the stack, or vLLM's."""
     theirs = (THEIRS, "?", "?")
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_qualname
@@ -77,7 +79,7 @@ def _asker(frame: FrameType | None) -> tuple[str, str, str]:
 
 @contextmanager
 def counted() -> Iterator[Launches]:
-    """Count on CUDA, Triton's kernels and replays of graphs included."""
+    """Count on CUDA, including Triton's kernels and replays of graphs."""
     import triton
 
     launches = Launches()
@@ -104,7 +106,7 @@ def counted() -> Iterator[Launches]:
 
 @contextmanager
 def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
-    """Counts of our graphs for one request, by the function that is captured: of each graph."""
+    """Count the launches within our graphs for one request: by captured function, and by graph."""
     from dyntree_plugin.engine.cuda.graphs import RequestGraphs
 
     counts: dict[str, list[Counter[tuple[str, str, str]]]] = {}
@@ -117,8 +119,8 @@ def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
         def counting(run: Any) -> Any:
             with counted() as launches:
                 replay, values = record(run)
-            # The call is run once before it is captured. What the recorder itself asks for, torch
-            # does before the graph begins, to register the generator's state.
+            # The call runs once before it is captured. torch runs the recorder's own operations
+            # before the graph begins, to register the generator's state.
             halves = {
                 key: number // 2
                 for key, number in launches.counts.items()
@@ -126,7 +128,7 @@ def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
             }
             of_sizes.append(Counter(halves))
             graph = replay.__self__
-            return (lambda: graph.replay()), values  # as it is replaced when it is called
+            return (lambda: graph.replay()), values  # looks up ``replay``, which may be patched
 
         stock(graphs, counting)
         counts.setdefault(function.__qualname__, []).append(of_sizes[-1])
@@ -136,7 +138,7 @@ def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
 
 
 def decode(llm: Any, prompts: list[str], tokens: int, warm: int, steps: int, **params: Any) -> Any:
-    """Launches of ``steps`` steps in which all requests decode."""
+    """Return the launches of ``steps`` steps in which all requests decode."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine

@@ -1,6 +1,7 @@
-"""Whole steps of an engine on a GPU that may not wait for it; run by test_waiting_on_a_gpu.
+"""Run whole steps of an engine on a GPU, and raise if a step waits for it.
 
-python steps_on_a_gpu.py '{"enforce_eager": …}' [waits]: the second makes drafting wait.
+test_waiting_on_a_gpu runs this: python steps_on_a_gpu.py '{"enforce_eager": …}' [waits]. The second
+argument makes drafting wait.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main(arguments: dict[str, Any], waits: bool) -> None:
 
 
 def work(llm: Any, prompts: list[str], name: str) -> int:
-    """Plain, sampled and chained requests, the last one among others that decode already."""
+    """Serve plain, sampled and chained requests. The last one starts while others decode."""
     from vllm import SamplingParams
 
     engine, steps = llm.llm_engine, 0

@@ -1,4 +1,4 @@
-"""The packed array of a batch's requests is read, and never written: drafting reads it again."""
+"""The packed array of a batch is read but never written, because drafting reads it again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEED, TEMPERATURE, SPARE = -5, 0.75, 9
 
 
 def packed(requests: int) -> torch.Tensor:
-    """The last of them only fills the batch up, if there are several."""
+    """Return an array of requests. If there are several, the last one is padding."""
     bits = torch.tensor(TEMPERATURE).view(torch.int32).item()
     rows = torch.tensor([[3, 4, 2, 6, 10, bits, SEED, 1]]).repeat(requests, 1)
     rows[1:][-1:] = PADDING

@@ -1,7 +1,7 @@
-"""Verification in a padded batch at fixed addresses does what it does eagerly, and padding nothing;
-CUDA's kernels, in Triton's interpreter, do what the CPU's do.
+"""Verification in a padded batch at fixed addresses equals eager verification, and ignores padding.
 
-Batches hold whole trees, a cut one, a slot that was cleared, and prompts, complete and not.
+CUDA's kernels, in Triton's interpreter, give the results of the CPU's kernels. Batches hold whole
+trees, a cut one, a cleared slot, and complete and incomplete prompts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # n
 NODES, VOCAB, SLOTS, MOST = 6, 2, 9, 8
 PLAN = DynTreeOptions(max_depth=3, budget="adaptive").resolve(NODES)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Chosen when triton is imported, so of a whole process."""
+"""Whether this process interprets kernels; this is chosen when triton is imported."""
 EXACT, LEARNED = 1e-13, 2e-3
-"""How far sums in another order may be off: of chances in double precision, and what the estimate
-makes of its own."""
+"""Largest error of sums in another order: of chances in double precision, and of the estimate."""
 IN_USE = [3, 0, 7, 2, 5]
 DRAFTS = [6, 6, 3, 6, 0]
 ROWS = [7, 7, 4, 7, 9]
@@ -53,7 +52,7 @@ CLEARED = 2
 
 
 def by_kernels(*values: Any) -> Any:
-    """Parameters of a test that runs where kernels are interpreted, True last."""
+    """Return parameters of a test, True last, that runs only if kernels are interpreted."""
     reason = "runs in a process with TRITON_INTERPRET=1"
     return pytest.param(*values, True, marks=pytest.mark.skipif(not INTERPRETED, reason=reason))
 
@@ -69,12 +68,13 @@ def replayed(run: Call) -> tuple[Replay, Tensors]:
 
 
 class Engine:
-    """What a step's verification takes and changes, the same for equal arguments."""
+    """Inputs and state of a step's verification. They are the same for equal arguments."""
 
     def __init__(self, requests: int, kernels: bool = False) -> None:
         g = torch.Generator().manual_seed(1)
         self.trees = trees = TreeStore(SLOTS, PLAN, VOCAB, torch.device("cpu"))
-        # Two levels of two siblings below the first of them, in every slot.
+        # In every slot: two children, and two levels of two siblings below the first node of each
+        # level.
         parents = torch.tensor([-1, -1, 0, 0, 2, 2]).repeat(SLOTS, 1)
         depths = torch.tensor([1, 1, 2, 2, 3, 3]).repeat(SLOTS, 1)
         values = -torch.rand(SLOTS, NODES, generator=g)
@@ -128,7 +128,7 @@ class Engine:
         self.graphs.capture_verification(self.verifier, MOST, record)
 
     def verify(self, invalid: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Everything that verification gives and changes."""
+        """Verify; return the results and all changed state."""
         walked = self.verifier.verify(self.packed, self.sampled, self.sampled, invalid)
         learned = [self.estimate.weights, self.estimate.information]
         return [each.clone() for each in (*walked, self.cache, *learned)]
@@ -156,7 +156,7 @@ def packed(requests: int) -> torch.Tensor:
 
 
 def same(ours: list[torch.Tensor], others: list[torch.Tensor], kernels: bool = False) -> bool:
-    """Whether all of `Engine.verify` is; of ``kernels``, what is summed as far as it can be."""
+    """Return whether two results of `Engine.verify` are equal. ``kernels`` may round sums."""
     allowed = [0.0] * 7 + [EXACT, 0.0, LEARNED, LEARNED] if kernels else [0.0] * 11
     pairs = zip(ours, others, allowed, strict=True)
     return all(torch.allclose(a, b, rtol=off, atol=off) for a, b, off in pairs)
@@ -229,7 +229,7 @@ def test_padding_that_is_taken_for_a_request_is_seen(
     monkeypatch.setattr(capturing, "PADDING", 0)
     eager, captured = Engine(3, kernels), Engine(3, kernels)
     captured.capture(replayed)
-    # At first, forgetting towards what is known before changes nothing.
+    # The first step forgets nothing, because the estimate begins at its prior.
     for engine in (eager, captured):
         engine.verify()
     assert not same(captured.verify(), eager.verify())
@@ -258,7 +258,7 @@ def test_drafts_that_a_grammar_forbids_are_verified_eagerly(kernels: bool) -> No
     assert captured.verify()[0][0, 0] >= 0
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this process runs them")
+@pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
 def test_the_kernels_do_what_those_of_the_cpu_do() -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
     done = pytest_interpreted(__file__, "-k", "True or True-")

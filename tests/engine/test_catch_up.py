@@ -1,4 +1,4 @@
-"""The rows in which a draft reads prompts and emitted tokens, and when trees grow after them."""
+"""The rows with which a draft reads prompts and emitted tokens, and when trees grow after them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def plan(
 
 
 def rows(plan: CatchUpPlan) -> list[list[str]]:
-    """Per request what each row runs on: prompt token i as "p<i>", emitted token i as "e<i>"."""
+    """Return what each row of a request reads: prompt token i as "p<i>", emitted token i as
+    "e<i>"."""
     request, offset, starts, carried = plan.to(torch.device("cpu"))
     found: list[list[str]] = [[] for _ in plan.carried]
     for r, i in zip(request.tolist(), offset.tolist(), strict=True):
@@ -84,7 +85,7 @@ def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | N
 
 
 class Noting:
-    """Drafting stages that run no draft, and note what they would have done."""
+    """Drafting stages that only note their calls."""
 
     widths = (4, 4)
 
@@ -112,7 +113,7 @@ class Noting:
 def draft(
     batch: Any, ops: Any, step: Step, *, grows: bool = True, max_depth: int = 8
 ) -> tuple[list[str], Drafted]:
-    """What is done, and what is drafted."""
+    """Return the noted calls, and the result of drafting."""
     stages: Any = Noting()
     drafter = Drafter(stages, ops, NoGraphs(), max_depth, spare=2)
     packed, last = torch.zeros(2, COLUMNS, dtype=torch.int64), torch.zeros(2, 1).long()
@@ -181,7 +182,7 @@ def test_the_draft_runs_over_as_many_tokens_as_the_host_can_tell_were_emitted(
 def test_trees_of_roots_children_alone_need_the_rows_of_the_catch_up(
     max_depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing below the roots is expanded, so that there is no width of a forward."""
+    """Nothing below the roots is expanded, so no forward has a width."""
     told: list[Any] = []
 
     class Told(Exception):

@@ -1,4 +1,4 @@
-"""On CUDA every kernel of the target's tree attention is compiled before the engine serves."""
+"""On CUDA, every kernel of the target's tree attention is compiled before the engine serves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST, ROWS, PROCESSORS = 8, 200, 132
 
 
 class Kernel:
-    """Notes what Triton would have compiled, and runs nothing."""
+    """Note what Triton would compile, and run nothing."""
 
     def __init__(self) -> None:
         self.compiled: set[Any] = set()
@@ -51,7 +51,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
 
 
 def batches() -> Iterator[tuple[int, int]]:
-    """Requests and rows of batches of trees and prompts."""
+    """Yield the numbers of requests and rows of batches of trees and prompts."""
     for requests in range(1, MOST + 1):
         yield from ((requests, rows) for rows in range(requests + 1, 40))
         yield from ((requests, rows) for rows in (64, 65, 66, 128, 199))

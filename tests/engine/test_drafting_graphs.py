@@ -1,8 +1,8 @@
-"""Drafting in graphs of single forwards grows the trees of eager drafting that ends as early.
+"""Drafting in graphs of single forwards grows the trees of eager drafting with as many forwards.
 
-A graph is played by a call that is run again, and whose own memory is ruined when it ends, as the
-next graph of its pool may write over it. Where kernels are interpreted, those of CUDA draft in the
-graphs, and the tensors beside them.
+A graph is replaced by a call that runs again. Its own memory is overwritten when it ends, because
+the next graph of the pool may do so. If kernels are interpreted, CUDA's kernels draft in the graphs
+and are compared with tensors.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MOST, LONGEST, VOCAB, HIDDEN = 8, 64, 40, 16
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive").resolve(7)
 FORWARDS = len(PLAN.growing.widths)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Chosen when triton is imported, so of a whole process."""
+"""Whether this process interprets kernels; this is chosen when triton is imported."""
 STORED = ("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features")
 
 
 class OwnMemory(TorchDispatchMode):
-    """Knows the memory that is allocated while it is entered."""
+    """Record the memory that is allocated while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def graph(run: Call) -> tuple[Replay, Tensors]:
 
 
 class BlockTables:
-    """One group, in which every request has a block of its own of 100 slots."""
+    """One cache group, in which every request has a block of 100 slots."""
 
     num_kv_cache_groups = 1
     input_block_tables: tuple[torch.Tensor, ...] = ()
@@ -110,14 +110,14 @@ class BlockTables:
     def compute_slot_mappings(
         self, index: torch.Tensor, _: Any, positions: torch.Tensor, rows: int, out: torch.Tensor
     ) -> torch.Tensor:
-        assert index.is_contiguous(), "vLLM's kernel takes no stride"
+        assert index.is_contiguous(), "vLLM's kernel needs contiguous indices"
         of_row = index.repeat_interleave(rows // len(index))
         out[:, :rows] = torch.where(of_row < 0, -1, 100 * of_row + positions)
         return out[:, :rows]
 
 
 class Draft:
-    """A draft model that reads everything that a forward is given."""
+    """A draft model whose output depends on everything that a forward is given."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -150,7 +150,7 @@ class Draft:
 
 
 def product(columns: list[torch.Tensor], matrix: torch.Tensor) -> torch.Tensor:
-    """Of ``columns`` [rows, 1] with a matrix: a row's sums are the same in any batch."""
+    """Multiply ``columns`` [rows, 1] with a matrix. A row's sum does not depend on the batch."""
     total = torch.zeros(len(columns[0]), matrix.shape[1])
     for column, row in zip(columns, matrix, strict=True):
         total += column * row
@@ -158,10 +158,10 @@ def product(columns: list[torch.Tensor], matrix: torch.Tensor) -> torch.Tensor:
 
 
 class Drafting:
-    """The stages of drafting, with trees of their own; captured, or eager."""
+    """The stages of drafting with their own trees, captured or eager."""
 
     def __init__(self, ops: Any, growth_type: Any, *, captured: bool, writer: Any = None) -> None:
-        """``growth_type``: None for growth by tensors."""
+        """``growth_type`` None means growth on tensors."""
         self.trees = TreeStore(MOST, PLAN, VOCAB, torch.device("cpu"))
         estimate = AcceptanceEstimate("cpu")
         estimate.weights += torch.linspace(0, 1, 3)
@@ -213,7 +213,7 @@ Make = Callable[..., list[Drafting]]
 
 @pytest.fixture
 def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """An eager one and one of graphs."""
+    """Return a function that makes an eager and a captured drafting."""
     monkeypatch.setattr(row_memory, "build_attn_metadata", lambda **metadata: metadata)
     monkeypatch.setattr(row_memory, "build_slot_mappings_by_layer", lambda slots, _: slots)
 
@@ -224,7 +224,7 @@ def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def packed(slots: list[int]) -> torch.Tensor:
-    """Requests in these slots."""
+    """Return a packed batch of the requests in these slots."""
     found = torch.zeros(len(slots), COLUMNS, dtype=torch.int64)
     found[:, 0] = index = torch.tensor(slots)
     temperature = index % 3 / 2
@@ -238,16 +238,16 @@ BATCHES = [[2, 0, 5], [1], [7, 6, 5, 4, 3, 2, 1, 0], [3, 4]]
 
 
 def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
-    """The tokens of a step's trees, and all trees."""
+    """Return the tokens of a step's trees, and all stored trees."""
     slots = BATCHES[number % len(BATCHES)]
     g = torch.Generator().manual_seed(number)
     requests, most = len(slots), (1, 2, 5)[number % 3]
     roots = torch.randint(10, LONGEST - 9, (requests,), generator=g)
-    roots[0] = LONGEST - 4  # little room behind
+    roots[0] = LONGEST - 4  # little room is left after it
     counts = torch.randint(1, most + 1, (requests,), generator=g).int()
     tokens = torch.randint(VOCAB, (requests, PLAN.shape.max_depth + 1), generator=g)
     player = drafting.player(packed(slots))
-    if number % 4 == 3:  # what a batch with prompts leaves
+    if number % 4 == 3:  # as after a batch with prompts
         drafting.memory.root_hidden[:requests] = torch.randn(requests, HIDDEN, generator=g)
         drafting.memory.root_positions[:requests] = roots
     else:
@@ -259,7 +259,7 @@ def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
 
 
 def differing(made: list[Drafting], steps: int = 24) -> list[tuple[int, int]]:
-    """Steps, and their numbers of forwards, whose trees differ."""
+    """Return the steps, and their numbers of forwards, whose trees differ."""
     numbers = [(at, (at * 5 + at // 4) % (1 + FORWARDS)) for at in range(steps)]
     assert steps < 12 or {f for _, f in numbers} == {*range(1 + FORWARDS)}
     found = []
@@ -283,7 +283,7 @@ def test_any_number_of_forwards_grows_the_trees_of_eager_drafting(
 
 @pytest.fixture
 def by_kernels(draftings: Make, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
-    """Growth by kernels, and what surrounds the forwards by tensors and by kernels."""
+    """Two draftings that grow by kernels. One does the rest on tensors, the other by kernels."""
     if not INTERPRETED:
         pytest.skip("runs in a process with TRITON_INTERPRET=1")
     from triton.runtime.interpreter import InterpretedFunction
@@ -294,7 +294,7 @@ def by_kernels(draftings: Make, monkeypatch: pytest.MonkeyPatch) -> list[Draftin
     stock: Any = InterpretedFunction.run
 
     def run(*args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes():  # It makes tensors of its own in the arguments' memory.
+        with _disable_current_modes():  # It aliases the arguments' memory.
             stock(*args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
@@ -328,7 +328,7 @@ def test_interpreted_kernels_whose_slots_are_off_are_seen(
     assert differing(by_kernels, steps=3) != []
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this process runs them")
+@pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
 def test_the_kernels_do_what_the_tensors_do() -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
     done = pytest_interpreted(__file__, "-k", "interpreted")
@@ -339,7 +339,7 @@ def test_the_kernels_do_what_the_tensors_do() -> None:
 def test_trees_of_other_numbers_of_forwards_differ(
     draftings: Make,
 ) -> None:
-    """The control of what the steps compare."""
+    """Control: another number of forwards gives other trees."""
     eager = draftings()[0]
     with torch.inference_mode():
         trees = [step(eager, 2, forwards) for forwards in range(1 + FORWARDS)]
@@ -348,7 +348,7 @@ def test_trees_of_other_numbers_of_forwards_differ(
 
 
 class Keeping(CompiledGrowth):
-    """Keeps what it is given where it lies, which is in the memory of the call that gives it."""
+    """Keep the inputs without a copy, in the memory of the call that gave them."""
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -410,7 +410,7 @@ def test_without_a_tree_the_draft_reads_on_all_the_same(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums are added in the same order, however many rows there are."""
+    """Use one thread, so that sums have the same order for any number of rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The clock of a device that runs behind the host."""
+"""The clock of a device that works asynchronously to the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dyntree_plugin.engine.cuda.clock import EventClock, EventTimes
 
 
 class Device:
-    """Works through what it is given when it is told to; ``waits`` counts hosts that waited."""
+    """A device that works only when it is told to; ``waits`` counts how often the host waited."""
 
     def __init__(self) -> None:
         self.given = 0.0

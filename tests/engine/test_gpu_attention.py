@@ -1,6 +1,6 @@
-"""Trees in an attention backend of vLLM on CUDA, with a backend and a kernel that only take notes.
+"""Trees in an attention backend of vLLM on CUDA, with a fake backend and a fake kernel.
 
-The kernels themselves are tested in tests/kernels, the buffers in test_mask_buffers.
+tests/kernels tests the kernels, and test_mask_buffers tests the buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = NODES + 1
 
 
 class NotingKernel:
-    """Plans nothing, and writes ``mark`` to the rows that it was planned for."""
+    """Write ``mark`` to the rows that it was planned for."""
 
     def __init__(self, mark: float) -> None:
         self.mark = mark
@@ -108,7 +108,7 @@ SPEC: Any = SimpleNamespace(num_kv_heads=2, head_size=16)
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[NotingKernel, NotingKernel]:
-    """Of batches of trees alone, and of others."""
+    """The kernels for batches of trees alone, and for other batches."""
     both = NotingKernel(2.0), NotingKernel(3.0)
     monkeypatch.setattr(cuda_layers, "choose_kernel", lambda *_: both)
     return both
@@ -170,12 +170,12 @@ def test_a_graph_finds_the_trees_of_later_steps_where_it_was_captured(
 ) -> None:
     builder.build_for_cudagraph_capture(common(9, 9))
     builder.build(0, common(9, 9), tree_mask=mask([100, 100], 18))
-    # Padded: the graph's second request is nobody's.
+    # The graph is padded: its second request does not exist.
     padded = common(9, 9)
     padded.query_start_loc[2] = 9
     own = mask([100], 9)
     builder.build(0, padded, tree_mask=own)
-    # A prompt of as many rows as a tree meets the same graph.
+    # A prompt with as many rows as a tree uses the same graph.
     builder.build(0, common(9, 9))
     captured, *later = kernels[0].planned
     assert all(rows.for_graph for rows in kernels[0].planned)
@@ -195,7 +195,8 @@ def test_a_batch_that_no_graph_was_captured_for_is_planned_without_one(
     for rows in ((9,), (9, 9, 9), (5, 5)):
         builder.build(0, common(*rows), tree_mask=mask([100] * len(rows), sum(rows)))
     assert [rows.for_graph for rows in kernels[0].planned] == [True, False, False, False]
-    # Of the largest tree: other numbers might have kernels that are yet to be compiled.
+    # Graphs are only for the largest tree: other sizes might need kernels that are not compiled
+    # yet.
     assert {rows.max_rows for rows in kernels[0].planned} == {COLUMNS}
 
 
@@ -217,7 +218,7 @@ def test_full_graphs_are_for_batches_of_trees(kernels: Any) -> None:
 
 
 def test_an_engine_without_trees_keeps_the_stock_backend(kernels: Any) -> None:
-    """In a process that has had one with trees the backend stays registered."""
+    """After an engine with trees, the backend stays registered in the process."""
     plain = engine()
     builder = Builder(SPEC, [], plain, torch.device("cpu"))
     assert builder.build(0, common(9, 9)) == "stock"
@@ -246,7 +247,7 @@ def test_a_layer_beyond_tree_attention_is_refused(
 
 
 def test_the_kernels_geometry_is_one_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number of splits is a kernel to compile, and must not come up while serving."""
+    """Each number of splits needs a compiled kernel, and none may be compiled while serving."""
     pytest.importorskip("triton")
     triton = TritonTrees(Heads(32, 8, 128), 2, 132, one_split=False)
     splits = [triton.splits(requests, 65) for requests in range(1, 300)]
@@ -258,7 +259,7 @@ def test_the_kernels_geometry_is_one_of_few(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class NotingAttention:
-    """Stands in for FlashInfer's: notes how it was made and planned."""
+    """Replace FlashInfer's attention; note how it was made and planned."""
 
     made: ClassVar[list[NotingAttention]] = []
 
@@ -298,7 +299,7 @@ def rows_of(*rows: int, context: int, for_graph: bool) -> AttentionRows:
 def test_flashinfer_plans_into_buffers_of_their_own_for_every_size_of_graph(
     flashinfer: FlashInferTrees,
 ) -> None:
-    # What runs without a graph is there before any request comes.
+    # The plan for batches without a graph exists before any request comes.
     assert [made.sizes["max_requests"] for made in NotingAttention.made] == [None]
     for requests in (2, 1, 2, 2):
         flashinfer.plan(rows_of(*[9] * requests, context=50, for_graph=True))

@@ -1,4 +1,4 @@
-"""Which kernel carries an engine's trees on CUDA, where there are several."""
+"""The choice between several kernels for an engine's trees on CUDA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def gpu_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(captured: int | None = 512, **options: Any) -> Any:
-    """For batches of trees alone; ``captured``: most rows of a batch that a CUDA graph serves."""
+    """Return the kernel for batches of trees alone.
+
+    ``captured`` is the most rows of a batch that a CUDA graph serves.
+    """
     config: Any = SimpleNamespace(
         additional_config={"dyntree": options},
         model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=4096),

@@ -1,4 +1,4 @@
-"""What one request may ask of the sampler; what does not fit is refused in front of the worker."""
+"""Limits of one request's sampling parameters. Larger ones do not reach the worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY, LONGEST = 5000, 512
 
 
 def request(**params: Any) -> SamplingParams:
-    """As vLLM's input processor hands it on."""
+    """Return parameters as vLLM's input processor passes them on."""
     words = params.pop("words", None)
     made = SamplingParams(**params)
     made.update_from_generation_config({"eos_token_id": [0]}, 0)
@@ -38,14 +38,14 @@ LISTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"logit_bias": dict.fromkeys(range(1024), 1.0)},
         {"logit_bias": dict.fromkeys(range(1025), 1.0)},
     ),
-    # With the end of text.
+    # The end-of-text token is added to these.
     "stop_token_ids": (
         {"stop_token_ids": list(range(1, 128)), "min_tokens": 1},
         {"stop_token_ids": list(range(1, 129)), "min_tokens": 1},
     ),
     "bad_words": ({"words": [[1] * 1024]}, {"words": [[1] * 512, [2] * 513]}),
 }
-"""By parameter: what vLLM's rows hold, and one more."""
+"""By parameter: the most that vLLM's rows hold, and one more."""
 
 
 @pytest.mark.parametrize("parameter", LISTS)
@@ -109,4 +109,4 @@ def test_the_sampler_gets_seeds_of_the_same_bits() -> None:
     for each in asked:
         sampler.add_request(3, each)
     assert [each.seed for each in taken] == [None, 0, -(2**63), 2**63 - 1, -(2**63), -1]
-    assert asked[-1].seed == 2**64 - 1  # The scheduler's own is left alone.
+    assert asked[-1].seed == 2**64 - 1  # the scheduler's copy does not change

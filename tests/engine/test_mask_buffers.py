@@ -1,4 +1,4 @@
-"""The buffers in which captured graphs find a batch's masks."""
+"""The buffers from which captured graphs read a batch's masks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 
 COLUMNS, REQUESTS, ROWS = 40, 5, 300
-"""Trees of 40 rows, whose bits take two words."""
+"""Trees have up to 40 rows, whose bits take two words."""
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_trees_keep_their_masks_beside_plain_and_long_requests(buffers: MaskBuff
     ctx_lens, bits = buffers.fill(
         start, lengths, rows, torch.tensor([100, -1, -1, 200]).int(), given
     )
-    # The prompt of 90 rows is left to another kernel.
+    # Another kernel serves the prompt of 90 rows.
     assert ctx_lens.tolist() == [100, 50, -1, 200]
     for request, own in trees.items():
         assert torch.equal(bits[start[request] : start[request + 1]], own)
@@ -64,7 +64,7 @@ def test_trees_keep_their_masks_beside_plain_and_long_requests(buffers: MaskBuff
 
 @pytest.mark.parametrize("all_trees", [False, True])
 def test_padding_behind_the_batch_is_no_request(buffers: MaskBuffers, all_trees: bool) -> None:
-    """As vLLM pads for graphs: requests without rows, and rows of nobody."""
+    """vLLM pads for graphs with requests without rows, and with rows without a request."""
     start = torch.tensor([0, 40, 40, 40]).int()
     lengths = torch.tensor([140, 0, 0]).int()
     tree = tree_bits(40, 3)
@@ -102,7 +102,8 @@ def test_requests_that_an_earlier_batch_had_are_padding(
 
 
 def test_every_batch_is_found_at_the_same_addresses(buffers: MaskBuffers) -> None:
-    """Captured graphs hold addresses; batches of one shape differ in contents alone."""
+    """Captured graphs keep addresses, so batches of one shape may differ in their contents
+    alone."""
     found = []
     for seed, contexts in ((6, (10, 20)), (7, (300, 4))):
         start, lengths, rows = batch((40, contexts[0]), (40, contexts[1]))

@@ -1,4 +1,4 @@
-"""vLLM's profile of memory sees as many logits as steps with trees have."""
+"""vLLM's memory profile runs with as many logits as steps with trees have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring what plain steps cost, on a runner whose steps take the time that they are told."""
+"""Measuring the cost of plain steps, on a fake runner whose steps take a known time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def alone(seconds: float) -> float:
 
 
 class Runner:
-    """A step takes 1 ms, and 1 µs for each token that it reads; ``slow`` makes the host wait."""
+    """A fake runner: steps take 1 ms, and 1 µs for each token that they read.
+
+    Each step takes ``slow`` more seconds, and the host waits for as long.
+    """
 
     max_num_reqs, max_num_tokens, max_model_len = 100, 512, 2048
 
@@ -37,7 +40,7 @@ class Runner:
         self.greedy = 0
 
     def queue_delay(self) -> None:
-        assert self.speculator is None, "plain steps draft nothing"
+        assert self.speculator is None, "plain steps must not draft"
 
     def _dummy_run(self, rows: int, context_len: int | None = None) -> tuple[str, str]:
         if context_len is None:
@@ -52,13 +55,15 @@ class Runner:
 
 @pytest.fixture(autouse=True)
 def sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling takes a millisecond, and is greedy."""
+    """Make sampling take a millisecond, and check that it is greedy."""
 
     def sample_greedily(runner: Runner, requests: int) -> None:
         runner.greedy = requests
 
     def sample_plain(runner: Runner, hidden: str) -> None:
-        assert runner.greedy >= runner.steps[-1][0], "rehearsals leave every sampling option on"
+        assert runner.greedy >= runner.steps[-1][0], (
+            "vLLM's dummy runs enable every sampling option"
+        )
         runner.clock.spent["sample"] = 1e-3
 
     monkeypatch.setattr(plain_cost, "sample_greedily", sample_greedily)
@@ -108,7 +113,7 @@ def test_forwards_over_the_rows_of_trees_are_measured_without_sampling(clock: Cl
 
 
 def test_no_forward_has_more_rows_of_a_request_than_its_context_holds(clock: Clock) -> None:
-    """The KV cache has no place for them, whatever a tree's budget is."""
+    """The KV cache has no room for more rows, whatever a tree's budget is."""
     runner: Any = Runner(clock, 0.0)
     runner.max_model_len = NODES
     cost = plain_cost.measure(runner, alone)
@@ -117,7 +122,7 @@ def test_no_forward_has_more_rows_of_a_request_than_its_context_holds(clock: Clo
 
 
 def test_slow_forwards_are_measured_over_few_rows(clock: Clock) -> None:
-    """And over one at least, as there is no less."""
+    """At least the smallest number of rows is measured."""
     for slow, rows in ((plain_cost.FORWARD_SECONDS / 13, (1, 4, 16)), (plain_cost.SECONDS, (1,))):
         runner: Any = Runner(clock, slow)
         cost = plain_cost.measure(runner, alone)
@@ -126,7 +131,7 @@ def test_slow_forwards_are_measured_over_few_rows(clock: Clock) -> None:
 
 
 def test_several_ranks_run_the_same_forwards_as_the_first_tells_them(clock: Clock) -> None:
-    """The control: a rank that goes by its own clock runs others."""
+    """Control: a rank that uses its own clock runs other forwards."""
     told: list[float] = []
 
     def first(seconds: float) -> float:

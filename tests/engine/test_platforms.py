@@ -1,4 +1,4 @@
-"""Each platform's half of the engine loads without the other's."""
+"""Each platform's half of the engine loads without the other half."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dyntree_plugin.engine.configuration import WORKERS
 ENGINE = Path(dyntree_plugin.__file__).parent / "engine"
 
 OF_CPU = ("vllm.v1.worker.cpu", "vllm_cpu_runner", "dyntree_kernels.cpu", "numba")
-"""The first patches torch.cuda."""
+"""Modules of the CPU's half; the first one patches torch.cuda."""
 OF_CUDA = (
     "vllm.v1.attention.backends.flash_attn",
     "dyntree_plugin.engine.cuda",
@@ -29,7 +29,7 @@ def modules(folder: str) -> list[str]:
 
 
 def run(code: str) -> str:
-    """The last line that ``code`` prints in a process of its own."""
+    """Run ``code`` in a process of its own, and return the last line that it prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
@@ -44,7 +44,7 @@ def among(strangers: tuple[str, ...], loaded: list[str]) -> list[str]:
 
 
 def test_the_cpu_loads_nothing_of_cuda() -> None:
-    # The runner loads only once install() has prepared vLLM for it.
+    # The runner loads only after install() has prepared vLLM for it.
     own = ["vllm_cpu_runner.install", "dyntree_plugin.engine.cpu.worker"]
     own += ["dyntree_plugin.engine.attention.cpu"]
     loaded = loaded_with(own)
@@ -62,7 +62,7 @@ def test_cuda_loads_nothing_of_the_cpu() -> None:
 
 
 def test_what_platforms_share_loads_neither() -> None:
-    # The runner's stock class must not load on a CPU before the CPU's own patches.
+    # On a CPU, vLLM's own patches must come before its runner class loads.
     own = ["vllm.v1.worker.cpu.shm", "dyntree_plugin.engine.runner", "dyntree_plugin.engine.worker"]
     own += ["dyntree_plugin.engine.attention.served"]
     assert among((*OF_CUDA, *OF_CPU[1:]), loaded_with(own)) == []

@@ -1,4 +1,4 @@
-"""Attention with trees is vLLM's choice while their engine's model is made, and not afterwards."""
+"""vLLM chooses attention with trees only while the model of an engine with trees is made."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_what_someone_else_registered_is_put_back() -> None:
         AttentionBackendEnum.CPU_ATTN.clear_override()
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's choice looks at its model")
+@pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="on a GPU, the choice depends on the model"
+)
 def test_vllms_memory_of_a_choice_does_not_outlive_it() -> None:
     def chosen() -> str:
         with set_current_vllm_config(VllmConfig()):

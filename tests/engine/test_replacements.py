@@ -1,4 +1,4 @@
-"""Whatever of vLLM is replaced is in the documentation."""
+"""Everything of vLLM that is replaced is documented."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OURS = (
     "self.step.", "self._record.", "record.", "self.speculator.", "self.rejection_sampler.",
     "self.model_runner.",
 )  # fmt: skip
-"""What these names stand for are objects of our classes."""
+"""Prefixes of fields of our own objects."""
 SETTINGS = (
     "speculative_config.num_speculative_tokens",
     "speculation.num_speculative_tokens_per_batch_size", "scheduler.scheduler_cls",
@@ -38,11 +38,11 @@ SETTINGS = (
     "short.allowed_token_ids", "short.logit_bias", "short._all_stop_token_ids",
     "sys.argv", "numba.config.THREADING_LAYER",
 )  # fmt: skip
-"""Fields that are there to be set."""
+"""Fields that vLLM or a library expects to be set."""
 
 
 def replaced(source: str) -> Iterator[str]:
-    """The attributes of other objects that are set, and the private ones whose items are."""
+    """Yield the fields of other objects that are assigned, and the private ones whose items are."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assign):
             parts = [t.elts if isinstance(t, ast.Tuple) else [t] for t in node.targets]

@@ -1,4 +1,4 @@
-"""Captured functions of a batch: fixed addresses, padding, and what is too large."""
+"""Captured functions of a batch: fixed addresses, padding, and batches that are too large."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 8
 
 
 class Recorder:
-    """A graph without a device: replaying runs the call again, on the addresses that it had."""
+    """A graph without a device: a replay runs the call again, on the same addresses."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""A session that takes its input in pieces, where a turn ends within an accepted path."""
+"""A session takes its input in pieces, and a turn ends within an accepted path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ PROMPT, FIRST_TURN, SECOND_PIECE = [1, 2, 3, 4], [5, 6, 7], [8, 9]
 
 
 def next_turn(scheduler_type: type[Scheduler], computed: int) -> Request:
-    """The session when its second turn begins; ``computed``: tokens with KV at the first's end."""
+    """Return the session when its second turn begins.
+
+    ``computed`` is the number of tokens with KV at the end of the first turn.
+    """
     params = SamplingParams(max_tokens=len(FIRST_TURN))
     session = Request("session", [*PROMPT], params, None, resumable=True)
     session.streaming_queue = deque()
@@ -34,7 +37,7 @@ def next_turn(scheduler_type: type[Scheduler], computed: int) -> Request:
 
 
 WHOLE = [*PROMPT, *FIRST_TURN[:-1], *SECOND_PIECE]
-"""vLLM goes on without the last token, which has no KV yet."""
+"""vLLM drops a turn's last token, which has no KV yet."""
 
 
 @pytest.mark.parametrize("accepted_behind_the_end", [0, 1, 5])
@@ -48,7 +51,7 @@ def test_what_a_tree_had_accepted_behind_the_end_is_not_taken_for_computed(
 
 
 def test_vllms_own_scheduler_takes_it_for_computed() -> None:
-    """Once it does not, ours need not mend it."""
+    """If vLLM's scheduler no longer does this, ours need not correct it."""
     session = next_turn(Scheduler, len(PROMPT + FIRST_TURN) + 4)
     assert list(session.all_token_ids) != WHOLE
     assert session.num_computed_tokens > session.num_tokens

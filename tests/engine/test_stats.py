@@ -1,4 +1,4 @@
-"""Counting trees, from the worker's tensors to vLLM's own statistics."""
+"""The counting of trees, from the worker's tensors to vLLM's statistics."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 def worker_counts(
     nodes: list[int], depths: list[int], moved: list[int], **more: Any
 ) -> WorkerCounts:
-    """All nodes at depth 1, and a quarter of them expected to be accepted."""
+    """Return counts with all nodes at depth 1; a quarter is expected to be accepted."""
     decoding = [True] * max(2, len(nodes))
     at_depth = np.array([[n, 0.0, 0.0] for n in nodes]).reshape(-1, 3)
     return WorkerCounts(decoding, nodes, depths, moved, at_depth, at_depth / 4, **more)
 
 
 class Counting(TreeCounting):
-    """The scheduler's counting without the scheduler."""
+    """The scheduler's counting, without the scheduler."""
 
     def __init__(self, **sampling: Any) -> None:
         from vllm import SamplingParams
@@ -63,7 +63,8 @@ class Counting(TreeCounting):
         accepted: dict[str, int],
         tokens: tuple[list[int], list[int]] = ([1], [1]),
     ) -> TreeSpecDecodingStats:
-        """The statistics of a step; ``accepted`` by request that had drafts to verify."""
+        """Return the statistics of a step. ``accepted`` has the requests that had drafts to
+        verify."""
         output: Any = SimpleNamespace(
             req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=list(tokens), dyntree=counts
         )
@@ -88,8 +89,8 @@ def verification(
 
 @pytest.fixture
 def trees() -> TreeStore:
-    """Two trees of five slots: the first holds five nodes, of which four are verified below, the
-    second two. Each was chosen from ten candidates."""
+    """Two trees with room for five nodes, of five (the tests verify four) and two nodes. Each was
+    chosen from ten candidates."""
     plan = DynTreeOptions(max_depth=3).resolve(5)
     trees = TreeStore(3, plan, 8, torch.device("cpu"))
     trees.depths[1:3] = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
@@ -137,9 +138,10 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     assert counts.depths == [3, 2]
     assert counts.at_depth.tolist() == [[2, 1, 1], [1, 1, 0]]
     assert counts.expected == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
-    # Nodes 1, 2, 3 come to the places of nodes 0, 1, 2; node 0 is in its place.
+    # Nodes 1, 2, 3 move to the places of nodes 0, 1, 2. In the other tree, node 0 is already in
+    # place.
     assert counts.moved == [3, 0]
-    # Of 20 candidates 7 were kept, and one of these was not scheduled.
+    # Of 20 candidates, 7 were kept, and one of these was not scheduled.
     assert counts.pruned == {"budget": 13, "scheduler": 1}
 
 
@@ -156,7 +158,7 @@ def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
 def test_nodes_that_the_steps_size_leaves_out_are_the_budgets(
     trees: TreeStore, drafts: list[int] | None, pruned: tuple[int, int]
 ) -> None:
-    """Of 20 candidates; the trees have 5 and 2 nodes. The second request has no room for one."""
+    """20 candidates became trees of 5 and 2 nodes. The second request has no room for a node."""
     of_batch = batch(DECODING)
     nodes = [0, 0]
     if drafts is not None:
@@ -170,7 +172,8 @@ def test_nodes_that_the_steps_size_leaves_out_are_the_budgets(
 
 
 class Plain:
-    """An estimate that is known, or not; and what it is asked for."""
+    """A fake estimate of plain steps that may be unknown; it notes the steps that it is asked
+    for."""
 
     def __init__(self, seconds: float | None = 0.016) -> None:
         self.asked: list[tuple[float, ...]] = []
@@ -187,9 +190,9 @@ def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStor
     verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
     record = record_of(trees, verified, plain=plain, times=times)
     counts = StepTimes().complete(record)
-    # Two requests behind 200 tokens each.
+    # Two requests with contexts of 200 tokens on average.
     assert plain.asked == [(2, 200.0, ROWS, 0.02, 0.005)]
-    # Six tokens: three plain steps of both.
+    # There are six tokens, so three plain steps of both requests.
     assert counts.compared == pytest.approx({"tree": 0.035, "plain": 3 * 0.016})
     assert counts.stage_seconds == {"target": 0.02, "sample": 0.005, "draft": 0.01}
 
@@ -209,7 +212,7 @@ def test_neither_side_of_the_comparison_counts_where_plain_steps_are_not_known(
 
 
 class Late:
-    """Times that a device has not finished before it is told so."""
+    """Stage times that a device finishes later."""
 
     def __init__(self, **seconds: float) -> None:
         self.finished = False
@@ -224,7 +227,7 @@ class Late:
 
 
 def test_times_come_with_the_counts_of_a_later_step_where_a_device_lags(trees: TreeStore) -> None:
-    """Each step's time stays with what that step is compared with."""
+    """Each step's time stays with the plain step that it is compared with."""
     times = StepTimes()
 
     def fetch(own: Late, prompt: bool = False) -> WorkerCounts:
@@ -257,7 +260,7 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
     record, there = record_of(trees, verified), record_of(trees, verified)
     expected = there.counts()
     record.send(send)
-    trees.counts[:] = trees.admitted[:] = trees.grown[:] = 0  # the next trees take their places
+    trees.counts[:] = trees.admitted[:] = trees.grown[:] = 0  # the next trees overwrite these
     assert record.counts() == expected
     assert np.array_equal(record.counts().at_depth, expected.at_depth)
     assert np.array_equal(record.counts().expected, expected.expected)
@@ -336,7 +339,7 @@ def test_a_request_that_has_ended_meanwhile_is_not_counted() -> None:
 
 
 def test_the_tree_of_a_request_that_has_ended_meanwhile_counts_nowhere() -> None:
-    """Asynchronous scheduling verifies one more tree of it."""
+    """Asynchronous scheduling verifies one more tree of a request that has ended."""
     counts = worker_counts([5, 3], [2, 3], [1, 0])
     scheduler = Counting()
     scheduler.requests["a"].is_finished = lambda: True
@@ -410,7 +413,7 @@ def test_a_step_that_no_tree_waited_for_counts_none(budget: str) -> None:
 
 
 def test_the_number_of_draft_forwards_travels_with_the_schedule() -> None:
-    """Workers of several ranks get it pickled."""
+    """With several ranks, workers get the schedule pickled."""
     scheduled = SchedulerOutput.make_empty()
     setattr(scheduled, FORWARDS, 3)
     assert getattr(pickle.loads(pickle.dumps(scheduled)), FORWARDS) == 3

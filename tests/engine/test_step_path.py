@@ -1,4 +1,4 @@
-"""Nothing on the step path waits for the device, and the algorithm needs no vLLM."""
+"""Nothing on the step path waits for the device, and the algorithm does not need vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STEP_PATH = {
     for pattern in patterns
     for path in sorted(root.glob(pattern))
 }
-"""All but ``engine/cpu`` and ``cpu``, whose tensors are on the host."""
+"""All modules except those of the CPU, whose tensors are on the host."""
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def noise(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 
 
 def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> TreeStore:
-    """Grow as the engine does, and store the trees."""
+    """Grow trees as the engine does, and store them."""
     pick = ChildPicker(plan, noise, estimate)
     growth = plan.growing.start(REQUESTS, torch.full((REQUESTS,), 100))
     features = []
@@ -195,8 +195,8 @@ def verify(trees: TreeStore) -> Accepted:
 
 @pytest.mark.parametrize("growth", GROWN, ids=lambda g: f"{g.name}-{g.sampling}")
 def test_growing_verifying_and_learning_need_no_value_on_the_host(growth: GrowthConfig) -> None:
-    """On fake tensors, which have shapes and no values: what asks for a value raises."""
-    # What is known before any token is worked out on the host, once.
+    """Run on fake tensors, which have shapes but no values. Reading a value raises."""
+    # The host computes these once, before any token is known.
     plan_growth(growth, SHAPE).start(1, torch.zeros(1))
     for rule in allowed_rules(growth.name, plan_of(growth).growing.sampling):
         plan = plan_of(growth, rule)

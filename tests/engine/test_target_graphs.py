@@ -23,7 +23,7 @@ class Graph:
 
 @dataclass
 class Manager:
-    """Offers a batch the graphs of the next larger number of rows, as vLLM's does."""
+    """Offer a batch the graphs of the next larger number of rows, as vLLM's manager does."""
 
     _candidates: dict[tuple[int, int], list[Graph]] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ PIECEWISE = Graph(32, None)
 def test_a_batch_between_graphs_of_another_size_finds_its_own() -> None:
     graphs = [Graph(5 * n, 5) for n in (1, 2, 4, 7, 8)] + [Graph(3 * n, 3) for n in (1, 4, 11)]
     manager = Manager().offer(graphs)
-    assert manager.dispatch(30, 5) is None, "the control: vLLM's own offer"
+    assert manager.dispatch(30, 5) is None, "control: vLLM offers the next larger number of rows"
     offer_larger(manager)
     assert manager.dispatch(30, 5) == Graph(35, 5)
     assert manager.dispatch(30, 3) == Graph(33, 3)
@@ -73,7 +73,7 @@ MOST_ROWS = 512
 
 
 def vllms_manager(nodes: int, requests: int, sizes: tuple[int, ...]) -> Any:
-    """vLLM's own manager, before it captures, for trees of these sizes."""
+    """Return vLLM's manager before it captures, for trees of these sizes."""
     schedule = [(batch, batch, size) for batch, size in enumerate(sorted(sizes)[::-1], start=1)]
     speculation = SimpleNamespace(
         num_speculative_tokens_per_batch_size=schedule,
@@ -106,7 +106,7 @@ def vllms_manager(nodes: int, requests: int, sizes: tuple[int, ...]) -> Any:
 
 
 def rows_run(manager: Any, requests: int, nodes: int) -> int | None:
-    """Rows of the FULL graph that a batch of trees is run with; None without one."""
+    """Return the number of rows of the FULL graph for a batch of trees; None without one."""
     rows = requests * (nodes + 1)
     desc = manager.dispatch(requests, rows, nodes + 1, 0)
     return desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else None

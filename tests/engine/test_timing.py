@@ -9,7 +9,7 @@ from dyntree_plugin.engine.step.clock import STAGES, StageClock
 
 
 class Time:
-    """Stands in for the module `time`."""
+    """Replace the module `time`."""
 
     def __init__(self) -> None:
         self.now = 100.0

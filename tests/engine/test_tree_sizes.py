@@ -1,4 +1,4 @@
-"""Where the scheduler must size trees without seeing them, vLLM is told every size there may be."""
+"""If the scheduler sizes trees without seeing them, vLLM gets every possible tree size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sized(
     requests: int = 64,
     **options: str,
 ) -> set[int]:
-    """The sizes in vLLM's own table after the plugin has settled; empty where it has none."""
+    """Return the sizes in vLLM's table after the plugin has settled; empty if it has none."""
     speculation = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
     config: Any = SimpleNamespace(
         additional_config={"dyntree": options},

@@ -1,4 +1,4 @@
-"""The store of trees that wait to be verified."""
+"""The store of trees that wait for verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODES = SHAPE.node_budget
 
 
 def forked_tree(token: int) -> TokenTree:
-    """Nodes 0 and 1 below the root, node 2 below node 1, and padding."""
+    """Return a tree with nodes 0 and 1 below the root, node 2 below node 1, and padding."""
     padding = NODES - 3
     return TokenTree(
         tokens=torch.tensor([[token, token + 1, token + 2, *[0] * padding]]),

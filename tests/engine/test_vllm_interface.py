@@ -1,4 +1,4 @@
-"""What vLLM calls of ours takes what the installed vLLM passes, whichever version that is."""
+"""Our methods that vLLM calls accept what the installed version of vLLM passes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def named(name: str) -> type:
 
 
 def replaced(cls: type) -> Iterator[tuple[str, Any, Any]]:
-    """Name, ours and vLLM's of every method that a class of ours in front of vLLM's replaces."""
+    """Yield name, our version and vLLM's version of every method of vLLM that our classes
+    override."""
     order = cls.__mro__
     for place, owner in enumerate(order):
         if not owner.__module__.startswith("dyntree_plugin"):
@@ -62,13 +63,13 @@ def replaced(cls: type) -> Iterator[tuple[str, Any, Any]]:
             behind = (vars(each).get(name) for each in order[place + 1 :])
             stock = next((each for each in behind if each is not None), None)
             of_vllm = getattr(stock, "__module__", "").startswith("vllm")
-            # Each of our constructors hands on what it does not know, or is called by us alone.
+            # Our constructors pass on unknown arguments, or only we call them.
             if of_vllm and name != "__init__" and callable(_function(stock)):
                 yield name, own, stock
 
 
 def _function(method: Any) -> Any:
-    """What a class or static method holds; any other method itself."""
+    """Return the function within a class or static method; return any other method unchanged."""
     return getattr(method, "__func__", method)
 
 
@@ -77,7 +78,7 @@ def signature(method: Any) -> Signature:
 
 
 def differing(own: Signature, stock: Signature) -> list[str]:
-    """Parameters of ``stock`` that ``own`` does not take, and those that it needs beyond them."""
+    """Return parameters of ``stock`` that ``own`` lacks, and those that it requires in addition."""
     ours, theirs = own.parameters, stock.parameters
     rest = {each.kind for each in ours.values()} & {*REST}
     missing = [

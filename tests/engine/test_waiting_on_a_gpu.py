@@ -1,4 +1,4 @@
-"""No step of an engine on a GPU waits for it: torch raises where something would."""
+"""No step of an engine on a GPU waits for it: torch raises if one does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds in a source what waits for the device, as far as a syntax tree tells."""
+"""Find code that waits for the device, as far as a syntax tree shows it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ WAITING = {
     "item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "synchronize", "masked_select",
     "unique", "unique_consecutive", "bincount", "equal", "allclose", "is_nonzero",
 }  # fmt: skip
-"""Methods of tensors, and functions of torch, that wait."""
+"""Methods of tensors and functions of torch that wait."""
 BUILTINS = {"int", "float", "bool", "range", "min", "max"}
-"""Those that ask a tensor for its value."""
+"""Builtins that read a tensor's value."""
 ON_THE_HOST = ("_np", "_cpu_upper_bound")
-"""Endings of vLLM's names for what it keeps on the host."""
+"""Suffixes of vLLM's names for data on the host."""
 EXCUSE = "# sync:"
-"""Marks a line that may wait, and why."""
+"""Marks a line that may wait, and says why."""
 
 _NO_TENSORS = {
     "shape", "dtype", "device", "ndim", "is_cuda", "itemsize", "nbytes", "size", "dim", "numel",
     "stride", "element_size", "data_ptr", "is_contiguous", "storage_offset", "untyped_storage",
     "get_device", "is_floating_point", "names",
 }  # fmt: skip
-"""What a tensor has that is none."""
+"""Attributes of a tensor that are not tensors."""
 _MADE_BY_TORCH = {
     "arange", "as_tensor", "bitwise_and", "bitwise_or", "cat", "clamp", "cumsum", "diff", "empty",
     "empty_like", "full", "full_like", "gather", "isin", "isnan", "logical_and", "logical_not",
@@ -37,14 +37,14 @@ _ON_A_MASK = {"view", "flatten", "reshape", "expand", "clone", "any", "all", "un
 
 @dataclass(frozen=True)
 class Declared:
-    """Names of attributes that are tensors, and of functions that return one, in every class."""
+    """Names of attributes that are tensors in every class, and of functions that return one."""
 
     attributes: frozenset[str] = frozenset()
     functions: frozenset[str] = frozenset()
 
 
 def waiting(source: str, declared: Declared) -> list[str]:
-    """Lines that wait for the device, without those that are marked."""
+    """Return the lines that wait for the device, without those that are marked."""
     lines = source.splitlines()
     tree = ast.parse(source)
     found = {node.lineno for node in _calls(tree)}
@@ -87,7 +87,7 @@ def _is_tensor(annotation: ast.expr | None) -> bool:
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls that wait whatever they are called on."""
+    """Yield calls that wait, whatever they are called on."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
@@ -108,7 +108,7 @@ def _names_the_host(call: ast.Call) -> bool:
 
 
 def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    """The outermost of each, and methods; what is within another belongs to it."""
+    """Yield methods and outermost functions. A nested function belongs to the one around it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield node
@@ -118,13 +118,13 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 
 @dataclass(frozen=True)
 class _Function:
-    """A function whose local names are tensors if all that they are given is."""
+    """A function. A local name is a tensor if every value that it is bound to is one."""
 
     node: ast.FunctionDef
     declared: Declared
 
     def attributes(self) -> Iterator[tuple[str, ast.expr | None]]:
-        """What attributes are set to; None where that is not to be seen."""
+        """Yield assigned attributes and their values; None for an unknown value."""
         for node in ast.walk(self.node):
             if isinstance(node, ast.Assign):
                 for target in node.targets:
@@ -136,7 +136,7 @@ class _Function:
 
     @cached_property
     def _given(self) -> dict[str, list[ast.expr | None]]:
-        """What local names are bound to; None where that is not to be seen."""
+        """The values that local names are bound to; None for an unknown value."""
         given: dict[str, list[ast.expr | None]] = {}
 
         def bind(target: ast.expr, value: ast.expr | None) -> None:
@@ -166,7 +166,7 @@ class _Function:
         return given
 
     def tensor(self, node: ast.expr | None, seen: frozenset[str] = frozenset()) -> bool:
-        """Whether the expression is a tensor for certain."""
+        """Return whether the expression is certainly a tensor."""
         if isinstance(node, ast.Name):
             values = self._given.get(node.id)
             if values is None or node.id in seen:
@@ -174,7 +174,7 @@ class _Function:
             return all(self.tensor(value, seen | {node.id}) for value in values)
         if isinstance(node, ast.Attribute):
             if _is_tensor(node):
-                return True  # the annotation of a parameter
+                return True  # a parameter's annotation
             of_tensor = self.tensor(node.value, seen) and node.attr in {"T", "mT"}
             return of_tensor or node.attr in self.declared.attributes
         if isinstance(node, ast.Call):
@@ -203,14 +203,14 @@ class _Function:
             return False
         if _name(owner) == "torch":
             return name in _MADE_BY_TORCH and not _names_the_host(call)
-        # Over a dimension they give values and indices.
+        # With a dimension, they return values and indices.
         pair = name in {"sort", "topk"} or (name in {"max", "min", "median"} and _text(call) != "")
         others = _NO_TENSORS | WAITING | {"chunk", "split", "unbind"}
         of_tensor = not pair and name not in others and self.tensor(owner, seen)
         return of_tensor or name in self.declared.functions
 
     def mask(self, node: ast.expr, seen: frozenset[str] = frozenset()) -> bool:
-        """Whether the expression is a tensor of truth values for certain."""
+        """Return whether the expression is certainly a tensor of truth values."""
         if isinstance(node, ast.Compare):
             return self.tensor(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
@@ -227,7 +227,7 @@ class _Function:
         return False
 
     def waits(self) -> Iterator[ast.expr]:
-        """Where a tensor's value is asked for."""
+        """Yield the expressions that read a tensor's value."""
         for node in ast.walk(self.node):
             if isinstance(node, ast.Call):
                 yield from self._of_call(node)
@@ -243,7 +243,7 @@ class _Function:
         if isinstance(node.func, ast.Name) and name in BUILTINS:
             yield from filter(self.tensor, node.args)
         elif name == "repeat_interleave" and "output_size" not in _text(node):
-            # Without it, what repeats are in a tensor says how long the result is.
+            # Without it, the values of a tensor of repeats determine the length of the result.
             repeats = node.args[1:] if ast.unparse(node.func).startswith("torch.") else node.args
             yield from filter(self.tensor, repeats)
 

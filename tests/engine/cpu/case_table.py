@@ -1,4 +1,4 @@
-"""The table of cases, and inputs that several have."""
+"""The table of cases, and inputs that several cases share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def case(*parameters: object, tolerance: float = 0.0) -> Callable[..., Callable[..., Results]]:
-    """Register a case once per parameter; its random inputs depend on nothing but its name."""
+    """Register a case once per parameter. Its random inputs depend only on its name."""
 
     def register(function: Callable[..., Results]) -> Callable[..., Results]:
         for parameter in parameters or (None,):
@@ -43,7 +43,7 @@ def random_ids(vocab: int, *shape: int) -> torch.Tensor:
     return torch.randint(vocab, shape, dtype=torch.int32)
 
 
-# Requests of states 3, 0, 2: a decode with two drafts, a chunk of a prompt, a prompt's last chunk.
+# Requests with states 3, 0, 2: a decode with two drafts, a chunk of a prompt, and a last chunk.
 REQUESTS = int64(3, 0, 2)
 STARTS = int32(0, 3, 10, 12)
 COMPUTED = int32(4, 0, 6, 20)

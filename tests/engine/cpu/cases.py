@@ -1,6 +1,6 @@
-"""Calls of vLLM's kernel wrappers on fixed inputs, to run with and without Triton.
+"""Call vLLM's kernel wrappers on fixed inputs, with and without Triton.
 
-Run as a program, it evaluates every case with Triton's interpreter and saves the results.
+As a program, this evaluates every case in Triton's interpreter and saves the results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CASES", "TOLERANCES", "Results"]
 
 
 def complete_interpreter() -> None:
-    """Add what the interpreter of Triton lacks for these kernels."""
+    """Add to Triton's interpreter what these kernels need and it lacks."""
     from triton.backends import Backend, backends
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -29,10 +29,10 @@ def complete_interpreter() -> None:
         def is_active() -> bool:
             return True
 
-    # vLLM's CPU build uses Triton if a "cpu" backend is registered; the interpreter needs none.
+    # vLLM's CPU build uses Triton if a "cpu" backend is registered, even an empty one.
     backends["cpu"] = Backend(compiler=None, driver=ActiveDriver)
 
-    # A mask made of a scalar and a block arrives as int8 with the block's shape or the scalar's.
+    # A mask made of a scalar and a block arrives as int8, with the shape of either.
     def with_boolean_mask(name: str, index: int) -> None:
         stock = getattr(InterpreterBuilder, name)
 
@@ -52,8 +52,8 @@ def complete_interpreter() -> None:
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     if not HAS_TRITON:
-        raise RuntimeError("vLLM did not take up Triton's interpreter")
-    # Functions of the device library are compiled code.
+        raise RuntimeError("vLLM does not use Triton's interpreter")
+    # Functions of the device library are compiled code, which the interpreter cannot run.
     rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
     logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
 

@@ -1,4 +1,4 @@
-"""Steps of growth in compiled calls, and the comparison with the tensors'."""
+"""Steps of growth in compiled calls, and their comparison with growth on tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ STORED = ("parents", "depths", "values", "counts", "admitted", "grown", "ancesto
 
 @dataclass(frozen=True)
 class Case:
-    """A step of requests: ``room`` scratch columns, temperature and whether chained, of each."""
+    """The requests of a step. ``room`` counts the scratch columns of each; some may be
+    ``chained``."""
 
     shape: TreeShape
     seed: int = 0
@@ -45,7 +46,7 @@ class Case:
 
 
 class Step:
-    """The compiled growth of one step, with the memory that it writes."""
+    """The compiled growth of one step, and the memory that it writes."""
 
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> None:
         self.vocab = vocab
@@ -81,7 +82,7 @@ class Step:
         plan = self.plan
         return CompiledGrowth(
             GrowthSettings(
-                requests=self.requests + 1,  # an engine's batch is seldom full
+                requests=self.requests + 1,  # an engine's batch is rarely full
                 node_budget=plan.shape.node_budget,
                 children=plan.growing.children,
                 widths=plan.growing.widths,
@@ -95,15 +96,15 @@ class Step:
         )
 
     def logits(self, width: int) -> torch.Tensor:
-        """Rows within wider ones, as of a padded vocabulary; some tokens cannot be."""
+        """Return random rows within wider ones, as of a padded vocabulary. Token 5 has chance 0."""
         made = torch.randn(self.requests * width, self.vocab + 3, generator=self.generator)
-        # Of no two equal ones, also in 16 bits.
+        # All values differ, also in 16 bits.
         made = made.argsort(dim=1) / 8 if self.dtype.itemsize == 2 else 3 * made
         made[:, 5] = float("-inf")
         return made.to(self.dtype)[:, : self.vocab]
 
     def pick(self, logits: torch.Tensor) -> Children:
-        """What was picked below the last expansions, [R, W, K]."""
+        """Return the children that were picked below the last expansions, [R, W, K]."""
         self.growth.pick(logits)
         width = len(logits) // self.requests
         new = (slice(self.requests), slice(self.expanded, self.expanded + width))
@@ -113,7 +114,7 @@ class Step:
         return Children(tokens, edges, None, features if self.plan.calibrated else None)
 
     def frontiers(self) -> Iterator[tuple[int, int]]:
-        """Expand forward by forward: the width of each, and how many nodes it has."""
+        """Expand forward by forward; yield the width of each frontier, and its number of nodes."""
         for width in self.widths:
             words = self.growth._bits.shape[2]
             self.bits = torch.zeros(self.requests * width, words, dtype=torch.int32)
@@ -129,7 +130,7 @@ class Step:
 
 
 def same_rows(step: Step, frontier: Frontier, first: int) -> None:
-    """The rows of the draft forward are those of the ``frontier``, in columns from ``first``."""
+    """Check that the draft forward's rows are those of ``frontier``, in columns from ``first``."""
     valid, shape = frontier.valid, frontier.tokens.shape
     rows = frontier.tokens.numel()
     assert torch.equal(step.rows.ids[:rows].view(shape)[valid], frontier.tokens[valid].int())
@@ -144,7 +145,7 @@ def same_rows(step: Step, frontier: Frontier, first: int) -> None:
 
 
 def grow_both(step: Step, tensors: Growth) -> None:
-    """Grow one step, and with the same picks in ``tensors``; raises where they differ."""
+    """Grow one step, and grow ``tensors`` from the same picks. Raise if they differ."""
     features = []
 
     def add(width: int) -> None:

@@ -1,4 +1,4 @@
-"""Decodes with a tiny model in vLLM's V1 or V2 CPU runner and prints the results as JSON.
+"""Decode with a tiny model in vLLM's V1 or V2 CPU runner, and print the results as JSON.
 
 Usage: decode.py {v1,v2} MODEL
 """
@@ -33,7 +33,7 @@ def engine(**options: Any) -> LLM:
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=4,
-        max_num_batched_tokens=40,  # prompts arrive in chunks
+        max_num_batched_tokens=40,  # so that prompts are read in chunks
         block_size=32,
         **options,
     )
@@ -50,7 +50,7 @@ def decode(llm: LLM, prompts: list[list[int]], sampling_params: Any) -> list[lis
 
 
 def compiled_signatures() -> dict[str, int]:
-    """How many versions of each kernel numba has compiled or loaded."""
+    """Return how many versions of each kernel numba has compiled or loaded."""
     from numba.core.dispatcher import Dispatcher
 
     prefixes = ("vllm_cpu_runner", "dyntree_kernels.cpu.gumbel")
@@ -64,7 +64,7 @@ def compiled_signatures() -> dict[str, int]:
 
 
 def run_v2() -> dict[str, Any]:
-    # What the plugin does for engines with a tree: 0.32 refuses V2 without Triton.
+    # The plugin does this for engines with a tree, because vLLM 0.32 refuses V2 without Triton.
     VllmConfig._validate_v2_model_runner = lambda self: None
     import vllm_cpu_runner
 

@@ -1,4 +1,4 @@
-"""Cases of vLLM's own drafting and rejection."""
+"""Cases of vLLM's own drafting and rejection kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of what prepares a batch, and of what follows its sampling."""
+"""Cases of the kernels that prepare a batch, and of those after sampling."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def combine_sampled_and_drafts(new_tokens: int) -> Results:
     from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 
     input_ids = torch.full((20,), -7, dtype=torch.int32)
-    # The last request's two rows straddle its prompt, as after a resumption.
+    # The last request's two rows straddle the end of its prompt, as after a preemption.
     starts, lengths = int32(0, 3, 10, 12), int32(23, 11, 9)
     cu_logits = int32(0, 3, 4, 6) if new_tokens else int32(0, 2, 3, 5)
     indices = combine_sampled_and_draft_tokens(

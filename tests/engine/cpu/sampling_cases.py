@@ -1,4 +1,4 @@
-"""Cases of the sampler."""
+"""Cases of the sampler's kernels."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def logit_bias(check_all_masked: bool) -> Results:
 def bad_words() -> Results:
     from vllm.v1.worker.gpu.sample.bad_words import apply_bad_words
 
-    # Words of request 0: (7), (1 2 8), (2 3 9); of request 1: (4 4 4 5).
+    # Bad words of request 0: (7), (1 2 8), (2 3 9); of request 1: (4 4 4 5).
     words = torch.tensor([[7, 1, 2, 8, 2, 3, 9], [4, 4, 4, 5, 0, 0, 0]], dtype=torch.int32)
     offsets = torch.tensor([[0, 1, 4, 7], [0, 4, 0, 0]], dtype=torch.int32)
     # The prompt's 4s do not count for request 1.

@@ -1,4 +1,4 @@
-"""Growth in compiled calls grows the trees of the tensors' growth, from the same picks."""
+"""Growth in compiled calls grows the same trees as growth on tensors, from the same picks."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_memory_is_left_ready_for_the_next_step() -> None:
     ],
 )
 def test_another_growth_would_be_told_apart(other: Case) -> None:
-    """The control of the tests above."""
+    """Control of the tests above."""
     with pytest.raises((AssertionError, RuntimeError)):
         grow_both(Step(CASE), tensor_growth(other))
 
 
 def test_a_step_that_stops_early_keeps_what_was_picked() -> None:
-    """Where a forward over the last frontier does not pay, there are no picks for it."""
+    """If a forward over the last frontier does not pay, the frontier has no picks."""
     step, tensors = Step(CASE), tensor_growth(CASE)
     tensors.add(*step.pick(step.logits(1))[:3])
     next(step.frontiers())
@@ -98,7 +98,7 @@ def test_a_step_that_stops_early_keeps_what_was_picked() -> None:
 
 @pytest.mark.parametrize("forwards", [0, 1, 2, 3])
 def test_growth_may_end_behind_any_forward_and_be_captured_apart(forwards: int) -> None:
-    """Calls that are captured one by one leave growth behind any of them."""
+    """Growth may end after any forward, because its calls are captured one by one."""
     whole, step, tensors = Step(CASE), Step(replace(CASE, seed=1)), tensor_growth(CASE)
     grow_both(whole, tensor_growth(CASE))
     tensors.add(*step.pick(step.logits(1))[:3])
@@ -135,13 +135,13 @@ def test_steps_need_no_kernel_that_the_warm_up_has_not_compiled(
     for case in (CASE, single, replace(CASE, calibrated=False)):
         grow_both(Step(case, torch.bfloat16), tensor_growth(case))
     assert called == warm
-    # The control: logits of another type are another kernel's.
+    # Control: logits of another type need another kernel.
     grow_both(Step(CASE), tensor_growth(CASE))
     assert called > warm
 
 
 def speculator_of(plan: TreePlan, ops: Any) -> Any:
-    """A speculator that has what the choice of a growth reads."""
+    """Return a speculator with the fields that the choice of a growth reads."""
     speculator: Any = object.__new__(TreeSpeculator)
     vars(speculator).update(
         max_num_reqs=2,
@@ -164,7 +164,7 @@ def test_other_growths_are_not_compiled() -> None:
 def test_more_candidates_than_are_compiled_for_are_the_tensors(
     most: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton", reason="the limit is that of the kernels on CUDA")
+    pytest.importorskip("triton", reason="the limit is that of the CUDA kernels, which need Triton")
     from dyntree_plugin.engine.cuda import ops as cuda_ops
 
     monkeypatch.setattr(cuda_ops, "MOST_CANDIDATES", most)

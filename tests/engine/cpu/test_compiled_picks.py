@@ -1,4 +1,4 @@
-"""What a compiled call picks of the draft's logits is what the tensors' picker picks."""
+"""A compiled call picks the same children from the draft's logits as the picker on tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_picks_are_the_pickers(
     step = Step(case, dtype, vocab)
     picks_differ(step, step.seeds)
     if coupling:
-        # The control: the noise is that of the request's own seed.
+        # Control: the noise depends on the request's own seed.
         with pytest.raises(AssertionError):
             picks_differ(Step(case, dtype, vocab), step.seeds + 1)
 
@@ -78,7 +78,7 @@ def test_a_chained_request_has_one_child_per_node() -> None:
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_without_a_distribution_has_no_children(broken: float) -> None:
-    """It is one request's: the other's tree is none the worse."""
+    """The row is of one request. The other request's tree does not change."""
     trees = []
     for first_row in (broken, 0.0):
         step = Step(CASE)

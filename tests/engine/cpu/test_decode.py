@@ -1,4 +1,4 @@
-"""vLLM's V2 runner decodes on a CPU with our kernels and without speculation of ours."""
+"""vLLM's V2 runner decodes on a CPU with our kernels, without trees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from dyntree_plugin import openmp
 
-# test_identity has the same of the embedded target.
+# test_identity checks the same for the embedded target.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 HERE = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Installation of the CPU kernels: complete, checked against the installed vLLM, repeatable."""
+"""Installing the CPU kernels is complete, fits the installed vLLM, and can be repeated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def triton_kernels() -> set[str]:
-    """Qualified names of the functions that the V2 runner's modules launch as kernels."""
+    """Return the qualified names of the functions that the V2 runner's modules launch as
+    kernels."""
     folder = Path(next(iter(importlib.import_module("vllm.v1.worker.gpu").__path__)))
     names = set()
     for path in folder.rglob("*.py"):
@@ -135,7 +136,10 @@ def test_the_placeholder_of_triton_rounds_up_to_powers_of_two(number: int, power
     assert next_power_of_2(number) == power
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no count to overwrite")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2,
+    reason="needs two cores: with one, no thread count is overwritten",
+)
 @pytest.mark.parametrize("preloaded", [False, True])
 @pytest.mark.parametrize("ours", [False, True])
 def test_numba_leaves_torchs_thread_count_alone_once_our_kernels_are_imported(

@@ -1,4 +1,4 @@
-"""Every CPU kernel gives what vLLM's Triton kernel gives in Triton's interpreter."""
+"""Every CPU kernel gives the results of vLLM's Triton kernel in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Results]:
-    """Results of all cases from a process of its own: the interpreter is chosen at import."""
+    """Results of all cases in the interpreter, from a new process: it is chosen at import."""
     pytest.importorskip("triton", reason="the reference is Triton's interpreter")
     path = tmp_path_factory.mktemp("cases") / "results.pt"
     environment = os.environ | {
@@ -86,6 +86,6 @@ def test_the_comparison_notices_noise_at_a_wrong_position(
     monkeypatch.setattr(sampling, "_DRAFT_POSITION_OFFSET", 1)
     name = "gumbel[(512, False)]"
     found = differences(interpreted[name], cases.CASES[name](), 0)
-    # Only draws of drafts are at fault; the names are "trial, drafting, scale".
+    # Only draws of drafts are wrong; the names are "trial, drafting, scale".
     assert found
     assert all(" True " in line.split(":")[0] for line in found)

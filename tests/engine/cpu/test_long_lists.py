@@ -1,4 +1,4 @@
-"""Lists longer than the rows of vLLM's states act as the same lists do in rows that hold them."""
+"""Lists longer than the rows of vLLM's states act as lists that fit do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY, REQUESTS, PROMPT = 6000, 3, 4
 
 @pytest.fixture(scope="module")
 def states() -> Any:
-    """vLLM's own, with room."""
+    """Return vLLM's own states, enlarged."""
     vllm_cpu_runner.install()
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
     from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
@@ -47,7 +47,7 @@ def states() -> Any:
 
 
 def applied(states: Any, requests: list[dict[str, Any]]) -> torch.Tensor:
-    """Logits of zero, a row of each request, behind what the requests ask for."""
+    """Return zero logits, one row per request, after the requests' parameters were applied."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
     for slot, params in enumerate(requests):
@@ -91,7 +91,7 @@ def test_long_lists_act_and_leave_nothing_behind(states: Any) -> None:
     expected[1, at] = expected[1, 0] = minus
     expected[2, [11, 13]] = minus
     assert torch.equal(long, expected)
-    # Other requests in the same slots.
+    # Other requests take the same slots.
     short = applied(states, [{}, {"allowed_token_ids": [3, 5]}, {"words": [[9]]}])
     expected = torch.zeros(3, VOCABULARY)
     expected[1] = minus
@@ -101,7 +101,7 @@ def test_long_lists_act_and_leave_nothing_behind(states: Any) -> None:
 
 
 def test_rows_of_vllms_width_would_refuse_them(states: Any) -> None:
-    """The control: it is the stock states that cannot hold such lists."""
+    """Control: the original states cannot hold such lists."""
     with pytest.raises(ValueError, match="Too many allowed token IDs: 1025"):
         states[0]._state.add_request(0, SamplingParams(allowed_token_ids=list(range(1025))))
     params = SamplingParams()
