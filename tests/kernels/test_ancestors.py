@@ -11,7 +11,7 @@ from dyntree_kernels.ancestors import ancestor_bits, pack_bits, unpack_bits
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[list[int]]:
-    """A batch of equally long parent lists: trees, with roots in any place."""
+    """Draw a batch of parent lists of equal length: trees, with roots at any index."""
     nodes = draw(st.integers(1, 70))
     parent = [st.integers(-1, i - 1) for i in range(nodes)]
     return draw(st.lists(st.tuples(*parent).map(list), min_size=1, max_size=3))

@@ -1,4 +1,4 @@
-"""What the CUDA benchmark counts, as far as that needs no GPU."""
+"""What the CUDA benchmark counts, as far as this needs no GPU."""
 
 from __future__ import annotations
 

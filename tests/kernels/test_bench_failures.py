@@ -1,4 +1,4 @@
-"""What the CUDA benchmark makes of kernels that fail, as far as that needs no GPU."""
+"""How the CUDA benchmark handles kernels that fail, as far as this needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Benchmark = Callable[[Exception, float], bench.Benchmark]
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Benchmark:
-    """Makes one of two implementations, of which the first raises."""
+    """Return a function that makes a benchmark of two implementations. The first one raises."""
     monkeypatch.setattr(bench.timing, "ceilings", lambda dtype: {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no device")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

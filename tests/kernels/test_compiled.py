@@ -1,4 +1,4 @@
-"""Machine code on disk: what fits is found, and nothing about the disk stops a kernel."""
+"""Machine code on disk: matching files are used, and no problem of the disk stops a kernel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Imports the compiled functions of a folder as a process does that starts: `twice`."""
+    """Return a function that imports a folder's compiled functions as a new process does.
+
+    It returns the function `twice`.
+    """
 
     def twice(folder: Path) -> Any:
         for name in ("added_by_another_file", "calls_another_file"):
@@ -99,7 +102,7 @@ def test_machine_code_is_found_again_and_in_another_checkout(
 def test_a_change_of_what_a_function_calls_is_seen(
     digested: bool, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is not, the control, where folders are not named by sources."""
+    """Control: it is not seen if folders are not named by a digest of the sources."""
     if not digested:
         monkeypatch.setattr(module, "_digest", lambda package: "sources")
     assert start(write(tmp_path / "kernels"))(1) == 3

@@ -31,7 +31,7 @@ from dyntree_kernels.cuda import (  # noqa: E402
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(
     not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump")),
-    reason="this build of Triton brings no ptxas and cuobjdump",
+    reason="this build of Triton has no ptxas and cuobjdump",
 )
 
 POINTERS = {
@@ -60,8 +60,8 @@ POINTERS = {
     "v_scale": "fp32",
 }
 SPILLED = {(128, 4, 4): 8}
-"""Bytes of attention's stack, by rows, group and splits: this tile needs two registers more than
-there are, to keep apart what is not finite."""
+"""Bytes of attention's stack, by rows, group and splits. This tile needs two registers more than
+there are, to treat values that are not finite."""
 ODD = {
     *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],
     *[
@@ -83,7 +83,7 @@ ODD = {
 
 
 def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, int]:
-    """Registers and bytes of stack per thread, and the bytes of shared memory."""
+    """Return the registers and bytes of stack per thread, and the bytes of shared memory."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
     aligned = {

@@ -1,4 +1,4 @@
-"""Runs the checks of the Triton kernels: on the GPU if there is one, else in the interpreter.
+"""Run the checks of the Triton kernels: on the GPU if there is one, else in the interpreter.
 
 Each file of checks has a process of its own, because the interpreter is chosen when triton is
 imported.
@@ -13,7 +13,7 @@ import torch
 from interpreted import pytest_interpreted
 
 DEVICE = Path(__file__).parent / "device"
-NO_TESTS = 5  # pytest's exit status where a whole file is skipped
+NO_TESTS = 5  # pytest's exit status if a whole file is skipped
 
 
 @pytest.mark.parametrize("checks", sorted(path.stem for path in DEVICE.glob("check_*.py")))

@@ -1,4 +1,4 @@
-"""The choice of an implementation: by measurement, by rule, or refused."""
+"""An implementation is chosen by measurement or by rule, or refused."""
 
 from __future__ import annotations
 

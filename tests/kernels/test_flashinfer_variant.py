@@ -36,7 +36,7 @@ print(target)
 
 @pytest.mark.skipif(
     "DYNTREE_TEST_NVCC" not in os.environ or shutil.which("nvcc") is None,
-    reason="takes a minute or two per architecture: needs nvcc and DYNTREE_TEST_NVCC=1",
+    reason="needs nvcc and DYNTREE_TEST_NVCC=1: takes a minute or two per architecture",
 )
 @pytest.mark.parametrize("architecture", ["8.0", "9.0a"])
 def test_the_kernel_that_reads_bits_compiles(architecture: str, tmp_path: Path) -> None:

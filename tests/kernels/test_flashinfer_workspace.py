@@ -1,4 +1,4 @@
-"""The workspace of FlashInfer's plans is large enough for every graph that is captured."""
+"""The workspace of FlashInfer's plans is large enough for every captured graph."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import pytest
 from dyntree_kernels.cuda.flashinfer_attention import workspace_bytes
 
 HOPPER = 132  # processors
-FIXED = 128 << 20  # what FlashInfer's own examples take
+FIXED = 128 << 20  # bytes in FlashInfer's own examples
 LLAMA_8B, LLAMA_70B_RANK, WIDE = (32, 8, 128), (8, 1, 128), (16, 4, 256)
 
 
 def planned(
     heads: int, kv_heads: int, head_size: int, requests: int, rows: int, *, captured: bool = True
 ) -> int:
-    """What FlashInfer 0.7.0 allocates for a plan: step 2 of `PrefillSplitQOKVIndptr`, the sizes of
-    tiles of `FA2DetermineCtaTileQ`, and the two allocations of `PrefillPlanImpl`."""
+    """Return the bytes that FlashInfer 0.7.0 allocates for a plan.
+
+    Sources: step 2 of `PrefillSplitQOKVIndptr`, the tile sizes of `FA2DetermineCtaTileQ`, and the
+    two allocations of `PrefillPlanImpl`.
+    """
     group = heads // kv_heads
     longest = (rows - requests + 1 if captured else rows // requests) * group
     tile = 16 if longest <= 16 else 64 if longest <= 64 or head_size >= 256 else 128
@@ -28,7 +31,7 @@ def planned(
 
 
 def graphs(most_rows: int) -> Iterator[tuple[int, int]]:
-    """Requests and rows of batches whose requests all have a tree of 1 to 64 nodes."""
+    """Yield the numbers of requests and rows of batches of equally large trees."""
     for nodes in (1, 2, 4, 8, 16, 32, 64):
         for requests in range(1, min(256, most_rows // (1 + nodes)) + 1):
             yield requests, requests * (1 + nodes)
@@ -39,7 +42,7 @@ def graphs(most_rows: int) -> Iterator[tuple[int, int]]:
 def test_every_graphs_plan_fits(heads: tuple[int, int, int], most_rows: int) -> None:
     room = workspace_bytes(*heads, HOPPER, min(256, most_rows // 2), most_rows)
     needs = [planned(*heads, *shape) for shape in graphs(most_rows)]
-    # More than it needs would be memory that the KV cache lacks.
+    # More bytes than needed would be missing in the KV cache.
     assert max(needs) <= room <= 1.25 * max(needs)
 
 

@@ -1,4 +1,4 @@
-"""The noise is the one that vLLM's sampler defines, whatever else is in the batch."""
+"""The noise is that of vLLM's sampler, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORD = 0xFFFFFFFF
 
 
 def murmur3(seed: int, position: int, token: int, domain: int = 0) -> int:
-    """MurmurHash3-32 of four words, in Python integers."""
+    """Return the MurmurHash3-32 of four words, in Python integers."""
 
     def rotate(x: int, by: int) -> int:
         return (x << by | x >> (32 - by)) & WORD
@@ -42,7 +42,7 @@ def test_noise_is_the_gumbel_quantile_of_the_hash() -> None:
     noise, u = gumbel.gumbel_noise(SEEDS, POSITIONS, 2500).numpy(), uniforms(2500)
     complement_log = np.log1p(-u)
     exact = -np.log(-complement_log)
-    # Rounding u to float32 matters where u is near 1, that is for tokens that cannot win.
+    # Rounding u to float32 matters only if u is near 1, for tokens that cannot win.
     rounding = 2.0**-24 / ((1 - u) * -complement_log)
     assert (np.abs(noise - exact) < 3e-6 + rounding * (u > 0.25)).all()
     assert (noise.argmax(1) == exact.argmax(1)).all()
@@ -136,7 +136,7 @@ def test_double_precision_noise_selects_what_single_precision_does() -> None:
     logits, temperatures = torch.randn(6, 3000) * 2, torch.ones(6)
     low = sampled(logits, torch.arange(6), temperatures)
     high = sampled(logits, torch.arange(6), temperatures, torch.float64)
-    # Both take the same hash for the low word, but the fp64 uniform is another number.
+    # Both use the same hash for the low word, but fp64 gives another uniform.
     assert high.shape == low.shape
     assert torch.equal(high, sampled(logits, torch.arange(6), temperatures, torch.float64, 3000))
 

@@ -24,7 +24,7 @@ LAYOUTS = [
 def random_layers(
     layers: int, head_size: int, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Caches of arbitrary bits, not-a-numbers included."""
+    """Return caches of arbitrary bits, including NaN."""
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     info = torch.iinfo(bits)
     shape = (layers, 12, 3, 64, head_size)
@@ -34,7 +34,7 @@ def random_layers(
 
 
 def snapshot(keys: list[torch.Tensor], values: list[torch.Tensor], isa: str) -> torch.Tensor:
-    """Raw bits [2 * layers, slots, Hkv, D]."""
+    """Return the raw bits [2 * layers, slots, Hkv, D]."""
     rows = [rows for k, v in zip(keys, values, strict=True) for rows in unpack(k, v, isa)]
     stacked = torch.stack(rows)
     return stacked.view(torch.int32 if stacked.element_size() == 4 else torch.int16)
@@ -79,7 +79,7 @@ def test_decoding_after_a_move_equals_decoding_from_a_fresh_cache(
     accepted, length = torch.tensor(path), ctx + len(path)
     assert path != list(range(len(path)))
     options = {"isa": isa, "dtype": dtype, "head_size": head_size}
-    # Both decode the same new token: fresh's, whose context is the accepted path in chain order.
+    # Both decode the same new token. In ``fresh``, the context is the accepted path in chain order.
     fresh = make_case([tree_mask(chain(1))], [length], **options)
     moved = make_case([tree_mask(tree)], [ctx], **options)
     kept = torch.cat([torch.arange(ctx), ctx + accepted])

@@ -1,4 +1,4 @@
-"""Compiled learning on the CPU."""
+"""Check compiled learning on the CPU."""
 
 from __future__ import annotations
 

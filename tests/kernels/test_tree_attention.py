@@ -1,4 +1,4 @@
-"""Tree attention on the CPU against a dense oracle and a replay of every root path."""
+"""Tree attention on the CPU against a dense oracle and a replay of every path from the root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_kernels.reference import path_attention
 
 CONTEXTS = [0, 1, 31, 32, 33, 95, 200]
-REPLAYED = [0, 4, 5]  # of those contexts, also compared path by path
+REPLAYED = [0, 4, 5]  # contexts that are also compared path by path
 BROKEN = [("keys", torch.nan), ("values", torch.nan), ("values", torch.inf), ("values", -torch.inf)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -80,7 +80,8 @@ def test_draft_rows_ignore_the_columns_nobody_sees(isa: str, dtype: torch.dtype)
 
 
 def with_broken(case: Case, request: int, position: int, part: str, broken: float) -> torch.Tensor:
-    """The output with one position's keys or values ``broken``, in one element of each head."""
+    """Return the output with one position's keys or values ``broken``, in one element of each
+    head."""
     kept = {"keys": case.keys[request], "values": case.values[request]}
     row = {name: rows[position : position + 1].clone() for name, rows in kept.items()}
     row[part][..., 3] = broken
@@ -212,7 +213,7 @@ def test_a_chain_agrees_with_the_stock_causal_kernel(dtype: torch.dtype) -> None
         pytest.skip("this vLLM was not built for the CPU")
     case = make_case([tree_mask(chain(n)) for n in (17, 40)], [100, 33], head_size=64, dtype=dtype)
     for cache in (case.key_cache, case.value_cache):
-        cache.nan_to_num_(0.0)  # the stock kernel multiplies whole blocks
+        cache.nan_to_num_(0.0)  # vLLM's kernel multiplies whole blocks
     seq_lens = (case.ctx_lens + torch.tensor([17, 40])).int()
     metadata = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=2, num_heads=4, num_kv_heads=2, head_dim=64, seq_lens=seq_lens, dtype=dtype,
@@ -245,7 +246,7 @@ def test_masks_and_lengths_may_be_written_after_the_layers_share_them() -> None:
     cache = PackedCache(case.key_cache, case.value_cache, case.isa)
 
     def outputs(bits: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of two layers, whose mask and length were not there when the forward began."""
+        """Return the outputs of two layers; mask and length are written after the forward began."""
         attend = TreeAttention(case.block_table, lengths, case.qo_indptr.int(), bits)
         case_bits.copy_(case.bits)
         case_lengths.copy_(case.ctx_lens)

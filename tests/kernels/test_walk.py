@@ -1,4 +1,4 @@
-"""The compiled walk on the CPU."""
+"""Check the compiled walk on the CPU."""
 
 from __future__ import annotations
 

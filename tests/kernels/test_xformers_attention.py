@@ -1,4 +1,4 @@
-"""Attention by xFormers: its dense inputs, and its result where it has operators."""
+"""Attention by xFormers: its dense inputs, and its result if it has operators."""
 
 from __future__ import annotations
 

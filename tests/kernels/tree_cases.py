@@ -16,7 +16,7 @@ from dyntree_kernels.reference import masked_attention
 def empty_cache(
     blocks: int, kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value halves of a cache in the shape and strides that vLLM uses, full of NaN."""
+    """Return key and value halves of a cache in vLLM's shape and strides, full of NaN."""
     cache = torch.full((blocks, kv_heads, 2 * block_size, head_size), torch.nan, dtype=dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
     return key_cache, value_cache
@@ -45,7 +45,7 @@ def write(
 
 @dataclass
 class Case:
-    """A batch of requests over one packed cache; everything the kernel is not told is NaN."""
+    """A batch of requests over one packed cache. Slots that the kernel must not read hold NaN."""
 
     isa: str
     scale: float
@@ -98,9 +98,9 @@ def make_case(
     isa: str = "vec",
     seed: int = 0,
 ) -> Case:
-    """A case from bool masks [rows, columns], one per request, over permuted blocks.
+    """Return a case from bool masks [rows, columns], one per request, over permuted blocks.
 
-    Columns that no row sees are left out of the cache.
+    Columns that no row sees are not in the cache.
     """
     made = make_inputs(
         masks, ctx_lens, group=group, kv_heads=kv_heads, head_size=head_size,

@@ -1,4 +1,4 @@
-"""One server with trees, and one Prometheus that watches it, for every test here."""
+"""One server with trees, and one Prometheus that scrapes it, for all tests here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stack import Prometheus, Server
 
 @pytest.fixture(scope="session")
 def binaries() -> Path:
-    """The folder with ``prometheus`` and ``promtool``."""
+    """Return the folder with ``prometheus`` and ``promtool``."""
     try:
         return stack.binaries()
     except stack.Unavailable as reason:
@@ -22,7 +22,8 @@ def binaries() -> Path:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with whole trees and two API processes, which tells every request its acceptance."""
+    """Yield a server with whole trees and two API processes, which reports acceptance per
+    request."""
     arguments = ("--dyntree.budget", "fixed")
     arguments += ("--per-request-spec-decode-metrics", "detailed", "--api-server-count", "2")
     folder = tmp_path_factory.mktemp("server")
@@ -35,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def rewriting() -> Iterator[str]:
-    """The address of a metric called ``vllm:probe`` that prometheus_client's own server gives."""
+    """Yield the address of a metric called ``vllm:probe``, served by prometheus_client itself."""
     registry = CollectorRegistry()
     Gauge("vllm:probe", "A metric with a colon in its name.", registry=registry).set(1)
     port = stack.free_port()

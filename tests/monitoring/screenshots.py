@@ -1,7 +1,7 @@
-"""Makes the README's pictures of a served pair: `dyntree top`, and a dashboard of Prometheus' data.
+"""Make the README's pictures of a served pair: `dyntree top`, and a dashboard of Prometheus' data.
 
-Takes the folder to put them into. The server, its traffic and Prometheus are real and run for about
-a minute; what each panel shows is its query's answer. Commit and hardware stand in the pictures.
+The argument is the output folder. The server, its traffic and Prometheus are real and run for about
+a minute. Each panel shows the answer to its query. The pictures name commit and hardware.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
 
 
 def _ask(address: str, until: float) -> None:
-    """Requests in waves of 1 to 16 at once, now and then some that need chains."""
+    """Send requests in waves of 1 to 16 at once; some need chains."""
     wave = 0
     while time.monotonic() < until:
         count = 1 << wave % 5
@@ -75,7 +75,7 @@ def picture_of_top(path: Path, address: str, shown: Any) -> None:
 
 
 def picture_of_board(path: Path, prometheus: Prometheus) -> None:
-    """Every panel of the dashboard in its place."""
+    """Draw every panel of the dashboard at its place."""
     board = json.loads((GRAFANA / "dashboards" / f"{BOARD}.json").read_text())
     panels = board["panels"]
     rows = HEADER_ROWS + max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels)
@@ -110,7 +110,7 @@ def _panel(figure: Figure, rows: int, panel: dict[str, Any], prometheus: Prometh
             axes.plot(seconds, values, label=_legend(target["legendFormat"], json.loads(labels)))
             top_value = max(top_value, *values)
     axes.set_xlim(-SECONDS, 0)
-    # Room for the legend above the lines.
+    # Leave room for the legend above the lines.
     axes.set_ylim(0, 1.3 * top_value or 1)
     axes.grid(alpha=0.3)
     axes.set_ylabel("%" if unit == "percentunit" else "" if unit == "short" else unit)

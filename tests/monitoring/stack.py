@@ -1,4 +1,4 @@
-"""A server and a Prometheus for the tests here, each a process of its own."""
+"""A server and a Prometheus for the tests here, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ GRAFANA = ROOT / "grafana"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dyntree" / "prometheus"
 MODEL = "target"
 COUNTERS = "counters"
-"""The folder beside a server's log where its processes keep what they count, if told to."""
+"""Folder next to a server's log for the counters of several API processes."""
 
 
 class Unavailable(Exception):
-    """Prometheus cannot be had here; the message says why."""
+    """Prometheus is not available; the message says why."""
 
 
 def server(folder: Path, *arguments: str, **options: Any) -> AbstractContextManager[Server]:
-    """A server of the embedded pair under a short name. It compiles nothing: what it counts is
-    the same."""
+    """Run a server of the embedded pair under a short name, without compilation, which is
+    faster."""
     own = ("--served-model-name", MODEL, "--enforce-eager")
     return serving.server(folder, *own, *arguments, **options)
 
 
 def complete(address: str, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The server's answers to requests of /v1/completions, all asked at once."""
+    """Send requests to /v1/completions, all at once, and return the answers."""
 
     def one(request: Mapping[str, Any]) -> dict[str, Any]:
         body = json.dumps({"model": MODEL, **request}).encode()
@@ -57,7 +57,8 @@ def complete(address: str, requests: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 
 def binaries() -> Path:
-    """The folder with ``prometheus`` and ``promtool``, of Debian's package, kept in the cache.
+    """Return the folder with ``prometheus`` and ``promtool`` of Debian's package, kept in the
+    cache.
 
     Raises:
         Unavailable: without apt, or without a package source.
@@ -66,7 +67,9 @@ def binaries() -> Path:
     if (found / "prometheus").exists():
         return found
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise Unavailable("Prometheus comes from Debian's package, and apt is not here")
+        raise Unavailable(
+            "Prometheus comes from Debian's package, which needs apt-get and dpkg-deb"
+        )
     CACHE.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE.parent) as folder:
         package = _package(Path(folder))
@@ -77,7 +80,7 @@ def binaries() -> Path:
 
 
 def _package(folder: Path) -> Path:
-    """Debian's package of Prometheus, downloaded."""
+    """Download Debian's package of Prometheus."""
     for _ in range(2):
         fetched = subprocess.run(
             ["apt-get", "download", "prometheus"], cwd=folder, capture_output=True, text=True
@@ -96,21 +99,21 @@ class Prometheus:
     address: str
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of every series that the expression gives now."""
+        """Return labels and current value of every series of the expression."""
         answer = fetch(f"{self.address}/api/v1/query", query=expression)["data"]
         if answer["resultType"] == "scalar":
             return [({}, float(answer["result"][1]))]
         return [(one["metric"], float(one["value"][1])) for one in answer["result"]]
 
     def value(self, expression: str) -> float:
-        """The one value that the expression gives now; NaN if there is none."""
+        """Return the current value of the expression; NaN unless it has exactly one."""
         found = self.query(expression)
         return found[0][1] if len(found) == 1 else math.nan
 
     def over_time(
         self, expression: str, seconds: float, step: float
     ) -> dict[str, list[tuple[float, float]]]:
-        """Time and value by series, of the last ``seconds``."""
+        """Return time and value over the last ``seconds``, by series."""
         end = time.time()
         answer = fetch(
             f"{self.address}/api/v1/query_range",
@@ -129,10 +132,10 @@ class Prometheus:
 def prometheus(
     folder: Path, server_address: str, other_address: str | None = None
 ) -> Iterator[Prometheus]:
-    """A Prometheus with the configuration and the rules in grafana/, but quicker.
+    """Run a Prometheus with the configuration and the rules in grafana/, at shorter intervals.
 
-    ``other_address``: of metrics to read twice, in the job ``relabelled`` as those of the server,
-    and in the job ``raw`` without relabelling.
+    ``other_address`` serves metrics that are scraped twice: in the job ``relabelled`` like those of
+    the server, and in the job ``raw`` without relabelling.
     """
     configuration = yaml.safe_load((GRAFANA / "prometheus" / "prometheus.yml").read_text())
     configuration["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

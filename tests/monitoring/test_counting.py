@@ -1,4 +1,4 @@
-"""What the page of metrics says of steps that were counted."""
+"""The metrics page shows the steps that were counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated files, without a server."""
+"""The generated dashboards, without a server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PANELS = [
 
 @pytest.fixture
 def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The generator's module."""
+    """Return the generator's module."""
     monkeypatch.syspath_prepend(str(GRAFANA))
     import generate
 

@@ -1,4 +1,4 @@
-"""Prometheus' own tool on the configuration, the rules and their tests."""
+"""Check the configuration, the rules and their tests with Prometheus' own tool."""
 
 from __future__ import annotations
 

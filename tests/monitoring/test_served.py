@@ -1,4 +1,4 @@
-"""What a real Prometheus knows of a real server, against what the server's clients received."""
+"""A real Prometheus knows of a real server what the server's clients received."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def totals(prometheus: Prometheus) -> dict[str, float]:
 
 
 def fallbacks(prometheus: Prometheus) -> dict[str, float]:
-    """Request steps by reason."""
+    """Return the steps of requests by fallback reason."""
     found = prometheus.query(f"sum by (reason) ({PREFIX}fallback_steps_total{JOB})")
     return {labels["reason"]: value for labels, value in found}
 
 
 @pytest.fixture(scope="module")
 def exchange(server: Server, prometheus: Prometheus) -> tuple[Received, dict[str, float]]:
-    """What clients received, and by how much Prometheus' totals have grown for it."""
+    """Return what clients received, and the increase of Prometheus' totals."""
     stack.wait_until(lambda: prometheus.query(f"{PREFIX}config_info{JOB}"), 30, "a first scrape")
     before = totals(prometheus)
     received = Received.of(
@@ -95,7 +95,7 @@ def test_every_token_that_a_client_received_is_of_a_prompt_or_of_a_counted_step(
 ) -> None:
     received, gained = exchange
     emitted = received.requests + gained["steps"] + gained["accepted"]
-    # The last path of a request may lead beyond its end.
+    # The last path of a request may go beyond its end.
     assert received.tokens <= emitted <= received.tokens + 8 * received.requests
 
 
@@ -105,7 +105,7 @@ def test_steps_without_a_free_tree_are_counted_with_their_reason(
     _, gained = exchange
     by_reason = fallbacks(prometheus)
     assert {reason for reason, steps in by_reason.items() if steps} == {"penalties", "empty_tree"}
-    # Steps without a node to verify are the ones that vLLM counts no draft of.
+    # vLLM counts no draft for a step without a node to verify.
     assert by_reason["empty_tree"] == gained["steps"] - gained["drafts"]
 
 
@@ -139,7 +139,7 @@ def filled_in(expression: str) -> str:
 
 @pytest.fixture(scope="module")
 def under_traffic(server: Server, prometheus: Prometheus) -> Prometheus:
-    """Prometheus, a moment after requests of every kind, as many as make the speed known."""
+    """Return Prometheus after enough requests of every kind to know the speed of plain steps."""
     compared = f"sum(rate({PREFIX}compared_seconds_total{JOB}[{WINDOW}]))"
     for turn in range(12):
         stack.complete(server.address, traffic.MIXED)

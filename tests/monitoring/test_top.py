@@ -1,4 +1,4 @@
-"""`dyntree top`, on pages of metrics made here."""
+"""`dyntree top` on made-up metrics pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = 'vllm:generation_tokens_total{model_name="m",engine="0"} 5\n'
 
 
 def page(steps: int, engine: str = "0", seconds: float = 0.0) -> Page:
-    """Of an engine after so many request steps: 12 nodes each, 3 of them accepted."""
+    """Return the page of an engine after ``steps`` steps of 12 nodes each, 3 of them accepted."""
     made = parse(text(steps, engine))
     return Page(seconds, made.engines)
 
@@ -116,8 +116,10 @@ def test_every_engine_has_its_own_figures() -> None:
 
 
 class Server(HTTPServer):
-    """``raw``: all that it answers, in place of a page with the ``body``; ``ending``: what it sends
-    again and again behind that, every ``pause`` seconds, until the client goes."""
+    """A server that answers with the ``body`` or, if it is set, with ``raw``.
+
+    After ``raw``, it sends ``ending`` every ``pause`` seconds until the client disconnects.
+    """
 
     body = ""
     raw = b""
@@ -220,13 +222,15 @@ def test_an_answer_that_is_no_page_is_told(raw: bytes, says: str, server: Server
 def test_a_server_that_drips_is_left_and_told(
     begin: bytes, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sends something long before any timeout of the connection. A time bound that no machine
-    breaks: that of the test itself."""
+    """The server sends bytes too often for any timeout of the connection.
+
+    The only time bound is the test's own, so that the test passes on slow machines.
+    """
     monkeypatch.setattr("dyntree_plugin.commands.top.page.TIMEOUT_SECONDS", 0.3)
     server.raw, server.ending, server.pause = begin, b"x", 0.02
     with pytest.raises(Unreadable, match=r"cannot be read: no complete answer within 0.3 s$"):
         read(address_of(server))
-    assert server.left.wait(60), "the connection has to be cut, or every look leaves one behind"
+    assert server.left.wait(60), "the connection must be closed, or every refresh leaks one"
 
 
 def test_a_page_without_an_end_is_left_and_told(
@@ -285,7 +289,7 @@ def line(name: str, value: str, labels: dict[str, str]) -> str:
 
 @st.composite
 def pages(draw: st.DrawFn, model: str) -> Page:
-    """Of series that have any label values or none, any values, and come once, twice or not."""
+    """Draw pages whose series have any labels and values, and occur twice, once or never."""
     names = [series for metric in METRICS for series in metric.series]
     labels = {"reason": ODD, "stage": ODD, "depth": ODD, "decoding": ODD}
     lines = [line(f"{PREFIX}config_info", "1", {"model_name": model, "x": draw(ODD)})]

@@ -10,7 +10,7 @@ import traffic
 
 from dyntree_plugin.metrics.names import PREFIX
 
-# test_metrics has the same of an engine.
+# test_metrics checks the same for an engine.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 

@@ -1,4 +1,4 @@
-"""What the clients of the tests here ask for, and what they got."""
+"""The requests of the clients in these tests, and their answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def free(count: int, max_tokens: int = 40) -> list[dict[str, Any]]:
-    """Requests that are given free trees."""
+    """Return requests whose trees may branch."""
     return [
         {"prompt": PROMPTS[n % len(PROMPTS)], "max_tokens": max_tokens, **KINDS[n % len(KINDS)]}
         for n in range(count)
@@ -32,15 +32,18 @@ LONG = [
      "temperature": 0.0, "ignore_eos": True}
     for left in (1, 2, 3, 9, 20)
 ]  # fmt: skip
-"""Requests that end with the context, where there is no room for trees."""
+"""Requests that end at the context's end, where trees have no room."""
 
 MIXED = [*free(16), *PENALISED, *LONG]
 
 
 @dataclass(frozen=True)
 class Received:
-    """What clients know of their requests: tokens, steps with a tree, their nodes and the accepted
-    ones, and tokens of steps beyond the request's end."""
+    """What clients know of their requests.
+
+    ``steps`` counts steps with a tree, ``nodes`` their nodes, and ``accepted`` the accepted nodes.
+    ``paths`` holds the accepted tokens of each step, including those beyond the request's end.
+    """
 
     requests: int
     tokens: int

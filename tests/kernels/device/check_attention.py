@@ -1,4 +1,4 @@
-"""Triton's tree attention against the oracles, on a GPU or in Triton's interpreter."""
+"""Compare Triton's tree attention with the oracles, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BFLOAT16 = pytest.param(
     torch.bfloat16,
     marks=pytest.mark.skipif(not ON_GPU, reason="the interpreter's bfloat16 products are wrong"),
 )
-# What takes the interpreter minutes is run on a GPU only.
+# These cases would take the interpreter minutes.
 LARGE = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
 
 
@@ -37,7 +37,7 @@ def run(case: Case, **options: object) -> torch.Tensor:
 
 
 def assert_matches(case: Case, expected: torch.Tensor | None = None, **options: object) -> None:
-    """``expected``: what the oracle says, where it is known already."""
+    """Compare with the oracle; ``expected`` is its result if the caller has it already."""
     tolerance = TOLERANCE[case.q.dtype]
     wanted = case.expected() if expected is None else expected
     torch.testing.assert_close(
@@ -96,7 +96,7 @@ def test_ragged_batches_of_every_shape(group: int, kv_heads: int, head_size: int
 )
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
 def test_served_shapes(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
-    """The checks with which `make gpu-e2e PART=first` begins."""
+    """`make gpu-e2e PART=first` begins with these checks."""
     contexts = [1000, 31, 0] if ON_GPU else [40, 31, 0]
     case = make_case(
         tree_batch(17, 1, 6), contexts, group=heads // kv_heads, kv_heads=kv_heads,
@@ -228,7 +228,8 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def context_oracle(case: Case, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Attention over the context alone; for an empty one, what kernels leave differs."""
+    """Compute attention over the context alone. An empty context is left out: kernels differ
+    there."""
     for r, mask in enumerate(case.masks):
         rows = case.rows(r)
         bare = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Triton's kernels around the tree, on a GPU or in Triton's interpreter."""
+"""Check Triton's kernels for the KV cache, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def flat(moves: list[list[int]]) -> list[int]:
 
 
 def moves(src: list[list[int]], dst: list[list[int]]) -> tuple[torch.Tensor, ...]:
-    """Paths, roots and slots that move cache rows from ``src`` to ``dst``; -1 moves nothing.
+    """Return paths, roots and slots that move cache rows from ``src`` to ``dst``; -1 moves nothing.
 
-    Behind its root a request has the rows of its destinations, then those of its sources."""
+    After its root, a request has the rows of its destinations, then those of its sources.
+    """
     depth = len(src[0])
     path = [[depth + k if at >= 0 else -1 for k, at in enumerate(row)] for row in src]
     roots = [1 + r * (1 + 2 * depth) for r in range(len(src))]
@@ -37,7 +38,7 @@ def moves(src: list[list[int]], dst: list[list[int]]) -> tuple[torch.Tensor, ...
 
 
 def rows(caches: torch.Tensor) -> torch.Tensor:
-    """Copies of the rows [layers, slots, heads, content] in slot order."""
+    """Return a copy of the rows [layers, slots, heads, content] in slot order."""
     return caches.transpose(2, 3).flatten(1, 2).clone()
 
 

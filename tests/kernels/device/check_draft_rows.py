@@ -1,8 +1,7 @@
-"""What a draft's forwards read is what plain torch makes of the requests, and cache slots are those
-of vLLM's own kernel, on a GPU or in Triton's interpreter.
+"""The draft's forwards read the same rows as plain torch computes, and vLLM's own cache slots.
 
-Batches hold requests with little room behind them, and what only fills them up; groups of the KV
-cache differ in their blocks, and one has no slots.
+It runs on a GPU or in Triton's interpreter. Batches hold requests with little room left, and
+padding. Groups of the KV cache have different block sizes, and one has no slots.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dyntree_kernels.contracts import OfRequests
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
 
 STATES, LONGEST, PAD = 9, 63, -1
-SIZES = [16, 4, 8]  # of a block, by group
+SIZES = [16, 4, 8]  # block size of each group
 MAPPED = [True, True, False]
 GROUPS = len(SIZES)
 CHAIN = ("padding", "room", "count", "ancestors", "columns", "last")
@@ -32,7 +31,7 @@ BEGIN = ("padding", "class", "room", "chained", "columns")
 
 
 class Tables:
-    """Blocks of every request, at random."""
+    """Random block tables of every request."""
 
     def __init__(self, g: torch.Generator) -> None:
         wide = [-(-(LONGEST + 1) // size) + 3 for size in SIZES]
@@ -51,7 +50,7 @@ class Tables:
         )
 
     def slots(self, index: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What vLLM's kernel makes of ``positions`` [R, W], [groups, R, W]."""
+        """Return the slots [groups, R, W] that vLLM's kernel computes for ``positions`` [R, W]."""
         requests, width = positions.shape
         out = torch.zeros(GROUPS, requests * width + 2, dtype=torch.int64, device=DEVICE)
         starts = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE) * width
@@ -65,7 +64,7 @@ class Tables:
 
 
 def vllms_slot_mappings() -> Any:
-    """Where vLLM found no GPU, it made no kernel of it."""
+    """Return vLLM's kernel. If vLLM found no GPU, it did not compile it, so compile it here."""
     kernel: Any = block_table._compute_slot_mappings_kernel
     if not hasattr(kernel, "__getitem__"):
         kernel.__annotations__.update(
@@ -82,7 +81,7 @@ def language() -> Any:
 
 
 def requests_of(number: int, g: torch.Generator) -> torch.Tensor:
-    """As the engine packs them; the last one only fills the batch up where there are several."""
+    """Return requests as the engine packs them. If there are several, the last one is padding."""
     packed = torch.randint(1, 1000, (number, 8), generator=g)
     packed[:, 0] = torch.randperm(STATES, generator=g)[:number]
     packed[:, 5] = torch.rand(number, generator=g).view(torch.int32)
@@ -129,7 +128,7 @@ def chained_by_kernel(case: Any) -> tuple[torch.Tensor, ...]:
 
 
 def chained_by_tensors(case: Any, without: str = "") -> tuple[Any, ...]:
-    """The same by tensors, but for a mechanism."""
+    """Compute the same on tensors; ``without`` names a mechanism to leave out."""
     tables, packed, roots, tokens, counts = case
     number, width = tokens.shape
     index = packed[:, 0].clamp(min=0) if without == "padding" else packed[:, 0]

@@ -1,4 +1,4 @@
-"""FlashInfer's kernel with ancestor bits against the oracle, on a GPU."""
+"""Compare FlashInfer's kernel with ancestor bits with the oracle, on a GPU."""
 
 from __future__ import annotations
 

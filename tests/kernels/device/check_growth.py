@@ -1,5 +1,7 @@
-"""Growth on the device grows the trees of the tensors' growth, from the same logits; on a GPU or in
-Triton's interpreter."""
+"""Growth on the device grows the trees of growth on tensors, from the same logits.
+
+It runs on a GPU or in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from paged_cases import DEVICE
 
-pytest.importorskip("numba", reason="the CPU's kernels, with which it compares, need numba")
+pytest.importorskip("numba", reason="it compares with the CPU's kernels, which need numba")
 
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, TreeArrays
 from dyntree_kernels.cpu.gumbel import perturbed_logits
@@ -28,7 +30,7 @@ TEMPERATURES = torch.tensor([0.0, 0.7, 1.3])
 
 @dataclass(frozen=True)
 class Case:
-    """Three requests: their ``room`` of scratch columns, and whether they are chained."""
+    """Three requests: the ``room`` of scratch columns of each, and whether it is chained."""
 
     shape: TreeShape
     room: tuple[int, ...] = (40, 40, 40)
@@ -45,7 +47,7 @@ class Case:
 
 
 class Both:
-    """A step of growth by the kernels and by tensors, and the memory that the kernels write."""
+    """One step of growth by the kernels and on tensors, and the memory that the kernels write."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.plan = case, case.plan
@@ -84,7 +86,7 @@ class Both:
         self.growth.start(*(each.to(DEVICE) for each in (self.roots, *self.of_requests)))
 
     def add(self, positions: torch.Tensor) -> None:
-        """Children of rows at ``positions`` [R, W]."""
+        """Add the children of rows at ``positions`` [R, W] to both."""
         logits = 3 * torch.randn(positions.numel(), self.case.vocab)
         logits[:, 5] = float("-inf")
         self.growth.pick(logits.to(DEVICE))
@@ -98,8 +100,11 @@ class Both:
             self.features.append(found.features.flatten(1, 2))
 
     def grow(self, forwards: int | None = None, *, apart: bool = False) -> None:
-        """Grow by both, with so many forwards; raises where they differ. ``apart``: as calls that
-        are captured one by one, and leave growth behind any of them."""
+        """Grow both with so many forwards, and raise if they differ.
+
+        With ``apart``, calls run as if captured one by one, so that growth may end after any
+        forward.
+        """
         self.start()
         self.add(self.roots[:, None])
         every = self.plan.growing.widths
@@ -167,7 +172,7 @@ def test_the_same_logits_grow_the_same_trees(name: str) -> None:
     torch.manual_seed(3)
     both = Both(CASES[name])
     both.grow()
-    if name == "usual":  # What a step leaves behind does not reach the next.
+    if name == "usual":  # A step leaves nothing that changes the next one.
         both.tensors = both.plan.growing.start(both.requests, torch.tensor(both.case.room))
         both.grow()
 

@@ -1,5 +1,7 @@
-"""Growth on the device in many cases, on a GPU or in Triton's interpreter: its trees are those of
-growth on the CPU, and from the same picks those of the tensors."""
+"""Growth on the device in many cases, on a GPU or in Triton's interpreter.
+
+Its trees are those of growth on the CPU. From the same picks, they are those of growth on tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from paged_cases import DEVICE
 
-pytest.importorskip("numba", reason="the CPU's kernels, with which it compares, need numba")
+pytest.importorskip("numba", reason="it compares with the CPU's kernels, which need numba")
 
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, TreeArrays
 from dyntree_kernels.cpu.growth import CompiledGrowth
@@ -27,13 +29,13 @@ from dyntree_plugin.tree.token_tree import TokenTree
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 VOCAB, GROUPS, MAX_MODEL_LEN, SLOTS = 300, 2, 90, 4
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of -inf and NaN
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of -inf and NaN
 STORED = ("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of requests: ``room`` scratch columns and temperature of each; ``chained`` ones."""
+    """The requests of a step: ``room`` counts the scratch columns of each; some are ``chained``."""
 
     shape: TreeShape
     seed: int = 0
@@ -59,13 +61,14 @@ class Case:
         return MAX_MODEL_LEN - 1 - torch.tensor(self.room)
 
     def logits(self) -> list[torch.Tensor]:
-        """Of every draft forward, rows within wider ones; some tokens cannot be."""
+        """Return the logits of every draft forward, as rows within wider ones. Token 5 has chance
+        0."""
         generator = torch.Generator().manual_seed(self.seed)
         widths = (1, *self.plan.growing.widths)
         made = []
         for width in widths:
             each = torch.randn(self.requests * width, self.vocab + 3, generator=generator)
-            # Of no two equal ones, also in 16 bits.
+            # All values differ, also in 16 bits.
             each = each.argsort(dim=1) / 8 if self.dtype.itemsize == 2 else 3 * each
             each[:, 5] = float("-inf")
             made.append(each.to(self.dtype)[:, : self.vocab])
@@ -74,7 +77,7 @@ class Case:
 
 @dataclass
 class Forward:
-    """What a draft forward was to run on; rows without a node have the slot -1."""
+    """The inputs of a draft forward. Rows without a node have the slot -1."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -84,7 +87,7 @@ class Forward:
 
 
 class Step:
-    """The growth of one step by ``kind``, with the memory that it writes."""
+    """The growth of one step by ``kind``, and the memory that it writes."""
 
     def __init__(
         self, case: Case, kind: type[DeviceGrowth | CompiledGrowth], device: torch.device
@@ -128,7 +131,8 @@ class Step:
         self.growth.start(*(x.to(self.device) for x in (case.roots, *self.of_requests)))
 
     def run(self, logits: list[torch.Tensor] | None = None) -> Step:
-        """Grow and keep what draft forwards were run on, and what was picked from their logits."""
+        """Grow, and keep the inputs of draft forwards, and the children picked from their
+        logits."""
         first, *others = logits or self.case.logits()
         self.forwards: list[Forward] = []
         self.picks: list[Children] = []
@@ -148,8 +152,10 @@ class Step:
         return self
 
     def _pick(self, logits: torch.Tensor, first: int) -> None:
-        """Keep picks of ours with log probabilities in float64, whose sums with the bases are the
-        values again."""
+        """Keep the device's picks, with log probabilities in float64.
+
+        In float64, their sums with the values of their parents are the children's values again.
+        """
         growth, width = self.growth, len(logits) // self.case.requests
         growth.pick(logits.to(self.device))
         if isinstance(growth, DeviceGrowth):
@@ -225,7 +231,7 @@ def same_trees(ours: Step, other: Step) -> None:
     for name in STORED:
         one, two = ours.stored(name), other.stored(name)
         if one.is_floating_point():
-            # The logit of a chance near 1 is told from its last digits.
+            # The logit of a chance near 1 depends on the chance's last digits.
             atol = 2e-2 if name == "features" else 1e-4
             torch.testing.assert_close(one, two, atol=atol, rtol=1e-4)
         else:
@@ -254,7 +260,7 @@ def test_the_trees_are_those_of_the_cpus_growth(name: str) -> None:
     ],
 )
 def test_another_growth_would_be_told_apart(other: Case) -> None:
-    """The control of the test above."""
+    """Control of the test above."""
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         same(grown(CASE), on_cpu(other).run())
 
@@ -299,7 +305,7 @@ def test_the_picks_are_the_pickers(name: str) -> None:
     case = (CASES | OF_16_BITS)[name]
     case = replace(case, shape=replace(case.shape, node_budget=60))
     step = on_device(case)
-    step.estimate.weights[:, 0] -= 1  # what is learned is followed
+    step.estimate.weights[:, 0] -= 1  # the kernels use learned weights
     estimate = AcceptanceEstimate("cpu")
     estimate.weights.copy_(step.estimate.weights)
     step.run()
@@ -320,7 +326,7 @@ def test_the_picks_are_the_pickers(name: str) -> None:
 def test_equal_values_go_to_the_lowest_tokens_and_keep_parents_first() -> None:
     case = replace(CASE, temperatures=(0.0, 0.0), vocab=5000)
     equal = [torch.zeros_like(each) for each in case.logits()]
-    # Certain of its first token, a child is worth what its parent is.
+    # If the first token is certain, a child has its parent's value.
     sure = [torch.where(torch.arange(5000) == 0, 0.0, -200.0).expand(each.shape) for each in equal]
     for logits in (equal, sure):
         for calibrated in (True, False):
@@ -332,7 +338,7 @@ def test_equal_values_go_to_the_lowest_tokens_and_keep_parents_first() -> None:
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_without_a_distribution_has_no_children(broken: float) -> None:
-    """It is one request's: the others' trees are none the worse."""
+    """The row is of one request. The other requests' trees do not change."""
     damaged = CASE.logits()
     damaged[0][0, slice(None) if broken == NONE else 7] = broken
     damaged[1][3, 7] = float("nan")
@@ -350,7 +356,7 @@ def test_memory_is_left_ready_for_the_next_step() -> None:
 
 
 def test_padding_requests_leave_the_others_alone() -> None:
-    """Several of them share the spare slot."""
+    """Several padding requests share the spare slot."""
     alone, padded = grown(CASE), on_device(replace(CASE, room=(80, 30, 0), temperatures=(0, 0, 0)))
     padded.slots = torch.tensor([1, SLOTS, SLOTS], device=DEVICE)
     padded.run([torch.cat([x, x[: len(x) // 2]]) for x in CASE.logits()])
@@ -363,7 +369,7 @@ def test_padding_requests_leave_the_others_alone() -> None:
 def test_a_frontier_of_nodes_that_are_not_in_the_tree_would_be_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The control of what decides whether a node is expanded."""
+    """Control of the rule that decides which nodes are expanded."""
     stock: Callable[..., None] = DeviceGrowth.expand
 
     def expand(self: DeviceGrowth, bits: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Triton's Gumbel noise and best children against the CPU kernel, on a GPU or interpreted."""
+"""Compare Triton's Gumbel noise and best children with the CPU kernel, on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from paged_cases import DEVICE
 
-pytest.importorskip("numba", reason="the CPU's kernels, with which it compares, need numba")
+pytest.importorskip("numba", reason="it compares with the CPU's kernels, which need numba")
 
 from dyntree_kernels.cpu import gumbel as cpu
 from dyntree_kernels.cuda import gumbel

@@ -1,4 +1,4 @@
-"""Learning in one launch, on a GPU or in Triton's interpreter."""
+"""Check learning in one launch, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 

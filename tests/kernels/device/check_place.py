@@ -1,4 +1,4 @@
-"""Placing a batch's tree rows, on a GPU or in Triton's interpreter."""
+"""Check the placing of a batch's tree rows, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dyntree_kernels.cuda.place import place
 SLOTS = [4, 0, 2, 5, 1, 6, 3]
 LOGITS = [5, 1, 1, 9, 3, 6, 6]
 ROWS = [5, 1, 7, 9, 20, 6, 6]
-"""A cut tree, a root alone, a prompt, a whole tree, a prompt's end before a tree, and twice a
-prompt's last token that is filled up with drafts."""
+"""The requests: a cut tree, a root alone, a prompt, a whole tree, a prompt's end before a tree, and
+two requests whose last prompt token is filled up with drafts."""
 CONTEXTS = [40, 7, 0, 100, 12, 20, 0]
 PROMPTS = [40, 7, 9, 30, 29, 21, 1]
 NODES = 8
 
 
 def stored(nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random trees in seven slots: their nodes' depths, and the bits of roots and nodes."""
+    """Return random trees in seven slots: their nodes' depths, and the bits of roots and nodes."""
     g = torch.Generator().manual_seed(nodes)
     parents = torch.tensor([random_tree(nodes + 1, g) for _ in range(7)])
     depths = torch.zeros_like(parents)

@@ -1,4 +1,4 @@
-"""The walk in one launch, on a GPU or in Triton's interpreter."""
+"""Check the walk in one launch, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Batches over vLLM's paged cache in every physical layout, for kernels that run on a device.
 
-Where there is no GPU the kernels run in Triton's interpreter, which TRITON_INTERPRET=1 selects
-before triton is imported.
+Without a GPU, the kernels run in Triton's interpreter, which TRITON_INTERPRET=1 selects before
+triton is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dyntree_kernels.reference import masked_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-LAYOUTS = {  # the physical order of layers, blocks, heads, positions; the content is innermost
+LAYOUTS = {  # physical order of layers, blocks, heads, positions; content is innermost
     "LBHNC": (0, 1, 2, 3),
     "LBNHC": (0, 1, 3, 2),
     "LHBNC": (0, 2, 1, 3),
@@ -28,7 +28,8 @@ LAYOUTS = {  # the physical order of layers, blocks, heads, positions; the conte
 def paged_layers(
     layout: str, layers: int, blocks: int, heads: int, block_size: int, content: int
 ) -> torch.Tensor:
-    """Bytes of a cache as the logical view [layers, blocks, heads, block_size, content]."""
+    """Return the bytes of a cache as the logical view [layers, blocks, heads, block_size,
+    content]."""
     order = LAYOUTS[layout]
     sizes = (layers, blocks, heads, block_size)
     raw = torch.zeros(*(sizes[i] for i in order), content, dtype=torch.uint8, device=DEVICE)
@@ -37,7 +38,7 @@ def paged_layers(
 
 @dataclass
 class Case:
-    """Requests over one layer's cache, in which every slot that nobody sees is NaN."""
+    """Requests over one layer's cache. Slots that no row sees hold NaN."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -60,8 +61,7 @@ class Case:
         return slice(*self.qo_indptr[request : request + 2].tolist())
 
     def expected(self) -> torch.Tensor:
-        """The oracle in float64, computed on the device; NaN in the rows of requests without a
-        tree."""
+        """Return the oracle in float64; rows of requests without a tree are NaN."""
         out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
         for r, (mask, keys, values) in enumerate(
             zip(self.masks, self.keys, self.values, strict=True)
@@ -75,7 +75,7 @@ class Case:
         return out
 
     def expected_lse(self) -> torch.Tensor:
-        """Natural logarithm of the softmax denominators, float64 [T, H]."""
+        """Return the natural logarithms of the softmax denominators, float64 [T, H]."""
         lse = torch.full(self.q.shape[:2], torch.nan, dtype=torch.float64)
         for r, (mask, keys) in enumerate(zip(self.masks, self.keys, strict=True)):
             visible = torch.nn.functional.pad(mask, (int(self.ctx_lens[r]), 0), value=True)
@@ -99,7 +99,7 @@ def make_case(
     seed: int = 0,
     poison: float = torch.nan,
 ) -> Case:
-    """A case from bool masks [rows, columns], one per request, over permuted blocks.
+    """Return a case from bool masks [rows, columns], one per request, over permuted blocks.
 
     Columns that no row sees, unused slots and the cache's other layer hold `poison`.
     """
