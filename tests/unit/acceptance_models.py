@@ -20,7 +20,7 @@ SHAPE = Shape(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_di
 
 @cache
 def plain(noise: float = 0.0) -> LlamaForCausalLM:
-    """A model with opinions; with ``noise`` one that shares most of them."""
+    """Return a model with sharp predictions; with ``noise``, one that mostly agrees with it."""
     model = new_model(SHAPE, VOCABULARY, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def plain(noise: float = 0.0) -> LlamaForCausalLM:
 
 @cache
 def in_rows(noise: float = 0.0) -> PreTrainedModel:
-    """The same model as the laboratory loads it."""
+    """Return the same model as the laboratory loads it."""
     with TemporaryDirectory() as folder:
         plain(noise).save_pretrained(folder)
         return load(Path(folder), CPU, torch.float32)

@@ -1,4 +1,4 @@
-"""One thread for what is small: several wait for each other where a core is shared."""
+"""Use one thread for small tensors: on a shared core, several threads wait for each other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Exact laws of what a growth and a rule emit, by enumerating every draw and every decision.
+"""Compute exact laws of what a growth and a rule emit, by enumerating every draw and every
+decision.
 
-Models are tables over a tiny vocabulary. A growth is run once over all outcomes of the draws, one
-request per outcome; the shipped walk is driven through every combination of accepting and
-rejecting, each weighted with the chances that the rule itself states.
+Models are tables over a tiny vocabulary. A growth runs once over all outcomes of the draws, one
+request per outcome. The package's own walk then runs with every combination of accepting and
+rejecting. Each combination is weighted with the chances that the rule itself states.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from dyntree_plugin.tree.token_tree import Draws, TokenTree
 
 @dataclass(frozen=True)
 class Model:
-    """``laws[d]`` float64 [V**d, V]: the next token after each path of d tokens, paths read as
-    numbers in base V."""
+    """``laws[d]`` float64 [V**d, V] is the law of the next token after each path of d tokens.
+
+    Paths are read as numbers in base V.
+    """
 
     laws: tuple[torch.Tensor, ...]
 
@@ -34,13 +37,14 @@ class Model:
         return self.laws[0].shape[1]
 
     def after(self, depths: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        """The laws [..., V] after paths given by length and code."""
+        """Return the laws [..., V] after paths given by length and code."""
         offsets = torch.tensor([0, *(law.shape[0] for law in self.laws)]).cumsum(0)
         known = depths.clamp(max=len(self.laws) - 1)
         return torch.cat(self.laws)[torch.where(depths == known, offsets[known] + codes, 0)]
 
     def tails(self) -> torch.Tensor:
-        """[length + 1, V**length]: the chance of every full sequence given its first i tokens."""
+        """Return [length + 1, V**length]: the chance of a full sequence given its first i
+        tokens."""
         length, vocab = len(self.laws), self.vocab
         steps = [
             law.reshape(-1, 1).expand(-1, vocab ** (length - d - 1)).reshape(-1)
@@ -55,7 +59,8 @@ class Model:
 def random_model(
     seed: int, vocab: int, length: int, zeros: float = 0.0, sharpness: float = 1.0
 ) -> Model:
-    """Random laws; about ``zeros`` of the chances are 0; a large ``sharpness`` makes one-hots."""
+    """Return random laws. About ``zeros`` of the chances are 0; high ``sharpness`` gives
+    one-hots."""
     generator = torch.Generator().manual_seed(seed)
     laws = []
     for depth in range(length):
@@ -80,8 +85,10 @@ def uniform(model: Model) -> Model:
 
 @dataclass(frozen=True)
 class Grown:
-    """Trees of all outcomes of the draws: ``chances`` [R], and the path ``codes`` [R, N + 1] and
-    ``depths`` [R, N + 1] of the root and the nodes."""
+    """The trees of all outcomes of the draws, and the ``chances`` [R] of the outcomes.
+
+    ``codes`` and ``depths`` [R, N + 1] hold the path codes and depths of the root and the nodes.
+    """
 
     tree: TokenTree
     chances: torch.Tensor
@@ -90,9 +97,9 @@ class Grown:
 
 
 def grow_every_way(plan: GrowthPlan, draft: Model, trie: Trie | None = None) -> Grown:
-    """Run ``plan`` over everything that may be drawn below the root and at every scratch column.
+    """Run ``plan`` over every possible draw below the root and at every scratch column.
 
-    ``trie``, of one request, is grafted before anything is added.
+    ``trie``, of one request, is grafted before any children are added.
     """
     vocab, sequences = draft.vocab, _sequences(plan, draft.vocab)
     expansions = 1 + plan.scratch_slots
@@ -114,7 +121,7 @@ def grow_every_way(plan: GrowthPlan, draft: Model, trie: Trie | None = None) -> 
         here = drawn[:, known : known + codes.shape[1]]
         known += codes.shape[1]
         each = _chances(laws, sequences, plan.sampling).gather(2, here[:, :, None])[..., 0]
-        # Below a node that is none, one outcome stands for all.
+        # If a node does not exist, one outcome stands for all draws below it.
         chances *= torch.where(valid, each, (here == 0).double()).prod(1)
         growth.add(*_children(plan, laws.log(), torch.tensor(sequences)[here]))
         if width is None:
@@ -129,11 +136,14 @@ def grow_every_way(plan: GrowthPlan, draft: Model, trie: Trie | None = None) -> 
 
 
 def _codes(frontier: Frontier, known: torch.Tensor, vocab: int, columns: int) -> torch.Tensor:
-    """Path codes of all scratch columns, the ``known`` ones and a frontier's, from its ancestor
-    bits over the columns; a node may see one that stands before it in the same frontier."""
+    """Return the path codes of all scratch columns: the ``known`` ones, and those of a frontier.
+
+    They follow from the frontier's ancestor bits over the columns. A node's ancestor may stand
+    before it in the same frontier.
+    """
     seen = unpack_bits(frontier.ancestors, columns)
     for w in range(frontier.tokens.shape[1]):
-        # Codes never fall along a path, so the parent's is the largest; the root's is 0.
+        # Codes never decrease along a path, so the parent's code is the largest. The root's is 0.
         above = seen[:, w, : known.shape[1]] * known
         parents = torch.nn.functional.pad(above, (1, 0)).amax(1)
         codes = torch.where(frontier.valid[:, w], parents * vocab + frontier.tokens[:, w], 0)
@@ -142,7 +152,7 @@ def _codes(frontier: Frontier, known: torch.Tensor, vocab: int, columns: int) ->
 
 
 def _possible(grown: Grown) -> Grown:
-    """Without outcomes of chance 0."""
+    """Return the outcomes whose chance is above 0."""
     alive = grown.chances > 0
     tree = grown.tree
     draws = tree.draws
@@ -154,7 +164,7 @@ def _possible(grown: Grown) -> Grown:
 
 
 def _sequences(plan: GrowthPlan, vocab: int) -> list[tuple[int, ...]]:
-    """Everything that may be drawn below one node."""
+    """Return all sequences that may be drawn below one node."""
     if plan.sampling == "best":
         return [tuple(range(plan.children))]
     if plan.sampling == "without_replacement":
@@ -163,7 +173,7 @@ def _sequences(plan: GrowthPlan, vocab: int) -> list[tuple[int, ...]]:
 
 
 def _chances(laws: torch.Tensor, sequences: list[tuple[int, ...]], sampling: str) -> torch.Tensor:
-    """The chance [R, W, sequences] of drawing each sequence from ``laws`` [R, W, V]."""
+    """Return the chance [R, W, sequences] of drawing each sequence from ``laws`` [R, W, V]."""
     chances = torch.ones(*laws.shape[:2], len(sequences), dtype=torch.float64)
     if sampling == "best":
         return chances
@@ -171,7 +181,7 @@ def _chances(laws: torch.Tensor, sequences: list[tuple[int, ...]], sampling: str
         left = laws.clone()
         for place, token in enumerate(sequence):
             mass = left.sum(2)
-            # Behind the last token that the draft knows nothing is drawn, in one way.
+            # Once the draft's mass is used up, nothing more is drawn; one sequence stands for this.
             rest = [t for t in range(laws.shape[2]) if t not in sequence[:place]]
             one_way = torch.full_like(mass, float(token == min(rest, default=None)))
             chances[..., column] *= torch.where(mass > 0, left[..., token] / mass, one_way)
@@ -183,7 +193,7 @@ def _chances(laws: torch.Tensor, sequences: list[tuple[int, ...]], sampling: str
 def _children(
     plan: GrowthPlan, log_probs: torch.Tensor, order: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """What a drafter gives `Growth.add`, with noise that brings about ``order`` [R, W, K]."""
+    """Return the arguments of `Growth.add`, from noise that leads to ``order`` [R, W, K]."""
     rows, count = log_probs.flatten(0, 1), plan.children
     shape = (*log_probs.shape[:2], count)
     if plan.sampling == "best":
@@ -213,7 +223,8 @@ def _paths(tree: TokenTree, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
 def emitted_by_draws(
     rule: DrawnRule, grown: Grown, target: Model, scheduled: int | torch.Tensor
 ) -> torch.Tensor:
-    """Law of the first tokens that a rule for drawn children emits, over draws and uniforms."""
+    """Return the law of the first tokens under a rule for drawn children, over draws and
+    uniforms."""
     tree, draws = grown.tree, grown.tree.draws
     if draws is None:
         raise ValueError("this tree does not say how its children were drawn")
@@ -229,7 +240,7 @@ def emitted_by_draws(
     levels, tries = int(tree.depths.max()), draws.nodes.shape[2]
     law = torch.zeros_like(target.tails()[0])
     for outcome in itertools.product(range(tries + 1), repeat=levels):
-        # A uniform below 0 accepts whatever the chance, one of 2 rejects.
+        # A uniform below 0 accepts at any chance; a uniform of 2 rejects.
         uniforms = torch.full((p.shape[0], levels, tries + 1), 2.0)
         uniforms[:, torch.arange(levels), torch.tensor(outcome)] = -1.0
         stated.clear()
@@ -249,7 +260,8 @@ def emitted_by_draws(
 
 
 def emitted_by_match(grown: Grown, target: Model, scheduled: int | torch.Tensor) -> torch.Tensor:
-    """Law of the first tokens that sample-and-match emits, over trees and the target's draws."""
+    """Return the law of the first tokens under sample-and-match, over trees and the target's
+    draws."""
     grown = _different_trees(grown)
     tree, vocab = grown.tree, target.vocab
     p = target.after(grown.depths, grown.codes)
@@ -282,7 +294,7 @@ def emitted_by_match(grown: Grown, target: Model, scheduled: int | torch.Tensor)
 
 
 def _different_trees(grown: Grown) -> Grown:
-    """Each tree once, with the chance of all outcomes that make it."""
+    """Return each tree once, with the summed chance of all outcomes that give it."""
     tree = grown.tree
     looks = torch.cat([tree.tokens, tree.parents, tree.counts[:, None]], dim=1)
     different, which = looks.unique(dim=0, return_inverse=True)
@@ -302,7 +314,8 @@ def _continued(
     tokens: torch.Tensor,
     target: Model,
 ) -> torch.Tensor:
-    """Law over full sequences: the accepted tokens, one of law ``last``, then the target's own."""
+    """Return the law of full sequences: accepted tokens, a token of law ``last``, the target's
+    own."""
     length, vocab = len(target.laws), target.vocab
     alive = weights > 0
     weights, path, lengths, last, tokens = (
@@ -311,8 +324,8 @@ def _continued(
     chosen = tokens.gather(1, path.clamp(min=0))
     places = torch.arange(path.shape[1])
     digits = torch.where(path >= 0, chosen * vocab ** (length - 1 - places), 0).sum(1)
-    # The full sequences that start with the accepted tokens and each next token: fold the
-    # requests into a table [lengths, prefix and next token] before spreading them.
+    # Full sequences start with the accepted tokens and the next token. Sum the requests into a
+    # table [lengths, prefix and next token] before it is spread over these sequences.
     law = torch.zeros(vocab**length, dtype=torch.float64)
     tails = target.tails()
     for accepted in range(min(path.shape[1], length - 1) + 1):
@@ -326,15 +339,15 @@ def _continued(
 
 
 def distance(law: torch.Tensor, target: Model) -> float:
-    """Total-variation distance of ``law`` to the target's law of the first tokens."""
+    """Return the total-variation distance of ``law`` to the target's law of the first tokens."""
     return float((law - target.tails()[0]).abs().sum()) / 2
 
 
 def drawn_as_listed(tree: TokenTree, distributions: torch.Tensor) -> TokenTree:
-    """Pretend that the nodes below each node were drawn, in the order in which they stand.
+    """Return a tree that claims that the nodes below each node were drawn in their order.
 
-    ``distributions`` [R, N + 1, V]: log probabilities at the root and the nodes. What a rule for
-    drawn children would be told if it were used with a tree that it is not for.
+    ``distributions`` [R, N + 1, V] are log probabilities at the root and the nodes. This simulates
+    the use of a rule for drawn children with a tree that it does not support.
     """
     num_requests, size = tree.tokens.shape
     real = torch.arange(size) < tree.counts[:, None]

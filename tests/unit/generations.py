@@ -1,4 +1,4 @@
-"""A generation made up for the tests of `dyntree show`."""
+"""A made-up generation for the tests of `dyntree show`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values(*chances: float) -> list[float]:
 
 
 def made(**changes: Any) -> Generation:
-    """Two steps: one accepts two of four nodes, the other none and goes beyond the end."""
+    """Return two steps: one accepts two of four nodes, the other none, and it passes the end."""
     steps = [
         TreeStep("r", 0, 2, 2, [3, 7, 4, 8], [-1, -1, 0, 0], values(0.6, 0.3, 0.5, 0.1), [0, 2],
                  [3, 4, 5]),

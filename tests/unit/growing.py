@@ -20,7 +20,7 @@ TRIE = 4
 """The kind of grafted nodes."""
 
 NOWHERE: Path = (-1,)
-"""Stands for what a frontier without anything to expand runs on."""
+"""Path of a frontier's column that has nothing to expand."""
 
 
 def generator(seed: int, path: Path) -> torch.Generator:
@@ -32,7 +32,7 @@ def generator(seed: int, path: Path) -> torch.Generator:
 
 @cache
 def log_probs_after(seed: int, path: Path) -> torch.Tensor:
-    """log D(· | path); some distributions are sharp, and some lack tokens."""
+    """Return log D(· | path). Some distributions are sharp, and some lack tokens."""
     logits = torch.randn(VOCAB, generator=generator(seed, path), dtype=torch.float64)
     kind = (seed + len(path)) % 4
     if kind == 1:
@@ -51,7 +51,10 @@ def draft_of(seed: int) -> Draft:
 
 
 def draw_of(seed: int, replacement_draws: int = 0) -> Draw:
-    """Draws with the driver's noise; with replacement, so many per node in turn."""
+    """Return a function that draws with the driver's noise.
+
+    With replacement, it makes ``replacement_draws`` draws per node in turn.
+    """
     made: dict[Path, int] = {}
 
     def draw(path: Path, residual: Sequence[float]) -> int:
@@ -74,10 +77,10 @@ def grow(
     at_frontier: Callable[[Frontier], None] = lambda frontier: None,
     at_paths: Callable[[list[list[Path]]], object] = lambda paths: None,
 ) -> TokenTree:
-    """Grow one tree per seed, in double precision so that no ranking is a matter of rounding.
+    """Grow one tree per seed, in double precision, so that rounding changes no ranking.
 
-    ``trie`` is grafted before anything is added, for growths that take one; `TopKGrowth.graft` has
-    ``whole_paths``.
+    ``trie`` is grafted before any children are added. ``whole_paths`` is described at
+    `TopKGrowth.graft`.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -113,8 +116,12 @@ def paths_of(tree: TokenTree, row: int) -> list[Path]:
 
 
 def _paths_at(frontier: Frontier, row: int, columns: list[Path]) -> list[Path]:
-    """The paths that attention sees: the ancestors' columns, then the own one. Adds them to the
-    request's ``columns``; a node may see one that stands before it in the same frontier."""
+    """Return a frontier's paths as attention sees them, and append them to the request's
+    ``columns``.
+
+    A path consists of the ancestors' columns and the node's own. A node's ancestor may stand before
+    it in the same frontier.
+    """
     words = frontier.ancestors.shape[2]
     known = len(columns)
     for w in range(frontier.tokens.shape[1]):

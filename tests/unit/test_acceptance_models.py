@@ -38,7 +38,8 @@ def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
 
 
 def expand_level_by_level(decoder: Decoder, tree: TokenTree) -> dict[tuple[int, int], torch.Tensor]:
-    """Logits by request and node; a draft step as growths ask for it, columns being nodes."""
+    """Return logits by request and node, from draft steps as growths make them. Columns are
+    nodes."""
     nodes = tree.tokens.shape[1]
     branches = decoder.branches(nodes, int(tree.depths.max()))
     found = {}
@@ -79,7 +80,7 @@ def test_every_tree_node_sees_its_context_and_its_own_path_alone() -> None:
     prompts, tree = some_prompts(7, 3, 5), a_tree()
     decoder = Decoder(in_rows(), 3, 8)
     decoder.append(prompts.tokens, prompts.lengths)
-    # A later step's nodes take the place of an earlier one's.
+    # The second expansion overwrites the nodes of the first.
     expand_level_by_level(decoder, tree)
     found = expand_level_by_level(decoder, tree)
     assert len(found) > PARENTS.shape[1]

@@ -23,7 +23,7 @@ PROMPTS = 6
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Target, draft and a file of prompts, as a user has them."""
+    """Return target, draft and a file of prompts, as a user passes them."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

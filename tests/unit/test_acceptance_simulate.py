@@ -1,4 +1,4 @@
-"""Simulated decoding: what is counted, and what is measured before."""
+"""Simulated decoding: its counts, and the measurements before it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEPTH = 6
 
 
 def counts_of(method: str, temperature: float, noise: float, budget: int = 16) -> Counts:
-    """A cell with a draft that is the target with ``noise`` in its weights."""
+    """Return the counts of a cell whose draft is the target with ``noise`` in its weights."""
     prompts = some_prompts(5, 3, 8, 4)
     setting = Setting(budget, temperature, DEPTH, (0.6, 0.2, 0.1))
     plan = METHODS[method].plan(setting)
@@ -52,7 +52,7 @@ def test_a_draft_that_is_the_target_is_accepted_down_to_the_last_node(
 ) -> None:
     counts = counts_of(method, temperature, noise=0.0)
     reached = counts.lengths.nonzero().max()
-    assert counts.lengths[reached] == counts.steps, "every step goes equally deep"
+    assert counts.lengths[reached] == counts.steps, "every step must go equally deep"
     assert counts.tokens == counts.steps * (int(reached) + 1)
     assert counts.lengths[-1] == counts.steps or method == "sequoia"
     far = counts_of(method, temperature, noise=3.0)
@@ -87,7 +87,7 @@ def test_what_is_counted_adds_up() -> None:
 def test_rows_that_are_left_out_leave_the_tree_as_it_is(
     growth: str, max_depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At temperature 0, where no noise depends on the order in which nodes are expanded."""
+    """This holds at temperature 0, where no noise depends on the order of expansions."""
     prompts = some_prompts(5, 3, 8, 4)
     options = {"growth": growth, "rule": "match", "max_depth": max_depth, "width": 16}
     plan = DynTreeOptions.parse(options | {"children": 6, "calibration": "off"}).resolve(64)
@@ -109,7 +109,7 @@ def test_rows_that_are_left_out_leave_the_tree_as_it_is(
 
 
 def nodes_of(grown: Grown) -> list[set[tuple[int, ...]]]:
-    """Every tree as the paths of its nodes."""
+    """Return every tree as the paths of its nodes."""
     found = []
     for row in range(len(grown.tree.counts)):
         paths: list[tuple[int, ...]] = []

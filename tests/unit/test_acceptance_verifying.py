@@ -1,4 +1,4 @@
-"""What the laboratory accepts without running the target over trees, against running it."""
+"""The laboratory accepts without running the target over trees what it would accept with it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def grown_behind(plan: TreePlan, context: Context, prompts: Prompts, temperature
 
 
 def dense_logits(grown: Grown, context: Context) -> torch.Tensor:
-    """The target's logits [R, N + 1, V] behind the root and every node, by one forward for each
-    request over context and tree under a dense mask."""
+    """Return the target's logits [R, N + 1, V] at the root and every node.
+
+    There is one forward per request, over context and tree under a dense mask.
+    """
     tree = grown.tree
     nodes = tree.tokens.shape[1]
     rows = []
@@ -73,7 +75,7 @@ def dense_logits(grown: Grown, context: Context) -> torch.Tensor:
 
 
 def match_on(grown: Grown, context: Context, seeds: torch.Tensor, temperature: float) -> Accepted:
-    """The rule ``match`` with the target's draw at every node."""
+    """Apply the rule ``match`` to the target's draw at every node."""
     tree = grown.tree
     logits = dense_logits(grown, context)
     sizes = torch.tensor([len(words) for words in context])
@@ -96,7 +98,7 @@ def match_on(grown: Grown, context: Context, seeds: torch.Tensor, temperature: f
 def walk_on(
     plan: TreePlan, grown: Grown, context: Context, seeds: torch.Tensor, temperature: float
 ) -> Accepted:
-    """A sampled rule on the target's distributions at every node, all draws at hand."""
+    """Apply a sampled rule to the target's distributions at every node, with all draws known."""
     tree, requests = grown.tree, torch.arange(len(context))
     assert tree.draws is not None
     assert grown.laws is not None
@@ -128,7 +130,7 @@ def emitted(accepted: Accepted) -> list[list[int]]:
 def lazily_and_densely(
     plan: TreePlan, verifier: Verifier, prompts: Prompts, temperature: float
 ) -> list[tuple[Accepted, Accepted]]:
-    """Three steps of decoding; both verifications of each."""
+    """Decode three steps, and return both verifications of each."""
     context = [row[:n].tolist() for row, n in zip(prompts.tokens, prompts.lengths, strict=True)]
     fresh = [[token] for token in verifier.first().tolist()]
     steps = []
@@ -152,7 +154,7 @@ def assert_same(steps: list[tuple[Accepted, Accepted]]) -> None:
         depth = lazily.path.shape[1]
         assert lazily.path.tolist() == densely.path[:, :depth].tolist()
         accepted += int(lazily.lengths.sum())
-    assert accepted > len(PROMPTS), "trees of which next to nothing is accepted prove nothing"
+    assert accepted > len(PROMPTS), "too few tokens are accepted for a meaningful comparison"
 
 
 @pytest.mark.parametrize(

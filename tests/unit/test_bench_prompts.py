@@ -1,4 +1,4 @@
-"""`dyntree bench serve`: where prompts come from."""
+"""The sources of prompts of `dyntree bench serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dyntree bench serve`: what is measured, in which order, and what follows from it."""
+"""What `dyntree bench serve` measures, in which order, and what it derives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ BATCHES = [CELL.model_copy(update={"batch": batch}) for batch in (1, 2, 4)]
 
 
 def measured_by_cell(left: Iterator[float], rounds: int, log: list[str]) -> list[list[Any]]:
-    """Two engines on three loads of 1, 2 and 4 tokens; ``left``: seconds, of each time asked."""
+    """Measure two engines on three loads of 1, 2 and 4 tokens.
+
+    ``left`` yields the seconds that are left, one value for each time that they are read.
+    """
     loads = {cell: Load([[1]], 1, 0.0, cell.batch) for cell in BATCHES}
     engines = [engine("a"), engine("b")]
     opened = opener({"a": [1], "b": [1]}, log)
@@ -139,7 +142,7 @@ def test_a_request_without_a_token_is_an_error() -> None:
 
 
 class FakeProcess:
-    """In the place of a started engine: notes what happens to it."""
+    """Replace a started engine, and note the calls."""
 
     log: list[str]
 

@@ -1,4 +1,4 @@
-"""`dyntree bench serve --base-url`: servers that run elsewhere, asked as their users ask them."""
+"""`dyntree bench serve --base-url` with servers that run elsewhere."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_an_address_that_is_none_or_a_name_given_twice_is_refused(addresses: lis
 
 REFUSED = 999
 BEFORE_PIECES = 2
-"""Times that are taken of one request before it is answered: the load's and its own."""
+"""Number of clock reads for a request before its first piece: the load's and its own."""
 
 
 class Ticks:
-    """A clock that goes on by a second whenever it is read."""
+    """A clock that advances by a second whenever it is read."""
 
     def __init__(self) -> None:
         self._reads = 0
@@ -55,9 +55,9 @@ class Ticks:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Streams three pieces of two tokens each; every request adds to the counters.
+    """Stream three pieces of two tokens each. Every request adds to the counters.
 
-    With a ``clock`` a piece is sent when the time of the one before has been taken.
+    With a ``clock``, a piece is sent once the client has read the clock for the piece before.
     """
 
     clock: ClassVar[Ticks | None] = None
@@ -143,7 +143,8 @@ def test_times_are_taken_when_pieces_arrive(
     monkeypatch.setattr(_Handler, "clock", ticks)
     run, _ = server.Client(address, chat=chat).serve(Load(["x"], 1, 0.0, 6))
     assert run.ttft_ms == 1000
-    # Two seconds between the first piece and the last, over five tokens behind the first.
+    # There are two seconds between the first piece and the last, and five tokens after the first
+    # one.
     assert run.tpot_ms == 2000 / 5
     assert run.seconds == BEFORE_PIECES + 3
 

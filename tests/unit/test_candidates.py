@@ -1,4 +1,4 @@
-"""Children from a draft's logits: draws that follow its distribution, and what they report."""
+"""Children from a draft's logits: draws follow its distribution, and their records are right."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_drawn_children_are_independent_draws() -> None:
 
 
 def test_the_best_children_are_no_draws() -> None:
-    """The control of both tests above."""
+    """Control of both tests above."""
     tokens, _ = top_children(LAW.log().expand(ROWS, -1), 2)
     assert frequencies(tokens) == {(0, 1): 1.0}
 

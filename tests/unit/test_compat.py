@@ -1,4 +1,4 @@
-"""Refusals: each names its option, its value and what to do, and comes before any weights load."""
+"""Refusals name the option, its value and a remedy, and come before any weights load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDTH = 16
 
 @pytest.fixture(scope="session")
 def build(model_folder: Callable[..., str]) -> Build:
-    """Builds vLLM's configuration for the tiny pair, as the server does; arguments override."""
+    """Build vLLM's configuration for the tiny pair, as the server does; ``arguments`` override."""
     plugin.register()
     from vllm.engine.arg_utils import EngineArgs
 
@@ -66,9 +66,9 @@ def build(model_folder: Callable[..., str]) -> Build:
 
 @pytest.fixture(scope="session")
 def admitted(build: Build) -> VllmConfig:
-    """A configuration that a tree can serve, as it is when it is checked.
+    """Return a configuration that trees support, before it is checked.
 
-    Its budget is fixed: an adaptive one sets an option that a user must not set.
+    Its budget is fixed, because an adaptive one sets an option that a user must not set.
     """
     return changed(build({"budget": "fixed"}), "scheduler_config.scheduler_cls", None)
 
@@ -80,7 +80,7 @@ def refusal_of(config: VllmConfig, **options: Any) -> str:
 
 
 def changed(config: VllmConfig, path: str, value: Any) -> VllmConfig:
-    """A copy of the configuration that differs in one attribute, however deep."""
+    """Return a copy of the configuration with one changed attribute, at any depth."""
     *owners, name = path.split(".")
     root = copy.copy(config)
     owner: Any = root
@@ -151,7 +151,7 @@ CHANGES = [
 def test_models_are_compiled_for_the_rows_of_the_largest_draft_forward(
     build: Build, trees: bool
 ) -> None:
-    """vLLM stops at a forward of more rows than it has compiled for."""
+    """vLLM stops at a forward of more rows than it was compiled for."""
     sizes = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
     none: dict[str, Any] = {"additional_config": {}, "speculative_config": None}
     config = build(**sizes | ({} if trees else none))
@@ -198,7 +198,7 @@ UNSERVED = {
     "adaptive verification": "enable_adaptive_verification",
     "rejection_sample_method='block'": "rejection_sample_method",
 }
-"""What the CPU has no kernels for, and vLLM's option that asks for it."""
+"""Features without kernels on the CPU, and vLLM's options that ask for them."""
 
 
 def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_starts(
@@ -245,7 +245,7 @@ def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_
             f"+ 1 = {WIDTH + 1} tokens of a step; raise long_prefill_token_threshold to at least "
             f"{WIDTH + 1}, or lower dyntree.node_budget to at most {WIDTH - 1}",
         ),
-        # vLLM has fewer tokens per step than it wants with adapters, and says that and no more.
+        # With adapters, vLLM reduces the number of tokens per step and only logs it.
         ({"enable_lora": True, "max_num_seqs": 256}, "enable_lora=True is not supported: adapters"),
         ({"enable_lora": True, "max_num_seqs": 2}, "enable_lora=True is not supported: adapters"),
         (
@@ -324,7 +324,7 @@ def test_a_rank_of_a_dense_target_is_an_engine_of_its_own_with_the_same_trees(
     config = build(data_parallel_size=ranks)
     plan = tree_plan(config)
     assert uses_adaptive_budget(config)
-    # What vLLM does in the process of every such rank.
+    # vLLM does this in the process of every such rank.
     config.parallel_config.reconfigure_for_independent_dp_rank()
     assert tree_plan(config) == plan == plan_in_force(config.speculative_config)
     assert plan is not None
@@ -418,13 +418,13 @@ def test_a_platform_without_a_worker_is_refused(admitted: VllmConfig) -> None:
 
 @pytest.fixture(scope="session")
 def on_cuda(admitted: VllmConfig) -> VllmConfig:
-    """The same, as it is when it is checked on CUDA."""
+    """The same configuration, before it is checked on CUDA."""
     with_worker = changed(admitted, "parallel_config.worker_cls", "auto")
     return changed(with_worker, "attention_config.backend", None)
 
 
 FLASHINFER = SimpleNamespace(name="FLASHINFER")
-"""One of vLLM's backends that carry no trees."""
+"""A vLLM backend that does not support trees."""
 
 
 @pytest.mark.parametrize(

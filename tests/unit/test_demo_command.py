@@ -29,7 +29,7 @@ def run(*completions: Sequence[int], seconds: float = 1.0, steps: int = 4) -> Ru
 
 
 def step(parents: list[int], accepted: list[int]) -> TreeStep:
-    """A tree whose nodes fall in value in their order."""
+    """Return a step whose tree's nodes are in order of falling value."""
     tokens = list(range(len(parents)))
     values = [-float(node) for node in tokens]
     return TreeStep("r", 0, 1, 50, tokens, parents, values, accepted, [*accepted, 51])

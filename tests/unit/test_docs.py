@@ -1,4 +1,4 @@
-"""The README is short; links and file names in the pages are right; tables are the code's."""
+"""The README is short, links and file names in the docs are right, and tables match the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./-]+/[\w./-]*\w\.(?:py|json|md|sh|yml|yaml))`")
 MOST_BYTES = 9000
 BASES = ("", "kernels", "dyntree_plugin", "dyntree_plugin/engine", "kernels/dyntree_kernels")
-"""Folders that a file's name in a page may begin in, besides the page's own."""
+"""Folders in which a file named in a page may lie, besides the page's own."""
 
 
 def outside_code(page: str) -> str:
@@ -29,7 +29,7 @@ def outside_code(page: str) -> str:
 
 
 def anchors(page: str) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.*)$", outside_code(page), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""`dyntree doctor`: what it finds, and what of a command line it names."""
+"""`dyntree doctor`: its findings, and the parts of a command line that it names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Line = Callable[..., list[str]]
 
 @pytest.fixture(scope="session")
 def line(model_folder: Callable[..., str]) -> Line:
-    """The command line of a pair without weights; more arguments follow."""
+    """Return the command line of a pair without weights, with further arguments."""
     target, draft = model_folder("target"), model_folder("draft", num_hidden_layers=1)
 
     def make(*more: str, dyntree: str | None = "{}", **speculative: Any) -> list[str]:
@@ -253,7 +253,7 @@ def test_a_package_that_does_not_load_is_named_before_vllm_is_imported(
 
 @pytest.fixture
 def attention() -> Any:
-    """The module that is imported by its name now, in case a test has had it loaded anew."""
+    """Return the currently imported module; another test may have reloaded it."""
     return importlib.import_module("dyntree_kernels.cpu.attention")
 
 
@@ -362,7 +362,7 @@ def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
     table: list[dispatch.Measurement],
     chosen: str,
 ) -> None:
-    """An engine compiles nothing of FlashInfer's."""
+    """An engine does not compile FlashInfer's kernels."""
     monkeypatch.setattr(dispatch, "installed", lambda: installed)
     monkeypatch.setattr(choice, "built_variant", lambda *_: built)
     assert kernels.attention(table=table).found.startswith(chosen)

@@ -35,7 +35,7 @@ BIASED = 0.01
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tensors here are too small to be worth waking other threads for."""
+    """Use one thread, because tensors here are too small to share."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,8 @@ def shape(node_budget: int, max_depth: int, width: int, children: int) -> TreeSh
 
 Case = tuple[GrowthConfig, TreeShape, int]
 
-# Growth, shape, vocabulary. The first of each growth and sampling shows the forbidden rules' bias.
+# Growth, shape, vocabulary. The first case of each growth and sampling shows the bias of forbidden
+# rules.
 CASES: list[Case] = [
     (GrowthConfig("topk"), shape(4, 2, 2, 2), 3),
     (GrowthConfig("topk"), shape(5, 3, 1, 2), 3),
@@ -81,7 +82,7 @@ def name_of(case: Case) -> str:
 
 
 def models(vocab: int, depth: int) -> Iterator[tuple[Model, Model]]:
-    """Draft and target pairs, ordinary and degenerate."""
+    """Yield draft and target pairs, ordinary and degenerate."""
     length = depth + 1
     ordinary = [random_model(seed, vocab, length) for seed in range(4)]
     sparse = [random_model(seed, vocab, length, zeros=0.5) for seed in (5, 6)]
@@ -105,7 +106,7 @@ def grown(case: Case, which: int) -> tuple[Grown, Model]:
     draft, target = list(models(vocab, tree_shape.max_depth))[which]
     made = grow_every_way(plan, draft)
     if plan.sampling == BEST:
-        # As the rules for drawn children would see it.
+        # Give the rules for drawn children a tree that claims to be drawn.
         laws = draft.after(made.depths, made.codes).log()
         made = replace(made, tree=drawn_as_listed(made.tree, laws))
     return made, target
@@ -137,7 +138,7 @@ def first_of_their_kind(cases: list[Case]) -> list[Case]:
 ALLOWED = [(case, rule) for case in CASES for rule in rules_of(case, True)]
 FORBIDDEN = [(c, rule) for c in first_of_their_kind(CASES) for rule in rules_of(c, False)]
 ALL_MODELS = range(10)
-# Sample-and-match does not look at the draft, and enumerating the target's draws takes long.
+# Sample-and-match does not read the draft, and enumerating the target's draws takes long.
 SOME_MODELS = (0, 5, 8)
 
 allowed_pairs = pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_a_forbidden_pair_is_biased(case: Case, rule: str):
 
 
 def test_a_tree_that_is_cut_by_its_nodes_own_values_is_biased():
-    """Only rules that ignore the draws survive a cut that has looked at the tokens."""
+    """If a cut has looked at the tokens, only rules that ignore the draws stay exact."""
     case = (GrowthConfig("dyspec"), shape(6, 2, 1, 3), 3)
     worst = dict.fromkeys(("match", "without_replacement"), 0.0)
     for which in SOME_MODELS:
@@ -191,7 +192,8 @@ def test_a_tree_that_is_cut_by_its_nodes_own_values_is_biased():
 
 
 def most_valuable(made: Grown, count: int) -> Grown:
-    """The ``count`` nodes of highest own value, as EAGLE-2 (arXiv 2406.16858) reranks."""
+    """Keep the ``count`` nodes with the highest own values, as EAGLE-2 (arXiv 2406.16858)
+    reranks."""
     tree, draws = made.tree, made.tree.draws
     assert draws is not None
     order = tree.values.argsort(dim=1, descending=True, stable=True)
@@ -201,7 +203,7 @@ def most_valuable(made: Grown, count: int) -> Grown:
     rows = torch.nn.functional.pad(keep + 1, (1, 0))
     nodes = draws.nodes.gather(1, rows[:, :, None].expand(-1, -1, draws.nodes.shape[2]))
     nodes = became.gather(1, (nodes + 1).flatten(1)).view_as(nodes)
-    # What was cut leaves no gap among the draws.
+    # Close the gaps that the cut nodes leave among the draws.
     nodes = nodes.gather(2, (nodes < 0).int().argsort(dim=2, stable=True))
     parents = became.gather(1, tree.parents.gather(1, keep) + 1)
     columns = draws.columns.gather(1, rows)
@@ -217,7 +219,7 @@ def most_valuable(made: Grown, count: int) -> Grown:
 
 
 def test_to_schedule_as_many_nodes_as_independent_draws_gave_is_biased():
-    """The number of nodes tells which draws coincided; that of the places for them does not."""
+    """The number of nodes reveals which draws coincided. The number of places for them does not."""
     case = (GrowthConfig("expansion", (2,)), shape(2, 1, 1, 2), 3)
     worst = 0.0
     for which in ALL_MODELS:

@@ -18,11 +18,11 @@ from dyntree_plugin.tree.shape import TreeShape
 
 RUNS = 40_000
 VOCAB = 4
-# Far apart, so that a wrong rule is wrong by much.
+# Draft and target differ much, so that a wrong rule is wrong by much.
 DRAFT = random_model(2, VOCAB, 2)
 TARGET = random_model(4, VOCAB, 2, zeros=0.2)
 SURELY_BIASED = 1e-6
-# Fixed seeds, so this is no source of flakes: a right rule either passes or does not.
+# Seeds are fixed, so the test cannot be flaky.
 UNSUSPICIOUS = 0.01
 
 
@@ -31,9 +31,10 @@ def gumbel(*shape: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def p_value(rule: DrawnRule, sampling: str, seed: int, common_noise: bool = False) -> float:
-    """Trees of depth 1 and their bonus tokens: chi-square of the first two tokens.
+    """Return the chi-square p-value of the first two tokens, from trees of depth 1 and their bonus
+    tokens.
 
-    ``common_noise``: draw the last token with the noise that the root's children were drawn with.
+    With ``common_noise``, the last token is drawn with the noise of the root's children.
     """
     generator = torch.Generator().manual_seed(seed)
     config = GrowthConfig("expansion", (2,), sampling=sampling)
@@ -71,7 +72,7 @@ def first_two_tokens(
 ) -> float:
     accepted = walk.emit(tokens, noise)
     first, second = accepted.tokens.unbind(1)
-    # Where the walk ended at the root, the target goes on.
+    # If the walk ended at the root, the target draws the second token.
     more = torch.multinomial(target.laws[1][first], 1, generator=generator)[:, 0]
     second = torch.where(accepted.lengths == 0, more, second)
     seen = torch.bincount(first * VOCAB + second, minlength=VOCAB**2).double()

@@ -1,5 +1,4 @@
-"""The scripts for a GPU say what they need, keep what they find, and go on where they ended; Python
-is played."""
+"""The scripts for a GPU state their needs, keep their results, and resume; Python is a fake."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ esac
 
 
 class Machine:
-    """Runs a script with that Python."""
+    """Run a script with the fake Python."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "out"
@@ -61,7 +60,7 @@ class Machine:
         return run(self.folder, script, **own | variables)
 
     def calls(self, of: str) -> list[list[str]]:
-        """Arguments of the calls of a program."""
+        """Return the arguments of each call of a program."""
         noted = (self.folder / "calls").read_text() if (self.folder / "calls").exists() else ""
         calls = [call.splitlines()[1:] for call in noted.split("CALL")[1:]]
         return [call for call in calls if of in " ".join(call)]
@@ -166,7 +165,7 @@ def test_the_first_part_checks_kernels_and_tokens_and_measures_whatever_fails(
     (measured,) = machine.calls("bench serve")
     assert options(measured, "--batch") == ["1", "8"]
     assert {"--chain", "--tree"} <= {*measured}
-    # What it judges is not judged again by the part that follows.
+    # Results that it has judged are not judged again by the next part.
     machine.run(PART="identity-bf16")
     first, second = machine.calls("device_identity")
     assert first[1] == second[1] == str(machine.out / "gpu-identity-bf16.json")
@@ -232,8 +231,8 @@ def test_seven_engines_of_8b_would_not_leave_it(machine: Machine) -> None:
 
 
 def memory(call: list[str]) -> int:
-    """What the engines of a measurement hold: weights in bf16, the cache, and 2 GiB each for the
-    rest."""
+    """Return the bytes that a measurement's engines hold: bf16 weights, the cache, and 2 GiB
+    each."""
     shape = shapes.SHAPES[option(call, "--target-shape")]
     heads = shape.heads + shape.kv_heads
     attention = 2 * shape.hidden * heads * shape.head_dim

@@ -26,7 +26,7 @@ from dyntree_plugin.tree.source import DRAFT, Trie
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
 Edges = dict[Path, float]
-"""A trie's nodes by path, with the log chances of their edges; parents first."""
+"""The log chances of a trie's edges by the path of the node; parents come first."""
 
 KINDS = {DRAFT: {"draft"}, TRIE: {"trie"}, DRAFT | TRIE: {"draft", "trie"}}
 PADDING = 3
@@ -38,13 +38,13 @@ shapes = st.builds(
     width=st.integers(1, 6),
     children=st.integers(1, 5),
 )
-# Few different values make many ties, also between parents and children.
+# Few distinct values give many ties, also between parents and children.
 chances = st.sampled_from([1.0, 1.0, 0.7, 0.5, 0.25]) | st.floats(0.001, 1.0)
 
 
 @st.composite
 def tries(draw: st.DrawFn) -> Edges:
-    """Up to 12 nodes, up to 8 deep; some are their parent's only child, as in a look-up."""
+    """Draw up to 12 nodes, up to 8 deep. Some are their parent's only child, as in a look-up."""
     found: Edges = {}
     for _ in range(draw(st.integers(0, 12))):
         above = draw(st.sampled_from([(), *found, *list(found)[-1:] * 6]))
@@ -58,7 +58,7 @@ batches = st.lists(st.tuples(st.integers(0, 10_000), tries()), min_size=1, max_s
 
 
 def as_trie(requests: Sequence[Edges]) -> Trie:
-    """The tries as tensors, with padding among which are children of nodes that do not exist."""
+    """Return the tries as tensors. Their padding includes children of nodes that do not exist."""
     size = max(map(len, requests)) + PADDING
     trie = Trie(
         tokens=torch.zeros(len(requests), size, dtype=torch.int64),
@@ -74,7 +74,7 @@ def as_trie(requests: Sequence[Edges]) -> Trie:
             above[row, i] = index.get(path[:-1], -1)
             trie.log_chances[row, i] = edges[path]
             trie.exists[row, i] = True
-    # A real node in form, below one that does not exist.
+    # This node exists, but its parent does not.
     trie.exists[:, -1] = True
     return trie._replace(above=above)
 
@@ -84,7 +84,7 @@ def topk(shape: TreeShape, least: float | None = None) -> GrowthPlan:
 
 
 def log_draft(seed: int, path: Path) -> list[float]:
-    """What the driver adds, to the last bit."""
+    """Return the log probabilities that the driver adds, exact to the last bit."""
     tokens, found = top_children(log_probs_after(seed, path)[None], VOCAB)
     return found[0, tokens[0].argsort()].tolist()
 
@@ -171,7 +171,7 @@ def test_a_trie_without_nodes_changes_nothing(shape: TreeShape, seeds: list[int]
 def test_candidates_are_numbered_as_the_draft_added_them(
     shape: TreeShape, requests: list[tuple[int, Edges]]
 ) -> None:
-    """So that what is known of the draft's candidates is found for nodes that both proposed."""
+    """Data of the draft's candidates are found for nodes that both sources proposed."""
     expanded: list[list[Path]] = [[()] for _ in requests]
     known: list[Frontier] = []
     tree = grow(
@@ -225,7 +225,7 @@ def test_one_forward_runs_a_whole_path_of_the_trie() -> None:
 def test_without_whole_paths_no_forward_runs_a_node_and_its_child(
     shape: TreeShape, requests: list[tuple[int, Edges]]
 ) -> None:
-    """A row then finds its parent's output among those of earlier forwards."""
+    """A row finds its parent's output among those of earlier forwards."""
     frontiers: list[Frontier] = []
     trie = as_trie([edges for _, edges in requests])
     seeds = [seed for seed, _ in requests]
@@ -247,7 +247,7 @@ def test_more_columns_than_a_word_has_bits_keep_their_ancestors() -> None:
 
 
 def test_growing_with_a_trie_never_waits_for_the_device() -> None:
-    """Tensors without data: whatever asks for a value raises."""
+    """Run on tensors without data: reading a value raises."""
     shape = TreeShape(node_budget=9, max_depth=3, width=2, children=2)
     with FakeTensorMode():
         growth = topk(shape).start(3, torch.full((3,), 9))
@@ -266,7 +266,7 @@ def test_growing_with_a_trie_never_waits_for_the_device() -> None:
         int(tree.counts[0])
 
 
-# Controls: each of these breaks the merge, and the tests above would see it.
+# Controls: each of these breaks the merge, and the comparisons above notice it.
 
 
 def broken_trees() -> TokenTree:
@@ -321,7 +321,7 @@ def test_a_grafted_tree_emits_the_targets_law(shape: TreeShape, edges: Edges) ->
             assert distance(law, target) < EXACT
 
 
-# Mistakes.
+# Invalid arguments.
 
 
 def test_a_graft_comes_once_and_first() -> None:

@@ -1,4 +1,4 @@
-"""Growths by name: what may be asked for, and that each can be driven."""
+"""Growths by name: allowed options, and that each growth can run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_configuration_travels_between_processes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dyspec", "dynamic_threshold"])
 def test_a_flat_and_a_sharp_draft_both_fill_the_budget(name: str) -> None:
-    """What a fixed threshold does not: the trees of the same drafts differ in size there."""
+    """With a fixed threshold, the trees of the same drafts differ in size."""
     counts = {
         growth: grow(plan_growth(GrowthConfig(growth), SHAPE), list(range(40))).counts
         for growth in (name, "threshold")

@@ -1,4 +1,4 @@
-"""Cuts by slot value leave the emitted law alone, however little is drafted; others do not."""
+"""Cuts by slot value keep the emitted law exact, however little is drafted; other cuts do not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 
-# Frontier widths, node budget, vocabulary: all far below what Algorithm 1 would expand.
+# Frontier widths, node budget, vocabulary: all far below the needs of Algorithm 1.
 STARVED = [((1,), 4, 3), ((1, 1), 4, 2), ((1, 2), 5, 2)]
 starved = pytest.mark.parametrize(("widths", "node_budget", "vocab"), STARVED)
 
@@ -45,14 +45,14 @@ def test_growth_by_slot_value_is_exact_with_few_forwards_and_narrow_frontiers(
 
 
 class KeepsByOwnValue(SlotGrowth):
-    """Draws as SlotGrowth, and keeps the likeliest paths."""
+    """Draw as SlotGrowth does, but keep the most probable paths."""
 
     def finish(self) -> TokenTree:
         return self._pool.tree(self._pool.values, self._node_budget)
 
 
 def test_growth_that_keeps_the_likeliest_paths_is_biased() -> None:
-    """The control: the same draws, and another cut."""
+    """Control: the same draws with another cut."""
     worst = 0.0
     for case in STARVED[1:]:
         plan = starved_plan(*case)

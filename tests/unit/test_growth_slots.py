@@ -1,4 +1,4 @@
-"""Growths by slot value (dyspec, threshold, dynamic_threshold) against the paper's algorithms."""
+"""Growths by slot value (dyspec, threshold, dynamic_threshold) against the papers' algorithms."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_threshold_grows_the_trees_of_algorithm_2(
 def test_the_dynamic_threshold_keeps_nothing_from_the_tree(
     shape: TreeShape, seeds: list[int]
 ) -> None:
-    """The reference expands what the threshold would pass over."""
+    """The reference also expands nodes that a threshold would skip."""
     plan = plan_growth(GrowthConfig("dynamic_threshold"), shape)
     tree = grow(plan, seeds)
     tree.check()
@@ -85,7 +85,7 @@ def test_a_dynamic_threshold_of_enough_width_grows_the_trees_of_the_heap(
 
 
 def test_with_too_little_width_a_tree_is_another_than_the_heaps() -> None:
-    """The control of the test above."""
+    """Control of the test above."""
     shape = TreeShape(node_budget=20, max_depth=5, width=1, children=4)
     trees = grow(plan_growth(GrowthConfig("dynamic_threshold"), shape), list(range(10)))
     differ = [
@@ -126,7 +126,7 @@ def test_draws_say_which_draw_gave_which_node_and_from_what(
             nodes = [int(node) for node in draws.nodes[row, j]]
             count = sum(node >= 0 for node in nodes)
             assert all(node >= 0 for node in nodes[:count])
-            # All nodes below, in draw order: that of their slots, and so of the tree.
+            # All children, in draw order. This is the order of their slots, and so of the tree.
             assert nodes[:count] == [k for k, p in enumerate(paths) if p[:-1] == path]
             if count:
                 law = draws.log_probs[row, int(draws.columns[row, j])]
@@ -158,7 +158,7 @@ def test_trees_are_well_formed_and_their_ancestors_are_the_transitive_closure(
 
 
 def test_frontiers_hold_only_nodes_that_may_still_matter() -> None:
-    """An expanded node's first child is worth a place among all that is known by then."""
+    """A node is expanded only if its first child ranks within the budget among all known slots."""
     shape = TreeShape(node_budget=12, max_depth=6, width=6, children=5)
     for seed in range(20):
         expanded: list[int] = []
@@ -187,7 +187,7 @@ def test_forwards_behind_the_last_layer_of_the_tree_expand_nothing() -> None:
 
 
 def test_a_distribution_on_one_token_is_drawn_once_and_goes_on() -> None:
-    """What is left of it is nothing, whatever rounding leaves."""
+    """Nothing is left of the distribution, despite rounding."""
     shape = TreeShape(node_budget=6, max_depth=4, width=2, children=3)
     growth = plan_growth(GrowthConfig("dyspec"), shape).start(1, torch.tensor([99]))
     for forward, width in enumerate((1, *growth.widths)):

@@ -1,4 +1,4 @@
-"""Growths whose form is known beforehand: chain, expansion, sequoia."""
+"""Growths whose shape is known beforehand: chain, expansion, sequoia."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_draw_that_repeats_names_the_node_again_and_makes_none() -> None:
     growth.add(torch.tensor([[[1, 0, 1]]]), law[torch.tensor([[[1, 0, 1]]])], law.expand(1, 1, -1))
     frontier = growth.frontier()
     assert frontier.valid.tolist() == [[True, True, False]]
-    # Below the first child two draws of one token, below the second of two.
+    # Below the first child, both draws give one token; below the second, two tokens.
     drawn = torch.tensor([[[2, 2, 0], [0, 2, 0], [0, 1, 0]]])
     growth.add(drawn, law[drawn], law.expand(1, 3, -1))
     tree = growth.finish()
@@ -129,12 +129,13 @@ def test_a_request_without_room_has_the_roots_children_only() -> None:
     assert tree.counts.tolist() == [2, 6]
 
 
-# All static trees, to search for the best by hand.
+# All static trees, to find the best one by exhaustive search.
 
 
 @cache
 def trees(size: int, most_children: int, depth: int) -> list[tuple]:
-    """All trees of ``size`` nodes, the root counted: a tree is the tuple of its subtrees."""
+    """Return all trees of ``size`` nodes, including the root. A tree is the tuple of its
+    subtrees."""
     if size == 1:
         return [()]
     if depth == 0:

@@ -14,11 +14,11 @@ SOURCES = sorted(
 )
 MOST_LINES = 400
 MOST_LINES_OF_CPU = 300
-"""Lines of all of ``engine/cpu``: vLLM's runner on a CPU lies in a package of its own."""
+"""Most lines of all of ``engine/cpu``; vLLM's runner on a CPU has a package of its own."""
 MOST_LINES_OF_A_BODY = 50
 
 PROGRAMS = {"_tree_attention", "_learn"}
-"""Triton programs, which are one loop each. A part of one would take most of its variables."""
+"""Triton programs that are one loop each. A part of the loop would need most of its variables."""
 
 
 def lines(path: Path) -> int:
@@ -26,7 +26,7 @@ def lines(path: Path) -> int:
 
 
 def bodies(source: str) -> Iterator[tuple[str, int]]:
-    """Every function's name, and the lines of its body without arguments and docstring."""
+    """Yield every function's name, and the lines of its body without arguments and docstring."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             documented = ast.get_docstring(node) is not None and len(node.body) > 1

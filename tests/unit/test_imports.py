@@ -1,6 +1,6 @@
-"""Modules import in one direction: no circle, and nothing from a layer above.
+"""Modules import in one direction: there is no cycle, and nothing imports a higher layer.
 
-Read from the sources, so that imports within functions and for type checkers count as well.
+Imports are read from the sources, so imports within functions and for type checkers count as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 LAYERS = (
     ("dyntree_kernels",),
     ("vllm_cpu_runner",),
-    # What belongs to no engine. Two packages stand here without their modules.
+    # These belong to no engine. Two packages are listed here without their modules.
     (
         "dyntree_plugin",
         "dyntree_plugin.engine",
@@ -52,11 +52,11 @@ LAYERS = (
     ("dyntree_plugin.cli",),
     ("benchmarks", "scripts"),
 )
-"""Modules and packages from the lowest layer up. A module may import its own layer and those
-below it."""
+"""Modules and packages from the lowest layer up. A module may import its own layer and lower
+ones."""
 
 OPEN = ("dyntree_plugin", "dyntree_plugin.engine")
-"""Packages whose modules belong to layers of their own."""
+"""Packages whose modules have layers of their own."""
 
 WITHOUT_VLLM = (
     "dyntree_kernels",
@@ -67,14 +67,14 @@ WITHOUT_VLLM = (
 )
 
 COMMANDS = ("bench", "demo", "doctor", "show", "top")
-"""Packages of commands. What several of them need lies beside them."""
+"""Packages of commands. Code that several of them share lies next to them."""
 
 Sources = Mapping[str, str]
 Imports = Mapping[str, frozenset[str]]
 
 
 def sources() -> dict[str, str]:
-    """The source of every module, by the module's name."""
+    """Return the source of every module by its name."""
     found = {}
     for package in ("kernels/dyntree_kernels", "kernels/vllm_cpu_runner", "dyntree_plugin",
                     "benchmarks", "scripts"):  # fmt: skip
@@ -87,7 +87,7 @@ def sources() -> dict[str, str]:
 
 @cache
 def names(source: str) -> frozenset[str]:
-    """Every module that a source imports by name, and every object that may be one."""
+    """Return every name that a source imports: of modules, and of objects that may be modules."""
     return frozenset(_names(source))
 
 
@@ -104,9 +104,9 @@ def _names(source: str) -> Iterator[str]:
 
 
 def imports(modules: Sources) -> dict[str, frozenset[str]]:
-    """The modules among ``modules`` that each one imports.
+    """Return, for each module, those of ``modules`` that it imports.
 
-    An import runs the packages that a module lies in, unless the importer lies in them as well.
+    An import also runs the packages that contain the module, unless they contain the importer too.
     """
     found = {}
     for module, source in modules.items():
@@ -122,7 +122,7 @@ def imports(modules: Sources) -> dict[str, frozenset[str]]:
 
 
 def layer(module: str) -> int:
-    """Number of the layer that a module belongs to: that of the longest name that fits."""
+    """Return the number of a module's layer. The longest matching name counts."""
     fitting = [
         (len(name), number)
         for number, layer in enumerate(LAYERS)
@@ -135,7 +135,7 @@ def layer(module: str) -> int:
 
 
 def upward(edges: Imports) -> list[str]:
-    """The imports of a higher layer."""
+    """Return the imports of higher layers."""
     return [
         f"{module} imports {each}"
         for module, imported in edges.items()
@@ -145,7 +145,7 @@ def upward(edges: Imports) -> list[str]:
 
 
 def circle(edges: Imports) -> list[str]:
-    """The modules of one circle of imports, or none."""
+    """Return the modules of one import cycle, or an empty list."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -154,7 +154,7 @@ def circle(edges: Imports) -> list[str]:
 
 
 def across_commands(edges: Imports) -> list[str]:
-    """The imports of one command's package by another's."""
+    """Return the imports of one command's package by another's."""
     prefixes = [f"dyntree_plugin.commands.{name}." for name in COMMANDS]
     return [
         f"{module} imports {each}"
@@ -168,7 +168,7 @@ def across_commands(edges: Imports) -> list[str]:
 
 
 def of_vllm(modules: Sources) -> list[str]:
-    """The modules that import vLLM and must not."""
+    """Return the modules that import vLLM and must not."""
     return [
         module
         for module, source in modules.items()

@@ -19,8 +19,10 @@ echo "$asked" >>calls
 
 
 def make_test(folder: Path, failing: str) -> tuple[int, list[str]]:
-    """The status of `make test`, and the programs that it has started; ``failing``: how the call
-    begins that fails."""
+    """Return the status of `make test`, and the programs that it called.
+
+    The call that begins with ``failing`` fails.
+    """
     shutil.copy(ROOT / "Makefile", folder)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)

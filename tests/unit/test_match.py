@@ -46,7 +46,7 @@ def run(tree: TokenTree, sampled: list[int], count: int | None = None) -> Accept
 
 
 def walk(parents: list[int], tokens: list[int], sampled: list[int]) -> list[int]:
-    """Path by a loop."""
+    """Return the accepted path, found by a loop."""
     path, at = [], -1
     while True:
         child = next(
@@ -99,7 +99,7 @@ def test_nodes_that_were_not_scheduled_are_never_accepted():
 
 
 def target_law(path: Path) -> list[Fraction]:
-    """The target of the enumeration: a law over 3 tokens for every prefix, in exact arithmetic."""
+    """Return the target's law over 3 tokens after a prefix, in exact arithmetic."""
     code = sum((token + 1) * 5**i for i, token in enumerate(path))
     weights = [1 + (code * k + k * k) % 7 for k in (1, 2, 3)]
     return [Fraction(w, sum(weights)) for w in weights]
@@ -108,8 +108,10 @@ def target_law(path: Path) -> list[Fraction]:
 def emitted_law(
     tree: TokenTree, rule: Callable[[TokenTree, list[int]], Path]
 ) -> dict[Path, Fraction]:
-    """Law of the first two tokens when ``rule`` turns draws at every node into tokens and the
-    target goes on where they are fewer."""
+    """Return the law of the first two tokens, where ``rule`` turns draws at every node into tokens.
+
+    If there are fewer than two, the target draws the next one.
+    """
     parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
     prefixes: list[Path] = [()]
     for parent, token in zip(parents, tokens, strict=True):
@@ -135,7 +137,7 @@ def matched(tree: TokenTree, draws: list[int]) -> Path:
 
 
 def first_child_taken(tree: TokenTree, draws: list[int]) -> Path:
-    """A broken rule: follow the root's first child whatever the target drew."""
+    """Follow the root's first child whatever the target drew, which is wrong."""
     return (int(tree.tokens[0, 0]), draws[1])
 
 

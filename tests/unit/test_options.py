@@ -1,4 +1,4 @@
-"""The options: what is accepted, what is refused and how, and what the defaults come to."""
+"""The options: which values are accepted or refused, and what the defaults are."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def draft() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small library: three modules and one test to train on, the held-out modules shortened."""
+    """Return a small library: three modules and a test to train on, and short held-out modules."""
     root = tmp_path_factory.mktemp("library")
     for name in ("abc.py", "keyword.py", "copy.py"):
         shutil.copy(corpus.library_root() / name, root / name)
@@ -116,7 +116,7 @@ def test_any_path_naming_a_held_out_module_is_held_out(name: str, held_out: bool
 def test_held_out_files_are_left_out_wherever_the_library_lies(library: Path) -> None:
     names = [source.name for source in corpus.training_sources(library)]
     assert names == ["abc.py", "copy.py", "keyword.py", "test/test_contextlib.py"]
-    # The control: the files are there, and only the rule keeps them out.
+    # Control: the files exist, and only the rule excludes them.
     assert (library / "test" / "test_heapq.py").exists()
 
 
@@ -128,11 +128,12 @@ def test_the_loss_on_held_out_modules_is_what_the_provenance_says(
     known = pair.provenance()
     for model, name in ((target, "target"), (draft, "draft")):
         loss = evaluate.held_out_loss(model, tokenizer, texts, rows=48)
-        # 48 of some 700 rows: the standard error is about 0.05, and modules differ by release.
+        # 48 of about 700 rows are used: the standard error is about 0.05, and modules differ by
+        # release.
         assert loss.nats_per_token == pytest.approx(
             known[name]["held_out_nats_per_token"], abs=0.25
         )
-    # The control: untrained weights are no better than a uniform guess.
+    # Control: untrained weights are no better than a uniform guess.
     untrained = evaluate.held_out_loss(random, tokenizer, texts, rows=8)
     assert untrained.nats_per_token > known["target"]["held_out_nats_per_token"] + 2
 
@@ -144,7 +145,7 @@ def test_the_draft_follows_the_target_on_held_out_prompts(
     found = evaluate.agreement(target, draft, tokenizer, prompts, tokens=32)
     assert found.top1 > 0.5
     assert found.chain_accepted > 1
-    # The control: a draft with its layers' outputs scrambled follows nobody.
+    # Control: a draft with random weights follows no target.
     scrambled = models.new_model(models.DRAFT, len(tokenizer), seed=1).eval()
     lost = evaluate.agreement(target, scrambled, tokenizer, prompts[:2], tokens=16)
     assert lost.top1 < 0.2
@@ -183,7 +184,7 @@ def test_prompts_are_deterministic_disjoint_and_of_useful_length(
     held_out = [source.text for source in corpus.held_out_sources()]
     for prompt in prompts:
         assert any(prompt + "\n" in text for text in held_out)
-    # Modules take turns, so a few prompts already come from many of them.
+    # Modules take turns, so a few prompts already come from many modules.
     assert len({next(i for i, t in enumerate(held_out) if p in t) for p in prompts[:25]}) > 20
 
 

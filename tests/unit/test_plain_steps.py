@@ -1,4 +1,4 @@
-"""The estimate of plain steps, on engines made here whose speed is known."""
+"""The estimate of plain steps, on simulated engines of known speed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def test_a_plain_step_between_two_that_were_measured_costs_what_lies_between() -
 
 @dataclass
 class Engine:
-    """Its forward takes 10 ms, 0.1 ms for each row and 1 µs for each token behind a request; its
-    sampler 1 ms. ``slower``: how many times longer both take."""
+    """A simulated engine.
+
+    A forward takes 10 ms, 0.1 ms for each row and 1 µs for each token of context. Sampling takes 1
+    ms. ``slower`` is a factor on both.
+    """
 
     slower: float = 1.0
     noise: float = 0.0
@@ -49,7 +52,10 @@ class Engine:
     def serve(
         self, steps: PlainSteps, count: int, requests: int = 1, rows: int = 17
     ) -> list[float | None]:
-        """What is estimated in so many steps behind 500 tokens, over what a plain one takes."""
+        """Run ``count`` steps with contexts of 500 tokens, and return the estimates.
+
+        They are given as multiples of a plain step's true time.
+        """
         quiet = replace(self, noise=0.0).plain(requests, 500)
         found = []
         for _ in range(count):
@@ -76,7 +82,7 @@ def test_nothing_is_said_until_steps_were_seen() -> None:
 def test_a_machine_whose_speed_changes_after_start_up_is_followed(
     slower: float, requests: int, rows: int, noise: float
 ) -> None:
-    """No step is plain. The control: what was measured is off by the change."""
+    """No step is plain. Control: the initial measurement is wrong by the change."""
     engine = Engine()
     measured = engine.measured()
     steps = PlainSteps(measured)
@@ -107,7 +113,7 @@ def test_a_plain_step_stands_for_itself() -> None:
 
 
 def test_plain_steps_put_right_what_steps_with_trees_tell_of_them() -> None:
-    """Many rows cost twice what they did, as cores are shared, and few what they did."""
+    """Only forwards over many rows have become twice as slow, as on shared cores."""
     engine, busy = Engine(), Engine(slower=2.0)
     alone, mixed = (PlainSteps(engine.measured()) for _ in range(2))
     for _ in range(200):

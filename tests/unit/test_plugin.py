@@ -1,4 +1,4 @@
-"""The plugin in vLLM: the flag, what options change, and that without them nothing changes."""
+"""The plugin in vLLM: the flag, what options change, and that nothing changes without them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pair(model_folder: Callable[..., str]) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def parse() -> Callable[..., Any]:
-    """Parses the arguments of `vllm serve`; the plugin registers twice, as vLLM may do."""
+    """Parse the arguments of `vllm serve`. The plugin registers twice, as vLLM may do."""
     plugin.register()
     plugin.register()
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -66,7 +66,7 @@ def test_the_entry_point_is_declared() -> None:
     try:
         metadata.distribution("dyntree")
     except metadata.PackageNotFoundError:
-        pytest.skip("the package is on the path and not installed")
+        pytest.skip("the package is on the path but not installed")
     (found,) = metadata.entry_points(group="vllm.general_plugins", name="dyntree")
     assert found.load() is plugin.register
 
@@ -212,7 +212,7 @@ def test_without_options_nothing_of_vllm_changes(pair: tuple[str, str]) -> None:
     stock = build_in_fresh_process(pair, VLLM_PLUGINS="")
     ours = build_in_fresh_process(pair)
     for found in (stock, ours):
-        # The one thing in a configuration that differs from run to run.
+        # This is the only part of a configuration that differs from run to run.
         found["config"] = found["config"].split("instance_id")[0]
     assert not stock["flag"]
     assert ours["flag"]
@@ -223,9 +223,9 @@ def test_without_options_nothing_of_vllm_changes(pair: tuple[str, str]) -> None:
 
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """What the plugin has logged since the last call.
+    """Return what the plugin has logged since the last call.
 
-    vLLM sets its own loggers up anew for every engine, without the handlers that they had.
+    vLLM sets up its own loggers again for every engine, without their previous handlers.
     """
     from vllm import logger
 
@@ -246,7 +246,7 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 @pytest.fixture
 def build(pair: tuple[str, str], environment: None) -> Callable[..., Any]:
-    """Builds the configuration of an engine with 8 nodes in this process."""
+    """Build the configuration of an engine with 8 nodes in this process."""
     os.environ.pop("LD_PRELOAD", None)
     plugin.register()
     from vllm.engine.arg_utils import EngineArgs
@@ -308,7 +308,7 @@ def test_a_process_that_vllm_starts_runs_with_intels_openmp(build: Callable[...,
     code = "from dyntree_plugin import openmp; print(openmp.loaded())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout == "True\n"
-    # vLLM binds threads for one OpenMP runtime and stops where it finds two.
+    # vLLM binds the threads of one OpenMP runtime, and stops if it finds two runtimes.
     assert "libgomp" not in os.environ["LD_PRELOAD"]
 
 
@@ -388,7 +388,7 @@ def test_a_command_does_not_take_another_error_for_the_users(
 
 @pytest.fixture
 def with_defaults(pair: tuple[str, str]) -> Iterator[Path]:
-    """A target's folder whose generation_config.json has a penalty."""
+    """Return a target's folder whose generation_config.json has a penalty."""
     file = Path(pair[0], "generation_config.json")
     file.write_text('{"repetition_penalty": 1.05, "temperature": 0.7, "transformers_version": "5"}')
     yield file

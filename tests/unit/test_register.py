@@ -1,4 +1,4 @@
-"""vLLM finds the plugin without an installation, and only then is anything written for it."""
+"""vLLM finds the plugin without an installation; files are written only if it is not installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def register(folder: Path, *flags: str, path: Path = ROOT / "tests") -> None:
-    """``flags`` of Python: -S leaves out everything that is installed."""
+    """Run the script; ``flags`` are Python's. With -S, Python ignores all installed packages."""
     subprocess.run(
         [sys.executable, *flags, str(ROOT / "scripts" / "register.py"), str(folder)],
         check=True,

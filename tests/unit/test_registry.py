@@ -1,5 +1,7 @@
-"""A growth and a rule that nothing but the registry knows are grown, verified, asked for, shown and
-tried in the laboratory."""
+"""A growth and a rule that only the registry knows can be used everywhere.
+
+They are grown, verified, selected by options, shown, and tried in the laboratory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SHAPE = TreeShape(node_budget=4, max_depth=2, width=1, children=2, coupling=Fals
 
 
 def fork_plan(shape: TreeShape, sampling: Sampling, parameter: None) -> GrowthPlan:
-    """Two children of the root, and one child of the first."""
+    """Plan two children of the root, and one child of the first."""
     tree = StaticTree((-1, -1, 0), (0, 1, 0))
     start = partial(StaticGrowth, tree=tree, node_budget=shape.node_budget, sampling=sampling)
     return GrowthPlan(sampling, tree.most_children, tree.widths, start)
@@ -133,7 +135,7 @@ def test_a_rule_that_leaves_a_sampling_open_is_refused() -> None:
 
 
 def test_what_serves_loads_none_of_the_papers() -> None:
-    """Only the registry, and what asks it for a growth or a rule, knows them."""
+    """Only the registry knows them, and the code that asks it for a growth or a rule."""
     serving = "growth.topk", "match", "token_tree", "value", "noise", "step"
     code = (
         "import sys, importlib;"

@@ -62,7 +62,7 @@ def console(*, terminal: bool, width: int = 100) -> tuple[Console, io.StringIO]:
 def plain_text(
     step: TreeStep, text: Detokenise, max_siblings: int | None = MAX_SIBLINGS, width: int = 100
 ) -> str:
-    """The tree as a file gets it."""
+    """Return the tree as it is written to a file."""
     to, file = console(terminal=False, width=width)
     to.print(rich_tree(step, text, max_siblings))
     return file.getvalue()
@@ -88,7 +88,7 @@ def steps(draw: st.DrawFn) -> TreeStep:
 
 
 def indentation(text: str) -> dict[int, int]:
-    """Column at which every drawn token stands, by token."""
+    """Return the column of every drawn token."""
     return {
         int(found[1]): found.start(1)
         for line in text.splitlines()
@@ -145,7 +145,7 @@ def test_with_nothing_accepted_the_bonus_token_hangs_below_the_root() -> None:
 
 
 def wide(count: int, accepted: int) -> TreeStep:
-    """A root with ``count`` children of falling value, and one node below the last."""
+    """Return a root with ``count`` children of falling value, and one node below the last child."""
     return TreeStep(
         "r",
         0,
@@ -235,7 +235,7 @@ def test_any_text_of_a_token_is_a_label_and_nothing_else(token: str) -> None:
     labels = re.findall(r'label="((?:[^"\\]|\\.)*)"', source)
     assert len(labels) == len(STEP.tokens) + 2
     root = labels[0].replace('\\"', '"').replace("\\\\", "\\")
-    assert html.unescape(root) == visible(token), "Graphviz reads what HTML reads behind &"
+    assert html.unescape(root) == visible(token), "Graphviz decodes HTML entities"
     to, file = console(terminal=False, width=400)
     to.print(step_panel(STEP, token, text))
     assert file.getvalue().replace("\n", "").isprintable()

@@ -1,4 +1,4 @@
-"""The embedded target in other shapes computes what it computed."""
+"""The embedded target in other shapes gives the same results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDER = {
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with random norms and tied embeddings, in bf16."""
+    """Return a Llama with random norms and tied embeddings, in bf16."""
     config = LlamaConfig(
         vocab_size=97,
         hidden_size=SMALL.hidden,
@@ -38,7 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=SMALL.kv_heads,
         head_dim=SMALL.head_dim,
         tie_word_embeddings=True,
-        rms_norm_eps=1e-2,  # so large that forgetting it shows
+        rms_norm_eps=1e-2,  # large enough that leaving it out is noticed
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_the_proof_fails_for_a_wrong_norm_head_or_layer(
         (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
     if wrong in ("head", "layer"):
         model = LlamaForCausalLM.from_pretrained(folder)
-        if wrong == "head":  # a query head moves to the next key's group
+        if wrong == "head":  # moves a query head to the next key's group
             model.model.layers[0].self_attn.q_proj.weight.data = model.model.layers[
                 0
             ].self_attn.q_proj.weight.data.roll(8 * 4, 0)

@@ -64,7 +64,7 @@ def test_the_given_format_comes_before_the_suffix(trace: str, tmp_path: Path) ->
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The settings that a generation is recorded with; no engine starts."""
+    """Return the settings with which a generation is recorded; no engine starts."""
     found: list[Any] = []
 
     def recorded(settings: Any, announce: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a trace keeps, and what is no trace."""
+"""The contents of a trace, and files that are no trace."""
 
 from __future__ import annotations
 

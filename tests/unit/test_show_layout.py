@@ -1,4 +1,4 @@
-"""Where nodes stand when a tree is drawn."""
+"""The positions of nodes when a tree is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dyntree_plugin.commands.show.layout import tidy_rows
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[list[int]]:
-    """Children by node, of trees with up to 80 nodes below the root."""
+    """Draw the children by node, of trees with up to 80 nodes below the root."""
     children: list[list[int]] = [[]]
     for node in range(1, draw(st.integers(0, 80)) + 1):
         children[draw(st.integers(0, node - 1))].append(node)
@@ -35,7 +35,7 @@ def depths(children: list[list[int]]) -> list[int]:
 def test_nodes_of_one_depth_are_a_row_apart_and_no_edges_cross(children: list[list[int]]) -> None:
     rows = tidy_rows(children)
     columns = defaultdict(list)
-    # By depth, in the order in which a walk from top to bottom meets the nodes.
+    # Collect rows by depth, in the order of a walk from top to bottom.
     waiting = [(0, 0)]
     while waiting:
         node, depth = waiting.pop()
@@ -69,6 +69,6 @@ def test_a_chain_takes_one_row_and_a_star_one_per_leaf() -> None:
 
 
 def test_short_subtrees_stand_beside_long_ones() -> None:
-    # Two leaves above a path: they need rows of their own only where it is as deep as they are.
+    # Two leaves stand above a path. They need own rows only at the depths that they reach.
     children = [[1, 2], [3, 4], [5], [], [], [6], []]
     assert max(tidy_rows(children)) < 3

@@ -26,7 +26,7 @@ def data(html: str = HTML) -> dict[str, Any]:
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
     addresses = set(re.findall(r"https?://[^\s\"']+", HTML))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # the name of SVG, which no one fetches
+    assert addresses == {"http://www.w3.org/2000/svg"}  # SVG's namespace, which is not fetched
     assert not re.search(r"\b(src|href)\s*=|@import|url\(|fetch\(", HTML)
 
 
@@ -51,7 +51,7 @@ def test_any_text_stays_data_and_shows_every_character(odd: str) -> None:
 
 
 def test_the_page_makes_text_of_all_that_it_is_given() -> None:
-    """No way to write HTML is in use."""
+    """The page uses no function that writes HTML."""
     script = HTML[HTML.rindex("<script>") :]
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
 

@@ -71,7 +71,7 @@ def test_nodes_below_the_least_value_are_left_out_but_for_the_roots_first_child(
 
 
 def test_a_frontier_that_cannot_reach_the_tree_says_so():
-    """Where values drop fast, the budget is full of better nodes after a few forwards."""
+    """If values fall fast, better nodes fill the budget after a few forwards."""
     shape = TreeShape(node_budget=4, max_depth=6, width=2, children=4)
     growth = TopKGrowth(1, shape, torch.tensor([99]))
     tokens = torch.arange(4).view(1, 1, 4)

@@ -1,4 +1,4 @@
-"""The estimate of acceptance: learned from what a target with known chances takes."""
+"""The estimate of acceptance, learned from a simulated target with known chances."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOT = 4
 
 @dataclass(frozen=True)
 class Judged:
-    """Children of judged nodes, with their true chance."""
+    """Children of judged nodes, with their true chances."""
 
     features: torch.Tensor
     taken: torch.Tensor
@@ -38,10 +38,11 @@ class Judged:
 
 
 def judge(beta: float, seed: int, parents: int = 8) -> Judged:
-    """What a target takes whose scores are the draft's plus noise of scale ``beta``: the children
-    of ``parents`` nodes of each request, [R, parents * KEPT].
+    """Return children of ``parents`` nodes of each request, [R, parents * KEPT], and which are
+    taken.
 
-    With Gumbel noise of that scale the chance of a child is softmax(scores / beta) exactly.
+    The target's scores are the draft's plus Gumbel noise of scale ``beta``. The chance of a child
+    is then exactly softmax(scores / beta).
     """
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(REQUESTS, parents, VOCAB, generator=generator) * 2
@@ -71,7 +72,8 @@ def learn(
 
 
 def calibration_error(estimate: AcceptanceEstimate, beta: float, of: int = 0) -> float:
-    """Expected calibration error against the true chances, 15 bins of equal width."""
+    """Return the expected calibration error against the true chances, with 15 bins of equal
+    width."""
     seen = judge(beta, seed=10_000, parents=200)
     stated = estimate.log_chance(seen.features, classes_of(of)).exp().flatten()
     truth = seen.chance.flatten()
@@ -88,7 +90,7 @@ def test_it_becomes_calibrated_whatever_the_noise_between_draft_and_target(beta:
 
 @pytest.mark.parametrize("beta", [0.3, 1.5])
 def test_what_it_has_not_observed_it_does_not_know(beta: float):
-    """The control: without observations the draft's probability stays, and stays wrong."""
+    """Control: without observations, the draft's probability stays, and stays wrong."""
     assert calibration_error(AcceptanceEstimate("cpu"), beta) > 0.05
 
 
@@ -149,7 +151,7 @@ def test_a_temperature_has_one_class_and_only_greedy_has_the_first():
 
 
 def test_a_batch_teaches_what_its_requests_teach_together():
-    """Requests of one step are one observation, whatever their order."""
+    """The requests of one step are one observation, whatever their order."""
     seen = judge(0.5, seed=1)
     forward, backward = AcceptanceEstimate("cpu"), AcceptanceEstimate("cpu")
     forward.observe(seen.features, seen.all, seen.taken, classes_of(0))
@@ -157,7 +159,9 @@ def test_a_batch_teaches_what_its_requests_teach_together():
     torch.testing.assert_close(forward.weights, backward.weights)
     again = AcceptanceEstimate("cpu")
     again.observe(seen.features, seen.all, seen.taken, classes_of(0))
-    assert torch.equal(forward.weights, again.weights), "ranks of one engine must agree bit by bit"
+    assert torch.equal(forward.weights, again.weights), (
+        "the ranks of an engine must agree bit by bit"
+    )
 
 
 def test_nodes_that_were_not_judged_teach_nothing():
@@ -191,7 +195,8 @@ numbers = st.floats(width=32, allow_nan=True, allow_infinity=True)
 def test_no_state_and_no_score_makes_a_value_that_is_no_chance(
     weights: list[float], seed: int, always: bool
 ):
-    """However broken the weights or the draft: finite, at most 0, and sound after one step."""
+    """Values are finite and at most 0 for any weights and scores, and right again after one
+    step."""
     generator = torch.Generator().manual_seed(seed)
     estimate = AcceptanceEstimate("cpu")
     estimate.weights[:] = torch.tensor(weights)
@@ -297,7 +302,7 @@ def test_nothing_waits_for_the_device():
     of = classes_of(0).cuda()
     parents = torch.full_like(taken, -1, dtype=torch.int64)
     path = parents[:, :3].clone()
-    estimate.observe(x, judged, taken, of)  # loads libraries
+    estimate.observe(x, judged, taken, of)  # the first call loads libraries
     torch.cuda.set_sync_debug_mode("error")
     try:
         outcomes(parents, path, judged)

@@ -35,7 +35,7 @@ def log_of(laws: Sequence[Law]) -> torch.Tensor:
 
 
 def draw_sequences(name: str, draft: Law, count: int) -> Iterator[tuple[list[int], Fraction]]:
-    """Every sequence of ``count`` draws from ``draft`` and its chance."""
+    """Yield every sequence of ``count`` draws from ``draft``, and its chance."""
     for sequence in itertools.product(range(len(draft)), repeat=count):
         chance, left = Fraction(1), list(draft)
         for place, token in enumerate(sequence):
@@ -53,7 +53,7 @@ def draw_sequences(name: str, draft: Law, count: int) -> Iterator[tuple[list[int
 def emitted_at_a_node(
     rule: DrawnRule, target: Law, draft: Law, sequences: list[tuple[list[int], Fraction]]
 ) -> torch.Tensor:
-    """Law of the token that one node emits, over draws and uniforms."""
+    """Return the law of the token that one node emits, over draws and uniforms."""
     rows = len(sequences)
     tokens = torch.tensor([tokens for tokens, _ in sequences])
     p = log_of([target]).exp().expand(rows, -1)
@@ -109,7 +109,7 @@ def test_a_draft_whose_mass_is_used_up_is_uniform_over_the_tokens_not_drawn():
 
 @st.composite
 def drawn_trees(draw: st.DrawFn, repeats: bool) -> dict[str, list[list[int]] | list[int]]:
-    """Children of every node, in drawing order, of a tree over 4 tokens, 3 levels deep."""
+    """Draw the children of every node, in drawing order, of a tree over 4 tokens and 3 levels."""
     tokens: list[int] = []
     depths = [0]
     below: list[list[int]] = []
@@ -142,7 +142,7 @@ def test_the_batched_walk_is_that_of_the_paper(name: str, data: st.DataObject):
     cases = [data.draw(drawn_trees(repeats=name == "multi_step")) for _ in range(3)]
     size = max(len(case["tokens"]) for case in cases) or 1
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    # A draw of draft probability 0 is no draw of it, so every token has some.
+    # A token of draft probability 0 cannot be drawn, so every token has some probability.
     target = random_laws(3, size + 1, least=0, generator=generator)
     draft = random_laws(3, size + 1, least=1, generator=generator)
     uniforms = torch.rand(3, 3, 3, generator=generator).double()
@@ -172,7 +172,7 @@ def run(
         tokens[row, : len(case["tokens"])] = torch.tensor(case["tokens"], dtype=torch.int64)
         for at, drawn in enumerate(case["below"]):
             nodes[row, at, : len(drawn)] = torch.tensor(drawn, dtype=torch.int64)
-    # The distributions stand in another order than the nodes.
+    # The distributions are in another order than the nodes.
     columns = torch.arange(size, -1, -1).expand(len(cases), -1)
     log_probs = torch.tensor(draft, dtype=torch.float64).log().flip(1)
     p = torch.tensor(target, dtype=torch.float64)
@@ -206,7 +206,7 @@ def test_the_references_are_exact_in_fractions():
 
 @both_rules
 def test_at_temperature_zero_the_walk_is_greedy(name: str):
-    """One-hot targets: the walk takes the child that carries the best token, if there is one."""
+    """With one-hot targets, the walk takes the child with the best token, if there is one."""
     rule, _ = RULES[name]
     generator = torch.Generator().manual_seed(7)
     tree = {"tokens": [0, 1, 2, 0, 3], "below": [[0, 1], [2, 3], [4], [], [], []]}
@@ -231,7 +231,7 @@ def test_at_temperature_zero_the_walk_is_greedy(name: str):
 @both_rules
 def test_no_token_of_chance_zero_is_emitted_where_rounding_leaves_no_residual(name: str):
     rule, _ = RULES[name]
-    # The draft's last token has next to no chance and the target forbids it; in fp32 nothing is
+    # The draft's last token has almost no chance, and the target forbids it. In fp32, nothing is
     # left of the target after the rejection.
     target = torch.tensor([[0.5, 0.5, 0.0]])
     log_draft = torch.tensor([[0.5, 0.5, 1e-12]]).log()
@@ -307,7 +307,7 @@ def test_a_cut_drops_a_repeated_draw_where_it_would_drop_a_new_token():
 
 @both_rules
 def test_the_walk_never_waits_for_the_device(name: str):
-    """Tensors without data: whatever looks at a value, or at how many there are, raises."""
+    """Run on tensors without data: reading a value or a data-dependent size raises."""
     rule, _ = RULES[name]
     size, vocab, depth, k = 6, 11, 3, 2
 

@@ -1,4 +1,4 @@
-"""Target and draft must mean the same by a token; what their files tell of it."""
+"""Target and draft must give tokens the same meaning; their files are compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = {f"t{number}": number for number in range(8)}
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a model's tokenizer; further tokens replace those of the vocabulary."""
+    """Write a model's tokenizer; further tokens replace those of the vocabulary."""
 
     def make(name: str, vocabulary: object, **added: int) -> Path:
         (tmp_path / name).mkdir()

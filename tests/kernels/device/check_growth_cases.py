@@ -61,8 +61,7 @@ class Case:
         return MAX_MODEL_LEN - 1 - torch.tensor(self.room)
 
     def logits(self) -> list[torch.Tensor]:
-        """Return the logits of every draft forward, as rows within wider ones. Token 5 has chance
-        0."""
+        """Return the logits of every draft forward, within wider rows. Token 5 has chance 0."""
         generator = torch.Generator().manual_seed(self.seed)
         widths = (1, *self.plan.growing.widths)
         made = []
