@@ -25,7 +25,7 @@ def trees_of(
 ) -> tuple[TreeArrays, torch.Tensor]:
     """Return random trees of at most ``depth`` levels, and the tokens of their nodes.
 
-    The last tree is a chain if ``nodes`` allows it. Siblings have different tokens.
+    The last tree begins with a chain down to the last level. Siblings have different tokens.
     """
     parents = torch.full((slots, nodes), -1)
     depths, tokens = torch.ones_like(parents), torch.zeros_like(parents)

@@ -41,7 +41,7 @@ RUNS = {
     "prompts in the cache": Run(LONG),
     "everything served": Run([r for r in workload.EVERYTHING[::3] if "n" not in r.params]),
 }
-"""Runs of every engine. The last one runs in fp32 only, because the margin rule does not cover all
+"""Runs of most engines. The last one is for fp32 only, because the margin rule does not cover all
 of its sampling parameters."""
 CONTROLS = {name: Run(REQUESTS[:32], sabotage=name) for name in workload.sabotage.NAMES}
 YARDSTICK = Run(REQUESTS, batch=3)
@@ -52,7 +52,7 @@ STRICT = {
 """Runs that fail if the host waits for the device; on CUDA only. The first one is exempt because it
 compiles kernels."""
 
-# The trees of 16 nodes are whole, so that the controls break them. The others use a user's options.
+# The trees of 16 nodes are whole, so that the controls break them. Others use a user's options.
 TREES = {
     "tree of 16": workload.tree(16),
     "tree of 64": workload.with_options(64, node_budget=64, max_depth=8, width=8),
@@ -81,8 +81,7 @@ def compare(
         return
     device = Device(dtype, seconds_left)
     with ThreadPoolExecutor(at_once) as pool:
-        # The plain engine is submitted first, so that it always has a thread: all others wait for
-        # it.
+        # The plain engine comes first, so that it has a thread: all others wait for it.
         plain = pool.submit(device.serve, _without_tree(), _runs(PLAIN, dtype))
         judged = {pool.submit(_rows, device, name, plain): name for name in left}
         for future in as_completed(judged):

@@ -136,7 +136,7 @@ def parameters(draw: st.DrawFn) -> dict[str, Any]:
     if params["temperature"]:
         params["seed"] = draw(st.integers(0, 3) | st.sampled_from([-1 << 40, 1 << 62]))
     names = draw(st.lists(st.sampled_from(sorted(OPTIONAL)), max_size=4, unique=True))
-    if not draw(st.booleans()):  # keeps most trees from being chains
+    if not draw(st.booleans()):  # lets most requests branch
         names = [name for name in names if name not in CHAINING]
     params |= {name: draw(OPTIONAL[name]) for name in names}
     if not params["temperature"]:

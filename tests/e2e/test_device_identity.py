@@ -1,4 +1,4 @@
-"""What the comparison on a device passes, fails and reports, with fake engines."""
+"""The comparison on a device passes and fails as it should, and reports it; engines are fake."""
 
 from __future__ import annotations
 

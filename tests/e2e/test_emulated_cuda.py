@@ -32,8 +32,8 @@ LIMITS = {
 """Small sizes, because the interpreter takes milliseconds for each program of a launch."""
 TREE = {"node_budget": NODES, "max_depth": 4, "width": 2, "children": 3}
 OWN: dict[str, dict[str, Any]] = {
-    # Three requests are padded to four. vLLM's default has a graph for every number of requests
-    # this small.
+    # Three requests are padded to four. By default, vLLM has a graph for every small number of
+    # requests.
     "fixed": {
         "compilation_config": {
             "mode": 0,

@@ -50,7 +50,7 @@ such steps take 2.6 and 5.2 ms."""
 def test_the_machinery_of_a_step_costs_few_plain_steps(
     batch: int, speeds: dict[int, speed.Speed]
 ) -> None:
-    """A plain step of this small pair is mostly overhead, so the bound holds on any machine."""
+    """A plain step of this small pair is mostly overhead too, so both scale with the machine."""
     assert speeds[batch].machinery <= 2 * AIM[batch] * speeds[batch].v1
 
 

@@ -73,8 +73,7 @@ class Engine:
     def __init__(self, requests: int, kernels: bool = False) -> None:
         g = torch.Generator().manual_seed(1)
         self.trees = trees = TreeStore(SLOTS, PLAN, VOCAB, torch.device("cpu"))
-        # In every slot: two children, and two levels of two siblings below the first node of each
-        # level.
+        # Every slot has three levels of two siblings, each below the first node of the level above.
         parents = torch.tensor([-1, -1, 0, 0, 2, 2]).repeat(SLOTS, 1)
         depths = torch.tensor([1, 1, 2, 2, 3, 3]).repeat(SLOTS, 1)
         values = -torch.rand(SLOTS, NODES, generator=g)

@@ -195,8 +195,7 @@ def test_a_batch_that_no_graph_was_captured_for_is_planned_without_one(
     for rows in ((9,), (9, 9, 9), (5, 5)):
         builder.build(0, common(*rows), tree_mask=mask([100] * len(rows), sum(rows)))
     assert [rows.for_graph for rows in kernels[0].planned] == [True, False, False, False]
-    # Graphs are only for the largest tree: other sizes might need kernels that are not compiled
-    # yet.
+    # Graphs are only for the largest tree, because other sizes might need more compiled kernels.
     assert {rows.max_rows for rows in kernels[0].planned} == {COLUMNS}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from vllm_cpu_runner import install
 
-install()  # must run before the runner's modules are imported
+install()  # the runner's modules need it before they are imported
 
 from dyntree_plugin.engine.budget import by_schedule as node_buckets  # noqa: E402
 from dyntree_plugin.engine.budget.by_schedule import NodeBuckets  # noqa: E402

@@ -63,8 +63,7 @@ class Counting(TreeCounting):
         accepted: dict[str, int],
         tokens: tuple[list[int], list[int]] = ([1], [1]),
     ) -> TreeSpecDecodingStats:
-        """Return the statistics of a step. ``accepted`` has the requests that had drafts to
-        verify."""
+        """Return a step's statistics; ``accepted`` has the requests with drafts to verify."""
         output: Any = SimpleNamespace(
             req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=list(tokens), dyntree=counts
         )
@@ -89,8 +88,7 @@ def verification(
 
 @pytest.fixture
 def trees() -> TreeStore:
-    """Two trees with room for five nodes, of five (the tests verify four) and two nodes. Each was
-    chosen from ten candidates."""
+    """Two trees of five and two nodes, each of ten candidates; four of the five are verified."""
     plan = DynTreeOptions(max_depth=3).resolve(5)
     trees = TreeStore(3, plan, 8, torch.device("cpu"))
     trees.depths[1:3] = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
@@ -138,8 +136,7 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     assert counts.depths == [3, 2]
     assert counts.at_depth.tolist() == [[2, 1, 1], [1, 1, 0]]
     assert counts.expected == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
-    # Nodes 1, 2, 3 move to the places of nodes 0, 1, 2. In the other tree, node 0 is already in
-    # place.
+    # Nodes 1, 2, 3 move to the places of nodes 0, 1, 2. Node 0 of the other tree stays in place.
     assert counts.moved == [3, 0]
     # Of 20 candidates, 7 were kept, and one of these was not scheduled.
     assert counts.pruned == {"budget": 13, "scheduler": 1}
@@ -172,8 +169,7 @@ def test_nodes_that_the_steps_size_leaves_out_are_the_budgets(
 
 
 class Plain:
-    """A fake estimate of plain steps that may be unknown; it notes the steps that it is asked
-    for."""
+    """A fake estimate of plain steps, which may be unknown. It notes its calls."""
 
     def __init__(self, seconds: float | None = 0.016) -> None:
         self.asked: list[tuple[float, ...]] = []

@@ -1,4 +1,4 @@
-"""What the CUDA benchmark counts, as far as this needs no GPU."""
+"""The counts of the CUDA benchmark, as far as they need no GPU."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ MIXED = [*free(16), *PENALISED, *LONG]
 
 @dataclass(frozen=True)
 class Received:
-    """What clients know of their requests.
+    """The clients' own record of their requests.
 
     ``steps`` counts steps with a tree, ``nodes`` their nodes, and ``accepted`` the accepted nodes.
     ``paths`` holds the accepted tokens of each step, including those beyond the request's end.

@@ -1,4 +1,4 @@
-"""What `dyntree bench serve` measures, in which order, and what it derives."""
+"""The measurements of `dyntree bench serve`, their order, and the figures derived from them."""
 
 from __future__ import annotations
 

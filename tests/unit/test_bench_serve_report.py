@@ -1,4 +1,4 @@
-"""What is shown of a result of `dyntree bench serve`, and that published results agree with it."""
+"""The report of a result of `dyntree bench serve`, and its agreement with published results."""
 
 from __future__ import annotations
 
@@ -88,8 +88,7 @@ def test_ratios_are_taken_within_each_round_and_against_the_best_chain() -> None
     assert best is not None
     assert best.engine == "chain of 4"
     tree = rows["dynamic tree of 4"]
-    # The ratios are 20 / 8, 40 / 16 and 30 / 10. That of the medians would be 30 / 10, without a
-    # spread.
+    # The ratios are 20 / 8, 40 / 16 and 30 / 10. Medians would also give 30 / 10, but no spread.
     assert (tree.over_first.median, tree.over_first.low, tree.over_first.high) == (2.5, 2.5, 3.0)
     assert tree.over_chain is not None
     assert tree.over_chain.median == pytest.approx(1.25)

@@ -143,8 +143,7 @@ def test_times_are_taken_when_pieces_arrive(
     monkeypatch.setattr(_Handler, "clock", ticks)
     run, _ = server.Client(address, chat=chat).serve(Load(["x"], 1, 0.0, 6))
     assert run.ttft_ms == 1000
-    # There are two seconds between the first piece and the last, and five tokens after the first
-    # one.
+    # Two seconds pass between the first piece and the last; five tokens come after the first.
     assert run.tpot_ms == 2000 / 5
     assert run.seconds == BEFORE_PIECES + 3
 

@@ -48,8 +48,7 @@ def shape(node_budget: int, max_depth: int, width: int, children: int) -> TreeSh
 
 Case = tuple[GrowthConfig, TreeShape, int]
 
-# Growth, shape, vocabulary. The first case of each growth and sampling shows the bias of forbidden
-# rules.
+# Growth, shape, vocabulary. Of each growth and sampling, the first shows forbidden rules' bias.
 CASES: list[Case] = [
     (GrowthConfig("topk"), shape(4, 2, 2, 2), 3),
     (GrowthConfig("topk"), shape(5, 3, 1, 2), 3),

@@ -128,8 +128,7 @@ def test_the_loss_on_held_out_modules_is_what_the_provenance_says(
     known = pair.provenance()
     for model, name in ((target, "target"), (draft, "draft")):
         loss = evaluate.held_out_loss(model, tokenizer, texts, rows=48)
-        # 48 of about 700 rows are used: the standard error is about 0.05, and modules differ by
-        # release.
+        # 48 of about 700 rows: the standard error is about 0.05, and modules differ by release.
         assert loss.nats_per_token == pytest.approx(
             known[name]["held_out_nats_per_token"], abs=0.25
         )

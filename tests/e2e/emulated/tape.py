@@ -41,8 +41,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Callable[[], Any]] = []
-        # Storages by the address of their object: those allocated within the capture, and all
-        # others.
+        # Storages by the address of their object: allocated within the capture, and elsewhere.
         self._own: dict[int, torch.UntypedStorage] = {}
         self._others: dict[int, StorageWeakRef] = {}
 
