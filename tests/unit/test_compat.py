@@ -66,11 +66,8 @@ def build(model_folder: Callable[..., str]) -> Build:
 
 @pytest.fixture(scope="session")
 def admitted(build: Build) -> VllmConfig:
-    """A configuration that a tree can serve, as it is when it is checked.
-
-    Its budget is fixed: an adaptive one sets an option that a user must not set.
-    """
-    return changed(build({"budget": "fixed"}), "scheduler_config.scheduler_cls", None)
+    """A configuration that a tree can serve, as it is when it is checked."""
+    return changed(build(), "scheduler_config.scheduler_cls", None)
 
 
 def refusal_of(config: VllmConfig, **options: Any) -> str:
