@@ -41,6 +41,17 @@ def uses_adaptive_budget(vllm_config: VllmConfig) -> bool:
     return plan is not None and plan.budget == "adaptive"
 
 
+def sizes_single_trees(vllm_config: VllmConfig, device_type: str) -> bool:
+    """Return whether the worker sizes every single tree, instead of the scheduler all of a step.
+
+    It can if the host sees the trees before the scheduler asks for them, and if no other rank has
+    to decide the same.
+    """
+    synchronous = not vllm_config.scheduler_config.async_scheduling
+    alone = vllm_config.parallel_config.world_size == 1
+    return uses_adaptive_budget(vllm_config) and device_type == "cpu" and synchronous and alone
+
+
 def measured_kernels(vllm_config: VllmConfig) -> list[Measurement]:
     """Load the kernel table that the user gave. Admission has checked that it can be read."""
     from dyntree_kernels.dispatch import load_table
@@ -79,6 +90,8 @@ def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
     plan = tree_plan(vllm_config)
     scheduler, speculation = vllm_config.scheduler_config, vllm_config.speculative_config
     if plan is None or speculation is None or plan.budget != "adaptive":
+        return
+    if sizes_single_trees(vllm_config, device_type):
         return
     sizes = _sizes_of(plan.shape.node_budget, scheduler.max_num_seqs)
     on_cuda = device_type != "cpu"  # Without graphs the scheduler may choose any size.

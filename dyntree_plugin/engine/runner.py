@@ -26,6 +26,7 @@ from dyntree_plugin.engine.configuration import tree_plan, uses_adaptive_budget
 from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
 from dyntree_plugin.engine.limits import wrap_seeds
 from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs, TreeOps
@@ -151,9 +152,13 @@ class TreeRunnerMixin(GPUModelRunner):
         agree = get_tp_group().broadcast_object
         self._plain_steps = PlainSteps(measure(self, agree))
         if uses_adaptive_budget(self.vllm_config):
-            self._row_cost = measure_rows(self, agree)
+            self.take_row_cost(measure_rows(self, agree))
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
+
+    def take_row_cost(self, cost: RowCost) -> None:
+        """Give the measured costs to what chooses the budget: here, to the scheduler."""
+        self._row_cost = cost
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Begin a step; vLLM calls it in every one, whether or not a request is new."""
@@ -213,8 +218,13 @@ class TreeRunnerMixin(GPUModelRunner):
         if state is None:
             return output
         record, self._record = self._record, self._new_record()
-        record.ended(self.driver.step.drafted.forwards, self.clock.split())
+        times = self.clock.split()
+        record.ended(self.driver.step.drafted.forwards, times)
+        self.step_ended(state.input_batch, times)
         return CountedOutput(output, record, self._step_times)
+
+    def step_ended(self, batch: InputBatch, times: StageTimes) -> None:
+        """Learn from a step; ``times`` may not be known yet."""
 
     def _new_record(self) -> StepRecord:
         """Make the next step's record; the first one carries the row costs to the scheduler."""

@@ -57,7 +57,9 @@ class TreeSpeculator(StandaloneARSpeculator):
         memory = RowMemory(self, most_rows, growing.scratch_slots)
         source = DraftModel(self, memory, self._ops.row_writer(memory))
         growth = self._growth(memory)
-        self.stages = DraftStages(source, self.tries, growth, memory, growing.widths, self._chained)
+        self.stages = DraftStages(
+            source, self.tries, growth, memory, growing.widths, self._chained, self._ops.pays
+        )
         self.drafter = Drafter(
             self.stages, self._ops, self._graphs, plan.shape.max_depth, self._trees.spare
         )

@@ -301,7 +301,9 @@ def _further_source(runner: Any, source: _Paths) -> Iterator[None]:
     memory = stages.memory
     pick = ChildPicker(plan, runner.ops.perturb, runner.estimate)
     growth = TensorGrowth(runner.trees, pick, memory.buffers, memory.last_position)
-    composed = DraftStages(stages._source, source, growth, memory, stages.widths, runner.chained)
+    composed = DraftStages(
+        stages._source, source, growth, memory, stages.widths, runner.chained, runner.ops.pays
+    )
     with mock.patch.object(drafter, "_stages", composed):
         yield
 

@@ -172,7 +172,7 @@ class Drafting:
         self.writer = (writer or ops.row_writer)(self.memory)
         source = DraftModel(self.model, self.memory, self.writer)
         growth = self.growth(growth_type, estimate)
-        stages = DraftStages(source, None, growth, self.memory, widths, chained)
+        stages = DraftStages(source, None, growth, self.memory, widths, chained, ops.pays)
         self.graphs = CapturedStages()
         self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare)
         if captured:

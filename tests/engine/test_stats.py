@@ -168,6 +168,20 @@ def test_nodes_that_the_steps_size_leaves_out_are_the_budgets(
     assert record.counts().pruned == dict(zip(("budget", "scheduler"), pruned, strict=True))
 
 
+def test_nodes_that_single_trees_leave_out_are_the_budgets(trees: TreeStore) -> None:
+    """Of 20 candidates; the trees are cut to 3 nodes and 1. The scheduler has room for 2 and 1."""
+    trees.admit(SLOTS, torch.tensor([3, 1]))
+    of_batch = batch(DECODING)
+    of_batch.num_draft_tokens_per_req = np.array([2, 1])
+    record = StepRecord()
+    found = report(trees, SLOTS, verification([[-1] * 3] * 2, [2, 1]))
+    record.sampled(of_batch, found, trees.plan, True, 0)
+    record.send(at_hand)
+    counts = record.counts()
+    assert counts.pruned == {"budget": 16, "scheduler": 1}
+    assert (counts.node_budget, counts.worth) == (2, [])
+
+
 class Plain:
     """A fake estimate of plain steps, which may be unknown. It notes its calls."""
 

@@ -1,4 +1,4 @@
-"""If the scheduler sizes trees without seeing them, vLLM gets every possible tree size."""
+"""If the scheduler sizes trees, vLLM's schedule has every size; if the worker does, it has none."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def sized(
     *,
     asynchronous: bool = True,
     requests: int = 64,
+    ranks: int = 1,
     **options: str,
 ) -> set[int]:
     """Return the sizes in vLLM's table after the plugin has settled; empty if it has none."""
@@ -26,7 +27,7 @@ def sized(
         num_speculative_tokens=24,
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous, max_num_seqs=requests),
-        parallel_config=SimpleNamespace(world_size=1),
+        parallel_config=SimpleNamespace(world_size=ranks),
     )
     size_trees_by_step(config, device)
     schedule = speculation.num_speculative_tokens_per_batch_size
@@ -45,9 +46,10 @@ def test_of_few_requests_the_largest_sizes_are_known_and_that_there_may_be_none(
     assert sized(requests=1) == {24}
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_on_the_cpu_the_scheduler_sizes_trees_as_well(asynchronous: bool) -> None:
-    assert sized("cpu", asynchronous=asynchronous) == {*node_buckets(24)}
+def test_the_worker_of_one_synchronous_rank_on_a_cpu_sizes_trees() -> None:
+    assert sized("cpu", asynchronous=False) == set()
+    assert sized("cpu", asynchronous=True) == {*node_buckets(24)}
+    assert sized("cpu", asynchronous=False, ranks=2) == {*node_buckets(24)}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

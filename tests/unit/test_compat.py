@@ -66,11 +66,8 @@ def build(model_folder: Callable[..., str]) -> Build:
 
 @pytest.fixture(scope="session")
 def admitted(build: Build) -> VllmConfig:
-    """Return a configuration that trees support, before it is checked.
-
-    Its budget is fixed, because an adaptive one sets an option that a user must not set.
-    """
-    return changed(build({"budget": "fixed"}), "scheduler_config.scheduler_cls", None)
+    """Return a configuration that trees support, before it is checked."""
+    return changed(build(), "scheduler_config.scheduler_cls", None)
 
 
 def refusal_of(config: VllmConfig, **options: Any) -> str:

@@ -16,6 +16,7 @@ from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.walk import walk
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
+from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kv import PathMover
 from dyntree_plugin.engine.step.clock import Clock, StageClock
 from dyntree_plugin.engine.step.ops import Move
@@ -33,8 +34,10 @@ class CPUOps:
     learn = staticmethod(learn)
     send = staticmethod(at_hand)
 
-    def __init__(self) -> None:
+    def __init__(self, budget: TreeBudget | None = None) -> None:
+        """``budget``: ends drafting early; None to draft as often as the step allows."""
         self.clock: Clock = StageClock()
+        self._budget = budget
 
     def place(
         self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
@@ -53,6 +56,9 @@ class CPUOps:
 
     def compiled_growth(self, settings: GrowthSettings) -> StepGrowth | None:
         return CompiledGrowth(settings)
+
+    def pays(self, growth: StepGrowth) -> bool:
+        return self._budget is None or self._budget.drafting_pays(growth.frontier_values)
 
     def most_emitted(self, bound: int, emitted: torch.Tensor) -> int:
         return min(bound, max(1, int(emitted.max())))

@@ -63,6 +63,9 @@ class CUDAOps:
         candidates = settings.children * (1 + sum(settings.widths))
         return DeviceGrowth(settings) if candidates <= MOST_CANDIDATES else None
 
+    def pays(self, growth: StepGrowth) -> bool:
+        return True
+
     def most_emitted(self, bound: int, emitted: torch.Tensor) -> int:
         return bound
 

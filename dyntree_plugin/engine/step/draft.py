@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -33,11 +33,12 @@ class DraftStages:
         memory: RowMemory,
         widths: Sequence[int],
         chained: torch.Tensor,
+        pays: Callable[[StepGrowth], bool],
     ) -> None:
         """Compose the sources of candidates with a growth.
 
         ``widths``: nodes of a request in each forward. ``chained`` bool [slots + 1]: requests whose
-        trees are chains.
+        trees are chains. ``pays``: as in `TreeOps`.
 
         Raises:
             ValueError: if a source brings ``tries`` and the growth takes none.
@@ -50,6 +51,7 @@ class DraftStages:
         self._tries = tries
         self._growth = growth
         self._chained = chained
+        self._pays = pays
 
     @property
     def resumable(self) -> bool:
@@ -83,7 +85,7 @@ class DraftStages:
 
     def forward(self, requests: Requests, number: int) -> bool:
         rows = self._source.rows(len(requests.packed), self.widths[number])
-        if self._growth.expand(rows.ancestor_bits) == 0:
+        if self._growth.expand(rows.ancestor_bits) == 0 or not self._pays(self._growth):
             return False
         self._growth.pick(self._source.forward(rows))
         return True

@@ -67,6 +67,11 @@ class TreeOps(Protocol):
         """Make compiled growth; None for more candidates per request than it supports."""
         ...
 
+    def pays(self, growth: StepGrowth) -> bool:
+        """Return whether the nodes that ``growth`` has chosen are worth a draft forward. A device
+        whose host cannot know says that they are."""
+        ...
+
     def most_emitted(self, bound: int, emitted: torch.Tensor) -> int:
         """Bound the tokens that a request got in a step, from ``bound``, which the host knows, and
         ``emitted`` [R], which the device knows."""

@@ -86,6 +86,10 @@ class TreeStore:
         columns = torch.arange(nodes.shape[1], device=slots.device).expand(nodes.shape[:2])
         return Draws(nodes, columns, self._log_draft[slots])
 
+    def admit(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
+        """Offer the scheduler the first ``counts`` int64 [R] nodes of the trees at ``slots``."""
+        self.admitted[slots] = counts
+
     def clear(self, slots: torch.Tensor) -> None:
         """Forget the trees at ``slots`` int64 [R], which new requests take."""
         self.counts.index_fill_(0, slots, 0)

@@ -79,7 +79,7 @@ class StepRecord:
         self._rows = batch.num_tokens
         drafts = batch.num_draft_tokens_per_req
         self._node_budget = plan.shape.node_budget
-        if self._weighs_trees:
+        if plan.budget == "adaptive":
             self._node_budget = 0 if drafts is None else int(drafts.max())
         self._plan = plan
         self._report, self._verified = found, verified
@@ -126,7 +126,9 @@ class StepRecord:
 
     def _pruned(self, report: Report) -> dict[str, int]:
         judged = self._judged
-        offered = np.minimum(report.admitted, self._node_budget)
+        offered = report.admitted
+        if self._weighs_trees:  # The scheduler sized all trees alike.
+            offered = np.minimum(offered, self._node_budget)
         by_budget = (report.grown - offered)[judged].sum()
         by_scheduler = (offered - report.verified)[judged].sum()
         return {BUDGET: int(by_budget), SCHEDULER: int(by_scheduler)}

@@ -1,0 +1,114 @@
+"""The adaptive node budget of one synchronous rank: sizes for single trees, and when to stop."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dyntree_plugin.engine.step.clock import DRAFTING
+from dyntree_plugin.tree.budget.choice import Cut, best_cut, draft_pays
+from dyntree_plugin.tree.budget.row_cost import RowCost, followed
+
+STEP = 0.1
+"""Weight of a step in the average rate of tokens."""
+FIRST_FORWARD_SECONDS = 1e-3
+"""Seconds of a draft forward and its growth, until one was measured."""
+FIRST_OUTSIDE_SECONDS = 2e-3
+"""Seconds of a step outside of its stages, in vLLM's scheduler and engine, until one was
+measured."""
+
+
+class TreeBudget:
+    """Chooses how many nodes of each tree the next step verifies, and when drafting ends.
+
+    The host sees each tree before the next step is scheduled. So the choice goes by the values of
+    the trees themselves, and not, as in `by_schedule`, by what earlier trees were worth. It learns
+    from this rank's clock, so it is for engines of one rank.
+    """
+
+    def __init__(self) -> None:
+        self._cost: RowCost | None = None
+        self._forward = FIRST_FORWARD_SECONDS
+        self._outside = FIRST_OUTSIDE_SECONDS
+        self._forwards = 1
+        # Mean tokens of a request and seconds of a step, by size of the batch.
+        self._usual: dict[int, np.ndarray] = {}
+        self._rate: float | None = None
+        self._row_seconds = 0.0
+        self._ended: float | None = None
+        self._decode_next = np.zeros(0, dtype=bool)
+
+    def measured(self, cost: RowCost) -> None:
+        """Take the costs that were measured at start-up. Until then every tree is kept whole."""
+        self._cost = cost
+
+    def cut(self, values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return how many nodes of each tree of the last step to verify next, int64 [R].
+
+        A tree stays whole if its request still has a prompt to read, so that no tree is verified.
+
+        Args:
+            values: float32 [R, N], as in `TokenTree`; they must not rise within a tree.
+            counts: int64 [R], nodes of each tree.
+        """
+        decoding = self._decode_next
+        if self._cost is None or not decoding.any():
+            return counts
+        chances, curve = values.exp().numpy()[decoding], self._cost.seconds()
+        spent = self._forwards * self._forward + self._outside
+        # Batches of about the same size have one average; in it each request counts for one.
+        kind = len(chances).bit_length()
+        usual = self._usual.get(kind)
+        rate = None if usual is None else len(chances) * usual[0] / usual[1]
+        found = best_cut(chances, curve, spent, rate)
+        seen = np.array([found.tokens / len(chances), found.seconds])
+        self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
+        self._rate = len(chances) * usual[0] / usual[1]
+        self._row_seconds = _next_row_seconds(found, curve)
+        kept = counts.clone()
+        kept[torch.from_numpy(decoding)] = torch.from_numpy(found.counts)
+        return kept
+
+    def drafting_pays(self, frontier: torch.Tensor) -> bool:
+        """Return whether to run the draft over nodes of these values (log, float32), or to end."""
+        if self._rate is None:
+            return True
+        chances = frontier.exp().numpy()
+        return draft_pays(chances, self._row_seconds, self._forward, self._rate)
+
+    def observe(self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]) -> None:
+        """Learn from a step with so many draft ``forwards``, if all of its requests decoded."""
+        requests = slice(batch.num_reqs)
+        computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
+        self._decode_next = computed >= batch.prefill_len_np[requests]
+        total = sum(stage_seconds.values())
+        self._observe_pace(total)
+        if self._cost is None or batch.is_prefilling_np[requests].any():
+            return
+        drafting = sum(stage_seconds.get(stage, 0.0) for stage in DRAFTING)
+        self._cost.observe(batch.num_tokens, max(total - drafting, 1e-6))
+        self._forwards = forwards
+        self._forward = followed(self._forward, drafting / forwards)
+
+    def _observe_pace(self, total: float) -> None:
+        """Learn the time outside of all stages; ``total``: seconds of the step's stages.
+
+        An engine without requests waits, and that is no part of a step.
+        """
+        now, before = time.perf_counter(), self._ended
+        self._ended = now
+        if before is not None and total < now - before < 2 * total:
+            self._outside = followed(self._outside, now - before - total)
+
+
+def _next_row_seconds(cut: Cut, curve: np.ndarray) -> float:
+    """Return the seconds of one more row than ``cut`` has, averaged over as many rows again.
+
+    Kernels take rows by the block, so that the cost of a single row says little.
+    """
+    rows = int(cut.counts.sum()) + len(cut.counts)
+    more = min(2 * rows, len(curve) - 1)
+    return float((curve[more] - curve[rows]) / max(more - rows, 1))

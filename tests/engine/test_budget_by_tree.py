@@ -1,0 +1,132 @@
+"""The adaptive budget of one synchronous rank: what it learns from steps, and what it decides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_cpu_runner import install
+
+install()  # the runner's modules need it before they are imported
+
+from dyntree_plugin.engine.budget.by_tree import TreeBudget  # noqa: E402
+from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
+from dyntree_plugin.engine.step.draft import DraftStages  # noqa: E402
+from dyntree_plugin.engine.step.requests import Requests  # noqa: E402
+from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
+from dyntree_plugin.tree.token_tree import NO_VALUE  # noqa: E402
+
+NODES = 8
+FLAT, STEEP = (0.05, 0.05), (0.05, 0.17)
+"""Seconds of one row and of nine."""
+
+
+def batch(rows: int, prompts: tuple[int, ...] = (0,), length: int = 4) -> Any:
+    """Requests with so many tokens of their prompt of ``length`` left; with 0, they decode."""
+    left = np.array(prompts)
+    return SimpleNamespace(
+        num_reqs=len(left),
+        num_tokens=rows,
+        num_computed_tokens_np=length - left,
+        num_scheduled_tokens=np.full(len(left), 2),
+        prefill_len_np=np.full(len(left), length),
+        is_prefilling_np=left > 0,
+    )
+
+
+def budget(seconds: tuple[float, float] = STEEP, requests: int = 1) -> TreeBudget:
+    """A budget with measured costs, whose requests all decode."""
+    found = TreeBudget()
+    found.observe(batch(requests, (0,) * requests), 1, {"target": 0.05})
+    found.measured(RowCost((1, 9), seconds, 40))
+    return found
+
+
+def values(*chances: float) -> torch.Tensor:
+    row = torch.full((1, NODES), NO_VALUE)
+    row[0, : len(chances)] = torch.tensor(chances).log()
+    return row
+
+
+def cut(found: TreeBudget, *trees: torch.Tensor) -> list[int]:
+    together = torch.cat(trees)
+    return found.cut(together, (together > NO_VALUE).sum(dim=1)).tolist()
+
+
+def test_cheap_rows_are_filled_and_expensive_ones_are_not() -> None:
+    tree = values(0.9, 0.8, 0.3, 0.2, 0.1)
+    assert cut(budget(FLAT), tree) == [5]
+    assert cut(budget(STEEP), tree) == [2]
+
+
+def test_each_tree_has_a_size_of_its_own() -> None:
+    trees = values(0.9, 0.1), values(0.9, 0.8, 0.7)
+    assert cut(budget(STEEP, requests=2), *trees) == [1, 3]
+
+
+def test_trees_are_whole_until_costs_are_measured() -> None:
+    found = TreeBudget()
+    found.observe(batch(1), 1, {"target": 0.05})
+    assert cut(found, values(1e-3, 1e-4)) == [2]
+
+
+def test_rows_that_become_expensive_are_left_out() -> None:
+    found, tree = budget(FLAT), values(0.9, 0.5, 0.2, 0.1, 0.1)
+    assert cut(found, tree) == [5]
+    for _ in range(300):
+        found.observe(batch(2), 1, {"target": 0.05, "draft": 1e-3})
+        found.observe(batch(6), 1, {"target": 0.3, "draft": 1e-3})
+    assert cut(found, tree)[0] < 5
+
+
+def test_nothing_is_learned_from_steps_that_read_a_prompt() -> None:
+    found, tree = budget(FLAT), values(0.9, 0.5, 0.2, 0.1, 0.1)
+    for _ in range(300):
+        found.observe(batch(6, prompts=(0, 3)), 1, {"target": 100.0, "draft": 1e-3})
+    found.observe(batch(1), 1, {"target": 0.05, "draft": 1e-3})
+    assert cut(found, tree) == [5]
+
+
+def test_a_tree_whose_request_still_reads_its_prompt_is_not_cut() -> None:
+    """It is not verified either, so its rows count for nothing. Control: its value decides."""
+    found, tree = budget(STEEP, requests=3), values(1e-3, 1e-4)
+    assert cut(found, tree, tree, tree) == [0, 0, 0]
+    found.observe(batch(6, prompts=(0, 2, 3)), 1, {"target": 0.1})
+    assert cut(found, tree, tree, tree) == [0, 0, 2]
+
+
+def test_drafting_ends_if_a_forward_cannot_pay() -> None:
+    found = budget()
+    assert found.drafting_pays(values(1e-6)), "nothing is known before the first cut"
+    for _ in range(200):
+        found.observe(batch(2), 2, {"target": 0.05, "draft": 0.02})
+    cut(found, values(0.9, 0.8))
+    assert found.drafting_pays(values(0.9, 0.8))
+    assert not found.drafting_pays(values(1e-3))
+    assert not found.drafting_pays(values())
+
+
+@pytest.mark.parametrize(("chances", "runs"), [((0.9, 0.8), True), ((1e-3,), False)])
+def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs: bool) -> None:
+    """Control: without the budget it is run."""
+    found = budget()
+    for _ in range(200):
+        found.observe(batch(2), 2, {"target": 0.05, "draft": 0.02})
+    cut(found, values(0.9, 0.8))
+    ran: list[str] = []
+    growth: Any = SimpleNamespace(
+        expand=lambda bits: 1, frontier_values=values(*chances), pick=lambda logits: None
+    )
+    source: Any = SimpleNamespace(
+        rows=lambda requests, width: SimpleNamespace(ancestor_bits=None),
+        forward=lambda rows: ran.append("forward"),
+    )
+    memory: Any = None
+    for ops, expected in ((CPUOps(found), runs), (CPUOps(), True)):
+        stages = DraftStages(source, None, growth, memory, [1], torch.zeros(2).bool(), ops.pays)
+        assert stages.forward(Requests(torch.zeros(1, 8).long(), 1), 0) == expected
+    assert len(ran) == 1 + runs

@@ -1,0 +1,142 @@
+"""Cuts of single trees, and the end of their growth, compared with every other choice."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dyntree_plugin.tree.budget.choice import best_cut, draft_pays
+
+CHANCES = st.lists(st.floats(0, 1), min_size=4, max_size=4).map(lambda v: sorted(v, reverse=True))
+BATCHES = st.lists(CHANCES, min_size=1, max_size=3).map(np.array)
+STEPS = st.lists(st.floats(0, 0.5), min_size=20, max_size=20)
+"""How much each further row adds to a step's seconds."""
+
+
+def curve(steps: list[float]) -> np.ndarray:
+    return 1.0 + np.cumsum(steps)
+
+
+def rate(values: np.ndarray, counts: tuple[int, ...], seconds: np.ndarray, spent: float) -> float:
+    tokens = len(counts) + sum(row[:count].sum() for row, count in zip(values, counts, strict=True))
+    return float(tokens / (spent + seconds[len(counts) + sum(counts)]))
+
+
+@given(BATCHES, STEPS, st.floats(0, 2))
+def test_no_other_cut_makes_more_tokens_per_second(
+    values: np.ndarray, steps: list[float], spent: float
+) -> None:
+    seconds = curve(steps)
+    found = best_cut(values, seconds, spent)
+    nodes = range(values.shape[1] + 1)
+    best = max(
+        rate(values, counts, seconds, spent)
+        for counts in itertools.product(nodes, repeat=len(values))
+    )
+    assert found.rate == pytest.approx(best)
+    assert rate(values, tuple(found.counts), seconds, spent) == pytest.approx(best)
+
+
+@given(BATCHES, STEPS, st.floats(0, 2), st.floats(0, 5))
+def test_no_other_cut_makes_more_tokens_beyond_what_its_time_is_worth(
+    values: np.ndarray, steps: list[float], spent: float, worth: float
+) -> None:
+    seconds = curve(steps)
+    found = best_cut(values, seconds, spent, worth)
+
+    def beyond(counts: tuple[int, ...]) -> float:
+        took = spent + seconds[len(counts) + sum(counts)]
+        return rate(values, counts, seconds, spent) * took - worth * took
+
+    nodes = range(values.shape[1] + 1)
+    best = max(map(beyond, itertools.product(nodes, repeat=len(values))))
+    assert beyond(tuple(found.counts)) == pytest.approx(best, abs=1e-6)
+
+
+def test_trees_that_differ_make_more_together_at_the_usual_rate() -> None:
+    """Control: the best ratio of each single step makes less over many steps."""
+    rng, seconds = np.random.default_rng(0), 1 + 0.1 * np.arange(20)
+    trees = [np.cumprod(rng.uniform(low, 1, (1, 16)), axis=1) for low in (0.1, 0.8) * 50]
+
+    def overall(worth: float | None) -> float:
+        cuts = [best_cut(tree, seconds, 0.0, worth) for tree in trees]
+        return sum(cut.tokens for cut in cuts) / sum(cut.seconds for cut in cuts)
+
+    own = overall(None)
+    usual = own
+    for _ in range(5):
+        usual = overall(usual)
+    assert usual > 1.005 * own
+
+
+def test_requests_that_choose_each_for_itself_choose_worse() -> None:
+    values = np.array([[0.9, 0.8, 0.7, 0.6], [0.3, 0.2, 0.1, 0.1]])
+    seconds = 1.0 + 0.25 * np.arange(20)
+    together = best_cut(values, seconds, 0.0)
+    alone = tuple(int(best_cut(row[None], seconds, 0.0).counts[0]) for row in values)
+    assert together.counts[0] > together.counts[1]
+    assert rate(values, alone, seconds, 0.0) < together.rate
+
+
+def test_all_rows_that_cost_nothing_are_verified_but_no_padding() -> None:
+    values = np.array([[0.5, 0.25, 0.0, 0.0], [0.1, 0.1, 0.1, 0.0]])
+    assert best_cut(values, np.ones(20), 0.0).counts.tolist() == [2, 3]
+
+
+def test_a_cut_has_no_more_rows_than_a_step_holds() -> None:
+    values = np.array([[0.5, 0.25, 0.1], [0.4, 0.3, 0.2]])
+    assert best_cut(values, np.ones(6), 0.0).counts.tolist() == [1, 2]
+    assert best_cut(values, np.ones(3), 0.0).counts.tolist() == [0, 0]
+
+
+def test_if_rows_cost_too_much_decoding_is_plain() -> None:
+    seconds = np.arange(20) + 1e-6
+    found = best_cut(np.full((2, 4), 0.5), seconds, 0.0)
+    assert found.counts.tolist() == [0, 0]
+    assert found.tokens == 2
+
+
+def test_of_equal_values_a_request_gives_its_first_nodes() -> None:
+    seconds = np.array([9.0, 9, 9, 9, 9, 99, 99, 99, 99, 99, 99])
+    found = best_cut(np.full((2, 4), 0.5), seconds, 0.0)
+    assert sorted(found.counts.tolist()) == [0, 2]
+
+
+def test_of_equal_cuts_the_smallest_is_taken() -> None:
+    # One token per second with any number of nodes.
+    assert best_cut(np.array([[1.0, 1.0]]), np.array([0.0, 1, 2, 3]), 0.0).counts.tolist() == [0]
+
+
+def test_the_longer_the_rest_of_a_step_takes_the_more_nodes_pay() -> None:
+    values, seconds = np.array([[0.9, 0.6, 0.4, 0.2]]), 1.0 + 0.3 * np.arange(6)
+    counts = [best_cut(values, seconds, spent).counts[0] for spent in (0.0, 1.0, 5.0)]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+@pytest.mark.parametrize(
+    ("values", "seconds", "said"),
+    [
+        (np.array([[0.1, 0.2]]), np.ones(9), "rise"),
+        (np.array([[0.2, 0.1], [0.2, 0.1]]), np.ones(2), "2 entries for 2 requests"),
+        (np.array([[0.2, 0.1]]), np.zeros(9), "some time"),
+    ],
+)
+def test_what_is_no_tree_or_no_time_is_refused(
+    values: np.ndarray, seconds: np.ndarray, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        best_cut(values, seconds, 0.0)
+
+
+def test_drafting_ends_when_its_time_earns_more_elsewhere() -> None:
+    frontier = np.array([0.2, 0.1])
+    assert draft_pays(frontier, 0.0, 1.0, rate=0.29)
+    assert not draft_pays(frontier, 0.0, 1.0, rate=0.31)
+    # A row costs as much as the second node can earn.
+    assert not draft_pays(frontier, 0.5, 0.5, rate=0.25)
+    assert not draft_pays(np.zeros(2), 0.0, 1e-9, rate=1.0)
