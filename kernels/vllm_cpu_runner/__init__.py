@@ -1,6 +1,6 @@
-"""vLLM's V2 model runner on a CPU without Triton.
+"""Run vLLM's V2 model runner on a CPU without Triton.
 
-``install()`` gives the runner's Triton kernels native implementations, ``warm_up()`` compiles them.
+``install()`` replaces the runner's Triton kernels by native ones; ``warm_up()`` compiles these.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["hide_llvmlite_from_kernel_scan", "install", "warm_up"]
 def warm_up() -> None:
     """Compile the kernels before the first request; call it after ``install()``.
 
-    The first process on a machine takes tens of seconds, later ones load what it
-    has kept on disk.
+    The first process on a machine takes tens of seconds. Later processes load the machine code
+    from disk.
     """
-    # It imports the V2 runner's modules, which install() has to prepare.
+    # This import loads the V2 runner's modules, which install() must have prepared.
     from vllm_cpu_runner.compilation import compile_kernels
 
     compile_kernels()

@@ -1,4 +1,4 @@
-"""Views of kernel arguments as NumPy arrays."""
+"""NumPy views of kernel arguments."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
@@ -18,21 +18,30 @@ if TYPE_CHECKING:
 def optional(
     tensor: torch.Tensor | None, dtype: type[np.generic], ndim: int = 1
 ) -> npt.NDArray[Any]:
-    """The tensor's array, or an empty array of the same type for compiled code to ignore."""
+    """Return a view of the tensor, or an empty array of ``dtype`` and ``ndim`` for None.
+
+    Compiled code takes an array in either case, and does not read an empty one.
+    """
     if tensor is not None:
         return tensor.numpy()
     return np.empty((0,) * ndim, dtype)
 
 
 def float32_rows(kernel: str, logits: torch.Tensor) -> npt.NDArray[np.float32]:
-    """Logits that a kernel edits in place; the sampler hands over a float32 copy."""
+    """Return a view of the logits, which the ``kernel`` edits in place.
+
+    Raises:
+        TypeError: if the logits are not float32, as the sampler's copy of them is.
+    """
     if logits.dtype != torch.float32:
-        raise TypeError(f"{kernel}: logits are {logits.dtype}, the sampler's copy is float32")
+        raise TypeError(f"{kernel}: the logits are {logits.dtype}, but must be float32")
     return logits.numpy()
 
 
 @intrinsic
 def int32_pointer(typing_context, address):
+    """Convert an address to a pointer to int32, in compiled code."""
+
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 

@@ -1,7 +1,7 @@
-"""Staged writes, block tables and slot mappings.
+"""Kernels for staged writes, block tables and slot mappings.
 
-Block tables of several KV cache groups reach a kernel as an array of addresses with one row
-stride per group.
+Each KV cache group has a block table of its own. A kernel gets them as an array of addresses, with
+one row stride per group.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
@@ -90,7 +90,10 @@ def gather_block_tables(
     num_reqs: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """The kernel also zeroes the rows that pad a CUDA graph; a CPU batch has none."""
+    """Copy the block tables of the batch's requests to the batch's rows.
+
+    vLLM's kernel also zeroes the rows that pad a CUDA graph; a batch on the CPU has none.
+    """
     _gather(
         batch_idx_to_req_idx.numpy(),
         src_block_table_ptrs.numpy(),

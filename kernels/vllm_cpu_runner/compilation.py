@@ -1,7 +1,8 @@
-"""Compilation of the CPU kernels before the first request.
+"""Compile the CPU kernels before the first request.
 
-Numba compiles a kernel for the types of its first call and keeps the result on disk. One call of
-every wrapper of vLLM, on the smallest inputs of the runner's types, therefore compiles everything.
+numba compiles a kernel for the types of the arguments at its first call, and the machine code is
+kept on disk. So one call of each of vLLM's wrappers compiles everything. The inputs are as small as
+possible, and have the runner's types.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _logits_processors() -> None:
     thinking_budget.apply_thinking_budget(
         logits, request, request, _int32(0), _token_ids(), one, one, local, *markers
     )
-    padded = torch.zeros(2, _VOCAB + 1)  # the model's own logits may be a slice of padded ones
+    padded = torch.zeros(2, _VOCAB + 1)  # a model's logits may be a slice of padded ones
     for rows in (logits, logits.bfloat16(), padded[:, :-1], padded.bfloat16()[:, :-1]):
         apply_grammar_bitmask(
             rows, _VOCAB, _int32(0), _int32(0, 1), mask, 1, _VOCAB, MASK_STRIDE=1, BLOCK_SIZE=0

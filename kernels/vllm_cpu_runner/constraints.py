@@ -1,4 +1,4 @@
-"""Allowed tokens, logit bias, minimum length, bad words and grammar bitmasks."""
+"""Kernels for allowed tokens, logit bias, minimum length, bad words and grammar bitmasks."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
@@ -24,7 +24,7 @@ def _mask_stop_tokens(logits, stop_ids, restore):
     saved = logits[stop_ids]
     logits[stop_ids] = -_INF
     if restore and not np.any(logits > -_INF):
-        # A grammar allows nothing but the stop tokens: they win over the minimum length.
+        # If a grammar allows only the stop tokens, they take precedence over the minimum length.
         for i in range(stop_ids.shape[0]):
             if -_INF < saved[i] < _INF:
                 logits[stop_ids[i]] = saved[i]
@@ -103,7 +103,7 @@ def bias(
 
 @compiled
 def _is_suffix(prefix, committed, drafts, num_drafts):
-    """Whether ``prefix`` ends the output: the committed tokens, then ``num_drafts`` drafts."""
+    """Return whether the committed tokens, then ``num_drafts`` drafts, end with ``prefix``."""
     start = committed.shape[0] + num_drafts - prefix.shape[0]
     if start < 0:
         return False
@@ -131,7 +131,7 @@ def _mask_bad_words(
     for row in range(logits.shape[0]):
         request, local = requests[row], local_positions[row]
         committed = token_ids[request, prompt_lens[request] : total_lens[request]]
-        # The row of the last committed token is the request's first; its drafts follow.
+        # A request's first row is that of its last committed token; rows of its drafts follow.
         drafts = input_ids[row - local + 1 : row + 1]
         for word in range(num_words[request]):
             last = word_offsets[request, word + 1] - 1
@@ -188,7 +188,7 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 
 
 def _bit_rows(logits: torch.Tensor) -> tuple[npt.NDArray[np.signedinteger], np.signedinteger]:
-    """The logits as integers (NumPy has no bfloat16), and the integer that is -inf."""
+    """Return the bits of the logits and of -inf as integers, because NumPy has no bfloat16."""
     bits = _BITS[logits.dtype]
     infinity = torch.tensor([float("-inf")], dtype=logits.dtype).view(bits).numpy()
     return logits.view(bits).numpy(), infinity[0]

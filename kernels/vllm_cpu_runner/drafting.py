@@ -1,4 +1,4 @@
-"""Inputs of a draft model, and drafts as the verifier reads them."""
+"""Kernels for a draft model's inputs, the drafts to verify, and the sampled tokens."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
@@ -36,7 +36,7 @@ def _draft_prefill(
         num_valid = query_len - num_rejected[i]
         begin = first + i
         for j in range(query_len + 1):
-            token = 0  # a rejected slot
+            token = 0  # for the slot of a rejected draft
             if j < num_valid:
                 token = target_ids[first + j]
             elif j == num_valid:
@@ -101,7 +101,7 @@ def _gather_drafts(
     for row in range(drafts.shape[0]):
         at, local = logits_indices[row], local_positions[row]
         draft_positions[row] = positions[at]
-        # Before the prefill is sampled past, draft slots hold placeholders.
+        # While a request's first row is a token of the prefill, its draft slots hold placeholders.
         is_placeholder = local > 0 and positions[at] - local < prefill_lens[requests[row]]
         drafts[row] = -1 if is_placeholder else input_ids[at]
 

@@ -1,4 +1,4 @@
-"""Input batch bookkeeping: token ids, positions, sequence lengths and request state."""
+"""Kernels for the input batch: token IDs, positions, sequence lengths and request state."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
@@ -109,7 +109,7 @@ def _combine(
             logits_indices[cu_num_logits[i] + j] = end - num_logits + j
         if seq_lens[i] <= prefill_lens[request]:
             continue
-        # Logits rows inside the prompt keep their prompt tokens.
+        # Rows within the prompt keep their prompt tokens.
         if new_tokens > 0 and seq_lens[i] - num_logits >= prefill_lens[request]:
             input_ids[end - num_logits] = last_sampled[request]
         num_drafts = num_logits - new_tokens

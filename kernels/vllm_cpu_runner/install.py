@@ -1,4 +1,4 @@
-"""Activation of the CPU kernels."""
+"""Install the CPU kernels in vLLM."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ _MODULES = (
 def install() -> None:
     """Replace the V2 runner's Triton kernels by the CPU implementations of this package.
 
-    Does nothing where Triton works. Otherwise call it in every worker process before the V2 runner
-    is built; further calls have no effect. Raises RuntimeError, and replaces nothing, if the
-    installed vLLM lacks a kernel or gives it other arguments.
+    Where Triton works, this does nothing. Elsewhere every worker process must call it before it
+    builds the V2 runner. Further calls have no effect.
+
+    Raises:
+        RuntimeError: if the installed vLLM lacks a kernel, or has one with other arguments. No
+            kernel is replaced then.
     """
     from vllm.triton_utils import HAS_TRITON, triton
 
     if HAS_TRITON:
         return
-    # Its patches of torch.cuda and of the host buffers must precede any import of v1.worker.gpu.
+    # This import patches torch.cuda and the host buffers. It must precede any of v1.worker.gpu.
     importlib.import_module("vllm.v1.worker.cpu.shm")
     from vllm.triton_utils import dispatcher
 
     hide_llvmlite_from_kernel_scan()
-    # Before vLLM binds its threads: numba's must not overwrite their number.
+    # This import starts numba's threads. It must precede vLLM's binding of threads, because it
+    # would overwrite their number.
     importlib.import_module("dyntree_kernels.cpu.threads")
     from vllm_cpu_runner.refused import REFUSED
     from vllm_cpu_runner.registry import IMPLEMENTATIONS, RUNNER, check_arguments, refuse
@@ -61,9 +65,10 @@ def install() -> None:
 def hide_llvmlite_from_kernel_scan() -> None:
     """Let vLLM's ``register_kernels`` run in a process that has imported numba.
 
-    It calls ``vars()`` on every attribute of every module. llvmlite's library proxy resolves any
-    attribute as a symbol of the library, ``__dict__`` included, and the scan fails on the result
-    (AttributeError: '_lib_fn_wrapper' object has no attribute 'get'; vLLM 0.32, llvmlite 0.47).
+    ``register_kernels`` calls ``vars()`` on every attribute of every module. llvmlite's library
+    proxy resolves any attribute, even ``__dict__``, as a symbol of the library. The scan fails on
+    the result (AttributeError: '_lib_fn_wrapper' object has no attribute 'get'; vLLM 0.32,
+    llvmlite 0.47).
     """
     from llvmlite.binding import ffi  # type: ignore[import-untyped]
 

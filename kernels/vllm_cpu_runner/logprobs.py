@@ -1,4 +1,4 @@
-"""Log-probabilities, ranks and NaN counts of logits rows."""
+"""Kernels for the log-probabilities, ranks and NaN counts of rows of logits."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 

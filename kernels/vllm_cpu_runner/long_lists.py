@@ -1,8 +1,8 @@
-"""Room in the sampler's states for lists of tokens of any length.
+"""Let the sampler's states hold lists of tokens of any length.
 
-vLLM's rows are as wide as its Triton kernels take them; the kernels here take any width. The rows
-are made as wide as the longest list can be, of memory that the system hands out where it is first
-written, so that it is there for the lists that came and no others.
+The rows of vLLM's states have the width that its Triton kernels support. The kernels of this
+package support any width, so these rows are as wide as the longest possible list. The system
+allocates their memory at the first write to it, so only lists that occur use memory.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 
 
 def lift_limits(sampler: Any, vocab_size: int, word_tokens: int) -> None:
-    """Give the lists of a ``sampler``'s requests room for every token of the vocabulary.
+    """Let each list of a request in the ``sampler`` hold every token of the vocabulary.
 
-    ``word_tokens``: room for the tokens of all bad words of a request.
+    ``word_tokens``: largest number of tokens in all bad words of a request.
     """
 
-    def with_room(state: LogitsProcessor) -> LogitsProcessor:
+    def widened(state: LogitsProcessor) -> LogitsProcessor:
         if isinstance(state, LogitBiasState):
             return LongLogitBias(state, vocab_size)
         return LongBadWords(state, word_tokens) if isinstance(state, BadWordsState) else state
 
-    sampler.logits_processors = [with_room(state) for state in sampler.logits_processors]
+    sampler.logits_processors = [widened(state) for state in sampler.logits_processors]
 
 
 def _widen(rows: StagedWriteTensor, width: int) -> None:
     if width > rows.gpu.shape[1]:
-        # torch.zeros would touch all of it.
+        # torch.zeros would write to all of the memory.
         rows.gpu = torch.from_numpy(np.zeros((rows.num_rows, width), rows.gpu.numpy().dtype))
 
 
-class _Long(LogitsProcessor):
-    """Has a stock ``state`` whose rows are wide, and adds requests to it."""
+class _WidenedState(LogitsProcessor):
+    """Wraps one of vLLM's states. A subclass widens its rows, and adds requests to it."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -54,10 +54,11 @@ class _Long(LogitsProcessor):
         return found
 
 
-class LongLogitBias(_Long):
-    """vLLM's allowed tokens, logit bias and minimum length.
+class LongLogitBias(_WidenedState):
+    """Adds lists of allowed tokens, logit biases and stop tokens, of any length.
 
-    It gets a request with short lists, and then the whole ones over them.
+    vLLM's state refuses long lists. So a request is added with shortened lists, which are then
+    overwritten by the full ones.
     """
 
     def __init__(self, state: LogitBiasState, vocab_size: int) -> None:
@@ -92,8 +93,8 @@ class LongLogitBias(_Long):
         return used
 
 
-class LongBadWords(_Long):
-    """vLLM's bad words, whose number its front end bounds."""
+class LongBadWords(_WidenedState):
+    """Adds bad words of up to ``word_tokens`` tokens. vLLM's front end limits how many words."""
 
     def __init__(self, state: BadWordsState, word_tokens: int) -> None:
         super().__init__(state)

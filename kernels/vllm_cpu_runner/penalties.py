@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties."""
+"""Kernels for repetition, frequency and presence penalties."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
@@ -36,7 +36,7 @@ def _penalize(
         if rep == one and freq == zero and pres == zero:
             continue
         counts = output_counts[request, :vocab].copy()
-        # Drafts before this row of the request count as output; token_ids[row - local] is its root.
+        # The request's drafts up to this row count as output. Its root is token_ids[row - local].
         for i in range(row - local_positions[row] + 1, row + 1):
             if 0 <= token_ids[i] < vocab:
                 counts[token_ids[i]] += 1

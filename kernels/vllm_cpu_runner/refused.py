@@ -1,4 +1,4 @@
-"""Triton kernels of the V2 runner without a CPU implementation, by the feature that needs them."""
+"""Triton kernels of the V2 runner without CPU implementations, by the feature that needs them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Registration of the CPU implementations of the V2 model runner's Triton kernels.
+"""Register the CPU implementations of the V2 model runner's Triton kernels.
 
 vLLM launches a kernel as ``kernel[grid](...)``. Its override registry rebinds every reference to
-the kernel and forwards the launch arguments, without the grid, to the implementation registered
-here, so an implementation derives every size from its tensors.
+the kernel, and passes the arguments of a launch to the implementation that is registered here. It
+does not pass the grid, so an implementation derives every size from its tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages"})
 def implements(kernel: str) -> Callable[[Implementation], Implementation]:
     """Register the decorated function for ``vllm.v1.worker.gpu.<kernel>``.
 
-    Its parameters must be the kernel's, by name and order: the signature is the version check.
+    The function must have the kernel's parameters, by name and order. `check_arguments` compares
+    them, and so detects a vLLM whose kernel differs.
     """
 
     def register(function: Implementation) -> Implementation:
@@ -41,7 +42,7 @@ def implements(kernel: str) -> Callable[[Implementation], Implementation]:
 
 
 def refuse(kernel: str, feature: str) -> Implementation:
-    """An implementation that raises NotImplementedError naming the kernel and the feature."""
+    """Return an implementation that raises NotImplementedError with the kernel and the feature."""
 
     def launch(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

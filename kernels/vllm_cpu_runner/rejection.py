@@ -1,7 +1,6 @@
-"""vLLM's own rejection sampling of draft chains.
+"""Kernels for vLLM's own rejection sampling of draft chains.
 
-Statistics are kept per block of the vocabulary, as the kernels exchange them. Block verification
-and watermarks are refused.
+They exchange statistics per block of the vocabulary. Block verification and watermarks are refused.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NEG_INF = np.float32(-np.inf)
-_SMALLEST_UNIFORM = np.float32(4.6566127342e-10)  # gumbel.py: _TL_RAND_MIN
+_SMALLEST_UNIFORM = np.float32(4.6566127342e-10)  # _TL_RAND_MIN of vLLM's gumbel.py
 _UNIFORM_SCALE = np.float32(4.6566127342e-10)
 _LOW32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
@@ -30,7 +29,7 @@ _SHIFT32 = np.uint64(32)
 
 @compiled
 def _uniform(seed, offset):
-    """float32 in (0, 1): first output word of Philox4x32-10, as ``tl.rand`` scales it."""
+    """Return a float32 in (0, 1): the first word of Philox4x32-10, scaled as by ``tl.rand``."""
     c0, c1 = np.uint64(offset) & _LOW32, np.uint64(offset) >> _SHIFT32
     c2 = c3 = np.uint64(0)
     k0, k1 = np.uint64(seed) & _LOW32, np.uint64(seed) >> _SHIFT32
@@ -144,7 +143,10 @@ def _reject(
     positions,
     rates,
 ):
-    """target_logits and draft_logits are those of the draft that each row verifies."""
+    """Accept the drafts of each request before the first rejected one.
+
+    target_logits and draft_logits [rows] are the logits of the draft that each row verifies.
+    """
     for i in range(requests.shape[0]):
         request, first = requests[i], cu_num_logits[i]
         temperature, accepted_length = temperatures[request], 0
@@ -220,7 +222,8 @@ def rejection(
     if draft_logits_ptr is not None:
         counts = cu_num_logits_ptr.diff()
         steps = torch.arange(tokens.shape[0]) - cu_num_logits_ptr[:-1].repeat_interleave(counts)
-        steps.clamp_(max=draft_logits_ptr.shape[1] - 1)  # of the bonus row, which verifies nothing
+        # Only a bonus row, which verifies no draft, can be at a step beyond the last.
+        steps.clamp_(max=draft_logits_ptr.shape[1] - 1)
         owners = idx_mapping_ptr.repeat_interleave(counts)
         draft_logits = draft_logits_ptr[owners, steps, tokens].to(torch.float32)
     _reject(
@@ -281,7 +284,10 @@ def resample(
     WATERMARK: bool,
     DEDUPLICATE_CONTEXTS: bool,
 ) -> None:
-    """Greedy rows that rejected a draft are resampled as well; nobody reads the result."""
+    """Sample each request's token after its accepted drafts, per block of the vocabulary.
+
+    Greedy requests that rejected a draft are sampled too, but the result is not read.
+    """
     if WATERMARK:
         raise NotImplementedError("watermarking is not supported by the CPU model runner")
     rows = (cu_num_logits_ptr[:-1] + rejected_step_ptr).long()
@@ -320,7 +326,7 @@ def _insert(sampled, num_sampled, argmax, maximum, cu_num_logits, requests, temp
         count = num_sampled[i]
         row = cu_num_logits[i] + count
         is_bonus = row == cu_num_logits[i + 1] - 1
-        # A greedy request that rejected a draft has the target's argmax in place.
+        # For a greedy request that rejected a draft, the target's argmax is already there.
         if is_bonus or temperatures[requests[row]] != 0:
             sampled[i, count] = argmax[i, _first_maximum(maximum[i])]
         num_sampled[i] = count + 1

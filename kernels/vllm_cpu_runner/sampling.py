@@ -1,4 +1,4 @@
-"""Temperature, Gumbel-max sampling and min-p."""
+"""Kernels for temperature, Gumbel-max sampling and min-p."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from dyntree_kernels.cpu import gumbel
 from vllm_cpu_runner.registry import implements
 
-# vLLM shifts the position of a draft's own draw by this much, which keeps it independent of the
-# target's draw (gumbel.py: _DRAFT_NOISE_SALT).
+# vLLM adds this to the position when it samples from the draft, so that the sample is independent
+# of the target's (_DRAFT_NOISE_SALT of vLLM's gumbel.py).
 _DRAFT_POSITION_OFFSET = 1 << 30
 
 
@@ -52,7 +52,13 @@ def gumbel_sample(
     USE_FP64: bool,
     PER_TOKEN_COL: bool,
 ) -> None:
-    """A row whose request is -1 is a placeholder: it has no temperature, seed or cache entry."""
+    """Sample a token of each row by the Gumbel-max trick, per block of the vocabulary.
+
+    A row whose request is -1 is a placeholder without a temperature, seed or cache entry.
+
+    Raises:
+        ValueError: if there is a cache of logits without a column or source.
+    """
     if logits_cache_ptr is not None:
         if logits_cache_col_ptr is None or logits_cache_source_ptr is None:
             raise ValueError("a cache of logits needs a column and a source")

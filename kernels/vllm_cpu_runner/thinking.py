@@ -1,4 +1,4 @@
-"""Thinking budgets: a request that has reasoned long enough is made to end its reasoning."""
+"""Kernels for thinking budgets: a request must end its reasoning within so many tokens."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
@@ -20,7 +20,7 @@ _FORCED_LOGIT = np.float32(1.0e9)
 
 @compiled
 def _last_match(tokens, marker, first, last):
-    """Largest start in [first, last) of an occurrence of ``marker`` in ``tokens``, or -1."""
+    """Return the largest start in [first, last) at which ``tokens`` have ``marker``, or -1."""
     for start in range(min(last, tokens.shape[0] - marker.shape[0] + 1) - 1, first - 1, -1):
         if np.array_equal(tokens[start : start + marker.shape[0]], marker):
             return start
@@ -49,7 +49,7 @@ def _update_markers(
         if scan > total:
             scan, start, end = 0, -1, -1
         if scan == 0 and start < 0 and end < 0:
-            # Only the order of the two markers matters: stop at the last block that has one.
+            # Only the order of the two markers matters, so stop at the last block that has either.
             high = total
             while high > 0 and start < 0 and end < 0:
                 low = max(0, high - block)
@@ -97,7 +97,7 @@ def update_committed_marker_cache(
 
 @compiled
 def _forced_token(tokens, committed, budget, start, end, start_marker, end_marker, forced):
-    """The token that must come next, or -1. ``tokens[committed:]`` are drafts."""
+    """Return the token that must come next, or -1. ``tokens[committed:]`` are drafts."""
     length = tokens.shape[0]
     first = max(0, committed - start_marker.shape[0] + 1)
     start = max(start, _last_match(tokens, start_marker, first, length))
@@ -132,7 +132,7 @@ def _force_end(
         if budgets[request] < 0:
             continue
         total = total_lens[request]
-        # The row of the last committed token is the request's first; its drafts follow.
+        # A request's first row is that of its last committed token; rows of its drafts follow.
         drafts = input_ids[row - local + 1 : row + 1]
         tokens = np.concatenate((token_ids[request, :total], drafts))
         token = _forced_token(

@@ -1,7 +1,7 @@
 """Tree attention over vLLM's packed CPU cache."""
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-# Compiled functions take what numba infers; their docstrings give shapes.
+# numba infers the argument types of compiled functions. Their docstrings give the shapes.
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dyntree_kernels.cpu.simd import (
 )
 from dyntree_kernels.cpu.threads import use_torch_threads
 
-_TILE = 32  # cache positions per step of the online softmax; a row's view of them is one word
-_CHUNK = 64  # most query rows (tree rows times query heads of one KV head) per task
+_TILE = 32  # cache positions per step of the online softmax; one word is a row's mask of them
+_CHUNK = 64  # limit on the query rows (tree rows times query heads of one KV head) of a task
 _MASKED = np.float32(-np.inf)
 _INFINITY = np.float32(np.inf)
 _ZERO = np.float32(0)
 _ALL = np.uint32(0xFFFFFFFF)
-_UNROLLED = {"reassoc", "contract", "nsz"}  # lets sums vectorise; what is NaN stays NaN
+_UNROLLED = {"reassoc", "contract", "nsz"}  # lets sums vectorise, and keeps NaN
 
 
 @compiled
@@ -57,7 +57,8 @@ def _load_keys(dst, block, n, start, paired):
 def _load_values(dst, block, n, start, paired, seen):
     """Copy the _TILE positions from `start` of a block's values into dst[_TILE, D].
 
-    Positions outside the bit mask `seen` become zero, so that their weight of zero stays zero.
+    Values at positions outside the bit mask `seen` become zero. Their weight is zero, but its
+    product with a value that is not finite would be NaN.
     """
     d = dst.shape[1]
     if not paired:
@@ -80,7 +81,7 @@ def _load_values(dst, block, n, start, paired, seen):
 
 @compiled
 def _seen_word(bits, column):
-    """The _TILE bits from `column` on; columns before 0 are context, which every row sees."""
+    """Return _TILE bits from `column` on. Columns before 0 are context, which every row sees."""
     if column <= -_TILE:
         return _ALL
     word, shift = column >> 5, np.uint32(column & 31)
@@ -102,9 +103,9 @@ def _mask_scores(scores, words):
 
 @compiled(fastmath=_UNROLLED)
 def _softmax_step(scores, sums, state):
-    """Turn a tile of scores into weights, rescaling the running sums to the new maxima.
+    """Turn a tile of scores into weights, and rescale the running sums to the new maxima.
 
-    A masked score weighs nothing, and one that is NaN makes its row NaN.
+    The weight of a masked score is 0. A score that is NaN makes its row NaN.
     """
     for i in range(scores.shape[0]):
         high = state[i, 0]
@@ -117,7 +118,7 @@ def _softmax_step(scores, sums, state):
             for j in range(sums.shape[1]):
                 sums[i, j] *= shrink
         total = _ZERO
-        # A row that has seen nothing yet keeps -inf, which must not meet itself in a difference.
+        # In a row that has seen no position yet, top is -inf, and -inf - top would be NaN.
         shift = top if top > _MASKED else _ZERO
         for j in range(_TILE):
             weight = exp(scores[i, j] - shift)
@@ -127,9 +128,11 @@ def _softmax_step(scores, sums, state):
 
 
 @compiled
-def _add_apart(out, scores, values, words):
-    """Add the positions whose values are not all finite to the rows that see them, and clear them:
-    in a product their weight of zero would not stay zero."""
+def _add_non_finite(out, scores, values, words):
+    """Add values that are not all finite to the rows that see their positions, and clear them.
+
+    The product of all weights and values would give NaN to rows that do not see them.
+    """
     for j in range(_TILE):
         infinite = np.int32(0)
         for k in range(values.shape[1]):
@@ -146,11 +149,11 @@ def _add_apart(out, scores, values, words):
 def _chunk_attention(
     q, keys, values, n, paired, k_steps, v_steps, table, ctx, bits, heads, out, workspace, words
 ):
-    """Attention of the rows of one chunk over one KV head.
+    """Compute the attention of the rows of one chunk over one KV head.
 
-    q, out: [rows, D], tree rows times the `heads` query heads; q is scaled. A row that sees
-    nothing gets zeros.
-    bits: [rows / heads, words]. k_steps, v_steps: block stride and offset of the head.
+    q, out: [rows, D], one row for each tree row and each of the `heads` query heads; q is scaled. A
+    row that sees no position gets zeros. bits: [rows / heads, words]. k_steps, v_steps: block
+    stride, and offset of the KV head. workspace, words: working memory.
     """
     rows, d = q.shape
     tile_size = d * _TILE
@@ -184,11 +187,11 @@ def _chunk_attention(
             _mask_scores(scores, words)
         _softmax_step(scores, out, state)
         if start + _TILE > ctx:
-            _add_apart(out, scores, tile_values, words)
+            _add_non_finite(out, scores, tile_values, words)
         accumulate(out, scores, tile_values)
     for i in range(rows):
         if state[i, 1] == _ZERO:
-            continue  # It has seen nothing.
+            continue  # The row sees no position.
         inverse = np.float32(1) / state[i, 1]
         for j in range(d):
             out[i, j] *= inverse
@@ -251,10 +254,10 @@ def _tree_attention(
 
 
 class PackedCache:
-    """One layer's keys and values as the kernel reads them.
+    """Keys and values of one layer, in the form that the kernel reads.
 
-    The two caches are the halves that vLLM's CPU backend takes from its cache tensor, in float32,
-    bfloat16 or float16.
+    The two caches are the halves into which vLLM's CPU backend splits its cache tensor, in float32,
+    bfloat16 or float16. `isa` names their layout.
 
     Raises:
         ValueError: for an unsupported layout, dtype or shape.
@@ -268,17 +271,17 @@ class PackedCache:
                 f"block size {self.block_size} and head size {self.head_size} must be multiples "
                 f"of {_TILE} and {LANES}"
             )
-        # One dtype and memory order per argument: another one would compile another kernel.
+        # numba compiles a kernel per dtype and memory order of an argument, so each has one.
         self.keys, self.values = as_numpy(flat(key_cache)), as_numpy(flat(value_cache))
         self.steps = (*key_cache.stride()[:2], *value_cache.stride()[:2])
 
 
 class TreeAttention:
-    """Attention of the tree rows of one forward, for all of its layers.
+    """Computes the attention of one forward's tree rows, layer by layer.
 
-    A layer's time is tens of microseconds on a small model; what does not differ between layers is
-    made once. See `dyntree_kernels` for the arguments. They are not copied if they are contiguous
-    and int32: what is written to them later counts.
+    A layer of a small model takes tens of microseconds, so everything that layers share is prepared
+    once. See `dyntree_kernels` for the arguments. Contiguous int32 tensors are not copied, so later
+    writes to them take effect.
     """
 
     def __init__(
@@ -315,14 +318,14 @@ class TreeAttention:
         heads = q_heads // kv_heads
         threads = use_torch_threads(2 * tokens * q_heads * d // LANES * self._mean_ctx)
         chunk = max(1, min(_CHUNK // heads, tokens * kv_heads // threads))
-        self._make_room(threads, -(-chunk * heads // ROWS) * ROWS, d)
+        self._allocate(threads, -(-chunk * heads // ROWS) * ROWS, d)
         _tree_attention(
             _rows(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
             cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
             heads, chunk, _rows(out), out.stride(0), np.float32(scale), self._floats, self._words,
         )  # fmt: skip
 
-    def _make_room(self, threads: int, rows: int, d: int) -> None:
+    def _allocate(self, threads: int, rows: int, d: int) -> None:
         size = rows * (2 * d + _TILE + 2) + 2 * d * _TILE
         if self._floats.shape != (threads, size):
             self._floats = np.empty((threads, size), np.float32)
@@ -330,10 +333,10 @@ class TreeAttention:
 
 
 def _rows(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The memory from the first to the last element of x [T, H, D]."""
+    """Return the memory from the first to the last element of x [T, H, D]."""
     (tokens, heads, d), (step, *within) = x.shape, x.stride()
     if within != [d, 1]:
-        raise ValueError(f"q and out must be dense within a row, not of strides {x.stride()}")
+        raise ValueError(f"q and out must be dense within a row, but have strides {x.stride()}")
     return as_numpy(x.as_strided(((tokens - 1) * step + heads * d,), (1,)))
 
 
@@ -349,7 +352,7 @@ def tree_attention(
     out: torch.Tensor,
     scale: float,
 ) -> None:
-    """Attention of tree rows over a packed CPU cache, written to `out`.
+    """Compute the attention of tree rows over a packed CPU cache, and write it to `out`.
 
     See `dyntree_kernels` for the arguments, and `PackedCache` for the caches.
 

@@ -1,8 +1,10 @@
-"""The best children of draft rows and the chance that each is accepted, in one pass over the
-vocabulary."""
+"""Find the best children of draft rows, and the probability that each is accepted.
+
+One pass over the vocabulary computes both.
+"""
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-# Compiled functions take what numba infers; their docstrings give shapes.
+# numba infers the argument types of compiled functions. Their docstrings give the shapes.
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.gumbel import add_noise
 from dyntree_kernels.cpu.simd import exp, to_float
 
-_BLOCK = 1024  # scores at a time: they stay in L1
-_SPAN = 64  # scores that are looked at together for one that is among the best
+_BLOCK = 1024  # scores that are processed together; they fit in L1
+_SPAN = 64  # scores that are compared together with the worst of the best ones
 _ZERO = np.float32(0)
 _NONE = np.float32(-np.inf)
 _MAX_FEATURE = 20.0
@@ -25,7 +27,7 @@ _SUREST = float(np.float32(-1e-7))
 
 @compiled(error_model="numpy")
 def _load_scores(scores, logits, temperature, noisy, seed, position, first):
-    """Fill scores with those of the tokens from `first` on; what is behind them is -inf."""
+    """Fill scores with those of the tokens from `first` on, and the rest with -inf."""
     count = logits.shape[0]
     for i in range(count):
         scores[i] = to_float(logits[i])
@@ -47,7 +49,7 @@ def _has_nan(scores):
 
 @compiled
 def _insert(best, tokens, score, token):
-    """Put a score that is better than the last of `best` where it belongs, behind equals."""
+    """Insert a score that is above the last of `best` in descending order, after equal scores."""
     at = best.shape[0] - 1
     while at > 0 and best[at - 1] < score:
         best[at], tokens[at] = best[at - 1], tokens[at - 1]
@@ -57,7 +59,7 @@ def _insert(best, tokens, score, token):
 
 @compiled
 def _rank(scores, first, best, tokens):
-    """Keep the best scores in descending order, of equals those of the lowest tokens."""
+    """Merge scores into the best, in descending order. Of equals, the lowest token is first."""
     last = best.shape[0] - 1
     for start in range(0, scores.shape[0], _SPAN):
         span = scores[start : start + _SPAN]
@@ -81,7 +83,10 @@ def _sum_exp(scores, top):
 
 @compiled
 def _best_scores(logits, temperature, noisy, seed, position, best, tokens):
-    """Fill best and tokens [K]; returns logsumexp of all scores, NaN where one of them is NaN."""
+    """Fill best and tokens [K], and return the logsumexp of all scores.
+
+    Returns NaN if a score is NaN, or if all are -inf.
+    """
     scores = np.empty(_BLOCK, np.float32)
     best[:] = _NONE
     tokens[:] = 0
@@ -108,23 +113,26 @@ def _clamp(x, low, high):
 
 
 @compiled
-def _log_chance(weights, features):
+def _log_probability(weights, features):
     x = weights[0] + weights[1] * features[0] + weights[2] * features[1]
     return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
 
 
 @compiled
-def _judge(best, logsumexp, weights, features, edges):
-    """Features [K, 2] and log of the learned chance [K] of candidates by their scores."""
+def _estimate(best, logsumexp, weights, features, edges):
+    """Fill features [K, 2] and edges [K] of the candidates with the best scores.
+
+    An edge is the log of the learned acceptance probability.
+    """
     first = _clamp(best[0] - logsumexp, -_MAX_FEATURE, _SUREST)
     second = _clamp(best[1] - logsumexp, -_MAX_FEATURE, _SUREST)
     for k in range(edges.shape[0]):
-        chance = _clamp(best[k] - logsumexp, -_MAX_FEATURE, _SUREST)
-        logit = chance - math.log(-math.expm1(chance))
-        margin = first - second if k == 0 else chance - first
+        log_draft = _clamp(best[k] - logsumexp, -_MAX_FEATURE, _SUREST)
+        logit = log_draft - math.log(-math.expm1(log_draft))
+        margin = first - second if k == 0 else log_draft - first
         features[k, 0] = _clamp(logit, -_MAX_FEATURE, _MAX_FEATURE)
         features[k, 1] = _clamp(margin, -_MAX_FEATURE, _MAX_FEATURE)
-        edges[k] = _log_chance(weights, features[k]) if best[k] > _NONE else _NONE
+        edges[k] = _log_probability(weights, features[k]) if best[k] > _NONE else _NONE
 
 
 @compiled(parallel=True, nogil=True, error_model="numpy")
@@ -132,16 +140,19 @@ def pick_children(
     logits, step, vocab, noisy, temperatures, classes, seeds, chained, positions, weights,
     expansions, bases, tokens, edges, features,
 ):  # fmt: skip
-    """The children of every row that is worth it, and the log of their estimated acceptance.
+    """Find the best children of the rows, and the log of their estimated acceptance probability.
 
-    logits: the memory of R * W rows of `vocab` entries, `step` apart, W of each request. `noisy`:
-    add the target sampler's noise where the temperature is above 0. temperatures, classes (of the
-    weights), seeds, chained [R]. positions [R, E]: of the tokens that expansions run on.
-    weights [classes, 3]: what the chance is learned as; none, and it is the draft's probability.
-    expansions: the first that the rows are, and W. bases [R, E]: -inf for rows without children.
-    tokens, edges [R, E, K], features [R, E, K, 2 or 0]: written.
+    logits: memory of R * W rows of `vocab` entries, `step` apart; W rows per request.
+    noisy: whether to add the target sampler's noise where the temperature is above 0.
+    temperatures, classes (of the weights), seeds, chained (whether a row gets one child): [R].
+    positions [R, E]: positions of the tokens that expansions run on.
+    weights [classes, 3]: weights of the learned acceptance probability. If there are no classes,
+    the draft's probability takes its place.
+    expansions: the first expansion of the rows, and W.
+    bases [R, E]: -inf for rows to skip.
+    tokens, edges [R, E, K] and features [R, E, K, 2 or 0] are written.
 
-    A row whose scores hold NaN, or nothing but -inf, has no children.
+    If a row's scores contain a NaN or are all -inf, it has no children: their edges are -inf.
     """
     start, width = expansions
     children = tokens.shape[2]
@@ -159,7 +170,7 @@ def pick_children(
         if not math.isfinite(logsumexp):
             edges[r, e] = _NONE
         elif weights.shape[0] > 0:
-            _judge(best, logsumexp, weights[classes[r]], features[r, e], edges[r, e])
+            _estimate(best, logsumexp, weights[classes[r]], features[r, e], edges[r, e])
         else:
             for k in range(children):
                 edges[r, e, k] = min(best[k] - logsumexp, 0.0)

@@ -1,13 +1,13 @@
 """Compile functions with numba, and keep their machine code on disk.
 
-numba's own cache has four faults. It invalidates a function only if its own file changes, though
-the machine code contains functions of other files. It numbers its files, so that two processes
-that compile at once may read each other's. It fails on a damaged file, and it fails if it cannot
-write. Here a folder is named by a digest of all sources that the machine code can come from, and a
-file in it by the function, its types and the CPU. So every file that is found fits, and no file is
-ever changed.
+numba's own cache has four faults. It invalidates a function only if the file of that function
+changes, although the machine code contains functions of other files. It numbers its files, so two
+processes that compile at once may read each other's files. It fails on a damaged file. It fails if
+it cannot write. Here the name of a folder is a digest of all sources that the machine code can come
+from. The name of a file in it contains a digest of the function, its types and the CPU. So every
+file that is found is valid, and no file is ever changed.
 
-The folder lies in ``$NUMBA_CACHE_DIR/dyntree``, else in the user's cache folder, else beside the
+The folder is in ``$NUMBA_CACHE_DIR/dyntree``, else in the user's cache folder, else beside the
 package.
 """
 
@@ -38,7 +38,7 @@ from numba.core.serialize import dumps  # type: ignore[import-untyped]
 logger = logging.getLogger(__name__)
 
 KEPT_FOLDERS = 8
-"""Number of folders to keep of other sources or numba versions: the most recently used."""
+"""Number of folders of other sources or numba versions to keep, the most recently used ones."""
 
 _HERE = Path(__file__).parent
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
@@ -60,7 +60,7 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class _MachineCode(_Cache):  # type: ignore[misc]
-    """numba's cache for the machine code of one function, by the types of its arguments."""
+    """A numba cache for the machine code of one function, by the types of its arguments."""
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
         self._function = function
@@ -90,7 +90,7 @@ class _MachineCode(_Cache):  # type: ignore[misc]
         return CompileResult._rebuild(target_context, *result)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        # Dynamic globals, such as addresses, hold in this process alone.
+        # Dynamic globals, such as addresses, are valid only in this process.
         if not self._enabled or data.library.has_dynamic_globals:
             return
         key = self._key(sig, data.codegen)
@@ -98,7 +98,7 @@ class _MachineCode(_Cache):  # type: ignore[misc]
         path = self._path(key)
         partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
-            # Another process may have removed it.
+            # Another process may have removed the folder.
             self._folder.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(hashlib.sha256(record).digest() + record)
             partial.replace(path)
@@ -132,18 +132,18 @@ def _folder(package: Path) -> Path | None:
     digest, problems = _digest(package), []
     for base in _bases(package):
         try:
-            return _opened(base / digest)
+            return _open_folder(base / digest)
         except OSError as problem:
             problems.append(f"{base}: {problem.strerror}")
     _warn(problems[0])
     return None
 
 
-def _opened(folder: Path) -> Path:
+def _open_folder(folder: Path) -> Path:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old(folder.parent)
-    with suppress(OSError):  # it may be there to be read only
+    with suppress(OSError):  # the folder may be read-only
         os.utime(folder)
     return folder
 
@@ -159,7 +159,7 @@ def _bases(package: Path) -> list[Path]:
     if numba.config.CACHE_DIR:
         return [Path(numba.config.CACHE_DIR) / "dyntree"]
     bases = [package / "__pycache__"]
-    with suppress(RuntimeError):  # there is no home
+    with suppress(RuntimeError):  # the user may have no home folder
         bases.insert(0, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
     return [base / "dyntree" / "kernels" for base in bases]
 
@@ -178,7 +178,7 @@ def _digest(package: Path) -> str:
 @functools.cache
 def _warn(reason: str) -> None:
     logger.warning(
-        "The machine code of the CPU's kernels cannot be kept (%s): every start of an engine "
-        "compiles it anew, for about a minute. Set NUMBA_CACHE_DIR to a folder that is writable.",
+        "The machine code of the CPU kernels cannot be stored (%s), so every start of an engine "
+        "compiles it again, for about a minute. Set NUMBA_CACHE_DIR to a writable folder.",
         reason,
     )

@@ -1,15 +1,14 @@
-"""Best-first growth in three compiled calls: pick children, choose the next nodes to expand, and
-store the trees.
+"""Grow trees best-first in three compiled calls: pick children, expand, and store the trees.
 
-Expansion 0 is the root's, expansion 1 + c that of the node in scratch column c; candidate
-``e * K + k`` is the k-th child of expansion e, so candidates stand behind their parents. As a
-child is never worth more than its parent, the N most valuable candidates so far, in descending
-order and of equals the earlier first, are a tree whose parents stand before their children. What
-is not among them is neither expanded nor kept.
+Expansion 0 is that of the root, and expansion 1 + c that of the node in scratch column c. Candidate
+``e * K + k`` is the k-th child of expansion e, so candidates come after their parents. The best
+candidates are the N most valuable so far, in descending order; of equals, the earlier comes first.
+Because a child is never worth more than its parent, they form a tree in which parents precede their
+children. Other candidates are neither expanded nor kept.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-# Compiled functions take what numba infers; their docstrings give shapes.
+# numba infers the argument types of compiled functions. Their docstrings give the shapes.
 
 from __future__ import annotations
 
@@ -32,14 +31,15 @@ from dyntree_kernels.cpu.simd import as_numpy
 from dyntree_kernels.cpu.threads import use_torch_threads
 
 _NONE = np.float32(-np.inf)
-_NANOSECONDS = 2  # per score, which is how use_torch_threads counts
+_NANOSECONDS = 2  # per score; use_torch_threads counts operations of about a nanosecond
 
 
 @compiled
-def _keep(expansions, least, bases, edges, values, opened, best, counts, grown):
-    """Add the children of new expansions to one request's best candidates [N].
+def _keep(expansions, least, bases, edges, values, expanded, best, counts, grown):
+    """Merge the children of new expansions into one request's best candidates [N].
 
-    counts, grown: arrays of one element, the candidates among the best and all that there are.
+    counts, grown [1]: number of the best candidates, and of all that are worth at least `least`.
+    The root's first child may be worth less.
     """
     children, budget = edges.shape[1], best.shape[0]
     if expansions[0] == 0:
@@ -52,7 +52,7 @@ def _keep(expansions, least, bases, edges, values, opened, best, counts, grown):
             if not value > _NONE or (value < least and candidate > 0):
                 continue
             grown[0] += 1
-            values[candidate], opened[candidate] = value, False
+            values[candidate], expanded[candidate] = value, False
             at = counts[0]
             if at < budget:
                 counts[0] += 1
@@ -67,45 +67,49 @@ def _keep(expansions, least, bases, edges, values, opened, best, counts, grown):
 
 
 @compiled
-def _next_to_open(best, count, values, opened, least):
-    """The most valuable candidate that was not expanded and can still have children in the tree,
-    or -1."""
+def _next_to_expand(best, count, values, expanded, least):
+    """Return the most valuable candidate to expand, or -1.
+
+    It has not been expanded, and its children can still be among the best candidates.
+    """
     full = count == best.shape[0]
     for i in range(count):
         candidate = best[i]
         value = values[candidate]
         if value < least or (full and value <= values[best[count - 1]]):
             return -1
-        if not opened[candidate]:
+        if not expanded[candidate]:
             return candidate
     return -1
 
 
 @compiled
 def _expand(
-    added, expansions, least, bases, edges, values, opened, best, counts, grown, tokens, nodes,
+    added, expansions, least, bases, edges, values, expanded, best, counts, grown, tokens, nodes,
     depths, bits, positions, roots, longest, scratch, ids, row_positions, row_bits, slots,
 ):  # fmt: skip
-    """Add the children of expansions `added`, choose the nodes of `expansions`, and write the draft
-    rows that run on them. Returns how many nodes there are.
+    """Add the children of `added`, choose the nodes of `expansions`, and write their draft rows.
 
-    roots [R]: positions; no position is beyond `longest`. scratch [groups, R * columns]: cache
-    slots. ids, row_positions, row_bits, slots (by group): written, a row of each node; rows without
-    a node see nothing, and their slot is -1.
+    Returns the number of nodes.
+    added, expansions: ranges of expansions.
+    roots [R]: positions of the roots. All positions are limited to `longest`.
+    scratch [groups, R * columns]: cache slots.
+    ids, row_positions, row_bits, slots (by group): a row per node, written. A row without a
+    node sees no scratch column, and its slot is -1.
     """
     requests, width, children = roots.shape[0], expansions[1] - expansions[0], edges.shape[2]
     columns, total = nodes.shape[1] - 1, 0
     for r in range(requests):
         _keep(
-            added, least, bases[r], edges[r], values[r], opened[r], best[r], counts[r : r + 1],
+            added, least, bases[r], edges[r], values[r], expanded[r], best[r], counts[r : r + 1],
             grown[r : r + 1],
         )  # fmt: skip
         room = min(columns, longest - roots[r])
         for row in range(r * width, (r + 1) * width):
             e = expansions[0] + row - r * width
-            node = _next_to_open(best[r], counts[r], values[r], opened[r], least)
+            node = _next_to_expand(best[r], counts[r], values[r], expanded[r], least)
             if node >= 0:
-                opened[r, node] = True
+                expanded[r, node] = True
             exists = node >= 0 and e - 1 < room
             above = node // children if exists else 0
             nodes[r, e] = node if exists else -1
@@ -127,16 +131,19 @@ def _expand(
 
 @compiled
 def _store(
-    added, least, bases, edges, values, opened, best, counts, grown, tokens, nodes, depths,
+    added, least, bases, edges, values, expanded, best, counts, grown, tokens, nodes, depths,
     features, became, slots, out, out_parents, out_depths, out_values, out_counts, out_admitted,
     out_grown, out_bits, out_features,
 ):  # fmt: skip
-    """Add the children of expansions `added` and write the trees: out [R, N] the nodes' tokens,
-    the rest, as `TreeArrays` says, at `slots` [R]. became [candidates]: working memory."""
+    """Add the children of expansions `added`, and store the trees.
+
+    out [R, N]: tokens of the nodes, written. The arrays after it are those of `TreeArrays`, written
+    at `slots` [R]. became [candidates]: working memory.
+    """
     children, budget = edges.shape[2], best.shape[1]
     for r in range(slots.shape[0]):
         _keep(
-            added, least, bases[r], edges[r], values[r], opened[r], best[r], counts[r : r + 1],
+            added, least, bases[r], edges[r], values[r], expanded[r], best[r], counts[r : r + 1],
             grown[r : r + 1],
         )  # fmt: skip
         at, count = slots[r], counts[r]
@@ -162,7 +169,7 @@ def _store(
 
 
 class CompiledGrowth(StepGrowth):
-    """`StepGrowth` in compiled calls on the CPU."""
+    """A `StepGrowth` in compiled calls on the CPU."""
 
     def __init__(self, settings: GrowthSettings) -> None:
         requests, node_budget, children, widths, least, longest, coupled, weights, rows, trees = (
@@ -176,15 +183,15 @@ class CompiledGrowth(StepGrowth):
         self._trees = tuple(
             (each.view(torch.uint32) if each is trees.ancestors else each).numpy() for each in trees
         )
-        of_features = 0 if weights is None else 2
+        num_features = 0 if weights is None else 2
         self.tokens = np.zeros((requests, expansions, children), np.int64)
         self.edges = np.zeros((requests, expansions, children), np.float32)
-        """Log of the estimated chance that the target takes a child, once it is at its parent."""
-        self.features = np.zeros((*self.edges.shape, of_features), np.float32)
+        """Log of the estimated probability that the target accepts a child after its parent."""
+        self.features = np.zeros((*self.edges.shape, num_features), np.float32)
         self._bases_tensor = torch.zeros(requests, expansions)
         self._bases = self._bases_tensor.numpy()
         self._values = np.zeros((requests, candidates), np.float32)
-        self._opened = np.zeros((requests, candidates), np.bool_)
+        self._expanded = np.zeros((requests, candidates), np.bool_)
         self._best = np.zeros((requests, node_budget), np.int64)
         self._counts = np.zeros(requests, np.int64)
         self._grown = np.zeros(requests, np.int64)
@@ -194,11 +201,11 @@ class CompiledGrowth(StepGrowth):
         self._bits = np.zeros((requests, expansions, max(1, -(-(expansions - 1) // 32))), np.uint32)
         self._became = np.full(candidates, -1, np.int64)
         self._forward = 0
-        # The expansions that children come of next, and those whose children were picked last.
+        # Expansions whose children will be picked next, and those whose children were picked last.
         self._new = self._picked = (0, 1)
-        of_requests = (np.int64, np.float32, np.int64, np.int64, np.bool_)
-        self._room = tuple(np.zeros(requests, dtype) for dtype in of_requests)
-        self._roots, *self._of_requests = self._room
+        dtypes = (np.int64, np.float32, np.int64, np.int64, np.bool_)
+        self._request_buffers = tuple(np.zeros(requests, dtype) for dtype in dtypes)
+        self._roots, *self._request_inputs = self._request_buffers
 
     def start(
         self,
@@ -210,13 +217,13 @@ class CompiledGrowth(StepGrowth):
     ) -> None:
         self.resume(len(roots), 0)
         given = (roots, temperatures, classes, seeds, chained)
-        for own, each in zip((self._roots, *self._of_requests), given, strict=True):
+        for own, each in zip((self._roots, *self._request_inputs), given, strict=True):
             own[:] = each.numpy()
         self._positions[: len(roots), 0] = self._roots
         self._picked = (0, 0)
 
     def resume(self, requests: int, forwards: int) -> None:
-        self._roots, *self._of_requests = (each[:requests] for each in self._room)
+        self._roots, *self._request_inputs = (each[:requests] for each in self._request_buffers)
         self._forward = forwards
         self._new = self._picked = expansions_of(self._widths, forwards)
 
@@ -224,12 +231,12 @@ class CompiledGrowth(StepGrowth):
         first, last = self._new
         rows, vocab = logits.shape
         if rows != len(self._roots) * (last - first):
-            raise ValueError(f"logits of {rows} rows for {len(self._roots)} x {last - first}")
+            raise ValueError(f"logits of {rows} rows; must be {len(self._roots)} x {last - first}")
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         use_torch_threads(_NANOSECONDS * rows * vocab)
         pick_children(
-            as_numpy(flat(logits)), logits.stride(0), vocab, self._coupled, *self._of_requests,
+            as_numpy(flat(logits)), logits.stride(0), vocab, self._coupled, *self._request_inputs,
             self._positions, self._weights, (first, last - first), self._bases, self.tokens,
             self.edges, self.features,
         )  # fmt: skip
@@ -241,7 +248,7 @@ class CompiledGrowth(StepGrowth):
         self._forward += 1
         ids, positions, slots, scratch = self._rows
         found: int = _expand(
-            added, self._new, self._least, self._bases, self.edges, self._values, self._opened,
+            added, self._new, self._least, self._bases, self.edges, self._values, self._expanded,
             self._best, self._counts, self._grown, self.tokens, self._nodes, self._depths,
             self._bits, self._positions, self._roots, self._longest, scratch, ids, positions,
             ancestor_bits.view(torch.uint32).numpy(), slots,
@@ -255,7 +262,7 @@ class CompiledGrowth(StepGrowth):
     def finish(self, slots: torch.Tensor) -> torch.Tensor:
         tokens = torch.empty(len(self._roots), self._best.shape[1], dtype=torch.int64)
         _store(
-            self._picked, self._least, self._bases, self.edges, self._values, self._opened,
+            self._picked, self._least, self._bases, self.edges, self._values, self._expanded,
             self._best, self._counts, self._grown, self.tokens, self._nodes, self._depths,
             self.features, self._became, slots.contiguous().numpy(), tokens.numpy(), *self._trees,
         )  # fmt: skip

@@ -4,12 +4,12 @@ Source of the definition: ``vllm/v1/worker/gpu/sample/gumbel.py``. Four 32-bit w
 half of the seed, the position, the token id) go through MurmurHash3-32; the hash becomes a uniform
 number u in (0, 1), and the noise is -log(-log1p(-u)), where log1p is a degree-8 series below 0.25.
 
-Because the noise of a row is known before its logits are, a drafter that ranks tokens by
+The noise of a row is known before its logits. So a drafter that ranks tokens by
 ``draft_logits / temperature + noise`` prefers the tokens that the target will sample with the same
 noise (Gumbel coupling).
 
-The logarithm is written out below so that the compiler can vectorise it: a libm call per token is
-about ten times slower (3.1 against 0.3 ns with AVX-512). Its error is below 1 ulp.
+The logarithm is written out below, so that the compiler can vectorise it. A libm call per token is
+about ten times slower (3.1 against 0.3 ns with AVX-512). The logarithm's error is below 1 ulp.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
@@ -25,9 +25,9 @@ import torch
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.threads import use_torch_threads
 
-BLOCK = 1024  # tokens per task: large enough to hide scheduling, small enough to stay in L1
+BLOCK = 1024  # tokens per task: large enough to hide the cost of scheduling, small enough for L1
 
-_OPERATIONS = 2  # nanoseconds per element, which is how use_torch_threads counts
+_OPERATIONS = 2  # per element; use_torch_threads counts operations of about a nanosecond
 
 _LOW32 = np.int64(0xFFFFFFFF)
 _FP64_HIGH_DOMAIN = np.uint32(0x9E3779B9)
@@ -37,7 +37,7 @@ _TWO_M16 = np.float32(2.0**-16)
 _TWO_M32 = np.float32(2.0**-32)
 _LOG1P_FLOOR = np.float32(2.0**-24)
 _D2, _D3, _D4, _D5, _D6, _D7, _D8 = (np.float32(1 / d) for d in (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
-# ln 2 as a sum whose first part has trailing zeros, so exponent * _LN2_HIGH is exact.
+# Their sum is ln 2. _LN2_HIGH ends in zero bits, so that exponent * _LN2_HIGH is exact.
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(math.log(2.0) - 0.693359375)
 _SQRT_HALF_BITS = np.int32(np.float32(math.sqrt(0.5)).view(np.int32))
@@ -51,7 +51,7 @@ _jit = numba.njit(inline="always", error_model="numpy")
 
 @_jit
 def _log32(x):
-    """Natural logarithm of a positive normal float32."""
+    """Return the natural logarithm of a positive normal float32."""
     # x = 2**e * m with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)).
     offset = np.int32(np.float32(x).view(np.int32) - _SQRT_HALF_BITS)
     exponent = np.float32(np.int32(offset >> _EXPONENT_SHIFT))
@@ -76,7 +76,7 @@ def _mix(h, key):
 
 @_jit
 def _row_hash(seed, position, domain):
-    """Hash state after the words that all tokens of a row share."""
+    """Return the state of the hash after the words that all tokens of a row share."""
     h = _mix(domain, np.uint32(seed & _LOW32))
     h = _mix(h, np.uint32((seed >> np.int64(32)) & _LOW32))
     return _mix(h, np.uint32(position & _LOW32))
@@ -119,7 +119,7 @@ def _noise64(low_bits, high_bits):
 
 @_jit
 def add_noise(out, seed, position, first):
-    """out[i] += noise of token first + i."""
+    """Add the noise of token first + i to each out[i]."""
     h = _row_hash(seed, position, _ZERO32)
     for i in range(out.shape[0]):
         out[i] += _noise32(_token_hash(h, np.uint32(np.uint32(first) + np.uint32(i))))
@@ -135,9 +135,9 @@ def _add_noise_fp64(out, seed, position, first):
 
 @_jit
 def _block_argmax(values):
-    """Index of the first maximum of a float32 block. NaN counts as larger than any number."""
-    # Integer maxima vectorise without relaxing float semantics: the bits of a float, with the
-    # magnitude of negative numbers inverted, order like the float. Adding 0 turns -0 into +0.
+    """Return the index of the first maximum of a float32 block. NaN counts as the largest."""
+    # The maxima are those of integers, which vectorise without relaxed float semantics: a float's
+    # bits have its order if the magnitude of negative ones is inverted. Adding 0 turns -0 into +0.
     best = _INT32_MIN
     for i in range(values.shape[0]):
         bits = np.float32(values[i] + _F0).view(np.int32)
@@ -180,7 +180,7 @@ def _sample(argmax, maximum, logits, requests, temperatures, seeds, positions, b
         request = requests[row]
         t = temperatures[request] if request >= 0 else _F0
         best = _block_argmax(values)
-        # A block that top-k or top-p has masked out entirely keeps its -inf: no noise to draw.
+        # A block that top-k or top-p masks entirely stays -inf, and needs no noise.
         if t != _F0 and values[best] != -np.inf:
             scale = t if divide else _F1
             noised = np.empty(last - first, np.float32)
@@ -223,10 +223,13 @@ def perturbed_logits(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``logits / temperature + noise``, whose row-wise argmax is a sample of the softmax.
+    """Return ``logits / temperature + noise``. A row's argmax is a sample of its softmax.
 
     logits: float32 [T, V]; temperatures: float32 [T]; seeds, positions: int64 [T]. A row at
-    temperature 0 is copied without noise. ``out`` may be ``logits`` itself; it must be contiguous.
+    temperature 0 is copied without noise. ``out`` may be ``logits`` itself.
+
+    Raises:
+        ValueError: if ``out`` is not contiguous or not of the shape of ``logits``.
     """
     logits = logits.contiguous()
     if out is None:
@@ -239,7 +242,7 @@ def perturbed_logits(
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
-    """float32 [T, vocab] noise of the rows (seeds[i], positions[i]), both int64 [T]."""
+    """Return the noise, float32 [T, vocab], of rows with these seeds and positions, int64 [T]."""
     noise = torch.zeros(seeds.shape[0], vocab)
     return perturbed_logits(noise, torch.ones(seeds.shape[0]), seeds, positions, out=noise)
 
@@ -256,12 +259,15 @@ def sample_blocks(
     block: int,
     divide: bool,
 ) -> None:
-    """Per block of ``block`` tokens, the argmax of the perturbed logits and its value.
+    """Find the argmax of the perturbed logits, and its value, in each block of ``block`` tokens.
 
-    argmax: int64 [T, ceil(V / block)] token ids, and maximum, of the same shape, are written; a
-    float64 ``maximum`` selects the float64 noise. logits: float32 [T, V]; requests: int64 [T] index
-    into temperatures float32 and seeds int64, -1 for a row without either; positions: int64 [T].
-    ``divide`` is False if the logits are already divided by the temperature.
+    argmax: int64 [T, ceil(V / block)], token IDs, and maximum, of the same shape, are written. A
+    float64 ``maximum`` selects the float64 noise. logits: float32 [T, V]. requests: int64 [T],
+    indices of temperatures (float32) and seeds (int64); -1 for a row that has neither. positions:
+    int64 [T]. ``divide`` is False if the logits are already divided by the temperature.
+
+    Raises:
+        ValueError: if argmax or maximum is not contiguous or of another shape.
     """
     logits = logits.contiguous()
     shape = torch.Size((logits.shape[0], -(-logits.shape[1] // block)))

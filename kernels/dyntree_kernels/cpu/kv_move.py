@@ -1,7 +1,7 @@
-"""Compaction of accepted tree rows in vLLM's packed CPU cache."""
+"""Compact the accepted tree rows in vLLM's packed CPU cache."""
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-# Compiled functions take what numba infers; their docstrings give shapes.
+# numba infers the argument types of compiled functions. Their docstrings give the shapes.
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _pointer(typingctx: Any, address: Any) -> Any:
 
 @compiled
 def _element_moves(src, dst, block_step, position, moves):
-    """Fill `moves` [2, count] with the element offsets of source and destination rows."""
+    """Fill `moves` [2, count] with element offsets of source and destination rows; return count."""
     n = position.shape[0]
     count = 0
     for r in range(src.shape[0]):
@@ -52,8 +52,8 @@ def _move_head(cache, base, moves, count, lane):
             for j in range(d):
                 cache[t + np.uint64(j)] = cache[s + np.uint64(j)]
         return
-    # Rows that move are close to each other, so a cache line of packed elements holds several of
-    # them: finish one dimension of all rows before the next.
+    # Rows that move are close to each other, so a cache line of packed elements holds elements of
+    # several rows. Each dimension is finished for all rows before the next.
     for j in range(d):
         at = np.uint64(base + lane[j])
         for i in range(count):
@@ -65,7 +65,7 @@ def _move(
     addresses, span, like, heads, steps, src, dst, key_position, key_lane, value_position,
     value_lane,
 ):  # fmt: skip
-    moves = np.empty((2, 2, src.size), np.uint64)  # unsigned: no test for negative indices
+    moves = np.empty((2, 2, src.size), np.uint64)  # unsigned indices need no test for negative ones
     count = _element_moves(src, dst, steps[0], key_position, moves[0])
     _element_moves(src, dst, steps[2], value_position, moves[1])
     for task in numba.prange(addresses.shape[1] * heads):
@@ -80,11 +80,12 @@ class KVMover:
     """Copies cache rows between slots in every layer, in place and bit-exact.
 
     Args:
-        key_caches, value_caches: per layer [blocks, Hkv, N, D], packed as `isa` says. All layers
-            have the shape and strides of the first, and stay where they are in memory.
+        key_caches, value_caches: per layer [blocks, Hkv, N, D], packed for the instruction set
+            `isa`. All layers have the shape and strides of the first. They must keep their
+            addresses.
 
     Raises:
-        ValueError: for an unsupported layout, or layers that differ.
+        ValueError: for an unsupported layout, or if layers differ.
     """
 
     def __init__(
@@ -113,11 +114,11 @@ class KVMover:
         self._row_elements = 2 * self._heads * d * len(key_caches)
 
     def __call__(self, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
-        """Apply the moves.
+        """Copy the rows at source slots to destination slots.
 
         Args:
-            src_slots, dst_slots: int64 [R, depth], slot = block * N + offset. The moves of a
-                request are applied in order; a negative source means nothing to move.
+            src_slots, dst_slots: int64 [R, depth], slot = block * N + offset. A request's rows are
+                copied in order. A negative source marks nothing to copy.
         """
         use_torch_threads(src_slots.numel() * self._row_elements)
         _move(
@@ -134,5 +135,8 @@ def kv_move(
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
 ) -> None:
-    """One use of a `KVMover`, which is faster to keep: building it costs microseconds a layer."""
+    """Copy rows once.
+
+    To copy rows often, keep a `KVMover`: building it costs microseconds per layer.
+    """
     KVMover(key_caches, value_caches, isa)(src_slots, dst_slots)

@@ -10,8 +10,8 @@ vec, vec16            [D, N]                      [N, D]
 amx (16-bit only)     [N / 16, D / 2, 16, 2]      [D / 16, N / 2, 16, 2]
 ====================  ==========================  ==========================
 
-In both, the place of an element within its block is the sum of a part that depends on the
-position and a part that depends on the dimension, which is how the kernels address it.
+In both layouts, an element's offset within its block is the sum of an offset by position and an
+offset by dimension. The kernels address elements by these two offsets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_paired(isa: str) -> bool:
     """Return whether `isa` interleaves two elements for 16-bit dot products (amx).
 
     Raises:
-        ValueError: for a layout the kernels do not read (neon, vxe, vsx, rvv).
+        ValueError: for a layout that the kernels do not support (neon, vxe, vsx, rvv).
     """
     if isa not in ISAS:
         raise ValueError(
@@ -49,7 +49,7 @@ def is_paired(isa: str) -> bool:
 
 @functools.cache
 def offsets(isa: str, block_size: int, head_size: int) -> Offsets:
-    """Element offsets of one block and head: position t, dimension i is position[t] + lane[i]."""
+    """Return the offsets of one block and head; position t, dimension i: position[t] + lane[i]."""
     t, i = torch.arange(block_size), torch.arange(head_size)
     if is_paired(isa):
         return Offsets(
@@ -64,7 +64,7 @@ def offsets(isa: str, block_size: int, head_size: int) -> Offsets:
 def unpack(
     key_cache: torch.Tensor, value_cache: torch.Tensor, isa: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token-major copies [blocks * N, Hkv, D] of the keys and values, indexed by slot."""
+    """Return token-major copies [blocks * N, Hkv, D] of the keys and values, indexed by slot."""
     blocks, heads, block_size, head_size = key_cache.shape
     at = offsets(isa, block_size, head_size)
 
@@ -79,7 +79,7 @@ def unpack(
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """One-dimensional view of the memory from a tensor's first to its last element."""
+    """Return a one-dimensional view of the memory from a tensor's first to its last element."""
     span = 1 + sum(
         (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -1,14 +1,11 @@
 """Building blocks of the compiled CPU kernels: type conversion, exp and a small matrix product.
 
-numba has no 16-bit floats and no explicit vectors, so these emit LLVM IR. 16-bit caches are passed
-as integer arrays: uint16 holds bfloat16, int16 holds float16.
-
-numba's on-disk cache watches only the file of the kernel that is called: after a change in this
-file, delete the `__pycache__` directory.
+numba has no 16-bit floats and no explicit vectors, so these functions emit LLVM IR. 16-bit caches
+are passed as integer arrays: uint16 holds bfloat16, int16 holds float16.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-# Compiled functions take what numba infers; their docstrings give shapes.
+# numba infers the argument types of compiled functions. Their docstrings give the shapes.
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
-ROWS = 4  # rows per call of a product below; callers pad to a multiple
+ROWS = 4  # rows per call of a product below; callers pad rows to a multiple of it
 
 _F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _VECTOR = ir.VectorType(_F32, LANES)
@@ -32,7 +29,7 @@ _HALVES = tuple(LANES >> n for n in range(1, LANES.bit_length()))
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a CPU tensor as a numpy array in the dtype convention of this module.
+    """Return the memory of a CPU tensor as a numpy array, with the dtypes of this module.
 
     Raises:
         ValueError: for a dtype other than float32, bfloat16 and float16.
@@ -48,7 +45,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 @intrinsic
 def to_float(typingctx: Any, x: Any) -> Any:
-    """float32 value of an element (float32, or the bits of a 16-bit float)."""
+    """Return the float32 value of an element: a float32, or the bits of a 16-bit float."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if x == types.float32:
@@ -63,7 +60,7 @@ def to_float(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def from_float(typingctx: Any, x: Any, like: Any) -> Any:
-    """`x` rounded to the nearest element of the type of `like`."""
+    """Return `x`, rounded to the nearest element of the type of `like`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if like == types.float32:
@@ -80,10 +77,10 @@ def from_float(typingctx: Any, x: Any, like: Any) -> Any:
 
 @intrinsic
 def widen(typingctx: Any, dst: Any, i: Any, j: Any, src: Any, at: Any) -> Any:
-    """dst[i, j : j + LANES] = to_float(src[at : at + LANES]), for a contiguous float32 matrix and
-    elements as in `to_float`.
+    """Assign to_float(src[at : at + LANES]) to dst[i, j : j + LANES].
 
-    A loop of `to_float` takes five times as long where rows are short.
+    dst is a contiguous float32 matrix; src has elements as in `to_float`. A loop of `to_float`
+    takes five times as long if rows are short.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -111,10 +108,12 @@ def widen(typingctx: Any, dst: Any, i: Any, j: Any, src: Any, at: Any) -> Any:
 
 @intrinsic
 def row_maximum(typingctx: Any, x: Any, i: Any) -> Any:
-    """max(x[i, : 2 * LANES]) for a contiguous float32 matrix; with a NaN, NaN or one of the others.
+    """Return max(x[i, : 2 * LANES]) of a contiguous float32 matrix.
 
-    numba's loops take maxima one element at a time. Selections of the larger, NaN or not, are what
-    the vector units' maxima do.
+    If an element is NaN, the result is NaN or another element.
+
+    numba's loops find maxima one element at a time. The comparisons with selections used here are
+    what vector units do for a maximum, also for NaN.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -161,7 +160,7 @@ def _bits_float(typingctx: Any, x: Any) -> Any:
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_TO_INTEGER = np.float32(1.5 * 2**23)  # adding it rounds to an integer held in the low bits
+_TO_INTEGER = np.float32(1.5 * 2**23)  # adding it rounds to an integer, in the low bits
 _C2, _C3, _C4 = np.float32(0.5), np.float32(1 / 6), np.float32(1 / 24)
 _C5, _C6 = np.float32(1 / 120), np.float32(1 / 720)
 _ONE, _ZERO, _LOWEST = np.float32(1), np.float32(0), np.float32(-87.3)
@@ -169,10 +168,9 @@ _ONE, _ZERO, _LOWEST = np.float32(1), np.float32(0), np.float32(-87.3)
 
 @numba.njit(fastmath={"contract"})
 def exp(x):
-    """exp of a non-positive float32 that a loop can vectorise; 0 below the normal range.
+    """Return exp of a non-positive float32: 0 below the normal range, NaN for NaN.
 
-    That of NaN is NaN.
-    The relative error is below 2e-7.
+    Loops over it vectorise. The relative error is below 2e-7.
     """
     y = max(x, _LOWEST)
     shifted = y * _LOG2E + _TO_INTEGER
@@ -184,10 +182,10 @@ def exp(x):
 
 
 def _product(vectors: int) -> Any:
-    """Compile c[i : i + ROWS, j : j + vectors * LANES] += a[i : i + ROWS] @ b[:, j : ...].
+    """Return an intrinsic for c[i : i + ROWS, j : j + W] += a[i : i + ROWS] @ b[:, j : j + W].
 
-    The operands are contiguous float32 matrices. The sums stay in registers over the whole inner
-    dimension, which numba loops do not achieve.
+    W is ``vectors * LANES``. The operands are contiguous float32 matrices. The sums stay in
+    registers over the whole inner dimension, which numba's loops do not achieve.
     """
 
     @intrinsic
@@ -245,7 +243,10 @@ _product_2 = _product(2)
 
 @numba.njit
 def accumulate(c, a, b):
-    """c += a @ b for contiguous float32 matrices with c.shape multiples of (ROWS, LANES)."""
+    """Add a @ b to c.
+
+    All are contiguous float32 matrices, and c.shape is a multiple of (ROWS, LANES).
+    """
     columns = c.shape[1]
     even = columns // (2 * LANES) * (2 * LANES)
     for i in range(0, c.shape[0], ROWS):

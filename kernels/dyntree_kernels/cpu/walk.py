@@ -1,7 +1,7 @@
-"""Sample-and-match on the CPU: from the packed requests to the accepted paths, in one call."""
+"""Find the accepted paths of all requests by sample-and-match, in one call on the CPU."""
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
-# Compiled functions take what numba infers; their docstrings give shapes.
+# numba infers the argument types of compiled functions. Their docstrings give the shapes.
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _NOTHING = torch.zeros(0, dtype=torch.bool)
 
 @compiled
 def _path(count, parents, carried, drawn, forbidden, path, tokens):
-    """Find the accepted nodes of one tree, and the target's tokens along them; return their number.
+    """Find the accepted path of one tree and the target's tokens along it; return its length.
 
-    The first `count` of the nodes in parents [N] are verified. carried holds their tokens, drawn
-    the target's samples at the root and at every node. forbidden is like drawn, or empty. path [D]
-    and tokens [D + 1] are written.
+    parents [N]: parents of the nodes, of which the first `count` are verified. carried: tokens of
+    the nodes. drawn: the target's samples at the root and at every node. forbidden: whether a
+    grammar forbids each of these rows; empty without grammars. path [D] and tokens [D + 1] are
+    written.
     """
     path[:], tokens[:] = -1, drawn[0]
     length, at = 0, -1
-    # Parents stand before their children.
+    # Parents precede their children.
     for node in range(count):
         if length == path.shape[0] or parents[node] != at or carried[node] != drawn[at + 1]:
             continue
@@ -81,20 +82,20 @@ def _walk(
     stored, admitted, grown, path, tokens, roots, positions, counts, emitted, rejected, report,
     ranked,
 ):  # fmt: skip
-    """The arguments are BatchRows, of TreeArrays, and Walked, which is written."""
+    """Walk all trees. The arguments are fields of BatchRows, TreeArrays and Walked (written)."""
     for r in range(requests.shape[0]):
         slot, first = max(requests[r, 0], 0), max(requests[r, 1], 0)
         drafts, root = max(requests[r, 2], 0), max(requests[r, 3], 0)
         prompt = max(requests[r, 4], 0)
         roots[r], positions[r] = root, row_positions[root]
-        # A tree that was proposed while the prompt was incomplete starts from a token that was
-        # never sampled; a tree may have been cut short, and its first nodes are a tree.
+        # A tree that was drafted while the prompt was incomplete does not count, because its root
+        # was never sampled. If a tree was cut short, its first nodes are still a tree.
         count = counts[r] = min(drafts if positions[r] >= prompt else 0, stored[slot])
         length = _path(
             count, parents[slot], ids[root + 1 :], sampled[first:], forbidden[first:], path[r],
             tokens[r],
         )  # fmt: skip
-        # The last token of a prompt that is incomplete is no output.
+        # A token that was sampled before the end of the prompt is not output.
         complete = seq_lens[r] >= prompt
         emitted[r] = length + 1 if complete else 0
         rejected[r] = drafts + 1 - emitted[r] if complete else 0
@@ -103,7 +104,7 @@ def _walk(
 
 
 def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
-    """Walk as in `Walk`."""
+    """Accept the paths that the target's samples follow. See `Walk`."""
     check_walk(batch, trees, found)
     forbidden = _NOTHING if batch.forbidden is None else batch.forbidden
     rows = (batch.requests, batch.sampled, batch.ids, batch.positions, batch.seq_lens, forbidden)

@@ -10,11 +10,10 @@ from dyntree_kernels.cpu.kv_move import kv_move
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile tree attention and KV moves for caches and queries, growth for logits of `dtype`,
-    walks and learning.
+    """Compile tree attention, KV moves, growth, walks and learning, or load them from disk.
 
-    Takes about 10 s the first time on a machine; later processes load what `compiled` keeps
-    on disk in a fraction of a second.
+    ``dtype``: of caches, queries and logits. The first compilation on a machine takes about 10 s.
+    Later processes take a fraction of a second to load the machine code that `compiled` stored.
     """
     key, value = torch.zeros(2, 1, 1, 32, 16, dtype=dtype)
     q = torch.zeros(1, 1, 16, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Tree attention by FlashInfer's FA2 kernel: planned once per step, run once per layer."""
+"""Compute tree attention with FlashInfer's FA2 kernel: plan once per step, run once per layer."""
 
 # mypy: disable-error-code="import-not-found,import-untyped"
 
@@ -17,23 +17,23 @@ import torch
 from dyntree_kernels.cuda.flashinfer_variant import Variant
 
 PLANS_IN_FLIGHT = 6
-"""Plans that the host may be ahead of the device."""
+"""Largest number of plans by which the host may be ahead of the device."""
 _PROGRAMS = 2
-"""Programs per processor among which FlashInfer splits the columns."""
+"""Number of programs per processor over which FlashInfer splits the columns."""
 
 
 def workspace_bytes(
     heads: int, kv_heads: int, head_size: int, processors: int, requests: int = 0, rows: int = 0
 ) -> int:
-    """Return the bytes of workspace that every plan fits into.
+    """Return the number of bytes of a workspace that is large enough for every plan.
 
-    A plan keeps a partial result in float32 per tile of rows and split of columns. It has one for
-    each program at least, and for a CUDA graph one for each tile that the batch may have
+    A plan stores a partial result in float32 per tile of rows and split of columns. It has at least
+    one per program, and for a CUDA graph at least one per tile that the batch may have
     (`PrefillSplitQOKVIndptr` and `PrefillPlanImpl` of FlashInfer 0.7.0, scheduler.cuh).
 
     Args:
-        processors: of the device.
-        requests, rows: the most of a batch that a CUDA graph is captured for, 0 without graphs.
+        processors: number of processors of the device.
+        requests, rows: largest numbers in a batch with a captured CUDA graph; 0 without graphs.
     """
     tile = 128 if head_size < 256 else 64
     tiles = -(-rows * (heads // kv_heads) // tile) + requests
@@ -42,30 +42,30 @@ def workspace_bytes(
 
 
 class FlashInferTreeAttention:
-    """Attention of tree rows over vLLM's paged cache, in any of its physical orders.
+    """Computes the attention of tree rows over vLLM's paged cache, in any of its physical orders.
 
     A step calls `plan` once, on the host, and then `run` for every layer. Masks depend only on
-    what `run` finds on the device, so the lengths that `plan` gets may be upper bounds, and with
-    `max_requests` a captured graph of `run` stays valid while trees, lengths and tables change.
+    what `run` reads on the device. So the lengths for `plan` may be upper bounds, and with
+    `max_requests` a captured graph of `run` stays valid when trees, lengths and tables change.
 
-    Two things differ from the contract in `dyntree_kernels`. Slots below a planned length that
-    nobody sees are read and multiplied by zero, so they must hold finite numbers. And a request
-    without a tree is attended causally: its entry of `ctx_lens` is -1 - s for a first row at
-    position s.
+    Two things differ from the contract in `dyntree_kernels`. Slots below a planned length that no
+    row sees are read and multiplied by zero, so they must hold finite numbers. A request without a
+    tree gets causal attention: its entry of `ctx_lens` is -1 - s if its first row is at position s.
 
     Args:
-        variant: the module, which `flashinfer_variant.build` has built.
-        heads, kv_heads: query and KV heads.
-        block_size: positions per cache block.
-        max_requests, max_rows, max_blocks: sizes of the persistent buffers for CUDA graphs: every
-            plan then has exactly `max_requests` requests (pad with empty ones), at most `max_rows`
-            rows and no more than the first plan, and at most `max_blocks` blocks.
-        masked: False leaves the mask out, to measure what it costs.
-        workspace: uint8 [`workspace_bytes`] of the device, which may be shared by what runs one
-            after the other; by default an own one.
+        variant: the module, built by `flashinfer_variant.build`.
+        heads, kv_heads: numbers of query and KV heads.
+        block_size: number of positions per cache block.
+        max_requests, max_rows, max_blocks: sizes of the persistent buffers for CUDA graphs. Every
+            plan must then have exactly `max_requests` requests (pad with empty ones), at most
+            `max_rows` rows, no more rows than the first plan, and at most `max_blocks` blocks.
+        masked: whether to apply the mask; False to measure its cost.
+        workspace: uint8 [`workspace_bytes`] on the device. Instances that run one after the other
+            may share it. By default one is allocated.
 
     Raises:
-        RuntimeError: when the module has not been built.
+        RuntimeError: if the module has not been built.
+        ValueError: if only one of `max_requests` and `max_blocks` is given.
     """
 
     def __init__(
@@ -105,19 +105,20 @@ class FlashInferTreeAttention:
     def plan(
         self, qo_indptr: torch.Tensor, kv_lens: torch.Tensor, block_table: torch.Tensor
     ) -> None:
-        """Distribute the work of a step; not to be captured.
+        """Plan the work of a step. This must not be part of a captured graph.
 
         Args:
             qo_indptr: int32 [R + 1] on the host.
             kv_lens: int32 [R] on the host, at least context plus columns of each request.
-            block_table: int32 [R, max_blocks] on the device, valid up to those lengths.
+            block_table: int32 [R, max_blocks] on the device, valid up to `kv_lens`.
         """
         options: dict[str, Any] = {}
         if self._needs_mask:
-            # Any mask makes these versions choose the kernel that asks the variant everywhere.
+            # If there is any mask, these versions choose the kernel that applies the variant's mask
+            # to all columns.
             options["packed_custom_mask"] = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        # FlashInfer copies plans from one pinned buffer, which the next plan overwrites although
-        # the device may not have copied it yet.
+        # FlashInfer copies plans from one pinned buffer. The next plan would overwrite it, although
+        # the device may not have copied it yet. So each plan gets another buffer.
         size = self._wrapper._pin_memory_int_workspace_buffer.shape[0]
         self._wrapper._pin_memory_int_workspace_buffer = next(_staging_buffers(size))
         heads, kv_heads, head_size, block_size = self._shape
@@ -143,12 +144,13 @@ class FlashInferTreeAttention:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        """One layer: writes `out`, and `lse` float32 [T, H] in natural logarithms if given.
+        """Compute one layer; write `out`, and if given `lse` float32 [T, H] in natural logarithms.
 
-        Arguments are those of `dyntree_kernels.cuda.attention.tree_attention`; `ctx_lens` int32.
+        The arguments are those of `dyntree_kernels.cuda.attention.tree_attention`, with `ctx_lens`
+        in int32.
 
         Raises:
-            ValueError: for tensors that FlashInfer would misread.
+            ValueError: for a layout or dtype that FlashInfer would misread.
         """
         if not out.is_contiguous() or not ancestor_bits.is_contiguous():
             raise ValueError("out and ancestor_bits must be contiguous")
@@ -168,10 +170,10 @@ class FlashInferTreeAttention:
 
 @contextmanager
 def _as_built(variant: Variant) -> Iterator[None]:
-    """Have FlashInfer load the module that is there.
+    """Make FlashInfer load the module that is already built.
 
-    By itself it asks ninja first, which compiles the module anew, for minutes, where the
-    environment is not that of its build: another CUDA_HOME, or other flags.
+    Without this, FlashInfer calls ninja first. If the environment differs from that of the build,
+    by another CUDA_HOME or by other flags, ninja compiles the module again, for minutes.
     """
     from flashinfer import prefill
 
@@ -197,7 +199,7 @@ def _staging_buffers(size: int) -> Iterator[torch.Tensor]:
 
 
 def _owns_mask() -> bool:
-    """FlashInfer 0.7 runs a variant's mask without a mask tensor when told so."""
+    """Return whether FlashInfer can apply a variant's mask without a mask tensor, as 0.7 can."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     return "variant_owns_mask" in inspect.signature(BatchPrefillWithPagedKVCacheWrapper).parameters
@@ -214,7 +216,7 @@ def _wrapper(
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     if (max_requests is None) != (max_blocks is None):
-        raise ValueError("max_requests, max_rows and max_blocks come together")
+        raise ValueError("max_requests, max_rows and max_blocks must be given together")
     if max_requests is not None and max_blocks is not None:
         sizes = {
             "qo_indptr_buf": max_requests + 1,
@@ -232,7 +234,7 @@ def _wrapper(
 
 
 def _block_list(block_table: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
-    """The first indptr[r + 1] - indptr[r] blocks of every request, one after the other."""
+    """Return the first indptr[r + 1] - indptr[r] blocks of every request, concatenated."""
     total = int(indptr[-1])  # sync: host memory
     device = block_table.device
     starts = indptr.to(device, non_blocking=True).long()
@@ -242,6 +244,6 @@ def _block_list(block_table: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [blocks, N, Hkv, D] of a logical [blocks, Hkv, N, 2 * D] cache."""
+    """Return keys and values [blocks, N, Hkv, D] of a logical [blocks, Hkv, N, 2 * D] cache."""
     keys, values = kv_cache.transpose(1, 2).chunk(2, dim=3)
     return keys, values

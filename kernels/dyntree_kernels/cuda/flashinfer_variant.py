@@ -1,7 +1,7 @@
-"""FlashInfer's FA2 prefill kernel with ancestor bits for a mask, built ahead of time.
+"""Build FlashInfer's FA2 prefill kernel with ancestor bits as its mask, ahead of time.
 
-The kernel is compiled by nvcc, which takes one to four minutes per dtype and head size. `build`
-does that once; the result stays in FlashInfer's cache directory.
+nvcc takes one to four minutes to compile the kernel for a dtype and head size. `build` does that
+once, and the result stays in FlashInfer's cache directory.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -23,8 +23,8 @@ import torch
 
 HEAD_SIZES = (64, 128, 256)
 
-# `ctx_lens` and `ancestor_bits` are read on the device at run time, so that neither the plan nor a
-# captured graph depends on them; the planned KV length need only be an upper bound.
+# The kernel reads `ctx_lens` and `ancestor_bits` on the device, so neither the plan nor a captured
+# graph depends on them. The planned KV length need only be an upper bound.
 _SOURCE = r"""
 struct TreeAttention : AttentionVariantBase {
   static constexpr bool use_softmax = true;
@@ -61,7 +61,11 @@ struct TreeAttention : AttentionVariantBase {
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled module: activations of `dtype`, a cache of `kv_dtype`."""
+    """A compiled module for activations of `dtype`, a cache of `kv_dtype`, and one head size.
+
+    Raises:
+        ValueError: for a dtype or head size that is not supported.
+    """
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -69,24 +73,24 @@ class Variant:
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype={self.dtype} is not served; allowed: float16, bfloat16")
+            raise ValueError(f"dtype={self.dtype} is not supported; allowed: float16, bfloat16")
         if self.kv_dtype not in (self.dtype, torch.float8_e4m3fn, torch.float8_e5m2):
             raise ValueError(
-                f"kv_dtype={self.kv_dtype} is not served with {self.dtype}; allowed: {self.dtype}, "
-                "float8_e4m3fn, float8_e5m2"
+                f"kv_dtype={self.kv_dtype} is not supported with {self.dtype}; "
+                f"allowed: {self.dtype}, float8_e4m3fn, float8_e5m2"
             )
         if self.head_size not in HEAD_SIZES:
-            raise ValueError(f"head_size={self.head_size} is not served; allowed: {HEAD_SIZES}")
+            raise ValueError(f"head_size={self.head_size} is not supported; allowed: {HEAD_SIZES}")
 
     @property
     def name(self) -> str:
-        """Names the source too, so that a module built from another one is not taken for it."""
+        """Name of the module. It has a digest of the source, so other sources have other names."""
         types = "_".join(str(x).removeprefix("torch.") for x in (self.dtype, self.kv_dtype))
         version = hashlib.sha256(_SOURCE.encode()).hexdigest()[:8]
         return f"dyntree_attention_{types}_{self.head_size}_{version}"
 
     def jit_args(self) -> list[Any]:
-        """What FlashInfer's wrapper takes as `jit_args`."""
+        """Return the argument `jit_args` of FlashInfer's wrapper."""
         return [
             self.name, self.dtype, self.kv_dtype, self.dtype, torch.int32, self.head_size,
             self.head_size, ["ancestor_bits", "ctx_lens"], ["int32_t", "int32_t"],
@@ -94,34 +98,38 @@ class Variant:
         ]  # fmt: skip
 
     def jit_kwargs(self) -> dict[str, str]:
-        """Keys and values of vLLM's cache have the same strides; from 0.7 on that is an option."""
+        """Return the argument `jit_kwargs` of FlashInfer's wrapper.
+
+        Keys and values of vLLM's cache have the same strides, for which FlashInfer has an option
+        from version 0.7 on.
+        """
         from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
 
         known = inspect.signature(gen_customize_batch_prefill_module).parameters
         return {"paged_kv_stride_mode": "equal"} if "paged_kv_stride_mode" in known else {}
 
     def spec(self) -> Any:
-        """FlashInfer's description of the module; writes the generated sources."""
+        """Return FlashInfer's description of the module, and write the generated sources."""
         from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
 
         return gen_customize_batch_prefill_module("fa2", *self.jit_args(), **self.jit_kwargs())
 
     def is_built(self) -> bool:
-        """Whether `build` has been here, for this GPU's architecture."""
+        """Return whether `build` has compiled the module for this GPU's architecture."""
         return bool(self.spec().jit_library_path.exists())
 
 
 def build(variant: Variant, report: Callable[[str], None]) -> float:
-    """Compile `variant` unless it is there, and return the seconds that took.
+    """Compile `variant` unless it is built, and return the number of seconds that this took.
 
-    `report` gets a line of progress about once a second.
+    `report` is called with a line of progress about once a second.
 
     Raises:
-        RuntimeError: without nvcc, or when the compilation fails.
+        RuntimeError: if there is no nvcc, or if the compilation fails.
     """
     spec = variant.spec()
     if spec.jit_library_path.exists():
-        report(f"{variant.name}: built before")
+        report(f"{variant.name}: already built")
         return 0.0
     find_cuda_home()
     failure: list[BaseException] = []
@@ -141,20 +149,27 @@ def build(variant: Variant, report: Callable[[str], None]) -> float:
         done = sum(1 for _ in spec.jit_library_path.parent.glob("*.o"))
         report(f"{variant.name}: {done} of {objects} objects, {time.monotonic() - start:.0f} s")
     if failure:
-        raise RuntimeError(f"{variant.name} does not compile: {failure[0]}") from failure[0]
+        raise RuntimeError(f"{variant.name} failed to compile: {failure[0]}") from failure[0]
     return time.monotonic() - start
 
 
 def find_cuda_home() -> None:
-    """Set CUDA_HOME where nvcc is found through a link or a wrapper beside the toolkit."""
+    """Set CUDA_HOME to the toolkit of the nvcc on the PATH, unless the environment names one.
+
+    nvcc may be a link into the toolkit. If it is a wrapper elsewhere, the toolkit must be in
+    /usr/local/cuda.
+
+    Raises:
+        RuntimeError: if there is no nvcc or no toolkit.
+    """
     if "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
         return
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        raise RuntimeError("FlashInfer's kernels need nvcc; it is not on the PATH, set CUDA_HOME")
+        raise RuntimeError("FlashInfer's kernels need nvcc: add it to the PATH or set CUDA_HOME")
     home = Path(nvcc).resolve().parents[1]
     if not (home / "include" / "cuda.h").exists():
         home = Path("/usr/local/cuda")
     if not (home / "include" / "cuda.h").exists():
-        raise RuntimeError(f"no CUDA toolkit around {nvcc}; set CUDA_HOME")
+        raise RuntimeError(f"there is no CUDA toolkit for {nvcc}; set CUDA_HOME")
     os.environ["CUDA_HOME"] = str(home)
