@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Draft
 from interpreted import pytest_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -45,7 +45,6 @@ from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.drafting import grow  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
 
-MOST, LONGEST, VOCAB, HIDDEN = 8, 64, 40, 16
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive").resolve(7)
 FORWARDS = len(PLAN.growing.widths)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -92,69 +91,6 @@ def graph(run: Call) -> tuple[Replay, Tensors]:
             value.copy_(new)
 
     return replay, values
-
-
-class BlockTables:
-    """One cache group, in which every request has a block of 100 slots."""
-
-    num_kv_cache_groups = 1
-    input_block_tables: tuple[torch.Tensor, ...] = ()
-
-    def __init__(self) -> None:
-        self._blocks = torch.arange(MOST, dtype=torch.int32)
-        self.block_table_ptrs = torch.tensor([self._blocks.data_ptr()], dtype=torch.uint64)
-        self.block_table_strides = torch.tensor([1])
-        self.block_sizes_tensor = torch.tensor([100], dtype=torch.int32)
-        self.slot_mapping_enabled = torch.tensor([True])
-
-    def compute_slot_mappings(
-        self, index: torch.Tensor, _: Any, positions: torch.Tensor, rows: int, out: torch.Tensor
-    ) -> torch.Tensor:
-        assert index.is_contiguous(), "vLLM's kernel needs contiguous indices"
-        of_row = index.repeat_interleave(rows // len(index))
-        out[:, :rows] = torch.where(of_row < 0, -1, 100 * of_row + positions)
-        return out[:, :rows]
-
-
-class Draft:
-    """A draft model whose output depends on everything that a forward is given."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.max_num_reqs, self.max_num_tokens, self.max_model_len = MOST, 64, LONGEST
-        self.hidden_size, self.dtype, self.vocab_size = HIDDEN, torch.float32, VOCAB
-        self.arange_np = np.arange(MOST + 1, dtype=np.int32)
-        self.arange_gpu = torch.from_numpy(self.arange_np)
-        self.draft_is_prefilling = torch.zeros(MOST, dtype=torch.bool)
-        self.block_tables, self.attn_groups, self.kv_cache_config = BlockTables(), None, None
-        g = torch.Generator().manual_seed(0)
-        self.head = 2 * torch.randn(HIDDEN, VOCAB, generator=g)
-        self.mix = torch.randn(6, HIDDEN, generator=g)
-
-    def _run_model(
-        self, ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any, _: Any
-    ) -> torch.Tensor:
-        mask = metadata["model_specific_attn_metadata"]._mask
-        width = metadata["max_query_len"]
-        starts = metadata["query_start_loc_gpu"]
-        assert starts.tolist() == [width * r for r in range(len(starts))]
-        of_request = (mask.ctx_lens, metadata["seq_lens"])
-        columns = (
-            ids, positions, mask.ancestor_bits.sum(dim=1), slots[0],
-            *(each.repeat_interleave(width) for each in of_request),
-        )  # fmt: skip
-        return product([each[:, None].float() for each in columns], self.mix)
-
-    def compute_draft_logits(self, hidden: torch.Tensor, _: int) -> torch.Tensor:
-        return product([*(hidden - hidden.floor()).split(1, dim=1)], self.head)
-
-
-def product(columns: list[torch.Tensor], matrix: torch.Tensor) -> torch.Tensor:
-    """Multiply ``columns`` [rows, 1] with a matrix. A row's sum does not depend on the batch."""
-    total = torch.zeros(len(columns[0]), matrix.shape[1])
-    for column, row in zip(columns, matrix, strict=True):
-        total += column * row
-    return total
 
 
 class Drafting:
@@ -359,7 +295,7 @@ class Keeping(CompiledGrowth):
         super().start(*given)
 
     def resume(self, requests: int, forwards: int) -> None:
-        self._room = self._kept[requests]
+        self._request_buffers = self._kept[requests]
         super().resume(requests, forwards)
 
 

@@ -1,0 +1,253 @@
+"""What the worker notes of a step: counts, comparisons and times."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_cpu_runner import install
+
+install()  # must run before the runner's modules are imported
+
+from dyntree_kernels.contracts import Walked  # noqa: E402
+from dyntree_plugin.engine.step.clock import Measured, StageTimes  # noqa: E402
+from dyntree_plugin.engine.step.count import report  # noqa: E402
+from dyntree_plugin.engine.step.transfer import Arrival, at_hand  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
+from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
+from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+
+
+def verification(
+    path: list[list[int]], nodes: list[int], emitted: list[int] | None = None
+) -> Walked:
+    paths = torch.tensor(path)
+    tokens = torch.zeros(len(path), 4, dtype=torch.int64)
+    roots = torch.zeros(len(path), dtype=torch.int64)
+    got = (paths >= 0).sum(dim=1) + 1 if emitted is None else torch.tensor(emitted)
+    return Walked(paths, tokens, roots, roots, torch.tensor(nodes), got, roots, roots)
+
+
+@pytest.fixture
+def trees() -> TreeStore:
+    """Two trees of five and two nodes, each of ten candidates; four of the five are verified."""
+    plan = DynTreeOptions(max_depth=3).resolve(5)
+    trees = TreeStore(3, plan, 8, torch.device("cpu"))
+    trees.depths[1:3] = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
+    trees.values[1:3] = torch.tensor([[0.5, 0.5, 0.25, 0.125, 0.1], [1.0, 0.5, 0, 0, 0]]).log()
+    trees.counts[1:3] = trees.admitted[1:3] = torch.tensor([5, 2])
+    trees.grown[1:3] = 10
+    return trees
+
+
+SLOTS = torch.tensor([1, 2])
+DECODING = np.array([False, False])
+CONTEXTS = np.array([100, 300])
+ROWS = 8
+
+
+def batch(prefilling: np.ndarray) -> Any:
+    return SimpleNamespace(
+        num_reqs=2,
+        num_tokens=ROWS,
+        is_prefilling_np=prefilling,
+        num_computed_tokens_np=CONTEXTS,
+        num_draft_tokens_per_req=None,
+    )
+
+
+def record_of(
+    trees: TreeStore,
+    verified: Walked | None = None,
+    prefilling: np.ndarray = DECODING,
+    plain: Any = None,
+    times: StageTimes | None = None,
+    draft_forwards: int = 0,
+) -> StepRecord:
+    record = StepRecord(plain)
+    found = report(trees, SLOTS, verified)
+    record.sampled(batch(prefilling), found, trees.plan, verified is not None, 0)
+    record.send(at_hand)
+    record.ended(draft_forwards, Measured({}) if times is None else times)
+    return record
+
+
+def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
+    counts = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2])).counts()
+    assert counts.nodes == [4, 2]
+    assert counts.depths == [3, 2]
+    assert counts.at_depth.tolist() == [[2, 1, 1], [1, 1, 0]]
+    assert counts.expected == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
+    # Nodes 1, 2, 3 move to the places of nodes 0, 1, 2. Node 0 of the other tree stays in place.
+    assert counts.moved == [3, 0]
+    # Of 20 candidates, 7 were kept, and one of these was not scheduled.
+    assert counts.pruned == {"budget": 13, "scheduler": 1}
+
+
+def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
+    counts = record_of(trees, prefilling=np.array([True, False])).counts()
+    assert counts.decoding == [False, True]
+    assert counts.nodes == counts.depths == counts.moved == [] == [*counts.at_depth.flat]
+    assert counts.pruned == {"budget": 8, "scheduler": 2}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "pruned"), [([2, 2], (16, 1)), ([1, 0], (18, 1)), (None, (20, 0))]
+)
+def test_nodes_that_the_steps_size_leaves_out_are_the_budgets(
+    trees: TreeStore, drafts: list[int] | None, pruned: tuple[int, int]
+) -> None:
+    """20 candidates became trees of 5 and 2 nodes. The second request has no room for a node."""
+    of_batch = batch(DECODING)
+    nodes = [0, 0]
+    if drafts is not None:
+        of_batch.num_draft_tokens_per_req = np.array(drafts)
+        nodes = [drafts[0], drafts[0] - 1]
+    verified = verification([[-1] * 3] * 2, nodes)
+    record = StepRecord(weighs_trees=True)
+    record.sampled(of_batch, report(trees, SLOTS, verified), trees.plan, True, 0)
+    record.send(at_hand)
+    assert record.counts().pruned == dict(zip(("budget", "scheduler"), pruned, strict=True))
+
+
+def test_nodes_that_single_trees_leave_out_are_the_budgets(trees: TreeStore) -> None:
+    """Of 20 candidates; the trees are cut to 3 nodes and 1. The scheduler has room for 2 and 1."""
+    trees.admit(SLOTS, torch.tensor([3, 1]))
+    of_batch = batch(DECODING)
+    of_batch.num_draft_tokens_per_req = np.array([2, 1])
+    record = StepRecord()
+    found = report(trees, SLOTS, verification([[-1] * 3] * 2, [2, 1]))
+    record.sampled(of_batch, found, trees.plan, True, 0)
+    record.send(at_hand)
+    counts = record.counts()
+    assert counts.pruned == {"budget": 16, "scheduler": 1}
+    assert (counts.node_budget, counts.worth) == (2, [])
+
+
+class Plain:
+    """A fake estimate of plain steps, which may be unknown. It notes its calls."""
+
+    def __init__(self, seconds: float | None = 0.016) -> None:
+        self.asked: list[tuple[float, ...]] = []
+        self._seconds = seconds
+
+    def seconds(self, *step: float) -> float | None:
+        self.asked.append(step)
+        return self._seconds
+
+
+def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStore) -> None:
+    plain = Plain()
+    times = Measured({"target": 0.02, "sample": 0.005, "draft": 0.01, "verify": 0.0})
+    verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
+    record = record_of(trees, verified, plain=plain, times=times)
+    counts = StepTimes().complete(record)
+    # Two requests with contexts of 200 tokens on average.
+    assert plain.asked == [(2, 200.0, ROWS, 0.02, 0.005)]
+    # There are six tokens, so three plain steps of both requests.
+    assert counts.compared == pytest.approx({"tree": 0.035, "plain": 3 * 0.016})
+    assert counts.stage_seconds == {"target": 0.02, "sample": 0.005, "draft": 0.01}
+
+
+def test_a_step_without_a_tree_is_compared_with_one_plain_step(trees: TreeStore) -> None:
+    record = record_of(trees, plain=Plain(), times=Measured({"target": 0.02}))
+    assert StepTimes().complete(record).compared == pytest.approx({"tree": 0.02, "plain": 0.016})
+
+
+def test_neither_side_of_the_comparison_counts_where_plain_steps_are_not_known(
+    trees: TreeStore,
+) -> None:
+    verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
+    record = record_of(trees, verified, plain=Plain(None), times=Measured({"target": 0.02}))
+    counts = StepTimes().complete(record)
+    assert (counts.stage_seconds, counts.compared) == ({"target": 0.02}, {})
+
+
+class Late:
+    """Stage times that a device finishes later."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.finished = False
+        self._seconds = seconds
+
+    def ready(self) -> bool:
+        return self.finished
+
+    def seconds(self) -> dict[str, float]:
+        assert self.finished, "nothing may wait for times"
+        return self._seconds
+
+
+def test_times_come_with_the_counts_of_a_later_step_where_a_device_lags(trees: TreeStore) -> None:
+    """Each step's time stays with the plain step that it is compared with."""
+    times = StepTimes()
+
+    def fetch(own: Late, prompt: bool = False) -> WorkerCounts:
+        verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
+        record = record_of(trees, verified, np.array([prompt, False]), Plain(), own)
+        return times.complete(record)
+
+    first, second, third = Late(target=0.02), Late(target=9.0), Late(target=0.03)
+    counts = fetch(first)
+    assert counts.nodes == [4, 2]
+    assert (counts.stage_seconds, counts.compared) == ({}, {})
+    first.finished = True
+    counts = fetch(second, prompt=True)
+    assert counts.stage_seconds == {"target": 0.02}
+    assert counts.compared == pytest.approx({"tree": 0.02, "plain": 3 * 0.016})
+    second.finished = third.finished = True
+    counts = fetch(third)
+    assert counts.stage_seconds == pytest.approx({"target": 9.03})
+    assert counts.compared == pytest.approx({"tree": 0.03, "plain": 3 * 0.016})
+
+
+def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) -> None:
+    sent = []
+
+    def send(tensor: torch.Tensor) -> Arrival:
+        sent.append(tensor.clone())
+        return lambda: sent[0]
+
+    verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
+    record, there = record_of(trees, verified), record_of(trees, verified)
+    expected = there.counts()
+    record.send(send)
+    trees.counts[:] = trees.admitted[:] = trees.grown[:] = 0  # the next trees overwrite these
+    assert record.counts() == expected
+    assert np.array_equal(record.counts().at_depth, expected.at_depth)
+    assert np.array_equal(record.counts().expected, expected.expected)
+    assert len(sent) == 1
+
+
+def test_a_step_that_reads_a_prompt_is_not_compared(trees: TreeStore) -> None:
+    verified = verification([[1, 2, 3], [-1, -1, -1]], [4, 0], [4, 1])
+    plain = Plain()
+    record = record_of(trees, verified, np.array([False, True]), plain)
+    assert StepTimes().complete(record).compared == {}
+    assert plain.asked == []
+
+
+@pytest.mark.parametrize("budget", ["adaptive", "fixed"])
+def test_a_step_that_no_tree_waited_for_counts_none(budget: str) -> None:
+    plan = DynTreeOptions(max_depth=3, budget=budget).resolve(5)
+    record = StepRecord(weighs_trees=True)
+    record.sampled(batch(DECODING), None, plan, False, None)
+    record.send(at_hand)
+    counts = record.counts()
+    assert (counts.nodes, counts.worth, counts.growth_forwards) == ([], [], None)
+    assert counts.decoding == [True, True]
+    assert {*counts.pruned.values()} == {0}
+
+
+def test_times_of_drafting_are_told_of_steps_in_which_all_decoded(trees: TreeStore) -> None:
+    told = []
+    for prefilling in (DECODING, np.array([False, True])):
+        times = Measured({"target": 1.0, "catch_up": 0.1, "draft": 0.2})
+        record = record_of(trees, prefilling=prefilling, times=times, draft_forwards=4)
+        told.append(StepTimes().complete(record).drafted)
+    assert told == [[(2, 4, pytest.approx(0.3))], []]

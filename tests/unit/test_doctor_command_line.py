@@ -1,0 +1,161 @@
+"""`dyntree doctor -- COMMAND LINE`: the parts of a command line that it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dyntree_plugin import cli
+from dyntree_plugin.admission import check
+from dyntree_plugin.commands.doctor import command as doctor
+from dyntree_plugin.commands.doctor import command_line
+from dyntree_plugin.commands.doctor.report import Check
+
+pytestmark = pytest.mark.usefixtures("environment")
+
+
+Line = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="session")
+def line(model_folder: Callable[..., str]) -> Line:
+    """Return the command line of a pair without weights, with further arguments."""
+    target, draft = model_folder("target"), model_folder("draft", num_hidden_layers=1)
+
+    def make(*more: str, dyntree: str | None = "{}", **speculative: Any) -> list[str]:
+        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": 16}
+        options = ["--dyntree", dyntree] if dyntree is not None else []
+        return [
+            *(target, "--skip-tokenizer-init", "--dtype", "float32"),
+            *("--speculative-config", json.dumps(speculation | speculative)),
+            *("--kv-cache-memory-bytes", "1000000", *options, *more),
+        ]
+
+    return make
+
+
+def checked(arguments: list[str]) -> list[Check]:
+    return command_line.command_line_checks(arguments)[0]
+
+
+def test_a_command_line_that_is_served_is_admitted_without_weights(line: Line) -> None:
+    found = checked(line("--max-num-seqs", "4", dyntree='{"node_budget": 6}'))
+    assert [check.status for check in found] == ["ok"] * len(found)
+    assert "node_budget=6" in found[0].found
+    assert [check.name for check in found[1:]] == [
+        "attention, target",
+        "KV layout, target",
+        "attention, draft",
+        "KV layout, draft",
+    ]
+    assert "2 heads, 1 of them with KV, of size 32 in float32" in found[1].found
+
+
+def test_every_refusal_is_a_check_of_its_own(line: Line) -> None:
+    more = ["-pp", "2", "--kv-cache-dtype", "fp8"]
+    found = checked(line(*more, draft_sample_method="probabilistic"))
+    assert {check.status for check in found} == {"fail"}
+    told = [check.found.partition(" is not supported")[0] for check in found]
+    assert told == [
+        "pipeline_parallel_size=2",
+        "kv_cache_dtype (cache, model)=('fp8', 'float32')",
+        "speculative_config.draft_sample_method='probabilistic'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "dyntree", "named"),
+    [
+        ([], '{"width": 65}', "dyntree.width=65"),
+        ([], '{"wdith": 6}', "dyntree.wdith=6"),
+        ([], '{"node_budget": 32}', "dyntree.node_budget=32 exceeds"),
+        (["--no-such-flag"], "{}", "--no-such-flag"),
+        (["--max-model-len", "100000"], "{}", "max_model_len"),
+    ],
+)
+def test_a_mistake_is_named(line: Line, more: list[str], dyntree: str, named: str) -> None:
+    (found,) = checked(line(*more, dyntree=dyntree))
+    assert found.status == "fail"
+    assert named in found.found
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    (found,) = checked(["/nowhere/model", "--dyntree", "{}"])
+    assert found.status == "fail"
+    assert "/nowhere/model" in found.found
+
+
+def test_without_the_options_it_says_how_to_get_trees(line: Line) -> None:
+    (found,) = checked(line(dyntree=None))
+    assert found.status == "warn"
+    assert "--dyntree" in found.advice
+
+
+def test_a_step_that_cuts_trees_short_is_warned_of(line: Line) -> None:
+    found = checked(line("--max-num-seqs", "8", "--max-num-batched-tokens", "256"))[0]
+    assert found.status == "ok"
+    found = checked(line("--max-num-seqs", "32", "--max-num-batched-tokens", "256"))[0]
+    assert found.status == "warn"
+    assert "cuts trees short" in found.advice
+
+
+def test_tokenizers_that_differ_a_little_are_warned_of(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
+    (found,) = [check for check in checked(line()) if check.name == "vocabularies"]
+    assert (found.status, found.found) == ("warn", "3 of 9 tokens differ")
+
+
+def test_defaults_that_make_chains_of_all_requests_are_warned_of(line: Line) -> None:
+    override = ["--override-generation-config", '{"repetition_penalty": 1.05}']
+    found = {check.name: check for check in checked(line(*override))}
+    assert found["requests"].status == "warn"
+    assert "repetition_penalty=1.05" in found["requests"].found
+    assert """--override-generation-config '{"repetition_penalty": 1.0}'""" in (
+        found["requests"].advice
+    )
+    assert "requests" not in {check.name for check in checked(line())}
+
+
+def test_the_command_takes_the_servers_arguments_behind_two_dashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    received: list[Any] = []
+
+    def stand_in(command: list[str], **options: bool) -> int:
+        received.append((command, options))
+        return 1
+
+    monkeypatch.setattr(doctor, "run", stand_in)
+    line = ["model", "--dyntree", "{}", "-tp", "2", "--json"]
+    done = CliRunner().invoke(cli.app, ["doctor", "--build-kernels", "--", *line])
+    assert done.exit_code == 1, done.output
+    options = {"build_kernels": True, "as_json": False, "verbose": False}
+    assert received == [(line, options)]
+
+
+@pytest.mark.parametrize("line", [["model", "-tp", "2", "--dyntree", "{}", "--seed=-1"], ["model"]])
+def test_the_two_dashes_may_be_left_out(monkeypatch: pytest.MonkeyPatch, line: list[str]) -> None:
+    received: list[Any] = []
+    monkeypatch.setattr(doctor, "run", lambda command, **_: received.append(command) or 0)
+    done = CliRunner().invoke(cli.app, ["doctor", *line, "--json"])
+    assert done.exit_code == 0, done.output
+    assert received == [line]
+
+
+@pytest.mark.parametrize("command", [["serve"], ["dyntree", "serve"], ["vllm", "serve"]])
+@pytest.mark.parametrize("dashes", [["--"], []])
+def test_a_whole_command_gets_a_hint_of_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], dashes: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(doctor, "run", None)
+    line = ["doctor", *dashes, *command, "model", "--dyntree", '{"width": 2}']
+    done = CliRunner().invoke(cli.app, line)
+    assert done.exit_code == 2, done.output
+    assert """dyntree doctor -- model --dyntree '{"width": 2}'""" in done.output

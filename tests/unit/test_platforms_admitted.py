@@ -1,0 +1,182 @@
+"""What each platform serves: attention backends, head sizes, types and cache layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from configurations import Build, changed
+
+from dyntree_plugin.admission import check, refusals
+from dyntree_plugin.engine.attention import served
+from dyntree_plugin.engine.configuration import WORKERS
+from dyntree_plugin.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def test_a_platform_without_a_worker_is_refused(admitted: VllmConfig) -> None:
+    with pytest.raises(ValueError, match="device='xpu' is not supported"):
+        check.refuse_unserved(admitted, DynTreeOptions(), "xpu", WORKERS)
+
+
+@pytest.fixture(scope="session")
+def on_cuda(admitted: VllmConfig) -> VllmConfig:
+    """The same configuration, before it is checked on CUDA."""
+    with_worker = changed(admitted, "parallel_config.worker_cls", "auto")
+    return changed(with_worker, "attention_config.backend", None)
+
+
+FLASHINFER = SimpleNamespace(name="FLASHINFER")
+"""A vLLM backend that does not support trees."""
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "value"),
+    [
+        ("attention_backend", "attention_config.backend", FLASHINFER),
+        ("backend_per_kind", "attention_config.backend_per_kind", {"full_attention": FLASHINFER}),
+        ("attention_backend", "speculative_config.attention_backend", FLASHINFER),
+    ],
+)
+def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
+    on_cuda: VllmConfig, option: str, path: str, value: Any
+) -> None:
+    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
+    with pytest.raises(ValueError) as error:
+        check.refuse_unserved(changed(on_cuda, path, value), DynTreeOptions(), "cuda", WORKERS)
+    reason = str(error.value)
+    assert f"{option}=" in reason
+    assert "FLASH_ATTN and TRITON_ATTN" in reason
+
+
+@pytest.mark.parametrize("name", check.CUDA_BACKENDS)
+def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig, name: str) -> None:
+    named = changed(on_cuda, "attention_config.backend", SimpleNamespace(name=name))
+    check.refuse_unserved(named, DynTreeOptions(), "cuda", WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("float32", "TRITON_ATTN"), ("bfloat16", "FLASH_ATTN")]
+)
+def test_on_cuda_the_backend_follows_the_type(
+    on_cuda: VllmConfig, dtype: str, backend: str
+) -> None:
+    config = changed(on_cuda, "model_config.dtype", getattr(torch, dtype))
+    assert check.cuda_backend(config.model_config) == backend
+
+
+def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
+    model_folder: Callable[..., str],
+) -> None:
+    from vllm.config import ModelConfig
+
+    hybrid = {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "mamba_dt_rank": 4,
+    }
+    mla = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    }
+    for changes, option in ((hybrid, "is_hybrid"), (mla, "use_mla")):
+        config = ModelConfig(
+            model=model_folder(option, **changes), skip_tokenizer_init=True, dtype="float32"
+        )
+        assert [r.option for r in refusals.MODEL_REFUSALS if r(config)] == [option]
+
+
+def test_a_head_size_without_a_kernel_is_refused_before_weights_load(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    odd = model_folder("odd", head_dim=24)
+    for model in ({"model": odd}, {"speculative": {"model": odd}}):
+        which = "target" if "model" in model else "draft"
+        with pytest.raises(ValueError, match=f"{which} model: head_size=24, .*no multiple of 16"):
+            build(**model)
+
+
+@pytest.mark.parametrize(("isa", "served_here"), [("amx", True), ("vec16", True), ("neon", False)])
+def test_a_cpu_whose_cache_the_kernels_do_not_read_is_refused_before_weights_load(
+    build: Build, monkeypatch: pytest.MonkeyPatch, isa: str, served_here: bool
+) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: isa)
+    if served_here:
+        build()
+        return
+    with pytest.raises(
+        ValueError, match=r"'neon', but trees need one of .*use an x86 CPU"
+    ) as error:
+        build()
+    assert "target model: head_size=32, dtype=float32 is not supported" in str(error.value)
+    assert "draft model: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_size", "reason"),
+    [
+        ((9, 0), 128, None),
+        ((9, 0), 80, None),
+        ((8, 0), 256, None),
+        ((9, 0), 288, "not supported here: triton: head size 288 is above 256"),
+        (
+            (7, 5),
+            128,
+            "dtype=bfloat16 is not supported here: triton: it needs a GPU of capability 8.0",
+        ),
+        (None, 128, None),
+    ],
+)
+def test_on_cuda_the_gpu_and_the_head_size_decide_whether_a_model_is_served(
+    admitted: VllmConfig,
+    on_cuda: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    head_size: int,
+    reason: str | None,
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    found = capability and DeviceCapability(*capability)
+    ask = classmethod(lambda cls: found)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", ask)
+    config = changed(on_cuda, "model_config.model_arch_config.head_size", head_size)
+    config = changed(config, "model_config.dtype", torch.bfloat16)
+    refused = pytest.raises(check.Refused, match=reason) if reason else nullcontext()
+    with refused:
+        check.refuse_unserved(config, DynTreeOptions(), "cuda", WORKERS, served.refusal)
+
+
+def test_a_kernel_table_is_read_before_anything_loads(
+    admitted: VllmConfig, on_cuda: VllmConfig, tmp_path: Path
+) -> None:
+    table = tmp_path / "kernels.json"
+    options = DynTreeOptions(kernel_table=str(table))
+    for content, reason in ((None, "No such file"), ("{}", "must be a result file")):
+        if content is not None:
+            table.write_text(content)
+        with pytest.raises(check.Refused, match=rf"dyntree\.kernel_table='.*{reason}"):
+            check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
+    table.write_text('{"attention": []}')
+    check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
+    with pytest.raises(check.Refused, match=r"kernel_table='.*' is for CUDA"):
+        check.refuse_unserved(admitted, options, "cpu", WORKERS)
