@@ -44,7 +44,7 @@ checks=${PIPESTATUS[0]}
 
 echo "== times"
 left=$((limit - SECONDS)) # the parts after the shapes take about 40 s
-timeout "$left" "$python" -m benchmarks.kernels.on_cpu --out "$out/kernels.json" \
+timeout "$left" "$python" -m benchmarks.kernels --out "$out/kernels.json" \
     --seconds $((left > 60 ? left - 50 : 10)) \
     --flash-attention "$flash" | tee "$out/kernels.txt"
 times=${PIPESTATUS[0]}

@@ -1,6 +1,4 @@
-"""Time the CPU kernels: python -m benchmarks.kernels [float32|bfloat16|float16]
-
-Without a dtype, where there is a CUDA device, it runs `benchmarks.kernels.on_cuda` instead.
+"""Time the CPU kernels.
 
 Prints the lower quartile of the milliseconds per layer of tree attention, next to gathering the
 cache into a dense tensor for torch's attention with a mask, and of a KV move over all layers.
@@ -8,6 +6,7 @@ cache into a dense tensor for torch's attention with a mask, and of a KV move ov
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -81,14 +80,11 @@ def _move(layers: int, kv_heads: int, d: int, dtype: torch.dtype) -> float:
     return _milliseconds(lambda: mover(src, dst))
 
 
-def main() -> None:
-    wants_cpu = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
-    if torch.cuda.is_available() and not wants_cpu:
-        from benchmarks.kernels.on_cuda import main as on_gpu
-
-        on_gpu()
-        return
-    dtype = getattr(torch, sys.argv[1] if len(sys.argv) > 1 else "float32")
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    types = ("float32", "bfloat16", "float16")
+    parser.add_argument("dtype", nargs="?", choices=types, default=types[0], help="of the cache")
+    dtype = getattr(torch, parser.parse_args(arguments).dtype)
     write = sys.stdout.write
     write(f"{dtype}, {torch.get_num_threads()} threads, ms\n")
     for shape in _SHAPES:

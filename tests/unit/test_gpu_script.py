@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -282,3 +283,30 @@ def test_kernels_can_be_checked_where_vllm_and_numba_are_missing(tmp_path: Path)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "check_attention.py::test_served_shapes" in done.stdout
     assert "check_draft_rows.py::" not in done.stdout
+
+
+def runs(module: str) -> bool:
+    """Return whether `python -m module` does anything."""
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    if spec is None or spec.origin is None:
+        return False
+    if spec.name.endswith(".__main__"):
+        return True
+    return 'if __name__ == "__main__":' in Path(spec.origin).read_text("utf-8")
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sh")))
+def test_what_a_script_runs_is_there_and_does_something(script: str) -> None:
+    text = (SCRIPTS / script).read_text("utf-8")
+    ours = re.findall(r"-m ((?:benchmarks|dyntree_\w+)[\w.]*)", text)
+    assert [module for module in ours if not runs(module)] == []
+    files = re.findall(r"\b(?:tests|scripts|benchmarks)/[\w/*]+\.py\b", text)
+    assert [file for file in files if not [*SCRIPTS.parent.glob(file)]] == []
+    assert ours or files or script == "install.sh"
+
+
+def test_a_module_that_only_defines_does_not_run() -> None:
+    assert not runs("benchmarks.kernels.on_cpu")
+    assert not runs("benchmarks.not_there")
