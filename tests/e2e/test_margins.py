@@ -106,5 +106,5 @@ def test_both_tokens_are_scored_where_answers_part_with_all_others_around_them()
 def test_an_answer_that_ends_early_is_no_rounding() -> None:
     run = Run([Request([5, 6], GREEDY)])
     plain = {run.requests[0].key: output([1, 2, 3])}
-    with pytest.raises(ValueError, match="ends where the other goes on"):
+    with pytest.raises(ValueError, match="is a prefix of the longer one"):
         places(run, result([1, 2]), plain)

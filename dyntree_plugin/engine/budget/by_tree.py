@@ -57,7 +57,8 @@ class TreeBudget:
         decoding = self._decode_next
         if self._cost is None or not decoding.any():
             return counts
-        chances, curve = values.exp().numpy()[decoding], self._cost.seconds()
+        chances = values.exp().numpy()[decoding]  # sync: host memory on the CPU
+        curve = self._cost.seconds()
         spent = self._forwards * self._forward + self._outside
         # Batches of about the same size have one average; in it each request counts for one.
         kind = len(chances).bit_length()
@@ -76,7 +77,7 @@ class TreeBudget:
         """Return whether to run the draft over nodes of these values (log, float32), or to end."""
         if self._rate is None:
             return True
-        chances = frontier.exp().numpy()
+        chances = frontier.exp().numpy()  # sync: host memory on the CPU
         return draft_pays(chances, self._row_seconds, self._forward, self._rate)
 
     def observe(self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]) -> None:
