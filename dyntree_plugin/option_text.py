@@ -1,4 +1,4 @@
-"""How an option is described: what it is for, what it takes, and its default."""
+"""Describe an option: its purpose, its allowed values and its default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def specs(option: Literal["rule"]) -> Mapping[str, RuleSpec]: ...
 @overload
 def specs(option: str) -> Mapping[str, GrowthSpec | RuleSpec]: ...
 def specs(option: str) -> Mapping[str, Any]:
-    """Return the registered growths or rules, whose names ``option`` takes; {} for others."""
+    """Return the growths or rules that ``option`` chooses from; {} for other options."""
     if option not in ("growth", "rule"):
         return {}
     from dyntree_plugin.tree.registry import GROWTHS, RULES
@@ -28,7 +28,7 @@ def specs(option: str) -> Mapping[str, Any]:
 
 
 def meaning(name: str, field: FieldInfo) -> str:
-    """Return what an option is for, with what each registered growth or rule is."""
+    """Return an option's purpose, and for ``growth`` or ``rule`` a line on each of them."""
     verb = {"growth": "grows", "rule": "is"}.get(name)
     each = "; ".join(f"{spec.name} {verb} {spec.summary}" for spec in specs(name).values())
     return f"{field.description} {each}." if each else str(field.description)

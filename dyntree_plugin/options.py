@@ -30,7 +30,7 @@ NAMESPACE = "dyntree"
 
 Switch = Literal["on", "off"]
 
-# Draws use places up on tokens of little chance.
+# Some draws are tokens of little chance, which use up places.
 DRAWN_CHILDREN = 16
 
 ADAPTIVE_DEPTH = 16
@@ -51,7 +51,7 @@ MOST_NODES = 1024
 MOST_DEPTH = MOST_CHILDREN = 64
 
 OF_THE_PAPERS = ("growth", "sampling", "rule", "threshold", "expansion", "acceptance")
-"""Names of the options that serving needs no other value of than the default."""
+"""Names of the options whose defaults are right for serving."""
 
 
 class DynTreeOptions(BaseModel):
@@ -63,18 +63,18 @@ class DynTreeOptions(BaseModel):
         default=None,
         ge=1,
         le=MOST_NODES,
-        description="Most nodes in one request's tree, and so the draft tokens that the target "
-        "verifies per step. At most num_speculative_tokens.",
+        description="Most nodes in one request's tree. These are the draft tokens that the target "
+        "verifies in a step. At most num_speculative_tokens.",
         json_schema_extra={"derived": "num_speculative_tokens"},
     )
     budget: Budget | None = Field(
         default=None,
         description="adaptive chooses for each step how many nodes its trees verify and how many "
         "forwards draft the next ones, so that it makes the most tokens per second. It measures at "
-        "start-up what rows cost, in about 4 s, and follows that while serving. fixed verifies "
+        "start-up what rows cost, in about 4 s, and corrects that while serving. fixed verifies "
         "every tree whole. The output is the same either way.",
         json_schema_extra={
-            "derived": "adaptive with growth topk and rule match; else fixed, the only one allowed"
+            "derived": "adaptive with growth topk and rule match; else only fixed is allowed"
         },
     )
     max_depth: int | None = Field(
@@ -108,8 +108,8 @@ class DynTreeOptions(BaseModel):
     coupling: Switch = Field(
         default="on",
         description="At temperature > 0, rank candidates with the target sampler's own noise, so "
-        "that the tree follows the very draw that the target will make. The output is the same "
-        "either way; off is for comparison.",
+        "that the tree follows the draw that the target will make. The output is the same either "
+        "way; off is for comparison.",
     )
 
     calibration: Switch = Field(
@@ -123,13 +123,13 @@ class DynTreeOptions(BaseModel):
         gt=0,
         le=1,
         description="For growth topk: the least value of a node, the estimated chance that its "
-        "whole path is accepted. Nodes of less are not verified, and on the CPU drafting stops "
-        "where none are left to expand. Pays where the target's cost grows with its rows.",
+        "whole path is accepted. Nodes below it are not verified, and on the CPU drafting stops if "
+        "none is left to expand. This pays if the target's cost grows with its rows.",
         json_schema_extra={"derived": "none: trees fill their budget"},
     )
     growth: str = Field(
         default="topk",
-        description="How trees grow. All but topk are for comparison.",
+        description="How trees grow. All growths but topk are for comparison.",
     )
     sampling: Sampling | None = Field(
         default=None,
@@ -139,7 +139,7 @@ class DynTreeOptions(BaseModel):
     )
     rule: str | None = Field(
         default=None,
-        description="How trees are verified. All but match give the distribution of decoding "
+        description="How trees are verified. All rules but match give the distribution of decoding "
         "without speculation, and store the draft's distributions (node_budget + 1 times the "
         "vocabulary, in fp32, per request slot). A growth and a rule that would be biased together "
         "are refused.",
@@ -170,8 +170,8 @@ class DynTreeOptions(BaseModel):
 
     kernel_table: str | None = Field(
         default=None,
-        description="On CUDA: what `python -m benchmarks.kernels` measured on such a GPU. Of "
-        "the kernels that can carry the trees it chooses the fastest at the nearest shape.",
+        description="On CUDA: the result file of `python -m benchmarks.kernels` on such a GPU. Of "
+        "the kernels that can serve the trees, the fastest at the nearest shape is used.",
         json_schema_extra={"derived": "none: rules choose the kernel"},
     )
 
@@ -199,7 +199,7 @@ class DynTreeOptions(BaseModel):
         """Return the options in an engine's ``additional_config``, or None if it asks for no tree.
 
         Raises:
-            ValueError: as `parse`, and for a key that is almost ours.
+            ValueError: as `parse`, and for a key that is probably a misspelling of ours.
         """
         if not isinstance(additional_config, Mapping):
             return None
@@ -290,8 +290,8 @@ class DynTreeOptions(BaseModel):
                 )
         if self._asked_for("coupling") and not plan.coupled:
             yield (
-                f"{NAMESPACE}.coupling='on' has no effect with rule={plan.rule}, which takes "
-                "children to be independent of the target's draws: leave it out, or use rule=match"
+                f"{NAMESPACE}.coupling='on' has no effect with rule={plan.rule}, which assumes "
+                "that children and the target's draws are independent: leave it out, or use match"
             )
         if self._asked_for("calibration") and not plan.calibrated:
             yield (
@@ -304,7 +304,7 @@ class DynTreeOptions(BaseModel):
         return switch in self.model_fields_set and getattr(self, switch) == "on"
 
     def _default_budget(self) -> Budget:
-        """Return "adaptive" wherever a plan may have it."""
+        """Return "adaptive" if the plan allows it, else "fixed"."""
         reads_draws = self.rule is not None and specs("rule")[self.rule].drawn is not None
         return "adaptive" if specs("growth")[self.growth].ordered and not reads_draws else "fixed"
 
@@ -325,7 +325,7 @@ class DynTreeOptions(BaseModel):
         return getattr(self, own) if own else None
 
     def _plan(self, shape: TreeShape, budget: Budget) -> TreePlan:
-        # These load torch, which a vLLM without dyntree options need not do for us.
+        # These load torch, which a vLLM without dyntree options does not need.
         from dyntree_plugin.tree.growth import GrowthConfig
         from dyntree_plugin.tree.pairs import default_rule
         from dyntree_plugin.tree.plan import TreePlan
@@ -357,13 +357,13 @@ def help_text() -> str:
         for name, field in DynTreeOptions.model_fields.items()
     ]
     return (
-        "Speculate with a dynamic token tree. Takes a JSON object of options, {} for the "
-        "defaults, and needs --speculative-config with method draft_model.\n\n" + "\n".join(lines)
+        "Speculate with a dynamic token tree. The value is a JSON object of options, {} for the "
+        "defaults. Needs a draft_model in --speculative-config.\n\n" + "\n".join(lines)
     )
 
 
 def markdown_tables() -> str:
-    """Return the options as Markdown tables, those of the papers' trees apart."""
+    """Return the options as two Markdown tables: for serving, and for the papers' trees."""
     fields = DynTreeOptions.model_fields
     serving = [name for name in fields if name not in OF_THE_PAPERS]
     parts = (("## Serving", serving), ("## The papers' trees", OF_THE_PAPERS))
@@ -380,7 +380,7 @@ def _table(names: Sequence[str]) -> str:
 
 
 def _nearly_ours(key: str) -> bool:
-    """Whether a key is ours but for its case, a separator, or a letter or two out of place."""
+    """Return whether a key is probably a misspelling of ours."""
     return bool(difflib.get_close_matches(key.lower(), [NAMESPACE], cutoff=0.85))
 
 

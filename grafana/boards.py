@@ -54,7 +54,7 @@ def at_a_glance() -> list[Panel]:
         ),
         number(
             "Node budget",
-            "Most nodes of one request's tree, as in force in the last step.",
+            "Most nodes that one request's tree may have, as of the last step.",
             Query(f"max({s.series(PREFIX + 'node_budget')})"),
         ),
         number(

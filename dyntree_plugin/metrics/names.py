@@ -17,7 +17,7 @@ CONFIG_LABELS = (
     "calibration",
     "budget",
 )
-"""Of the configuration: the plugin's version, and the options in force."""
+"""Labels of the configuration: the plugin's version, and the options in force."""
 
 
 EMPTY_TREE = "empty_tree"
@@ -43,8 +43,8 @@ PRUNE_REASONS = (BUDGET, SCHEDULER)
 class Metric:
     """One metric. Labels come after ``model_name`` and ``engine``, which all of them have.
 
-    ``source``: the field of TreeSpecDecodingStats that feeds it; without one it never changes. The
-    name that Prometheus shows for a counter ends in ``_total``.
+    ``source`` is the field of TreeSpecDecodingStats that feeds it; without one the metric never
+    changes. Prometheus adds ``_total`` to the name of a counter.
     """
 
     name: str
@@ -77,22 +77,22 @@ METRICS = (
         PREFIX + "tree_nodes",
         "histogram",
         "tree_nodes",
-        "Nodes verified for a decoding request in a step, the root not counted; 0 where it decoded "
-        "plainly. The count is that of such request steps.",
+        "Nodes verified for one decoding request in one step, without the root; 0 if it decoded "
+        "without a tree. The histogram counts each request in each step once.",
         buckets=(0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024),
     ),
     Metric(
         PREFIX + "tree_depth",
         "histogram",
         "tree_depths",
-        "Depth of the deepest verified node, for the same request steps.",
+        "Depth of the deepest verified node, for each decoding request in each step.",
         buckets=_DEPTHS,
     ),
     Metric(
         PREFIX + "accepted_path_tokens",
         "histogram",
         "accepted_paths",
-        "Accepted nodes, the bonus token not counted, for the same request steps.",
+        "Accepted nodes without the bonus token, for each decoding request in each step.",
         buckets=_DEPTHS,
     ),
     Metric(
@@ -113,24 +113,24 @@ METRICS = (
         PREFIX + "estimated_accepted_tokens",
         "counter",
         "estimated_by_depth",
-        "Accepted nodes at a depth as the trees' own values expected them: the sum of the "
-        "estimated chances of the verified nodes.",
+        "Accepted nodes at a depth that the trees' values predict: the sum of the estimated "
+        "chances of the verified nodes.",
         labels=("depth",),
     ),
     Metric(
         PREFIX + "pruned_nodes",
         "counter",
         "pruned",
-        "Nodes grown for a decoding request and not verified, by reason: others were worth more "
-        "(budget), or the step or the context had no room for them (scheduler).",
+        "Nodes that were grown for a decoding request and not verified, by reason: other nodes "
+        "were worth more (budget), or the step or the context had no room (scheduler).",
         labels=("reason",),
     ),
     Metric(
         PREFIX + "fallback_steps",
         "counter",
         "fallbacks",
-        "Steps in which a decoding request was not given a free tree, by reason: its sampling "
-        "needs chain order (the tree is a chain), or there was no node to verify (empty_tree).",
+        "Steps in which a decoding request got a chain or no tree, by reason: what in its "
+        "sampling needs a chain, or that there was no node to verify (empty_tree).",
         labels=("reason",),
     ),
     Metric(
@@ -149,8 +149,9 @@ METRICS = (
         PREFIX + "stage_seconds",
         "histogram",
         "stage_seconds",
-        "Time of the worker per step by stage, the same on every device: place, target, sample, "
-        "verify (walk, move of KV, learning), catch_up, draft (forwards and growth).",
+        "Time of the worker per step by stage. The stages are the same on every device: place, "
+        "target, sample, verify (walk, move of KV, learning), catch_up, draft (forwards and "
+        "growth).",
         labels=("stage",),
         buckets=_SECONDS,
     ),
@@ -159,16 +160,16 @@ METRICS = (
         "counter",
         "compared",
         "Time of the stages of steps in which every request decoded (tree), and the time that the "
-        "target alone is estimated to take for the same tokens (plain): from plain steps that were "
-        "measured before the engine served, corrected by the forwards of steps since. Neither "
-        "counts while the two disagree.",
+        "target alone is estimated to take for the same tokens (plain). The estimate comes from "
+        "plain steps, measured before the engine serves; the forwards of later steps correct it. "
+        "Nothing is counted while forwards differ too much from the measured ones.",
         labels=("decoding",),
     ),
     Metric(
         PREFIX + "node_budget",
         "gauge",
         "node_budget",
-        "Most nodes of one request's tree, as in force in the last step.",
+        "Most nodes that one request's tree may have, as of the last step.",
     ),
     Metric(
         PREFIX + "config_info",

@@ -51,7 +51,7 @@ _ANY_TREE = "the tokens are the target's own draws, whatever the tree"
 
 SPEC = RuleSpec(
     name="match",
-    summary="exact with every growth and gives the very tokens of decoding without speculation",
+    summary="exact with every growth and gives the same tokens as decoding without speculation",
     exact=dict.fromkeys(get_args(Sampling), _ANY_TREE),
     biased={},
     default_for=("best",),
