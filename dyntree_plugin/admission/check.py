@@ -217,8 +217,8 @@ def _step_tokens(vllm_config: VllmConfig, node_budget: int) -> tuple[int, int]:
 def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[str]:
     """Refuse limits of a step that are smaller than a tree.
 
-    vLLM's scheduler never starts a request whose draft does not fit into an empty step. If it cuts
-    one at the threshold of long prefills, it stops at an assertion.
+    vLLM's scheduler never starts a request whose draft does not fit into an empty step. If the
+    threshold of long prefills cuts a draft, an assertion stops the scheduler.
     """
     scheduler = vllm_config.scheduler_config
     batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens

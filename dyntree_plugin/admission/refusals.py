@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-"""vLLM's attention backends on CUDA that carry trees. The first one needs 16-bit types."""
+"""vLLM's attention backends on CUDA that serve trees. The first one needs 16-bit types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def dtype_of(model_config: Any) -> str:
 _NO_ADAPTERS = "adapters are not served with trees yet; leave it out"
 
 ARGUMENTS_REFUSALS = (Refusal("enable_lora", lambda a: a.enable_lora, bool, _NO_ADAPTERS),)
-"""Checks of ``EngineArgs``, for errors that vLLM raises before it has a configuration."""
+"""Checks of ``EngineArgs``. vLLM raises these errors before it has a configuration."""
 
 SPECULATION_REFUSALS = (
     Refusal(
@@ -107,7 +107,7 @@ SPECULATION_REFUSALS = (
         "max_model_len (target, draft)",
         lambda s: (s.target_model_config.max_model_len, s.draft_model_config.max_model_len),
         lambda lengths: lengths[0] > lengths[1],
-        "the draft reads every position of the target; set --max-model-len to what the draft takes",
+        "the draft reads every position of the target; set --max-model-len to the draft's",
     ),
 )
 """Checks of ``SpeculativeConfig``."""
@@ -202,13 +202,13 @@ ENGINE_REFUSALS = (
         "return_sampling_mask",
         lambda c: c.model_config.return_sampling_mask,
         bool,
-        "the masks would come in the order of the tree; leave it out",
+        "the masks would be returned in the order of the tree; leave it out",
     ),
     Refusal(
         "enable_return_routed_experts",
         lambda c: c.aux_output_config.enabled,
         bool,
-        "the experts would come in the order of the tree; leave it out",
+        "the experts would be returned in the order of the tree; leave it out",
     ),
     Refusal(
         "watermark_config",
@@ -230,13 +230,13 @@ CUDA_REFUSALS = (
         "attention_backend",
         lambda c: c.attention_config.backend and c.attention_config.backend.name,
         lambda name: name not in (None, *CUDA_BACKENDS),
-        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
+        f"trees run on {' and '.join(CUDA_BACKENDS)}; leave it out",
     ),
     Refusal(
         "attention_config.backend_per_kind",
         lambda c: c.attention_config.backend_per_kind,
         bool,
-        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
+        f"trees run on {' and '.join(CUDA_BACKENDS)}; leave it out",
     ),
     Refusal(
         "speculative_config.attention_backend",
@@ -244,7 +244,7 @@ CUDA_REFUSALS = (
             c.speculative_config.attention_backend and c.speculative_config.attention_backend.name
         ),
         lambda name: name not in (None, *CUDA_BACKENDS),
-        f"trees are carried by {' and '.join(CUDA_BACKENDS)}; leave it out",
+        f"trees run on {' and '.join(CUDA_BACKENDS)}; leave it out",
     ),
 )
 """Checks of ``VllmConfig`` on CUDA."""

@@ -14,8 +14,8 @@ from pathlib import Path
 _FILE = "tokenizer.json"
 
 UNLIKE_SHARE = 0.5
-"""Share of differing tokens from which on the tokenizers belong to different families. Models of
-one family differ in reserved tokens only; models of two families agree on hardly any token."""
+"""With this share of differing tokens or more, two tokenizers belong to different families. Models
+of one family differ in reserved tokens only; models of two families agree on hardly any token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ def tokenizer_file(model: str, revision: str | None) -> Path | None:
     try:
         found = try_to_load_from_cache(model, _FILE, revision=revision)
     except HFValidationError:
-        return None  # The name is not one of Hugging Face's, as that of an object store.
+        return None  # The name is not one of Hugging Face's; it may be an object store's.
     return Path(found) if isinstance(found, str) else None
 
 
 def _texts(file: Path) -> dict[int, str]:
-    """Read every token's text. A file of an unknown form has no texts."""
+    """Return every token's text by its id; none for a file of an unknown form."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:

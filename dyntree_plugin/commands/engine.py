@@ -23,8 +23,8 @@ KV_CACHE_BYTES = 1 << 30
 class Settings:
     """The models, the prompts, and how to complete them.
 
-    ``nodes`` is the size of a tree; ``options`` are further dyntree options. ``seed`` is that of
-    the first prompt; each further prompt adds one.
+    ``nodes`` is the size of a tree; ``options`` are more dyntree options. ``seed`` is the seed of
+    the first prompt; each later prompt adds 1.
     """
 
     target: str

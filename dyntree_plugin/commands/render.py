@@ -14,7 +14,7 @@ from dyntree_plugin.escape import escaped, escaped_lines
 from dyntree_plugin.tree.step import TreeStep
 
 Detokenise = Callable[[int], str]
-"""Gives the text of one token as it appears after other tokens."""
+"""Returns the text of one token as it appears after other tokens."""
 
 ACCEPTED = "✓"
 BONUS = "+"
@@ -79,7 +79,7 @@ def step_panel(
 def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
     """Return the whole tree in Graphviz's language, with accepted nodes filled.
 
-    ``name`` is the graph's, an identifier of that language.
+    ``name`` is the name of the graph, an identifier of that language.
     """
     accepted = set(step.accepted)
     end = step.accepted[-1] if step.accepted else -1

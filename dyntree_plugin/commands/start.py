@@ -21,7 +21,7 @@ from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
 Announce = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
-"""Shows a task and, if it is known, its number of parts. The context gives the function to call
+"""Shows a task, and its number of parts if that is known. The context gives the function to call
 after each part."""
 
 _STARTS_NO_ENGINE = {"--help", "--from", "--base-url"}
@@ -95,7 +95,7 @@ def announcing(console: Console) -> Iterator[Announce]:
 
 @contextmanager
 def quiet() -> Iterator[TextIO]:
-    """Keep the output of this process and its children off the screen; give a file that shows.
+    """Keep the output of this process and its children off the screen; yield a file that shows.
 
     Errors that vLLM has logged are shown on stderr at the end. If the block raises, all of the
     output is shown, except for a ValueError, which itself names the user's mistake.

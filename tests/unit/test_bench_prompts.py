@@ -54,7 +54,7 @@ def test_a_data_set_of_vllms_is_read_by_its_own_flags() -> None:
 def test_what_a_data_set_of_vllms_needs_is_said(tmp_path: Path) -> None:
     (tmp_path / "question.jsonl").write_text(json.dumps({"category": "qa", "turns": ["Who?"]}))
     flags = f"vllm:--dataset-name spec_bench --dataset-path {tmp_path / 'question.jsonl'}"
-    with pytest.raises(ValueError, match="take a JSONL file"):
+    with pytest.raises(ValueError, match="use a JSONL file"):
         prompts.read(flags, 1, None)
     from transformers import AutoTokenizer
 

@@ -65,9 +65,9 @@ def test_a_wrong_token_ends_with_status_1_and_is_named() -> None:
 
 def test_with_less_than_float32_it_is_said_why_text_may_differ() -> None:
     same, other = run([3, 4], [6]), run([3, 5], [6])
-    assert "add in another order" in shown(same, other, dtype="auto")[1]
-    assert "add in another order" not in shown(same, same, dtype="auto")[1]
-    assert "add in another order" not in shown(same, other)[1]
+    assert "sum in different orders" in shown(same, other, dtype="auto")[1]
+    assert "sum in different orders" not in shown(same, same, dtype="auto")[1]
+    assert "sum in different orders" not in shown(same, other)[1]
 
 
 @pytest.mark.parametrize(("plain", "tree"), [([3], [3, 4]), ([3, 4], [3])])

@@ -62,7 +62,7 @@ Trees = Annotated[
     typer.Option(
         "--tree",
         metavar="JSON",
-        help="dyntree options of an engine with trees; default: "
+        help="The dyntree options of one engine with trees; default: "
         f"{' and '.join(map(json.dumps, TREES))}. Repeatable.",
         rich_help_panel=OF_ENGINES,
     ),
@@ -84,7 +84,7 @@ Rounds = Annotated[
 SideBySide = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Engines kept at a time; default: as many as fit.", rich_help_panel=OF_ENGINES
+        min=1, help="Engines to keep running; default: as many as fit.", rich_help_panel=OF_ENGINES
     ),
 ]
 TimeLimit = Annotated[
@@ -92,8 +92,8 @@ TimeLimit = Annotated[
     typer.Option(
         min=1,
         metavar="SECONDS",
-        help="Time from the command's start. Measurements that would end later are left out, and "
-        "the result names them; the first ones never are.",
+        help="Time from the command's start. Measurements that would end later are skipped, and "
+        "the result names them. The first ones always run.",
     ),
 ]
 Notes = Annotated[
@@ -104,7 +104,7 @@ EngineArguments = Annotated[
     str,
     typer.Option(
         metavar="JSON",
-        help="Further arguments of every engine's LLM().",
+        help="More arguments for the LLM() of every engine.",
         rich_help_panel=OF_ENGINES,
     ),
 ]

@@ -8,7 +8,7 @@ import typer
 
 from dyntree_plugin.commands.start import ready_for_engine
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed; writes JSON with provenance.")
+app = typer.Typer(no_args_is_help=True, help="Measure speed, and write JSON with provenance.")
 
 
 @app.callback()
@@ -24,6 +24,6 @@ def _commands() -> None:
     }
 )
 def serve(context: typer.Context) -> None:
-    """Speed in the engine, of no speculation, vLLM's chains and trees; or of running servers."""
+    """Compare the speed of no speculation, vLLM's chains and trees, or of running servers."""
     ready_for_engine(context.args)
     import_module("dyntree_plugin.commands.bench.command").main(context.args)

@@ -73,11 +73,11 @@ def serve(
     try:
         check_plots(plot_folder)
         if base_urls:
-            _refuse(context, arguments.OF_ENGINES, "--base-url measures what is served there")
+            _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
             engines = len(base_urls)
             measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
         else:
-            _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is asked")
+            _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
             models, remarks = _models(target, draft, target_shape, dtype, engine_arguments)
             compared = _trees(trees, static_rates)
             contest = Contest(models, chains or plan.CHAINS, compared, side_by_side)

@@ -90,7 +90,7 @@ class Served:
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             # Forwards are timed where they run. On a GPU the engine has a process of its own, as is
-            # vLLM's default: what is done with a step's output hides behind the next step.
+            # vLLM's default: work on a step's output then overlaps with the next step.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if on_cpu and "additional_config" not in arguments:
             # Trees run on the V2 runner; so does what they are compared with.
@@ -101,7 +101,7 @@ class Served:
         self._begun = 0
 
     def serve(self, load: Load) -> tuple[Run, Answers]:
-        """Serve every request of the load. When one ends, the next begins."""
+        """Serve every request of the load. When one ends, the next one begins."""
         from prometheus_client import REGISTRY
 
         before, spent = counts.read(REGISTRY.collect()), counts.stages(REGISTRY.collect())

@@ -23,7 +23,7 @@ class Server(Protocol):
 
 
 Open = Callable[[Engine, list[Load]], AbstractContextManager[Server]]
-"""Gives an engine. These loads warm it up if it has just started."""
+"""Opens an engine. These loads warm it up if it has just started."""
 
 
 def measure(
@@ -41,9 +41,9 @@ def measure(
     Every other round goes backwards, so that the engine that ran last need not start again. Yields
     all results so far after each round.
 
-    ``by_cell``: within a round, all engines serve a load before the next load comes; for engines
-    that all run. ``seconds_left``: whole groups of what has to be compared, rounds or with
-    ``by_cell`` loads, are left out that would not end in time by the slowest one so far.
+    With ``by_cell``, which needs all engines running, all of them serve a load before the next load
+    comes. Engines are compared over a group of loads: a whole round, or one load with ``by_cell``.
+    A group is left out if the slowest one so far would not end within ``seconds_left``.
     """
     runs: dict[tuple[str, Cell], list[Run]] = {}
     answers: dict[tuple[str, Cell], Answers] = {}
@@ -61,7 +61,7 @@ def measure(
                     for cell in group:
                         run, answers[engine.name, cell] = server.serve(loads[cell])
                         run = run.model_copy(update={"round": number})
-                        # A new list: the ones that were given must not grow.
+                        # A new list: those that were yielded must not grow.
                         runs[engine.name, cell] = [*runs.get((engine.name, cell), ()), run]
                         done(engine, cell, run)
             slowest = max(slowest, time.monotonic() - began)

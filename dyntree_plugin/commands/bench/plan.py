@@ -52,8 +52,8 @@ class Load:
 
     A prompt is a list of tokens, or a text for a server.
 
-    Request ``i`` has the seed ``seed + i``. Texts do not end before ``max_tokens``, so that every
-    engine has the same to do.
+    Request ``i`` has the seed ``seed + i``. No answer ends before ``max_tokens``, so that every
+    engine has the same work.
     """
 
     prompts: Sequence[Sequence[int] | str]
@@ -104,7 +104,7 @@ def engines(
 
 
 def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
-    """Return the arguments that all engines share; ``budget``: most draft tokens per step."""
+    """Return the arguments that all engines share. ``budget`` is the most draft tokens per step."""
     return {
         "model": models.target,
         "dtype": models.dtype,
@@ -122,7 +122,7 @@ def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> d
 
 
 def named_trees(options: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Mapping[str, Any]]]:
-    """Trees with names that say what their options are.
+    """Return trees by names that say what their options are.
 
     Raises:
         ValueError: if one has no ``node_budget``, or options that do not fit, or two are the same.
@@ -144,7 +144,7 @@ def named_trees(options: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Ma
 
 
 def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:
-    """The engine with labels for its models' folders, to be written down."""
+    """Return the engine for a result file, with labels for its models' folders."""
     arguments = dict(engine.arguments)
     arguments["model"] = labels.get(arguments["model"], arguments["model"])
     if "speculative_config" in arguments:

@@ -81,7 +81,7 @@ class EngineProcess:
         if kind == REFUSED:
             raise ValueError(f"{self._name}: {value}")
         if kind == FAILED:
-            # A process that could not even begin has no log; what it said went to the screen.
+            # A process that could not even begin has no log; its output went to the screen.
             printed = self._log.read_text(errors="replace") if self._log.exists() else ""
             printed = printed[-_LOG_CHARACTERS:]
             raise RuntimeError(f"the engine `{self._name}` failed: {value}\n{printed}")
@@ -132,7 +132,7 @@ class Pool:
         yield self._running[engine.name]
 
     def start(self, engines: Sequence[Engine], warm_up: Sequence[Load]) -> None:
-        """Start these engines all at once, whatever the places, then warm them up in turn."""
+        """Start all of these engines at once, however many places there are, and warm up each."""
         for engine in engines:
             log = Path(self._logs.name) / f"{self._started}.log"
             self._started += 1
@@ -144,7 +144,7 @@ class Pool:
                 self._running[engine.name].serve(load)
 
     def holds(self, engines: int) -> bool:
-        """Return whether there are places for so many engines."""
+        """Return whether there are places for this number of engines."""
         return self._places is not None and self._places >= engines
 
     def _has_room(self) -> bool:

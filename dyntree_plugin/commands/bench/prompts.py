@@ -17,7 +17,8 @@ VLLM = "vllm:"
 """Prefix of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
 
 FIELDS = ("prompt", "text", "question", "turns")
-"""Fields of a JSONL line that may hold the prompt; of ``turns``, as in Spec-Bench, the first."""
+"""Fields of a JSONL line that may hold the prompt. ``turns`` is a list, as in Spec-Bench, whose
+first entry is used."""
 
 
 def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[str]]:
@@ -68,7 +69,7 @@ def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[s
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if tokenizer is None:
-        _refuse(flags, "they need a tokenizer, which no server gives: take a JSONL file")
+        _refuse(flags, "they need a tokenizer, which no server gives: use a JSONL file")
     parser: Any = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
     add_dataset_parser(parser)
     own = ["--num-prompts", str(count), "--seed", str(seed), "--no-oversample"]

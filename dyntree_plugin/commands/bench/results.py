@@ -16,7 +16,7 @@ class _Record(BaseModel):
 
 
 class Engine(_Record):
-    """An engine: its most draft tokens per step, and its arguments of ``LLM`` or its address."""
+    """An engine: its most draft tokens per step, and its arguments for ``LLM`` or its address."""
 
     name: str
     kind: Kind
@@ -109,14 +109,14 @@ def latencies_ms(
     Raises:
         RuntimeError: if a request got none.
     """
-    spent, behind, waited = 0.0, 0, 0.0
+    spent, later, waited = 0.0, 0, 0.0
     for asked, first, last, tokens in requests:
         if first is None:
             raise RuntimeError("a request has ended without a token")
         spent += last - first
-        behind += tokens - 1
+        later += tokens - 1
         waited += first - asked
-    return 1e3 * spent / max(behind, 1), 1e3 * waited / len(requests)
+    return 1e3 * spent / max(later, 1), 1e3 * waited / len(requests)
 
 
 def read(path: Path) -> Result:

@@ -105,7 +105,7 @@ def of_engines(
     engines = plan.engines(
         contest.models, list(loads), longest, chains=contest.chains, trees=contest.trees
     )
-    notes = [*notes, *([f"{longer} prompts were too long, and left out."] if longer else [])]
+    notes = [*notes, *([f"{longer} prompts were too long and were left out."] if longer else [])]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
     with Pool(contest.places) as pool:
         if together := pool.holds(len(engines)):
@@ -125,13 +125,13 @@ def of_servers(
     done: Done,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Result]:
-    """Measure running servers, all of them on a load before the next load.
+    """Measure running servers; all of them serve a load before the next load comes.
 
     Yields the result so far after each round. ``chat`` asks for chat completions. ``seconds_left``
     is as in `of_engines`.
 
     Raises:
-        ValueError: if an address or a set of prompts is none.
+        ValueError: if an address or a set of prompts is invalid.
         OSError: if a server does not answer.
     """
     engines = server.engines(addresses)
@@ -151,17 +151,17 @@ def of_servers(
 
     remarks = [
         "Acceptance is from each server's /metrics, which counts its other clients too.",
-        "Prompts repeat from round to round, and a prefix cache shortens reading them again.",
+        "Prompts repeat from round to round, so a prefix cache shortens their prefill.",
     ]
     for series in measure(
         engines, loads, settings.rounds, opened, done, by_cell=True, seconds_left=seconds_left
     ):
-        told = [*remarks, *notes, *_left_out(settings, loads, series)]
-        yield _result(settings, engines, series, told)
+        remarked = [*remarks, *notes, *_left_out(settings, loads, series)]
+        yield _result(settings, engines, series, remarked)
 
 
 def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series]) -> Iterator[str]:
-    """Say in a line which measurements the time did not suffice for."""
+    """Yield a line that says how many rounds there was time for, if not all."""
     rounds = dict.fromkeys(cells, 0)
     for one in series:
         rounds[one.cell] = len(one.runs)

@@ -35,7 +35,7 @@ def show(console: Console, result: Result) -> None:
 
 
 def markdown_table(result: Result) -> str:
-    """Return every cell and the notes in Markdown; losses, which `show` has in red, are marked."""
+    """Return every cell and the notes in Markdown; losses are marked "(loses)"."""
     lines = []
     for cell in result.cells():
         columns = _columns(result)

@@ -52,10 +52,10 @@ def demo(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the first prompt; each further prompt adds 1.")
+        int, typer.Option(min=0, help="Seed of the first prompt; each later prompt adds 1.")
     ] = 0,
     dtype: Dtype = None,
-    options: Annotated[str, typer.Option(metavar="JSON", help="Further dyntree options.")] = "{}",
+    options: Annotated[str, typer.Option(metavar="JSON", help="More dyntree options.")] = "{}",
     verbose: Verbose = False,
 ) -> None:
     """Complete held-out Python code with the target alone and with a tree of draft tokens. Show

@@ -77,7 +77,7 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
     with announce("Loading vLLM", None):
         from vllm import EngineArgs
 
-        # A pair that trees cannot serve is refused here, before anything takes long.
+        # A pair that trees cannot serve is refused here, before the engines start.
         EngineArgs(**with_trees(settings)).create_engine_config()
     count = len(settings.prompts)
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
             llm = stack.enter_context(engine(with_trees(settings)))
         with announce("Completing with the tree", count) as done:
             tree = _complete(llm, settings, done)
-        with announce("Looking at the trees", count) as done:
+        with announce("Recording the trees", count) as done:
             traces = _trace(llm, settings, done)
         return Comparison(plain, tree, traces, text_of_tokens(llm))
 

@@ -24,7 +24,7 @@ _SLOWER = Text(
     style="yellow",
 )
 _ROUNDED = Text(
-    "Engines that add in another order may differ if two tokens are almost equally likely. With "
+    "Engines that sum in different orders may differ if two tokens are almost equally likely. With "
     "--dtype float32 that is rare.\n",
     style="yellow",
 )
@@ -54,7 +54,7 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token in which the two completions of a prompt differ; None: the text has ended."""
+    """The first tokens in which two completions of a prompt differ; None if one has ended."""
 
     prompt: int
     position: int

@@ -1,4 +1,4 @@
-"""`dyntree doctor`: check this machine, and what dyntree would refuse of a command line."""
+"""`dyntree doctor`: check this machine, and find what dyntree would refuse of a command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the kernels of this machine: which one is chosen, whether it is right; and build them."""
+"""Check which kernels this machine uses and whether they are right, and build kernels."""
 
 from __future__ import annotations
 

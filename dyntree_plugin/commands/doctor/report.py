@@ -17,7 +17,7 @@ _MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fa
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. ``fail``: something is broken, or dyntree would refuse it."""
+    """One line of the report. ``fail`` means that something is broken or would be refused."""
 
     name: str
     status: Literal["ok", "warn", "fail"]

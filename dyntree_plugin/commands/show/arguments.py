@@ -18,7 +18,7 @@ PromptFile = Annotated[
 Seed = Annotated[int, typer.Option(min=0)]
 Options = Annotated[
     str,
-    typer.Option(metavar="JSON", help="Further dyntree options; the default budget is fixed."),
+    typer.Option(metavar="JSON", help="More dyntree options; budget is fixed unless they set it."),
 ]
 Trace = Annotated[Path | None, typer.Option(help="Save the trees here, as JSON.")]
 SavedTrace = Annotated[
@@ -27,7 +27,7 @@ SavedTrace = Annotated[
 ]
 GivenFormat = Annotated[
     Format | None,
-    typer.Option("--format", help="Default: by the suffix of --output, else terminal."),
+    typer.Option("--format", help="Default: what the suffix of --output says, or else terminal."),
 ]
 Output = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
 Step = Annotated[

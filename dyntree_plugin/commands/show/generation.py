@@ -1,4 +1,4 @@
-"""One request's trees with all that drawing them needs, and the file format."""
+"""One request's trees, with everything needed to draw them, and the file format."""
 
 from __future__ import annotations
 
