@@ -83,10 +83,13 @@ def test_rows_that_become_expensive_are_left_out() -> None:
     assert cut(found, tree)[0] < 5
 
 
-def test_nothing_is_learned_from_steps_that_read_a_prompt() -> None:
+@pytest.mark.parametrize(("prompts", "forwards"), [((0, 3), 1), ((0, 0), 0)])
+def test_nothing_is_learned_from_steps_with_prompts_or_without_a_draft(
+    prompts: tuple[int, ...], forwards: int
+) -> None:
     found, tree = budget(FLAT), values(0.9, 0.5, 0.2, 0.1, 0.1)
     for _ in range(300):
-        found.observe(batch(6, prompts=(0, 3)), 1, {"target": 100.0, "draft": 1e-3})
+        found.observe(batch(6, prompts=prompts), forwards, {"target": 100.0, "draft": 1e-3})
     found.observe(batch(1), 1, {"target": 0.05, "draft": 1e-3})
     assert cut(found, tree) == [5]
 

@@ -87,7 +87,7 @@ class TreeBudget:
         self._decode_next = computed >= batch.prefill_len_np[requests]
         total = sum(stage_seconds.values())
         self._observe_pace(total)
-        if self._cost is None or batch.is_prefilling_np[requests].any():
+        if self._cost is None or not forwards or batch.is_prefilling_np[requests].any():
             return
         drafting = sum(stage_seconds.get(stage, 0.0) for stage in DRAFTING)
         self._cost.observe(batch.num_tokens, max(total - drafting, 1e-6))
