@@ -55,7 +55,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
             self._budget.observe(batch, forwards, times.seconds())
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return each request's drafts for the scheduler, without padding and what is not worth it.
+        """Return each request's drafts for the scheduler: the nodes that pay, without padding.
 
         A scheduler that is synchronous calls it, and then the counts are at hand. Of independent
         draws, a small tree tells which coincide, so the room for them must not depend on it.
