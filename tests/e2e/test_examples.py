@@ -163,7 +163,7 @@ def test_the_client_streams_steps(server: str, folder: Path) -> None:
     assert counts is not None, shown
     tokens, pieces = map(int, counts.groups())
     assert tokens == 32
-    # If the server's process gets no time, vLLM joins the outputs of several steps, at worst of all.
+    # If the server's process gets no time, vLLM joins the outputs of several steps, or of all.
     assert 0 < pieces < tokens
 
 
