@@ -169,7 +169,7 @@ METRICS = (
         PREFIX + "node_budget",
         "gauge",
         "node_budget",
-        "Most nodes that one request's tree may have, as of the last step.",
+        "Most nodes of one request's tree in the last step; with a fixed budget, the option's.",
     ),
     Metric(
         PREFIX + "config_info",

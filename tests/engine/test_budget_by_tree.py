@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.outputs import DraftTokenIds
 
 from vllm_cpu_runner import install
 
@@ -15,8 +16,13 @@ install()  # the runner's modules need it before they are imported
 
 from dyntree_plugin.engine.budget.by_tree import TreeBudget  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
+from dyntree_plugin.engine.cpu.runner import CPUModelRunner, TreeCPUModelRunner  # noqa: E402
+from dyntree_plugin.engine.step.clock import Measured  # noqa: E402
 from dyntree_plugin.engine.step.draft import DraftStages  # noqa: E402
+from dyntree_plugin.engine.step.records import Drafted, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
 from dyntree_plugin.tree.token_tree import NO_VALUE  # noqa: E402
 
@@ -133,3 +139,26 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
         stages = DraftStages(source, None, growth, memory, [1], torch.zeros(2).bool(), ops.pays)
         assert stages.forward(Requests(torch.zeros(1, 8).long(), 1), 0) == expected
     assert len(ran) == 1 + runs
+
+
+@pytest.mark.parametrize(("of_trees", "offered"), [(True, 2), (False, 5)])
+def test_the_runner_offers_the_scheduler_the_nodes_that_pay(
+    of_trees: bool, offered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: a runner that does not size single trees offers the whole tree, without padding."""
+    drafts = DraftTokenIds(["a"], [list(range(NODES))])
+    monkeypatch.setattr(CPUModelRunner, "take_draft_token_ids", lambda self: drafts)
+    runner = object.__new__(TreeCPUModelRunner)
+    runner._budget = TreeBudget() if of_trees else None
+    runner.trees = TreeStore(2, DynTreeOptions().resolve(NODES), 8, torch.device("cpu"))
+    runner.trees.values[1] = values(0.9, 0.8, 0.3, 0.2, 0.1)[0]
+    runner.trees.counts[1] = runner.trees.admitted[1] = 5
+    runner.req_states = SimpleNamespace(req_id_to_index={"a": 1})  # type: ignore[assignment]
+    step = Step(drafted=Drafted(None, 2, 1))
+    runner.driver = SimpleNamespace(step=step)  # type: ignore[assignment]
+    runner.take_row_cost(RowCost((1, 9), STEEP, 40))
+    runner.step_ended(batch(6), Measured({"target": 0.05, "draft": 1e-3}))
+    found = runner.take_draft_token_ids()
+    assert found is not None
+    assert found.draft_token_ids == [list(range(offered))]
+    assert int(runner.trees.admitted[1]) == offered

@@ -24,9 +24,9 @@ measured."""
 class TreeBudget:
     """Chooses how many nodes of each tree the next step verifies, and when drafting ends.
 
-    The host sees each tree before the next step is scheduled. So the choice goes by the values of
-    the trees themselves, and not, as in `by_schedule`, by what earlier trees were worth. It learns
-    from this rank's clock, so it is for engines of one rank.
+    The host sees each tree before the next step is scheduled. So the choice follows from the
+    values of the trees themselves; in `by_schedule` it follows from what earlier trees were worth.
+    The seconds are those of this rank's clock, so it is for engines of one rank.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,8 @@ class TreeBudget:
     def cut(self, values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return how many nodes of each tree of the last step to verify next, int64 [R].
 
-        A tree stays whole if its request still has a prompt to read, so that no tree is verified.
+        If a request still has a prompt to read, the next step does not verify its tree, which then
+        stays whole.
 
         Args:
             values: float32 [R, N], as in `TokenTree`; they must not rise within a tree.
