@@ -164,7 +164,7 @@ def run(
 def _pair(target: str | None, draft: str | None, device: torch.device, dtype: torch.dtype) -> Pair:
     """Both models; the embedded ones where none are given."""
     if target is None or draft is None:
-        target, draft = (str(path) for path in embedded.paths().values())
+        target, draft = embedded.target_and_draft()
     models = load(target, device, dtype), load(draft, device, dtype)
     vocabularies = [model.config.get_text_config().vocab_size for model in models]
     if vocabularies[0] != vocabularies[1]:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from benchmarks.acceptance.calibrate import positional_acceptance
 from benchmarks.acceptance.models import load
 from benchmarks.acceptance.texts import Prompts, write
-from dyntree_plugin.pair import held_out_prompts, paths
+from dyntree_plugin.pair import held_out_prompts, target_and_draft
 
 PROMPTS = 32
 TOKENS = 64
@@ -40,7 +40,7 @@ def measure(target: str, draft: str) -> list[float]:
 def main(models: Sequence[str]) -> None:
     if len(models) not in (0, 2):
         raise SystemExit(__doc__)
-    target, draft = models or [str(path) for path in paths().values()]
+    target, draft = models or target_and_draft()
     sys.stdout.write(",".join(map(str, measure(target, draft))) + "\n")
 
 

@@ -55,11 +55,11 @@ def build(
         target, draft, tokenizer, corpus.held_out_prompts(prompts, root=root)
     )
     provenance = {
-        "corpus": _describe(sources, tokens, root),
+        "corpus": describe(sources, tokens, root),
         "held_out": list(corpus.HELD_OUT),
         "recipe": asdict(recipe),
-        "target": _measure(target, tokenizer, root),
-        "draft": _measure(draft, tokenizer, root),
+        "target": measure(target, tokenizer, root),
+        "draft": measure(draft, tokenizer, root),
         "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
         "threads": torch.get_num_threads(),
@@ -70,9 +70,10 @@ def build(
     return provenance
 
 
-def _describe(
+def describe(
     sources: list[corpus.Source], tokens: train.Tokens, root: Path | None
 ) -> dict[str, Any]:
+    """Return what there is to read, for provenance.json."""
     return {
         "text": "The Python standard library and its tests",
         "licence": "Python Software Foundation License Version 2",
@@ -84,9 +85,10 @@ def _describe(
     }
 
 
-def _measure(
+def measure(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, root: Path | None
 ) -> dict[str, Any]:
+    """Return the model's size and its losses on the held-out modules, for provenance.json."""
     texts = [source.text for source in corpus.held_out_sources(root)]
     loss = evaluate.held_out_loss(model, tokenizer, texts)
     return {

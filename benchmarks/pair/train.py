@@ -25,7 +25,8 @@ from dyntree_plugin.pair.models import DRAFT, TARGET, Shape, continue_rows, in_b
 
 logger = logging.getLogger(__name__)
 
-_COPIES = 2  # of the trained model, each with its share of a step's rows and a thread of its own
+# Most copies of the trained model: each has its share of a step's rows and a thread of its own.
+_COPIES = 2
 
 CHECKPOINT_STEPS = 250
 
@@ -65,6 +66,14 @@ class Recipe:
     written_rows: int = 256  # rows that the target writes for the draft
     written_share: float = 0.25  # of the draft's rows
     seed: int = 0
+
+
+SECOND_DRAFT = Recipe(
+    library_share=0.0,
+    draft_schedule=Schedule(steps=3000, peak=5e-3, decay=0.4),
+    seed=10,
+)
+"""Recipe of the second draft: it reads tests alone, so that it errs elsewhere than the first."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,7 @@ def write_rows(
 ) -> torch.Tensor:
     """Rows (written_rows, length + 1) that the target continued from the corpus.
 
-    Each starts with a sixteenth to a half row of library text. A third are greedy, the others
+    Each starts with a sixteenth to a half row of the corpus. A third are greedy, the others
     sampled at temperatures 0.8 and 1.
     """
     model = in_bfloat16(target)
@@ -202,15 +211,16 @@ def _optimize(
 
     Muon updates the matrices: the target's loss after 300 steps of AdamW took it under 200.
     """
-    copies = [in_bfloat16(model) for _ in range(_COPIES)]
+    count = min(_COPIES, torch.get_num_threads())
+    copies = [in_bfloat16(model) for _ in range(count)]
     optimizers = _optimizers(model)
     first = _resume(checkpoint, model, optimizers, rows, schedule)
     average = math.nan
-    pool = ThreadPoolExecutor(_COPIES, initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
     with pool, _progress() as progress:
         bar = progress.add_task(name, total=schedule.steps, completed=first, note="")
         for step in range(first, schedule.steps):
-            shares = torch.stack([next(rows) for _ in range(schedule.rows)]).chunk(_COPIES)
+            shares = torch.stack([next(rows) for _ in range(schedule.rows)]).chunk(count)
             losses = list(pool.map(_gradient, repeat(model), copies, shares, repeat(loss)))
             _add_gradients(model, copies)
             for optimizer in optimizers:

@@ -18,6 +18,7 @@ __all__ = [
     "packaged_directory",
     "paths",
     "provenance",
+    "target_and_draft",
 ]
 
 
@@ -27,19 +28,28 @@ def packaged_directory() -> Path:
 
 
 def paths(root: Path | None = None) -> dict[str, Path]:
-    """Return the folders of "target" and "draft", of the shipped pair or of one at `root`.
+    """Return the folders of "target", "draft" and "second_draft", shipped or at `root`.
+
+    A pair of one's own may lack the second draft; then the result lacks it, too.
 
     Raises FileNotFoundError if `root` holds no complete pair.
     """
     root = packaged_directory() if root is None else root
-    found = {name: root / name for name in ("target", "draft")}
-    for directory in found.values():
-        if not (directory / "model.safetensors").is_file():
+    every = {name: root / name for name in ("target", "draft", "second_draft")}
+    found = {name: path for name, path in every.items() if (path / "model.safetensors").is_file()}
+    for name in ("target", "draft"):
+        if name not in found:
             raise FileNotFoundError(
-                f"no model in {directory}: in a clone of the repository, "
+                f"no model in {every[name]}: in a clone of the repository, "
                 f"`python -m benchmarks.pair {root}` trains a pair"
             )
     return found
+
+
+def target_and_draft() -> tuple[str, str]:
+    """Return the folders of the shipped target and of its first draft."""
+    found = paths()
+    return str(found["target"]), str(found["draft"])
 
 
 def provenance(root: Path | None = None) -> dict[str, Any]:

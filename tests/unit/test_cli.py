@@ -45,10 +45,10 @@ def test_the_version_comes_without_loading_vllm_or_torch() -> None:
 
 
 def test_the_pair_is_printed_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"target": Path("/weights/target"), "draft": Path("/weights/draft")}
-    monkeypatch.setattr(pair, "paths", lambda: found)
+    names = ("target", "draft", "second_draft")
+    monkeypatch.setattr(pair, "paths", lambda: {name: Path("/weights", name) for name in names})
     done = runner.invoke(cli.app, ["pair"])
-    assert json.loads(done.output) == {"target": "/weights/target", "draft": "/weights/draft"}
+    assert json.loads(done.output) == {name: f"/weights/{name}" for name in names}
 
 
 def test_the_demo_gets_its_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

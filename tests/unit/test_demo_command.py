@@ -209,8 +209,8 @@ def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
         raise ValueError("enough")
 
     monkeypatch.setattr(demo, "compare", compare)
-    folders = [str(path) for path in pair.paths().values()]
-    own = ["--target", folders[0], "--draft", folders[1]]
+    target, draft = pair.target_and_draft()
+    own = ["--target", target, "--draft", draft]
     for line in ([], own, [*own, "--dtype", "float16"]):
         with pytest.raises(SystemExit):
             demo.main(line)

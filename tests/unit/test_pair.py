@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.build import build
+from benchmarks.pair.second import add_second_draft
 from dyntree_plugin import pair
 from dyntree_plugin.pair import corpus, models
 
@@ -46,6 +47,11 @@ def draft() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
+def second() -> LlamaForCausalLM:
+    return models.load(pair.paths()["second_draft"])
+
+
+@pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a small library: three modules and a test to train on, and short held-out modules."""
     root = tmp_path_factory.mktemp("library")
@@ -66,6 +72,14 @@ def test_the_draft_has_at_most_a_tenth_of_the_targets_parameters(
     assert 10 * models.parameter_count(draft) <= models.parameter_count(target)
 
 
+def test_the_second_draft_is_no_larger_than_the_first(
+    draft: LlamaForCausalLM, second: LlamaForCausalLM
+) -> None:
+    assert models.parameter_count(second) <= models.parameter_count(draft)
+    folder = pair.paths()["second_draft"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 1e6
+
+
 def test_the_shipped_files_are_small_and_in_bfloat16() -> None:
     files = [path for path in pair.packaged_directory().rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 12e6
@@ -74,10 +88,12 @@ def test_the_shipped_files_are_small_and_in_bfloat16() -> None:
         assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("name", ["draft", "second_draft"])
 def test_both_models_share_one_tokenizer_that_restores_any_text(
-    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, draft: LlamaForCausalLM
+    name: str, tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM
 ) -> None:
-    other = AutoTokenizer.from_pretrained(pair.paths()["draft"])
+    draft = models.load(pair.paths()[name])
+    other = AutoTokenizer.from_pretrained(pair.paths()[name])
     assert tokenizer.get_vocab() == other.get_vocab()
     assert len(tokenizer) == target.config.vocab_size == draft.config.vocab_size
     assert target.config.head_dim % 32 == draft.config.head_dim % 32 == 0
@@ -121,12 +137,15 @@ def test_held_out_files_are_left_out_wherever_the_library_lies(library: Path) ->
 
 
 def test_the_loss_on_held_out_modules_is_what_the_provenance_says(
-    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM, draft: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast,
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    second: LlamaForCausalLM,
 ) -> None:
     texts = [source.text for source in corpus.held_out_sources()]
     random = models.new_model(models.TARGET, len(tokenizer), seed=1).eval()
     known = pair.provenance()
-    for model, name in ((target, "target"), (draft, "draft")):
+    for model, name in ((target, "target"), (draft, "draft"), (second, "second_draft")):
         loss = evaluate.held_out_loss(model, tokenizer, texts, rows=48)
         # 48 of about 700 rows: the standard error is about 0.05, and modules differ by release.
         assert loss.nats_per_token == pytest.approx(
@@ -149,6 +168,28 @@ def test_the_draft_follows_the_target_on_held_out_prompts(
     lost = evaluate.agreement(target, scrambled, tokenizer, prompts[:2], tokens=16)
     assert lost.top1 < 0.2
     assert lost.total_variation > 0.5 > found.total_variation
+
+
+def test_each_draft_is_right_where_the_other_is_wrong(
+    tokenizer: PreTrainedTokenizerFast,
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    second: LlamaForCausalLM,
+) -> None:
+    prompts = corpus.held_out_prompts(8, seed=1)
+    found = evaluate.pooled(target, (draft, second), tokenizer, prompts, tokens=32)
+    assert found.both + found.only_first + found.only_second + found.neither == pytest.approx(1)
+    assert found.only_second > 0
+    assert found.only_first > 0
+    assert found.both + found.only_second > 0.5
+    # The first draft's shares are those that `agreement` finds for it alone.
+    alone = evaluate.agreement(target, draft, tokenizer, prompts, tokens=32)
+    assert found.both + found.only_first == pytest.approx(alone.top1)
+    # Control: a draft adds nothing to itself, and to the target.
+    same = evaluate.pooled(target, (draft, draft), tokenizer, prompts[:2], tokens=16)
+    assert same.only_first == same.only_second == 0
+    best = evaluate.pooled(target, (target, draft), tokenizer, prompts[:2], tokens=16)
+    assert best.only_second == best.neither == 0
 
 
 def test_a_target_agrees_with_itself_completely(
@@ -212,6 +253,46 @@ def test_a_toy_pair_trains_from_text_to_stored_models(library: Path, tmp_path: P
     assert models.parameter_count(models.load(directories["draft"])) == said["draft"]["parameters"]
     assert len(AutoTokenizer.from_pretrained(directories["target"])) == TOY.vocabulary
     assert str(tmp_path) not in (tmp_path / "provenance.json").read_text()
+
+
+def test_a_toy_second_draft_is_added_beside_the_first(library: Path, tmp_path: Path) -> None:
+    build(tmp_path, TOY, root=library, prompts=2)
+    assert "second_draft" not in pair.paths(tmp_path)
+    before = {p: p.read_bytes() for n in ("target", "draft") for p in (tmp_path / n).iterdir()}
+    first = pair.provenance(tmp_path)
+
+    recipe = replace(TOY, library_share=0.0, seed=1)
+    said = add_second_draft(tmp_path, recipe, root=library, prompts=2)
+    directories = pair.paths(tmp_path)
+    second = models.load(directories["second_draft"])
+    assert models.parameter_count(second) == said["parameters"]
+    assert len(AutoTokenizer.from_pretrained(directories["second_draft"])) == TOY.vocabulary
+    weights = load_file(directories["second_draft"] / "model.safetensors")
+    others = load_file(directories["draft"] / "model.safetensors")
+    assert not all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    assert {path: path.read_bytes() for path in before} == before
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        ours, target = (directories[n] / file for n in ("second_draft", "target"))
+        assert ours.read_bytes() == target.read_bytes()
+    assert pair.provenance(tmp_path) == first | {"second_draft": json.loads(json.dumps(said))}
+
+
+def test_a_second_draft_of_tests_needs_a_python_with_tests(library: Path, tmp_path: Path) -> None:
+    build(tmp_path / "pair", TOY, root=library, prompts=1)
+    bare = tmp_path / "bare"
+    shutil.copytree(library, bare, ignore=shutil.ignore_patterns("test"))
+    with pytest.raises(ValueError, match="installed without"):
+        add_second_draft(tmp_path / "pair", replace(TOY, library_share=0.0), root=bare)
+
+
+def test_a_draft_of_tests_alone_reads_nothing_else() -> None:
+    tokens = train.Tokens(torch.zeros(500, dtype=torch.long), torch.ones(500, dtype=torch.long))
+    recipe = replace(TOY, library_share=0.0)
+    rows = [row for row, _ in zip(train._corpus_rows(tokens, recipe, 1), range(40), strict=False)]
+    assert all(bool((row == 1).all()) for row in rows)
+    # Control: the other draft's rows are of both.
+    mixed = [row for row, _ in zip(train._corpus_rows(tokens, TOY, 1), range(40), strict=False)]
+    assert {int(row[0]) for row in mixed} == {0, 1}
 
 
 def test_training_is_repeatable_and_depends_on_the_seed(library: Path) -> None:

@@ -141,7 +141,7 @@ def _models(
             raise ValueError("--target-shape grows the embedded target: leave out --target")
         return Models(target, draft, dtype, further), []
     embedded = {name: str(path) for name, path in pair.paths().items()}
-    labels = {path: f"the embedded {name}" for name, path in embedded.items()}
+    labels = {p: f"the embedded {n.replace('_', ' ')}" for n, p in embedded.items()}
     if shape is None:
         notes = [f"The embedded pair, {dtype}."]
         return Models(embedded["target"], embedded["draft"], dtype, further, labels), notes

@@ -71,7 +71,7 @@ def demo(
     used = chosen_dtype(dtype, target)
     with nullcontext() if verbose else reasons.exit_on_mistake("dyntree demo"):
         if target is None or draft is None:
-            target, draft = (str(path) for path in pair.paths().values())
+            target, draft = pair.target_and_draft()
         settings = Settings(
             target=target,
             draft=draft,

@@ -120,7 +120,7 @@ def _recorded(
     asked = tree_options(settings["options"], settings["nodes"])
     settings["options"] = {"budget": "fixed", **asked}
     if target is None or draft is None:
-        target, draft = (str(path) for path in pair.paths().values())
+        target, draft = pair.target_and_draft()
     prompts = pair.held_out_prompts(1) if prompt is None else [prompt]
     for model in (target, draft):
         fetch(model)
