@@ -42,7 +42,12 @@ def allowed(name: str, field: FieldInfo) -> str:
     if get_origin(type_) is Literal:
         return " or ".join(str(value) for value in get_args(type_))
     if get_origin(type_) is tuple:
-        of_what = "integers >= 1" if int in get_args(get_args(type_)[0]) else "numbers from 0 to 1"
+        kinds = {
+            int: "integers >= 1",
+            float: "numbers from 0 to 1",
+            str: "folders or names of models",
+        }
+        of_what = kinds[get_args(get_args(type_)[0])[0]]
         most = next(m.max_length for m in field.metadata if hasattr(m, "max_length"))
         return f"a list of 1 to {most} {of_what}"
     if str in get_args(field.annotation):

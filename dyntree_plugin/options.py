@@ -1,13 +1,14 @@
-"""The options of the plugin: the only source of the ``--dyntree`` flag, its help and the tables of
-docs/options.md. The names of growths and rules come from `tree.registry`, which is loaded when one
-is asked for, since it loads torch."""
+"""The options of the plugin: the only source of the ``--dyntree`` flag, and of `option_pages`.
+
+The names of growths and rules come from `tree.registry`, which is loaded when one is asked for,
+since it loads torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -19,7 +20,8 @@ from pydantic import (
     field_validator,
 )
 
-from dyntree_plugin.option_text import allowed, default_of, meaning, specs
+from dyntree_plugin.option_shape import ADAPTIVE_FORWARDS, DRAWN_CHILDREN, LOOK_UP_DEPTH, shape_of
+from dyntree_plugin.option_text import allowed, specs
 from dyntree_plugin.tree.shape import Budget, Sampling, TreeShape
 
 if TYPE_CHECKING:
@@ -30,28 +32,12 @@ NAMESPACE = "dyntree"
 
 Switch = Literal["on", "off"]
 
-# Some draws are tokens of little chance, which use up places.
-DRAWN_CHILDREN = 16
-
-ADAPTIVE_DEPTH = 16
-
-
-def default_shape(node_budget: int) -> tuple[int, int, int]:
-    """Return the depth, width and children that suit a budget.
-
-    They come from a sweep on the embedded pair with learned values. With 16 and 64 nodes, more of
-    any gains less than 3 % accepted tokens at temperature 1, and depth costs draft forwards.
-    """
-    root = math.ceil(math.sqrt(node_budget))
-    depth = min(max(round(2 * math.log2(node_budget)), 1), node_budget)
-    return depth, min(root, 32), min(max(root, 2), 8)
-
+WITHOUT_DRAFT = ("ngram", "ngram_gpu")
+"""vLLM's methods without a draft model. With them look-up alone makes the candidates."""
 
 MOST_NODES = 1024
 MOST_DEPTH = MOST_CHILDREN = 64
-
-OF_THE_PAPERS = ("growth", "sampling", "rule", "threshold", "expansion", "acceptance")
-"""Names of the options whose defaults are right for serving."""
+MOST_FURTHER_DRAFTS = 3
 
 
 class DynTreeOptions(BaseModel):
@@ -81,12 +67,31 @@ class DynTreeOptions(BaseModel):
         default=None,
         ge=1,
         le=MOST_DEPTH,
-        description="Depth of the deepest node: the most draft tokens that one step can accept, "
-        "and the most draft forwards that it makes. At most node_budget.",
+        description="Depth of the deepest node: the most draft tokens that one step can accept. At "
+        "most node_budget.",
         json_schema_extra={
-            "derived": f"node_budget, at most {ADAPTIVE_DEPTH}, with an adaptive budget; else "
-            "2 log2(node_budget), rounded: 8 for 16, 12 for 64"
+            "derived": f"node_budget, at most {LOOK_UP_DEPTH}, with look-up; else max_forwards"
         },
+    )
+    max_forwards: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_DEPTH,
+        description="Most draft forwards of a step. A forward adds a level to the draft's own "
+        "candidates; those of look-up need none. At most max_depth.",
+        json_schema_extra={
+            "derived": f"node_budget, at most {ADAPTIVE_FORWARDS}, with an adaptive budget; else "
+            "2 log2(node_budget), rounded: 8 for 16, 12 for 64; without look-up, max_depth if that "
+            "is given"
+        },
+    )
+    lookup: Switch | None = Field(
+        default=None,
+        description="For growth topk: add candidates from the request's own text, which is "
+        "searched for earlier places that end as it ends now. They need no draft forward. The "
+        "output is the same either way. With method ngram or ngram_gpu instead of a draft model, "
+        "all candidates come from there.",
+        json_schema_extra={"derived": "on with growth topk; else only off is allowed"},
     )
     width: int | None = Field(
         default=None,
@@ -126,6 +131,15 @@ class DynTreeOptions(BaseModel):
         "whole path is accepted. Nodes below it are not verified, and on the CPU drafting stops if "
         "none is left to expand. This pays if the target's cost grows with its rows.",
         json_schema_extra={"derived": "none: trees fill their budget"},
+    )
+    drafts: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MOST_FURTHER_DRAFTS,
+        description="Further draft models beside the one in --speculative-config. Trees grow from "
+        "the mixture of their distributions. They must meet the same conditions, and each makes "
+        "every draft forward, so that it pays if they are right where the first is wrong.",
+        json_schema_extra={"derived": "none: one draft"},
     )
     growth: str = Field(
         default="topk",
@@ -175,7 +189,7 @@ class DynTreeOptions(BaseModel):
         json_schema_extra={"derived": "none: rules choose the kernel"},
     )
 
-    @field_validator("expansion", "acceptance", mode="before")
+    @field_validator("expansion", "acceptance", "drafts", mode="before")
     @classmethod
     def _tuple_from_list(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
@@ -188,7 +202,7 @@ class DynTreeOptions(BaseModel):
             raise ValueError(f"must be {' or '.join(known)}")
         return value
 
-    @field_validator("coupling", "calibration", mode="before")
+    @field_validator("coupling", "calibration", "lookup", mode="before")
     @classmethod
     def _switch_from_bool(cls, value: object) -> object:
         # YAML reads a bare `on` or `off` in a --config file as a boolean.
@@ -232,8 +246,15 @@ class DynTreeOptions(BaseModel):
             wrong = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
             raise ValueError("; ".join(_explain(name, given[name]) for name in wrong)) from None
 
-    def resolve(self, num_speculative_tokens: int) -> TreePlan:
+    def plan_for(self, speculation: Any) -> TreePlan:
+        """Fill in every default for an engine with vLLM's ``SpeculativeConfig``; see `resolve`."""
+        draft = speculation.method not in WITHOUT_DRAFT
+        return self.resolve(speculation.num_speculative_tokens, draft=draft)
+
+    def resolve(self, num_speculative_tokens: int, *, draft: bool = True) -> TreePlan:
         """Fill in every default for an engine with `num_speculative_tokens`.
+
+        ``draft``: there is a draft model.
 
         Raises:
             ValueError: naming the options that do not fit this engine or each other.
@@ -251,42 +272,27 @@ class DynTreeOptions(BaseModel):
                 f"lower it to at most {slots}, or raise num_speculative_tokens in "
                 f"--speculative-config to at least {node_budget}"
             )
-        if self.max_depth is not None and self.max_depth > node_budget:
-            raise ValueError(
-                f"{NAMESPACE}.max_depth={self.max_depth} cannot be reached with "
-                f"{NAMESPACE}.node_budget={node_budget}: lower max_depth to at most {node_budget}, "
-                "or raise node_budget"
-            )
-        depth, width, children = default_shape(node_budget)
         budget = self.budget or self._default_budget()
-        if budget == "adaptive":
-            # Depth that does not pay is not drafted.
-            depth = min(node_budget, ADAPTIVE_DEPTH)
-        if self.expansion is not None:
-            depth = len(self.expansion)
-        spec = specs("growth")[self.growth]
-        if "children" in spec.reads and "best" not in spec.samplings:
-            children = DRAWN_CHILDREN
-        shape = TreeShape(
-            node_budget,
-            self.max_depth or depth,
-            self.width or width,
-            self.children or children,
-            self.coupling == "on",
-        )
         try:
-            return self._plan(shape, budget)
+            return self._plan(shape_of(self.model_dump(), node_budget, budget, draft=draft), budget)
         except ValueError as error:
             raise ValueError(f"{NAMESPACE}.{error}") from None
 
     def without_effect(self, plan: TreePlan) -> Iterator[str]:
         """Yield, with the reason, each option that was given and that the plan does not read."""
         growth = plan.growth.name
-        for name in ("max_depth", "width", "children"):
+        for name in ("max_depth", "max_forwards", "width", "children"):
             value = getattr(self, name)
-            if value is not None and name not in specs("growth")[growth].reads:
+            if value is None:
+                continue
+            given = f"{NAMESPACE}.{name}={value} has no effect"
+            if name not in specs("growth")[growth].reads:
+                yield f"{given} with growth={growth}: leave it out"
+            elif not plan.has_draft and name != "max_depth":
+                yield f"{given} without a draft model: leave it out"
+            elif name == "max_depth" and value > plan.shape.max_depth:
                 yield (
-                    f"{NAMESPACE}.{name}={value} has no effect with growth={growth}: leave it out"
+                    f"{given} with max_forwards={self.max_forwards} and lookup=off: leave it out"
                 )
         if self._asked_for("coupling") and not plan.coupled:
             yield (
@@ -333,8 +339,9 @@ class DynTreeOptions(BaseModel):
 
         growth = GrowthConfig(self.growth, self._own_parameter(), self.sampling)
         growing = plan_growth(growth, shape)
-        # Some growths stop before max_depth, whatever the draft says.
-        shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
+        if not shape.grafts:
+            # Some growths stop before max_depth, whatever the draft says.
+            shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
         rule = self.rule or default_rule(growing.sampling)
         return TreePlan(shape, growth, rule, self.calibration == "on", budget)
 
@@ -348,35 +355,6 @@ def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
                 "give it once"
             )
     return {**first, **second}
-
-
-def help_text() -> str:
-    """Return the help of the flag, with every option."""
-    lines = [
-        f"- {name} ({allowed(name, field)}; default {default_of(field)}): {meaning(name, field)}"
-        for name, field in DynTreeOptions.model_fields.items()
-    ]
-    return (
-        "Speculate with a dynamic token tree. The value is a JSON object of options, {} for the "
-        "defaults. Needs a draft_model in --speculative-config.\n\n" + "\n".join(lines)
-    )
-
-
-def markdown_tables() -> str:
-    """Return the options as two Markdown tables: for serving, and for the papers' trees."""
-    fields = DynTreeOptions.model_fields
-    serving = [name for name in fields if name not in OF_THE_PAPERS]
-    parts = (("## Serving", serving), ("## The papers' trees", OF_THE_PAPERS))
-    return "\n\n".join(f"{heading}\n\n{_table(names)}" for heading, names in parts)
-
-
-def _table(names: Sequence[str]) -> str:
-    rows = [
-        f"| `{name}` | {allowed(name, field)} | {default_of(field)} | {meaning(name, field)} |"
-        for name, field in DynTreeOptions.model_fields.items()
-        if name in names
-    ]
-    return "\n".join(["| option | allowed | default | meaning |", "|---|---|---|---|", *rows])
 
 
 def _nearly_ours(key: str) -> bool:

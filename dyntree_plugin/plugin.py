@@ -56,12 +56,17 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
         return  # vLLM checks a configuration again when it derives another one, as for the draft.
     workers = configuration.WORKERS
     check.refuse_unserved(vllm_config, options, device_type, workers, served.refusal)
-    plan = options.resolve(vllm_config.num_speculative_tokens)
-    configuration.mark_as_tree(cast("SpeculativeConfig", speculation), plan)
+    further = configuration.configure_further_drafts(vllm_config, options)
+    for each in further:
+        check.refuse_further_draft(vllm_config, each, device_type, served.refusal)
+    plan = options.plan_for(speculation)
+    speculation = cast("SpeculativeConfig", speculation)
+    configuration.mark_as_tree(speculation, plan)
+    configuration.attach_further_drafts(speculation, further)
     vllm_config.parallel_config.worker_cls = workers[device_type]
     if device_type == "cuda":
         _choose_attention(vllm_config)
-    _log(vllm_config, plan)
+    _log(vllm_config, plan, device_type)
     if device_type == "cpu":
         _prefer_intels_openmp()
 
@@ -86,21 +91,28 @@ def _choose_attention(vllm_config: VllmConfig) -> None:
         attention.backend = AttentionBackendEnum[check.cuda_backend(vllm_config.model_config)]
 
 
-def _log(vllm_config: VllmConfig, plan: TreePlan) -> None:
+def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
     """Log the options in force, and advice on the rest of the configuration."""
     from vllm.logger import init_logger
 
     from dyntree_plugin.admission import check
+    from dyntree_plugin.engine.configuration import further_drafts
     from dyntree_plugin.engine.fallback import default_chain_reasons
 
     # vLLM shows only what is logged below the name of its own package.
     logger = init_logger("vllm.dyntree")
     in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     logger.info("dyntree %s is active: %s", __version__, in_force)
+    for line in check.look_up_advice(vllm_config, device_type):
+        logger.info("%s", line)
     if advice := check.token_budget_advice(vllm_config):
         logger.info("%s", advice)
     if difference := check.vocabulary_advice(vllm_config):
         logger.warning("%s", difference)
+    for each in further_drafts(vllm_config.speculative_config):
+        logger.info("%s is a further draft.", each.model)
+        if difference := check.vocabulary_advice(vllm_config, each):
+            logger.warning("%s: %s", each.model, difference)
     for reason, remedy in default_chain_reasons(vllm_config.model_config):
         logger.warning("%s; %s.", reason, remedy)
 

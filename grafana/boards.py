@@ -147,6 +147,21 @@ def in_depth() -> list[Panel]:
             "Accepted tokens against those that the trees' own values expected, by depth.",
             Query(f.calibration(depth), "{{depth}}"),
         ),
+        bars(
+            "Nodes by source",
+            "Of each source: the share of its verified nodes that were accepted, and the share "
+            "that it brought of all accepted tokens. The draft proposed the nodes alone (draft), "
+            "look-up found them in the request's own text (look_up), or look-up found them and the "
+            "draft judged them as well (both).",
+            Query(f.acceptance_by_source(s), "{{source}}: accepted of its nodes"),
+            Query(f.tokens_by_source(s), "{{source}}: of the accepted tokens"),
+            unit="percentunit",
+        ),
+        bars(
+            "Calibration by source",
+            "Accepted tokens against those that the trees' own values expected, by source.",
+            Query(f.calibration_by_source(s), "{{source}}"),
+        ),
         lines(
             "Where step time goes",
             "Time per forward of the target, by stage: placing the nodes, the target's forward, "

@@ -67,6 +67,25 @@ def calibration(s: Scope) -> str:
     return ratio(s.rate(f"{PREFIX}accepted_nodes_total"), estimated)
 
 
+def acceptance_by_source(s: Scope) -> str:
+    """Share of a source's verified nodes that were accepted."""
+    s = s.per("source")
+    accepted = s.rate(f"{PREFIX}accepted_nodes_by_source_total")
+    return ratio(accepted, s.rate(f"{PREFIX}proposed_nodes_by_source_total"))
+
+
+def tokens_by_source(s: Scope) -> str:
+    """Share of the accepted tokens that a source brought."""
+    accepted = f"{PREFIX}accepted_nodes_by_source_total"
+    return f"{s.per('source').rate(accepted)} / scalar({s.rate(accepted)} > 0)"
+
+
+def calibration_by_source(s: Scope) -> str:
+    s = s.per("source")
+    estimated = s.rate(f"{PREFIX}estimated_accepted_tokens_by_source_total")
+    return ratio(s.rate(f"{PREFIX}accepted_nodes_by_source_total"), estimated)
+
+
 def fallback_share(s: Scope) -> str:
     """Of steps whose tree had to be a chain. That there is no node is an adaptive budget's choice
     where rows are dear."""

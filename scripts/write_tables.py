@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.acceptance import report
-from dyntree_plugin import options
+from dyntree_plugin import option_pages
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import read
 from dyntree_plugin.metrics import names
@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 TABLES: dict[str, Callable[[], str]] = {
-    "options": options.markdown_tables,
+    "options": option_pages.markdown_tables,
     "metrics": names.markdown_table,
     "rules": pairs.markdown_table,
     "acceptance": lambda: report.markdown_table(

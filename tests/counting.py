@@ -20,7 +20,7 @@ from vllm_cpu_runner import install
 
 install()  # must run before the runner's modules are imported
 
-from dyntree_kernels.contracts import Walked  # noqa: E402
+from dyntree_kernels.contracts import LOOK_UP, Walked  # noqa: E402
 from dyntree_plugin.engine.step.clock import STAGES, Measured  # noqa: E402
 from dyntree_plugin.engine.step.count import report  # noqa: E402
 from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
@@ -39,13 +39,17 @@ ACCEPTED = 3
 
 @dataclass
 class Step:
-    """A step of R requests with full trees, and the objects that count it."""
+    """A step of R requests with full trees, and the objects that count it.
+
+    Look-up found the second node, which is accepted; the others are the draft's.
+    """
 
     requests: int
 
     def __post_init__(self) -> None:
         self.trees = TreeStore(self.requests, PLAN, 8, torch.device("cpu"))
         self.trees.values[:] = -1.0
+        self.trees.kinds[:, 1] = LOOK_UP
         self.trees.counts[:] = self.trees.admitted[:] = SHAPE.node_budget
         self.trees.grown[:] = 100
         self.slots = torch.arange(self.requests)
@@ -84,7 +88,7 @@ class Step:
         stats = TreeSpecDecodingStats.of_step(SHAPE.node_budget, counts)
         for row in range(self.requests):
             stats.observe_tree(counts, row, ACCEPTED)
-        stats.observe_depths(counts, [*range(self.requests)])
+        stats.observe_nodes(counts, [*range(self.requests)])
         return stats
 
     def send(self, stats: TreeSpecDecodingStats) -> None:

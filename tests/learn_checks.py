@@ -8,7 +8,7 @@ import pytest
 import torch
 from tree_shapes import random_tree
 
-from dyntree_kernels.contracts import Learn, Regression
+from dyntree_kernels.contracts import KINDS, LOOK_UP, Learn, Regression
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes
 
 SLOTS, DEPTH = 7, 5
@@ -19,6 +19,7 @@ def lesson(requests: int, nodes: int, g: torch.Generator) -> tuple[torch.Tensor,
     was not verified."""
     parents = torch.tensor([random_tree(nodes + 1, g)[1:] for _ in range(SLOTS)]) - 1
     features = 3 * torch.randn(SLOTS, nodes, 2, generator=g)
+    kinds = torch.randint(KINDS, (SLOTS, nodes), generator=g, dtype=torch.int8)
     slots = torch.randperm(SLOTS, generator=g)[:requests]
     counts = torch.randint(nodes + 1, (requests,), generator=g)
     path = torch.full((requests, DEPTH), -1)
@@ -33,7 +34,7 @@ def lesson(requests: int, nodes: int, g: torch.Generator) -> tuple[torch.Tensor,
             path[r, depth] = at
         features[slots[r], counts[r] :] = float("nan")
     classes = torch.randint(-1, 3, (requests,), generator=g)
-    return features, parents, path, counts, slots, classes
+    return features, kinds, parents, path, counts, slots, classes
 
 
 class LearnChecks:
@@ -49,11 +50,10 @@ class LearnChecks:
         return Regression(*(each.clone().to(self.device) for each in own[:5]), *own[5:])
 
     def learn_from(self, regression: Regression, arrays: tuple[torch.Tensor, ...]) -> None:
-        features, parents, path, counts, slots, classes = arrays
+        *of_trees, slots, classes = arrays
         # They are columns of one array, as in the engine.
         slots, classes = torch.stack([slots, classes], 1).to(self.device).unbind(1)
-        of_trees = (each.to(self.device) for each in (features, parents, path, counts))
-        self.learn(regression, *of_trees, slots, classes)
+        self.learn(regression, *(each.to(self.device) for each in of_trees), slots, classes)
 
     def compare(
         self, requests: int, nodes: int, compiled: AcceptanceEstimate, tensors: AcceptanceEstimate
@@ -63,10 +63,10 @@ class LearnChecks:
         regression = self.regression_of(compiled)
         for _ in range(self.lessons):
             arrays = lesson(requests, nodes, g)
-            features, parents, path, counts, slots, classes = arrays
+            features, kinds, parents, path, counts, slots, classes = arrays
             valid = torch.arange(nodes) < counts[:, None]
             judged, taken = outcomes(parents[slots], path, valid)
-            tensors.observe(features[slots], judged, taken, classes)
+            tensors.observe(features[slots], kinds[slots], judged, taken, classes)
             self.learn_from(regression, arrays)
             within = {"atol": self.tolerance, "rtol": self.tolerance}
             torch.testing.assert_close(regression.weights.cpu(), tensors.weights, **within)
@@ -79,8 +79,9 @@ class LearnChecks:
         estimates = (AcceptanceEstimate("cpu", memory=50.0) for _ in range(2))
         learned = self.compare(requests, nodes, *estimates).weights.cpu()
         if nodes > 1:
-            assert (learned[:3] - start[:3]).abs().amax(dim=1).min() > 0.01
-        assert torch.equal(learned[3:], start[3:])
+            moved = (learned[: 3 * KINDS] - start[: 3 * KINDS]).abs().amax(dim=1) > 0.01
+            assert int(moved.sum()) > KINDS
+        assert torch.equal(learned[3 * KINDS :], start[3 * KINDS :])
 
     @pytest.mark.parametrize("memory", [10.0, 1e9])
     def test_another_memory_would_be_told_apart(self, memory: float) -> None:
@@ -90,23 +91,56 @@ class LearnChecks:
                 3, 16, AcceptanceEstimate("cpu", memory=50.0), AcceptanceEstimate("cpu", memory)
             )
 
-    def test_what_is_not_finite_makes_its_class_begin_anew(self) -> None:
+    def of_look_up(self, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return what one lesson teaches of candidates of kind `LOOK_UP`."""
+        regression = self.regression_of(AcceptanceEstimate("cpu"))
+        self.learn_from(regression, arrays)
+        parts = (regression.weights, regression.information.flatten(1))
+        return torch.cat(parts, dim=1)[LOOK_UP::KINDS].cpu()
+
+    def test_kinds_learn_apart(self) -> None:
+        # Every class has judged nodes of the kind, and of the kind that takes its place.
+        features, kinds, *others = lesson(7, 64, torch.Generator().manual_seed(0))
+        learned = self.of_look_up((features, kinds, *others))
+        foreign = features.masked_fill((kinds != LOOK_UP)[:, :, None], float("nan"))
+        assert torch.equal(self.of_look_up((foreign, kinds, *others)), learned)
+        swapped = self.of_look_up((features, (kinds + 1) % KINDS, *others))
+        assert (swapped - learned).abs().amax(dim=1)[:3].min() > 0.01
+
+    def test_a_kind_without_nodes_fades_to_its_prior(self) -> None:
+        prior = AcceptanceEstimate("cpu", memory=8.0)
+        regression, g = self.regression_of(prior), torch.Generator().manual_seed(0)
+        regression.weights[LOOK_UP::KINDS] = torch.tensor([-5.0, 0.0, 0.0]).to(self.device)
+        for _ in range(15):
+            features, kinds, *others, _ = lesson(7, 16, g)
+            of_draft, classes = torch.zeros_like(kinds), torch.zeros(7, dtype=torch.int64)
+            self.learn_from(regression, (features, of_draft, *others, classes))
+        weights = regression.weights.cpu()
+        torch.testing.assert_close(weights[LOOK_UP], prior.weights[LOOK_UP], atol=0.01, rtol=0)
+        assert (weights[0] - prior.weights[0]).abs().max() > 0.1
+        assert (weights[LOOK_UP + KINDS :: KINDS, 0] == -5).all()
+
+    def test_what_is_not_finite_makes_its_regression_begin_anew(self) -> None:
         fresh, g = AcceptanceEstimate("cpu"), torch.Generator().manual_seed(0)
         regression = self.regression_of(fresh)
         for _ in range(9):
             self.learn_from(regression, lesson(7, 16, g))
-        others = regression.weights[1:].cpu()
-        features, parents, path, counts, slots, _ = lesson(1, 16, g)
+        learned = regression.weights.cpu().clone()
+        features, kinds, parents, path, counts, slots, _ = lesson(1, 16, g)
         nothing, whole = torch.full_like(features, float("nan")), torch.full_like(counts, 16)
-        self.learn_from(regression, (nothing, parents, path, whole, slots, torch.tensor([0])))
-        assert torch.equal(regression.weights[0].cpu(), fresh.weights[0])
-        torch.testing.assert_close(regression.information[0].cpu(), fresh.information[0])
-        assert torch.equal(regression.weights[1:].cpu(), others)
-        assert not torch.equal(others, fresh.weights[1:])
+        of_one, greedy = torch.full_like(kinds, LOOK_UP), torch.tensor([0])
+        self.learn_from(regression, (nothing, of_one, parents, path, whole, slots, greedy))
+        assert torch.equal(regression.weights[LOOK_UP].cpu(), fresh.weights[LOOK_UP])
+        torch.testing.assert_close(
+            regression.information[LOOK_UP].cpu(), fresh.information[LOOK_UP]
+        )
+        assert torch.equal(regression.weights[KINDS:].cpu(), learned[KINDS:])
+        assert regression.weights.isfinite().all()
+        assert not torch.equal(learned[LOOK_UP], fresh.weights[LOOK_UP])
 
     def test_arrays_that_are_not_dense_are_refused(self) -> None:
-        features, parents, *others = lesson(2, 4, torch.Generator().manual_seed(0))
-        with pytest.raises(ValueError, match="dense"):
-            self.learn_from(
-                self.regression_of(AcceptanceEstimate("cpu")), (features, parents.t(), *others)
-            )
+        arrays = lesson(2, 4, torch.Generator().manual_seed(0))
+        regression = self.regression_of(AcceptanceEstimate("cpu"))
+        for at in (1, 2):  # kinds, parents
+            with pytest.raises(ValueError, match="dense"):
+                self.learn_from(regression, (*arrays[:at], arrays[at].t(), *arrays[at + 1 :]))

@@ -13,11 +13,26 @@ import torch
 from tree_shapes import chain
 
 from dyntree_kernels.ancestors import ancestor_bits
-from dyntree_kernels.contracts import BatchRows, Report, TreeArrays, Walk, Walked, room_for
+from dyntree_kernels.contracts import (
+    BESIDE,
+    BOTH,
+    DRAFT,
+    KINDS,
+    LOOK_UP,
+    BatchRows,
+    Report,
+    TreeArrays,
+    Walk,
+    Walked,
+    room_for,
+)
 from dyntree_plugin.tree.match import match
 
 VOCAB = 3
-MECHANISMS = ("cut short", "stored", "room in a prompt", "incomplete", "padding", "grammar")
+MECHANISMS = (
+    *("cut short", "stored", "room in a prompt", "incomplete", "padding", "grammar"),
+    *("kinds", "accepted kinds", "forwards"),
+)
 
 
 def trees_of(
@@ -25,7 +40,8 @@ def trees_of(
 ) -> tuple[TreeArrays, torch.Tensor]:
     """Return random trees of at most ``depth`` levels, and the tokens of their nodes.
 
-    The last tree begins with a chain down to the last level. Siblings have different tokens.
+    The last tree begins with a chain down to the last level. Siblings have different tokens. Kinds
+    and forwards are any.
     """
     parents = torch.full((slots, nodes), -1)
     depths, tokens = torch.ones_like(parents), torch.zeros_like(parents)
@@ -49,7 +65,8 @@ def trees_of(
     more = counts + torch.randint(9, (slots,), generator=g)
     trees = TreeArrays(
         parents, depths, values, counts, counts - (counts > 2).long(), more, bits,
-        torch.zeros(slots, 0, 2),
+        torch.zeros(slots, 0, 2), torch.randint(KINDS, (slots, nodes), generator=g).char(),
+        torch.randint(depth, (slots, nodes), generator=g),
     )  # fmt: skip
     return trees, tokens
 
@@ -127,9 +144,17 @@ def expected(
     moved = ((found.path >= 0) & (found.path != torch.arange(depth))).sum(1)
     at_depth = real[:, None] & (depths[:, None] == torch.arange(depth)[:, None] + 1)
     numbers = (trees.grown[slot], trees.admitted[slot], counts, (real * depths).amax(1), moved)
+    kinds, forwards = trees.kinds[slot], trees.forwards[slot]
+    if without == "kinds":
+        kinds = torch.zeros_like(kinds)
+    on_path = (node == found.path[:, :, None]).any(1)
+    if without == "accepted kinds":
+        on_path = (node < depth) & (found.path >= 0).any(1, keepdim=True)
+    of_kind = kinds[:, None] == torch.arange(KINDS)[:, None]
     columns = [torch.stack([*numbers, emitted.long()], 1)]
+    columns += [(of_kind * n[:, None]).sum(2) for n in (real, real * chances, on_path)]
     columns += [at_depth.sum(2), (at_depth * chances[:, None]).sum(2)]
-    columns += [chances, depths] if ranked else []
+    columns += [chances, depths - 1 if without == "forwards" else forwards] if ranked else []
     report = torch.cat([column.double() for column in columns], dim=1)
     return Walked(
         found.path, found.tokens, root, positions[root], counts, emitted, rejected, report
@@ -145,7 +170,7 @@ def differences(ours: Walked, other: Walked, depth: int) -> list[str]:
     differing = [name for name, a, b in pairs if name != "report" and not torch.equal(a, b)]
     counted = (Report.of(each.report, depth) for each in (ours, other))
     for name, a, b in zip(Report._fields, *counted, strict=True):
-        if name not in ("expected", "chances") and not torch.equal(a, b):
+        if name not in ("expected", "expected_of_kind", "chances") and not torch.equal(a, b):
             differing.append(name)
     if not torch.allclose(ours.report, other.report, rtol=1e-13, atol=1e-13):
         differing.append("chances")
@@ -162,7 +187,10 @@ def straight(nodes: int, drawn: list[int], count: int) -> tuple[BatchRows, TreeA
     parents = torch.tensor([chain(nodes)])
     bits = ancestor_bits(torch.nn.functional.pad(parents + 1, (1, 0), value=-1))
     values, features = torch.zeros(1, nodes), torch.zeros(1, 0, 2)
-    trees = TreeArrays(parents, parents + 2, values, one, one, one, bits, features)
+    kinds = torch.zeros(1, nodes, dtype=torch.int8)
+    trees = TreeArrays(
+        parents, parents + 2, values, one, one, one, bits, features, kinds, kinds.long()
+    )
     rows = torch.arange(nodes + 1)
     packed = torch.tensor([[0, 0, nodes, 0, 0]])
     lens = torch.tensor([nodes + 1]).int()
@@ -203,10 +231,21 @@ class WalkChecks:
     def test_a_walk_that_lacks_a_mechanism_is_seen(self, mechanism: str) -> None:
         depth = 5
         batch, trees = batch_of(12, 20, depth, 0, grammar=mechanism == "grammar")
-        found = self.walked(batch, trees, depth, ranked=False)
+        found = self.walked(batch, trees, depth, ranked=True)
         assert len(found.emitted.unique()) > 3
-        assert differences(found, expected(batch, trees, depth, ranked=False), depth) == []
-        assert differences(found, expected(batch, trees, depth, False, mechanism), depth) != []
+        assert differences(found, expected(batch, trees, depth, ranked=True), depth) == []
+        assert differences(found, expected(batch, trees, depth, True, mechanism), depth) != []
+
+    def test_the_nodes_of_every_kind_are_counted_in_their_own_columns(self) -> None:
+        batch, trees = straight(4, [5, 6, 7, 0, 0], 4)
+        trees.kinds[0] = torch.tensor([BOTH, DRAFT, LOOK_UP, LOOK_UP])
+        trees.values[0] = torch.tensor([0.5, 0.5, 0.25, 0.125]).log()
+        found = self.walked(batch, trees, 4, ranked=False)
+        report = Report.of(found.report, 4)
+        assert report.of_kind[0, [DRAFT, LOOK_UP, BOTH, BESIDE]].tolist() == [1, 2, 1, 0]
+        expected = report.expected_of_kind[0, [DRAFT, LOOK_UP, BOTH, BESIDE]].tolist()
+        assert expected == pytest.approx([0.5, 0.375, 0.5, 0])
+        assert report.accepted_of_kind[0, [DRAFT, LOOK_UP, BOTH, BESIDE]].tolist() == [1, 1, 1, 0]
 
     def test_the_walk_ends_at_the_last_node_and_at_the_last_level(self) -> None:
         for count, levels, path, tokens in (
@@ -221,6 +260,10 @@ class WalkChecks:
 
     def test_arrays_that_are_not_dense_are_refused(self) -> None:
         batch, trees = batch_of(3, 6, 3, 0)
+        for name in ("kinds", "forwards"):
+            turned = trees._replace(**{name: getattr(trees, name).t()})
+            with pytest.raises(ValueError, match="dense"):
+                self.walked(batch, turned, 3, ranked=True)
         with pytest.raises(ValueError, match="dense"):
             self.walked(batch._replace(ids=batch.ids[::2]), trees, 3, ranked=True)
         with pytest.raises(ValueError, match="dense"):

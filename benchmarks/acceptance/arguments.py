@@ -8,12 +8,20 @@ from typing import Annotated, Literal
 import typer
 
 from benchmarks.acceptance.methods import METHODS
+from benchmarks.acceptance.workloads import WORKLOADS
 
 ALL_METHODS = ",".join(METHODS)
 
 Prompts = Annotated[int, typer.Option(min=1, help="How many prompts to measure on.")]
 PromptFile = Annotated[
     Path | None, typer.Option(help='JSONL of {"prompt": …} in place of held-out code.')
+]
+Workload = Annotated[
+    str,
+    typer.Option(
+        help=f"Kind of prompts: {', '.join(WORKLOADS)}. From edit on, the texts that follow are "
+        "given, and copy from their prompts; the others are the target's."
+    ),
 ]
 Calibration = Annotated[
     int, typer.Option(min=1, help="Further prompts: for Sequoia's P and our values.")

@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.acceptance.drafting import Grown
-from benchmarks.acceptance.methods import METHODS, MOST_CHILDREN, Setting
+from benchmarks.acceptance.looking_up import LookUps
+from benchmarks.acceptance.methods import MOST_CHILDREN, Method, Setting
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.noise import perturb_on
 from benchmarks.acceptance.simulate import simulate
@@ -15,6 +16,7 @@ from benchmarks.acceptance.verifying import Replay
 from dyntree_plugin.tree.children import ChildPicker, sampled_children
 from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
+from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class
 
@@ -65,28 +67,54 @@ def _behind(model: PreTrainedModel, prompts: Prompts, text: torch.Tensor) -> tor
 
 
 def learn_values(
-    draft: PreTrainedModel, prompts: Prompts, text: torch.Tensor, setting: Setting, rounds: int = 2
+    draft: PreTrainedModel,
+    prompts: Prompts,
+    text: torch.Tensor,
+    method: Method,
+    setting: Setting,
+    rounds: int = 2,
 ) -> AcceptanceEstimate:
-    """Values learned from decoding ``prompts``, whose ``text`` the target has written.
+    """Return values that a method learned from decoding ``prompts``.
 
-    The first round grows trees by the draft's probability, the next by what the first has learned:
-    the nodes that are judged depend on the values.
+    ``text`` is what follows them. The first round grows trees by the uncalibrated values, the next
+    by what the first has learned: the nodes that are judged depend on the values.
     """
     estimate = AcceptanceEstimate(draft.device)
-    plan = METHODS["calibrated"].plan(setting)
+    plan = method.plan(setting)
     kind = temperature_class(torch.tensor([setting.temperature], device=draft.device))
 
     def observe(grown: Grown, accepted: Accepted) -> None:
         tree = grown.tree
-        if grown.features is None:
+        if grown.features is None or grown.kinds is None:
             raise ValueError("values are learned of trees that keep their features")
         slots = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
         judged, taken = outcomes(tree.parents, accepted.path, slots < tree.counts[:, None])
         classes = kind.expand(len(tree.counts))
-        estimate.observe(grown.features, judged, taken, classes)
+        estimate.observe(grown.features, grown.kinds, judged, taken, classes)
 
     pick = ChildPicker(plan, perturb_on(draft.device), estimate)
+    tokens = text.shape[1] - setting.max_depth
     for _ in range(rounds):
-        verifier, tokens = Replay(text), text.shape[1] - setting.max_depth
-        simulate(plan, pick, draft, prompts, verifier, setting.temperature, tokens, observe)
+        lookups = look_ups(method, plan, draft, prompts, pick, setting.temperature, tokens)
+        source = draft if method.draft else None
+        simulate(
+            plan, pick, source, prompts, Replay(text), setting.temperature, tokens, observe, lookups
+        )
     return estimate
+
+
+def look_ups(
+    method: Method,
+    plan: TreePlan,
+    draft: PreTrainedModel,
+    prompts: Prompts,
+    pick: ChildPicker,
+    temperature: float,
+    tokens: int,
+) -> LookUps | None:
+    """Return the method's look-up in texts that grow by so many ``tokens``, if it has one."""
+    if not plan.shape.grafts:
+        return None
+    longest = prompts.longest + tokens + 2 * plan.shape.max_depth + 2
+    vocabulary = draft.config.get_text_config().vocab_size
+    return LookUps(prompts, longest, pick, plan.shape.grafts, vocabulary, temperature, method.ngram)

@@ -22,6 +22,7 @@ from benchmarks.acceptance.experiment import Laboratory, Pair, Trial
 from benchmarks.acceptance.methods import METHODS, Method, fixed_threshold
 from benchmarks.acceptance.models import load
 from benchmarks.acceptance.step_times import StepTimes
+from benchmarks.acceptance.workloads import WORKLOADS, Texts
 from dyntree_plugin import pair as embedded
 from dyntree_plugin.commands.arguments import Draft, Target, both_or_neither
 from dyntree_plugin.commands.bench.pictures import check_plots
@@ -50,6 +51,7 @@ def acceptance(
     target: Target = None,
     draft: Draft = None,
     prompts: arguments.Prompts = 200,
+    workload: arguments.Workload = "code",
     prompt_file: arguments.PromptFile = None,
     calibration: arguments.Calibration = 32,
     budgets: arguments.Budgets = "16,64,256,768",
@@ -78,12 +80,19 @@ def acceptance(
     console = Console(highlight=False)
     try:
         check_plots(plots)
-        texts = _texts(prompt_file, prompts + calibration)
+        texts = _texts(workload, prompt_file, prompts + calibration)
+        warm = _numbers("--temperatures", temperatures, float, 0, 100)
+        if texts.given is not None and any(warm):
+            raise ValueError(
+                f"--temperatures {temperatures}: must be 0 with --workload {workload}, whose texts "
+                "are given and not drawn"
+            )
         trial = Trial(
-            *(texts[:prompts], texts[prompts:], _methods(methods)),
+            texts.part(slice(prompts)),
+            texts.part(slice(prompts, None)),
+            _methods(methods),
             _numbers("--budgets", budgets, int, 1, 1024),
-            _numbers("--temperatures", temperatures, float, 0, 100),
-            *(tokens, max_depth, seed),
+            *(warm, tokens, max_depth, seed),
         )
         sweep = [fixed_threshold(t) for t in _numbers("--thresholds", thresholds, float, 1e-6, 1)]
         times = None if step_times is None else StepTimes.read(step_times)
@@ -93,6 +102,7 @@ def acceptance(
         print(f"benchmarks.acceptance: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
     result["settings"] |= {"target": target or OWN, "draft": draft or OWN, "dtype": dtype}
+    result["settings"]["workload"] = workload if prompt_file is None else prompt_file.name
     result["provenance"] = provenance()
     _show(console, result, output, plots)
 
@@ -125,7 +135,7 @@ def run(
     laboratory = Laboratory(pair, trial)
     thresholds = replace(
         trial,
-        prompts=trial.prompts[:SWEEP_PROMPTS],
+        prompts=trial.prompts.part(slice(SWEEP_PROMPTS)),
         methods=[*sweep, METHODS["dynamic_threshold"]] if sweep else [],
         budgets=[max(trial.budgets)],
     )
@@ -140,19 +150,19 @@ def run(
         )
     return {
         "settings": {
-            "prompts": len(trial.prompts),
-            "calibration": len(trial.calibration),
+            "prompts": len(trial.prompts.prompts),
+            "calibration": len(trial.calibration.prompts),
             "tokens": trial.tokens,
             "max_depth": trial.max_depth,
             "seed": trial.seed,
-            "threshold_prompts": len(thresholds.prompts),
+            "threshold_prompts": len(thresholds.prompts.prompts),
         },
         "step_times": vars(times),
         "learned": [
             {
                 "temperature": temperature,
                 "sequoia_acceptance": lesson.acceptance,
-                "values": None if lesson.values is None else lesson.values.weights.tolist(),
+                "values": {name: each.weights.tolist() for name, each in lesson.values.items()},
             }
             for temperature, lesson in laboratory.lessons.items()
         ],
@@ -175,9 +185,11 @@ def _pair(target: str | None, draft: str | None, device: torch.device, dtype: to
     return Pair(*models, AutoTokenizer.from_pretrained(target))
 
 
-def _texts(file: Path | None, count: int) -> list[str]:
+def _texts(workload: str, file: Path | None, count: int) -> Texts:
+    if workload not in WORKLOADS:
+        raise ValueError(f"--workload {workload}: must be of {', '.join(WORKLOADS)}")
     if file is None:
-        return embedded.held_out_prompts(count)
+        return WORKLOADS[workload](count)
     texts = []
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         try:
@@ -190,7 +202,7 @@ def _texts(file: Path | None, count: int) -> list[str]:
             f"--prompt-file {file} has {len(texts)} prompts: --prompts and --calibration together "
             f"must be at most that, not {count}"
         )
-    return texts[:count]
+    return Texts(texts[:count])
 
 
 def _methods(names: str) -> list[Method]:

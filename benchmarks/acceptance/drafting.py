@@ -9,15 +9,18 @@ from functools import partial
 import torch
 
 from benchmarks.acceptance.models import Decoder
+from dyntree_kernels.contracts import DRAFT
 from dyntree_plugin.tree.children import Children, DraftRows
 from dyntree_plugin.tree.drafting import grow as grow_trees
 from dyntree_plugin.tree.growth.base import Frontier, Growth, GrowthPlan
+from dyntree_plugin.tree.growth.topk import TopKGrowth
+from dyntree_plugin.tree.judged import Asked, JudgedTrie
 from dyntree_plugin.tree.papers.slots import SlotGrowth
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 from dyntree_plugin.tree.value import temperature_class
 
-Pick = Callable[[torch.Tensor, DraftRows, bool], Children]
+Pick = Callable[[torch.Tensor, DraftRows, bool, Asked | None], Children]
 """What a `ChildPicker` does: children below rows of logits."""
 
 
@@ -54,7 +57,8 @@ class Grown:
 
     ``forwards`` int64 [R]: draft forwards in which a request had nodes worth running (DySpec's
     algorithms: one for each layer of them); ``expanded`` int64 [R]: those nodes. ``laws``: of
-    sampled trees. ``features`` float32 [R, N, FEATURES]: of trees whose values are learned.
+    sampled trees. ``features`` float32 [R, N, FEATURES] and ``kinds`` int8 [R, N]: of trees whose
+    values are learned.
     """
 
     tree: TokenTree
@@ -62,38 +66,79 @@ class Grown:
     expanded: torch.Tensor
     laws: Laws | None
     features: torch.Tensor | None
+    kinds: torch.Tensor | None = None
 
 
 def grow(
-    plan: TreePlan, pick: Pick, draft: Decoder, logits: torch.Tensor, requests: Requests
+    plan: TreePlan,
+    pick: Pick,
+    draft: Decoder,
+    logits: torch.Tensor,
+    requests: Requests,
+    trie: JudgedTrie | None = None,
 ) -> Grown:
     """Grow one step's trees below the last token of each context, by the engine's own loop.
 
     ``logits`` [R, V]: the draft's after the contexts. The draft runs on those nodes alone whose
-    children may become part of the tree.
+    children may become part of the tree. ``trie``: candidates of another source.
     """
-    stages = _Stages(plan, pick, draft, logits, requests)
+    stages = _Stages(plan, pick, draft, logits, requests, trie)
     tree, _ = grow_trees(stages, len(stages.growing.widths))
     forwards = stages.forwards
     if plan.growth.name in _LAYERED:
         forwards = 1 + stages.deepest
     children = stages.children
-    return Grown(tree, forwards, stages.expanded, children.laws(), children.features(tree))
+    features, kinds = children.learned_from(tree)
+    return Grown(tree, forwards, stages.expanded, children.laws(), features, kinds)
+
+
+def of_trie(plan: TreePlan, trie: JudgedTrie) -> Grown:
+    """Grow one step's trees of what look-up found, without a draft."""
+    requests, _ = trie.trie.tokens.shape
+    none = torch.zeros(requests, dtype=torch.int64, device=trie.trie.tokens.device)
+    growth = plan.growing.start(requests, none)
+    if not isinstance(growth, TopKGrowth):
+        raise ValueError("look-up is for growth topk")
+    growth.graft(trie.trie, trie.log_chances)
+    tree = growth.finish()
+    features, kinds = _of_nodes(tree, trie.features, trie.kinds)
+    return Grown(tree, none, none, None, features, kinds)
+
+
+def _of_nodes(
+    tree: TokenTree, features: torch.Tensor, kinds: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the features and the kinds of a tree's nodes from those of all candidates."""
+    if tree.candidates is None:
+        raise ValueError("values are learned of trees that number their candidates")
+    index = tree.candidates
+    return (
+        features.gather(1, index[:, :, None].expand(-1, -1, features.shape[2])),
+        kinds.gather(1, index),
+    )
 
 
 class _Stages:
     """The stages of drafting with a model of transformers, and counts [R] of what they ran."""
 
     def __init__(
-        self, plan: TreePlan, pick: Pick, draft: Decoder, logits: torch.Tensor, requests: Requests
+        self,
+        plan: TreePlan,
+        pick: Pick,
+        draft: Decoder,
+        logits: torch.Tensor,
+        requests: Requests,
+        trie: JudgedTrie | None,
     ) -> None:
         root = torch.zeros_like(draft.lengths)
         self.growing = growing = _thrifty(plan)
         self._growth = growing.start(len(root), torch.full_like(root, growing.scratch_slots))
-        self._branches = draft.branches(growing.scratch_slots, len(growing.widths) + 1)
+        self._branches = draft.branches(
+            growing.scratch_slots, max(len(growing.widths) + 1, plan.shape.max_depth)
+        )
         self._logits = logits
         self._root = root
-        self.children = _Adder(self._growth, pick, draft.lengths - 1, requests)
+        self.children = _Adder(self._growth, pick, draft.lengths - 1, requests, trie)
         self.forwards, self.expanded = torch.ones_like(root), torch.ones_like(root)
         self.deepest = root
 
@@ -119,9 +164,19 @@ class _Stages:
 class _Adder:
     """Hands the children of valid nodes to a growth, which takes them for all nodes."""
 
-    def __init__(self, growth: Growth, pick: Pick, roots: torch.Tensor, requests: Requests) -> None:
+    def __init__(
+        self,
+        growth: Growth,
+        pick: Pick,
+        roots: torch.Tensor,
+        requests: Requests,
+        trie: JudgedTrie | None,
+    ) -> None:
         """``roots`` int64 [R]: the positions of the roots."""
         self._growth = growth
+        self._trie = trie
+        if trie is not None and isinstance(growth, TopKGrowth):
+            growth.graft(trie.trie, trie.log_chances)
         self._pick = pick
         self._roots = roots
         self._requests = requests
@@ -144,7 +199,7 @@ class _Adder:
             columns=self._column + slot,
         )
         self._column += valid.shape[1]
-        picked = self._pick(logits, rows, self._requests.temperature == 0)
+        picked = self._pick(logits, rows, self._requests.temperature == 0, self._asked(valid))
         size = (*valid.shape, self._growth.children)
         tokens = picked.tokens.new_zeros(size)
         tokens[valid] = picked.tokens
@@ -154,6 +209,14 @@ class _Adder:
             features = picked.features.new_zeros(*size, picked.features.shape[-1])
             features[valid] = picked.features
             self._features.append(features.flatten(1, 2))
+        if self._trie is not None and isinstance(self._growth, TopKGrowth):
+            if picked.beside is None:
+                raise ValueError("the pick was not asked for the trie's nodes")
+            beside = torch.zeros_like(valid)
+            beside[valid] = picked.beside
+            found = Children(tokens, log_probs, asked=picked.asked, beside=beside)
+            self._growth.add(tokens, log_probs, judged=self._trie.judge(found))
+            return
         if picked.distributions is None:
             self._growth.add(tokens, log_probs)
             return
@@ -169,11 +232,28 @@ class _Adder:
     def laws(self) -> Laws | None:
         return Laws(torch.cat(self._laws), torch.cat(self._rows, 1)) if self._laws else None
 
-    def features(self, tree: TokenTree) -> torch.Tensor | None:
-        if not self._features or tree.candidates is None:
+    def _asked(self, valid: torch.Tensor) -> Asked | None:
+        """Return the nodes of the trie below the ``valid`` nodes [R, W], by rows of those alone."""
+        if self._trie is None or not isinstance(self._growth, TopKGrowth):
             return None
-        seen = torch.cat(self._features, 1)
-        return seen.gather(1, tree.candidates[:, :, None].expand(-1, -1, seen.shape[2]))
+        which = self._growth.asked()
+        if which is None:
+            return None
+        rows = torch.where(valid, valid.flatten().cumsum(0).view_as(valid) - 1, -1)
+        found = rows.gather(1, which.clamp(min=0))
+        return Asked(torch.where(which >= 0, found, -1), self._trie.trie.tokens)
+
+    def learned_from(self, tree: TokenTree) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the features and the kinds of a tree's nodes, if values are learned."""
+        if not self._features:
+            return None, None
+        features = torch.cat(self._features, 1)
+        if self._trie is None:
+            kinds = torch.full(features.shape[:2], DRAFT, dtype=torch.int8, device=features.device)
+        else:
+            features = torch.cat([self._trie.features, features], 1)
+            kinds = self._trie.candidate_kinds
+        return _of_nodes(tree, features, kinds)
 
 
 def _thrifty(plan: TreePlan) -> GrowthPlan:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.acceptance.calibrate import learn_values, positional_acceptance
+from benchmarks.acceptance.calibrate import learn_values, look_ups, positional_acceptance
 from benchmarks.acceptance.drafting import Pick
 from benchmarks.acceptance.methods import Method, Setting
 from benchmarks.acceptance.noise import perturb_on
@@ -20,12 +20,15 @@ from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import Prompts, write
 from benchmarks.acceptance.verifying import Replay, Verifier, Walk
+from benchmarks.acceptance.workloads import Texts
 from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
+from dyntree_plugin.tree.judged import Asked
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 LEARNING_BUDGET = 64
+_LEARNING = ("calibrated", "with_look_up", "look_up")
 _NODES_AT_ONCE = 50_000
 """Nodes of the trees of a batch of prompts, which take up to 2 GiB."""
 
@@ -53,14 +56,28 @@ class Pair:
                 raise ValueError(f"prompt {text!r} has no tokens")
         return Prompts.of(ids, seed, self.target.device)
 
+    def continuations(self, texts: list[str], count: int) -> torch.Tensor:
+        """Return the first ``count`` tokens of every text, int64 [R, count].
+
+        Raises:
+            ValueError: for a text with fewer tokens.
+        """
+        ids = [self.tokenizer(text)["input_ids"][:count] for text in texts]
+        if min(map(len, ids)) < count:
+            raise ValueError(
+                f"a text of the workload has {min(map(len, ids))} tokens, but --tokens and "
+                f"--max-depth together need {count}"
+            )
+        return torch.tensor(ids, device=self.target.device)
+
 
 @dataclass(frozen=True)
 class Trial:
     """What is tried. ``tokens``: of each prompt's continuation. ``calibration``: prompts that only
     Sequoia's P and the values are measured on."""
 
-    prompts: list[str]
-    calibration: list[str]
+    prompts: Texts
+    calibration: Texts
     methods: list[Method]
     budgets: list[int]
     temperatures: list[float]
@@ -74,7 +91,7 @@ class Lesson:
     """What the calibration prompts told of one temperature."""
 
     acceptance: tuple[float, ...] = ()
-    values: AcceptanceEstimate | None = None
+    values: dict[str, AcceptanceEstimate] = field(default_factory=dict)
 
 
 @dataclass
@@ -124,9 +141,9 @@ class Laboratory:
 
     def __post_init__(self) -> None:
         trial = self.trial
-        self._prompts = self.pair.prompts(trial.prompts, trial.seed)
-        first_unused = trial.seed + len(trial.prompts)
-        self._calibration = self.pair.prompts(trial.calibration, first_unused)
+        self._prompts = self.pair.prompts(trial.prompts.prompts, trial.seed)
+        first_unused = trial.seed + len(trial.prompts.prompts)
+        self._calibration = self.pair.prompts(trial.calibration.prompts, first_unused)
         self._perturb = perturb_on(self.pair.draft.device)
 
     def check(self) -> None:
@@ -156,7 +173,8 @@ class Laboratory:
         with pool:
             for temperature in self.trial.temperatures:
                 self.report(f"T = {temperature:g}: the target writes")
-                written = pool.submit(self._write, self._prompts, temperature)
+                given = self.trial.prompts.given
+                written = pool.submit(self._write, self._prompts, given, temperature)
                 lesson = pool.submit(self._learn, temperature).result()
                 self.lessons[temperature] = lesson
                 cell = partial(self._cell, written.result(), lesson)
@@ -173,23 +191,27 @@ class Laboratory:
     def _setting(self, budget: int, temperature: float, lesson: Lesson) -> Setting:
         return Setting(budget, temperature, min(self.trial.max_depth, budget), lesson.acceptance)
 
-    def _write(self, prompts: Prompts, temperature: float) -> torch.Tensor:
+    def _write(self, prompts: Prompts, given: list[str] | None, temperature: float) -> torch.Tensor:
+        """Return what follows the prompts: what is ``given``, or what the target writes."""
         # The last step may begin one token before the end and accept a whole path.
         count = self.trial.tokens + self.trial.max_depth + 1
+        if given is not None:
+            return self.pair.continuations(given, count)
         return write(self.pair.target, prompts, temperature, count)
 
     def _learn(self, temperature: float) -> Lesson:
         pair, prompts = self.pair, self._calibration
         names = {method.name for method in self.trial.methods}
         lesson = Lesson()
-        if names & {"sequoia", "calibrated"}:
-            text = self._write(prompts, temperature)
+        learning = [method for method in self.trial.methods if method.name in _LEARNING]
+        if learning or "sequoia" in names:
+            text = self._write(prompts, self.trial.calibration.given, temperature)
             lesson.acceptance = positional_acceptance(
                 pair.target, pair.draft, prompts, text[:, : self.trial.tokens], temperature
             )
-        if "calibrated" in names:
+        for method in learning:
             setting = self._setting(LEARNING_BUDGET, temperature, lesson)
-            lesson.values = learn_values(pair.draft, prompts, text, setting)
+            lesson.values[method.name] = learn_values(pair.draft, prompts, text, method, setting)
         return lesson
 
     def _cell(self, text: torch.Tensor, lesson: Lesson, method: Method, setting: Setting) -> Cell:
@@ -197,8 +219,9 @@ class Laboratory:
         started = time.perf_counter()
         plan = method.plan(setting)
         counts = Counts.none(plan.shape.max_depth)
-        estimate = lesson.values or AcceptanceEstimate(self.pair.draft.device)
-        pick: Pick = ChildPicker(plan, self._perturb, estimate)
+        estimate = lesson.values.get(method.name) or AcceptanceEstimate(self.pair.draft.device)
+        picker = ChildPicker(plan, self._perturb, estimate)
+        pick: Pick = picker
         if setting.greedy and method.greedy_draft != 1:
             pick = _at_temperature(pick, method.greedy_draft)
         size = max(16, _NODES_AT_ONCE // setting.budget)
@@ -206,14 +229,17 @@ class Laboratory:
             rows = slice(start, start + size)
             prompts = self._prompts.part(rows)
             verifier = self._verifier(plan, prompts, text[rows], setting.temperature)
+            tokens, temperature, draft = self.trial.tokens, setting.temperature, self.pair.draft
+            lookups = look_ups(method, plan, draft, prompts, picker, temperature, tokens)
             counts += simulate(
                 plan,
                 pick,
-                self.pair.draft,
+                draft if method.draft else None,
                 prompts,
                 verifier,
-                setting.temperature,
-                self.trial.tokens,
+                temperature,
+                tokens,
+                lookups=lookups,
             )
         return Cell(method, setting, plan, counts, time.perf_counter() - started)
 
@@ -227,7 +253,9 @@ class Laboratory:
 
 
 def _at_temperature(pick: Pick, temperature: float) -> Pick:
-    def picked(logits: torch.Tensor, rows: DraftRows, all_greedy: bool) -> Children:
-        return pick(logits / temperature, rows, all_greedy)
+    def picked(
+        logits: torch.Tensor, rows: DraftRows, all_greedy: bool, asked: Asked | None = None
+    ) -> Children:
+        return pick(logits / temperature, rows, all_greedy, asked)
 
     return picked

@@ -45,7 +45,8 @@ class Method:
 
     ``ours`` marks what this project adds to the papers. ``greedy`` says whether temperature 0
     gives anything that another method does not. ``greedy_draft`` is the draft's temperature where
-    the target's is 0; elsewhere they are the same.
+    the target's is 0; elsewhere they are the same. ``draft``: whether the draft model is a source.
+    ``ngram``: the shortest match of vLLM's own n-gram, whose chain is the tree; None for others.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Method:
     ours: bool = False
     greedy: bool = True
     greedy_draft: float = 1.0
+    draft: bool = True
+    ngram: int | None = None
 
     def plan(self, setting: Setting) -> TreePlan:
         """Return the plan that an engine with these options follows.
@@ -61,8 +64,14 @@ class Method:
         At temperature 0 every rule accepts what ``match`` does, and the draft's best tokens are
         the best children.
         """
-        common = {"budget": "fixed", "calibration": "off", "max_depth": setting.max_depth}
-        return DynTreeOptions.parse(common | self.options(setting)).resolve(setting.budget)
+        common = {
+            "budget": "fixed",
+            "calibration": "off",
+            "lookup": "off",
+            "max_depth": setting.max_depth,
+        }
+        options = DynTreeOptions.parse(common | self.options(setting))
+        return options.resolve(setting.budget, draft=self.draft)
 
 
 def _of_growth(spec: GrowthSpec, **more: Any) -> Options:
@@ -99,6 +108,20 @@ def _topk(coupling: str, calibration: str) -> Options:
             "coupling": coupling,
             "calibration": calibration,
         }
+
+    return options
+
+
+def _with_look_up(setting: Setting) -> dict[str, Any]:
+    every = {"lookup": "on", "max_forwards": setting.max_depth}
+    return _topk("on", "on")(setting) | every
+
+
+def _of_look_up(calibration: str) -> Options:
+    """Return options for trees without a draft model."""
+
+    def options(setting: Setting) -> dict[str, Any]:
+        return {"lookup": "on", "coupling": "on", "calibration": calibration}
 
     return options
 
@@ -148,6 +171,18 @@ _SERVED = (
     Method("topk", "top-k, match", _topk("off", "off")),
     Method("coupled", "coupled", _topk("on", "off"), ours=True, greedy=False),
     Method("calibrated", "coupled, calibrated", _topk("on", "on"), ours=True),
+    Method("with_look_up", "… with look-up", _with_look_up, ours=True),
+    Method("look_up", "look-up alone", _of_look_up("on"), ours=True, draft=False),
+    *(
+        Method(
+            f"ngram{least}",
+            f"vLLM's n-gram from {least}",
+            _of_look_up("off"),
+            draft=False,
+            ngram=least,
+        )
+        for least in (1, 2, 3)
+    ),
 )
 
 
@@ -162,7 +197,7 @@ def fixed_threshold(threshold: float) -> Method:
 
 
 def all_methods() -> dict[str, Method]:
-    """Return a method for every registered growth, with growth topk's three last."""
+    """Return a method for every registered growth, and what growth topk adds to it last."""
     served = {method.name: method for method in _SERVED}
     names = [*_PUBLISHED, *(name for name in GROWTHS if name not in _PUBLISHED | served)]
     compared = {

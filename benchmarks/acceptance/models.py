@@ -255,13 +255,16 @@ class Branches:
         own = slice(first, first + requests.shape[0])
         index = torch.arange(own.start, own.stop, device=decoder.device)
         parents = _parent_columns(ancestors[requests, slots], self._column + slots)
-        above = self._row_of[requests, parents.clamp(min=0)]
         self._row_of[requests, self._column + slots] = index
-        paths = self._paths.new_full((len(index), self._paths.shape[1]), -1)
-        deep = (parents >= 0).nonzero()[:, 0]
-        paths[deep] = self._paths[above[deep]]
-        paths.scatter_(1, depths[:, None] - 1, index[:, None])
-        self._paths = torch.cat([self._paths, paths])
+        above = self._row_of[requests, parents.clamp(min=0)].masked_fill(parents < 0, -1)
+        self._paths = torch.nn.functional.pad(self._paths, (0, 0, 0, len(index)), value=-1)
+        # Nodes of one forward may be parent and child; parents stand first.
+        for level in range(1, int(depths.max()) + 1):
+            at = (depths == level).nonzero()[:, 0]
+            deep = at[above[at] >= 0]
+            self._paths[first + deep] = self._paths[above[deep]]
+            self._paths[first + at, level - 1] = index[at]
+        paths = self._paths[first:]
         self._column += valid.shape[1]
         cache.reserve(own.stop)
         rows = _Rows(

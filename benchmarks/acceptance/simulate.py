@@ -9,7 +9,8 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow
+from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow, of_trie
+from benchmarks.acceptance.looking_up import LookUps
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.texts import Prompts
 from benchmarks.acceptance.verifying import Verifier
@@ -94,26 +95,66 @@ def _by_chance(chances: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums, 1).cpu()
 
 
+class _Sources:
+    """The sources of candidates behind the texts of R requests: a draft, look-up, or both."""
+
+    def __init__(
+        self,
+        plan: TreePlan,
+        pick: Pick,
+        draft: PreTrainedModel | None,
+        lookups: LookUps | None,
+        prompts: Prompts,
+        longest: int,
+    ) -> None:
+        self._plan = plan
+        self._pick = pick
+        self._lookups = lookups
+        self._decoder: Decoder | None = None
+        if draft is not None:
+            self._decoder = Decoder(draft, len(prompts), longest)
+            self._decoder.append(prompts.tokens, prompts.lengths)
+
+    def keep(self, requests: torch.Tensor) -> None:
+        for source in (self._decoder, self._lookups):
+            if source is not None:
+                source.keep(requests)
+
+    def grow(self, fresh: torch.Tensor, sizes: torch.Tensor, requests: Requests) -> Grown:
+        """Grow trees behind the first ``sizes[r]`` of the ``fresh`` tokens [R, E]."""
+        trie = None
+        if self._lookups is not None:
+            self._lookups.append(fresh, sizes)
+            trie = self._lookups.tries()
+        if self._decoder is not None:
+            logits = self._decoder.append(fresh, sizes)
+            return grow(self._plan, self._pick, self._decoder, logits, requests, trie)
+        if trie is None:
+            raise ValueError("there is neither a draft nor look-up")
+        return of_trie(self._plan, trie)
+
+
 @torch.inference_mode()
 def simulate(
     plan: TreePlan,
     pick: Pick,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | None,
     prompts: Prompts,
     verifier: Verifier,
     temperature: float,
     tokens: int,
     observe: Observe | None = None,
+    lookups: LookUps | None = None,
 ) -> Counts:
     """Decode until every request has emitted ``tokens``, the one behind its prompt included.
 
     A step's tokens all count, those beyond ``tokens`` too: cutting the last step short would
-    favour short trees. ``observe`` sees every step of every request.
+    favour short trees. ``observe`` sees every step of every request. ``lookups``: look-up in the
+    same prompts; without a ``draft`` it is the only source.
     """
     depth = plan.shape.max_depth
     counts = Counts.none(depth)
-    decoder = Decoder(draft, len(prompts), prompts.longest + tokens + depth + 1)
-    decoder.append(prompts.tokens, prompts.lengths)
+    sources = _Sources(plan, pick, draft, lookups, prompts, prompts.longest + tokens + depth + 1)
     fresh, sizes = verifier.first()[:, None], torch.ones_like(prompts.lengths)
     emitted, seeds = sizes, prompts.seeds
     while True:
@@ -121,11 +162,10 @@ def simulate(
         if len(going) == 0:
             return counts
         if len(going) < len(emitted):
-            decoder.keep(going)
+            sources.keep(going)
             verifier.keep(going)
             fresh, sizes, emitted, seeds = (x[going] for x in (fresh, sizes, emitted, seeds))
-        logits = decoder.append(fresh, sizes)
-        grown = grow(plan, pick, decoder, logits, Requests(seeds, temperature))
+        grown = sources.grow(fresh, sizes, Requests(seeds, temperature))
         accepted = verifier.verify(grown)
         counts.add(grown, accepted)
         if observe is not None:

@@ -56,7 +56,7 @@ class StepTimes:
     def speedup(self, tokens: float, nodes: float, forwards: float, expanded: float) -> float:
         """Modelled, against decoding one token per step: ``tokens`` and ``nodes`` per step, draft
         ``forwards`` of together ``expanded`` rows."""
-        drafting = forwards * _at(self.draft, expanded / forwards)
+        drafting = forwards * _at(self.draft, expanded / forwards) if forwards else 0.0
         return tokens * _at(self.target, 1) / (_at(self.target, 1 + nodes) + drafting)
 
 

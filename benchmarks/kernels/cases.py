@@ -259,6 +259,7 @@ def walk_batch(requests: int, nodes: int, device: str = "cuda") -> tuple[BatchRo
     trees = TreeArrays(
         rooted[:, 1:] - 1, depths[:, 1:].contiguous(), -torch.rand(requests, nodes, generator=g),
         count, count, count, ancestor_bits(rooted), torch.zeros(requests, 0, 2),
+        torch.zeros(requests, nodes, dtype=torch.int8), depths[:, 1:] - 1,
     )  # fmt: skip
     rows = torch.arange(requests * (nodes + 1))
     first = rows[:: nodes + 1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.build import EVALUATION_PROMPTS, describe, measure
@@ -37,7 +37,7 @@ def add_second_draft(
     """
     started = time.monotonic()
     target = models.load(pair / "target")
-    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "target")
     sources = corpus.training_sources(root)
     tokens = train.tokenize(sources, tokenizer)
     if recipe.library_share < 1 and len(tokens.tests) <= 2 * recipe.length:

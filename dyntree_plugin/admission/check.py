@@ -15,6 +15,7 @@ from dyntree_plugin.admission.refusals import (
     ARGUMENTS_REFUSALS,
     CUDA_BACKENDS,
     CUDA_REFUSALS,
+    DRAFT_REFUSALS,
     ENGINE_REFUSALS,
     MODEL_REFUSALS,
     SPECULATION_REFUSALS,
@@ -22,10 +23,10 @@ from dyntree_plugin.admission.refusals import (
     dtype_of,
 )
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
-from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.options import NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 
 KernelRefusal = Callable[[Any, str], str | None]
@@ -33,6 +34,15 @@ KernelRefusal = Callable[[Any, str], str | None]
 model, or None if it has one."""
 
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
+LOOK_UP_EXAMPLE = '{"method": "ngram_gpu", "num_speculative_tokens": 16}'
+
+VLLMS_MATCHES = (5, 5)
+"""vLLM's default of prompt_lookup_min and prompt_lookup_max."""
+
+_SOURCES = (
+    f"trees are drafted by a draft model, --speculative-config '{EXAMPLE}', or without one by "
+    f"look-up in the requests' own texts, --speculative-config '{LOOK_UP_EXAMPLE}'"
+)
 
 
 class Refused(ValueError):
@@ -69,6 +79,35 @@ def refuse_unserved(
         raise Refused(*reasons)
 
 
+def refuse_further_draft(
+    vllm_config: VllmConfig,
+    further: SpeculativeConfig,
+    device_type: str,
+    kernel_refusal: KernelRefusal = lambda model, device_type: None,
+) -> None:
+    """Refuse a draft of the option ``drafts`` that could not be the only one.
+
+    ``vllm_config`` has passed `refuse_unserved`.
+
+    Raises:
+        Refused: with every reason.
+    """
+    draft = further.draft_model_config
+    prefix = f"{NAMESPACE}.drafts, {further.model!r}: "
+    checked: list[tuple[tuple[Refusal, ...], Any]] = [
+        (SPECULATION_REFUSALS, further),
+        (DRAFT_REFUSALS, further),
+        (MODEL_REFUSALS, draft),
+    ]
+    reasons = [refusal(config, prefix) for table, config in checked for refusal in table]
+    if found := _unlike_tokenizers(vllm_config, further):
+        reasons.append(prefix + found)
+    if found := kernel_refusal(draft, device_type):
+        reasons.append(prefix + found)
+    if given := [reason for reason in reasons if reason]:
+        raise Refused(*given)
+
+
 def argument_refusals(arguments: Any, with_trees: bool) -> Iterator[str]:
     """Find reasons in an engine's arguments, vLLM's ``EngineArgs``.
 
@@ -83,6 +122,9 @@ def argument_refusals(arguments: Any, with_trees: bool) -> Iterator[str]:
             )
     if with_trees:
         yield from filter(None, (refusal(arguments) for refusal in ARGUMENTS_REFUSALS))
+        # vLLM asks for a package of its own before it makes a configuration.
+        if (arguments.speculative_config or {}).get("method") == "suffix":
+            yield _unserved_method("suffix")
 
 
 def _refusals(
@@ -90,14 +132,12 @@ def _refusals(
 ) -> Iterator[str]:
     speculation = vllm_config.speculative_config
     if speculation is None:
-        yield f"speculative_config is missing: name a draft model, --speculative-config '{EXAMPLE}'"
+        yield f"speculative_config is missing: {_SOURCES}"
         return
-    if speculation.method != "draft_model":
-        yield (
-            f"speculative_config.method={speculation.method!r} is not supported: trees are drafted "
-            f"by a draft model, --speculative-config '{EXAMPLE}'"
-        )
+    if speculation.method not in ("draft_model", *WITHOUT_DRAFT):
+        yield _unserved_method(speculation.method)
         return
+    has_draft = speculation.method not in WITHOUT_DRAFT
     worker = vllm_config.parallel_config.worker_cls
     if worker not in ("auto", own_worker):
         yield f"worker_cls={worker!r} is not supported: dyntree brings its own; leave it out"
@@ -108,8 +148,12 @@ def _refusals(
         (ENGINE_REFUSALS, vllm_config, ""),
         (SPECULATION_REFUSALS, speculation, "speculative_config."),
         (MODEL_REFUSALS, vllm_config.model_config, "target model: "),
-        (MODEL_REFUSALS, speculation.draft_model_config, "draft model: "),
     ]
+    if has_draft:
+        checked += [
+            (DRAFT_REFUSALS, speculation, "speculative_config."),
+            (MODEL_REFUSALS, speculation.draft_model_config, "draft model: "),
+        ]
     if device_type == "cuda":
         checked.append((CUDA_REFUSALS, vllm_config, ""))
     for table, config, prefix in checked:
@@ -121,7 +165,7 @@ def _refusals(
     )
     yield from filter(None, others)
     try:
-        plan = options.resolve(vllm_config.num_speculative_tokens)
+        plan = options.plan_for(speculation)
     except ValueError as error:
         yield str(error)
         return
@@ -129,12 +173,26 @@ def _refusals(
     yield from _tree_exceeds_step(vllm_config, plan.shape.node_budget)
 
 
+def _unserved_method(method: str | None) -> str:
+    return f"speculative_config.method={method!r} is not supported: {_SOURCES}"
+
+
+def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
+    """Return the draft model's configuration; None without a draft model.
+
+    vLLM's methods without one give the target's.
+    """
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method in WITHOUT_DRAFT:
+        return None
+    return speculation.draft_model_config
+
+
 def _without_kernel(
     vllm_config: VllmConfig, device_type: str, kernel_refusal: KernelRefusal
 ) -> Iterator[str]:
-    speculation = vllm_config.speculative_config
-    draft = None if speculation is None else speculation.draft_model_config
-    for name, model in (("target", vllm_config.model_config), ("draft", draft)):
+    models = (("target", vllm_config.model_config), ("draft", _draft_model(vllm_config)))
+    for name, model in models:
         if model is not None and (reason := kernel_refusal(model, device_type)):
             yield f"{name} model: {reason}"
 
@@ -164,14 +222,15 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
     )
 
 
-def _differing_tokens(vllm_config: VllmConfig) -> vocabularies.Difference | None:
-    """Compare the tokenizers of target and draft.
+def _differing_tokens(
+    vllm_config: VllmConfig, further: SpeculativeConfig | None
+) -> vocabularies.Difference | None:
+    """Compare the tokenizers of the target and of its draft, or of a ``further`` draft.
 
     Returns None if they agree, or if one of them is not on this machine.
     """
-    speculation = vllm_config.speculative_config
     target = vllm_config.model_config
-    draft = None if speculation is None else speculation.draft_model_config
+    draft = _draft_model(vllm_config) if further is None else further.draft_model_config
     if draft is None or not target.tokenizer:
         return None
     ours = vocabularies.tokenizer_file(target.tokenizer, target.tokenizer_revision)
@@ -179,8 +238,10 @@ def _differing_tokens(vllm_config: VllmConfig) -> vocabularies.Difference | None
     return vocabularies.difference(ours, theirs) if ours and theirs else None
 
 
-def _unlike_tokenizers(vllm_config: VllmConfig) -> str | None:
-    found = _differing_tokens(vllm_config)
+def _unlike_tokenizers(
+    vllm_config: VllmConfig, further: SpeculativeConfig | None = None
+) -> str | None:
+    found = _differing_tokens(vllm_config, further)
     if found is None or found.share < vocabularies.UNLIKE_SHARE:
         return None
     return (
@@ -189,12 +250,16 @@ def _unlike_tokenizers(vllm_config: VllmConfig) -> str | None:
     )
 
 
-def vocabulary_advice(vllm_config: VllmConfig) -> str | None:
+def vocabulary_advice(
+    vllm_config: VllmConfig, further: SpeculativeConfig | None = None
+) -> str | None:
     """Describe the tokens in which the tokenizers of an admitted configuration differ, or None.
+
+    They are those of the target and of its draft, or of a ``further`` draft.
 
     The difference never changes the output.
     """
-    found = _differing_tokens(vllm_config)
+    found = _differing_tokens(vllm_config, further)
     if found is None:
         return None
     return (
@@ -203,15 +268,12 @@ def vocabulary_advice(vllm_config: VllmConfig) -> str | None:
     )
 
 
-def _step_tokens(vllm_config: VllmConfig, node_budget: int) -> tuple[int, int]:
-    """Return the tokens that one step can schedule, and how many of them a request's tree takes.
+def _beside_nodes(vllm_config: VllmConfig) -> int:
+    """Return the tokens of a step that a request's tree takes besides its nodes.
 
-    A tree takes its nodes, its root, and one more token that the draft needs for its prefill.
+    These are its root, and one that a draft model needs for its prefill.
     """
-    scheduler = vllm_config.scheduler_config
-    budget = scheduler.max_num_batched_tokens
-    scheduled = scheduler.max_num_scheduled_tokens or budget
-    return min(budget, scheduled), node_budget + 2
+    return 1 + (_draft_model(vllm_config) is not None)
 
 
 def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[str]:
@@ -222,7 +284,7 @@ def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[st
     """
     scheduler = vllm_config.scheduler_config
     batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
-    limits = [("max_num_batched_tokens", batched, 2)]
+    limits = [("max_num_batched_tokens", batched, _beside_nodes(vllm_config))]
     if scheduled is not None and scheduled < batched:  # By default they are equal.
         limits.append(("max_num_scheduled_tokens", scheduled, 1))
     if scheduler.long_prefill_token_threshold:
@@ -243,13 +305,35 @@ def token_budget_advice(vllm_config: VllmConfig) -> str | None:
     vLLM then cuts trees short, which costs speed and never changes the output. The configuration
     is an admitted one: its draft tokens are the nodes of a tree. Returns None if all trees fit.
     """
-    budget, tree = _step_tokens(vllm_config, vllm_config.num_speculative_tokens)
-    num_seqs = vllm_config.scheduler_config.max_num_seqs
+    scheduler = vllm_config.scheduler_config
+    budget = scheduler.max_num_batched_tokens
+    budget = min(budget, scheduler.max_num_scheduled_tokens or budget)
+    beside = _beside_nodes(vllm_config)
+    tree, num_seqs = vllm_config.num_speculative_tokens + beside, scheduler.max_num_seqs
     if num_seqs * tree <= budget:
         return None
     return (
         f"A step of max_num_batched_tokens={budget} holds {budget // tree} whole trees of "
-        f"dyntree.node_budget + 2 = {tree} tokens; if more requests run (max_num_seqs="
+        f"dyntree.node_budget + {beside} = {tree} tokens; if more requests run (max_num_seqs="
         f"{num_seqs}), vLLM cuts trees short. To always have whole trees, set max_num_seqs to "
         f"{budget // tree} or max_num_batched_tokens to {num_seqs * tree}."
     )
+
+
+def look_up_advice(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
+    """Say what an admitted configuration without a draft model does with vLLM's own options."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or _draft_model(vllm_config) is not None:
+        return
+    yield "There is no draft model: look-up in the requests' own texts makes all candidates."
+    given = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+    if given != VLLMS_MATCHES:
+        yield (
+            f"prompt_lookup_min={given[0]} and prompt_lookup_max={given[1]} are not used: the "
+            "longest matches come first, whatever their length."
+        )
+    if speculation.method == "ngram" and device_type != "cpu":
+        yield (
+            "With method ngram vLLM turns asynchronous scheduling off. Method ngram_gpu drafts the "
+            "same trees with it."
+        )

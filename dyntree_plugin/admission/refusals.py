@@ -87,6 +87,10 @@ SPECULATION_REFUSALS = (
         lambda dtype: dtype not in (None, "auto"),
         "tree attention reads the cache in the model's own type; leave it out",
     ),
+)
+"""Checks of ``SpeculativeConfig``."""
+
+DRAFT_REFUSALS = (
     Refusal(
         "draft_tensor_parallel_size (draft, target)",
         lambda s: (s.draft_tensor_parallel_size, s.target_parallel_config.tensor_parallel_size),
@@ -110,7 +114,7 @@ SPECULATION_REFUSALS = (
         "the draft reads every position of the target; set --max-model-len to the draft's",
     ),
 )
-"""Checks of ``SpeculativeConfig``."""
+"""Checks of a ``SpeculativeConfig`` with a draft model."""
 
 
 def _ranks_of_experts(config: Any) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from dyntree_plugin.escape import escaped, escaped_lines
-from dyntree_plugin.tree.step import TreeStep
+from dyntree_plugin.tree.step import Source, TreeStep
 
 Detokenise = Callable[[int], str]
 """Returns the text of one token as it appears after other tokens."""
@@ -21,6 +21,24 @@ BONUS = "+"
 MAX_SIBLINGS = 6
 _MAX_LABEL = 40
 _CODE_LINES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """How nodes of a source look: the ``mark`` behind their numbers, and its colours in a terminal
+    and in Graphviz's language. In legends the mark is continued ``about`` the source."""
+
+    mark: str
+    about: str
+    colour: str
+    dot_colour: str
+
+
+_LOOKS: dict[Source, _Look] = {
+    "draft": _Look("draft", "", "yellow", "goldenrod"),
+    "look_up": _Look("look-up", " in the text so far", "magenta", "purple"),
+    "both": _Look("both", ": look-up, and judged by the draft", "red", "crimson"),
+}
 
 _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 
@@ -33,13 +51,20 @@ def visible(text: str) -> str:
     return shown if len(shown) <= _MAX_LABEL else shown[: _MAX_LABEL - 1] + "…"
 
 
-def rich_tree(step: TreeStep, text: Detokenise, max_siblings: int | None = MAX_SIBLINGS) -> Tree:
+def rich_tree(
+    step: TreeStep,
+    text: Detokenise,
+    max_siblings: int | None = MAX_SIBLINGS,
+    *,
+    with_sources: bool = False,
+) -> Tree:
     """Return the tree as a renderable of rich.
 
     Every node shows its token and two estimated probabilities: that it is accepted if its parent
-    is, and that its whole path is accepted (its value). Accepted nodes are bold and marked with ✓.
-    The bonus token is a leaf. If there are more than ``max_siblings`` siblings (None: no limit),
-    one line counts the least valuable ones; accepted nodes always stay.
+    is, and that its whole path is accepted (its value); ``with_sources``, also its source. Accepted
+    nodes are bold and marked with ✓. The bonus token is a leaf. If there are more than
+    ``max_siblings`` siblings (None: no limit), one line counts the least valuable ones; accepted
+    nodes always stay.
     """
     drawn = Tree(_root_label(step, text))
     branches = {-1: drawn}
@@ -49,37 +74,66 @@ def rich_tree(step: TreeStep, text: Detokenise, max_siblings: int | None = MAX_S
         if entry.node is None:
             branch.add(Text(entry.summary(step), style="dim"))
         else:
-            branches[entry.node] = branch.add(_label(step, entry.node, text))
+            label = _label(step, entry.node, text)
+            if with_sources:
+                look = _LOOKS[step.sources[entry.node]]
+                label.append(f"  {look.mark}", style=f"not bold {look.colour}")
+            branches[entry.node] = branch.add(label)
     bonus = Text(f"{BONUS} {visible(text(step.bonus_token))}", style="bold cyan")
     branches[end].add(bonus.append("  bonus: the target's own token", style="not bold dim"))
     return drawn
 
 
 def step_panel(
-    step: TreeStep, before: str, text: Detokenise, title: str = "One step"
+    step: TreeStep,
+    before: str,
+    text: Detokenise,
+    title: str = "One step",
+    sources: Sequence[Source] = (),
 ) -> RenderableType:
-    """Draw one step's tree below the last lines of ``before``, the text up to its root."""
+    """Draw one step's tree below the last lines of ``before``, the text up to its root.
+
+    ``sources``: those of all trees that are shown. If there are several, every node shows its own.
+    """
     lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
     legend = Text.assemble(
         (f"{ACCEPTED} accepted", "bold green"),
         "   numbers: estimated probability of the token, and of its whole path\n",
         style="dim",
     )
+    several = len(sources) > 1
+    if several:
+        legend.append("source: ").append(_legend(sources)).append("\n")
+    drawn = rich_tree(step, text, with_sources=several)
     emitted = Text("\nThis step emitted: ", style="dim").append(
         " ".join(visible(text(token)) for token in step.emitted), style="bold"
     )
     return Panel(
-        Group(legend, Text(lines, style="dim"), rich_tree(step, text), emitted),
+        Group(legend, Text(lines, style="dim"), drawn, emitted),
         title=f"{title}: {len(step.tokens)} nodes, {len(step.accepted)} accepted",
         title_align="left",
         padding=(0, 1),
     )
 
 
-def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
+def meaning(source: Source) -> str:
+    """Return the source's name and what it is, for a legend."""
+    return _LOOKS[source].mark + _LOOKS[source].about
+
+
+def _legend(sources: Sequence[Source]) -> Text:
+    looks = [_LOOKS[source] for source in sources]
+    parts = [Text.assemble((each.mark, each.colour), each.about) for each in looks]
+    return Text("   ").join(parts)
+
+
+def dot(
+    step: TreeStep, text: Detokenise, name: str = "tree", sources: Sequence[Source] = ()
+) -> str:
     """Return the whole tree in Graphviz's language, with accepted nodes filled.
 
-    ``name`` is the name of the graph, an identifier of that language.
+    ``name`` is the name of the graph, an identifier of that language. ``sources``: those of all
+    trees that are shown. If there are several, every node shows its own.
     """
     accepted = set(step.accepted)
     end = step.accepted[-1] if step.accepted else -1
@@ -90,9 +144,14 @@ def dot(step: TreeStep, text: Detokenise, name: str = "tree") -> str:
     ]
     for node, token in enumerate(step.tokens):
         numbers = f"\\n{_chance(step.probability(node))}  {_chance(step.value(node))}"
+        colour = ""
+        if len(sources) > 1:
+            of_source = _LOOKS[step.sources[node]]
+            numbers += f"\\n{of_source.mark}"
+            colour = f", color={of_source.dot_colour}"
         label = _quoted(text(token), numbers)
-        look = ', style="rounded,filled", penwidth=2' if node in accepted else ""
-        lines.append(f"  n{node} [label={label}{look}];")
+        look = ', style="rounded,filled", fillcolor=lightgrey, penwidth=2'
+        lines.append(f"  n{node} [label={label}{colour}{look if node in accepted else ''}];")
     lines.append(f"  bonus [label={_quoted(text(step.bonus_token))}, style=dashed];")
     for node, parent in enumerate(step.parents):
         look = " [penwidth=2]" if node in accepted else ""

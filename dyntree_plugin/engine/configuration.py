@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.tree.budget.choice import node_buckets
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ PLAIN_WORKER = "dyntree_plugin.engine.cpu.worker.PlainCPUWorker"
 compared with it."""
 
 _MARK = "_dyntree_plan"
+_FURTHER = "_dyntree_further_drafts"
 
 
 def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
@@ -32,7 +33,7 @@ def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
     options = DynTreeOptions.of(vllm_config.additional_config)
     if options is None or vllm_config.speculative_config is None:
         return None
-    return options.resolve(vllm_config.num_speculative_tokens)
+    return options.plan_for(vllm_config.speculative_config)
 
 
 def uses_adaptive_budget(vllm_config: VllmConfig) -> bool:
@@ -70,6 +71,57 @@ def mark_as_tree(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
     """
     speculative_config.num_speculative_tokens = plan.shape.node_budget
     vars(speculative_config)[_MARK] = plan
+
+
+def configure_further_drafts(
+    vllm_config: VllmConfig, options: DynTreeOptions
+) -> tuple[SpeculativeConfig, ...]:
+    """Build the configuration of every draft in the options, with all of vLLM's checks.
+
+    It is the one that vLLM would build if that draft were the only one.
+
+    Raises:
+        ValueError: if there is no first draft; or naming the draft that vLLM cannot configure, with
+            vLLM's reason.
+    """
+    from vllm.config import SpeculativeConfig
+
+    first = vllm_config.speculative_config
+    if first is None or options.drafts is None:
+        return ()
+    if first.method != "draft_model":
+        raise ValueError(
+            f"{NAMESPACE}.drafts={[*options.drafts]} is for drafts beside the first, and "
+            f"speculative_config.method={first.method!r} has none: name one of them there, with "
+            "method draft_model"
+        )
+    found = []
+    for model in options.drafts:
+        try:
+            further = SpeculativeConfig(
+                method="draft_model",
+                model=model,
+                num_speculative_tokens=first.num_speculative_tokens,
+                target_model_config=first.target_model_config,
+                target_parallel_config=first.target_parallel_config,
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{NAMESPACE}.drafts names {model!r}: {error}") from error
+        found.append(further)
+    return tuple(found)
+
+
+def attach_further_drafts(
+    speculative_config: SpeculativeConfig, further: tuple[SpeculativeConfig, ...]
+) -> None:
+    """Attach the configurations of further drafts, which travel with it to every process."""
+    vars(speculative_config)[_FURTHER] = further
+
+
+def further_drafts(speculative_config: Any) -> tuple[SpeculativeConfig, ...]:
+    """Return what `attach_further_drafts` attached; () for an engine with one draft."""
+    found: tuple[SpeculativeConfig, ...] = vars(speculative_config).get(_FURTHER, ())
+    return found
 
 
 def choose_scheduler(vllm_config: VllmConfig) -> None:
@@ -125,16 +177,19 @@ def is_marked(speculative_config: Any) -> bool:
 
 
 def scratch_slots(speculative_config: Any) -> int:
-    """Return the KV slots that drafting needs after the root; 0 for an engine without trees."""
+    """Return the KV slots that drafting needs; 0 for an engine without trees or a draft model."""
     plan = plan_in_force(speculative_config)
-    return 0 if plan is None else plan.scratch_slots
+    if plan is None or not plan.has_draft:
+        return 0
+    # The draft reads the last emitted token before the target does: one slot more.
+    return plan.scratch_slots + 1
 
 
 def most_draft_rows(vllm_config: VllmConfig) -> int:
-    """Return the most rows of a draft forward without prompts; 0 for an engine without trees."""
+    """Return the most rows of a draft forward without prompts; 0 for an engine without any."""
     speculation = vllm_config.speculative_config
     plan = None if speculation is None else plan_in_force(speculation)
-    if plan is None:
+    if plan is None or not plan.has_draft:
         return 0
     of_request = max(*plan.growing.widths, plan.shape.max_depth + 1, 1)
     return vllm_config.scheduler_config.max_num_seqs * of_request

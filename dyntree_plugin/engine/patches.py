@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin import options
+from dyntree_plugin import option_pages, options
 from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.engine.configuration import PLAIN_WORKER
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
@@ -52,7 +52,7 @@ def add_flag() -> None:
                 dest="additional_config",
                 default=argparse.SUPPRESS,
                 metavar="JSON",
-                help=options.help_text().replace("%", "%%"),
+                help=option_pages.help_text().replace("%", "%%"),
             )
             return parser
 
@@ -93,9 +93,9 @@ def refuse_before_vllm() -> None:
     ``SpeculativeConfig.verify_equal_vocab_size_if_draft_model``.
 
     Why: vLLM raises errors before it asks the platform, and with trees some of them mislead: for a
-    padded vocabulary it blames the tokenizers, for LoRA the tokens per step, and for dyntree's
-    options unknown arguments. `refuse_unserved` then compares the vocabularies, along with
-    everything else. Remove when a plugin can check an engine's arguments.
+    padded vocabulary it blames the tokenizers, for LoRA the tokens per step, for dyntree's options
+    unknown arguments, and for method suffix a missing package. `refuse_unserved` then compares the
+    vocabularies, along with everything else. Remove when a plugin can check an engine's arguments.
     """
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -107,7 +107,7 @@ def refuse_before_vllm() -> None:
             token = _making_trees.set(with_trees)
             try:
                 config: VllmConfig = stock(self, *args, **kwargs)
-            except ValueError as error:
+            except (ValueError, ImportError) as error:
                 ours = list(check.argument_refusals(self, with_trees))
                 if not ours or reasons.is_refusal(error):
                     raise
@@ -178,8 +178,7 @@ def reserve_scratch_slots() -> None:
             speculation = self.speculative_config
             if speculation is None or not configuration.is_marked(speculation):
                 return tokens
-            # The draft reads the last emitted token before the target does: one slot more.
-            return max(tokens, configuration.scratch_slots(speculation) + 1)
+            return max(tokens, configuration.scratch_slots(speculation))
 
         return property(num_lookahead_tokens)
 

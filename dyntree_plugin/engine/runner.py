@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,22 +15,27 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.engine.attention.metadata import WithTreeMask
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS
 from dyntree_plugin.engine.budget.measured_rows import measure_rows
 from dyntree_plugin.engine.budget.plain_cost import measure
 from dyntree_plugin.engine.configuration import tree_plan, uses_adaptive_budget
+from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
 from dyntree_plugin.engine.limits import wrap_seeds
-from dyntree_plugin.engine.speculator import TreeSpeculator
+from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeSpeculator
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.driver import StepDriver
+from dyntree_plugin.engine.step.look_up import TextLookUp
 from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs, TreeOps
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
@@ -36,6 +43,8 @@ from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecor
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
 from dyntree_plugin.tree.budget.plain_steps import PlainSteps
 from dyntree_plugin.tree.budget.row_cost import RowCost
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.source import TrieSource
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 # vLLM shows only what is logged below the name of its own package.
@@ -49,8 +58,6 @@ class TreeRunnerMixin(GPUModelRunner):
     slot ``root + 1 + j``, but the position ``root + depth``: for its RoPE, and for the sampler's
     noise.
     """
-
-    speculator_type: type[TreeSpeculator] = TreeSpeculator
 
     def make_ops(self) -> TreeOps:
         """Make what the platform brings to a step."""
@@ -68,7 +75,8 @@ class TreeRunnerMixin(GPUModelRunner):
         """Delay the device, so that the host runs ahead and timed steps never wait for it."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
+        with _no_speculator():
+            super().__init__(vllm_config, device)
         plan = tree_plan(vllm_config)
         if plan is None:
             raise RuntimeError("the tree runner was chosen for an engine without dyntree options")
@@ -81,17 +89,19 @@ class TreeRunnerMixin(GPUModelRunner):
         # One more, for the trees' spare slot.
         self.chained = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
         self.driver = StepDriver(self.trees, self.ops, self._sampling_states)
-        # vLLM has no registry of speculators; the stock one of this method is dropped unused.
-        self.speculator: TreeSpeculator = self.speculator_type(
-            vllm_config,
-            device,
+        drafting = Drafting(
             self.driver,
             self.trees,
             self.chained,
             self.estimate,
             self.ops,
-            graphs=self.graphs,
+            self.graphs,
+            self._tries(plan),
+            self.max_num_reqs,
+            self.max_model_len - 1,
         )
+        made = TreeSpeculator if plan.has_draft else LookUpSpeculator
+        self.speculator: TreeSpeculator | LookUpSpeculator = made(vllm_config, device, drafting)
         self.trace: TreeTrace | None = None
         self._custom_processors = has_custom_processors(self.model_config)
         self._movers: list[tuple[int, Move]] = []
@@ -100,6 +110,18 @@ class TreeRunnerMixin(GPUModelRunner):
         self._row_cost: RowCost | None = None
         self._row_cost_sent = False
         self._record = StepRecord()
+
+    def _tries(self, plan: TreePlan) -> TrieSource | None:
+        """Make the look-up in the requests' texts, if the plan has one."""
+        if not plan.shape.grafts:
+            return None
+        if plan.has_draft:  # Without a draft model vLLM places the texts for look-ups itself.
+            self.place_texts(self.req_states)
+        shape = plan.shape
+        return TextLookUp(self.req_states, self.ops.look_up, shape.grafts, shape.max_depth)
+
+    def place_texts(self, states: RequestState) -> None:
+        """Place the requests' texts where look-up can read them fast; there are no requests yet."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -139,12 +161,19 @@ class TreeRunnerMixin(GPUModelRunner):
         if is_profiling:
             return  # This cache is thrown away; movers would keep it.
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        drafts = self.speculator.draft_attn_layer_names
+        drafts: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
         self._movers = []
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
             own = [layers[name] for name in group.layer_names if name not in drafts]
             if own:
                 self._movers.append((index, self.ops.mover(own)))
+
+    def shutdown(self) -> None:
+        """Release the KV cache of the further drafts, too, which vLLM does not know."""
+        if isinstance(self.speculator, TreeSpeculator):
+            for draft in self.speculator.further:
+                clear_layer_kv_caches(draft.model.modules())
+        super().shutdown()
 
     def measure_costs(self) -> None:
         """Measure what steps cost, before the first request."""
@@ -233,6 +262,21 @@ class TreeRunnerMixin(GPUModelRunner):
             self._row_cost_sent = True
             record.introduce(self._row_cost, self.graphs.fewest_forwards)
         return record
+
+
+@contextmanager
+def _no_speculator() -> Iterator[None]:
+    """Keep vLLM's runner from making a stock speculator.
+
+    vLLM has no registry of speculators, and its n-gram speculator refuses a CPU.
+    """
+    module: Any = model_runner
+    stock = module.init_speculator
+    module.init_speculator = lambda *args: None
+    try:
+        yield
+    finally:
+        module.init_speculator = stock
 
 
 class RejectionSampler:

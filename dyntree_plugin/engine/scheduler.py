@@ -141,7 +141,7 @@ class TreeCounting(Scheduler):
         stats, counts = self._stats, self._counts
         self._stats = self._counts = None
         if stats is not None and counts is not None and self._observed:
-            stats.observe_depths(counts, self._observed)
+            stats.observe_nodes(counts, self._observed)
         return stats
 
 

@@ -13,7 +13,8 @@ PREFIX = "vllm:dyntree_"
 
 CONFIG_LABELS = (
     *("version", "growth", "sampling", "rule"),
-    *(field.name for field in dataclasses.fields(TreeShape)),
+    *(field.name for field in dataclasses.fields(TreeShape) if field.name != "grafts"),
+    "lookup",
     "calibration",
     "budget",
 )
@@ -116,6 +117,29 @@ METRICS = (
         "Accepted nodes at a depth that the trees' values predict: the sum of the estimated "
         "chances of the verified nodes.",
         labels=("depth",),
+    ),
+    Metric(
+        PREFIX + "proposed_nodes_by_source",
+        "counter",
+        "nodes_by_source",
+        "Nodes verified, by source: proposed by the draft alone (draft), found by look-up in the "
+        "request's own text (look_up), or found there and judged by the draft as well (both).",
+        labels=("source",),
+    ),
+    Metric(
+        PREFIX + "accepted_nodes_by_source",
+        "counter",
+        "accepted_by_source",
+        "Nodes accepted, by source.",
+        labels=("source",),
+    ),
+    Metric(
+        PREFIX + "estimated_accepted_tokens_by_source",
+        "counter",
+        "estimated_by_source",
+        "Accepted nodes of a source that the trees' values predict: the sum of the estimated "
+        "chances of the verified nodes.",
+        labels=("source",),
     ),
     Metric(
         PREFIX + "pruned_nodes",

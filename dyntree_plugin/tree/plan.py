@@ -70,16 +70,24 @@ class TreePlan:
         """Whether node values are learned. Those of draws are the draft's probabilities."""
         return self.calibration and self.growing.sampling == "best"
 
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft model; without one, look-up alone makes the candidates."""
+        return self.shape.forwards > 0
+
     def in_force(self) -> dict[str, Any]:
-        """Return names and values to show, without what the growth does not have or read."""
+        """Return names and values to show, without what nothing reads or has."""
         spec = GROWTHS[self.growth.name]
-        read = ("node_budget", "max_depth", *spec.reads)
+        read = {"node_budget", "max_depth", "coupling"}
+        if self.has_draft:
+            read |= {*spec.reads}
         own = self.growth.parameter
         return {
             "growth": spec.name,
             "sampling": self.growing.sampling,
             "rule": self.rule,
             **{name: value for name, value in asdict(self.shape).items() if name in read},
+            "lookup": self.shape.grafts > 0,
             "coupling": self.coupled,
             "calibration": self.calibrated,
             "budget": self.budget,

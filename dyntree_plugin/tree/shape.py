@@ -17,10 +17,11 @@ class TreeShape:
     """The numbers in force for an engine: options with every default filled in.
 
     ``node_budget``: nodes per tree and request. ``max_depth``: depth of the deepest node (the
-    root has depth 0), and draft forwards per step. ``width``: frontier nodes that each draft
-    forward after the first expands per request. ``children``: candidates kept below each
-    expanded node. ``coupling``: rank candidates at temperature > 0 with the target sampler's own
-    noise.
+    root has depth 0). ``width``: frontier nodes that each draft forward after the first expands
+    per request. ``children``: candidates kept below each expanded node. ``coupling``: rank
+    candidates at temperature > 0 with the target sampler's own noise. ``max_forwards``: most draft
+    forwards per step, the root's included; 0 without a draft model, None for ``max_depth``.
+    ``grafts``: nodes that look-up may propose, 0 for none.
     """
 
     node_budget: int
@@ -28,16 +29,29 @@ class TreeShape:
     width: int
     children: int
     coupling: bool = True
+    max_forwards: int | None = None
+    grafts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("node_budget", "max_depth", "width", "children"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TreeShape.{name}={getattr(self, name)} must be at least 1")
+        least = 0 if self.grafts else 1
+        if not least <= self.forwards <= self.max_depth:
+            raise ValueError(
+                f"TreeShape.max_forwards={self.max_forwards} must be from {least} to "
+                f"max_depth={self.max_depth}"
+            )
+
+    @property
+    def forwards(self) -> int:
+        """Most draft forwards per step, the root's included; 0 without a draft model."""
+        return self.max_depth if self.max_forwards is None else self.max_forwards
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Frontier nodes of each draft forward after the root's."""
-        return (self.width,) * (self.max_depth - 1)
+        return (self.width,) * max(self.forwards - 1, 0)
 
     @property
     def scratch_slots(self) -> int:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Source = Literal["draft", "look_up", "both"]
+"""The sources of a node: the draft; look-up in the request's own text; or look-up, and the draft
+has judged the node."""
+
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,9 +20,9 @@ class TreeStep:
 
     The root is the last token of the context, at position ``context_length - 1``; parent ``-1``
     names it. Node ``j`` has ``tokens[j]``, ``parents[j]`` < j, and ``values[j]``, the log of the
-    estimated chance that the whole path down to it is accepted. ``accepted`` are the nodes of the
-    accepted path from the root down, and ``emitted`` are their tokens and the bonus token.
-    ``step`` counts the verifications since tracing began.
+    estimated chance that the whole path down to it is accepted. It comes from ``sources[j]``.
+    ``accepted`` are the nodes of the accepted path from the root down, and ``emitted`` are their
+    tokens and the bonus token. ``step`` counts the verifications since tracing began.
 
     Raises:
         ValueError: if these do not describe one tree and a path in it.
@@ -27,14 +35,16 @@ class TreeStep:
     tokens: list[int]
     parents: list[int]
     values: list[float]
+    sources: list[Source]
     accepted: list[int]
     emitted: list[int]
 
     def __post_init__(self) -> None:
-        if not len(self.tokens) == len(self.parents) == len(self.values):
+        of_nodes = (self.tokens, self.parents, self.values, self.sources)
+        sizes = [len(each) for each in of_nodes]
+        if len(set(sizes)) > 1:
             raise ValueError(
-                f"tokens, parents and values must have one entry per node, got "
-                f"{len(self.tokens)}, {len(self.parents)} and {len(self.values)}"
+                f"tokens, parents, values and sources must have one entry per node, got {sizes}"
             )
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
@@ -67,3 +77,9 @@ class TreeStep:
         """Return the estimated chance that ``node`` is accepted if its parent is."""
         parent = self.parents[node]
         return math.exp(self.values[node] - (self.values[parent] if parent >= 0 else 0.0))
+
+
+def sources_of(steps: Iterable[TreeStep]) -> list[Source]:
+    """Return the sources that any node of these trees has, in the order of `SOURCES`."""
+    found = {source for step in steps for source in step.sources}
+    return [source for source in SOURCES if source in found]

@@ -40,10 +40,8 @@ class TokenTree:
     and ``-inf`` for padding. ``counts`` is int64 [R]. ``grown`` int64 [R] is the number of
     candidates that the nodes were chosen from, None if all were kept. ``draws`` says how the
     children of a tree were sampled, None if they were picked as the draft's best. ``candidates``
-    int64 [R, N] numbers the draft's candidates in the order in which they were added to the
-    growth; it is -1 for a node that the draft did not propose, and any number for padding.
-    ``kinds`` int64 [R, N] are bits of the sources that proposed a node (`tree.source`), 0 for
-    padding; None if the draft proposed all.
+    int64 [R, N] numbers the growth's candidates: the nodes of a trie, then the draft's in the order
+    in which they were added; any number for padding.
     """
 
     tokens: torch.Tensor
@@ -54,7 +52,6 @@ class TokenTree:
     draws: Draws | None = None
     grown: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
-    kinds: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape

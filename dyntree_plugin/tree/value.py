@@ -10,9 +10,23 @@ Vector Machines", 1999, with a margin beside the score):
 
 where the margin is the score's lead over the best other candidate. If the target's scores are the
 draft's plus noise, the truth is close to ``sigmoid(margin / scale)`` where two candidates matter
-and to a multiple of the logit where many do. Each class of temperature has its own weights. They
-follow the workload by Newton steps on each verification. The prior is what was learned before,
-which fades towards the uncalibrated estimate ``(0, 1, 0)``, the draft probability itself.
+and to a multiple of the logit where many do. The prior is what was learned before, which fades
+towards weights that are fixed for each kind of candidate. Those of kind `DRAFT` are ``(0, 1, 0)``,
+the draft probability itself.
+
+All candidates of the draft have these two features, also beside a trie's. A trie's candidate that
+the draft has judged has the logit of the draft probability, which contains the target sampler's
+noise where drafting is coupled, and the trie's evidence. One that the draft has not judged has the
+evidence, and the noise of its token.
+
+If the chance p of that token were known, the target would take it with the chance
+``exp(-exp(-(logit p + noise)))``. But the evidence is an average over places where p differs, which
+this closed form does not know. On held-out code that the embedded target wrote, the log loss per
+judged node was 0.400 with the evidence alone, 0.427 with the closed form of a KT estimate, and
+0.382 with the noise as a feature at temperature 0.6, and 0.413, 0.390 and 0.379 at temperature 1.
+
+Each class of temperature has its own weights for each kind of candidate. They follow the workload
+by Newton steps on each verification.
 
 Nothing here can change the output: verification never looks at values.
 """
@@ -21,18 +35,25 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import Regression
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, Regression
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
 FEATURES = 2
-"""The number of features of a node: the logit of the draft probability, and the margin."""
+"""The number of features of a node."""
 
 TEMPERATURE_STEP = 0.25
 CLASSES = 6
 """The number of classes: greedy; temperatures below 0.25, 0.5, 0.75 and 1; from 1 on."""
 
 MAX_FEATURE = 20.0  # a logit of 20 is a chance of 1 within float32
-PRIOR_WEIGHTS = (0.0, 1.0, 0.0)
+PRIOR_WEIGHTS = {
+    DRAFT: (0.0, 1.0, 0.0),
+    # Means of the weights that were learned of held-out code, written by the embedded target at
+    # temperatures 0, 0.6 and 1, but for the draft's slope, which pairs do not share.
+    LOOK_UP: (-0.9, 1.5, 0.4),
+    BOTH: (1.2, 1.0, 0.6),
+    BESIDE: (-0.5, 1.0, 0.0),
+}
 PRIOR_STRENGTH = 0.1
 NEWTON_STEPS = 2  # per verification; the first batches are far from quadratic
 LOWEST_WEIGHTS = (-5.0, 0.0, 0.0)  # slopes of 0 or more: a better score is never worth less
@@ -45,14 +66,25 @@ def temperature_class(temperature: torch.Tensor) -> torch.Tensor:
     return torch.where(temperature > 0, warm, 0)
 
 
+def logit_of(log_probs: torch.Tensor) -> torch.Tensor:
+    """Return the logits of probabilities given by their logs, within `MAX_FEATURE`."""
+    log_probs = _bounded(log_probs)
+    logit = log_probs - torch.log(-torch.expm1(log_probs))
+    return logit.clamp(-MAX_FEATURE, MAX_FEATURE)
+
+
+def _bounded(log_probs: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(log_probs, nan=NO_VALUE).clamp(-MAX_FEATURE, -1e-7)
+
+
 def features(log_probs: torch.Tensor) -> torch.Tensor:
     """Return the features of candidates, float32 [..., K, FEATURES].
 
     ``log_probs`` float32 [..., K] are the log softmax of the scores of a node's K best candidates,
     best first. A margin needs a K of at least 2. A candidate of ``-inf`` gets finite features.
     """
-    log_probs = torch.nan_to_num(log_probs, nan=NO_VALUE).clamp(-MAX_FEATURE, -1e-7)
-    logit = log_probs - torch.log(-torch.expm1(log_probs))
+    logit = logit_of(log_probs)
+    log_probs = _bounded(log_probs)
     if log_probs.shape[-1] == 1:
         margin = logit
     else:
@@ -78,21 +110,25 @@ def outcomes(
 
 
 class AcceptanceEstimate:
-    """The weights of the logistic regression by temperature class, which follow the workload."""
+    """The weights of the logistic regressions, which follow the workload.
+
+    Row ``class * KINDS + kind`` is that of a class of temperature and a kind of candidate.
+    """
 
     def __init__(self, device: torch.device | str, memory: float = 2048.0) -> None:
         """Start uncalibrated. An observation counts for 1/e after ``memory`` judged nodes of its
-        class."""
+        class and kind."""
         self.memory = memory
-        self.prior = torch.tensor(PRIOR_WEIGHTS, device=device)
+        self.prior = torch.tensor([PRIOR_WEIGHTS[kind] for kind in range(KINDS)], device=device)
         self.low = torch.tensor(LOWEST_WEIGHTS, device=device)
         self.high = torch.tensor(HIGHEST_WEIGHTS, device=device)
         self._prior_information = PRIOR_STRENGTH * torch.eye(1 + FEATURES, device=device)
         self._classes = torch.arange(CLASSES, device=device)
         self.weights = self.prior.repeat(CLASSES, 1)
-        """float32 [CLASSES, 1 + FEATURES]: bias, then a weight per feature."""
-        self.information = self._prior_information.repeat(CLASSES, 1, 1)
-        """float32 [CLASSES, 1 + FEATURES, 1 + FEATURES]: the inverse of the weights' covariance."""
+        """float32 [CLASSES * KINDS, 1 + FEATURES]: bias, then a weight per feature."""
+        self.information = self._prior_information.repeat(CLASSES * KINDS, 1, 1)
+        """float32 [CLASSES * KINDS, 1 + FEATURES, 1 + FEATURES]: the inverse of the weights'
+        covariance."""
 
     @property
     def regression(self) -> Regression:
@@ -100,57 +136,73 @@ class AcceptanceEstimate:
         tensors = (self.weights, self.information, self.prior, self.low, self.high)
         return Regression(*tensors, PRIOR_STRENGTH, self.memory, NEWTON_STEPS)
 
-    def log_chance(self, features: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    def log_chance(
+        self, features: torch.Tensor, classes: torch.Tensor, kinds: torch.Tensor | int = DRAFT
+    ) -> torch.Tensor:
         """Return the log of the chance that the target takes each candidate if it gets there.
 
-        ``features`` are [R, ..., FEATURES] and ``classes`` int64 [R]. The result is float32
-        [R, ...] and at most 0.
+        ``features`` are [R, ..., FEATURES], ``classes`` int64 [R], and ``kinds`` one kind or an
+        integer tensor [R, ...]. The result is float32 [R, ...] and at most 0.
         """
-        weights = self.weights[classes].view(-1, *[1] * (features.dim() - 2), 1 + FEATURES)
+        weights = self.weights[classes.view(-1, *[1] * (features.dim() - 2)) * KINDS + kinds]
         logit = weights[..., 0] + (weights[..., 1:] * features).sum(dim=-1)
         return torch.nn.functional.logsigmoid(logit)
 
     def observe(
         self,
         features: torch.Tensor,
+        kinds: torch.Tensor | int,
         judged: torch.Tensor,
         taken: torch.Tensor,
         classes: torch.Tensor,
     ) -> None:
         """Learn from one verification.
 
-        ``features`` float32 [R, N, FEATURES] are the nodes' when they were proposed. ``judged``
-        and ``taken`` bool [R, N] come from `outcomes`. ``classes`` are int64 [R].
+        ``features`` float32 [R, N, FEATURES] are the nodes' when they were proposed. ``kinds`` are
+        one kind or an integer tensor [R, N]. ``judged`` and ``taken`` bool [R, N] come from
+        `outcomes`. ``classes`` are int64 [R], -1 for a request that teaches nothing.
         """
+        for kind in range(KINDS):
+            self._observe(kind, features, judged & (kinds == kind), taken, classes)
+
+    def _observe(
+        self,
+        kind: int,
+        features: torch.Tensor,
+        judged: torch.Tensor,
+        taken: torch.Tensor,
+        classes: torch.Tensor,
+    ) -> None:
+        """Learn from the ``judged`` nodes, which are of one kind."""
+        known, precision = self.weights[kind::KINDS], self.information[kind::KINDS]
+        prior = self.prior[kind]
         x = torch.nn.functional.pad(features, (1, 0), value=1.0)
         x = torch.where(judged[:, :, None], x, 0.0)
         of_class = (classes == self._classes[:, None]).float()
-        # A request without judged nodes counts for one. Otherwise an estimate so low that trees
-        # stay empty would never fade, since there is nothing to learn from.
+        # A request without judged nodes of the kind counts for one. Otherwise an estimate so low
+        # that trees have no such nodes would never fade, since there is nothing to learn from.
         seen = of_class @ judged.sum(dim=1).clamp(min=1).float()
         kept = torch.exp(-seen / self.memory)[:, None]
-        remembered = kept[:, :, None] * self.information
+        remembered = kept[:, :, None] * precision
         reverting = (1 - kept[:, :, None]) * self._prior_information
 
-        weights = self.weights
+        weights = known
         for _ in range(NEWTON_STEPS):
             chance = torch.sigmoid((x * weights[classes][:, None]).sum(dim=-1))
             surprise = (taken.float() - chance)[:, :, None] * x
             curvature = (chance * (1 - chance))[:, :, None] * x
             gradient = (
                 of_class @ surprise.sum(dim=1)
-                + _times(remembered, self.weights - weights)
-                + _times(reverting, self.prior - weights)
+                + _times(remembered, known - weights)
+                + _times(reverting, prior - weights)
             )
             learned = of_class @ (curvature.transpose(1, 2) @ x).flatten(1)
             information = remembered + reverting + learned.view_as(remembered)
             step = _solve(information, gradient)
             weights = (weights + step).clamp(self.low, self.high)
         sound = weights.isfinite().all(dim=1) & information.isfinite().flatten(1).all(dim=1)
-        self.weights.copy_(torch.where(sound[:, None], weights, self.prior))
-        self.information.copy_(
-            torch.where(sound[:, None, None], information, self._prior_information)
-        )
+        known.copy_(torch.where(sound[:, None], weights, prior))
+        precision.copy_(torch.where(sound[:, None, None], information, self._prior_information))
 
 
 def _solve(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from dyntree_kernels.tries import Trie
+
 
 class TreeArrays(NamedTuple):
     """The trees of all slots in the engine's store. `TokenTree` explains the terms.
 
     ``parents``, ``depths`` int64 and ``values`` float32 [slots, N]; ``counts``, ``admitted``,
     ``grown`` int64 [slots]; ``ancestors`` int32 [slots, N + 1, words]; ``features`` float32
-    [slots, N, 2], or [slots, 0, 2] if they are not kept.
+    [slots, N, 2], or [slots, 0, 2] if they are not kept; ``kinds`` int8 [slots, N]; ``forwards``
+    int64 [slots, N]: the draft forwards after the catch-up that it takes at least to propose a
+    node. They are 0 for children of the root and for a trie's nodes, and one more than the
+    parent's for other nodes.
     """
 
     parents: torch.Tensor
@@ -24,6 +29,15 @@ class TreeArrays(NamedTuple):
     grown: torch.Tensor
     ancestors: torch.Tensor
     features: torch.Tensor
+    kinds: torch.Tensor
+    forwards: torch.Tensor
+
+
+DRAFT, LOOK_UP, BOTH, BESIDE = range(4)
+"""Kinds of candidates: proposed by the draft; by a trie; by a trie, and judged by the draft; by the
+draft, where the trie has other children of the same parent."""
+
+KINDS = 4
 
 
 class RowBuffers(NamedTuple):
@@ -59,9 +73,10 @@ class GrowthSettings(NamedTuple):
 
     ``requests``: the largest number of requests. ``least``: the least value of a node, except for
     the root's first child. ``longest``: the last position. ``coupled``: whether scores include the
-    target sampler's noise. ``weights`` float32 [classes, 3]: weights of the learned acceptance
-    probability, read anew in every step; None if it is not learned. Growth writes to ``rows`` and
-    ``trees``.
+    target sampler's noise. ``weights`` float32 [classes * KINDS, 3]: weights of the learned
+    acceptance probability, read anew in every step; None if it is not learned. Growth writes to
+    ``rows`` and ``trees``. ``grafts``: nodes of a trie, 0 for no tries. ``max_depth``: depth of the
+    deepest node.
     """
 
     requests: int
@@ -74,6 +89,8 @@ class GrowthSettings(NamedTuple):
     weights: torch.Tensor | None
     rows: RowBuffers
     trees: TreeArrays
+    grafts: int
+    max_depth: int
 
 
 def expansions_of(widths: Sequence[int], forwards: int) -> tuple[int, int]:
@@ -88,8 +105,8 @@ def expansions_of(widths: Sequence[int], forwards: int) -> tuple[int, int]:
 class StepGrowth(Protocol):
     """Grows the trees of a step as growth ``topk`` does.
 
-    Call ``start``, then ``pick`` and ``expand`` in turn, then ``finish``, which may follow any
-    ``pick``.
+    Call ``start``, then ``graft`` if there are tries, then ``pick`` and ``expand`` in turn, then
+    ``finish``, which may follow any ``pick``. After a ``graft`` there may be no ``pick`` at all.
     """
 
     def start(
@@ -101,6 +118,14 @@ class StepGrowth(Protocol):
         chained: torch.Tensor,
     ) -> None:
         """Begin a step's growth over R requests. The arguments, as in `OfRequests`, are copied."""
+        ...
+
+    def graft(self, trie: Trie) -> None:
+        """Add the nodes of ``trie`` [R, `GrowthSettings.grafts`] to trees that may branch.
+
+        What a draft proposes below a node of the trie is merged by token, and it judges all of the
+        trie's nodes there. The arguments are copied.
+        """
         ...
 
     def resume(self, requests: int, forwards: int) -> None:
@@ -177,18 +202,23 @@ class Walked(NamedTuple):
     report: torch.Tensor
 
 
-GROWN, ADMITTED, VERIFIED, DEEPEST, MOVED, EMITTED, AT_DEPTH = range(7)
+GROWN, ADMITTED, VERIFIED, DEEPEST, MOVED, EMITTED, OF_KIND = range(7)
 """Columns of a report: nodes that were grown, admitted by the budget, and verified; the depth of
 the deepest verified node; accepted nodes that change place in the KV cache; emitted tokens; and
-the first of the columns by depth."""
+the first of three groups of `KINDS` columns."""
+
+AT_DEPTH = OF_KIND + 3 * KINDS
+"""The first of a report's columns by depth."""
 
 
 class Report(NamedTuple):
     """Views of a report [R, C] by name: tensors on the device, or numpy's arrays on the host.
 
-    ``at_depth`` [R, D]: verified nodes at depth 1 to D. ``expected`` [R, D]: the sum of their
-    values, that is how many of them were expected to be accepted. ``chances`` and ``depths``
-    [R, N]: value and depth of every stored node, if the report has them; else [R, 0].
+    ``of_kind``, ``expected_of_kind`` and ``accepted_of_kind`` [R, KINDS], by kind: verified nodes;
+    the sum of their values, that is how many of them were expected to be accepted; and how many
+    were. ``at_depth`` and ``expected`` [R, D]: the first two at depth 1 to D. ``chances`` and
+    ``forwards`` [R, N]: value and `TreeArrays.forwards` of every stored node, if the report has
+    them; else [R, 0].
     """
 
     grown: Any
@@ -197,17 +227,20 @@ class Report(NamedTuple):
     deepest: Any
     moved: Any
     emitted: Any
+    of_kind: Any
+    expected_of_kind: Any
+    accepted_of_kind: Any
     at_depth: Any
     expected: Any
     chances: Any
-    depths: Any
+    forwards: Any
 
     @classmethod
     def of(cls, columns: Any, levels: int) -> Report:
         """Name the columns of a report on trees of at most so many ``levels``."""
         expected = AT_DEPTH + levels
         chances = expected + levels
-        depths = chances + (columns.shape[1] - chances) // 2
+        forwards = chances + (columns.shape[1] - chances) // 2
         return cls(
             columns[:, GROWN],
             columns[:, ADMITTED],
@@ -215,15 +248,18 @@ class Report(NamedTuple):
             columns[:, DEEPEST],
             columns[:, MOVED],
             columns[:, EMITTED],
+            columns[:, OF_KIND : OF_KIND + KINDS],
+            columns[:, OF_KIND + KINDS : AT_DEPTH - KINDS],
+            columns[:, AT_DEPTH - KINDS : AT_DEPTH],
             columns[:, AT_DEPTH:expected],
             columns[:, expected:chances],
-            columns[:, chances:depths],
-            columns[:, depths:],
+            columns[:, chances:forwards],
+            columns[:, forwards:],
         )
 
 
 def report_width(nodes: int, levels: int, *, ranked: bool) -> int:
-    """Return the number of a report's columns; ``ranked``: with every node's value and depth."""
+    """Return the number of a report's columns; ``ranked``: with every node's value and forwards."""
     return AT_DEPTH + 2 * levels + (2 * nodes if ranked else 0)
 
 
@@ -265,22 +301,29 @@ class Walk(Protocol):
         ...
 
 
+def walked_arrays(trees: TreeArrays) -> tuple[torch.Tensor, ...]:
+    """Return the arrays that a `Walk` reads, in the order of `TreeArrays`."""
+    of_nodes = (trees.parents, trees.depths, trees.values)
+    return *of_nodes, trees.counts, trees.admitted, trees.grown, trees.kinds, trees.forwards
+
+
 def check_walk(batch: BatchRows, trees: TreeArrays, found: Walked) -> None:
     """Raise ValueError unless the arrays of a `Walk` are dense."""
     read = (batch.sampled, batch.ids, batch.positions, batch.seq_lens, batch.forbidden)
-    stored = (trees.parents, trees.depths, trees.values, trees.counts, trees.admitted, trees.grown)
-    arrays = [array for array in (*read, *stored, *found) if array is not None]
+    arrays = [array for array in (*read, *walked_arrays(trees), *found) if array is not None]
     if not all(array.is_contiguous() for array in arrays) or batch.requests.stride(1) != 1:
         raise ValueError("the arrays of a batch, its trees and the results must be dense")
 
 
 class Regression(NamedTuple):
-    """A logistic regression per class, for `Learn`.
+    """A logistic regression per class of requests and kind of candidates, for `Learn`.
 
-    ``weights`` float32 [classes, 3] and ``information`` float32 [classes, 3, 3] are updated.
-    ``prior`` float32 [3]: expected weights, with the precision ``strength``. ``low`` and ``high``
-    float32 [3]: bounds of the weights. ``memory``: number of observed nodes after which a node's
-    influence falls to 1/e. ``steps``: steps of Newton's method.
+    Regression ``class * kinds + kind`` is that of a class and a kind; kinds are those of ``prior``.
+    ``weights`` float32 [classes * kinds, 3] and ``information`` float32 [classes * kinds, 3, 3] are
+    updated. ``prior`` float32 [kinds, 3]: expected weights, with the precision ``strength``.
+    ``low`` and ``high`` float32 [3]: bounds of the weights. ``memory``: number of observed nodes
+    after which a node's influence falls to 1/e. If a request of a class has no observed node of a
+    kind, it counts as one. ``steps``: steps of Newton's method.
     """
 
     weights: torch.Tensor
@@ -300,6 +343,7 @@ class Learn(Protocol):
         self,
         regression: Regression,
         features: torch.Tensor,
+        kinds: torch.Tensor,
         parents: torch.Tensor,
         path: torch.Tensor,
         counts: torch.Tensor,
@@ -310,6 +354,7 @@ class Learn(Protocol):
 
         Args:
             features: float32 [S, N, 2], of the nodes of all trees.
+            kinds: int8 [S, N], of the nodes of all trees.
             parents: int64 [S, N], of the nodes of all trees.
             path: int64 [R, D] in dense rows, the accepted nodes; -1 after the last.
             counts: int64 [R], number of verified nodes, which are the first ones.
@@ -325,6 +370,7 @@ class Learn(Protocol):
 def check_learning(
     regression: Regression,
     features: torch.Tensor,
+    kinds: torch.Tensor,
     parents: torch.Tensor,
     path: torch.Tensor,
     counts: torch.Tensor,
@@ -332,6 +378,7 @@ def check_learning(
     """Raise ValueError unless the arrays of `Learn` are dense."""
     learned = (regression.weights, regression.information)
     known = (regression.prior, regression.low, regression.high)
-    dense = (each.is_contiguous() for each in (features, parents, counts, *learned, *known))
+    of_trees = (features, kinds, parents, counts)
+    dense = (each.is_contiguous() for each in (*of_trees, *learned, *known))
     if not all(dense) or path.stride(1) != 1:
         raise ValueError("the arrays of the trees and the regression must be dense")

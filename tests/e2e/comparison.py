@@ -41,6 +41,12 @@ def same(first: Output, second: Output) -> bool:
     )
 
 
+def accepted_per_step(result: Result) -> float:
+    """Return the accepted draft tokens per verified tree."""
+    accepted = result.metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    return accepted / result.metrics["vllm:spec_decode_num_drafts_total"]
+
+
 def explain(found: list[tuple[Request, Output, Output]], most: int = 6) -> str:
     """Describe each difference: the first token that differs, and the margin between the two
     tokens."""

@@ -21,7 +21,8 @@ PLAIN = "plain"
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Return a function that gives an engine's results by run name.
 
-    The engine is one of `workload.ENGINES` or `workload.DRAWN`, or `PLAIN`, the one without trees.
+    The engine is one of `workload.ENGINES`, `workload.LOOK_UP` or `workload.DRAWN`, or `PLAIN`, the
+    one without trees.
     """
     jobs = {
         PLAIN: (
@@ -29,6 +30,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
             {"all": workload.PLAIN_RUN, "broken_target": workload.BROKEN_TARGET},
         ),
         **workload.ENGINES,
+        **workload.LOOK_UP,
         **workload.DRAWN,
     }
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
@@ -71,7 +73,7 @@ def differing(served: Served, plain: Outputs) -> Callable[[str, str], str]:
     """
 
     def differences(engine: str, name: str) -> str:
-        run = workload.ENGINES[engine][1][name]
+        run = (workload.ENGINES | workload.LOOK_UP)[engine][1][name]
         found = mismatches(run, served(engine)[name], plain)
         return explain(found) if found else ""
 

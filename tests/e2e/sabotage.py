@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -223,10 +223,12 @@ def captured(runner: Any) -> Iterator[None]:
 
         return record
 
-    graphs, drafter, driver = CapturedStages(), runner.speculator.drafter, runner.driver
+    drafter, driver = runner.speculator.drafting._drafter, runner.driver
     stages, shape = drafter._stages, runner.trees.shape
     numbers = {1 + min(size, shape.max_depth) for size in node_buckets(shape.node_budget)}
     drafting = CapturedDrafting(stages, [*numbers], runner.max_num_reqs, runner.trees.spare)
+    recorders = iter((recorder("drafting"), recorder("verification")))
+    graphs = CapturedStages(lambda _: drafting, lambda: nullcontext(next(recorders)))
     wanted = itertools.cycle(range(1 + len(stages.widths)))
     begin, forwards = driver.begin, set()
 
@@ -235,9 +237,9 @@ def captured(runner: Any) -> Iterator[None]:
         begin(next(wanted))
 
     with torch.inference_mode():
-        graphs.prepare_drafting(drafting)
-        graphs.capture_drafting(recorder("drafting"))
-        graphs.capture_verification(runner.verifier, runner.max_num_reqs, recorder("verification"))
+        graphs.prepare(stages)
+        graphs.capture()
+        graphs.capture_verification(runner.verifier, runner.max_num_reqs)
     with (
         mock.patch.object(runner.verifier, "_graphs", graphs),
         mock.patch.object(drafter, "_graphs", graphs),
@@ -252,73 +254,46 @@ def captured(runner: Any) -> Iterator[None]:
         raise RuntimeError(f"trees of {forwards} draft forwards were grown")
 
 
-class _Paths:
-    """A source that proposes one path of nodes for each request, with chances near 1."""
+class _Guesses:
+    """Tries of one path of six random tokens, each of which is said to be almost certain."""
 
-    kind = 2
+    def __init__(self, tries: Any, nodes: int) -> None:
+        self.roots = tries.roots
+        self._nodes = nodes
 
-    def __init__(self, runner: Any) -> None:
-        self._tokens = runner.req_states.all_token_ids.gpu
+    def trie(self, slots: torch.Tensor) -> Any:
+        from dyntree_kernels.tries import Trie
 
-    def trie(self, slots: torch.Tensor, roots: torch.Tensor) -> Any:
-        from dyntree_plugin.tree.source import Trie
-
-        length = 6
-        tokens = torch.zeros(len(slots), length, dtype=torch.int64)
-        exists = torch.zeros(len(slots), length, dtype=torch.bool)
-        for row, (slot, root) in enumerate(zip(slots.tolist(), roots.tolist(), strict=True)):
-            found = self.after(self._tokens[slot, : root + 1].tolist())[:length]
-            tokens[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
-            exists[row, : len(found)] = True
-        above = torch.arange(-1, length - 1).repeat(len(slots), 1)
-        return Trie(tokens, above, torch.full((len(slots), length), -0.05), exists)
-
-    def after(self, text: list[int]) -> list[int]:
-        raise NotImplementedError
-
-
-class _Repeats(_Paths):
-    """Proposes the tokens that followed the last token at its previous occurrence."""
-
-    def after(self, text: list[int]) -> list[int]:
-        earlier = [at for at, token in enumerate(text[:-1]) if token == text[-1]]
-        return text[earlier[-1] + 1 :] if earlier else []
-
-
-class _Guesses(_Paths):
-    def after(self, text: list[int]) -> list[int]:
-        return [(7 * sum(text) + 13 * at) % 500 for at in range(6)]
-
-
-@contextmanager
-def _further_source(runner: Any, source: _Paths) -> Iterator[None]:
-    from dyntree_plugin.engine.step.draft import DraftStages
-    from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
-    from dyntree_plugin.tree.children import ChildPicker
-
-    drafter, plan = runner.speculator.drafter, runner.trees.plan
-    stages = drafter._stages
-    memory = stages.memory
-    pick = ChildPicker(plan, runner.ops.perturb, runner.estimate)
-    growth = TensorGrowth(runner.trees, pick, memory.buffers, memory.last_position)
-    composed = DraftStages(
-        stages._source, source, growth, memory, stages.widths, runner.chained, runner.ops.pays
-    )
-    with mock.patch.object(drafter, "_stages", composed):
-        yield
-
-
-@contextmanager
-def repeats(runner: Any) -> Iterator[None]:
-    """Add a source that proposes what followed the last token before. Output must not change."""
-    with _further_source(runner, _Repeats(runner)):
-        yield
+        found = Trie.room(len(slots), self._nodes, slots.device)
+        node = torch.arange(self._nodes)
+        found.tokens.copy_((7 * self.roots(slots) + slots)[:, None] % 487 + node)
+        found.above.copy_((node - 1).expand_as(found.above))
+        found.evidence.fill_(3.0)
+        found.exists.copy_((slots >= 0)[:, None] & (node < 6))
+        return found
 
 
 @contextmanager
 def guesses(runner: Any) -> Iterator[None]:
-    """Add a source that proposes random tokens. Output must not change."""
-    with _further_source(runner, _Guesses(runner)):
+    """Look up nothing, and guess instead. Output must not change."""
+    stages, nodes = runner.speculator.drafting.stages, runner.trees.shape.grafts
+    with mock.patch.object(stages, "_tries", _Guesses(stages._tries, nodes)):
+        yield
+
+
+@contextmanager
+def tensors(runner: Any) -> Iterator[None]:
+    """Grow trees in plain torch, from the same sources. Output must not change."""
+    from dyntree_kernels.contracts import RowBuffers
+    from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
+    from dyntree_plugin.tree.children import ChildPicker
+
+    drafting = runner.speculator.drafting
+    compiled, plan = drafting.stages._growth, runner.trees.plan
+    rows = RowBuffers(*map(torch.from_numpy, compiled._rows))
+    pick = ChildPicker(plan, runner.ops.perturb, runner.estimate)
+    growth = TensorGrowth(runner.trees, pick, rows, drafting.last_position)
+    with mock.patch.object(drafting.stages, "_growth", growth):
         yield
 
 

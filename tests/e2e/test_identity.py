@@ -20,7 +20,7 @@ RUNS = [
     (engine, name)
     for engine, (_, runs) in workload.ENGINES.items()
     for name, run in runs.items()
-    if run.sabotage in (None, "captured", "broken_draft", "repeats", "guesses")
+    if run.sabotage in (None, "captured", "broken_draft", "tensors", "guesses")
 ]
 
 
@@ -36,13 +36,16 @@ def test_a_broken_mechanism_changes_tokens(name: str, served: Served, plain: Out
 
 
 def test_a_draft_that_is_not_finite_costs_acceptance_alone(served: Served) -> None:
-    """Control of the identity with a broken draft. Afterwards, learned values work as before."""
+    """Control of the identity with a broken draft. Afterwards, learned values work as before.
+
+    Look-up does not depend on the draft.
+    """
 
     name = "vllm:spec_decode_num_accepted_tokens_total"
     broken, after = (
         served("tree")[run].metrics[name] for run in ("broken_draft", "after the broken draft")
     )
-    assert 0 < broken < 0.5 * after
+    assert 0 < broken < 0.9 * after
 
 
 def test_a_target_that_is_not_finite_gives_what_it_gives_without_trees(

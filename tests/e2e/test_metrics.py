@@ -40,6 +40,14 @@ def check_consistency(metrics: Metrics) -> None:
     assert sum(accepted_at.values()) == counted["accepted_tokens"]
     estimated = by_label(metrics, f"{PREFIX}estimated_accepted_tokens_total", "depth")
     assert all(0 <= estimated[depth] <= by_depth[depth] for depth in by_depth)
+    for name, depths in (
+        ("proposed_nodes", by_depth),
+        ("accepted_nodes", accepted_at),
+        ("estimated_accepted_tokens", estimated),
+    ):
+        of_source = by_label(metrics, f"{PREFIX}{name}_by_source_total", "source")
+        assert set(of_source) == {"draft", "look_up", "both"}
+        assert sum(of_source.values()) == pytest.approx(sum(depths.values()))
     # A request without a node to verify decodes plainly, and is counted so.
     empty = metrics[f"{PREFIX}fallback_steps_total{{reason=empty_tree}}"]
     assert 0 <= empty <= without_nodes

@@ -6,14 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from dyntree_plugin.commands.render import meaning
 from dyntree_plugin.commands.show.generation import Generation, load
+from dyntree_plugin.commands.show.page import render
+from dyntree_plugin.tree.step import SOURCES, Source
 
 pytestmark = pytest.mark.e2e
 
@@ -191,6 +195,35 @@ def test_a_node_tells_its_chances_and_its_fate(page: Page, generation: Generatio
         assert f"{step.value(node):.4g}" in tip
     page.mouse.move(1, 1)
     assert page.locator("#tip").is_hidden()
+
+
+def test_nodes_of_several_sources_are_coloured_by_them(
+    page: Page, generation: Generation, tmp_path: Path
+) -> None:
+    def drawn(sources: Sequence[Source]) -> tuple[list[set[str]], list[str]]:
+        """Return the colours of each source's nodes, and the lines of the legend."""
+        steps = [
+            replace(
+                step, sources=[sources[node % len(sources)] for node in range(len(step.tokens))]
+            )
+            for step in generation.steps
+        ]
+        path = tmp_path / "page.html"
+        path.write_text(render(replace(generation, steps=steps)), "utf-8")
+        with page.context.new_page() as other:
+            other.goto(path.as_uri())
+            boxes = [
+                other.locator(f"#tree .node.{source}:not(.accepted) rect") for source in sources
+            ]
+            strokes = "boxes => boxes.map(box => getComputedStyle(box).stroke)"
+            colours = [{*each.evaluate_all(strokes)} for each in boxes]
+            return colours, other.locator("#sources:not([hidden]) span").all_inner_texts()
+
+    colours, legend = drawn(SOURCES)
+    assert [len(each) for each in colours] == [1, 1, 1]
+    assert len(set.union(*colours)) == 3
+    assert legend == [meaning(source) for source in SOURCES]
+    assert drawn(["look_up"])[1] == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

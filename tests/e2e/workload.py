@@ -164,7 +164,7 @@ FIXED_RUNS: dict[str, Run] = {
     name: TREE_RUNS[name] for name in ("greedy", "batches of 4", "max_model_len")
 } | {
     "branches": Run(CHAINS["thinking_budget"], sabotage="branches"),
-    "repeats": Run(EVERYTHING[::4], sabotage="repeats"),
+    "tensors": Run(EVERYTHING[::4], sabotage="tensors"),
     "guesses": Run(EVERYTHING[::4], sabotage="guesses"),
     "acceptance": ACCEPTANCE,
     "sample": SAMPLE,
@@ -215,6 +215,12 @@ def with_options(slots: int = 16, draft: str = "draft", **options: Any) -> dict[
     }
 
 
+def without_draft(nodes: int = 16, method: str = "ngram", **options: Any) -> dict[str, Any]:
+    """Return arguments of ``LLM`` for an engine with trees of look-up alone."""
+    speculation = {"method": method, "num_speculative_tokens": nodes}
+    return with_options(**options) | {"speculative_config": speculation}
+
+
 def without_tree(**arguments: Any) -> dict[str, Any]:
     """Return arguments of ``LLM`` for vLLM's V2 runner on the same target."""
     target = str(pair.paths()["target"])
@@ -230,9 +236,10 @@ def _untruncated(requests: list[Request]) -> list[Request]:
 ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "tree": (with_options(), TREE_RUNS),
     "fixed": (tree(), FIXED_RUNS),
-    "uncoupled": (tree(coupling="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
+    "uncoupled": (tree(coupling="off", lookup="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
+    "draft alone": (tree(lookup="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
     "chain": (
-        tree(width=1, children=1, max_depth=16),
+        tree(width=1, children=1, max_depth=16, lookup="off"),
         {"acceptance": ACCEPTANCE, "sample": SAMPLE},
     ),
     "wide": (tree(64, width=8, max_depth=6, children=8), {"sample": SAMPLE}),
@@ -243,7 +250,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "twin": (
         # Two children everywhere down to depth 3, so that the tree holds every possible path.
-        tree(14, draft="target", width=8, max_depth=3, children=2),
+        tree(14, draft="target", width=8, max_depth=3, children=2, lookup="off"),
         {
             "batches of 16": Run(_untruncated(each_kind(range(48)))),
             "batches of 3": Run(_untruncated(each_kind(range(9))), batch=3),
@@ -256,7 +263,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         },
     ),
     "tight twin": (
-        tree(5, draft="target", width=1, max_depth=5, children=1)
+        tree(5, draft="target", width=1, max_depth=5, children=1, lookup="off")
         | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
         {
             "demanding": Run(_untruncated(DEMANDING)),
@@ -265,6 +272,34 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
 }  # fmt: skip
 """Arguments and runs of the engines with trees. In a twin the target is its own draft."""
+
+LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
+    "look-up": (
+        without_draft(budget="fixed"),
+        {
+            "acceptance": ACCEPTANCE,
+            "sample": SAMPLE,
+            "cold": TREE_RUNS["cold"],
+            "warm": TREE_RUNS["warm"],
+            "continued": CONTINUED,
+            "max_model_len": TREE_RUNS["max_model_len"],
+            "captured": TREE_RUNS["captured"],
+            "guesses": FIXED_RUNS["guesses"],
+            "tensors": FIXED_RUNS["tensors"],
+            **{name: FIXED_RUNS[name] for name in sabotage.NAMES},
+        },
+    ),
+    "adaptive look-up": (
+        without_draft(method="ngram_gpu"),
+        {"sample": SAMPLE, "batches of 1": TREE_RUNS["batches of 1"]},
+    ),
+    "tight look-up": (
+        without_draft(10, budget="fixed", max_depth=6)
+        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
+        {"demanding": Run(DEMANDING), "long prompts": Run(LONG_PROMPTS), "sample": SAMPLE},
+    ),
+}
+"""Engines without a draft model. Look-up beside a draft is in every engine that allows it."""
 
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
@@ -279,7 +314,7 @@ PLAIN_RUN = Run(
     list(
         {
             request.key: request
-            for _, runs in (*ENGINES.values(), *DRAWN.values())
+            for _, runs in (*ENGINES.values(), *LOOK_UP.values(), *DRAWN.values())
             for run in runs.values()
             if run is not BROKEN_TARGET
             for request in run.requests

@@ -18,9 +18,9 @@ from dyntree_plugin.engine.budget.by_tree import TreeBudget  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.cpu.runner import CPUModelRunner, TreeCPUModelRunner  # noqa: E402
 from dyntree_plugin.engine.step.clock import Measured  # noqa: E402
-from dyntree_plugin.engine.step.draft import DraftStages  # noqa: E402
 from dyntree_plugin.engine.step.records import Drafted, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests  # noqa: E402
+from dyntree_plugin.engine.step.stages import DraftStages  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
@@ -89,15 +89,24 @@ def test_rows_that_become_expensive_are_left_out() -> None:
     assert cut(found, tree)[0] < 5
 
 
-@pytest.mark.parametrize(("prompts", "forwards"), [((0, 3), 1), ((0, 0), 0)])
+@pytest.mark.parametrize(("prompts", "drafting"), [((0, 3), 1e-3), ((0, 0), 0.0)])
 def test_nothing_is_learned_from_steps_with_prompts_or_without_a_draft(
-    prompts: tuple[int, ...], forwards: int
+    prompts: tuple[int, ...], drafting: float
 ) -> None:
     found, tree = budget(FLAT), values(0.9, 0.5, 0.2, 0.1, 0.1)
     for _ in range(300):
-        found.observe(batch(6, prompts=prompts), forwards, {"target": 100.0, "draft": 1e-3})
+        found.observe(batch(6, prompts=prompts), 1, {"target": 100.0, "draft": drafting})
     found.observe(batch(1), 1, {"target": 0.05, "draft": 1e-3})
     assert cut(found, tree) == [5]
+
+
+def test_steps_without_a_draft_model_teach_what_rows_cost() -> None:
+    """Look-up makes no forward. Control: at the first cost the whole tree is verified."""
+    found, tree = budget(FLAT), values(0.9, 0.5, 0.2, 0.1, 0.1)
+    assert cut(found, tree) == [5]
+    for _ in range(300):
+        found.observe(batch(6), 0, {"target": 100.0, "draft": 1e-3})
+    assert cut(found, tree)[0] < 5
 
 
 def test_a_tree_whose_request_still_reads_its_prompt_is_not_cut() -> None:
@@ -134,9 +143,9 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
         rows=lambda requests, width: SimpleNamespace(ancestor_bits=None),
         forward=lambda rows: ran.append("forward"),
     )
-    memory: Any = None
+    stored_at = torch.zeros(1, dtype=torch.int64)
     for ops, expected in ((CPUOps(found), runs), (CPUOps(), True)):
-        stages = DraftStages(source, None, growth, memory, [1], torch.zeros(2).bool(), ops.pays)
+        stages = DraftStages(source, None, growth, stored_at, [1], torch.zeros(2).bool(), ops.pays)
         assert stages.forward(Requests(torch.zeros(1, 8).long(), 1), 0) == expected
     assert len(ran) == 1 + runs
 

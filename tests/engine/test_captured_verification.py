@@ -7,6 +7,7 @@ trees, a cut one, a cleared slot, and complete and incomplete prompts.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +103,9 @@ class Engine:
         walk, learn, mover = self.parts(kernels)
         ops: Any = SimpleNamespace(walk=walk, learn=learn, perturb=None, clock=StageClock())
         sampler: Any = SimpleNamespace()
-        self.graphs = CapturedStages()
+        self.record: Record = replayed
+        never: Any = None
+        self.graphs = CapturedStages(never, lambda: nullcontext(self.record))
         self.verifier = TreeVerifier(
             sampler, trees, self.estimate, buffers, lambda: [(slots[0], mover)], ops, self.graphs
         )
@@ -124,7 +127,8 @@ class Engine:
         self.cache[target[moves]] = self.cache[source[moves]]
 
     def capture(self, record: Record) -> None:
-        self.graphs.capture_verification(self.verifier, MOST, record)
+        self.record = record
+        self.graphs.capture_verification(self.verifier, MOST)
 
     def verify(self, invalid: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Verify; return the results and all changed state."""

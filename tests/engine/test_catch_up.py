@@ -88,10 +88,11 @@ class Noting:
     """Drafting stages that only note their calls."""
 
     widths = (4, 4)
+    device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, has_draft: bool = True) -> None:
         self.done: list[str] = []
-        self.memory = SimpleNamespace(device=torch.device("cpu"))
+        self.has_draft = has_draft
 
     def catch_up(self, _: Any, emitted: Emitted) -> None:
         self.done.append(f"read {emitted.most}")
@@ -111,10 +112,16 @@ class Noting:
 
 
 def draft(
-    batch: Any, ops: Any, step: Step, *, grows: bool = True, max_depth: int = 8
+    batch: Any,
+    ops: Any,
+    step: Step,
+    *,
+    grows: bool = True,
+    max_depth: int = 8,
+    has_draft: bool = True,
 ) -> tuple[list[str], Drafted]:
     """Return the noted calls, and the result of drafting."""
-    stages: Any = Noting()
+    stages: Any = Noting(has_draft)
     drafter = Drafter(stages, ops, NoGraphs(), max_depth, spare=2)
     packed, last = torch.zeros(2, COLUMNS, dtype=torch.int64), torch.zeros(2, 1).long()
     drafted = drafter.draft(step, packed, batch, torch.zeros(2), last, grows=grows)
@@ -127,6 +134,25 @@ def ops_of(most_emitted: Any) -> Any:
 
 def on_cuda(bound: int, emitted: torch.Tensor) -> int:
     return bound
+
+
+@pytest.mark.parametrize(("grows", "done"), [(True, ["root", *["forward"] * 2]), (False, [])])
+def test_without_a_draft_model_nothing_catches_up(grows: bool, done: list[str]) -> None:
+    """Control: with one the same batch reads a row for each request."""
+    batch: Any = SimpleNamespace(
+        num_reqs=2,
+        num_draft_tokens_per_req=None,
+        is_prefilling_np=np.zeros(2, dtype=bool),
+        idx_mapping=torch.arange(2),
+        positions=torch.arange(2),
+        query_start_loc=torch.arange(3),
+    )
+    found, drafted = draft(batch, ops_of(on_cuda), Step(), grows=grows, has_draft=False)
+    assert found == done
+    assert drafted.forwards == done.count("forward")
+    control, drafted = draft(batch, ops_of(on_cuda), Step(), grows=grows)
+    assert control == ["read 1", *done]
+    assert drafted.forwards == 1 + done.count("forward")
 
 
 @pytest.mark.parametrize("grows", [True, False])
@@ -196,7 +222,7 @@ def test_trees_of_roots_children_alone_need_the_rows_of_the_catch_up(
     monkeypatch.setattr(StandaloneARSpeculator, "set_attn", lambda self: None)
     plan = DynTreeOptions(max_depth=max_depth).resolve(4)
     speculator: Any = object.__new__(TreeSpeculator)
-    speculator._trees = TreeStore(2, plan, 8, torch.device("cpu"))
+    speculator.drafting = SimpleNamespace(trees=TreeStore(2, plan, 8, torch.device("cpu")))
     with pytest.raises(Told):
         speculator.set_attn()
     assert told[1] == rows

@@ -1,41 +1,48 @@
 """Drafting in graphs of single forwards grows the trees of eager drafting with as many forwards.
 
-A graph is replaced by a call that runs again. Its own memory is overwritten when it ends, because
-the next graph of the pool may do so. If kernels are interpreted, CUDA's kernels draft in the graphs
-and are compared with tensors.
+A graph is replaced by a call that runs again, as in `replays`. If kernels are interpreted, CUDA's
+kernels draft in the graphs and are compared with tensors.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Draft
 from interpreted import pytest_interpreted
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from replays import graph
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vllm_cpu_runner import install
 
 install()  # must run before the runner's modules are imported
 
 
-from dyntree_kernels.contracts import GrowthSettings  # noqa: E402
+from dyntree_kernels.contracts import (  # noqa: E402
+    BOTH,
+    DRAFT,
+    LOOK_UP,
+    GrowthSettings,
+)
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages  # noqa: E402
-from dyntree_plugin.engine.cuda.graphs import Call, Replay, Tensors  # noqa: E402
 from dyntree_plugin.engine.step import rows as row_memory  # noqa: E402
-from dyntree_plugin.engine.step.draft import Drafter, DraftStages  # noqa: E402
-from dyntree_plugin.engine.step.forwards import DraftModel  # noqa: E402
+from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
+from dyntree_plugin.engine.step.forwards import DraftModels  # noqa: E402
+from dyntree_plugin.engine.step.look_up import TextLookUp  # noqa: E402
 from dyntree_plugin.engine.step.records import Emitted  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
 from dyntree_plugin.engine.step.rows import RowMemory, TensorRows  # noqa: E402
+from dyntree_plugin.engine.step.stages import DraftStages  # noqa: E402
 from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
@@ -43,105 +50,105 @@ from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.choice import node_buckets  # noqa: E402
 from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.drafting import grow  # noqa: E402
+from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
 
-PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive").resolve(7)
+PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(7)
 FORWARDS = len(PLAN.growing.widths)
+OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resolve(7)
+"""A plan with look-up beside the draft."""
+OF_LOOK_UP = DynTreeOptions(max_depth=6).resolve(7, draft=False)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this process interprets kernels; this is chosen when triton is imported."""
-STORED = ("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features")
-
-
-class OwnMemory(TorchDispatchMode):
-    """Record the memory that is allocated while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self._found += [each for each in made if address(each) not in given]
-        return result
-
-    def ruin(self, kept: Tensors) -> None:
-        spared = {address(each) for each in kept}
-        for each in self._found:
-            if address(each) not in spared:
-                each.untyped_storage().fill_(0x55)
-
-
-def address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def graph(run: Call) -> tuple[Replay, Tensors]:
-    def once() -> Tensors:
-        with OwnMemory() as memory:
-            values = run()
-        memory.ruin(values)
-        return values
-
-    values = once()
-
-    def replay() -> None:
-        for value, new in zip(values, once(), strict=True):
-            value.copy_(new)
-
-    return replay, values
+STORED = (
+    *("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features"),
+    *("kinds", "forwards"),
+)
 
 
 class Drafting:
     """The stages of drafting with their own trees, captured or eager."""
 
-    def __init__(self, ops: Any, growth_type: Any, *, captured: bool, writer: Any = None) -> None:
+    def __init__(
+        self,
+        ops: Any,
+        growth_type: Any,
+        *,
+        captured: bool,
+        writer: Any = None,
+        plan: TreePlan = PLAN,
+    ) -> None:
         """``growth_type`` None means growth on tensors."""
-        self.trees = TreeStore(MOST, PLAN, VOCAB, torch.device("cpu"))
+        self.plan = plan
+        self.trees = TreeStore(MOST, plan, VOCAB, torch.device("cpu"))
         estimate = AcceptanceEstimate("cpu")
         estimate.weights += torch.linspace(0, 1, 3)
         chained = torch.arange(MOST + 1) == 3
         self.model: Any = Draft()
-        widths, depth = PLAN.growing.widths, PLAN.shape.max_depth
-        self.memory = RowMemory(self.model, max(*widths, depth + 1), PLAN.growing.scratch_slots)
+        widths, depth = plan.growing.widths, plan.shape.max_depth
+        self.memory = RowMemory(self.model, max((*widths, depth + 1)), plan.growing.scratch_slots)
         self.writer = (writer or ops.row_writer)(self.memory)
-        source = DraftModel(self.model, self.memory, self.writer)
+        source = DraftModels(self.model, (), self.memory, self.writer)
+        self.draft_model = source.models[0]
+        self.texts = Texts()
+        states: Any = self.texts
+        tries = TextLookUp(states, ops.look_up, plan.shape.grafts, depth)
         growth = self.growth(growth_type, estimate)
-        stages = DraftStages(source, None, growth, self.memory, widths, chained, ops.pays)
-        self.graphs = CapturedStages()
+        stages = DraftStages(
+            source if plan.has_draft else None,
+            tries if plan.shape.grafts else None,
+            growth,
+            self.memory.stored_at,
+            widths,
+            chained,
+            ops.pays,
+        )
+        self.graphs = CapturedStages(lambda _: self.drafting, lambda: nullcontext(graph))
         self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare)
         if captured:
             numbers = sorted(
-                {1 + min(size, depth) for size in node_buckets(PLAN.shape.node_budget)}
+                {1 + min(size, depth) for size in node_buckets(plan.shape.node_budget)}
             )
             self.drafting = CapturedDrafting(stages, numbers, MOST, self.trees.spare)
-            self.graphs.prepare_drafting(self.drafting)
+            self.graphs.prepare(stages)
             with torch.inference_mode():
-                self.graphs.capture_drafting(graph)
+                self.graphs.capture()
 
     def growth(self, growth_type: Any, estimate: AcceptanceEstimate) -> Any:
-        last = self.memory.last_position
+        last, plan = self.memory.last_position, self.plan
         if growth_type is None:
-            pick = ChildPicker(PLAN, perturbed_logits, estimate)
+            pick = ChildPicker(plan, perturbed_logits, estimate)
             return TensorGrowth(self.trees, pick, self.memory.buffers, last)
         return growth_type(
             GrowthSettings(
                 requests=MOST,
-                node_budget=PLAN.shape.node_budget,
-                children=PLAN.growing.children,
-                widths=PLAN.growing.widths,
-                least=PLAN.growth.parameter or 0.0,
+                node_budget=plan.shape.node_budget,
+                children=plan.growing.children,
+                widths=plan.growing.widths,
+                least=plan.growth.parameter or 0.0,
                 longest=last,
-                coupled=PLAN.coupled,
+                coupled=plan.coupled,
                 weights=estimate.weights,
                 rows=self.memory.buffers,
                 trees=self.trees.arrays,
+                grafts=plan.shape.grafts,
+                max_depth=plan.shape.max_depth,
             )
         )
 
     def player(self, requests: torch.Tensor) -> Any:
         return self.graphs.drafting(requests) or self.drafter._eager(requests)
+
+
+class Texts:
+    """Texts of few different tokens, in which a look-up finds something; as vLLM keeps them."""
+
+    def __init__(self) -> None:
+        self.max_num_reqs, self.device = MOST, torch.device("cpu")
+        g = torch.Generator().manual_seed(1)
+        texts = torch.randint(3, (MOST, LONGEST), generator=g, dtype=torch.int32)
+        self.all_token_ids = SimpleNamespace(gpu=texts)
+        self.total_len = SimpleNamespace(gpu=torch.zeros(MOST, dtype=torch.int32))
 
 
 Make = Callable[..., list[Drafting]]
@@ -153,8 +160,10 @@ def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(row_memory, "build_attn_metadata", lambda **metadata: metadata)
     monkeypatch.setattr(row_memory, "build_slot_mappings_by_layer", lambda slots, _: slots)
 
-    def make(growth: Any = CompiledGrowth) -> list[Drafting]:
-        return [Drafting(CPUOps(), growth, captured=captured) for captured in (False, True)]
+    def make(growth: Any = CompiledGrowth, plan: TreePlan = PLAN) -> list[Drafting]:
+        return [
+            Drafting(CPUOps(), growth, captured=captured, plan=plan) for captured in (False, True)
+        ]
 
     return make
 
@@ -181,10 +190,14 @@ def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
     roots = torch.randint(10, LONGEST - 9, (requests,), generator=g)
     roots[0] = LONGEST - 4  # little room is left after it
     counts = torch.randint(1, most + 1, (requests,), generator=g).int()
-    tokens = torch.randint(VOCAB, (requests, PLAN.shape.max_depth + 1), generator=g)
+    tokens = torch.randint(VOCAB, (requests, drafting.plan.shape.max_depth + 1), generator=g)
+    drafting.texts.total_len.gpu[slots] = (roots + counts + 1).int().clamp(max=LONGEST)
     player = drafting.player(packed(slots))
-    if number % 4 == 3:  # as after a batch with prompts
-        drafting.memory.root_hidden[:requests] = torch.randn(requests, HIDDEN, generator=g)
+    if not drafting.plan.has_draft:
+        pass  # Nothing catches up.
+    elif number % 4 == 3:  # as after a batch with prompts
+        hidden = torch.randn(requests, HIDDEN, generator=g)
+        drafting.draft_model.root_hidden[:requests] = hidden
         drafting.memory.root_positions[:requests] = roots
     else:
         player.catch_up(Emitted(roots, tokens, counts, most))
@@ -196,8 +209,9 @@ def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
 
 def differing(made: list[Drafting], steps: int = 24) -> list[tuple[int, int]]:
     """Return the steps, and their numbers of forwards, whose trees differ."""
-    numbers = [(at, (at * 5 + at // 4) % (1 + FORWARDS)) for at in range(steps)]
-    assert steps < 12 or {f for _, f in numbers} == {*range(1 + FORWARDS)}
+    every = 1 + len(made[0].plan.growing.widths)
+    numbers = [(at, (at * 5 + at // 4) % every) for at in range(steps)]
+    assert steps < 12 or {f for _, f in numbers} == {*range(every)}
     found = []
     with torch.inference_mode():
         for number, forwards in numbers:
@@ -207,19 +221,32 @@ def differing(made: list[Drafting], steps: int = 24) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_LOOK_UP])
 def test_any_number_of_forwards_grows_the_trees_of_eager_drafting(
-    draftings: Make,
+    draftings: Make, plan: TreePlan
 ) -> None:
-    made = draftings()
+    made = draftings(plan=plan)
     assert differing(made) == []
     tree = made[0].trees
-    assert tree.counts[:MOST].min() > 0
-    assert tree.depths.max() == PLAN.shape.max_depth
+    chains = torch.arange(MOST) == 3
+    assert tree.counts[:MOST][~chains].min() > 0
+    assert tree.depths.max() >= (plan.shape.forwards or 4)
+    real = torch.arange(plan.shape.node_budget) < tree.counts[:MOST, None]
+    kinds = {DRAFT} if plan is PLAN else {DRAFT, LOOK_UP, BOTH} if plan is OF_BOTH else {LOOK_UP}
+    assert {*tree.kinds[:MOST][real].tolist()} >= kinds
+
+
+def test_a_look_up_in_texts_that_are_captured_with_is_seen(draftings: Make) -> None:
+    """Control: tries of the texts as they were at capture are not those of the step."""
+    made = draftings(plan=OF_LOOK_UP)
+    made[1].texts.all_token_ids.gpu = made[1].texts.all_token_ids.gpu.flip(1).contiguous()
+    assert differing(made) != []
 
 
 @pytest.fixture
-def by_kernels(draftings: Make, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
-    """Two draftings that grow by kernels. One does the rest on tensors, the other by kernels."""
+def by_kernels(draftings: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Return a function that makes two draftings that grow by kernels. One does the rest on
+    tensors, the other by kernels."""
     if not INTERPRETED:
         pytest.skip("runs in a process with TRITON_INTERPRET=1")
     from triton.runtime.interpreter import InterpretedFunction
@@ -235,22 +262,40 @@ def by_kernels(draftings: Make, monkeypatch: pytest.MonkeyPatch) -> list[Draftin
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     ops = CUDAOps(at_hand)
-    return [
-        Drafting(ops, DeviceGrowth, captured=False, writer=TensorRows),
-        Drafting(ops, DeviceGrowth, captured=True),
-    ]
+
+    def make(plan: TreePlan = PLAN) -> list[Drafting]:
+        return [
+            Drafting(ops, DeviceGrowth, captured=False, writer=TensorRows, plan=plan),
+            Drafting(ops, DeviceGrowth, captured=True, plan=plan),
+        ]
+
+    return make
 
 
-def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: list[Drafting]) -> None:
-    assert differing(by_kernels, steps=12) == []
-    assert by_kernels[0].trees.counts[:MOST].min() > 0
+@pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_LOOK_UP])
+def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: Make, plan: TreePlan) -> None:
+    made = by_kernels(plan=plan)
+    assert differing(made, steps=12 if plan is PLAN else 5) == []
+    trees, chains = made[0].trees, torch.arange(MOST) == 3
+    assert trees.counts[:MOST][~chains].min() > 0
+    real = torch.arange(plan.shape.node_budget) < trees.counts[:MOST, None]
+    kinds = {*trees.kinds[:MOST][real].tolist()}
+    assert kinds >= ({DRAFT} if plan is PLAN else {BOTH} if plan is OF_BOTH else {LOOK_UP})
+
+
+def test_interpreted_tries_of_other_texts_are_seen(by_kernels: Make) -> None:
+    """Control of the test above."""
+    made = by_kernels(plan=OF_LOOK_UP)
+    made[1].texts.all_token_ids.gpu.copy_(made[1].texts.all_token_ids.gpu.flip(1))
+    assert differing(made, steps=3) != []
 
 
 @pytest.mark.parametrize("name", ["chain", "begin"])
 def test_interpreted_kernels_whose_slots_are_off_are_seen(
-    name: str, by_kernels: list[Drafting], monkeypatch: pytest.MonkeyPatch
+    name: str, by_kernels: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer: Any = by_kernels[1].writer
+    made = by_kernels()
+    writer: Any = made[1].writer
     stock = getattr(writer, name)
     tables = writer._tables
 
@@ -261,7 +306,7 @@ def test_interpreted_kernels_whose_slots_are_off_are_seen(
         return found
 
     monkeypatch.setattr(writer, name, elsewhere)
-    assert differing(by_kernels, steps=3) != []
+    assert differing(made, steps=3) != []
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
@@ -269,7 +314,7 @@ def test_the_kernels_do_what_the_tensors_do() -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
     done = pytest_interpreted(__file__, "-k", "interpreted")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "3 passed" in done.stdout, done.stdout
+    assert "6 passed" in done.stdout, done.stdout
 
 
 def test_trees_of_other_numbers_of_forwards_differ(

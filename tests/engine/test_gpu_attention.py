@@ -95,8 +95,7 @@ class Impl(cuda_layers.TreeAttentionImpl, StockImpl):
 def engine(**additional: Any) -> Any:
     return SimpleNamespace(
         additional_config=additional,
-        speculative_config=object(),
-        num_speculative_tokens=NODES,
+        speculative_config=SimpleNamespace(method="draft_model", num_speculative_tokens=NODES),
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(world_size=1),
     )

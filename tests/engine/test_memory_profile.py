@@ -23,18 +23,29 @@ ROWS, REQUESTS, WIDTHS = 32, 6, (1, 4, 3)
     ("device", "profiled", "expected"),
     [("cuda", True, REQUESTS * max(WIDTHS)), ("cuda", False, REQUESTS), ("cpu", True, REQUESTS)],
 )
-def test_the_drafts_widest_forward_is_profiled(device: str, profiled: bool, expected: int) -> None:
-    seen: list[int] = []
-    speculator: Any = SimpleNamespace(
+def test_the_widest_forward_of_every_draft_is_profiled(
+    device: str, profiled: bool, expected: int
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def draft(name: str, **more: Any) -> Any:
+        return SimpleNamespace(
+            _run_model=lambda ids, *_: torch.zeros(len(ids), 2),
+            compute_draft_logits=lambda hidden, _: seen.append((name, len(hidden))),
+            **more,
+        )
+
+    plan = SimpleNamespace(growing=SimpleNamespace(widths=WIDTHS))
+    speculator = draft(
+        "first",
         device=SimpleNamespace(type=device),
-        _trees=SimpleNamespace(plan=SimpleNamespace(growing=SimpleNamespace(widths=WIDTHS))),
-        _run_model=lambda ids, *_: torch.zeros(len(ids), 2),
-        compute_draft_logits=lambda hidden, _: seen.append(len(hidden)),
+        drafting=SimpleNamespace(trees=SimpleNamespace(plan=plan)),
+        further=[draft("second")],
     )
     ids = torch.zeros(ROWS + 3)
     batch: Any = SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
-    TreeSpeculator._rehearse(speculator, batch, most_logits=profiled)
-    assert seen == [expected]
+    TreeSpeculator.rehearse(speculator, batch, most_logits=profiled)
+    assert seen == [("first", expected), ("second", expected)]
 
 
 @pytest.mark.parametrize(("most_tokens", "expected"), [(1000, REQUESTS * 17), (40, 40)])

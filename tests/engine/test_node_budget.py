@@ -315,6 +315,7 @@ def test_steps_note_what_trees_were_worth_where_the_scheduler_needs_it() -> None
         plan = DynTreeOptions(budget=budget, max_depth=2).resolve(3)
         trees = TreeStore(4, plan, 8, torch.device("cpu"))
         trees.values[1:4], trees.depths[1:4] = values, depths
+        trees.forwards[1:4] = depths - 1
         record = StepRecord(weighs_trees=weighs)
         batch: Any = SimpleNamespace(
             num_reqs=3,

@@ -27,10 +27,15 @@ from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats  # noqa:
 def worker_counts(
     nodes: list[int], depths: list[int], moved: list[int], **more: Any
 ) -> WorkerCounts:
-    """Return counts with all nodes at depth 1; a quarter is expected to be accepted."""
+    """Return counts with all nodes at depth 1; a quarter is expected to be accepted.
+
+    Look-up found the first node of each tree, and it is accepted.
+    """
     decoding = [True] * max(2, len(nodes))
     at_depth = np.array([[n, 0.0, 0.0] for n in nodes]).reshape(-1, 3)
-    return WorkerCounts(decoding, nodes, depths, moved, at_depth, at_depth / 4, **more)
+    of_source = np.array([[n - 1.0, 1.0, 0.0] if n else [0.0] * 3 for n in nodes]).reshape(-1, 3)
+    sources = (of_source, of_source / 4, of_source * [0.0, 1.0, 0.0])
+    return WorkerCounts(decoding, nodes, depths, moved, at_depth, at_depth / 4, *sources, **more)
 
 
 class Counting(TreeCounting):
@@ -78,6 +83,9 @@ def test_drafted_are_the_nodes_verified_and_not_the_slots_scheduled() -> None:
     assert stats.nodes_by_depth == [8, 0, 0]
     assert stats.estimated_by_depth == [2.0, 0.0, 0.0]
     assert stats.accepted_by_depth == [1, 1, 0]
+    assert stats.nodes_by_source == {"draft": 6, "look_up": 2, "both": 0}
+    assert stats.estimated_by_source == {"draft": 1.5, "look_up": 0.5, "both": 0}
+    assert stats.accepted_by_source == {"draft": 0, "look_up": 2, "both": 0}
     assert stats.kv_moved == 1
     assert stats.fallbacks == {}
 
@@ -139,6 +147,8 @@ def test_the_tree_of_a_request_that_has_ended_meanwhile_counts_nowhere() -> None
     stats = scheduler.step(counts, {"b": 2})
     assert stats.num_draft_tokens == sum(stats.nodes_by_depth) == sum(stats.tree_nodes) == 3
     assert stats.estimated_by_depth == [0.75, 0.0, 0.0]
+    assert stats.nodes_by_source == {"draft": 2, "look_up": 1, "both": 0}
+    assert stats.accepted_by_source == {"draft": 0, "look_up": 1, "both": 0}
     assert stats.kv_moved == 0
 
 
@@ -169,6 +179,7 @@ def test_the_counts_survive_vllms_stats_channel() -> None:
         counts = worker_counts([5], [2], [1], pruned={"budget": 1})
         stats = TreeSpecDecodingStats.of_step(8, counts)
         stats.observe_tree(counts, 0, accepted=1)
+        stats.observe_nodes(counts, [0])
         stats.fall_back("penalties")
         sent = MsgpackEncoder().encode(SchedulerStats(spec_decoding_stats=stats))
         got = MsgpackDecoder(SchedulerStats).decode(sent).spec_decoding_stats

@@ -209,7 +209,7 @@ def test_growing_verifying_and_learning_need_no_value_on_the_host(growth: Growth
                 valid = torch.arange(trees.shape.node_budget) < trees.counts[slots, None]
                 seen = outcomes(trees.parents[slots], accepted.path, valid)
                 classes = temperature_class(torch.ones(REQUESTS))
-                estimate.observe(trees.features[slots], *seen, classes)
+                estimate.observe(trees.features[slots], trees.kinds[slots], *seen, classes)
         assert accepted.path.shape == (REQUESTS, plan.shape.max_depth)
         assert accepted.tokens.shape == (REQUESTS, plan.shape.max_depth + 1)
 

@@ -13,7 +13,7 @@ from vllm_cpu_runner import install
 
 install()  # must run before the runner's modules are imported
 
-from dyntree_kernels.contracts import Walked  # noqa: E402
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP, Walked  # noqa: E402
 from dyntree_plugin.engine.step.clock import Measured, StageTimes  # noqa: E402
 from dyntree_plugin.engine.step.count import report  # noqa: E402
 from dyntree_plugin.engine.step.transfer import Arrival, at_hand  # noqa: E402
@@ -35,11 +35,16 @@ def verification(
 
 @pytest.fixture
 def trees() -> TreeStore:
-    """Two trees of five and two nodes, each of ten candidates; four of the five are verified."""
+    """Two trees of five and two nodes, each of ten candidates; four of the five are verified.
+
+    Behind its two nodes, the second slot still holds nodes of an earlier tree.
+    """
     plan = DynTreeOptions(max_depth=3).resolve(5)
     trees = TreeStore(3, plan, 8, torch.device("cpu"))
     trees.depths[1:3] = torch.tensor([[1, 1, 2, 3, 1], [1, 2, 2, 3, 3]])
     trees.values[1:3] = torch.tensor([[0.5, 0.5, 0.25, 0.125, 0.1], [1.0, 0.5, 0, 0, 0]]).log()
+    trees.kinds[1] = torch.tensor([BESIDE, LOOK_UP, LOOK_UP, DRAFT, LOOK_UP])
+    trees.kinds[2] = torch.tensor([BOTH, LOOK_UP, BOTH, BOTH, BOTH])
     trees.counts[1:3] = trees.admitted[1:3] = torch.tensor([5, 2])
     trees.grown[1:3] = 10
     return trees
@@ -83,6 +88,10 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     assert counts.depths == [3, 2]
     assert counts.at_depth.tolist() == [[2, 1, 1], [1, 1, 0]]
     assert counts.expected == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
+    # The sources are draft, look-up and both; of the path only node 3 is the draft's.
+    assert counts.of_source.tolist() == [[2, 2, 0], [0, 1, 1]]
+    assert counts.accepted_of_source.tolist() == [[1, 2, 0], [0, 0, 1]]
+    assert counts.expected_of_source == pytest.approx(np.array([[0.625, 0.75, 0], [0, 0.5, 1.0]]))
     # Nodes 1, 2, 3 move to the places of nodes 0, 1, 2. Node 0 of the other tree stays in place.
     assert counts.moved == [3, 0]
     # Of 20 candidates, 7 were kept, and one of these was not scheduled.
@@ -217,10 +226,13 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
     record, there = record_of(trees, verified), record_of(trees, verified)
     expected = there.counts()
     record.send(send)
-    trees.counts[:] = trees.admitted[:] = trees.grown[:] = 0  # the next trees overwrite these
+    trees.counts[:] = trees.admitted[:] = trees.grown[:] = trees.kinds[:] = (
+        0  # the next trees overwrite these
+    )
     assert record.counts() == expected
-    assert np.array_equal(record.counts().at_depth, expected.at_depth)
-    assert np.array_equal(record.counts().expected, expected.expected)
+    for name in ("at_depth", "expected", "of_source", "expected_of_source", "accepted_of_source"):
+        assert getattr(expected, name).any()
+        assert np.array_equal(getattr(record.counts(), name), getattr(expected, name))
     assert len(sent) == 1
 
 

@@ -21,10 +21,13 @@ def sized(
     **options: str,
 ) -> set[int]:
     """Return the sizes in vLLM's table after the plugin has settled; empty if it has none."""
-    speculation = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
+    speculation = SimpleNamespace(
+        method="draft_model",
+        num_speculative_tokens=24,
+        num_speculative_tokens_per_batch_size=None,
+    )
     config: Any = SimpleNamespace(
         additional_config={"dyntree": options},
-        num_speculative_tokens=24,
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous, max_num_seqs=requests),
         parallel_config=SimpleNamespace(world_size=ranks),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dyntree_kernels.ancestors import unpack_bits
+from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
@@ -43,6 +46,18 @@ def test_a_tree_is_found_at_its_slot_and_nowhere_else() -> None:
     assert trees.parents[2, :3].tolist() == [-1, -1, 1]
     assert trees.depths[2, :3].tolist() == [1, 1, 2]
     assert torch.equal(trees.ancestors[[0, 1, 3]], before[[0, 1, 3]])
+
+
+def test_a_tree_is_stored_with_the_kinds_of_its_nodes_which_are_the_drafts_by_default() -> None:
+    trees, slots = store(), torch.tensor([2])
+    candidates = torch.zeros(1, NODES, dtype=torch.int64)
+    candidates[0, :3] = torch.tensor([3, 0, 2])
+    kinds = torch.tensor([[DRAFT, LOOK_UP, BOTH, LOOK_UP]], dtype=torch.int8)
+    trees.put(slots, replace(forked_tree(5), candidates=candidates), kinds=kinds)
+    assert trees.kinds[2, :3].tolist() == [LOOK_UP, DRAFT, BOTH]
+    assert (trees.kinds[[0, 1, 3, 4]] == DRAFT).all()
+    trees.put(slots, forked_tree(6))
+    assert (trees.kinds == DRAFT).all()
 
 
 def test_the_root_of_a_slot_that_never_held_a_tree_sees_itself() -> None:

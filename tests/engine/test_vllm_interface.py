@@ -18,7 +18,6 @@ if current_platform.is_cpu():
 
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",
-    "cuda.speculator.CUDATreeSpeculator",
     "cuda.worker.TreeGPUWorker",
     *[
         f"attention.cuda.Tree{backend}Attention{part}"
@@ -26,8 +25,10 @@ CUDA = [
         for part in ("Backend", "Impl", "MetadataBuilder")
     ],
 ]
-CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker", "speculator.TreeSpeculator"]
+CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker"]
 SHARED = [
+    "speculator.TreeSpeculator",
+    "speculator.LookUpSpeculator",
     "scheduler.TreeScheduler",
     "scheduler.AsyncTreeScheduler",
     "telemetry.step_record.CountedOutput",

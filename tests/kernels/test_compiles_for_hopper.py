@@ -20,11 +20,14 @@ from dyntree_kernels.cuda import (  # noqa: E402
     attention,
     children,
     draft_rows,
+    grafts,
     growth,
     gumbel,
     kv_move,
     learn,
+    look_up,
     place,
+    stored,
     walk,
 )
 
@@ -41,7 +44,12 @@ POINTERS = {
     **dict.fromkeys(("TABLE", "CTX", "INDPTR", "BITS"), "*i32"),
     **dict.fromkeys(("LAYERS", "TOKENS", "PARENTS", "SAMPLED"), "*i64"),
     **dict.fromkeys(("PATH", "SEEDS", "POSITIONS", "REQUESTS", "ROW_POSITIONS", "STORED"), "*i64"),
-    **dict.fromkeys(("SLOTS", "DEPTHS"), "*i64"),
+    **dict.fromkeys(("SLOTS", "DEPTHS", "FORWARDS"), "*i64"),
+    **dict.fromkeys(("TEXTS", "LENGTHS", "KEYS"), "*i32"),
+    **dict.fromkeys(("TRIE_TOKENS", "TRIE_ABOVE", "FORWARDS"), "*i64"),
+    **dict.fromkeys(("EVIDENCE", "EDGES", "TRIE_EVIDENCE"), "*fp32"),
+    **dict.fromkeys(("EXISTS", "TRIE_EXISTS"), "*i1"),
+    **dict.fromkeys(("ABOVE", "EXPANSIONS", "GRAFT_DEPTHS"), "*i32"),
     **dict.fromkeys(("LOGITS_BOUNDS", "ROWS_BOUNDS", "ANCESTORS"), "*i32"),
     **dict.fromkeys(("SEQ_LENS", "PREFILL_LENS", "CTX_LENS"), "*i32"),
     **dict.fromkeys(("VALUES", "OPEN", "FEATURES", "BASES", "WEIGHTS"), "*fp32"),
@@ -54,6 +62,7 @@ POINTERS = {
     **dict.fromkeys(("STRIDES", "LAST", "ENDS"), "*i64"),
     "TABLES": "*u64",
     "SIZES": "*i32",
+    **dict.fromkeys(("KINDS", "STORED_KINDS"), "*i8"),
     **dict.fromkeys(("INFORMATION", "PRIOR", "LOW", "HIGH"), "*fp32"),
     **dict.fromkeys(("least", "strength", "memory"), "fp32"),
     "scale": "fp32",
@@ -78,8 +87,18 @@ ODD = {
         "capacity",
         "longest",
     ],
-    *["groups", "deepest", "columns", "spare", "s_tokens"],
+    *["groups", "deepest", "columns", "spare", "s_tokens", "s_texts", "kinds_each", "s_logits"],
 }
+OF_TRIES = {
+    growth._expand: ("ABOVE", "GRAFT_DEPTHS", "EXPANSIONS"),
+    growth._order: (),
+    stored.store: ("ABOVE", "GRAFT_DEPTHS", "KINDS", "STORED_KINDS"),
+    children._merge: (
+        *("ABOVE", "GRAFT_DEPTHS", "EXPANSIONS", "EDGES", "EVIDENCE", "KINDS", "LOGITS"),
+        *("TEMPERATURES", "SEEDS", "POSITIONS", "LEVELS", "vocab", "s_logits", "max_depth"),
+    ),
+}
+"""Arguments that growth leaves out without tries."""
 
 
 def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, int]:
@@ -109,6 +128,12 @@ def resources(cubin: bytes) -> dict[str, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def of_growth(kernel: Any, warps: int, nodes: int, **constants: Any) -> dict[str, int]:
+    """Do as `compiled` for tries of so many nodes; without tries if there are none."""
+    left_out = () if nodes else OF_TRIES[kernel]
+    return compiled(kernel, warps, GRAFTS=nodes, **dict.fromkeys(left_out), **constants)
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
@@ -147,8 +172,9 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (draft_rows._chain, {"ROWS": 64}),
         (draft_rows._begin, {"COLUMNS": 512}),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),
-        (growth._order, {"RANKED": growth._RANKED, "AGAINST": growth._AGAINST, "NODES": 1024}),
-        (growth._store, {"K": 8, "FEATURED": True, "ROWS": growth._RANKED, "WORDS": 32}),
+        (look_up._search, {"LONGEST": 32, "KEPT": 8, "BLOCK": look_up._BLOCK}),
+        (look_up._grow, {"PLACES": 8, "DEPTHS": 8, "NODES": 16, "ENTRIES": 512}),
+        (look_up._grow, {"PLACES": 8, "DEPTHS": 64, "NODES": 64, "ENTRIES": 512}),
         (ancestors._climb, {"NODES": 32, "WORDS": 4}),
         (gumbel._perturb, {"BLOCK": 1024}),
         (gumbel._rank, {"BLOCK": gumbel._CANDIDATES, "K": 8, "NOISE": True}),
@@ -160,16 +186,38 @@ def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[s
     assert used["stack"] == 0, used
 
 
+@pytest.mark.parametrize("nodes", [0, 1, 16, 64])
 @pytest.mark.parametrize(
     ("candidates", "children_each", "width", "words"),
     [(64, 4, 4, 2), (256, 4, 4, 2), (1024, 8, 8, 4), (4096, 8, 16, 16), (8192, 8, 32, 32)],
 )
 def test_growth_holds_a_requests_candidates_without_spills(
-    candidates: int, children_each: int, width: int, words: int
+    candidates: int, children_each: int, width: int, words: int, nodes: int
 ) -> None:
+    used = of_growth(
+        growth._expand, children.warps_for(candidates), nodes, K=children_each, WIDTH=width,
+        WORDS=words, CANDIDATES=candidates, LANES=max(1, nodes),
+    )  # fmt: skip
+    assert used["stack"] == 0, used
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 16, 64])
+def test_trees_are_stored_without_spills(nodes: int) -> None:
+    for kernel, constants in (
+        (growth._order, {"RANKED": growth._RANKED, "AGAINST": growth._AGAINST, "NODES": 1024,
+                         "LANES": triton.next_power_of_2(nodes + 8)}),
+        (stored.store, {"FEATURED": True, "ROWS": growth._RANKED, "WORDS": 32}),
+    ):  # fmt: skip
+        used = of_growth(kernel, 4, nodes, K=8, **constants)
+        assert used["stack"] == 0, used
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("nodes", [1, 16, 64])
+def test_tries_are_grafted_without_spills(nodes: int, learned: bool) -> None:
     used = compiled(
-        growth._expand, children.warps_for(candidates), K=children_each, WIDTH=width, WORDS=words,
-        CANDIDATES=candidates,
+        grafts._graft, grafts.WARPS, GRAFTS=nodes, NODES=nodes, CHILDREN=8, K=8, LEARNED=learned,
+        NOISE=True,
     )  # fmt: skip
     assert used["stack"] == 0, used
 
@@ -187,12 +235,14 @@ def test_the_walk_holds_a_requests_tree_without_spills(
 
 
 @pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize(("nodes", "width"), [(0, 8), (1, 1), (16, 8), (64, 1), (64, 32)])
 @pytest.mark.parametrize(("blocks", "kept"), [(16, 4), (64, 8), (128, 64)])
 def test_the_best_of_a_vocabularys_blocks_are_merged_without_spills(
-    blocks: int, kept: int, learned: bool
+    blocks: int, kept: int, learned: bool, nodes: int, width: int
 ) -> None:
-    used = compiled(
-        children._merge, children.warps_for(blocks * kept), K=kept, KEPT=kept, LEARNED=learned,
-        RANKS=kept, ENTRIES=blocks * kept, BLOCKS=blocks,
+    used = of_growth(
+        children._merge, children.warps_for(max(blocks * kept, width * blocks if nodes else 0)),
+        nodes, K=kept, KEPT=kept, LEARNED=learned, RANKS=kept, ENTRIES=blocks * kept,
+        BLOCKS=blocks, NODES=max(1, nodes), ROWS=width, NOISE=True,
     )  # fmt: skip
     assert used["stack"] == 0, used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,7 @@ def test_every_series_is_there_before_anything_happens(page: TreeSpecDecodingPro
     assert value("fallback_steps_total", reason="empty_tree") == 0
     assert value("pruned_nodes_total", reason="scheduler") == 0
     assert value("proposed_nodes_total", depth="8") == 0
+    assert value("accepted_nodes_by_source_total", source="both") == 0
     assert value("stage_seconds_count", stage="draft") == 0
     assert value("node_budget") == SHAPE.node_budget
 
@@ -43,6 +45,12 @@ def test_a_step_adds_what_it_counted_to_its_own_engine(page: TreeSpecDecodingPro
     assert value("accepted_path_tokens_sum") == 4 * ACCEPTED
     assert value("accepted_nodes_total", depth="3") == 4
     assert value("accepted_nodes_total", depth="4") == 0
+    assert value("proposed_nodes_by_source_total", source="draft") == 4 * (SHAPE.node_budget - 1)
+    assert value("proposed_nodes_by_source_total", source="look_up") == 4
+    assert value("accepted_nodes_by_source_total", source="draft") == 4 * (ACCEPTED - 1)
+    assert value("accepted_nodes_by_source_total", source="look_up") == 4
+    estimated = value("estimated_accepted_tokens_by_source_total", source="look_up")
+    assert estimated == pytest.approx(4 * math.exp(-1))
     assert value("stage_seconds_sum", stage="target") == pytest.approx(0.004)
     assert value("stage_seconds_count", stage="target") == 2
     assert value("compared_seconds_total", decoding="tree") == pytest.approx(0.024)

@@ -32,6 +32,7 @@ COUNTED = {
     "nodes": f"{PREFIX}tree_nodes_sum",
     "accepted": f"{PREFIX}accepted_path_tokens_sum",
     "by depth": f"{PREFIX}accepted_nodes_total",
+    "by source": f"{PREFIX}accepted_nodes_by_source_total",
     "drafts": "vllm:spec_decode_num_drafts_total",
     "draft tokens": "vllm:spec_decode_num_draft_tokens_total",
     "accepted tokens": "vllm:spec_decode_num_accepted_tokens_total",
@@ -71,7 +72,7 @@ def test_the_counters_are_what_the_clients_received(
     assert gained["drafts"] == received.steps > 0
     assert gained["nodes"] == gained["draft tokens"] == received.nodes
     assert gained["accepted"] == gained["accepted tokens"] == received.accepted
-    assert gained["by depth"] == received.accepted == sum(received.paths)
+    assert gained["by depth"] == gained["by source"] == received.accepted == sum(received.paths)
 
 
 def test_two_processes_have_served_the_clients_and_add_up(

@@ -42,6 +42,9 @@ def text(steps: int, engine: str = "0") -> str:
         f"{PREFIX}accepted_path_tokens_sum{{LABELS}}": 3 * steps,
         f'{PREFIX}accepted_nodes_total{{LABELS,depth="1"}}': 2 * steps,
         f'{PREFIX}accepted_nodes_total{{LABELS,depth="2"}}': steps,
+        f'{PREFIX}accepted_nodes_by_source_total{{LABELS,source="draft"}}': 2 * steps,
+        f'{PREFIX}accepted_nodes_by_source_total{{LABELS,source="look_up"}}': steps,
+        f'{PREFIX}accepted_nodes_by_source_total{{LABELS,source="both"}}': 0,
         f'{PREFIX}estimated_accepted_tokens_total{{LABELS,depth="1"}}': 2 * steps,
         f'{PREFIX}fallback_steps_total{{LABELS,reason="penalties"}}': steps / 10,
         f'{PREFIX}fallback_steps_total{{LABELS,reason="bad_words"}}': 0,
@@ -67,6 +70,7 @@ def test_the_figures_are_ratios_of_the_counters() -> None:
     assert found.fallbacks == {"penalties": pytest.approx(0.1), "empty_tree": pytest.approx(0.5)}
     assert found.fallback_share == pytest.approx(0.1), "an empty tree may be a choice"
     assert found.reached == [2, 1]
+    assert found.sources == {"draft": pytest.approx(2 / 3), "look_up": pytest.approx(1 / 3)}
     assert found.stage_seconds == {"target": pytest.approx(0.04)}
     assert found.tokens_per_second is None
 
@@ -98,16 +102,28 @@ def test_an_engine_that_did_nothing_has_no_figures_rather_than_wrong_ones() -> N
     assert found.reached == []
 
 
+def screen_of(body: str) -> str:
+    """Return what is shown of a server whose page has this text."""
+    console = Console(file=io.StringIO(), width=160)
+    console.print(screen("a", figures(Page(0.0, parse(body).engines))))
+    return str(console.file.getvalue())
+
+
 def test_a_speed_that_is_not_known_is_shown_as_none() -> None:
     body = "".join(each for each in text(100).splitlines(True) if "compared" not in each)
     zero = f'{PREFIX}compared_seconds_total{{model_name="m",engine="0",decoding="tree"}} 0\n'
     for more in ("", zero):
-        found = figures(Page(0.0, parse(body + more).engines))
-        assert found[0].speed is None
-        console = Console(file=io.StringIO(), width=160)
-        console.print(screen("a", found))
-        (shown,) = re.findall(r"speed against none\s+(\S+)", console.file.getvalue())
+        (found,) = figures(Page(0.0, parse(body + more).engines))
+        assert found.speed is None
+        (shown,) = re.findall(r"speed against none\s+(\S+)", screen_of(body + more))
         assert shown == "–"
+
+
+def test_the_sources_of_tokens_are_shown_if_there_are_several() -> None:
+    several = screen_of(text(100))
+    assert re.search(r"accepted from.*draft +67%.*look_up +33%", several, re.DOTALL)
+    one = "".join(each for each in text(100).splitlines(True) if 'source="look_up"' not in each)
+    assert "accepted from" not in screen_of(one)
 
 
 def test_every_engine_has_its_own_figures() -> None:

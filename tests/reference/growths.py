@@ -60,23 +60,19 @@ def topk(draft: Draft, shape: TreeShape, room: int, least: float = 0.0) -> list[
 
 
 class Grafted(NamedTuple):
-    """A node of a reference tree with a trie: its path, the log of its value, and its source.
-
-    The source is "draft", "trie" or both.
-    """
+    """A node of a reference tree with a trie: its path, and the log of its value."""
 
     path: Path
     value: float
-    kinds: frozenset[str]
 
 
 class GraftedTopK:
     """Best-first growth from a trie and a draft, with a dictionary of edges.
 
     ``log_draft`` gives log D(· | x, path), or is None where no draft runs. ``trie`` holds the log
-    chance of every node's edge by its path. ``room`` is the number of the request's scratch
-    columns, and ``least`` the least value. ``whole_paths`` says whether one forward may expand a
-    node and its child.
+    chance of every node's edge by its path. Where the draft runs, the edges of the trie's nodes
+    follow D. ``room`` is the number of the request's scratch columns, and ``least`` the least
+    value. ``whole_paths`` says whether one forward may expand a node and its child.
     """
 
     def __init__(
@@ -92,51 +88,50 @@ class GraftedTopK:
         self.log_draft, self.shape, self.room = log_draft, shape, room
         self.least = math.log(least) if least else -math.inf
         self.edges = {p: edge for p, edge in trie.items() if len(p) <= shape.max_depth}
-        self.kinds = {path: {"trie"} for path in self.edges}
+        self.trie = frozenset(self.edges)
         self.opened: set[Path] = {()}
 
     def tree(self) -> list[Grafted]:
         """Grow, and return the nodes in order of falling value."""
         if self.log_draft is not None:
             self.expand(())
-            for forward in range(self.shape.max_depth - 1):
-                for path in self.frontier(forward):
-                    self.opened.add(path)
-                for path in [p for p in self.chosen if p in self.opened]:
+            column = 0
+            for width in self.shape.widths:
+                found = self.frontier(width, column)
+                self.opened.update(found)
+                for path in found:
                     self.expand(path)
+                column += width
         best = sorted(self.existing(), key=lambda path: -self.value(path))
-        first = next((path for path in best if len(path) == 1), None)
-        kept = [p for p in best if p == first or self.value(p) >= self.least]
-        return [
-            Grafted(path, self.value(path), frozenset(self.kinds[path]))
-            for path in kept[: self.shape.node_budget]
-        ]
+        kept = [p for n, p in enumerate(best) if n == 0 or self.value(p) >= self.least]
+        return [Grafted(path, self.value(path)) for path in kept[: self.shape.node_budget]]
 
-    def frontier(self, forward: int) -> list[Path]:
-        """Return the nodes to expand: the ``width`` most valuable nodes without children."""
+    def frontier(self, width: int, first: int) -> list[Path]:
+        """Return the nodes to expand in columns from ``first``: the ``width`` most valuable nodes
+        without children."""
         known = self.existing()
         closed = [p for p in known if p not in self.opened and len(p) < self.shape.max_depth]
         if not self.whole_paths:
             closed = [p for p in closed if p[:-1] in self.opened]
-        self.chosen = sorted(closed, key=lambda path: -self.value(path))[: self.shape.width]
+        chosen = sorted(closed, key=lambda path: -self.value(path))[:width]
         values = sorted((self.value(path) for path in known), reverse=True)
         full = len(values) >= self.shape.node_budget
         bound = values[self.shape.node_budget - 1] if full else -math.inf
         return [
             path
-            for column, path in enumerate(self.chosen, start=forward * self.shape.width)
+            for column, path in enumerate(chosen, start=first)
             if column < self.room and self.value(path) > bound and self.value(path) >= self.least
         ]
 
     def expand(self, path: Path) -> None:
         assert self.log_draft is not None
         scores = self.log_draft(path)
+        for child in self.trie:
+            if child[:-1] == path:
+                self.edges[child] = scores[child[-1]]
         tokens = sorted(range(len(scores)), key=lambda y: -scores[y])
         for token in tokens[: self.shape.children]:
-            child = (*path, token)
-            if scores[token] > -math.inf:
-                self.edges[child] = max(self.edges.get(child, -math.inf), scores[token])
-                self.kinds.setdefault(child, set()).add("draft")
+            self.edges[(*path, token)] = scores[token]
 
     def existing(self) -> list[Path]:
         return [path for path in self.edges if self.value(path) > -math.inf]

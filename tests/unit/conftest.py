@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -59,3 +60,26 @@ def build(model_folder: Callable[..., str]) -> Build:
 def admitted(build: Build) -> VllmConfig:
     """Return a configuration that trees support, before it is checked."""
     return changed(build(), "scheduler_config.scheduler_cls", None)
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """Return what the plugin has logged since the last call.
+
+    vLLM sets up its own loggers again for every engine, without their previous handlers.
+    """
+    from vllm import logger
+
+    ours = logging.getLogger("logged by the plugin")
+    ours.setLevel(logging.INFO)
+    stock = logger.init_logger
+    monkeypatch.setattr(
+        logger, "init_logger", lambda name: ours if name == "vllm.dyntree" else stock(name)
+    )
+
+    def take() -> str:
+        text = caplog.text
+        caplog.clear()
+        return text
+
+    return take

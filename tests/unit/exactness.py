@@ -12,14 +12,15 @@ import itertools
 from dataclasses import dataclass, replace
 
 import torch
+from tries import Grafting
 
 from dyntree_kernels.ancestors import unpack_bits
+from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.children import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthPlan
 from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds
-from dyntree_plugin.tree.source import DRAFT, Trie
 from dyntree_plugin.tree.token_tree import Draws, TokenTree
 
 
@@ -96,10 +97,10 @@ class Grown:
     depths: torch.Tensor
 
 
-def grow_every_way(plan: GrowthPlan, draft: Model, trie: Trie | None = None) -> Grown:
+def grow_every_way(plan: GrowthPlan, draft: Model, grafting: Grafting | None = None) -> Grown:
     """Run ``plan`` over every possible draw below the root and at every scratch column.
 
-    ``trie``, of one request, is grafted before any children are added.
+    The trie of ``grafting``, of one request, is grafted before any children are added.
     """
     vocab, sequences = draft.vocab, _sequences(plan, draft.vocab)
     expansions = 1 + plan.scratch_slots
@@ -109,9 +110,9 @@ def grow_every_way(plan: GrowthPlan, draft: Model, trie: Trie | None = None) -> 
     num_requests = drawn.shape[0]
     chances = torch.ones(num_requests, dtype=torch.float64)
     growth = plan.start(num_requests, torch.full((num_requests,), plan.scratch_slots))
-    if trie is not None:
+    if grafting is not None:
         assert isinstance(growth, TopKGrowth)
-        growth.graft(Trie(*(part.expand(num_requests, -1) for part in trie)), 2 * DRAFT)
+        growth.graft(*grafting.of(num_requests))
     depths = codes = torch.zeros(num_requests, 1, dtype=torch.int64)
     valid = torch.ones_like(codes, dtype=torch.bool)
     column_codes = torch.zeros(num_requests, 0, dtype=torch.int64)
@@ -123,7 +124,12 @@ def grow_every_way(plan: GrowthPlan, draft: Model, trie: Trie | None = None) -> 
         each = _chances(laws, sequences, plan.sampling).gather(2, here[:, :, None])[..., 0]
         # If a node does not exist, one outcome stands for all draws below it.
         chances *= torch.where(valid, each, (here == 0).double()).prod(1)
-        growth.add(*_children(plan, laws.log(), torch.tensor(sequences)[here]))
+        children = _children(plan, laws.log(), torch.tensor(sequences)[here])
+        if grafting is None:
+            growth.add(*children)
+        else:
+            assert isinstance(growth, TopKGrowth)
+            growth.add(*children, judged=_judged(growth, grafting.trie, laws.log()))
         if width is None:
             break
         frontier = growth.frontier()
@@ -210,6 +216,15 @@ def _children(
         noise.scatter_(2, wanted[:, :, None], 0.0)
         tokens, scores = drawn_children(rows, count, noise)
     return tokens.view(shape), scores.view(shape), log_probs
+
+
+def _judged(growth: TopKGrowth, trie: Trie, log_probs: torch.Tensor) -> torch.Tensor:
+    """Return the log chances [R, T] of the trie's nodes that the growth asks for."""
+    which = growth.asked()
+    assert which is not None
+    row = torch.arange(len(which))[:, None]
+    found = log_probs[row, which.clamp(min=0), trie.tokens.expand_as(which)]
+    return found.masked_fill(which < 0, float("nan"))
 
 
 def _paths(tree: TokenTree, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from dyntree_plugin.commands.show.generation import Generation
-from dyntree_plugin.tree.step import TreeStep
+from dyntree_plugin.tree.step import Source, TreeStep
 
 WORDS = {
     1: "def",
@@ -28,9 +29,9 @@ def values(*chances: float) -> list[float]:
 def made(**changes: Any) -> Generation:
     """Return two steps: one accepts two of four nodes, the other none, and it passes the end."""
     steps = [
-        TreeStep("r", 0, 2, 2, [3, 7, 4, 8], [-1, -1, 0, 0], values(0.6, 0.3, 0.5, 0.1), [0, 2],
-                 [3, 4, 5]),
-        TreeStep("r", 1, 5, 5, [9], [-1], values(0.4), [], [6]),
+        TreeStep("r", 0, 2, 2, [3, 7, 4, 8], [-1, -1, 0, 0], values(0.6, 0.3, 0.5, 0.1),
+                 ["draft"] * 4, [0, 2], [3, 4, 5]),
+        TreeStep("r", 1, 5, 5, [9], [-1], values(0.4), ["draft"], [], [6]),
     ]  # fmt: skip
     tokens = [3, 4, 5, 6]
     given: dict[str, Any] = {
@@ -50,3 +51,10 @@ def made(**changes: Any) -> Generation:
         "chances": "estimated",
     }
     return Generation(**given | changes)
+
+
+def of_several_sources() -> Generation:
+    """Return the same steps; look-up found some of the nodes."""
+    first, second = made().steps
+    sources: list[Source] = ["draft", "look_up", "both", "draft"]
+    return made(steps=[replace(first, sources=sources), second])

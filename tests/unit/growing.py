@@ -7,17 +7,16 @@ from functools import cache
 
 import torch
 from reference.growths import Draft, Draw, Path
+from tries import Grafting
 
 from dyntree_kernels.ancestors import unpack_bits
+from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.children import drawn_children, sampled_children, top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthPlan
 from dyntree_plugin.tree.growth.topk import TopKGrowth
-from dyntree_plugin.tree.source import Trie
 from dyntree_plugin.tree.token_tree import TokenTree
 
 VOCAB = 7
-TRIE = 4
-"""The kind of grafted nodes."""
 
 NOWHERE: Path = (-1,)
 """Path of a frontier's column that has nothing to expand."""
@@ -72,34 +71,39 @@ def grow(
     seeds: list[int],
     room: list[int] | None = None,
     distributions: bool = False,
-    trie: Trie | None = None,
+    grafting: Grafting | None = None,
     whole_paths: bool = True,
     at_frontier: Callable[[Frontier], None] = lambda frontier: None,
     at_paths: Callable[[list[list[Path]]], object] = lambda paths: None,
 ) -> TokenTree:
     """Grow one tree per seed, in double precision, so that rounding changes no ranking.
 
-    ``trie`` is grafted before any children are added. ``whole_paths`` is described at
-    `TopKGrowth.graft`.
+    The trie of ``grafting`` is grafted before any children are added. ``whole_paths`` is described
+    at `TopKGrowth.graft`.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         columns = torch.tensor([plan.scratch_slots] * len(seeds) if room is None else room)
         growth = plan.start(len(seeds), columns)
-        if trie is not None:
+        if grafting is not None:
             assert isinstance(growth, TopKGrowth)
-            growth.graft(trie, TRIE, whole_paths)
+            growth.graft(*grafting, whole_paths)
         grown: list[list[Path]] = [[] for _ in seeds]
         paths: list[list[Path]] = [[()] for _ in seeds]
         for width in (*plan.widths, None):
-            growth.add(*_children(plan, seeds, paths, distributions))
+            children = _children(plan, seeds, paths, distributions)
+            if grafting is None:
+                growth.add(*children)
+            else:
+                assert isinstance(growth, TopKGrowth)
+                growth.add(*children, judged=_judged(growth, grafting.trie, seeds, paths))
             if width is None:
                 return growth.finish()
             frontier = growth.frontier()
             at_frontier(frontier)
             assert frontier.tokens.shape == (len(seeds), width)
-            paths = [_paths_at(frontier, row, grown[row]) for row in range(len(seeds))]
+            paths = [paths_at(frontier, row, grown[row]) for row in range(len(seeds))]
             at_paths(paths)
         raise AssertionError("unreachable")
     finally:
@@ -115,7 +119,7 @@ def paths_of(tree: TokenTree, row: int) -> list[Path]:
     return paths
 
 
-def _paths_at(frontier: Frontier, row: int, columns: list[Path]) -> list[Path]:
+def paths_at(frontier: Frontier, row: int, columns: list[Path]) -> list[Path]:
     """Return a frontier's paths as attention sees them, and append them to the request's
     ``columns``.
 
@@ -133,6 +137,24 @@ def _paths_at(frontier: Frontier, row: int, columns: list[Path]) -> list[Path]:
             assert seen[known + w]
         columns.append(path if bool(frontier.valid[row, w]) else NOWHERE)
     return columns[known:]
+
+
+def _judged(
+    growth: TopKGrowth, trie: Trie, seeds: list[int], paths: list[list[Path]]
+) -> torch.Tensor:
+    """Return the draft's log chances of the trie's nodes that the growth asks for, [R, T].
+
+    Other nodes have a chance of 1, which the growth must not read.
+    """
+    which = growth.asked()
+    assert which is not None
+    log_probs = torch.stack([
+        log_probs_after(seed, path) for seed, row in zip(seeds, paths, strict=True) for path in row
+    ])  # fmt: skip
+    log_probs = log_probs - log_probs.logsumexp(dim=1, keepdim=True)
+    row = torch.arange(len(seeds))[:, None]
+    found = log_probs.view(len(seeds), -1, VOCAB)[row, which.clamp(min=0), trie.tokens]
+    return torch.where(which < 0, 0.0, found)
 
 
 def _children(

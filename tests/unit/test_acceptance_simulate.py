@@ -153,7 +153,8 @@ def test_values_are_learned_from_what_was_accepted() -> None:
     prompts, setting = some_prompts(5, 3, 8, 4), Setting(16, 1.0, DEPTH, ())
     text = write(in_rows(), prompts, 1.0, TOKENS + DEPTH + 1)
     sure, unsure = (
-        learn_values(in_rows(noise), prompts, text, setting, rounds=1) for noise in (0.0, 3.0)
+        learn_values(in_rows(noise), prompts, text, METHODS["calibrated"], setting, rounds=1)
+        for noise in (0.0, 3.0)
     )
     even = torch.zeros(1, 1, 2)
     kind = torch.tensor([5])

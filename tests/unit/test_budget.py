@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.budget.choice import Drafting, best_drafting
 from dyntree_plugin.tree.budget.row_cost import LARGEST_SURPRISE, RowCost, followed
+from dyntree_plugin.tree.budget.worth import worth_by_forwards
 
 STEPS = st.lists(st.floats(0, 0.5), min_size=20, max_size=20)
 """How much each further row adds to a step's seconds."""
@@ -194,10 +195,19 @@ def test_a_budget_is_adaptive_unless_it_is_said_or_has_to_be_otherwise(
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": "adaptive"}])
-def test_trees_may_be_deeper_if_the_scheduler_ends_drafting(options: dict[str, object]) -> None:
-    def depth(nodes: int, **more: object) -> int:
-        return DynTreeOptions.parse(options | more).resolve(nodes).shape.max_depth
+def test_more_forwards_are_allowed_if_the_scheduler_ends_drafting(
+    options: dict[str, object],
+) -> None:
+    def forwards(nodes: int, **more: object) -> int:
+        return DynTreeOptions.parse(options | more).resolve(nodes).shape.forwards
 
-    assert (depth(12), depth(64)) == (12, 16)
-    assert depth(12, max_depth=4) == 4
-    assert depth(12, budget="fixed") < 12
+    assert (forwards(12), forwards(64)) == (12, 16)
+    assert forwards(12, max_depth=4) == 4
+    assert forwards(12, budget="fixed") < 12
+
+
+def test_nodes_that_need_no_forward_are_worth_something_without_one() -> None:
+    """The third node is deep, but look-up found it and those above it."""
+    chances, needed = np.array([[0.8, 0.4, 0.2]]), np.array([[0, 1, 0]])
+    found = worth_by_forwards(chances, needed, 1, (0, 1, 2, 3))
+    assert found == pytest.approx(np.array([[0, 0.8, 1.0, 1.0], [0, 0.8, 1.2, 1.4]]))

@@ -79,6 +79,14 @@ CHANGES = [
 ]
 
 
+TABLES = (
+    refusals.ENGINE_REFUSALS,
+    refusals.SPECULATION_REFUSALS,
+    refusals.DRAFT_REFUSALS,
+    refusals.MODEL_REFUSALS,
+)
+
+
 @pytest.mark.parametrize("trees", [True, False])
 def test_models_are_compiled_for_the_rows_of_the_largest_draft_forward(
     build: Build, trees: bool
@@ -101,14 +109,14 @@ def test_one_change_is_refused_with_its_option_and_advice(
 ) -> None:
     reason = refusal_of(changed(admitted, path, value))
     assert f"{option}=" in reason
-    tables = (*refusals.ENGINE_REFUSALS, *refusals.SPECULATION_REFUSALS, *refusals.MODEL_REFUSALS)
-    assert any(r.option == option and r.advice in reason for r in tables)
+    assert any(r.option == option and r.advice in reason for table in TABLES for r in table)
 
 
 def test_every_refusal_of_the_tables_is_tested() -> None:
     apart = {"VLLM_USE_V2_MODEL_RUNNER", "data_parallel_size (ranks, target)"}
     assert {r.option for r in refusals.ENGINE_REFUSALS} == ENGINE.keys() | apart
-    assert {r.option for r in refusals.SPECULATION_REFUSALS} == SPECULATION.keys()
+    of_speculation = (*refusals.SPECULATION_REFUSALS, *refusals.DRAFT_REFUSALS)
+    assert {r.option for r in of_speculation} == SPECULATION.keys()
     assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
 
 
@@ -116,8 +124,9 @@ METHODS = {
     "a drafter that reads the target's hidden states (EAGLE, MTP)": "eagle",
     "a drafter with several MTP modules": "mtp",
     "a DFlash drafter": "dflash",
-    "an n-gram drafter": "ngram",
 }
+REPLACED = {"an n-gram drafter"}
+"""Features whose kernels no engine with trees calls: look-up has its own."""
 UNSERVED = {
     "decode context parallelism": "decode_context_parallel_size",
     "a multimodal rotary embedding": "uses_mrope",
@@ -136,7 +145,7 @@ UNSERVED = {
 def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_starts(
     admitted: VllmConfig,
 ) -> None:
-    assert METHODS.keys() | UNSERVED.keys() == REFUSED.keys()
+    assert METHODS.keys() | UNSERVED.keys() | REPLACED == REFUSED.keys()
     changes = {option: (path, value) for option, path, value in reversed(CHANGES)}
     for option in UNSERVED.values():
         assert f"{option}=" in refusal_of(changed(admitted, *changes[option]))
@@ -156,8 +165,14 @@ def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_
         ({"additional_config": {"dyn_tree": {}}}, "did you mean 'dyntree'"),
         ({"speculative_config": None}, "speculative_config is missing"),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-            "speculative_config.method='ngram'",
+            {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+            "speculative_config.method='suffix' is not supported: trees are drafted by a draft "
+            "model",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+            "without one by look-up in the requests' own texts, --speculative-config "
+            """'{"method": "ngram_gpu", """,
         ),
         ({"worker_cls": "my.Worker"}, "worker_cls='my.Worker'"),
         ({"scheduler_cls": "my.Scheduler"}, "scheduler_cls='my.Scheduler'"),

@@ -18,7 +18,7 @@ from dyntree_plugin.commands.demo import command as demo
 from dyntree_plugin.commands.demo import screen
 from dyntree_plugin.commands.demo.comparison import Comparison, Completion, Run
 from dyntree_plugin.commands.engine import Settings
-from dyntree_plugin.tree.step import TreeStep
+from dyntree_plugin.tree.step import Source, TreeStep
 
 PROMPTS = ["def f(x):", "class C:"]
 
@@ -32,7 +32,8 @@ def step(parents: list[int], accepted: list[int]) -> TreeStep:
     """Return a step whose tree's nodes are in order of falling value."""
     tokens = list(range(len(parents)))
     values = [-float(node) for node in tokens]
-    return TreeStep("r", 0, 1, 50, tokens, parents, values, accepted, [*accepted, 51])
+    sources: list[Source] = ["draft"] * len(tokens)
+    return TreeStep("r", 0, 1, 50, tokens, parents, values, sources, accepted, [*accepted, 51])
 
 
 def shown(

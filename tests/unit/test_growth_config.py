@@ -43,7 +43,7 @@ def test_a_growth_reads_of_the_shape_what_it_says_and_nothing_else(name: str) ->
         plan = plan_growth(GrowthConfig(name, PARAMETERS.get(name)), shape)
         return plan.sampling, plan.children, plan.widths
 
-    smaller = {"max_depth": 3, "width": 2, "children": 2}
+    smaller = {"max_depth": 3, "max_forwards": 3, "width": 2, "children": 2}
     read = {
         field
         for field, value in smaller.items()

@@ -28,7 +28,13 @@ LAYERS = (
         "dyntree_plugin.pair",
     ),
     ("dyntree_plugin.tree",),
-    ("dyntree_plugin.options", "dyntree_plugin.option_text", "dyntree_plugin.metrics"),
+    (
+        "dyntree_plugin.options",
+        "dyntree_plugin.option_pages",
+        "dyntree_plugin.option_shape",
+        "dyntree_plugin.option_text",
+        "dyntree_plugin.metrics",
+    ),
     ("dyntree_plugin.admission",),
     ("dyntree_plugin.openmp",),
     (
@@ -40,6 +46,8 @@ LAYERS = (
     ("dyntree_plugin.engine.step",),
     ("dyntree_plugin.engine.telemetry", "dyntree_plugin.engine.budget"),
     (
+        "dyntree_plugin.engine.drafting",
+        "dyntree_plugin.engine.further_drafts",
         "dyntree_plugin.engine.speculator",
         "dyntree_plugin.engine.runner",
         "dyntree_plugin.engine.scheduler",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyntree_plugin import options
+from dyntree_plugin import option_pages
 from dyntree_plugin.options import DynTreeOptions, merge_options
 from dyntree_plugin.strict_json import from_json
 from dyntree_plugin.tree.pairs import allowed_rules
@@ -124,7 +124,10 @@ def test_every_growth_can_be_asked_for_and_gets_a_rule_that_is_exact(growth: str
     needs = {"expansion": {"expansion": [1, 1, 3, 1]}, "sequoia": {"acceptance": [0.6, 0.2]}}
     plan = DynTreeOptions.parse({"growth": growth, **needs.get(growth, {})}).resolve(16)
     assert plan.rule in allowed_rules(growth, plan.growing.sampling)
-    assert plan.shape.max_depth == len(plan.growing.widths) + 1
+    assert plan.shape.forwards == len(plan.growing.widths) + 1
+    # Look-up's nodes alone may be deeper than the forwards reach.
+    assert plan.shape.max_depth == plan.shape.forwards or plan.shape.grafts
+    assert bool(plan.shape.grafts) == plan.in_force()["lookup"] == GROWTHS[growth].takes_tries
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,12 @@ def test_every_growth_can_be_asked_for_and_gets_a_rule_that_is_exact(growth: str
         ({"growth": "expansion", "expansion": [4, 4]}, "at most node_budget=16"),
         ({"growth": "topk", "threshold": 0.1}, "dyntree.threshold=0.1 is for growth=threshold"),
         ({"growth": "dyspec", "sampling": "best"}, "dyntree.sampling=best must be"),
+        ({"growth": "chain", "lookup": "on"}, "dyntree.lookup='on' is for growth=topk, not chain"),
+        (
+            {"max_depth": 3, "max_forwards": 4},
+            "dyntree.max_forwards=4 cannot be reached with max_d",
+        ),
+        ({"max_forwards": 17}, "dyntree.max_forwards=17 cannot be reached with node_budget=16"),
     ],
 )
 def test_growths_and_rules_that_do_not_fit_are_refused_by_name(
@@ -165,11 +174,16 @@ SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
         ({"growth": "dynamic_threshold", "width": 3, "children": 7}, []),
         ({"growth": "expansion", "expansion": [2, 2], "max_depth": 8}, ["max_depth=8"]),
         ({**SEQUOIA, "children": 9, "max_depth": 3}, ["children=9"]),
+        ({"growth": "chain", "drafts": ["another"]}, []),
+        ({"drafts": ["another"]}, []),
         ({"growth": "dyspec", "coupling": "on"}, ["coupling='on'"]),
         ({"growth": "dyspec", "calibration": True}, ["calibration='on'"]),
         ({"growth": "dyspec", "rule": "match", "coupling": "on"}, []),
         ({"growth": "dyspec", "coupling": "off", "calibration": "off"}, []),
         ({"growth": "dyspec"}, []),
+        ({"growth": "dyspec", "max_forwards": 3}, ["max_forwards=3"]),
+        ({"max_depth": 9, "max_forwards": 3, "lookup": "off"}, ["max_depth=9"]),
+        ({"max_depth": 9, "max_forwards": 3}, []),
         ({**SEQUOIA, "sampling": "best", "coupling": "on", "calibration": "on"}, []),
         ({"max_depth": 3, "width": 3, "children": 7, "coupling": "on", "calibration": "on"}, []),
     ],
@@ -186,6 +200,7 @@ def test_what_was_asked_for_and_has_no_effect_is_named_and_not_shown(
     shown = plan.in_force()
     for name in {
         "max_depth",
+        "max_forwards",
         "width",
         "children",
         "coupling",
@@ -196,6 +211,66 @@ def test_what_was_asked_for_and_has_no_effect_is_named_and_not_shown(
             str(given_options[name]), given_options[name]
         )
         assert stands is not of_no_effect, name
+
+
+@pytest.mark.parametrize(
+    ("given_options", "depth", "forwards"),
+    [
+        ({}, 32, 16),
+        ({"budget": "fixed"}, 32, 12),
+        ({"max_depth": 6}, 6, 6),
+        ({"max_depth": 24}, 24, 16),
+        ({"max_forwards": 3}, 32, 3),
+        ({"max_forwards": 40}, 40, 40),
+        ({"lookup": "off"}, 16, 16),
+        ({"lookup": "off", "budget": "fixed"}, 12, 12),
+        ({"lookup": "off", "max_depth": 24}, 24, 24),
+        ({"lookup": "off", "max_forwards": 3}, 3, 3),
+        ({"node_budget": 5}, 5, 5),
+    ],
+)
+def test_look_up_reaches_deeper_than_the_draft(
+    given_options: dict[str, object], depth: int, forwards: int
+) -> None:
+    plan = DynTreeOptions.parse(given_options).resolve(64)
+    assert (plan.shape.max_depth, plan.shape.forwards) == (depth, forwards)
+    assert len(plan.growing.widths) == forwards - 1
+    assert plan.shape.grafts == (0 if "lookup" in given_options else plan.shape.node_budget)
+
+
+def test_without_a_draft_model_look_up_makes_every_candidate() -> None:
+    plan = DynTreeOptions.parse({}).resolve(16, draft=False)
+    assert (plan.has_draft, plan.shape.forwards, plan.growing.widths) == (False, 0, ())
+    assert (plan.shape.grafts, plan.shape.max_depth, plan.scratch_slots) == (16, 16, 0)
+    shown = plan.in_force()
+    assert shown["lookup"]
+    assert not {"max_forwards", "width", "children"} & shown.keys()
+    assert DynTreeOptions.parse({}).resolve(16).has_draft
+
+
+@pytest.mark.parametrize(
+    ("given_options", "named"),
+    [
+        ({"lookup": "off"}, "dyntree.lookup='off' leaves nothing to draft with"),
+        ({"growth": "chain"}, "dyntree.growth=chain needs a draft model: use growth=topk"),
+    ],
+)
+def test_what_needs_a_draft_model_is_refused_without_one(
+    given_options: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        DynTreeOptions.parse(given_options).resolve(16, draft=False)
+    assert named in str(error.value)
+
+
+def test_options_of_a_draft_model_have_no_effect_without_one() -> None:
+    chosen = DynTreeOptions.parse({"width": 2, "children": 3, "max_forwards": 4, "max_depth": 8})
+    found = list(chosen.without_effect(chosen.resolve(16, draft=False)))
+    assert [reason.partition(" has no effect without a draft model")[0] for reason in found] == [
+        "dyntree.max_forwards=4",
+        "dyntree.width=2",
+        "dyntree.children=3",
+    ]
 
 
 def test_no_options_are_found_where_none_are_given() -> None:
@@ -239,7 +314,8 @@ def test_merging_keeps_what_both_agree_on_and_refuses_what_they_do_not() -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "begin"), [(options.help_text(), "- {} ("), (options.markdown_tables(), "| `{}` |")]
+    ("text", "begin"),
+    [(option_pages.help_text(), "- {} ("), (option_pages.markdown_tables(), "| `{}` |")],
 )
 def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, begin: str) -> None:
     lines = text.splitlines()
@@ -252,17 +328,17 @@ def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, beg
 
 def test_the_page_has_the_tables_of_options() -> None:
     page = Path(__file__).parents[2] / "docs" / "options.md"
-    assert options.markdown_tables() in page.read_text()
+    assert option_pages.markdown_tables() in page.read_text()
 
 
 def test_an_option_of_the_papers_stands_in_their_table_alone() -> None:
-    assert {*options.OF_THE_PAPERS} < DynTreeOptions.model_fields.keys()
-    serving, papers = options.markdown_tables().split("## The papers' trees")
+    assert {*option_pages.OF_THE_PAPERS} < DynTreeOptions.model_fields.keys()
+    serving, papers = option_pages.markdown_tables().split("## The papers' trees")
     for name in DynTreeOptions.model_fields:
         row = f"| `{name}` |"
         assert (row in papers, row in serving) == (
-            name in options.OF_THE_PAPERS,
-            name not in options.OF_THE_PAPERS,
+            name in option_pages.OF_THE_PAPERS,
+            name not in option_pages.OF_THE_PAPERS,
         )
 
 

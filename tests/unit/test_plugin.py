@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -91,29 +90,6 @@ def test_without_options_nothing_of_vllm_changes(pair: tuple[str, str]) -> None:
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """Return what the plugin has logged since the last call.
-
-    vLLM sets up its own loggers again for every engine, without their previous handlers.
-    """
-    from vllm import logger
-
-    ours = logging.getLogger("logged by the plugin")
-    ours.setLevel(logging.INFO)
-    stock = logger.init_logger
-    monkeypatch.setattr(
-        logger, "init_logger", lambda name: ours if name == "vllm.dyntree" else stock(name)
-    )
-
-    def take() -> str:
-        text = caplog.text
-        caplog.clear()
-        return text
-
-    return take
-
-
-@pytest.fixture
 def build(pair: tuple[str, str], environment: None) -> Callable[..., Any]:
     """Build the configuration of an engine with 8 nodes in this process."""
     os.environ.pop("LD_PRELOAD", None)
@@ -141,17 +117,17 @@ def test_options_select_our_worker_and_the_v2_runner_and_say_so_once(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("budget", "depth"), [("adaptive", 8), ("fixed", 6)])
-def test_trees_are_deeper_if_the_budget_can_end_drafting(
-    ranks: int, budget: str, depth: int, build: Callable[..., Any], logged: Callable[[], str]
+@pytest.mark.parametrize(("budget", "forwards"), [("adaptive", 8), ("fixed", 6)])
+def test_more_forwards_are_allowed_if_the_budget_can_end_drafting(
+    ranks: int, budget: str, forwards: int, build: Callable[..., Any], logged: Callable[[], str]
 ) -> None:
     options = {"dyntree": {"node_budget": 8, "budget": budget}}
     config = build(tensor_parallel_size=ranks, additional_config=options)
     plan = tree_plan(config)
     assert plan is not None
-    assert (plan.budget, plan.shape.max_depth) == (budget, depth)
+    assert (plan.budget, plan.shape.forwards) == (budget, forwards)
     assert plan_in_force(config.speculative_config) == plan
-    assert f"max_depth={depth}" in logged()
+    assert f"max_depth=8, width=3, children=3, coupling=True, max_forwards={forwards}" in logged()
 
 
 def test_what_the_growth_does_not_read_is_no_label_of_the_configuration() -> None:

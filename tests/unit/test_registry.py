@@ -15,7 +15,7 @@ from exactness import distance, emitted_by_draws, grow_every_way, random_model
 from growing import grow
 
 from benchmarks.acceptance.methods import METHODS, Setting, all_methods
-from dyntree_plugin import options
+from dyntree_plugin import option_pages
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree import pairs
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan, GrowthSpec
@@ -94,7 +94,7 @@ def test_registered_names_are_options_that_resolve() -> None:
 
 
 def test_registered_names_are_shown() -> None:
-    for text in (options.help_text(), options.markdown_tables()):
+    for text in (option_pages.help_text(), option_pages.markdown_tables()):
         assert "fork grows a fork" in text
         assert "chain or fork" in text
         assert "never is the refusal of every draw" in text
@@ -122,7 +122,7 @@ def test_every_growth_and_rule_stands_under_its_own_name_with_an_option_for_its_
         assert all(name == spec.name for name, spec in specs.items())
     parameters = {spec.parameter for spec in GROWTHS.values()} - {None}
     assert parameters <= DynTreeOptions.model_fields.keys()
-    shape_options = {"max_depth", "width", "children"}
+    shape_options = {"max_depth", "max_forwards", "width", "children"}
     assert all({*spec.reads} <= shape_options for spec in GROWTHS.values())
 
 

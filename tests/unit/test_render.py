@@ -21,11 +21,12 @@ from dyntree_plugin.commands.render import (
     MAX_SIBLINGS,
     Detokenise,
     dot,
+    meaning,
     rich_tree,
     step_panel,
     visible,
 )
-from dyntree_plugin.tree.step import TreeStep
+from dyntree_plugin.tree.step import SOURCES, Source, TreeStep, sources_of
 
 #          root
 #      0         1
@@ -39,6 +40,7 @@ TREE: dict[str, Any] = {
     "tokens": [10, 11, 12, 13, 14, 15],
     "parents": [-1, -1, 0, 0, 1, 3],
     "values": [math.log(x) for x in (0.5, 0.4, 0.3, 0.2, 0.1, 0.05)],
+    "sources": ["draft"] * 6,
     "accepted": [0, 3],
     "emitted": [10, 13, 77],
 }
@@ -84,7 +86,8 @@ def steps(draw: st.DrawFn) -> TreeStep:
         end = draw(st.sampled_from(below))
         accepted.append(end)
     tokens = list(range(count))
-    return TreeStep("r", 0, 5, 900, tokens, parents, values, accepted, [*accepted, 901])
+    sources = [draw(st.sampled_from(SOURCES)) for _ in tokens]
+    return TreeStep("r", 0, 5, 900, tokens, parents, values, sources, accepted, [*accepted, 901])
 
 
 def indentation(text: str) -> dict[int, int]:
@@ -154,6 +157,7 @@ def wide(count: int, accepted: int) -> TreeStep:
         tokens=list(range(count + 1)),
         parents=[-1] * count + [count - 1],
         values=[-1.0 - child for child in range(count)] + [-100.0],
+        sources=["draft"] * (count + 1),
         accepted=[accepted],
         emitted=[accepted, 901],
     )
@@ -206,6 +210,49 @@ def test_accepted_nodes_alone_are_bold_among_the_nodes() -> None:
     assert bold == ["10", "13"]
 
 
+MIXED = replace(STEP, sources=["draft", "look_up", "both", "look_up", "draft", "draft"])
+MARKS = ["draft", "look-up", "both", "look-up", "draft", "draft"]
+
+
+def panel(step: TreeStep, sources: list[Source]) -> str:
+    to, file = console(terminal=False)
+    to.print(step_panel(step, "", name, sources=sources))
+    return file.getvalue()
+
+
+def test_every_node_shows_its_source_if_the_trees_have_several() -> None:
+    text = panel(MIXED, sources_of([MIXED]))
+    marked = dict(re.findall(r"t(\d+)  \d\.\d+  \d\.\d+  ([a-z-]+)", text))
+    assert marked == {str(token): mark for token, mark in zip(STEP.tokens, MARKS, strict=True)}
+    (legend,) = re.findall(r"source: (.*?) *│", text)
+    assert re.split("   ", legend) == [meaning(source) for source in SOURCES]
+
+
+def test_a_step_of_one_source_shows_it_if_other_steps_have_others() -> None:
+    assert panel(STEP, ["draft", "both"]).count("draft") == len(STEP.tokens) + 2
+    assert "look-up in" not in panel(STEP, ["draft", "both"])
+
+
+def test_a_single_source_is_neither_marked_nor_in_the_legend() -> None:
+    only = replace(STEP, sources=["look_up"] * len(STEP.tokens))
+    for step in (STEP, only):
+        assert not re.search("source|draft|look-up|both", panel(step, sources_of([step])))
+        assert not re.search("draft|look-up| color=", dot(step, name, sources=sources_of([step])))
+
+
+def test_dot_shows_and_colours_every_source() -> None:
+    source = dot(MIXED, name, sources=sources_of([MIXED]))
+    found = re.findall(r"^  n\d+ \[.*\\n([a-z-]+)\", color=(\w+)", source, re.MULTILINE)
+    assert [mark for mark, _ in found] == MARKS
+    assert len(set(found)) == len({colour for _, colour in found}) == len(SOURCES)
+
+
+def test_the_sources_of_trees_are_those_of_any_node() -> None:
+    assert sources_of([]) == []
+    assert sources_of([STEP]) == ["draft"]
+    assert sources_of([STEP, MIXED]) == [*SOURCES]
+
+
 def test_dot_has_every_node_and_edge_and_fills_the_accepted() -> None:
     source = dot(STEP, name)
     edges = set(re.findall(r"(\w+) -> (\w+)", source))
@@ -249,6 +296,7 @@ def test_any_text_of_a_token_is_a_label_and_nothing_else(token: str) -> None:
     [
         ({"parents": [-1, -1, 0, 3, 1, 3]}, r"parents\[3\]=3"),
         ({"values": [0.0]}, "one entry per node"),
+        ({"sources": []}, "one entry per node"),
         ({"accepted": [0, 4]}, "no path from the root"),
         ({"accepted": [3], "emitted": [13, 77]}, "no path from the root"),
         ({"emitted": [10, 13]}, "accepted tokens and one bonus"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generations import made
+from generations import made, of_several_sources
 
 from dyntree_plugin.commands.show import command as show
 from dyntree_plugin.commands.show import record
@@ -38,6 +38,20 @@ def test_every_step_is_drawn_in_the_terminal(
     assert "Step 2 of 2: 1 nodes, 0 accepted" in shown
     assert "✓ x" in shown
     assert "+ ):" in shown
+
+
+@pytest.mark.parametrize("form", ["terminal", "dot"])
+def test_sources_are_shown_in_every_step_if_the_trace_has_several(
+    trace: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ("--from", trace, "--format", form, "--step", "2")
+    assert run(*line) == 0
+    assert not re.search("draft|look-up", capsys.readouterr().out)
+    save(of_several_sources(), Path(trace))
+    assert run(*line) == 0
+    shown = capsys.readouterr().out
+    assert "draft" in shown
+    assert ("look-up in the text so far" in shown) == (form == "terminal")
 
 
 @pytest.mark.parametrize("step", [1, 2])

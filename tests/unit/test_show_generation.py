@@ -39,8 +39,8 @@ def test_another_file_is_refused_by_its_name(tmp_path: Path, text: str, message:
 def test_a_later_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     save(made(), path)
-    path.write_text(path.read_text().replace("dyntree-trace-1", "dyntree-trace-2"))
-    with pytest.raises(ValueError, match=r"format.*dyntree-trace-1"):
+    path.write_text(path.read_text().replace("dyntree-trace-2", "dyntree-trace-3"))
+    with pytest.raises(ValueError, match=r"format.*dyntree-trace-2"):
         load(path)
 
 
@@ -51,6 +51,14 @@ def test_a_broken_tree_in_a_trace_is_refused(tmp_path: Path) -> None:
     path.write_text(text.replace('"accepted": [\n    0,\n    2\n   ]', '"accepted": [3]'))
     assert path.read_text() != text
     with pytest.raises(ValueError, match="no path from the root"):
+        load(path)
+
+
+def test_a_source_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    save(made(), path)
+    path.write_text(path.read_text().replace('"draft"\n', '"oracle"\n'))
+    with pytest.raises(ValueError, match=r"sources.*'look_up'"):
         load(path)
 
 

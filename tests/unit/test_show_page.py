@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from generations import made
+from generations import made, of_several_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +71,14 @@ def test_every_node_has_its_place_its_chances_and_its_fate() -> None:
 def test_chances_are_of_the_token_and_of_its_path() -> None:
     node = data()["steps"][0]["nodes"][2]
     assert (node["probability"], node["value"]) == (0.8333, 0.5)
+
+
+def test_nodes_tell_their_source_and_the_page_explains_those_that_there_are() -> None:
+    found = data(page.render(of_several_sources()))
+    sources = [[node["source"] for node in step["nodes"]] for step in found["steps"]]
+    assert sources == [["draft", "look_up", "both", "draft"], ["draft"]]
+    assert list(found["sources"]) == ["draft", "look_up", "both"]
+    assert list(data()["sources"]) == ["draft"]
 
 
 def test_a_generation_without_trees_has_a_page() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyntree_kernels.ancestors import ancestor_bits
+from dyntree_kernels.contracts import DRAFT, KINDS, LOOK_UP
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.value import (
     CLASSES,
@@ -67,7 +68,7 @@ def learn(
 ) -> AcceptanceEstimate:
     for step in range(steps):
         seen = judge(beta, seed + step)
-        estimate.observe(seen.features, seen.all, seen.taken, classes_of(of))
+        estimate.observe(seen.features, DRAFT, seen.all, seen.taken, classes_of(of))
     return estimate
 
 
@@ -138,7 +139,7 @@ def test_temperatures_learn_apart():
         pairs = zip(vars(cold).values(), vars(hot).values(), strict=True)
         x, taken, _ = (torch.cat(pair) for pair in pairs)
         of = torch.cat([classes_of(0), classes_of(HOT)])
-        estimate.observe(x, torch.ones_like(taken), taken, of)
+        estimate.observe(x, DRAFT, torch.ones_like(taken), taken, of)
     assert calibration_error(estimate, 0.3, of=0) < 0.025
     assert calibration_error(estimate, 1.5, of=HOT) < 0.025
     assert calibration_error(estimate, 1.5, of=0) > 0.1
@@ -154,11 +155,12 @@ def test_a_batch_teaches_what_its_requests_teach_together():
     """The requests of one step are one observation, whatever their order."""
     seen = judge(0.5, seed=1)
     forward, backward = AcceptanceEstimate("cpu"), AcceptanceEstimate("cpu")
-    forward.observe(seen.features, seen.all, seen.taken, classes_of(0))
-    backward.observe(seen.features.flip(0), seen.all, seen.taken.flip(0), classes_of(0))
+    forward.observe(seen.features, DRAFT, seen.all, seen.taken, classes_of(0))
+    turned = seen.features.flip(0), DRAFT, seen.all, seen.taken.flip(0)
+    backward.observe(*turned, classes_of(0))
     torch.testing.assert_close(forward.weights, backward.weights)
     again = AcceptanceEstimate("cpu")
-    again.observe(seen.features, seen.all, seen.taken, classes_of(0))
+    again.observe(seen.features, DRAFT, seen.all, seen.taken, classes_of(0))
     assert torch.equal(forward.weights, again.weights), (
         "the ranks of an engine must agree bit by bit"
     )
@@ -169,9 +171,9 @@ def test_nodes_that_were_not_judged_teach_nothing():
     judged = seen.all.clone()
     judged[:, ::2] = False
     expected, estimate = AcceptanceEstimate("cpu"), AcceptanceEstimate("cpu")
-    expected.observe(seen.features, judged, seen.taken & judged, classes_of(0))
+    expected.observe(seen.features, DRAFT, judged, seen.taken & judged, classes_of(0))
     spoilt = torch.where(judged[:, :, None], seen.features, float("nan"))
-    estimate.observe(spoilt, judged, seen.taken | ~judged, classes_of(0))
+    estimate.observe(spoilt, DRAFT, judged, seen.taken | ~judged, classes_of(0))
     assert torch.equal(estimate.weights, expected.weights)
     assert not torch.equal(estimate.weights, AcceptanceEstimate("cpu").weights)
 
@@ -180,11 +182,87 @@ def test_an_estimate_that_leaves_trees_empty_fades():
     estimate, none = AcceptanceEstimate("cpu", memory=64.0), torch.zeros(REQUESTS, 0)
     estimate.weights[0] = torch.tensor([-5.0, 0.0, 0.0])
     empty = torch.zeros(REQUESTS, 0, FEATURES)
-    untouched = estimate.weights[1:].clone()
+    untouched = estimate.weights[KINDS:].clone()
     for _ in range(200):
-        estimate.observe(empty, none.bool(), none.bool(), classes_of(0))
+        estimate.observe(empty, DRAFT, none.bool(), none.bool(), classes_of(0))
     torch.testing.assert_close(estimate.weights, AcceptanceEstimate("cpu").weights)
-    assert torch.equal(estimate.weights[1:], untouched)
+    assert torch.equal(estimate.weights[KINDS:], untouched)
+
+
+def of_kind(estimate: AcceptanceEstimate, kind: int) -> torch.Tensor:
+    """Return all that is known of one kind, a row for each class."""
+    parts = (estimate.weights, estimate.information.flatten(1))
+    return torch.cat(parts, dim=1)[kind::KINDS].clone()
+
+
+def test_kinds_learn_apart():
+    """What nodes of other kinds are, or whether they are taken, teaches a kind nothing."""
+    seen, generator = judge(0.5, seed=1), torch.Generator().manual_seed(0)
+    kinds = torch.randint(KINDS, seen.taken.shape, generator=generator, dtype=torch.int8)
+    foreign = kinds != LOOK_UP
+
+    def learned(features: torch.Tensor, kinds: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        estimate = AcceptanceEstimate("cpu")
+        estimate.observe(features, kinds, seen.all, taken, classes_of(HOT))
+        return of_kind(estimate, LOOK_UP)
+
+    expected = learned(seen.features, kinds, seen.taken)
+    spoilt = seen.features.masked_fill(foreign[:, :, None], float("nan"))
+    assert torch.equal(learned(spoilt, kinds, seen.taken ^ foreign), expected)
+    assert torch.equal(expected[:HOT], of_kind(AcceptanceEstimate("cpu"), LOOK_UP)[:HOT])
+    swapped = learned(seen.features, (kinds + 1) % KINDS, seen.taken)
+    assert (swapped - expected)[HOT].abs().max() > 0.01
+
+
+def test_a_candidate_is_worth_what_its_kind_has_learned():
+    estimate = AcceptanceEstimate("cpu")
+    estimate.weights += torch.linspace(0, 1, CLASSES * KINDS)[:, None]
+    x, of = torch.randn(3, 5, KEPT, FEATURES), torch.tensor([0, 5, 2])
+    kinds = torch.randint(KINDS, (3, 5, KEPT), dtype=torch.int8)
+    stated = estimate.log_chance(x, of, kinds)
+    for kind in range(KINDS):
+        alone, here = estimate.log_chance(x, of, kind), kinds == kind
+        assert torch.equal(stated[here], alone[here])
+        assert not torch.isclose(stated, alone)[~here].any()
+    by_node = estimate.log_chance(x, of, kinds[:, :, :1])
+    assert torch.equal(by_node, estimate.log_chance(x, of, kinds[:, :, :1].expand_as(kinds)))
+
+
+class Unexplored(AcceptanceEstimate):
+    """Learns nothing of a kind that has no judged node: no request counts for it."""
+
+    def _observe(self, kind, features, judged, taken, classes):
+        if judged.any():
+            super()._observe(kind, features, judged, taken, classes)
+
+
+@pytest.mark.parametrize("kind_of_estimate", [AcceptanceEstimate, Unexplored])
+def test_a_kind_that_trees_leave_out_gets_another_try(kind_of_estimate: type[AcceptanceEstimate]):
+    """An estimate may fall so low that growth keeps no node of the kind. Without the count of
+    requests it stays there, as the control shows."""
+    estimate = kind_of_estimate("cpu", memory=256.0)
+    estimate.weights[LOOK_UP] = torch.tensor([-5.0, 0.0, 0.0])
+    learn(estimate, 0.3, steps=120)
+    assert calibration_error(estimate, 0.3) < 0.05
+    weights = estimate.weights[LOOK_UP]
+    if kind_of_estimate is Unexplored:
+        assert weights.tolist() == [-5.0, 0.0, 0.0]
+    else:
+        torch.testing.assert_close(weights, estimate.prior[LOOK_UP], atol=0.01, rtol=0)
+
+
+def test_a_request_counts_for_a_kind_as_many_nodes_as_it_has_and_one_at_least():
+    seen, kinds = judge(0.5, seed=1), torch.full((REQUESTS, 8 * KEPT), DRAFT)
+    kinds[:, :3] = LOOK_UP
+    estimate = AcceptanceEstimate("cpu", memory=100.0)
+    before = estimate.information.diagonal(dim1=1, dim2=2)[:KINDS].clone() * 100
+    estimate.information[:KINDS] *= 100
+    dull = torch.zeros_like(seen.features)  # adds to the information of the bias only
+    estimate.observe(dull, kinds, seen.all, seen.taken, classes_of(0))
+    kept = estimate.information.diagonal(dim1=1, dim2=2)[:KINDS, 1] / before[:, 1]
+    nodes = REQUESTS * torch.tensor([8.0 * KEPT - 3, 3.0, *[1.0] * (KINDS - 2)])
+    expected = torch.exp(-nodes / 100)
+    torch.testing.assert_close(kept, expected + (1 - expected) / 100)
 
 
 numbers = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -205,12 +283,13 @@ def test_no_state_and_no_score_makes_a_value_that_is_no_chance(
     log_probs[0, 1] = float("nan")
     log_probs[1, 0, 0] = 0.0
     x, of = features(log_probs), torch.tensor([0, 3])
+    kinds = torch.randint(KINDS, x.shape[:-1], generator=generator)
     assert x.isfinite().all()
     taken = torch.full((2, 12), always)
-    estimate.observe(x.flatten(1, 2), torch.ones_like(taken), taken, of)
-    assert estimate.weights[of].isfinite().all()
+    estimate.observe(x.flatten(1, 2), kinds.flatten(1), torch.ones_like(taken), taken, of)
+    assert estimate.weights.view(CLASSES, KINDS, -1)[of].isfinite().all()
     assert estimate.information.isfinite().all()
-    stated = estimate.log_chance(x, of)
+    stated = estimate.log_chance(x, of, kinds)
     assert stated.isfinite().all()
     assert (stated <= 0).all()
 
@@ -220,9 +299,8 @@ def test_endless_agreement_and_endless_refusal_stay_bounded():
         estimate = AcceptanceEstimate("cpu")
         for step in range(200):
             seen = judge(0.5, seed=step, parents=1)
-            estimate.observe(
-                seen.features, seen.all, torch.full_like(seen.taken, taken), classes_of(0)
-            )
+            always = torch.full_like(seen.taken, taken)
+            estimate.observe(seen.features, DRAFT, seen.all, always, classes_of(0))
         stated = estimate.log_chance(seen.features, classes_of(0)).exp()
         assert stated.isfinite().all()
         assert bool((stated > 0.9).all() if taken else (stated < 0.1).all())
@@ -302,12 +380,13 @@ def test_nothing_waits_for_the_device():
     of = classes_of(0).cuda()
     parents = torch.full_like(taken, -1, dtype=torch.int64)
     path = parents[:, :3].clone()
-    estimate.observe(x, judged, taken, of)  # the first call loads libraries
+    kinds = torch.zeros_like(taken, dtype=torch.int8)
+    estimate.observe(x, kinds, judged, taken, of)  # the first call loads libraries
     torch.cuda.set_sync_debug_mode("error")
     try:
         outcomes(parents, path, judged)
-        estimate.observe(x, judged, taken, temperature_class(of.float()))
-        stated = estimate.log_chance(features(-x[..., 0].abs()), of)
+        estimate.observe(x, kinds, judged, taken, temperature_class(of.float()))
+        stated = estimate.log_chance(features(-x[..., 0].abs()), of, kinds)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert stated.isfinite().all()

@@ -78,7 +78,7 @@ def config(target: Path | str, draft: Path | str) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(tokenizer=str(target), **named),
         speculative_config=SimpleNamespace(
-            draft_model_config=SimpleNamespace(model=str(draft), **named)
+            method="draft_model", draft_model_config=SimpleNamespace(model=str(draft), **named)
         ),
     )
 

@@ -57,6 +57,25 @@ Chains = Annotated[
         rich_help_panel=OF_ENGINES,
     ),
 ]
+NGrams = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--ngram",
+        min=1,
+        help="Length of one of the chains of vLLM's n-gram, with matches of 1 to 5 tokens. "
+        "Repeatable.",
+        rich_help_panel=OF_ENGINES,
+    ),
+]
+LookUps = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--look-up",
+        min=1,
+        help="Nodes of trees of look-up alone, without the draft. Repeatable.",
+        rich_help_panel=OF_ENGINES,
+    ),
+]
 Trees = Annotated[
     list[str] | None,
     typer.Option(

@@ -48,6 +48,8 @@ def serve(
     batches: arguments.Batches = None,
     temperatures: arguments.Temperatures = None,
     chains: arguments.Chains = None,
+    ngrams: arguments.NGrams = None,
+    look_ups: arguments.LookUps = None,
     trees: arguments.Trees = None,
     static_rates: arguments.StaticTrees = None,
     rounds: arguments.Rounds = 3,
@@ -80,7 +82,9 @@ def serve(
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
             models, remarks = _models(target, draft, target_shape, dtype, engine_arguments)
             compared = _trees(trees, static_rates)
-            contest = Contest(models, chains or plan.CHAINS, compared, side_by_side)
+            contest = Contest(
+                models, chains or plan.CHAINS, compared, side_by_side, ngrams or (), look_ups or ()
+            )
             engines = contest.engines
             measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
         with _progress(console, settings, engines) as done:

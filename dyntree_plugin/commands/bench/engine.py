@@ -92,8 +92,10 @@ class Served:
             # Forwards are timed where they run. On a GPU the engine has a process of its own, as is
             # vLLM's default: work on a step's output then overlaps with the next step.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if on_cpu and "additional_config" not in arguments:
-            # Trees run on the V2 runner; so does what they are compared with.
+        stock_ngram = arguments.get("speculative_config", {}).get("method") == "ngram"
+        if on_cpu and "additional_config" not in arguments and not stock_ngram:
+            # Trees run on the V2 runner; so does what they are compared with. vLLM's n-gram runs on
+            # a CPU with its V1 runner only.
             arguments["worker_cls"] = PLAIN_WORKER
         arguments.setdefault("enforce_eager", on_cpu)
         self._llm = LLM(**arguments)
@@ -181,8 +183,9 @@ def _stages_of(llm: LLM) -> Callable[[], dict[str, float]]:
     if clock is None:
         clock = StageClock()
         _time_forwards(clock, "target", runner.model)
-        if runner.speculator is not None:
-            _time_forwards(clock, "draft", runner.speculator.model)
+        speculator = getattr(runner, "speculator", None)  # the V1 runner has none
+        if speculator is not None:
+            _time_forwards(clock, "draft", speculator.model)
         return lambda: {name: spent for name, spent in clock.take().items() if spent}
     taken: dict[str, float] = {}
     take = clock.take

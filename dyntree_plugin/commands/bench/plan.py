@@ -17,6 +17,8 @@ _SHOWN = (
     "budget",
     "min_value",
     "max_depth",
+    "max_forwards",
+    "lookup",
     "width",
     "children",
     "coupling",
@@ -70,12 +72,16 @@ def engines(
     *,
     chains: Sequence[int],
     trees: Trees,
+    ngrams: Sequence[int] = (),
+    look_ups: Sequence[int] = (),
 ) -> list[Engine]:
     """Return every engine to measure: without speculation, with chains, and with trees.
 
-    ``longest`` is the number of tokens of the longest prompt with its answer.
+    ``longest`` is the number of tokens of the longest prompt with its answer. ``ngrams``: lengths
+    of chains of vLLM's n-gram. ``look_ups``: nodes of trees without a draft model.
     """
-    budget = max([*chains, *(nodes for nodes, _ in trees.values())], default=0)
+    nodes_of_trees = [nodes for nodes, _ in trees.values()]
+    budget = max([*chains, *nodes_of_trees, *ngrams, *look_ups], default=0)
     shared = _shared_arguments(
         models, max(cell.batch for cell in cells), longest + budget + 1, budget
     )
@@ -88,6 +94,24 @@ def engines(
             arguments=shared | _speculation(models.draft, tokens),
         )
         for tokens in chains
+    ]
+    found += [
+        Engine(
+            name=f"n-gram of {tokens}",
+            kind="chain",
+            budget=tokens,
+            arguments=shared | _ngram(tokens, prompt_lookup_min=1, prompt_lookup_max=5),
+        )
+        for tokens in ngrams
+    ]
+    found += [
+        Engine(
+            name=f"look-up tree of {nodes}",
+            kind="dynamic tree",
+            budget=nodes,
+            arguments=shared | _ngram(nodes) | {"additional_config": {NAMESPACE: {}}},
+        )
+        for nodes in look_ups
     ]
     for name, (nodes, options) in trees.items():
         found.append(
@@ -147,7 +171,7 @@ def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:
     """Return the engine for a result file, with labels for its models' folders."""
     arguments = dict(engine.arguments)
     arguments["model"] = labels.get(arguments["model"], arguments["model"])
-    if "speculative_config" in arguments:
+    if "model" in arguments.get("speculative_config", {}):
         draft = arguments["speculative_config"]["model"]
         arguments["speculative_config"] = {
             **arguments["speculative_config"],
@@ -169,3 +193,7 @@ def _speculation(draft: str, tokens: int) -> dict[str, Any]:
             "num_speculative_tokens": tokens,
         }
     }
+
+
+def _ngram(tokens: int, **options: int) -> dict[str, Any]:
+    return {"speculative_config": {"method": "ngram", "num_speculative_tokens": tokens, **options}}

@@ -60,6 +60,7 @@ class Settings:
 class Contest:
     """The engines to compare: vLLM's ``chains`` by length, and ``trees``.
 
+    ``ngrams``: lengths of chains of vLLM's n-gram. ``look_ups``: nodes of trees without a draft.
     ``places`` is the number of engines kept at a time; None: as many as fit. If there are places
     for all, they start together, and all of them serve a load before the next load.
     """
@@ -68,11 +69,13 @@ class Contest:
     chains: Sequence[int]
     trees: plan.Trees
     places: int | None = None
+    ngrams: Sequence[int] = ()
+    look_ups: Sequence[int] = ()
 
     @property
     def engines(self) -> int:
         """Number of engines; the first has no speculation."""
-        return 1 + len(self.chains) + len(self.trees)
+        return 1 + len(self.chains) + len(self.trees) + len(self.ngrams) + len(self.look_ups)
 
 
 def of_engines(
@@ -94,7 +97,12 @@ def of_engines(
 
     tokenizer = AutoTokenizer.from_pretrained(contest.models.target)
     context = AutoConfig.from_pretrained(contest.models.target).max_position_embeddings
-    most = context - settings.max_tokens - max([0, *contest.chains, *_nodes(contest)]) - 1
+    most = (
+        context
+        - settings.max_tokens
+        - max([0, *contest.chains, *contest.ngrams, *_nodes(contest)])
+        - 1
+    )
     sets, longer = {}, 0
     for source in settings.sets:
         name, texts = prompts.read(source, settings.prompts, tokenizer, settings.seed)
@@ -103,7 +111,13 @@ def of_engines(
     loads = settings.loads(sets)
     longest = max(len(ids) for own in sets.values() for ids in own) + settings.max_tokens
     engines = plan.engines(
-        contest.models, list(loads), longest, chains=contest.chains, trees=contest.trees
+        contest.models,
+        list(loads),
+        longest,
+        chains=contest.chains,
+        trees=contest.trees,
+        ngrams=contest.ngrams,
+        look_ups=contest.look_ups,
     )
     notes = [*notes, *([f"{longer} prompts were too long and were left out."] if longer else [])]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
@@ -193,3 +207,4 @@ def _result(
 
 def _nodes(contest: Contest) -> Iterator[int]:
     yield from (nodes for nodes, _ in contest.trees.values())
+    yield from contest.look_ups

@@ -16,7 +16,7 @@ from dyntree_plugin.commands.demo.comparison import Comparison, Run
 from dyntree_plugin.commands.engine import Settings
 from dyntree_plugin.commands.render import ACCEPTED, Detokenise, step_panel, visible
 from dyntree_plugin.escape import escaped_lines
-from dyntree_plugin.tree.step import TreeStep
+from dyntree_plugin.tree.step import TreeStep, sources_of
 
 _SLOWER = Text(
     "Slower here: the tree costs more than the target's forwards that it saves. A tree pays if the "
@@ -40,7 +40,8 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
     if step is not None:
         completion = with_tree.completions[index]
         context = [*completion.prompt_tokens, *completion.tokens][: step.context_length]
-        console.print(step_panel(step, "".join(map(text, context[-_CONTEXT_TOKENS:])), text))
+        before = "".join(map(text, context[-_CONTEXT_TOKENS:]))
+        console.print(step_panel(step, before, text, sources=sources_of([step])))
     console.print(speeds(plain, with_tree))
     console.print(step_times(with_tree))
     if with_tree.tokens_per_second < plain.tokens_per_second:

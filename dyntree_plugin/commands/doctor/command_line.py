@@ -11,7 +11,7 @@ from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.commands.doctor import kernels
 from dyntree_plugin.commands.doctor.checks import device_type, memory
 from dyntree_plugin.commands.doctor.report import Check
-from dyntree_plugin.engine.configuration import measured_kernels, plan_in_force
+from dyntree_plugin.engine.configuration import further_drafts, measured_kernels, plan_in_force
 from dyntree_plugin.engine.fallback import default_chain_reasons
 
 if TYPE_CHECKING:
@@ -80,9 +80,19 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
     if difference := check.vocabulary_advice(config):
         yield Check("vocabularies", "warn", difference)
+    further = further_drafts(speculation)
+    for each in further:
+        if difference := check.vocabulary_advice(config, each):
+            yield Check("vocabularies", "warn", f"{each.model}: {difference}")
     for found, chain_advice in default_chain_reasons(config.model_config):
         yield Check("requests", "warn", found, chain_advice)
-    for name, model in (("target", config.model_config), ("draft", speculation.draft_model_config)):
+    for line in check.look_up_advice(config, device_type()):
+        yield Check("look-up", "ok", line)
+    models = [("target", config.model_config)]
+    if plan.has_draft:
+        models.append(("draft", speculation.draft_model_config))
+    models += [(f"draft {each.model}", each.draft_model_config) for each in further]
+    for name, model in models:
         yield from _model_checks(name, model, plan.shape.node_budget + 1, measured_kernels(config))
     cache = config.cache_config
     if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from dyntree_plugin.tree.step import TreeStep
+from dyntree_plugin.tree.step import Source, TreeStep, sources_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Generation:
     texts: dict[int, str]
     steps: list[TreeStep]
     chances: Literal["draft", "estimated"]
-    format: Literal["dyntree-trace-1"] = "dyntree-trace-1"
+    format: Literal["dyntree-trace-2"] = "dyntree-trace-2"
 
     def __post_init__(self) -> None:
         text = [*self.prompt_tokens, *self.tokens]
@@ -55,6 +55,11 @@ class Generation:
             missing = {step.root_token, *step.tokens, *step.emitted} - self.texts.keys()
             if missing:
                 raise ValueError(f"steps[{number}] has tokens without a text: {sorted(missing)}")
+
+    @property
+    def sources(self) -> list[Source]:
+        """The sources of the trees' nodes."""
+        return sources_of(self.steps)
 
     def text(self, token: int) -> str:
         return self.texts[token]

@@ -56,7 +56,7 @@ def _generation(
     speculation = config.speculative_config
     if options is None or speculation is None or speculation.model is None:
         raise ValueError("this engine has no trees: start it with dyntree options")
-    plan = options.resolve(speculation.num_speculative_tokens)
+    plan = options.plan_for(speculation)
     prompt_tokens = list(output.prompt_token_ids or ())
     tokens = list(output.outputs[0].token_ids)
     in_trees = {t for step in steps for t in (step.root_token, *step.tokens, *step.emitted)}

@@ -22,12 +22,15 @@ def as_text(
     to = console or Console(file=file, width=_WIDTH, color_system=None)
     for step in steps:
         title = f"Step {generation.steps.index(step) + 1} of {len(generation.steps)}"
-        to.print(step_panel(step, generation.context(step), generation.text, title))
+        before = generation.context(step)
+        to.print(step_panel(step, before, generation.text, title, generation.sources))
     return file.getvalue()
 
 
 def as_dot(generation: Generation, steps: Sequence[TreeStep]) -> str:
     """Return one graph per step, named ``step1`` and so on."""
     return "\n".join(
-        dot(step, generation.text, f"step{generation.steps.index(step) + 1}") for step in steps
+        dot(step, generation.text, f"step{number}", generation.sources)
+        for step in steps
+        for number in [generation.steps.index(step) + 1]
     )

@@ -19,8 +19,9 @@ class Figures:
     ``tokens_per_step``: tokens of all decoding requests per forward of the target. ``speed``: ratio
     to no speculation, as the metric ``compared_seconds`` estimates it. ``calibration``: ratio of
     accepted tokens to those that the trees' values predicted. ``reached``: shares of request steps
-    whose accepted path is at least 1, 2, … deep. ``stage_seconds``: seconds per forward of the
-    target. ``pruned``: nodes per request step.
+    whose accepted path is at least 1, 2, … deep. ``sources``: shares of the accepted tokens by
+    source. ``stage_seconds``: seconds per forward of the target. ``pruned``: nodes per request
+    step.
     """
 
     model_name: str
@@ -42,6 +43,7 @@ class Figures:
     fallbacks: dict[str, float]
     pruned: dict[str, float]
     reached: list[float]
+    sources: dict[str, float]
     stage_seconds: dict[str, float]
 
 
@@ -104,6 +106,7 @@ def _engine_figures(model_name: str, engine: str, seconds: float | None, c: _Cou
     fallbacks = c.by("reason", f"{PREFIX}fallback_steps_total")
     chained = sum(steps for reason, steps in fallbacks.items() if reason != "empty_tree")
     by_depth = c.by("depth", f"{PREFIX}accepted_nodes_total")
+    by_source = c.by("source", f"{PREFIX}accepted_nodes_by_source_total")
     forwards = c.total(f"{PREFIX}stage_seconds_count", stage="target")
     compared = c.by("decoding", f"{PREFIX}compared_seconds_total")
     length = _ratio(accepted, steps)
@@ -127,6 +130,7 @@ def _engine_figures(model_name: str, engine: str, seconds: float | None, c: _Cou
         fallbacks=_shares(fallbacks, steps),
         pruned=_shares(c.by("reason", f"{PREFIX}pruned_nodes_total"), steps),
         reached=list(_shares(by_depth, steps).values()),
+        sources=_shares(by_source, sum(by_source.values())),
         stage_seconds=_shares(c.by("stage", f"{PREFIX}stage_seconds_sum"), forwards),
     )
 

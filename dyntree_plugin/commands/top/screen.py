@@ -33,6 +33,8 @@ def _engine(total: Figures, lately: Figures | None) -> Panel:
         _bars("step, ms", {s: v * 1e3 for s, v in now.stage_seconds.items()}, "{:.2f}"),
         _bars("reached depth", _by_depth(now), "{:.0%}"),
     ]
+    if len(now.sources) > 1:
+        parts.append(_bars("accepted from", now.sources, "{:.0%}"))
     if now.fallbacks:
         parts.append(_bars("fallback", now.fallbacks, "{:.1%}"))
     # Options that the growth does not read have no value.

@@ -88,12 +88,13 @@ class TreeBudget:
         self._decode_next = computed >= batch.prefill_len_np[requests]
         total = sum(stage_seconds.values())
         self._observe_pace(total)
-        if self._cost is None or not forwards or batch.is_prefilling_np[requests].any():
-            return
         drafting = sum(stage_seconds.get(stage, 0.0) for stage in DRAFTING)
+        if self._cost is None or not drafting or batch.is_prefilling_np[requests].any():
+            return
         self._cost.observe(batch.num_tokens, max(total - drafting, 1e-6))
-        self._forwards = forwards
-        self._forward = followed(self._forward, drafting / forwards)
+        # Without a draft model, look-up takes the place of one forward.
+        self._forwards = max(forwards, 1)
+        self._forward = followed(self._forward, drafting / self._forwards)
 
     def _observe_pace(self, total: float) -> None:
         """Learn the time outside of all stages; ``total``: seconds of the step's stages.

@@ -14,6 +14,7 @@ from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.learn import learn
+from dyntree_kernels.cpu.look_up import look_up
 from dyntree_kernels.cpu.walk import walk
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
@@ -32,6 +33,7 @@ class CPUOps:
     perturb = staticmethod(perturbed_logits)
     walk = staticmethod(walk)
     learn = staticmethod(learn)
+    look_up = staticmethod(look_up)
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:

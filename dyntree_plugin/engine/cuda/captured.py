@@ -1,24 +1,25 @@
 """Stages of a step as CUDA graphs, one for each of a few numbers of requests.
 
 vLLM runs its own draft models without graphs. A decode step needs nothing of the host but the
-requests' rows and the number of draft forwards, so verification, the catch-up, the roots' children,
-every forward and every finished tree are a graph each. What passes from one to the next lies at
-fixed addresses.
+requests' rows and the number of draft forwards, so verification, the catch-up, the roots with
+look-up, every forward and every finished tree are a graph each. What passes from one to the next
+lies at fixed addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 
 from dyntree_kernels.contracts import Walked
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
-from dyntree_plugin.engine.step.draft import DraftStages, Eager
 from dyntree_plugin.engine.step.ops import Player
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
+from dyntree_plugin.engine.step.stages import DraftStages, Eager
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.tree.drafting import grow
 
@@ -29,7 +30,15 @@ MOST_REQUESTS = 128
 class CapturedStages:
     """`Graphs` of verification and drafting; what was not captured runs eagerly."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        make: Callable[[DraftStages], CapturedDrafting],
+        recording: Callable[[], AbstractContextManager[Record]],
+    ) -> None:
+        """``make``: makes room for graphs of drafting. ``recording``: gives what captures a call,
+        as long as it is entered."""
+        self._make = make
+        self._recording = recording
         self._drafting: CapturedDrafting | None = None
         self._verification: CapturedVerification | None = None
 
@@ -42,19 +51,20 @@ class CapturedStages:
         """Whether drafting is to be captured."""
         return self._drafting is not None
 
-    def prepare_drafting(self, drafting: CapturedDrafting | None) -> None:
-        """Make room for the graphs of a new KV cache; None to draft eagerly."""
-        self._drafting = drafting
+    def prepare(self, stages: DraftStages | None) -> None:
+        self._drafting = None if stages is None else self._make(stages)
 
-    def capture_drafting(self, record: Record) -> None:
+    def capture(self) -> None:
         if self._drafting is not None:
-            self._drafting.capture(record)
+            with self._recording() as record:
+                self._drafting.capture(record)
 
-    def capture_verification(self, verifier: TreeVerifier, most: int, record: Record) -> None:
+    def capture_verification(self, verifier: TreeVerifier, most: int) -> None:
         """Capture batches of up to ``most`` requests; the KV cache must be there."""
         if not verifier.trees.plan.reads_draws:
             self._verification = CapturedVerification(verifier, most)
-            self._verification.capture(record)
+            with self._recording() as record:
+                self._verification.capture(record)
 
     def drop_verification(self) -> None:
         """Forget graphs that move rows in a KV cache that is about to go."""
@@ -97,7 +107,8 @@ class CapturedVerification:
 
 
 class CapturedDrafting:
-    """The stages of drafting, each a graph; all growth is one where it cannot be resumed."""
+    """The stages of drafting, each a graph; all growth is one if it cannot be resumed, or if there
+    is no draft model, so that every step has the same stages."""
 
     def __init__(
         self, stages: DraftStages, numbers_emitted: Sequence[int], most: int, spare: int
@@ -107,7 +118,7 @@ class CapturedDrafting:
         self._stages = stages
         self._spare = spare
         sizes = request_sizes(most)
-        device = stages.memory.device
+        device = stages.device
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(most, *shape, dtype=dtype, device=device)
@@ -121,13 +132,13 @@ class CapturedDrafting:
 
         self.catch_up = {
             number: graphs(self._run_catch_up, roots, Input(tokens[:, :number]), counts)
-            for number in sorted(numbers_emitted)
+            for number in (sorted(numbers_emitted) if stages.has_draft else ())
         }
         every = range(len(stages.widths))
         self.whole = self.root = None
         self.forwards: list[RequestGraphs] = []
         self.finish: list[RequestGraphs] = []
-        if not stages.resumable:
+        if not stages.resumable or not stages.has_draft:
             self.whole = graphs(self._run_whole)
             return
         self.root = graphs(self._run_root)
@@ -145,8 +156,15 @@ class CapturedDrafting:
 
     def player(self, packed: torch.Tensor) -> Player | None:
         """Replay the stages for these requests; None for a batch that was not captured."""
-        smallest = next(iter(self.catch_up.values()))
-        return Replay(self, packed) if smallest.serves(len(packed)) else None
+        return Replay(self, packed) if self.first.serves(len(packed)) else None
+
+    @property
+    def first(self) -> RequestGraphs:
+        """The graphs that growth begins with, which take the requests alone."""
+        found = self.root or self.whole
+        if found is None:
+            raise RuntimeError("drafting has graphs of its stages, or of all of them as one")
+        return found
 
     def _requests(self, packed: torch.Tensor) -> Requests:
         return Requests(packed, self._spare)
@@ -192,9 +210,8 @@ class Replay:
         self._filled = True
 
     def root(self) -> None:
-        if not self._filled:  # a batch with prompts was caught up eagerly
-            smallest = next(iter(self._drafting.catch_up.values()))
-            smallest.fill((self._packed,))
+        if not self._filled:  # no catch-up, or an eager one in a batch with prompts
+            self._drafting.first.fill((self._packed,))
         if self._drafting.root is not None:
             self._drafting.root.replay(len(self._packed))
 

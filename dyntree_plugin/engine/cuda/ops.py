@@ -14,6 +14,7 @@ from dyntree_kernels.cuda.growth import MOST_CANDIDATES, DeviceGrowth
 from dyntree_kernels.cuda.gumbel import perturbed_logits
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.learn import learn
+from dyntree_kernels.cuda.look_up import look_up
 from dyntree_kernels.cuda.place import place
 from dyntree_kernels.cuda.walk import walk
 from dyntree_plugin.engine.cuda.clock import EventClock
@@ -32,6 +33,7 @@ class CUDAOps:
     perturb = staticmethod(perturbed_logits)
     walk = staticmethod(walk)
     learn = staticmethod(learn)
+    look_up = staticmethod(look_up)
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()
@@ -60,7 +62,7 @@ class CUDAOps:
         return KernelRows(memory)
 
     def compiled_growth(self, settings: GrowthSettings) -> StepGrowth | None:
-        candidates = settings.children * (1 + sum(settings.widths))
+        candidates = settings.grafts + settings.children * (1 + sum(settings.widths))
         return DeviceGrowth(settings) if candidates <= MOST_CANDIDATES else None
 
     def pays(self, growth: StepGrowth) -> bool:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import graph_capture
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.states import RequestState
 
+from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.cuda.capture import recorder
-from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedStages
+from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedDrafting, CapturedStages
+from dyntree_plugin.engine.cuda.graphs import Record
 from dyntree_plugin.engine.cuda.ops import CUDAOps
-from dyntree_plugin.engine.cuda.speculator import CUDATreeSpeculator
 from dyntree_plugin.engine.cuda.target_graphs import offer_larger, thin_out
 from dyntree_plugin.engine.cuda.transfer import StreamSend
 from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.step.look_up import MOST_TEXT_BYTES, move_texts_to_device
 from dyntree_plugin.engine.step.ops import TreeOps
+from dyntree_plugin.engine.step.stages import DraftStages
 from dyntree_plugin.engine.step.verify import MAX_CHUNK_BYTES
+from dyntree_plugin.tree.budget.choice import node_buckets
+
+logger = init_logger("vllm.dyntree")
 
 HEAD_START_CYCLES = 40_000_000
 """20 ms at 2 GHz: about what launching an eager step of a large model takes."""
@@ -25,7 +35,6 @@ HEAD_START_CYCLES = 40_000_000
 class TreeGPUModelRunner(TreeRunnerMixin):
     """Adds graphs of the stages, and what CUDA must know about memory and streams."""
 
-    speculator_type = CUDATreeSpeculator
     graphs: CapturedStages
 
     def make_ops(self) -> TreeOps:
@@ -33,7 +42,32 @@ class TreeGPUModelRunner(TreeRunnerMixin):
         return CUDAOps(StreamSend(lambda: self.main_stream, self.output_copy_stream))
 
     def make_graphs(self) -> CapturedStages:
-        return CapturedStages()
+        return CapturedStages(self._captured_drafting, self._recording)
+
+    def _captured_drafting(self, stages: DraftStages) -> CapturedDrafting:
+        most = min(self.max_num_reqs, MOST_REQUESTS)
+        if most < self.max_num_reqs:
+            logger.info_once("Batches of more than %d requests draft without CUDA graphs.", most)
+        shape = self.trees.shape
+        sizes = [shape.node_budget]
+        if uses_adaptive_budget(self.vllm_config):
+            sizes = [*node_buckets(shape.node_budget)]
+        numbers = sorted({1 + min(size, shape.max_depth) for size in sizes})
+        return CapturedDrafting(stages, numbers, most, self.trees.spare)
+
+    @contextmanager
+    def _recording(self) -> Iterator[Record]:
+        with graph_capture(device=self.device):
+            yield recorder(self.vllm_config)
+
+    def place_texts(self, states: RequestState) -> None:
+        if not move_texts_to_device(states):
+            logger.warning_once(
+                "Look-up reads texts from the host's memory, which is slow: those of max_num_seqs="
+                "%d requests with max_model_len=%d tokens take more than %d MiB. Lower one of the "
+                "two, or set dyntree.lookup to off.",
+                *(self.max_num_reqs, self.max_model_len, MOST_TEXT_BYTES >> 20),
+            )
 
     def queue_delay(self) -> None:
         # Plain steps of engines without trees are graphs, which wait for no launch. Ours here are
@@ -75,10 +109,8 @@ class TreeGPUModelRunner(TreeRunnerMixin):
     def capture_model(self, *, profile_only: bool = False) -> int:
         taken: int = super().capture_model(profile_only=profile_only)
         if self.graphs.has_drafting:
-            with graph_capture(device=self.device):
-                most = min(self.max_num_reqs, MOST_REQUESTS)
-                record = recorder(self.vllm_config)
-                self.graphs.capture_verification(self.verifier, most, record)
+            most = min(self.max_num_reqs, MOST_REQUESTS)
+            self.graphs.capture_verification(self.verifier, most)
         return taken
 
     def sample(self, *args: Any) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:

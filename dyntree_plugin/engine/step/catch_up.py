@@ -66,8 +66,11 @@ class CatchUpPlan:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Metadata of the filled rows, and ``last`` int64 [R], the rows of the new roots."""
+    """Filled rows with the metadata that reads them, and ``last`` int64 [R], the rows of the new
+    roots."""
 
+    ids: torch.Tensor
+    positions: torch.Tensor
     metadata: dict[str, Any]
     slots_by_layer: dict[str, torch.Tensor]
     last: torch.Tensor
@@ -104,7 +107,8 @@ def prompt_rows(
     real = (column < num_sampled[request]) & (position <= memory.last_position)
     slots, metadata = _slots_and_metadata(model, memory, batch, plan, starts, real)
     last = starts[:-1] + carried + (num_sampled.long() - 1).clamp(min=0)
-    return PromptRows(metadata, build_slot_mappings_by_layer(slots, model.kv_cache_config), last)
+    by_layer = build_slot_mappings_by_layer(slots, model.kv_cache_config)
+    return PromptRows(memory.ids[:rows], memory.positions[:rows], metadata, by_layer, last)
 
 
 def _slots_and_metadata(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import AT_DEPTH, Walked
+from dyntree_kernels.contracts import AT_DEPTH, KINDS, Walked
 from dyntree_plugin.engine.step.trees import TreeStore
 
 
@@ -22,7 +22,7 @@ def report(trees: TreeStore, slots: torch.Tensor, walked: Walked | None = None) 
         verified = _verified(trees, slots, walked)
     columns = [grown, verified]
     if trees.plan.budget == "adaptive":
-        columns += [trees.values[slots].double().exp(), trees.depths[slots].double()]
+        columns += [trees.values[slots].double().exp(), trees.forwards[slots].double()]
     return torch.cat(columns, dim=1)
 
 
@@ -34,9 +34,18 @@ def _verified(trees: TreeStore, slots: torch.Tensor, walked: Walked) -> torch.Te
     places = torch.arange(path.shape[1], device=path.device)
     moved = ((path >= 0) & (path != places)).sum(dim=1)
     chances = torch.where(real, trees.values[slots].double().exp(), 0.0)
-    sums = chances.new_zeros(len(counts), 2, path.shape[1] + 1)
-    # Padding has depth 0.
     each = torch.stack((real.double(), chances), dim=1)
-    sums.scatter_add_(2, depths[:, None].expand(-1, 2, -1), each)
+    kinds = trees.kinds[slots].long()
+    of_kind = _sums(each, kinds, KINDS)
+    accepted = _sums((path >= 0).double()[:, None], kinds.gather(1, path.clamp(min=0)), KINDS)
+    # Padding has depth 0.
+    by_depth = _sums(each, depths, path.shape[1] + 1)[:, :, 1:]
     numbers = torch.stack((counts, depths.amax(dim=1), moved, walked.emitted.long()), dim=1)
-    return torch.cat((numbers.double(), sums[:, :, 1:].flatten(1)), dim=1)
+    groups = [group.flatten(1) for group in (of_kind, accepted, by_depth)]
+    return torch.cat((numbers.double(), *groups), dim=1)
+
+
+def _sums(each: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the sums of ``each`` [R, G, N] by ``index`` int64 [R, N], [R, G, size]."""
+    sums = each.new_zeros(*each.shape[:2], size)
+    return sums.scatter_add_(2, index[:, None].expand_as(each), each)

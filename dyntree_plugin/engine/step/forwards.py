@@ -1,6 +1,9 @@
-"""A separate draft model as a source of candidates: its forwards over rows that see a tree."""
+"""Separate draft models as a source of candidates: their forwards over rows that see a tree."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -11,27 +14,99 @@ from dyntree_plugin.engine.step.catch_up import CatchUpPlan, prompt_rows
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
+from dyntree_plugin.tree.pooled import mixture
+
+
+class LoadedModel(Protocol):
+    """A draft model that is loaded, and its hidden size."""
+
+    hidden_size: int
+
+    def _run_model(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def compute_draft_logits(
+        self, hidden_states: torch.Tensor, spec_step_idx: int
+    ) -> torch.Tensor: ...
+
+
+class FilledRows(Protocol):
+    """What a forward reads: tokens, positions, and the attention metadata of every model."""
+
+    @property
+    def ids(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+    @property
+    def slots_by_layer(self) -> dict[str, torch.Tensor]: ...
 
 
 class DraftModel:
-    """The `NodeSource` that runs a separate draft model of vLLM's.
+    """One model over the rows of a `RowMemory`, which several models may share.
 
-    Its state between two calls lies in `RowMemory`: the roots' positions and hidden states.
+    Its state between two calls lies at a fixed address: the roots' hidden states.
     """
 
-    def __init__(self, model: StandaloneARSpeculator, memory: RowMemory, writer: RowWriter) -> None:
+    def __init__(self, model: LoadedModel, memory: RowMemory) -> None:
         self._model = model
         self._memory = memory
+        self.root_hidden = torch.zeros(
+            memory.requests, model.hidden_size, dtype=memory.dtype, device=memory.device
+        )
+
+    def read(self, rows: FilledRows, last: torch.Tensor) -> None:
+        """Read filled rows, of which ``last`` int64 [R] are the roots'."""
+        torch.index_select(self._hidden(rows), 0, last, out=self.root_hidden[: len(last)])
+
+    def root_logits(self, requests: int) -> torch.Tensor:
+        """Return the logits after the roots, [R, V]."""
+        return self._model.compute_draft_logits(self.root_hidden[:requests], 0)
+
+    def logits(self, rows: FilledRows) -> torch.Tensor:
+        """Return the logits of filled rows, [rows, V]."""
+        return self._model.compute_draft_logits(self._hidden(rows), 0)
+
+    def _hidden(self, rows: FilledRows) -> torch.Tensor:
+        return self._model._run_model(
+            rows.ids, rows.positions, rows.metadata, rows.slots_by_layer, None
+        )
+
+
+class DraftModels:
+    """The `NodeSource` that runs one draft model, or several over the same rows.
+
+    A node has one slot, the same in the cache of every model. Each of them reads all tokens.
+    """
+
+    def __init__(
+        self,
+        speculator: StandaloneARSpeculator,
+        further: Sequence[LoadedModel],
+        memory: RowMemory,
+        writer: RowWriter,
+    ) -> None:
+        """``speculator``: vLLM's, with the first model. ``further``: models beside it."""
+        self._speculator = speculator
+        self._memory = memory
         self._writer = writer
+        self.models = [DraftModel(model, memory) for model in (speculator, *further)]
         # Of this step, by requests and width: metadata takes the host 0.1 ms to build.
         self._rows: dict[tuple[int, int], TreeRows] = {}
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:
         """Read the emitted tokens, the last of which are the new roots; all requests decode."""
         rows = self._writer.chain(requests, emitted)
-        num_reqs = len(emitted.roots)
-        last = self._memory.root_rows[:num_reqs]
-        torch.index_select(self._hidden(rows), 0, last, out=self._memory.root_hidden[:num_reqs])
+        last = self._memory.root_rows[: len(emitted.roots)]
+        for model in self.models:
+            model.read(rows, last)
 
     def follow_prompts(
         self,
@@ -44,17 +119,10 @@ class DraftModel:
 
         ``emitted`` [R, E]: tokens, the first ``num_sampled[r]`` of which are real.
         """
-        rows = prompt_rows(self._model, self._memory, batch, plan, emitted, num_sampled)
-        hidden = self._model._run_model(
-            self._memory.ids[: plan.num_rows],
-            self._memory.positions[: plan.num_rows],
-            rows.metadata,
-            rows.slots_by_layer,
-            None,
-        )
-        requests = batch.num_reqs
-        self._memory.root_hidden[:requests] = hidden[rows.last]
-        self._memory.root_positions[:requests] = self._memory.positions[rows.last]
+        found = prompt_rows(self._speculator, self._memory, batch, plan, emitted, num_sampled)
+        self._memory.root_positions[: batch.num_reqs] = found.positions[found.last]
+        for model in self.models:
+            model.read(found, found.last)
 
     def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
         """Start growth at the roots; ``chained`` bool [slots + 1]: requests with chains."""
@@ -62,8 +130,8 @@ class DraftModel:
         self._writer.begin(growth, requests, chained)
 
     def root_logits(self, requests: int) -> torch.Tensor:
-        """Return the draft's logits after the roots, [R, V]."""
-        return self._model.compute_draft_logits(self._memory.root_hidden[:requests], 0)
+        """Return the logits after the roots, [R, V]; those of several models are mixed."""
+        return mixture([model.root_logits(requests) for model in self.models])
 
     def rows(self, requests: int, width: int) -> TreeRows:
         """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
@@ -73,10 +141,5 @@ class DraftModel:
         return self._rows[shape]
 
     def forward(self, rows: TreeRows) -> torch.Tensor:
-        """Run the draft over filled rows; return the logits of all of them, [R * width, V]."""
-        return self._model.compute_draft_logits(self._hidden(rows), 0)
-
-    def _hidden(self, rows: TreeRows) -> torch.Tensor:
-        return self._model._run_model(
-            rows.ids, rows.positions, rows.metadata, rows.slots_by_layer, None
-        )
+        """Run the models over filled rows; return the logits of all of them, [R * width, V]."""
+        return mixture([model.logits(rows) for model in self.models])

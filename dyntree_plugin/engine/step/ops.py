@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from dyntree_kernels.contracts import GrowthSettings, Learn, StepGrowth, Walk, Walked
+    from dyntree_kernels.tries import LookUp
     from dyntree_plugin.engine.step.clock import Clock
     from dyntree_plugin.engine.step.records import Emitted
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
+    from dyntree_plugin.engine.step.stages import DraftStages
     from dyntree_plugin.engine.step.transfer import Send
     from dyntree_plugin.engine.step.trees import TreeStore
     from dyntree_plugin.tree.children import Perturb
@@ -42,6 +44,9 @@ class TreeOps(Protocol):
 
     @property
     def learn(self) -> Learn: ...
+
+    @property
+    def look_up(self) -> LookUp: ...
 
     @property
     def clock(self) -> Clock: ...
@@ -94,6 +99,15 @@ class Graphs(Protocol):
         """Draft forwards that captured drafting always runs."""
         ...
 
+    def prepare(self, stages: DraftStages | None) -> None:
+        """Make room for graphs of these stages; None to draft eagerly. It is called whenever there
+        is a new KV cache."""
+        ...
+
+    def capture(self) -> None:
+        """Capture the stages that `prepare` got."""
+        ...
+
     def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
         """Replay walk, move and learning; None if they were not captured for this batch."""
         ...
@@ -107,6 +121,12 @@ class NoGraphs:
     """`Graphs` of an engine that runs every stage eagerly."""
 
     fewest_forwards = 0
+
+    def prepare(self, stages: DraftStages | None) -> None:
+        pass
+
+    def capture(self) -> None:
+        pass
 
     def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
         return None

@@ -35,8 +35,8 @@ class Drafted:
     """What drafting made.
 
     ``tokens`` int64 [R, node_budget]: of the trees' nodes; None if no tree was grown. ``forwards``:
-    draft forwards, the catch-up included. ``growth_forwards``: those after it; None if no tree was
-    grown.
+    draft forwards, the catch-up included; 0 without a draft model. ``growth_forwards``: those after
+    the catch-up; None if no tree was grown.
     """
 
     tokens: torch.Tensor | None

@@ -43,6 +43,7 @@ class RowMemory:
         request that a step expands."""
         self._model = model
         self.device = model.device
+        self.dtype: Any = model.dtype  # vLLM has resolved its name by now
         self.requests = requests = model.max_num_reqs
         self.last_position = model.max_model_len - 1
         self.block_tables = model.block_tables
@@ -62,11 +63,9 @@ class RowMemory:
         # What the rows of a forward see: the context, and the end of the request's cache.
         self.ctx_lens = zeros(requests, dtype=torch.int32)
         self.seq_lens = zeros(requests, dtype=torch.int32)
-        # The next trees' roots: positions, rows in the catch-up, hidden states, and tree slots.
+        # The next trees' roots: positions, rows in the catch-up, and tree slots.
         self.root_positions = zeros(requests, dtype=torch.int64)
         self.root_rows = zeros(requests, dtype=torch.int64)
-        dtype: Any = model.dtype  # vLLM has resolved its name by now
-        self.root_hidden = zeros(requests, model.hidden_size, dtype=dtype)
         self.stored_at = zeros(requests, dtype=torch.int64)
         # First rows of requests, by the number of rows that each has.
         widths = torch.arange(max(most_rows, scratch) + 1, device=self.device)
@@ -173,11 +172,9 @@ class TensorRows:
         return rows
 
     def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
-        memory, slots = self._memory, requests.slots
-        roots = memory.root_positions[: len(slots)]
-        memory.stored_at[: len(slots)].copy_(slots)
-        classes = requests.classes.clamp(min=0)
-        growth.start(roots, requests.temperature, classes, requests.seeds, chained[slots])
+        memory = self._memory
+        roots = memory.root_positions[: len(requests.packed)]
+        start(growth, requests, roots, chained, memory.stored_at)
         if memory.scratch:
             after = roots[:, None] + 1 + torch.arange(memory.scratch, device=memory.device)
             positions = after.clamp(max=memory.last_position)
@@ -190,6 +187,32 @@ class TensorRows:
         torch.add(roots, 1, out=self._memory.ctx_lens[:num_reqs])
         lengths = torch.add(roots, 1 + columns, out=self._memory.seq_lens[:num_reqs])
         lengths.clamp_(max=self._memory.last_position + 1)
+
+
+def start(
+    growth: StepGrowth,
+    requests: Requests,
+    roots: torch.Tensor,
+    chained: torch.Tensor,
+    stored_at: torch.Tensor,
+) -> None:
+    """Start growth at ``roots`` int64 [R], and note the slots of the trees in ``stored_at``.
+
+    ``chained`` bool [slots + 1]: requests whose trees are chains.
+    """
+    slots = requests.slots
+    stored_at[: len(slots)].copy_(slots)
+    classes = requests.classes.clamp(min=0)
+    growth.start(roots, requests.temperature, classes, requests.seeds, chained[slots])
+
+
+def no_rows(device: torch.device) -> RowBuffers:
+    """Return the row buffers of a growth without draft forwards."""
+
+    def none(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    return RowBuffers(none(1, dtype=torch.int32), none(1), none(1, 1), none(1, 1))
 
 
 def _words(columns: int) -> int:

@@ -15,7 +15,7 @@ from dyntree_plugin.engine.step.rows import TreeRows
 
 
 class NodeSource(Protocol):
-    """A model that makes logits by forwards over rows that see a tree, in vLLM's paged cache.
+    """Models that make logits by forwards over rows that see a tree, in vLLM's paged cache.
 
     Its state between two calls lies at fixed addresses, so that each call can be a graph.
     """
@@ -50,5 +50,5 @@ class NodeSource(Protocol):
         ...
 
     def forward(self, rows: TreeRows) -> torch.Tensor:
-        """Run the model over filled rows; return the logits of all of them, [R * width, V]."""
+        """Run the models over filled rows; return the logits of all of them, [R * width, V]."""
         ...

@@ -7,12 +7,13 @@ from itertools import accumulate
 import torch
 
 from dyntree_kernels.contracts import RowBuffers
+from dyntree_kernels.tries import Trie
 from dyntree_plugin.engine.step.rows import PAD_SLOT
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth.base import Frontier, Growth
 from dyntree_plugin.tree.growth.topk import TopKGrowth
-from dyntree_plugin.tree.source import Trie
+from dyntree_plugin.tree.judged import Asked, JudgedTrie
 
 
 class TensorGrowth:
@@ -49,18 +50,28 @@ class TensorGrowth:
         }
         on_host = roots.device.type == "cpu"
         self._greedy = on_host and not bool(temperatures.any())  # sync: host memory on the CPU
+        self._of_requests = of_requests
+        self._judged: JudgedTrie | None = None
         self._growth: Growth = self._growing.start(len(roots), self._last_position - roots)
         self._features: list[torch.Tensor] = []
         self._forward = 0
         self._positions, self._first = roots[:, None], 0
         self._frontier: Frontier | None = None
 
-    def graft(self, trie: Trie, kind: int) -> None:
-        """Add the nodes of ``trie`` to trees that may branch, before the first `pick`."""
-        growth = self._growth
-        if not isinstance(growth, TopKGrowth):
-            raise ValueError(f"{type(growth).__name__} takes no tries; growth topk does")
-        growth.graft(trie._replace(exists=trie.exists & ~self._chained[:, None]), kind)
+    def graft(self, trie: Trie) -> None:
+        growth = self._grafted()
+        temperatures, classes, seeds, chained = self._of_requests
+        trie = trie._replace(exists=trie.exists & ~chained[:, None])
+        noise = self._pick.trie_noise(
+            trie, self._roots, seeds, temperatures, self._trees.vocabulary
+        )
+        self._judged = self._pick.judged(trie, noise, classes)
+        growth.graft(trie, self._judged.log_chances)
+
+    def _grafted(self) -> TopKGrowth:
+        if not isinstance(self._growth, TopKGrowth):
+            raise ValueError(f"{type(self._growth).__name__} takes no tries; growth topk does")
+        return self._growth
 
     def resume(self, requests: int, forwards: int) -> None:
         raise RuntimeError("growth in plain torch is captured as a whole")
@@ -73,10 +84,26 @@ class TensorGrowth:
             temperature, classes, seeds, chained, self._positions.flatten(),
             columns.repeat(num_reqs),
         )  # fmt: skip
-        found = self._pick(logits, rows, self._greedy).by_request(num_reqs)
+        found = self._pick(logits, rows, self._greedy, self._asked()).by_request(num_reqs)
         if found.features is not None:
             self._features.append(found.features.flatten(1, 2))
-        self._growth.add(found.tokens, found.log_probs, found.distributions)
+        if self._judged is None:
+            self._growth.add(found.tokens, found.log_probs, found.distributions)
+        else:
+            judged = self._judged.judge(found)
+            self._grafted().add(found.tokens, found.log_probs, judged=judged)
+
+    def _asked(self) -> Asked | None:
+        """Return the trie's nodes below the last frontier's, by the rows of logits."""
+        if self._judged is None:
+            return None
+        which = self._grafted().asked()
+        if which is None:
+            raise RuntimeError("the growth has lost its trie")
+        num_reqs, width = self._positions.shape
+        first = torch.arange(num_reqs, device=which.device)[:, None] * width
+        rows = torch.where(which < 0, -1, first + which)
+        return Asked(rows, self._judged.trie.tokens)
 
     def expand(self, ancestor_bits: torch.Tensor) -> int | None:
         frontier = self._frontier = self._growth.frontier()
@@ -106,6 +133,10 @@ class TensorGrowth:
 
     def finish(self, slots: torch.Tensor) -> torch.Tensor:
         tree = self._growth.finish()
-        features = torch.cat(self._features, dim=1) if self._features else None
-        self._trees.put(slots, tree, features)
+        features, kinds = self._features, None
+        if self._judged is not None:
+            features, kinds = [self._judged.features, *features], self._judged.candidate_kinds
+        if not self._trees.plan.calibrated:
+            features = []
+        self._trees.put(slots, tree, torch.cat(features, dim=1) if features else None, kinds)
         return tree.tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import TreeArrays
+from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, TreeArrays
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 from dyntree_plugin.tree.value import FEATURES
@@ -28,6 +28,7 @@ class TreeStore:
         self.spare = num_slots
         num_slots += 1
         self.plan = plan
+        self.vocabulary = vocabulary
         self.shape = plan.shape
         self.words = -(-(nodes + 1) // 32)
         self.parents = torch.full((num_slots, nodes), -1, dtype=torch.int64, device=device)
@@ -45,6 +46,8 @@ class TreeStore:
         self.features = torch.zeros(
             num_slots, nodes if plan.calibrated else 0, FEATURES, device=device
         )
+        self.kinds = torch.zeros(num_slots, nodes, dtype=torch.int8, device=device)
+        self.forwards = torch.zeros_like(self.parents)
         rows = nodes + 1 if plan.reads_draws else 0
         self._draws = torch.full(
             (num_slots, rows, plan.growing.children), -1, dtype=torch.int64, device=device
@@ -57,12 +60,16 @@ class TreeStore:
         return TreeArrays(*(getattr(self, name) for name in TreeArrays._fields))
 
     def put(
-        self, slots: torch.Tensor, tree: TokenTree, features: torch.Tensor | None = None
+        self,
+        slots: torch.Tensor,
+        tree: TokenTree,
+        features: torch.Tensor | None = None,
+        kinds: torch.Tensor | None = None,
     ) -> None:
         """Store the ``tree`` of R requests at ``slots`` int64 [R].
 
-        ``features`` float32 [R, candidates, FEATURES]: features of the candidates that the tree
-        was grown from.
+        ``features`` float32 [R, candidates, FEATURES] and ``kinds`` int8 [R, candidates]: those of
+        the candidates that the tree was grown from. Without ``kinds`` the draft proposed all.
         """
         self.parents[slots] = tree.parents
         self.depths[slots] = tree.depths
@@ -71,14 +78,26 @@ class TreeStore:
         self.admitted[slots] = tree.counts
         self.grown[slots] = tree.counts if tree.grown is None else tree.grown
         self.ancestors[slots] = tree.ancestors()
+        if kinds is None or tree.candidates is None:
+            self.kinds.index_fill_(0, slots, DRAFT)
+        else:
+            self.kinds[slots] = kinds.gather(1, tree.candidates)
+        self.forwards[slots] = self._forwards_of(tree.parents, self.kinds[slots])
         if features is not None and tree.candidates is not None:
-            # A node that the draft did not propose has no features of its own.
-            index = tree.candidates.clamp(min=0)[:, :, None].expand(-1, -1, FEATURES)
+            index = tree.candidates[:, :, None].expand(-1, -1, FEATURES)
             self.features[slots] = features.gather(1, index)
         if tree.draws is not None:
             request = torch.arange(len(slots), device=slots.device)[:, None]
             self._draws[slots] = tree.draws.nodes
             self._log_draft[slots] = tree.draws.log_probs[request, tree.draws.columns]
+
+    def _forwards_of(self, parents: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        """Return the draft forwards that each node takes at least; see `TreeArrays`."""
+        drafted = (parents >= 0) & (kinds != LOOK_UP) & (kinds != BOTH)
+        forwards, above = torch.zeros_like(parents), parents.clamp(min=0)
+        for _ in range(self.shape.max_depth - 1):
+            forwards = torch.where(drafted, forwards.gather(1, above) + 1, 0)
+        return forwards
 
     def draws(self, slots: torch.Tensor) -> Draws:
         """Return how the trees at ``slots`` int64 [R] were drawn, for rules that read draws."""

@@ -120,6 +120,7 @@ class TreeVerifier:
             self._ops.learn(
                 self._estimate.regression,
                 self.trees.features,
+                self.trees.kinds,
                 self.trees.parents,
                 walked.path,
                 walked.counts,

@@ -14,15 +14,21 @@ ATTRIBUTE = "dyntree"
 """Where a ModelRunnerOutput carries the worker's counts."""
 
 
+def _nothing() -> np.ndarray:
+    return np.zeros((0, 0))
+
+
 @dataclass(frozen=True)
 class WorkerCounts:
     """One step's counts. Lists are by request of the batch; where nothing was verified, ``nodes``,
-    ``depths``, ``moved``, ``at_depth`` and ``expected`` are empty.
+    ``depths``, ``moved`` and the arrays are empty.
 
     ``decoding``: requests whose prompt was complete before the step. ``nodes``, ``depths``,
     ``moved``: nodes verified, depth of the deepest, KV rows moved. ``at_depth`` and ``expected``
     float64 [R, D]: nodes at depth 1, 2, …, and how many of them the trees' values expected to be
-    accepted. ``pruned``: nodes by reason. ``stage_seconds``: seconds by stage. ``compared``:
+    accepted. ``of_source``, ``expected_of_source`` and ``accepted_of_source`` float64 [R, sources]:
+    nodes by source in the order of `SOURCES`, how many of them were expected to be accepted, and
+    how many were. ``pruned``: nodes by reason. ``stage_seconds``: seconds by stage. ``compared``:
     seconds of a step in which every request decoded, and those that the target alone would have
     taken for the same tokens; empty if that is not known. If the device has not finished this step
     yet, both are those of earlier steps.
@@ -39,8 +45,11 @@ class WorkerCounts:
     nodes: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
-    at_depth: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)), compare=False)
-    expected: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)), compare=False)
+    at_depth: np.ndarray = field(default_factory=_nothing, compare=False)
+    expected: np.ndarray = field(default_factory=_nothing, compare=False)
+    of_source: np.ndarray = field(default_factory=_nothing, compare=False)
+    expected_of_source: np.ndarray = field(default_factory=_nothing, compare=False)
+    accepted_of_source: np.ndarray = field(default_factory=_nothing, compare=False)
     pruned: dict[str, int] = field(default_factory=dict)
     draft_forwards: int = 0
     node_budget: int = 0

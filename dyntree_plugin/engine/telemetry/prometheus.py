@@ -20,6 +20,7 @@ from dyntree_plugin.metrics.names import (
     Metric,
 )
 from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.step import SOURCES
 
 Family = Counter | Gauge | Histogram
 
@@ -112,6 +113,7 @@ def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[str, ...]]:
     values: dict[str, Iterable[object]] = {
         "depth": range(1, plan.shape.max_depth + 1),
         "reason": PRUNE_REASONS if metric.source == "pruned" else FALLBACK_REASONS,
+        "source": SOURCES,
         "stage": STAGES,
         "decoding": (TREE, PLAIN),
     }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
+from dyntree_plugin.tree.step import SOURCES
 
 
 @dataclass
@@ -16,6 +18,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     ``tree_nodes``, ``tree_depths``, ``accepted_paths``: one entry per step of a decoding request,
     zeros where it had no node to verify. ``nodes_by_depth``, ``accepted_by_depth``,
     ``estimated_by_depth``: nodes at depth 1, 2, …: verified, accepted, and expected to be accepted.
+    ``nodes_by_source``, ``accepted_by_source``, ``estimated_by_source``: the same by source.
     ``fallbacks``: request steps without a free tree, by reason. The rest is as in WorkerCounts.
     """
 
@@ -25,6 +28,9 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     nodes_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     estimated_by_depth: list[float] = field(default_factory=list)
+    nodes_by_source: dict[str, float] = field(default_factory=dict)
+    accepted_by_source: dict[str, float] = field(default_factory=dict)
+    estimated_by_source: dict[str, float] = field(default_factory=dict)
     pruned: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
     kv_moved: int = 0
@@ -65,11 +71,20 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             self.accepted_by_depth[above] += 1
         return nodes
 
-    def observe_depths(self, counts: WorkerCounts, rows: list[int]) -> None:
-        """Count at which depths the trees of requests in these ``rows`` had their nodes."""
+    def observe_nodes(self, counts: WorkerCounts, rows: list[int]) -> None:
+        """Count the nodes of the trees of requests in these ``rows``, by depth and by source."""
         nodes = counts.at_depth[rows].sum(axis=0).tolist()  # sync: host memory
         self.nodes_by_depth = [int(real) for real in nodes]
         self.estimated_by_depth = counts.expected[rows].sum(axis=0).tolist()  # sync: host memory
+        self.nodes_by_source = _by_source(counts.of_source, rows)
+        self.accepted_by_source = _by_source(counts.accepted_of_source, rows)
+        self.estimated_by_source = _by_source(counts.expected_of_source, rows)
 
     def fall_back(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+
+def _by_source(columns: np.ndarray, rows: list[int]) -> dict[str, float]:
+    """Add up some rows of ``columns`` [R, sources]."""
+    sums = columns[rows].sum(axis=0).tolist()  # sync: host memory
+    return dict(zip(SOURCES, sums, strict=True))

@@ -14,6 +14,7 @@ from dyntree_kernels.contracts import Report
 from dyntree_plugin.engine.step.clock import DRAFTING, PLAIN, TREE, Measured, StageTimes
 from dyntree_plugin.engine.step.transfer import Arrival, Send
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
+from dyntree_plugin.engine.telemetry.sources import by_source
 from dyntree_plugin.metrics.names import BUDGET, SCHEDULER
 from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
@@ -107,6 +108,9 @@ class StepRecord:
                     "moved": _whole(report.moved),
                     "at_depth": report.at_depth.copy(),
                     "expected": report.expected.copy(),
+                    "of_source": by_source(report.of_kind),
+                    "expected_of_source": by_source(report.expected_of_kind),
+                    "accepted_of_source": by_source(report.accepted_of_kind),
                 }
         return WorkerCounts(
             self._decoding.tolist(),  # sync: host memory
@@ -135,15 +139,15 @@ class StepRecord:
 
     def _worth(self, report: Report) -> list[list[float]]:
         """Estimate what trees are worth by forwards and size; large batches are sampled."""
-        chances, depths = report.chances[self._judged], report.depths[self._judged]
+        chances, needed = report.chances[self._judged], report.forwards[self._judged]
         if self._plan is None or not self._weighs_trees or not chances.size:
             return []
         stride = -(-len(chances) // MOST_SAMPLED)
         shape = self._plan.shape
         found = worth_by_forwards(
             chances[::stride],
-            depths[::stride],
-            shape.max_depth - 1,
+            needed[::stride],
+            max(shape.forwards - 1, 0),
             node_buckets(shape.node_budget),
         )
         return found.tolist()  # type: ignore[no-any-return]  # sync: host memory
@@ -151,9 +155,10 @@ class StepRecord:
     def drafting(self, spent: dict[str, float]) -> list[tuple[int, int, float]]:
         """``drafted``, of a step that spent so much on its stages."""
         seconds = sum(spent.get(stage, 0.0) for stage in DRAFTING)
-        if not (seconds and self._draft_forwards and self._decoding.all()):
+        if not (seconds and self._decoding.all()):
             return []
-        return [(len(self._decoding), self._draft_forwards, seconds)]
+        # Without a draft model, look-up takes the place of one forward.
+        return [(len(self._decoding), max(self._draft_forwards, 1), seconds)]
 
     def compare(self, spent: dict[str, float]) -> dict[str, float]:
         """``compared``, of a step that spent so much on its stages; call it after ``counts``."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dyntree_plugin.engine.telemetry.sources import SOURCE_OF
 from dyntree_plugin.tree.step import TreeStep
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ class TreeTrace:
             batch.input_ids[rows].tolist(),  # sync: tracing
             trees.parents[slots].tolist(),  # sync: tracing
             trees.values[slots].tolist(),  # sync: tracing
+            trees.kinds[slots].tolist(),  # sync: tracing
             walked.path.tolist(),  # sync: tracing
             walked.tokens.tolist(),  # sync: tracing
             strict=False,  # a batch may be padded behind its requests
         )
-        for request, count, context, root, tokens, parents, values, path, emitted in columns:
+        for request, count, context, root, tokens, parents, values, kinds, path, emitted in columns:
             if count == 0:
                 continue
             accepted = [node for node in path if node >= 0]
@@ -55,6 +57,7 @@ class TreeTrace:
                     tokens=tokens[:count],
                     parents=parents[:count],
                     values=values[:count],
+                    sources=[SOURCE_OF[kind] for kind in kinds[:count]],
                     accepted=accepted,
                     emitted=emitted[: len(accepted) + 1],
                 )

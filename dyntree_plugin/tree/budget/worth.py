@@ -18,19 +18,18 @@ FIRST_TREES = 32
 
 
 def worth_by_forwards(
-    chances: np.ndarray, depths: np.ndarray, forwards: int, sizes: Sequence[int]
+    chances: np.ndarray, needed: np.ndarray, forwards: int, sizes: Sequence[int]
 ) -> np.ndarray:
     """Estimate the mean worth of R trees by fewer draft forwards than drafted them.
 
     A tree's worth is the number of tokens that its nodes are expected to add: the sum of their
     values. Entry [f, i] of the result, [forwards + 1, sizes], is the worth of the first
-    ``sizes[i]`` nodes of depth f + 1 at most, since nodes of depth k + 1 come from the k-th forward
-    at the earliest. ``chances`` and ``depths`` [R, N] are value and depth of nodes in the order of
-    their values; padding has value 0. The estimate is approximate in two ways: it counts nodes of
-    that depth that a later forward brought (too much), and not those that they drove out of the
-    tree (too little).
+    ``sizes[i]`` nodes that need f forwards at most. ``chances`` and ``needed`` [R, N] are value and
+    needed forwards (`TreeArrays.forwards`) of nodes in the order of their values; padding has value
+    0. The estimate is approximate in two ways: it counts such nodes that a later forward brought
+    (too much), and not those that later nodes drove out of the tree (too little).
     """
-    reached = depths <= 1 + np.arange(forwards + 1)[:, None, None]
+    reached = needed <= np.arange(forwards + 1)[:, None, None]
     place = reached.cumsum(axis=2)
     sums = [(chances * (reached & (place <= size))).sum(axis=2).mean(axis=1) for size in sizes]
     return np.stack(sums, axis=1)

@@ -110,7 +110,7 @@ class GrowthSpec:
     and the parameter's value or None; it raises a ValueError that names the parameter if the value
     does not fit. ``parameter`` is the name of the growth's own option. ``ordered`` growths put
     their nodes in the order of their values, so that the first nodes of a tree are its best.
-    ``one_child``: no node has more than one child.
+    ``one_child``: no node has more than one child. ``takes_tries``: look-up may add nodes.
     """
 
     name: str
@@ -121,3 +121,4 @@ class GrowthSpec:
     parameter: str | None = None
     ordered: bool = False
     one_child: bool = False
+    takes_tries: bool = False

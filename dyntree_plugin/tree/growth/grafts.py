@@ -5,58 +5,54 @@ from __future__ import annotations
 import torch
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
-from dyntree_plugin.tree.source import DRAFT, Trie
+from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
 
 class Grafts:
     """T nodes of each of R requests, which are candidates 0 … T - 1 of the step.
 
-    A node's value is its parent's plus the log chance of the edge between them. If the draft
-    proposes a child that the trie has, the two are one node, and its edge has the larger of both
-    chances. All tensors are [R, T].
+    A node's value is its parent's plus the log chance of the edge between them. If the draft runs
+    on the root or on a node, it judges the trie's children there: their edges follow its judgement
+    from then on. All tensors are [R, T].
     """
 
     def __init__(
-        self, trie: Trie, kind: int, max_depth: int, dtype: torch.dtype, whole_paths: bool = True
+        self,
+        trie: Trie,
+        log_chances: torch.Tensor,
+        max_depth: int,
+        dtype: torch.dtype,
+        whole_paths: bool = True,
     ) -> None:
-        """Take over ``trie`` down to ``max_depth``; ``dtype`` is that of values.
+        """Take over ``trie`` down to ``max_depth``, with ``log_chances`` [R, T] of its edges.
 
-        ``whole_paths`` says whether one forward may expand a node and its child.
+        ``dtype`` is that of values. ``whole_paths`` says whether one forward may expand a node and
+        its child.
 
         Raises:
-            ValueError: if the trie's tensors have different shapes, or ``kind`` is not a bit of
-                its own.
+            ValueError: if the trie's tensors have different shapes.
         """
-        for name, part in trie._asdict().items():
+        for name, part in (*trie._asdict().items(), ("log_chances", log_chances)):
             if part.dim() != 2 or part.shape != trie.tokens.shape:
                 raise ValueError(
                     f"trie.{name} {tuple(part.shape)} must have the shape of trie.tokens "
                     f"{tuple(trie.tokens.shape)}, [requests, nodes]"
                 )
-        if kind <= DRAFT or kind & (kind - 1):
-            raise ValueError(f"kind={kind} must be a power of two above the draft's, {DRAFT}")
         self.size = trie.tokens.shape[1]
         self.tokens = trie.tokens.long()
         self.above = torch.where(trie.exists, trie.above.long(), -1)
         self._index = self.above.clamp(min=0)
         self._ancestors = unpack_bits(ancestor_bits(self.above), self.size)
         self.depths = self._ancestors.sum(dim=2)
-        chances = trie.log_chances.to(dtype).clamp(max=0.0).nan_to_num(NO_VALUE, neginf=NO_VALUE)
-        real = trie.exists & (self.depths <= max_depth)
-        self._edges = chances.masked_fill(~real, NO_VALUE)
+        chances = log_chances.to(dtype).clamp(max=0.0).nan_to_num(NO_VALUE, neginf=NO_VALUE)
+        self._real = trie.exists & (self.depths <= max_depth)
+        self._edges = chances.masked_fill(~self._real, NO_VALUE)
         self._levels = max_depth
-        self._kind = kind
         self._whole_paths = whole_paths
-        # The expansion and the draft's own candidate of each node; -1 where there is none.
+        # The expansion of each node; -1 where there is none.
         self._expansions = torch.full_like(self.above, -1)
-        self.proposals = torch.full_like(self.above, -1)
         self.values = self._path_values()
-
-    @property
-    def kinds(self) -> torch.Tensor:
-        """The sources that proposed each node, as bits."""
-        return torch.where(self.proposals >= 0, self._kind | DRAFT, self._kind)
 
     @property
     def open_values(self) -> torch.Tensor:
@@ -66,24 +62,32 @@ class Grafts:
             closed = closed | (self._expansions_above() < 0)
         return self.values.masked_fill(closed, NO_VALUE)
 
-    def merge(self, first: int, tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-        """Recognise children of expansions ``first``, ``first`` + 1, … that are nodes here.
+    def asked(self, first: int, width: int) -> torch.Tensor:
+        """Return which of expansions ``first``, ``first`` + 1, … judges each node.
 
-        ``tokens`` and ``log_probs`` [R, W, K] are the draft's children. The result is
-        ``log_probs`` with ``-inf`` for children that are nodes here, whose edges and values follow
-        the draft from then on.
+        The result counts from 0; it is -1 for nodes that none of these ``width`` judges.
         """
-        width, children = tokens.shape[1:]
-        new = torch.arange(first, first + width, device=tokens.device)
-        same = (self._expansions_above()[:, None] == new[:, None])[:, :, None]
-        same = same & (tokens[..., None] == self.tokens[:, None, None])
-        same &= (log_probs > NO_VALUE)[..., None] & (self._edges > NO_VALUE)[:, None, None]
+        above = self._expansions_above() - first
+        return torch.where(self._real & (above >= 0) & (above < width), above, -1)
 
-        proposed, which = same.flatten(1, 2).int().max(dim=1)
-        chances = log_probs.flatten(1).gather(1, which).masked_fill(proposed == 0, NO_VALUE)
-        self._edges = torch.maximum(self._edges, chances)
-        self.proposals = torch.where(proposed > 0, first * children + which, self.proposals)
-        self.values = self._path_values()
+    def merge(
+        self, first: int, tokens: torch.Tensor, log_probs: torch.Tensor, judged: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Take over what expansions ``first``, ``first`` + 1, … say of nodes here.
+
+        ``tokens`` and ``log_probs`` [R, W, K] are the draft's children. ``judged`` [R, T] are the
+        log chances of the nodes that were `asked` for, NaN where the draft has no judgement. The
+        result is ``log_probs`` with ``-inf`` for children that are nodes here.
+        """
+        asked = self.asked(first, tokens.shape[1])
+        if judged is not None:
+            told = (asked >= 0) & ~judged.isnan()
+            self._edges = torch.where(told, judged.to(self._edges.dtype), self._edges)
+            self.values = self._path_values()
+        new = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+        same = (asked[:, None] == new)[:, :, None] & (
+            tokens[..., None] == self.tokens[:, None, None]
+        )
         return log_probs.masked_fill(same.any(dim=3), NO_VALUE)
 
     def expand(self, first: int, nodes: torch.Tensor, valid: torch.Tensor) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.growth.base import Frontier
 from dyntree_plugin.tree.growth.grafts import Grafts
-from dyntree_plugin.tree.source import DRAFT, Trie
 from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 
 
@@ -20,12 +20,19 @@ class CandidatePool:
     """
 
     def __init__(
-        self, num_requests: int, children: int, widths: tuple[int, ...], columns: torch.Tensor
+        self,
+        num_requests: int,
+        children: int,
+        widths: tuple[int, ...],
+        columns: torch.Tensor,
+        max_depth: int | None = None,
     ) -> None:
-        """``columns`` int64 [R] is the number of scratch columns that each request has room for."""
+        """``columns`` int64 [R] is the number of scratch columns that each request has room for.
+        ``max_depth``: depth of the deepest candidate; by default what the forwards reach."""
         device = columns.device
         self.children = children
         self._widths = widths
+        self.max_depth = len(widths) + 1 if max_depth is None else max_depth
         scratch = sum(widths)
         self._scratch_columns = torch.arange(scratch, device=device)
         self._has_room = self._scratch_columns < columns[:, None]
@@ -51,15 +58,15 @@ class CandidatePool:
         self._grafts: Grafts | None = None
         self._drafted = 0  # the draft's first candidate
 
-    def graft(self, trie: Trie, kind: int, whole_paths: bool = True) -> None:
-        """Add the nodes of ``trie``, which a source of this ``kind`` made; see `TopKGrowth.graft`.
+    def graft(self, trie: Trie, log_chances: torch.Tensor, whole_paths: bool = True) -> None:
+        """Add the nodes of ``trie``; see `TopKGrowth.graft`.
 
         Raises:
             ValueError: if children were added before, or a trie, or the trie is malformed.
         """
         if self._added or self._grafts is not None:
             raise ValueError("graft() comes once, before the first add()")
-        grafts = Grafts(trie, kind, self.max_depth, self.values.dtype, whole_paths)
+        grafts = Grafts(trie, log_chances, self.max_depth, self.values.dtype, whole_paths)
         self._grafts = grafts
         self._drafted = grafts.size
         self._capacity += grafts.size
@@ -71,11 +78,6 @@ class CandidatePool:
     def grafts(self) -> Grafts | None:
         """The nodes of the trie, None if there is none."""
         return self._grafts
-
-    @property
-    def max_depth(self) -> int:
-        """The depth of the deepest candidates."""
-        return len(self._widths) + 1
 
     @property
     def depths(self) -> torch.Tensor:
@@ -104,8 +106,9 @@ class CandidatePool:
         tokens: torch.Tensor,
         log_probs: torch.Tensor,
         distributions: torch.Tensor | None = None,
+        judged: torch.Tensor | None = None,
     ) -> None:
-        """Add the children of the last expansions; see `Growth.add`.
+        """Add the children of the last expansions; see `Growth.add` and `TopKGrowth.add`.
 
         Raises:
             ValueError: if this is not one set of children for every expansion.
@@ -118,7 +121,7 @@ class CandidatePool:
                 f"[requests, width, children] = {list(expected)}"
             )
         if self._grafts is not None:
-            log_probs = self._grafts.merge(new.start, tokens, log_probs)
+            log_probs = self._grafts.merge(new.start, tokens, log_probs, judged)
             self._revalue(self._grafts)
         self.by_expansion(self.tokens)[:, new] = tokens
         bases = self.bases[:, new, None]
@@ -188,11 +191,11 @@ class CandidatePool:
         # The node that a candidate became; -1 for none, and for the root.
         became = order.new_full((order.shape[0], order.shape[1] + 1), -1)
         became.scatter_(1, keep, torch.where(kept, positions, -1))
-        above, depths, candidates, kinds = self._describe(keep)
+        above, depths = self._describe(keep)
         parents = became.gather(1, above).masked_fill_(~kept, -1)
         depths = depths.masked_fill_(~kept, 1)
         tokens = self.tokens.gather(1, keep).masked_fill_(~kept, 0)
-        candidates = candidates.masked_fill(~kept, 0)
+        candidates = keep.masked_fill(~kept, 0)
         values = self.values.gather(1, keep).masked_fill_(~kept, NO_VALUE)
         pad = node_budget - kept.shape[1]
         if pad > 0:
@@ -203,27 +206,20 @@ class CandidatePool:
             candidates = torch.nn.functional.pad(candidates, (0, pad))
         draws = self._draws(became, named, node_budget)
         counts, grown = kept.sum(dim=1), exists.sum(dim=1)
-        if kinds is not None:
-            kinds = torch.nn.functional.pad(kinds.masked_fill_(~kept, 0), (0, max(pad, 0)))
-        return TokenTree(tokens, parents, depths, values, counts, draws, grown, candidates, kinds)
+        return TokenTree(tokens, parents, depths, values, counts, draws, grown, candidates)
 
-    def _describe(
-        self, candidates: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the parents of candidates, their depths, their numbers among the draft's
-        candidates, and their kinds if there is a trie."""
+    def _describe(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parents of candidates, and their depths."""
         above = self._above(candidates)
         parents, depths = self._nodes.gather(1, above), self._depths.gather(1, above) + 1
         grafts = self._grafts
         if grafts is None:
-            return parents, depths, candidates, None
+            return parents, depths
         grafted, index = self._grafted(candidates)
         grafts_above = torch.where(grafts.above < 0, self._capacity, grafts.above)
         return (
             torch.where(grafted, grafts_above.gather(1, index), parents),
             torch.where(grafted, grafts.depths.gather(1, index), depths),
-            torch.where(grafted, grafts.proposals.gather(1, index), candidates - self._drafted),
-            torch.where(grafted, grafts.kinds.gather(1, index), DRAFT),
         )
 
     def _draws(

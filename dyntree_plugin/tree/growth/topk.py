@@ -16,10 +16,10 @@ from typing import ClassVar
 
 import torch
 
+from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.growth.base import Frontier, GrowthPlan, GrowthSpec
 from dyntree_plugin.tree.growth.pool import CandidatePool
 from dyntree_plugin.tree.shape import Sampling, TreeShape
-from dyntree_plugin.tree.source import Trie
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
 
@@ -39,16 +39,18 @@ class TopKGrowth:
         self.children = shape.children
         self.widths = shape.widths
         self._node_budget = shape.node_budget
-        self._pool = CandidatePool(num_requests, self.children, self.widths, columns)
+        self._pool = CandidatePool(
+            num_requests, self.children, self.widths, columns, shape.max_depth
+        )
         # The values of candidates that have not been expanded.
         self._open = self._pool.values.clone()
         self._least = math.log(least) if least > 0 else NO_VALUE
 
-    def graft(self, trie: Trie, kind: int, whole_paths: bool = True) -> None:
-        """Add the nodes of ``trie``, which a source of this ``kind`` made; see `tree.source`.
+    def graft(self, trie: Trie, log_chances: torch.Tensor, whole_paths: bool = True) -> None:
+        """Add the nodes of ``trie``, whose edges have ``log_chances`` float [R, T].
 
         Call it after the start and before the first ``add``. The draft may expand the nodes, and
-        may propose some of them: those are of both kinds. Nodes below ``max_depth`` are dropped.
+        judges those below the nodes that it expands. Nodes below ``max_depth`` are dropped.
         Without any ``add`` the tree is made of the trie alone.
 
         With ``whole_paths`` one forward may run a node and its child, which sees it by its
@@ -57,23 +59,36 @@ class TopKGrowth:
         Raises:
             ValueError: if it comes too late or twice, or the trie is malformed.
         """
-        self._pool.graft(trie, kind, whole_paths)
+        self._pool.graft(trie, log_chances, whole_paths)
         self._open = self._pool.values.clone()
+
+    def asked(self) -> torch.Tensor | None:
+        """Return which node of the last frontier judges each node of the trie, int64 [R, T].
+
+        It is -1 for nodes of the trie that none of them judges, and None without a trie.
+        """
+        new, grafts = self._pool.new, self._pool.grafts
+        return None if grafts is None else grafts.asked(new.start, new.stop - new.start)
 
     def add(
         self,
         tokens: torch.Tensor,
         log_probs: torch.Tensor,
         distributions: torch.Tensor | None = None,
+        judged: torch.Tensor | None = None,
     ) -> None:
-        """Add the children of the last frontier; see `Growth.add`."""
+        """Add the children of the last frontier; see `Growth.add`.
+
+        ``judged`` [R, T] are log chances of the nodes of the trie that were `asked` for, NaN where
+        the draft has no judgement. Other nodes' are not read.
+        """
         if distributions is not None:
             raise ValueError("distributions are for growths that draw; this takes the best")
         pool, start = self._pool, self._pool.size
-        pool.add(tokens, log_probs)
+        pool.add(tokens, log_probs, judged=judged)
         self._open[:, start : pool.size] = pool.values[:, start : pool.size]
         if pool.grafts is not None:
-            # Nodes that no forward had a place for, or that have become worth more, come again.
+            # Their values follow the draft's judgement.
             self._open[:, : pool.grafts.size] = pool.grafts.open_values
 
     def frontier(self) -> Frontier:
@@ -83,12 +98,13 @@ class TopKGrowth:
         least as much, or if it is worth less than the least value: the tree would not hold them.
         """
         nodes, values = self._most_valuable(self._pool.width)
-        self._open.scatter_(1, nodes, NO_VALUE)
         worthwhile = (values > NO_VALUE) & (values >= self._least)
         known = self._pool.values[:, : self._pool.size]
         if known.shape[1] >= self._node_budget:
             kept = known.topk(self._node_budget, dim=1, sorted=False).values
             worthwhile &= values > kept.amin(dim=1, keepdim=True)
+        # The others come again: they are worth a forward if the trie's nodes lose worth.
+        self._open.scatter_(1, nodes, values.masked_fill(worthwhile, NO_VALUE))
         return self._pool.expand(nodes, worthwhile)
 
     def finish(self) -> TokenTree:
@@ -137,9 +153,10 @@ def _start(shape: TreeShape, least: float, num_requests: int, columns: torch.Ten
 SPEC = GrowthSpec(
     name="topk",
     summary="the most valuable nodes first, for serving",
-    reads=("max_depth", "width", "children"),
+    reads=("max_depth", "max_forwards", "width", "children"),
     samplings=("best",),
     plan=plan,
     parameter="min_value",
     ordered=True,
+    takes_tries=True,
 )

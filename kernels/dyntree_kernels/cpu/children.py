@@ -13,7 +13,9 @@ import math
 import numba
 import numpy as np
 
+from dyntree_kernels.contracts import BESIDE, KINDS
 from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.grafts import clamp, judge, log_probability, note_kind
 from dyntree_kernels.cpu.gumbel import add_noise
 from dyntree_kernels.cpu.simd import exp, to_float
 
@@ -108,47 +110,37 @@ def _best_scores(logits, temperature, noisy, seed, position, best, tokens):
 
 
 @compiled
-def _clamp(x, low, high):
-    return min(max(x, low), high)
-
-
-@compiled
-def _log_probability(weights, features):
-    x = weights[0] + weights[1] * features[0] + weights[2] * features[1]
-    return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
-
-
-@compiled
 def _estimate(best, logsumexp, weights, features, edges):
     """Fill features [K, 2] and edges [K] of the candidates with the best scores.
 
     An edge is the log of the learned acceptance probability.
     """
-    first = _clamp(best[0] - logsumexp, -_MAX_FEATURE, _SUREST)
-    second = _clamp(best[1] - logsumexp, -_MAX_FEATURE, _SUREST)
+    first = clamp(best[0] - logsumexp, -_MAX_FEATURE, _SUREST)
+    second = clamp(best[1] - logsumexp, -_MAX_FEATURE, _SUREST)
     for k in range(edges.shape[0]):
-        log_draft = _clamp(best[k] - logsumexp, -_MAX_FEATURE, _SUREST)
+        log_draft = clamp(best[k] - logsumexp, -_MAX_FEATURE, _SUREST)
         logit = log_draft - math.log(-math.expm1(log_draft))
         margin = first - second if k == 0 else log_draft - first
-        features[k, 0] = _clamp(logit, -_MAX_FEATURE, _MAX_FEATURE)
-        features[k, 1] = _clamp(margin, -_MAX_FEATURE, _MAX_FEATURE)
-        edges[k] = _log_probability(weights, features[k]) if best[k] > _NONE else _NONE
+        features[k, 0] = clamp(logit, -_MAX_FEATURE, _MAX_FEATURE)
+        features[k, 1] = clamp(margin, -_MAX_FEATURE, _MAX_FEATURE)
+        edges[k] = log_probability(weights, features[k]) if best[k] > _NONE else _NONE
 
 
 @compiled(parallel=True, nogil=True, error_model="numpy")
 def pick_children(
     logits, step, vocab, noisy, temperatures, classes, seeds, chained, positions, weights,
-    expansions, bases, tokens, edges, features,
+    expansions, nodes, grafts, bases, tokens, edges, features,
 ):  # fmt: skip
     """Find the best children of the rows, and the log of their estimated acceptance probability.
 
     logits: memory of R * W rows of `vocab` entries, `step` apart; W rows per request.
     noisy: whether to add the target sampler's noise where the temperature is above 0.
-    temperatures, classes (of the weights), seeds, chained (whether a row gets one child): [R].
+    temperatures, classes, seeds, chained (whether a row gets one child): [R].
     positions [R, E]: positions of the tokens that expansions run on.
-    weights [classes, 3]: weights of the learned acceptance probability. If there are no classes,
+    weights [classes * KINDS, 3]: weights of the learned acceptance probability. If there are none,
     the draft's probability takes its place.
     expansions: the first expansion of the rows, and W.
+    nodes [R, E]: candidates that expansions run on. grafts: `GraftArrays`, judged.
     bases [R, E]: -inf for rows to skip.
     tokens, edges [R, E, K] and features [R, E, K, 2 or 0] are written.
 
@@ -167,12 +159,20 @@ def pick_children(
             positions[r, e], best, found,
         )  # fmt: skip
         tokens[r, e] = found[:children]
+        kind = note_kind(grafts, r, e, nodes[r, e])
         if not math.isfinite(logsumexp):
             edges[r, e] = _NONE
         elif weights.shape[0] > 0:
-            _estimate(best, logsumexp, weights[classes[r]], features[r, e], edges[r, e])
+            own = weights[classes[r] * KINDS + kind]
+            _estimate(best, logsumexp, own, features[r, e], edges[r, e])
         else:
             for k in range(children):
                 edges[r, e, k] = min(best[k] - logsumexp, 0.0)
         if chained[r]:
             edges[r, e, 1:] = _NONE
+        if kind == BESIDE and math.isfinite(logsumexp):
+            judge(
+                grafts, r, nodes[r, e], logits[row * step : row * step + vocab], logsumexp,
+                temperatures[r], noisy, seeds[r], positions[r, e], weights, classes[r],
+                tokens[r, e], edges[r, e],
+            )  # fmt: skip

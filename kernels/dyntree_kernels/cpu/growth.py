@@ -1,10 +1,11 @@
 """Grow trees best-first in three compiled calls: pick children, expand, and store the trees.
 
-Expansion 0 is that of the root, and expansion 1 + c that of the node in scratch column c. Candidate
-``e * K + k`` is the k-th child of expansion e, so candidates come after their parents. The best
-candidates are the N most valuable so far, in descending order; of equals, the earlier comes first.
-Because a child is never worth more than its parent, they form a tree in which parents precede their
-children. Other candidates are neither expanded nor kept.
+Expansion 0 is that of the root, and expansion 1 + c that of the node in scratch column c. The first
+T candidates are the nodes of a trie, if there is one, and candidate ``T + e * K + k`` is the k-th
+child of expansion e, so candidates come after their parents. The best candidates are the N most
+valuable so far, in descending order; of equals, the earlier comes first. Because a child is never
+worth more than its parent, they form a tree in which parents precede their children. Other
+candidates are neither expanded nor kept.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from dyntree_kernels.contracts import (
+    KINDS,
     GrowthSettings,
     RowBuffers,
     StepGrowth,
@@ -26,12 +28,31 @@ from dyntree_kernels.contracts import (
 )
 from dyntree_kernels.cpu.children import pick_children
 from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.grafts import GraftArrays, revalue, take
 from dyntree_kernels.cpu.layout import flat
 from dyntree_kernels.cpu.simd import as_numpy
 from dyntree_kernels.cpu.threads import use_torch_threads
+from dyntree_kernels.tries import Trie
 
 _NONE = np.float32(-np.inf)
 _NANOSECONDS = 2  # per score; use_torch_threads counts operations of about a nanosecond
+
+
+@compiled
+def _offer(candidate, value, values, best, counts):
+    """Insert a candidate among one request's best [N], unless they are all worth as much."""
+    values[candidate] = value
+    at, budget = counts[0], best.shape[0]
+    if at < budget:
+        counts[0] += 1
+    elif value > values[best[budget - 1]]:
+        at -= 1
+    else:
+        return
+    while at > 0 and values[best[at - 1]] < value:
+        best[at] = best[at - 1]
+        at -= 1
+    best[at] = candidate
 
 
 @compiled
@@ -41,7 +62,7 @@ def _keep(expansions, least, bases, edges, values, expanded, best, counts, grown
     counts, grown [1]: number of the best candidates, and of all that are worth at least `least`.
     The root's first child may be worth less.
     """
-    children, budget = edges.shape[1], best.shape[0]
+    children = edges.shape[1]
     if expansions[0] == 0:
         counts[0] = grown[0] = 0
     for e in range(expansions[0], expansions[1]):
@@ -52,22 +73,59 @@ def _keep(expansions, least, bases, edges, values, expanded, best, counts, grown
             if not value > _NONE or (value < least and candidate > 0):
                 continue
             grown[0] += 1
-            values[candidate], expanded[candidate] = value, False
-            at = counts[0]
-            if at < budget:
-                counts[0] += 1
-            elif value > values[best[budget - 1]]:
-                at -= 1
-            else:
-                continue
-            while at > 0 and values[best[at - 1]] < value:
-                best[at] = best[at - 1]
-                at -= 1
-            best[at] = candidate
+            expanded[candidate] = False
+            _offer(candidate, value, values, best, counts)
 
 
 @compiled
-def _next_to_expand(best, count, values, expanded, least):
+def _keep_with_grafts(
+    r, expansions, least, bases, edges, values, expanded, best, counts, grown, nodes, grafts
+):
+    """Do as `_keep` where request r has a trie, whose values may have changed.
+
+    The best child of the root may be worth less than `least`.
+    """
+    children, grafted = edges.shape[1], grafts.tokens.shape[1]
+    revalue(grafts, r)
+    for e in range(max(1, expansions[0]), expansions[1]):
+        if bases[e] > _NONE and nodes[e] < grafted:
+            bases[e] = grafts.values[r, nodes[e]]
+    spared, most = -1, _NONE
+    for g in range(grafted):
+        if grafts.values[r, g] > most:
+            spared, most = g, grafts.values[r, g]
+    for k in range(children if expansions[1] > 0 else 0):
+        if edges[0, k] > most:
+            spared, most = grafted + k, edges[0, k]
+    counts[0] = grown[0] = 0
+    for g in range(grafted):
+        value = grafts.values[r, g]
+        if value > _NONE and (value >= least or g == spared):
+            grown[0] += 1
+            _offer(g, value, values, best, counts)
+    for e in range(expansions[1]):
+        if bases[e] == _NONE:
+            continue
+        for k in range(children):
+            candidate, value = grafted + e * children + k, bases[e] + edges[e, k]
+            if e >= expansions[0]:
+                expanded[candidate] = False
+            if value > _NONE and (value >= least or candidate == spared):
+                grown[0] += 1
+                _offer(candidate, value, values, best, counts)
+
+
+@compiled
+def _depth(candidate, children, depths, grafts, r):
+    """Return the depth of a candidate of request r; depths [E] are those of expansions."""
+    grafted = grafts.tokens.shape[1]
+    if candidate < grafted:
+        return grafts.depths[r, candidate]
+    return depths[(candidate - grafted) // children] + 1
+
+
+@compiled
+def _next_to_expand(best, count, values, expanded, least, max_depth, children, depths, grafts, r):
     """Return the most valuable candidate to expand, or -1.
 
     It has not been expanded, and its children can still be among the best candidates.
@@ -78,15 +136,18 @@ def _next_to_expand(best, count, values, expanded, least):
         value = values[candidate]
         if value < least or (full and value <= values[best[count - 1]]):
             return -1
-        if not expanded[candidate]:
+        if expanded[candidate]:
+            continue
+        if _depth(candidate, children, depths, grafts, r) < max_depth:
             return candidate
     return -1
 
 
 @compiled
 def _expand(
-    added, expansions, least, bases, edges, values, expanded, best, counts, grown, tokens, nodes,
-    depths, bits, positions, roots, longest, scratch, ids, row_positions, row_bits, slots,
+    added, expansions, least, max_depth, bases, edges, values, expanded, best, counts, grown,
+    tokens, nodes, depths, bits, positions, grafts, roots, longest, scratch, ids, row_positions,
+    row_bits, slots,
 ):  # fmt: skip
     """Add the children of `added`, choose the nodes of `expansions`, and write their draft rows.
 
@@ -98,25 +159,36 @@ def _expand(
     node sees no scratch column, and its slot is -1.
     """
     requests, width, children = roots.shape[0], expansions[1] - expansions[0], edges.shape[2]
-    columns, total = nodes.shape[1] - 1, 0
+    columns, total, grafted = nodes.shape[1] - 1, 0, grafts.tokens.shape[1]
     for r in range(requests):
-        _keep(
-            added, least, bases[r], edges[r], values[r], expanded[r], best[r], counts[r : r + 1],
-            grown[r : r + 1],
-        )  # fmt: skip
+        own = (bases[r], edges[r], values[r], expanded[r], best[r], counts[r : r + 1])
+        if grafted > 0:
+            _keep_with_grafts(r, added, least, *own, grown[r : r + 1], nodes[r], grafts)
+        else:
+            _keep(added, least, *own, grown[r : r + 1])
         room = min(columns, longest - roots[r])
         for row in range(r * width, (r + 1) * width):
             e = expansions[0] + row - r * width
-            node = _next_to_expand(best[r], counts[r], values[r], expanded[r], least)
+            node = _next_to_expand(
+                best[r], counts[r], values[r], expanded[r], least, max_depth, children, depths[r],
+                grafts, r,
+            )  # fmt: skip
+            exists = node >= 0 and e - 1 < room
+            above, token = 0, np.int64(0)
             if node >= 0:
                 expanded[r, node] = True
-            exists = node >= 0 and e - 1 < room
-            above = node // children if exists else 0
+            if exists and node < grafted:
+                parent, token = grafts.above[r, node], grafts.tokens[r, node]
+                above = grafts.expansions[r, parent] if parent >= 0 else 0
+                grafts.expansions[r, node] = e
+            elif exists:
+                above = (node - grafted) // children
+                token = tokens[r, above, (node - grafted) % children]
             nodes[r, e] = node if exists else -1
             bases[r, e] = values[r, node] if exists else _NONE
             depths[r, e] = depths[r, above] + 1
             positions[r, e] = min(roots[r] + depths[r, e], longest)
-            ids[row] = tokens[r, above, node % children] if exists else 0
+            ids[row] = token
             row_positions[row] = positions[r, e]
             for group in range(slots.shape[0]):
                 slots[group, row] = scratch[group, r * columns + e - 1] if exists else -1
@@ -130,52 +202,75 @@ def _expand(
 
 
 @compiled
+def _parent_and_token(candidate, r, children, tokens, nodes, grafts):
+    """Return the candidate above a candidate of request r, -1 for the root; and its token."""
+    grafted = grafts.tokens.shape[1]
+    if candidate < grafted:
+        return grafts.above[r, candidate], grafts.tokens[r, candidate]
+    e, k = (candidate - grafted) // children, (candidate - grafted) % children
+    return nodes[r, e] if e > 0 else np.int64(-1), tokens[r, e, k]
+
+
+@compiled
 def _store(
     added, least, bases, edges, values, expanded, best, counts, grown, tokens, nodes, depths,
-    features, became, slots, out, out_parents, out_depths, out_values, out_counts, out_admitted,
-    out_grown, out_bits, out_features,
+    features, grafts, became, slots, out, out_parents, out_depths, out_values, out_counts,
+    out_admitted, out_grown, out_bits, out_features, out_kinds, out_forwards,
 ):  # fmt: skip
     """Add the children of expansions `added`, and store the trees.
 
     out [R, N]: tokens of the nodes, written. The arrays after it are those of `TreeArrays`, written
     at `slots` [R]. became [candidates]: working memory.
     """
-    children, budget = edges.shape[2], best.shape[1]
+    children, budget, grafted = edges.shape[2], best.shape[1], grafts.tokens.shape[1]
     for r in range(slots.shape[0]):
-        _keep(
-            added, least, bases[r], edges[r], values[r], expanded[r], best[r], counts[r : r + 1],
-            grown[r : r + 1],
-        )  # fmt: skip
+        own = (bases[r], edges[r], values[r], expanded[r], best[r], counts[r : r + 1])
+        if grafted > 0:
+            _keep_with_grafts(r, added, least, *own, grown[r : r + 1], nodes[r], grafts)
+        else:
+            _keep(added, least, *own, grown[r : r + 1])
         at, count = slots[r], counts[r]
         out_counts[at] = out_admitted[at] = count
         out_grown[at] = grown[r]
         out_bits[at] = 0
         out_bits[at, 0, 0] = 1
         for n in range(budget):
-            candidate = best[r, n] if n < count else 0
-            e, k = candidate // children, candidate % children
-            parent = -1
-            if n < count and e > 0:
-                parent = became[nodes[r, e]]
+            real = n < count
+            candidate = best[r, n] if real else 0
+            above, token = _parent_and_token(candidate, r, children, tokens, nodes, grafts)
+            parent = became[above] if real and above >= 0 else -1
             became[candidate] = n
-            out[r, n] = tokens[r, e, k] if n < count else 0
+            out[r, n] = token if real else 0
             out_parents[at, n] = parent
-            out_depths[at, n] = depths[r, e] + 1
-            out_values[at, n] = values[r, candidate] if n < count else _NONE
+            out_depths[at, n] = 1 + (out_depths[at, parent] if parent >= 0 else 0)
+            drafted = candidate >= grafted and parent >= 0
+            out_forwards[at, n] = 1 + out_forwards[at, parent] if drafted else 0
+            out_values[at, n] = values[r, candidate] if real else _NONE
             out_bits[at, n + 1] = out_bits[at, parent + 1]
             out_bits[at, n + 1, (n + 1) // 32] |= np.uint32(1) << np.uint32((n + 1) % 32)
-            if out_features.shape[1] > 0:
-                out_features[at, n] = features[r, e, k]
+            _describe(candidate, r, children, features, grafts, out_kinds[at], out_features[at], n)
+
+
+@compiled
+def _describe(candidate, r, children, features, grafts, kinds, of_nodes, n):
+    """Write the kind of a candidate of request r, and its features if there are any, to node n."""
+    grafted = grafts.tokens.shape[1]
+    e, k = (candidate - grafted) // children, (candidate - grafted) % children
+    kinds[n] = grafts.kinds[r, candidate] if candidate < grafted else grafts.beside[r, e]
+    if of_nodes.shape[0] > 0 and candidate < grafted:
+        of_nodes[n] = grafts.features[r, candidate]
+    elif of_nodes.shape[0] > 0:
+        of_nodes[n] = features[r, e, k]
 
 
 class CompiledGrowth(StepGrowth):
     """A `StepGrowth` in compiled calls on the CPU."""
 
     def __init__(self, settings: GrowthSettings) -> None:
-        requests, node_budget, children, widths, least, longest, coupled, weights, rows, trees = (
-            settings
-        )
-        expansions, candidates = 1 + sum(widths), children * (1 + sum(widths))
+        requests, node_budget, children, widths, least, longest, coupled, weights = settings[:8]
+        rows, trees, nodes_of_tries, self._max_depth = settings[8:]
+        expansions = 1 + sum(widths)
+        candidates = nodes_of_tries + children * expansions
         self._widths, self._coupled, self._longest = widths, coupled, longest
         self._least = np.float32(math.log(least) if least > 0 else -math.inf)
         self._weights = np.empty((0, 3), np.float32) if weights is None else weights.numpy()
@@ -199,6 +294,7 @@ class CompiledGrowth(StepGrowth):
         self._depths = np.zeros((requests, expansions), np.int64)
         self._positions = np.zeros((requests, expansions), np.int64)
         self._bits = np.zeros((requests, expansions, max(1, -(-(expansions - 1) // 32))), np.uint32)
+        self._grafts = GraftArrays.room(requests, nodes_of_tries, expansions)
         self._became = np.full(candidates, -1, np.int64)
         self._forward = 0
         # Expansions whose children will be picked next, and those whose children were picked last.
@@ -221,6 +317,18 @@ class CompiledGrowth(StepGrowth):
             own[:] = each.numpy()
         self._positions[: len(roots), 0] = self._roots
         self._picked = (0, 0)
+        self._grafts.edges[: len(roots)] = _NONE
+
+    def graft(self, trie: Trie) -> None:
+        requests, size = len(self._roots), self._grafts.tokens.shape[1]
+        if any(part.shape != (requests, size) for part in trie):
+            raise ValueError(f"trie.tokens {tuple(trie.tokens.shape)} must be {[requests, size]}")
+        self._expanded[:requests] = False
+        self.edges[:requests, 0] = _NONE  # no pick may follow
+        take(
+            self._grafts, *(part.numpy() for part in trie), self._roots, *self._request_inputs,
+            self._weights, self._coupled, self._max_depth,
+        )  # fmt: skip
 
     def resume(self, requests: int, forwards: int) -> None:
         self._roots, *self._request_inputs = (each[:requests] for each in self._request_buffers)
@@ -237,8 +345,8 @@ class CompiledGrowth(StepGrowth):
         use_torch_threads(_NANOSECONDS * rows * vocab)
         pick_children(
             as_numpy(flat(logits)), logits.stride(0), vocab, self._coupled, *self._request_inputs,
-            self._positions, self._weights, (first, last - first), self._bases, self.tokens,
-            self.edges, self.features,
+            self._positions, self._weights, (first, last - first), self._nodes, self._grafts,
+            self._bases, self.tokens, self.edges, self.features,
         )  # fmt: skip
         self._picked = self._new
 
@@ -248,10 +356,10 @@ class CompiledGrowth(StepGrowth):
         self._forward += 1
         ids, positions, slots, scratch = self._rows
         found: int = _expand(
-            added, self._new, self._least, self._bases, self.edges, self._values, self._expanded,
-            self._best, self._counts, self._grown, self.tokens, self._nodes, self._depths,
-            self._bits, self._positions, self._roots, self._longest, scratch, ids, positions,
-            ancestor_bits.view(torch.uint32).numpy(), slots,
+            added, self._new, self._least, self._max_depth, self._bases, self.edges, self._values,
+            self._expanded, self._best, self._counts, self._grown, self.tokens, self._nodes,
+            self._depths, self._bits, self._positions, self._grafts, self._roots, self._longest,
+            scratch, ids, positions, ancestor_bits.view(torch.uint32).numpy(), slots,
         )  # fmt: skip
         return found
 
@@ -264,7 +372,8 @@ class CompiledGrowth(StepGrowth):
         _store(
             self._picked, self._least, self._bases, self.edges, self._values, self._expanded,
             self._best, self._counts, self._grown, self.tokens, self._nodes, self._depths,
-            self.features, self._became, slots.contiguous().numpy(), tokens.numpy(), *self._trees,
+            self.features, self._grafts, self._became, slots.contiguous().numpy(), tokens.numpy(),
+            *self._trees,
         )  # fmt: skip
         return tokens
 
@@ -275,14 +384,17 @@ def warm_up(dtype: torch.dtype) -> None:
     bits = torch.zeros(1, 1, dtype=torch.int32)
     settings = GrowthSettings(
         requests=1, node_budget=1, children=1, widths=(1,), least=0.0, longest=1, coupled=True,
-        weights=torch.zeros(1, 3), rows=RowBuffers(slot.int(), slot.clone(), one, one.clone()),
+        weights=torch.zeros(KINDS, 3), rows=RowBuffers(slot.int(), slot.clone(), one, one.clone()),
         trees=TreeArrays(
             one.clone(), one.clone(), one.float(), slot, slot.clone(), slot.clone(),
-            torch.zeros(1, 2, 1, dtype=torch.int32), torch.zeros(1, 1, 2),
+            torch.zeros(1, 2, 1, dtype=torch.int32), torch.zeros(1, 1, 2), one.to(torch.int8),
+            one.clone(),
         ),
+        grafts=1, max_depth=2,
     )  # fmt: skip
     growth = CompiledGrowth(settings)
     growth.start(slot, torch.ones(1), slot, slot, slot.bool())
+    growth.graft(Trie.room(1, 1, torch.device("cpu")))
     growth.pick(torch.zeros(1, 2, dtype=dtype))
     growth.expand(bits)
     growth.finish(slot)

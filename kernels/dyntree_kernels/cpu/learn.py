@@ -14,48 +14,93 @@ from dyntree_kernels.contracts import Regression, check_learning
 from dyntree_kernels.cpu.compiled import compiled
 
 
+@compiled
+def _cross(a, b):
+    return a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]
+
+
+@compiled
+def _dot(a, b):
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+
+
 @compiled(error_model="numpy")
 def _solve(a, v):
     """Return x of A x = v for symmetric A [3, 3], by Cramer's rule; not finite if A is singular."""
-    rows = np.empty((3, 3))
-    for i in range(3):
-        b, c = a[(i + 1) % 3], a[(i + 2) % 3]
-        for j in range(3):
-            rows[i, j] = b[(j + 1) % 3] * c[(j + 2) % 3] - b[(j + 2) % 3] * c[(j + 1) % 3]
-    determinant = (a[0] * rows[0]).sum()
-    return (rows[0] * v[0] + rows[1] * v[1] + rows[2] * v[2]) / determinant
+    columns = _cross(a[1], a[2]), _cross(a[2], a[0]), _cross(a[0], a[1])
+    determinant = _dot(a[0], columns[0])
+    return (
+        _dot(columns[0], v) / determinant,
+        _dot(columns[1], v) / determinant,
+        _dot(columns[2], v) / determinant,
+    )
 
 
 @compiled(error_model="numpy")
-def _mark_observed(parents, path, count, observed, accepted):
-    """Mark the observed and the accepted nodes of one tree; return the number of observed ones.
+def _mark_observed(parents, path, count, own, accepted):
+    """Mark the accepted nodes of one tree; set `own` to -1 for nodes that were not observed.
 
     A node is observed if it was verified and its parent is the root or an accepted node.
     parents [N]: parents of the nodes, of which the first `count` were verified. path [D]: accepted
-    nodes. observed, accepted: bool [N], written.
+    nodes. own int64 [N] and accepted bool [N] are written.
     """
     accepted[:] = False
     for node in path:
         if node >= 0:
             accepted[node] = True
-    seen = 0
-    for node in range(observed.shape[0]):
+    for node in range(own.shape[0]):
         above = parents[node]
-        observed[node] = node < count and (above < 0 or accepted[above])
-        seen += observed[node]
-    return seen
+        if node >= count or not (above < 0 or accepted[above]):
+            own[node] = -1
 
 
 @compiled(error_model="numpy")
-def _add(features, observed, accepted, weights, gradient, information):
-    """Add the terms of one tree's observed nodes [N], at `weights`, to the two sums."""
-    x = np.ones(3)
-    for n in range(observed.shape[0]):
-        if not observed[n]:
+def _sort_observed(kinds_each, regressions, features, kinds, parents, path, counts, slots, classes):
+    """Sort the observed nodes by their regressions, of which each class has `kinds_each`.
+
+    Returns for each regression the number of nodes for which it forgets; and the end of its nodes
+    among the M observed ones, whose features [M, 2] and acceptance [M] follow.
+    """
+    requests, nodes = classes.shape[0], parents.shape[1]
+    own = np.full((requests, nodes), -1)
+    accepted = np.empty((requests, nodes), np.bool_)
+    seen, ends = np.zeros(regressions, np.int64), np.zeros(regressions, np.int64)
+    found = np.zeros(kinds_each, np.int64)
+    for r in range(requests):
+        if classes[r] < 0:
             continue
-        x[1], x[2] = features[n, 0], features[n, 1]
-        probability = 1 / (1 + math.exp(-(x * weights).sum()))
-        residual = (1.0 if accepted[n] else 0.0) - probability
+        own[r] = kinds[slots[r]]
+        _mark_observed(parents[slots[r]], path[r], counts[r], own[r], accepted[r])
+        found[:] = 0
+        for n in range(nodes):
+            if own[r, n] >= 0:
+                found[own[r, n]] += 1
+                own[r, n] += classes[r] * kinds_each
+        for kind in range(kinds_each):
+            index = classes[r] * kinds_each + kind
+            # A request without observed nodes of a kind counts as one node.
+            seen[index] += max(1, found[kind])
+            ends[index] += found[kind]
+    ends = np.cumsum(ends)
+    next_free = np.zeros(regressions, np.int64)
+    next_free[1:] = ends[:-1]
+    x, taken = np.empty((ends[-1], 2)), np.empty(ends[-1], np.bool_)
+    for r in range(requests):
+        for n in range(nodes):
+            if own[r, n] >= 0:
+                at = next_free[own[r, n]]
+                next_free[own[r, n]] += 1
+                x[at], taken[at] = features[slots[r], n], accepted[r, n]
+    return seen, ends, x, taken
+
+
+@compiled(error_model="numpy")
+def _add(features, taken, weights, gradient, information):
+    """Add the terms of nodes with these features [M, 2], at `weights`, to the two sums."""
+    for n in range(taken.shape[0]):
+        x = (1.0, features[n, 0], features[n, 1])
+        probability = 1 / (1 + math.exp(-_dot(x, weights)))
+        residual = (1.0 if taken[n] else 0.0) - probability
         curvature = probability * (1 - probability)
         for i in range(3):
             gradient[i] += residual * x[i]
@@ -64,47 +109,53 @@ def _add(features, observed, accepted, weights, gradient, information):
 
 
 @compiled(error_model="numpy")
-def _newton_steps(
-    weights, information, prior, low, high, strength, memory, steps, features, parents, path,
-    counts, slots, classes,
+def _update(weights, information, prior, low, high, strength, kept, steps, features, taken):
+    """Update one regression in double precision; its earlier information counts for `kept`."""
+    known, remembered = weights.astype(np.float64), kept * information.astype(np.float64)
+    back = (1 - kept) * strength
+    now, gradient, total, sound = known.copy(), np.empty(3), np.empty((3, 3)), True
+    for _ in range(steps):
+        total[:] = remembered
+        moved = (known[0] - now[0], known[1] - now[1], known[2] - now[2])
+        for i in range(3):
+            total[i, i] += back
+            gradient[i] = _dot(remembered[i], moved) + back * (prior[i] - now[i])
+        _add(features, taken, now, gradient, total)
+        step = _solve(total, gradient)
+        sound = sound and math.isfinite(total.sum())
+        for i in range(3):
+            now[i] += step[i]
+            sound = sound and math.isfinite(now[i])
+            now[i] = min(max(now[i], low[i]), high[i])
+    weights[:] = now if sound else prior.astype(np.float64)
+    information[:] = total if sound else strength * np.eye(3)
+
+
+@compiled(error_model="numpy")
+def _learn(
+    weights, information, prior, low, high, strength, memory, steps, features, kinds, parents,
+    path, counts, slots, classes,
 ):  # fmt: skip
-    """Update the regressions in double precision. See `Regression` and `Learn` for arguments."""
-    requests, nodes = classes.shape[0], parents.shape[1]
-    observed = np.empty((requests, nodes), np.bool_)
-    accepted = np.empty((requests, nodes), np.bool_)
-    seen = np.zeros(weights.shape[0])
-    for r in range(requests):
-        if classes[r] >= 0:
-            # A request without observed nodes counts as one node.
-            found = _mark_observed(parents[slots[r]], path[r], counts[r], observed[r], accepted[r])
-            seen[classes[r]] += max(1, found)
+    """Update the regressions. See `Regression` and `Learn` for arguments."""
+    kinds_each = prior.shape[0]
+    seen, ends, x, taken = _sort_observed(
+        kinds_each, weights.shape[0], features, kinds, parents, path, counts, slots, classes
+    )
+    first = 0
     for index in range(weights.shape[0]):
-        if seen[index] == 0:
-            continue
-        kept = math.exp(-seen[index] / memory)
-        known = weights[index].astype(np.float64)
-        remembered = kept * information[index].astype(np.float64)
-        reverting = (1 - kept) * strength * np.eye(3)
-        now, total, sound = known.copy(), remembered + reverting, True
-        for _ in range(steps):
-            total = remembered + reverting
-            gradient = np.zeros(3)
-            for i in range(3):
-                gradient[i] = (remembered[i] * (known - now)).sum()
-                gradient[i] += (reverting[i] * (prior - now)).sum()
-            for r in range(requests):
-                if classes[r] == index:
-                    _add(features[slots[r]], observed[r], accepted[r], now, gradient, total)
-            now = now + _solve(total, gradient)
-            sound = sound and np.isfinite(now).all() and np.isfinite(total).all()
-            now = np.minimum(np.maximum(now, low), high)
-        weights[index] = now if sound else prior.astype(np.float64)
-        information[index] = total if sound else strength * np.eye(3)
+        if seen[index] > 0:
+            kept = math.exp(-seen[index] / memory)
+            _update(
+                weights[index], information[index], prior[index % kinds_each], low, high, strength,
+                kept, steps, x[first : ends[index]], taken[first : ends[index]],
+            )  # fmt: skip
+        first = ends[index]
 
 
 def learn(
     regression: Regression,
     features: torch.Tensor,
+    kinds: torch.Tensor,
     parents: torch.Tensor,
     path: torch.Tensor,
     counts: torch.Tensor,
@@ -112,11 +163,11 @@ def learn(
     classes: torch.Tensor,
 ) -> None:
     """Learn which nodes the target accepted. See `Learn`."""
-    check_learning(regression, features, parents, path, counts)
+    check_learning(regression, features, kinds, parents, path, counts)
     state = (regression.weights, regression.information)
     known = (regression.prior, regression.low, regression.high)
-    arrays = (features, parents, path, counts, slots, classes)
-    _newton_steps(
+    arrays = (features, kinds, parents, path, counts, slots, classes)
+    _learn(
         *(each.numpy() for each in (*state, *known)),
         regression.strength,
         regression.memory,
@@ -128,8 +179,9 @@ def learn(
 def warm_up() -> None:
     """Compile learning, or load it from disk, by a call that updates nothing."""
     one, three = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(3)
+    kinds, prior = torch.zeros(1, 1, dtype=torch.int8), torch.zeros(1, 3)
     weights, information = torch.zeros(1, 3), torch.zeros(1, 3, 3)
-    regression = Regression(weights, information, three, three, three, 1.0, 1.0, 1)
+    regression = Regression(weights, information, prior, three, three, 1.0, 1.0, 1)
     # These are columns of one array, as in the engine: numba compiles per memory layout.
     slots, classes = torch.full((1, 2), -1).unbind(1)
-    learn(regression, torch.zeros(1, 1, 2), one, one, one[0], slots, classes)
+    learn(regression, torch.zeros(1, 1, 2), kinds, one, one, one[0], slots, classes)

@@ -1,4 +1,4 @@
-"""Building blocks of the compiled CPU kernels: type conversion, exp and a small matrix product.
+"""Building blocks of the compiled CPU kernels: conversion, exp, a small matrix product, search.
 
 numba has no 16-bit floats and no explicit vectors, so these functions emit LLVM IR. 16-bit caches
 are passed as integer arrays: uint16 holds bfloat16, int16 holds float16.
@@ -21,8 +21,9 @@ from numba.extending import intrinsic
 
 LANES = 16
 ROWS = 4  # rows per call of a product below; callers pad rows to a multiple of it
+BITS = 64  # elements per call of `equal_bits`
 
-_F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
+_F32, _I32, _I16, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(BITS)
 _VECTOR = ir.VectorType(_F32, LANES)
 _EACH = range(LANES)
 _HALVES = tuple(LANES >> n for n in range(1, LANES.bit_length()))
@@ -135,6 +136,38 @@ def row_maximum(typingctx: Any, x: Any, i: Any) -> Any:
         return builder.extract_element(lanes, ir.Constant(_I32, 0))
 
     return types.float32(x, types.intp), codegen
+
+
+@intrinsic
+def equal_bits(typingctx: Any, x: Any, at: Any, value: Any) -> Any:
+    """Return x[at : at + BITS] == value as the bits of an integer, the lowest bit first.
+
+    x is a contiguous int32 array. numba's loops do not pack the results of comparisons.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        vector = ir.VectorType(_I32, BITS)
+        pointer = builder.gep(array.data, [args[1]])
+        lanes = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=4)
+        one = builder.insert_element(
+            ir.Constant(vector, ir.Undefined), args[2], ir.Constant(_I32, 0)
+        )
+        every = builder.shuffle_vector(one, one, ir.Constant(vector, [0] * BITS))
+        return builder.bitcast(builder.icmp_signed("==", lanes, every), _I64)
+
+    return types.uint64(x, types.intp, types.int32), codegen
+
+
+@intrinsic
+def highest_bit(typingctx: Any, bits: Any) -> Any:
+    """Return the position of the highest bit that is set; at least one is."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        above = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
+        return builder.sub(ir.Constant(_I64, BITS - 1), above)
+
+    return types.int64(types.uint64), codegen
 
 
 def _load_lanes(builder: Any, pointer: Any, element: Any) -> Any:

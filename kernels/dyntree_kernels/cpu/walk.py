@@ -16,13 +16,16 @@ from dyntree_kernels.contracts import (
     DEEPEST,
     EMITTED,
     GROWN,
+    KINDS,
     MOVED,
+    OF_KIND,
     VERIFIED,
     BatchRows,
     TreeArrays,
     Walked,
     check_walk,
     room_for,
+    walked_arrays,
 )
 from dyntree_kernels.cpu.compiled import compiled
 
@@ -52,26 +55,29 @@ def _path(count, parents, carried, drawn, forbidden, path, tokens):
 
 
 @compiled
-def _report(count, emitted, path, depths, values, ranked, report):
+def _report(count, emitted, path, depths, values, kinds, forwards, ranked, report):
     """Write the counts of one tree to its report [C], in the columns of `Report`."""
     nodes, levels = depths.shape[0], path.shape[0]
     expected = AT_DEPTH + levels
     chances = expected + levels
     deepest, moved = 0, 0
-    report[AT_DEPTH:chances] = 0.0
+    report[OF_KIND:chances] = 0.0
     for node in range(nodes if ranked else count):
         chance = math.exp(np.float64(values[node]))
         if ranked:
             report[chances + node] = chance
-            report[chances + nodes + node] = depths[node]
+            report[chances + nodes + node] = forwards[node]
         if node < count:
+            report[OF_KIND + kinds[node]] += 1.0
+            report[OF_KIND + KINDS + kinds[node]] += chance
             level = depths[node] - 1
             deepest = max(deepest, depths[node])
             report[AT_DEPTH + level] += 1.0
             report[expected + level] += chance
     for level in range(levels):
-        if path[level] >= 0 and path[level] != level:
-            moved += 1
+        if path[level] >= 0:
+            report[OF_KIND + 2 * KINDS + kinds[path[level]]] += 1.0
+            moved += path[level] != level
     report[VERIFIED], report[DEEPEST] = count, deepest
     report[MOVED], report[EMITTED] = moved, emitted
 
@@ -79,8 +85,8 @@ def _report(count, emitted, path, depths, values, ranked, report):
 @compiled
 def _walk(
     requests, sampled, ids, row_positions, seq_lens, forbidden, parents, depths, values,
-    stored, admitted, grown, path, tokens, roots, positions, counts, emitted, rejected, report,
-    ranked,
+    stored, admitted, grown, kinds, forwards, path, tokens, roots, positions, counts, emitted,
+    rejected, report, ranked,
 ):  # fmt: skip
     """Walk all trees. The arguments are fields of BatchRows, TreeArrays and Walked (written)."""
     for r in range(requests.shape[0]):
@@ -100,7 +106,10 @@ def _walk(
         emitted[r] = length + 1 if complete else 0
         rejected[r] = drafts + 1 - emitted[r] if complete else 0
         report[r, GROWN], report[r, ADMITTED] = grown[slot], admitted[slot]
-        _report(count, emitted[r], path[r], depths[slot], values[slot], ranked, report[r])
+        _report(
+            count, emitted[r], path[r], depths[slot], values[slot], kinds[slot], forwards[slot],
+            ranked, report[r],
+        )  # fmt: skip
 
 
 def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) -> None:
@@ -108,8 +117,7 @@ def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) ->
     check_walk(batch, trees, found)
     forbidden = _NOTHING if batch.forbidden is None else batch.forbidden
     rows = (batch.requests, batch.sampled, batch.ids, batch.positions, batch.seq_lens, forbidden)
-    stored = (trees.parents, trees.depths, trees.values, trees.counts, trees.admitted, trees.grown)
-    arrays = (*rows, *stored, *found)
+    arrays = (*rows, *walked_arrays(trees), *found)
     _walk(*(each.numpy() for each in arrays), ranked)
 
 
@@ -117,7 +125,8 @@ def warm_up() -> None:
     """Compile the walk, or load it from disk."""
     one, level = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     trees = TreeArrays(
-        level, level + 1, level.float(), one, one, one, level.int()[None], torch.zeros(1, 0, 2)
-    )
+        level, level + 1, level.float(), one, one, one, level.int()[None], torch.zeros(1, 0, 2),
+        level.char(), level,
+    )  # fmt: skip
     batch = BatchRows(torch.zeros(1, 5, dtype=torch.int64), one, one.int(), one, one.int())
     walk(batch, trees, room_for(1, 1, 1, one.device, ranked=False), ranked=False)

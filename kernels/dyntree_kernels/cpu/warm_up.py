@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.cpu import growth, learn, walk
+from dyntree_kernels.cpu import growth, learn, look_up, walk
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.kv_move import kv_move
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile tree attention, KV moves, growth, walks and learning, or load them from disk.
+    """Compile tree attention, KV moves, growth, walks, learning and look-up, or load them.
 
     ``dtype``: of caches, queries and logits. The first compilation on a machine takes about 10 s.
     Later processes take a fraction of a second to load the machine code that `compiled` stored.
@@ -25,3 +25,4 @@ def warm_up(dtype: torch.dtype) -> None:
     growth.warm_up(dtype)
     walk.warm_up()
     learn.warm_up()
+    look_up.warm_up()

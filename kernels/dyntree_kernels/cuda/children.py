@@ -8,8 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-_MAX_FEATURE = tl.constexpr(20.0)
-_SUREST = tl.constexpr(-1e-7)
+from dyntree_kernels.contracts import BESIDE, DRAFT
+from dyntree_kernels.cuda.chances import MAX_FEATURE, SUREST, clamp, learned, logit_of
+from dyntree_kernels.cuda.grafts import Candidates, GraftArrays, Judging, judge
+
+_DRAFT = tl.constexpr(DRAFT)
+_BESIDE = tl.constexpr(BESIDE)
 
 
 def warps_for(elements: int) -> int:
@@ -18,34 +22,6 @@ def warps_for(elements: int) -> int:
     Synchronising warps costs more than a few more elements per thread.
     """
     return max(1, min(8, elements // 256))
-
-
-@triton.jit
-def _clamp(x, low, high):
-    return tl.minimum(tl.maximum(x, low), high)
-
-
-@triton.jit
-def _log_not_exp(x):
-    """log(1 - exp(x)) for x < 0: by a series of degree 8 where the difference would lose it."""
-    p = 1.0 + x * (1.0 / 9.0)
-    p = 1.0 + x * p * (1.0 / 8.0)
-    p = 1.0 + x * p * (1.0 / 7.0)
-    p = 1.0 + x * p * (1.0 / 6.0)
-    p = 1.0 + x * p * (1.0 / 5.0)
-    p = 1.0 + x * p * (1.0 / 4.0)
-    p = 1.0 + x * p * (1.0 / 3.0)
-    p = 1.0 + x * p * (1.0 / 2.0)
-    return tl.log(tl.where(x > -0.5, -x * p, 1.0 - tl.exp(x)))
-
-
-@triton.jit
-def _log_sigmoid(x):
-    small = tl.exp(-tl.abs(x))
-    # log(1 + small), with what the sum's rounding takes from it given back.
-    total = 1.0 + small
-    rounded = tl.where(total == 1.0, 1.0, total - 1.0)
-    return tl.minimum(x, 0.0) - tl.where(total == 1.0, small, tl.log(total) * (small / rounded))
 
 
 @triton.jit
@@ -73,24 +49,30 @@ def _best_of(SCORES, entries, KEPT: tl.constexpr, RANKS: tl.constexpr, ENTRIES: 
 
 
 @triton.jit
-def _judge(best, log_sum, rank):
+def _features(best, log_sum, rank):
     """Both features of candidates by their scores; see `dyntree_plugin.tree.value.features`."""
-    low: tl.constexpr = -_MAX_FEATURE
-    chance = _clamp(best - log_sum, low, _SUREST)
+    low: tl.constexpr = -MAX_FEATURE
+    chance = clamp(best - log_sum, low, SUREST)
     first = tl.max(tl.where(rank == 0, chance, float("-inf")), 0)
     second = tl.max(tl.where(rank == 1, chance, float("-inf")), 0)
     margin = tl.where(rank == 0, first - second, chance - first)
-    logit = chance - _log_not_exp(chance)
-    return _clamp(logit, low, _MAX_FEATURE), _clamp(margin, low, _MAX_FEATURE)
+    return clamp(logit_of(chance), low, MAX_FEATURE), clamp(margin, low, MAX_FEATURE)
 
 
 @triton.jit
 def _merge(
-    TOKENS, VALUES, OPEN, FEATURES, BASES, BEST, SCORES, SUMS, CLASSES, CHAINED, WEIGHTS,
-    blocks, width, first, expansions, K: tl.constexpr, KEPT: tl.constexpr, LEARNED: tl.constexpr,
+    TOKENS, VALUES, OPEN, FEATURES, ABOVE, GRAFT_DEPTHS, EXPANSIONS, EDGES, EVIDENCE, KINDS,
+    BASES, BEST, SCORES, SUMS, CLASSES, CHAINED, WEIGHTS,
+    LOGITS, TEMPERATURES, SEEDS, POSITIONS, LEVELS,
+    blocks, width, first, expansions, vocab, s_logits, max_depth,
+    K: tl.constexpr, KEPT: tl.constexpr, LEARNED: tl.constexpr,
     RANKS: tl.constexpr, ENTRIES: tl.constexpr, BLOCKS: tl.constexpr,
+    GRAFTS: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    """One row's children from the best of its blocks; of a row without any, values are -inf."""
+    """One row's children from the best of its blocks; of a row without any, values are -inf.
+
+    With tries, the rows of a request judge its trie besides, and its nodes are not their children.
+    """
     row = tl.program_id(0).to(tl.int64)
     request = row // width
     expansion = request * expansions + first + row % width
@@ -100,26 +82,43 @@ def _merge(
     child = rank < K
     # Among NaN, what is found may lie behind the entries, and need not be a token.
     tokens = tl.load(BEST + row * entries + found, mask=child & (found < entries), other=0)
-    out = expansion * K + rank
+    out = expansion * K + rank + (request + 1) * GRAFTS
 
     sound = (log_sum > float("-inf")) & (log_sum < float("inf"))  # NaN is neither
     tokens = tl.where(sound, tokens, 0)
     best = tl.where(sound, best, float("-inf"))
     log_sum = tl.where(sound, log_sum, 0.0)
+    kind = _DRAFT
+    if GRAFTS:
+        value, judged, nodes = judge(
+            TOKENS, VALUES, OPEN, FEATURES, ABOVE, GRAFT_DEPTHS, EXPANSIONS, EDGES, EVIDENCE, KINDS,
+            LOGITS, TEMPERATURES, SEEDS, POSITIONS, SUMS, CLASSES, WEIGHTS,
+            row, width, first, blocks, vocab, s_logits, GRAFTS + expansions * K, max_depth,
+            GRAFTS, NODES, ROWS, BLOCKS, LEARNED, NOISE,
+        )  # fmt: skip
+        kind = tl.where(tl.max(judged.to(tl.int32), 0) > 0, _BESIDE, _DRAFT)
+        tl.store(KINDS + out, tl.zeros([RANKS], tl.int8) + kind.to(tl.int8), mask=child)
     if LEARNED:
-        logit, margin = _judge(best, log_sum, rank)
-        weights = WEIGHTS + tl.load(CLASSES + request) * 3
-        x = tl.load(weights) + tl.load(weights + 1) * logit + tl.load(weights + 2) * margin
-        edges = tl.where(best > float("-inf"), _log_sigmoid(x), float("-inf"))
+        logit, margin = _features(best, log_sum, rank)
+        edges = learned(WEIGHTS, tl.load(CLASSES + request), kind, logit, margin)
+        edges = tl.where(best > float("-inf"), edges, float("-inf"))
         tl.store(FEATURES + out * 2, logit, mask=child)
         tl.store(FEATURES + out * 2 + 1, margin, mask=child)
     else:
         edges = tl.minimum(best - log_sum, 0.0)
     allowed = tl.where(tl.load(CHAINED + request) != 0, 1, K)
     edges = tl.where(rank < allowed, edges, float("-inf"))
-    values = tl.load(BASES + expansion) + edges
+    base = tl.load(BASES + expansion)
+    if GRAFTS:
+        base = tl.where(value > float("-inf"), value, base)
+        tl.store(BASES + expansion, base)
+        same = (tokens[:, None] == nodes[None, :]) & judged[None, :]
+        edges = tl.where(tl.max(same.to(tl.int32), 1) > 0, float("-inf"), edges)
+    values = base + edges
     tl.store(TOKENS + out, tokens, mask=child)
     tl.store(VALUES + out, values, mask=child)
+    if GRAFTS:
+        values = tl.where(tl.load(LEVELS + expansion) + 1 < max_depth, values, float("-inf"))
     tl.store(OPEN + out, values, mask=child)
 
 
@@ -130,31 +129,48 @@ def merge(
     chained: torch.Tensor,
     weights: torch.Tensor | None,
     expansions: tuple[int, int],
-    tokens: torch.Tensor,
-    values: torch.Tensor,
-    opened: torch.Tensor,
-    features: torch.Tensor,
+    children: int,
+    candidates: Candidates,
+    grafts: GraftArrays,
+    judging: Judging,
+    *,
+    max_depth: int,
+    coupled: bool,
 ) -> None:
     """The children of the best of the vocabulary's blocks, W rows of each of R requests.
 
     Args:
         ranked: what `rank_blocks` returns for the R * W rows.
-        bases: float32 [S, E], log of the values of what the rows run on.
-        classes: int64 [R], rows of the weights. chained: bool [R], requests of one child per node.
-        weights: float32 [classes, 3], what the chance is learned as; None, and it is the draft's
-            probability.
+        bases: float32 [S, E], log of the values of what the rows run on; with tries, they follow
+            the judgement of its nodes.
+        classes: int64 [R]. chained: bool [R], requests of one child per node.
+        weights: float32 [classes * KINDS, 3], weights of the learned acceptance probability; if
+            None, the draft's probability takes its place.
         expansions: the first that the rows are, and the one behind the last.
-        tokens: int64 [S, E, K], values and opened: float32 [S, E * K], and features: float32
-            [S, E, K, 2] where there are weights; written.
+        children: number of children of an expansion.
+        candidates: written.
+        grafts: the tries, which are judged.
+        judging: what they are judged by.
+        max_depth: depth of the deepest node.
+        coupled: whether scores contain noise.
     """
     best, scores, sums = ranked
     rows, blocks, kept = scores.shape
-    if rows:
-        first, end = expansions
-        _merge[(rows,)](
-            tokens, values, opened, features, bases, best, scores, sums, classes,
-            chained, bases if weights is None else weights, blocks, end - first, first,
-            bases.shape[1], K=tokens.shape[2], KEPT=kept, LEARNED=weights is not None,
-            RANKS=triton.next_power_of_2(kept), ENTRIES=triton.next_power_of_2(blocks * kept),
-            BLOCKS=triton.next_power_of_2(blocks), num_warps=warps_for(blocks * kept),
-        )  # fmt: skip
+    if not rows:
+        return
+    first, end = expansions
+    widened, whole = triton.next_power_of_2(end - first), triton.next_power_of_2(blocks)
+    nodes = 0 if grafts.above is None else grafts.above.shape[1]
+    of_tries: tuple[int | None, ...] = (None, None, None)
+    elements = blocks * kept
+    if judging.logits is not None:
+        of_tries = judging.logits.shape[1], judging.logits.stride(0), max_depth
+        elements = max(elements, widened * whole)
+    _merge[(rows,)](
+        *candidates, *grafts, bases, best, scores, sums, classes, chained,
+        bases if weights is None else weights, *judging, blocks, end - first, first,
+        bases.shape[1], *of_tries, K=children, KEPT=kept, LEARNED=weights is not None,
+        RANKS=triton.next_power_of_2(kept), ENTRIES=triton.next_power_of_2(blocks * kept),
+        BLOCKS=whole, GRAFTS=nodes, NODES=triton.next_power_of_2(nodes), ROWS=widened,
+        NOISE=coupled, num_warps=warps_for(elements),
+    )  # fmt: skip

@@ -1,10 +1,13 @@
 """Best-first growth on the device: three launches between draft forwards, and two at the end.
 
-Expansion 0 is the root's, expansion 1 + c that of the node in scratch column c; candidate
-``e * K + k`` is the k-th child of expansion e, so candidates stand behind their parents. As a
-child is never worth more than its parent, the N most valuable candidates, in descending order and
-of equals the earlier first, are a tree whose parents stand before their children. All shapes are
-known on the host, and all memory stays where it is, so that a CUDA graph can hold it.
+Tries take one more launch at the start.
+
+Expansion 0 is the root's, expansion 1 + c that of the node in scratch column c. The first T
+candidates are the nodes of a trie, if there is one, and candidate ``T + e * K + k`` is the k-th
+child of expansion e, so candidates stand behind their parents. As a child is never worth more than
+its parent, the N most valuable candidates, in descending order and of equals the earlier first, are
+a tree whose parents stand before their children. All shapes are known on the host, and all memory
+stays where it is, so that a CUDA graph can hold it.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -19,7 +22,10 @@ import triton.language as tl
 
 from dyntree_kernels.contracts import GrowthSettings, OfRequests, StepGrowth, expansions_of
 from dyntree_kernels.cuda.children import merge, warps_for
+from dyntree_kernels.cuda.grafts import Candidates, GraftArrays, Judging, graft, see
 from dyntree_kernels.cuda.gumbel import rank_blocks
+from dyntree_kernels.cuda.stored import expansion_of, store
+from dyntree_kernels.tries import Trie
 
 MOST_CANDIDATES = 8192
 """Limit per request: one program holds all of them in its registers."""
@@ -56,28 +62,35 @@ def _choose(
 
 @triton.jit
 def _expand(
-    VALUES, OPEN, TOKENS, NODES, BASES, LEVELS, BITS, ROOTS, SCRATCH,
-    IDS, POSITIONS, ROW_BITS, SLOTS,
+    VALUES, OPEN, TOKENS, NODES, BASES, LEVELS, BITS, ABOVE, GRAFT_DEPTHS, EXPANSIONS, ROOTS,
+    SCRATCH, IDS, POSITIONS, ROW_BITS, SLOTS,
     first, width, expansions, words, budget, longest, groups, s_scratch, s_slots, least,
     K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, CANDIDATES: tl.constexpr,
+    GRAFTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Choose one request's nodes for the expansions from `first` on, and write their rows.
 
     A row without a node sees nothing, and its slot is -1.
     """
     request = tl.program_id(0).to(tl.int64)
-    own, candidates = request * expansions, request * expansions * K
+    own, trie = request * expansions, request * GRAFTS
+    candidates = trie + own * K
     nodes, bases = _choose(
-        VALUES + candidates, OPEN + candidates, first * K, width, budget, least, WIDTH, CANDIDATES
-    )
+        VALUES + candidates, OPEN + candidates, GRAFTS + first * K, width, budget, least, WIDTH,
+        CANDIDATES,
+    )  # fmt: skip
     tl.store(OPEN + candidates + nodes, float("-inf"), mask=nodes >= 0)
 
     place = tl.arange(0, WIDTH)
     inside, column = place < width, first - 1 + place
     root = tl.load(ROOTS + request)
     exists = (nodes >= 0) & (column < longest - root)
-    above = own + tl.where(exists, nodes // K, 0)
+    above = own + tl.where(exists, expansion_of(nodes, K, GRAFTS), 0)
     level = tl.load(LEVELS + above, mask=inside, other=0) + 1
+    if GRAFTS:
+        grafted = exists & (nodes < GRAFTS)
+        depth = tl.load(GRAFT_DEPTHS + trie + nodes, mask=grafted, other=0)
+        level = tl.where(grafted, depth.to(tl.int64), level)
     out, row = own + first + place, request * width + place
     tl.store(NODES + out, tl.where(exists, nodes, -1).to(tl.int64), mask=inside)
     tl.store(BASES + out, tl.where(exists, bases, float("-inf")), mask=inside)
@@ -97,22 +110,41 @@ def _expand(
     bit = tl.full([WIDTH], 1, tl.int32) << (column & 31)
     here = seen & (word[None, :] == (column >> 5)[:, None])
     bits |= tl.where(here, bit[:, None], 0)
+    if GRAFTS:
+        bits = see(
+            bits, nodes, grafted, first + place, ABOVE, EXPANSIONS, trie, GRAFTS, LANES, WORDS
+        )
     written = inside[:, None] & (word < words)[None, :]
     tl.store(BITS + out[:, None] * words + word[None, :], bits, mask=written)
     tl.store(ROW_BITS + row[:, None] * words + word[None, :], bits, mask=written)
 
 
 @triton.jit
-def _rank_of(VALUES, candidate, known, least):
-    """Return the values of candidates; -inf for a candidate that no tree contains."""
+def _first_of_root(VALUES, K: tl.constexpr, GRAFTS: tl.constexpr, LANES: tl.constexpr):
+    """Return the best child of a request's root, which is its most valuable candidate."""
+    best = 0
+    if GRAFTS:
+        candidate = tl.arange(0, LANES)
+        values = tl.load(VALUES + candidate, mask=candidate < GRAFTS + K, other=float("-inf"))
+        _, best = tl.max(values, 0, return_indices=True)
+    return best
+
+
+@triton.jit
+def _rank_of(VALUES, candidate, known, least, best):
+    """Return the values of candidates; -inf for a candidate that no tree contains.
+
+    `best` is in a tree whatever it is worth.
+    """
     values = tl.load(VALUES + candidate, mask=candidate < known, other=float("-inf"))
-    return tl.where((values >= least) | (candidate == 0), values, float("-inf"))
+    return tl.where((values >= least) | (candidate == best), values, float("-inf"))
 
 
 @triton.jit
 def _order(
     VALUES, BEST, BECAME, COUNTS, ADMITTED, GROWN, STORED_AT, known, capacity, budget, least,
     RANKED: tl.constexpr, AGAINST: tl.constexpr, NODES: tl.constexpr,
+    K: tl.constexpr, GRAFTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Rank some of a request's candidates by value.
 
@@ -121,12 +153,13 @@ def _order(
     request = tl.program_id(0).to(tl.int64)
     values = VALUES + request * capacity
     candidate = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
-    rank = _rank_of(values, candidate, known, least)
+    best = _first_of_root(values, K, GRAFTS, LANES)
+    rank = _rank_of(values, candidate, known, least, best)
     before = tl.zeros([RANKED], tl.int32)
     grown = tl.full([], 0, tl.int32)
     for start in range(0, known, AGAINST):
         other = start + tl.arange(0, AGAINST)
-        others = _rank_of(values, other, known, least)
+        others = _rank_of(values, other, known, least, best)
         grown += tl.sum((others > float("-inf")).to(tl.int32), 0)
         earlier = other[None, :] < candidate[:, None]
         ahead = (others[None, :] > rank[:, None]) | ((others[None, :] == rank[:, None]) & earlier)
@@ -145,73 +178,27 @@ def _order(
         tl.store(BEST + request * budget + node, -1, mask=(node >= count) & (node < budget))
 
 
-@triton.jit
-def _store(
-    OUT_TOKENS, PARENTS, DEPTHS, STORED_VALUES, ANCESTORS, STORED_FEATURES, STORED_AT,
-    VALUES, TOKENS, FEATURES, NODES, LEVELS, BEST, BECAME,
-    expansions, budget, words, deepest,
-    K: tl.constexpr, FEATURED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Write some rows of a request's tree: row 0 is the root, row 1 + n is node n."""
-    request = tl.program_id(0).to(tl.int64)
-    own, candidates = request * expansions, request * expansions * K
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    node, inside = row - 1, (row > 0) & (row <= budget)
-    best = tl.load(BEST + request * budget + node, mask=inside, other=-1).to(tl.int32)
-    exists = best >= 0
-    candidate = tl.where(exists, best, 0)
-    expansion = candidate // K
-    slot = tl.load(STORED_AT + request)
-    out = slot * budget + node
-
-    token = tl.load(TOKENS + candidates + candidate, mask=exists, other=0)
-    value = tl.load(VALUES + candidates + candidate, mask=exists, other=float("-inf"))
-    level = tl.load(LEVELS + own + expansion, mask=inside, other=0)
-    tl.store(OUT_TOKENS + request * budget + node, token, mask=inside)
-    tl.store(DEPTHS + out, level + 1, mask=inside)
-    tl.store(STORED_VALUES + out, value, mask=inside)
-    if FEATURED:
-        for f in range(2):
-            feature = tl.load(FEATURES + (candidates + candidate) * 2 + f, mask=inside, other=0)
-            tl.store(STORED_FEATURES + out * 2 + f, feature, mask=inside)
-
-    # Climb from each node to the root; parents that were expanded are in the tree.
-    word = tl.arange(0, WORDS)
-    bits = tl.where(word[None, :] == (row >> 5)[:, None], 1 << (row & 31)[:, None], 0)
-    bits |= tl.where(word[None, :] == 0, 1, 0)
-    parent = tl.full([ROWS], -1, tl.int64)
-    for _ in range(deepest):
-        climbing = exists & (expansion > 0)
-        above = tl.load(NODES + own + expansion, mask=climbing, other=0)
-        became = tl.load(BECAME + candidates + above, mask=climbing, other=-1)
-        parent = tl.where(climbing & (parent < 0), became, parent)
-        bit = (became + 1).to(tl.int32)
-        here = climbing[:, None] & (word[None, :] == (bit >> 5)[:, None])
-        bits |= tl.where(here, 1 << (bit & 31)[:, None], 0)
-        expansion = tl.where(climbing, above.to(tl.int32) // K, 0)
-    tl.store(PARENTS + out, parent, mask=inside)
-    to = ANCESTORS + ((slot * (budget + 1) + row) * words)[:, None] + word[None, :]
-    tl.store(to, bits, mask=(row <= budget)[:, None] & (word < words)[None, :])
-
-
 class DeviceGrowth(StepGrowth):
     """`StepGrowth` in a few launches on the device."""
 
     def __init__(self, settings: GrowthSettings) -> None:
-        requests, node_budget, children, widths, least, longest, coupled, weights, rows, trees = (
-            settings
-        )
+        requests, node_budget, children, widths, least, longest, coupled, weights = settings[:8]
+        rows, trees, nodes_of_tries, self._max_depth = settings[8:]
         expansions = 1 + sum(widths)
         device = trees.parents.device
         self._widths, self._coupled, self._longest = widths, coupled, longest
+        self._children, self._expansions, self._nodes_of_tries = (
+            children,
+            expansions,
+            nodes_of_tries,
+        )
         self._budget, self._weights, self._rows, self._trees = node_budget, weights, rows, trees
         self._least = math.log(least) if least > 0 else -math.inf
-        shape = (requests, expansions, children)
-        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.values = torch.zeros(requests, expansions * children, device=device)
-        """Log of the values of candidates."""
-        self.features = torch.zeros(*shape, 0 if weights is None else 2, device=device)
-        self._open = torch.zeros_like(self.values)
+        self.candidates = Candidates.room(
+            requests, nodes_of_tries + expansions * children, weights is not None, device
+        )
+        """At addresses that never change."""
+        self._grafts = GraftArrays.room(requests, nodes_of_tries, self.candidates)
         # Of every expansion: the candidate that it expands, its value, depth and ancestors. Those
         # of the root stay 0.
         self._nodes = torch.full((requests, expansions), -1, dtype=torch.int64, device=device)
@@ -222,7 +209,7 @@ class DeviceGrowth(StepGrowth):
             requests, expansions, self._words, dtype=torch.int32, device=device
         )
         self._best = torch.full((requests, node_budget), -1, dtype=torch.int64, device=device)
-        self._became = torch.full(self.values.shape, -1, dtype=torch.int64, device=device)
+        self._became = torch.full_like(self.candidates.tokens, -1)
         self._forward = 0
         # The expansions that children come of next, and how many have children.
         self._new, self._picked = (0, 1), 0
@@ -245,6 +232,14 @@ class DeviceGrowth(StepGrowth):
         given = (roots, temperatures, classes, seeds, chained)
         for own, each in zip(self.of_requests, given, strict=True):
             own.copy_(each)
+        if self._grafts.edges is not None:
+            self._grafts.edges[: len(roots)].fill_(-math.inf)
+
+    def graft(self, trie: Trie) -> None:
+        graft(
+            trie, self.of_requests, self._weights, self.candidates, self._grafts,
+            children=self._children, max_depth=self._max_depth, coupled=self._coupled,
+        )  # fmt: skip
 
     def resume(self, requests: int, forwards: int) -> None:
         self.of_requests = OfRequests(*(each[:requests] for each in self._room))
@@ -254,41 +249,43 @@ class DeviceGrowth(StepGrowth):
     def pick(self, logits: torch.Tensor) -> None:
         roots, temperatures, classes, seeds, chained = self.of_requests
         first, end = self._new
-        width, kept = end - first, self.tokens.shape[2]
+        width, kept = end - first, self._children
         if len(logits) != len(roots) * width:
             raise ValueError(f"logits of {len(logits)} rows for {len(roots)} x {width}")
         if self._weights is not None:
             kept = min(max(2, kept), logits.shape[1])  # a margin needs two
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        positions = roots if first == 0 else self._rows.positions
         ranked = rank_blocks(
-            logits if logits.stride(1) == 1 else logits.contiguous(),
-            temperatures,
-            seeds,
-            roots if first == 0 else self._rows.positions,
-            kept,
-            coupled=self._coupled,
-            width=width,
+            logits, temperatures, seeds, positions, kept, coupled=self._coupled, width=width
         )
+        judging = Judging()
+        if self._nodes_of_tries:
+            judging = Judging(logits, temperatures, seeds, positions, self._levels)
         merge(
-            ranked, self._bases, classes, chained, self._weights, self._new, self.tokens,
-            self.values, self._open, self.features,
+            ranked, self._bases, classes, chained, self._weights, self._new, self._children,
+            self.candidates, self._grafts, judging, max_depth=self._max_depth,
+            coupled=self._coupled,
         )  # fmt: skip
         self._picked = end
 
     def expand(self, ancestor_bits: torch.Tensor) -> None:
         roots, rows, first = self.of_requests.roots, self._rows, self._new[1]
-        requests, children = len(roots), self.tokens.shape[2]
+        requests, grafts = len(roots), self._nodes_of_tries
+        tokens, values, opened, _ = self.candidates
         width = self._widths[self._forward]
         self._forward += 1
         self._new = (first, first + width)
-        candidates = triton.next_power_of_2(first * children)
+        candidates = triton.next_power_of_2(grafts + first * self._children)
         if requests:
             _expand[(requests,)](
-                self.values, self._open, self.tokens, self._nodes, self._bases, self._levels,
-                self._bits, roots, rows.scratch, rows.ids, rows.positions, ancestor_bits,
-                rows.slots, first, width, self._bases.shape[1], self._words, self._budget,
+                values, opened, tokens, self._nodes, self._bases, self._levels, self._bits,
+                *self._grafts[:3], roots, rows.scratch, rows.ids, rows.positions, ancestor_bits,
+                rows.slots, first, width, self._expansions, self._words, self._budget,
                 self._longest, len(rows.slots), rows.scratch.stride(0), rows.slots.stride(0),
-                self._least, K=children, WIDTH=triton.next_power_of_2(width),
+                self._least, K=self._children, WIDTH=triton.next_power_of_2(width),
                 WORDS=triton.next_power_of_2(self._words), CANDIDATES=candidates,
+                GRAFTS=grafts, LANES=triton.next_power_of_2(grafts),
                 num_warps=warps_for(candidates),
             )  # fmt: skip
 
@@ -298,20 +295,25 @@ class DeviceGrowth(StepGrowth):
 
     def finish(self, slots: torch.Tensor) -> torch.Tensor:
         requests, budget, trees = len(slots), self._budget, self._trees
+        of_nodes, values, _, features = self.candidates
         tokens = torch.empty(requests, budget, dtype=torch.int64, device=slots.device)
-        known, words = self._picked * self.tokens.shape[2], trees.ancestors.shape[2]
+        grafts, children = self._nodes_of_tries, self._children
+        known, words = grafts + self._picked * children, trees.ancestors.shape[2]
         if not requests:
             return tokens
         _order[(requests, triton.cdiv(known, _RANKED))](
-            self.values, self._best, self._became, trees.counts, trees.admitted, trees.grown,
-            slots, known, self.values.shape[1], budget, self._least, RANKED=_RANKED,
-            AGAINST=_AGAINST, NODES=triton.next_power_of_2(budget), num_warps=4,
+            values, self._best, self._became, trees.counts, trees.admitted, trees.grown, slots,
+            known, values.shape[1], budget, self._least, RANKED=_RANKED, AGAINST=_AGAINST,
+            NODES=triton.next_power_of_2(budget), K=children, GRAFTS=grafts,
+            LANES=triton.next_power_of_2(grafts + children), num_warps=4,
         )  # fmt: skip
-        _store[(requests, triton.cdiv(budget + 1, _RANKED))](
+        store[(requests, triton.cdiv(budget + 1, _RANKED))](
             tokens, trees.parents, trees.depths, trees.values, trees.ancestors, trees.features,
-            slots, self.values, self.tokens, self.features, self._nodes, self._levels, self._best,
-            self._became, self._bases.shape[1], budget, words, self._forward,
-            K=self.tokens.shape[2], FEATURED=self._weights is not None, ROWS=_RANKED,
-            WORDS=triton.next_power_of_2(words), num_warps=4,
+            trees.kinds if grafts else None, trees.forwards, slots, values, of_nodes, features,
+            self._grafts.kinds, self._nodes, self._levels, self._best, self._became,
+            self._grafts.above, self._grafts.depths, self._expansions, budget, words,
+            self._max_depth - 1 if grafts else self._forward, K=children,
+            FEATURED=self._weights is not None, ROWS=_RANKED,
+            WORDS=triton.next_power_of_2(words), GRAFTS=grafts, num_warps=4,
         )  # fmt: skip
         return tokens

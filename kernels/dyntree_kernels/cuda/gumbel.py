@@ -39,7 +39,7 @@ def _hash(seed, position, token):
 
 
 @triton.jit
-def _noise(seed, position, token):
+def noise_of(seed, position, token):
     bits = _hash(seed, position, token)
     high, low = (bits >> 16).to(tl.int32), (bits & 0xFFFF).to(tl.int32)
     low_part = (low.to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -57,7 +57,7 @@ def _noise(seed, position, token):
 
 
 @triton.jit
-def _scores(
+def scores_of(
     LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, request, token, inside, s_logits,
     NOISE: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def _scores(
     if t != 0.0:
         x = x / t
         if NOISE:
-            x += _noise(tl.load(SEEDS + request), tl.load(POSITIONS + row), token)
+            x += noise_of(tl.load(SEEDS + request), tl.load(POSITIONS + row), token)
     return x
 
 
@@ -77,7 +77,7 @@ def _perturb(
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    x = _scores(LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, row, token, inside, s_logits, True)
+    x = scores_of(LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, row, token, inside, s_logits, True)
     tl.store(OUT + row * s_out + token, x, mask=inside)
 
 
@@ -90,7 +90,7 @@ def _rank(
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    x = _scores(
+    x = scores_of(
         LOGITS, TEMPERATURES, SEEDS, POSITIONS, row, row // width, token, inside, s_logits, NOISE
     )  # fmt: skip
     x = tl.where(inside, x, float("-inf"))

@@ -15,14 +15,15 @@ _TILE = 1024  # nodes that are looked at together
 
 @triton.jit
 def _seen(
-    FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path, s_slots, own,
-    DEPTH: tl.constexpr, RB: tl.constexpr, NP: tl.constexpr,
+    FEATURES, KINDS, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path,
+    s_slots, own_class, own_kind, DEPTH: tl.constexpr, RB: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of requests of one class: its members, and for their nodes whether they were
-    judged and accepted, and their two features, which are 0 for nodes that were not judged."""
+    """Load a tile of requests of one class: its members, and for their nodes whether they are of
+    the kind and were judged, whether they were accepted, and their two features, which are 0 for
+    other nodes."""
     request, node = first + tl.arange(0, RB).to(tl.int64), tl.arange(0, NP)
     inside = request < requests
-    member = inside & (tl.load(CLASSES + request * s_slots, mask=inside, other=-1) == own)
+    member = inside & (tl.load(CLASSES + request * s_slots, mask=inside, other=-1) == own_class)
     slot = tl.load(SLOTS + request * s_slots, mask=member, other=0)
     count = tl.load(COUNTS + request, mask=member, other=0)
     real = member[:, None] & (node[None, :] < count[:, None]) & (node < nodes)[None, :]
@@ -34,7 +35,7 @@ def _seen(
         accepted = tl.load(PATH + request * s_path + depth, mask=member, other=-1)[:, None]
         taken |= (node[None, :] == accepted).to(tl.int32)
         reached |= ((parent == accepted) & (accepted >= 0)).to(tl.int32)
-    judged = real & (reached != 0)
+    judged = real & (reached != 0) & (tl.load(KINDS + at, mask=real, other=-1) == own_kind)
     x1 = tl.load(FEATURES + at * 2, mask=judged, other=0.0)
     x2 = tl.load(FEATURES + at * 2 + 1, mask=judged, other=0.0)
     return member, judged.to(tl.float32), taken.to(tl.float32), x1, x2
@@ -47,16 +48,17 @@ def _sum(x):
 
 @triton.jit
 def _learn(
-    WEIGHTS, INFORMATION, FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, PRIOR, LOW, HIGH,
-    requests, nodes, s_path, s_slots, strength, memory, STEPS: tl.constexpr, DEPTH: tl.constexpr,
-    RB: tl.constexpr, NP: tl.constexpr,
+    WEIGHTS, INFORMATION, FEATURES, KINDS, PARENTS, PATH, COUNTS, SLOTS, CLASSES, PRIOR, LOW, HIGH,
+    kinds_each, requests, nodes, s_path, s_slots, strength, memory, STEPS: tl.constexpr,
+    DEPTH: tl.constexpr, RB: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     own = tl.program_id(0)
+    own_class, own_kind = own // kinds_each, own % kinds_each
     seen = 0.0
     for first in range(0, requests, RB):
         member, judged, taken, x1, x2 = _seen(
-            FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path,
-            s_slots, own, DEPTH, RB, NP,
+            FEATURES, KINDS, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path,
+            s_slots, own_class, own_kind, DEPTH, RB, NP,
         )  # fmt: skip
         each = tl.maximum(tl.sum(judged, 1), 1.0)
         seen += tl.sum(tl.where(member, each, 0.0), 0)
@@ -69,7 +71,8 @@ def _learn(
     k11 = kept * tl.load(info + 4)
     k12 = kept * tl.load(info + 5)
     k22 = kept * tl.load(info + 8)
-    p0, p1, p2 = tl.load(PRIOR), tl.load(PRIOR + 1), tl.load(PRIOR + 2)
+    prior = PRIOR + own_kind * 3
+    p0, p1, p2 = tl.load(prior), tl.load(prior + 1), tl.load(prior + 2)
     old = WEIGHTS + own * 3
     o0, o1, o2 = tl.load(old), tl.load(old + 1), tl.load(old + 2)
     w0, w1, w2 = o0, o1, o2
@@ -82,8 +85,8 @@ def _learn(
         a00, a01, a02, a11, a12, a22 = k00 + back, k01, k02, k11 + back, k12, k22 + back
         for first in range(0, requests, RB):
             member, judged, taken, x1, x2 = _seen(
-                FEATURES, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes, s_path,
-                s_slots, own, DEPTH, RB, NP,
+                FEATURES, KINDS, PARENTS, PATH, COUNTS, SLOTS, CLASSES, first, requests, nodes,
+                s_path, s_slots, own_class, own_kind, DEPTH, RB, NP,
             )  # fmt: skip
             chance = tl.sigmoid(w0 + w1 * x1 + w2 * x2)
             surprise = (taken - chance) * judged
@@ -134,6 +137,7 @@ def _between(x, LOW, HIGH):
 def learn(
     regression: Regression,
     features: torch.Tensor,
+    kinds: torch.Tensor,
     parents: torch.Tensor,
     path: torch.Tensor,
     counts: torch.Tensor,
@@ -145,7 +149,7 @@ def learn(
     Raises:
         ValueError: as in `Learn`, and if the strides of these two differ.
     """
-    check_learning(regression, features, parents, path, counts)
+    check_learning(regression, features, kinds, parents, path, counts)
     if slots.stride() != classes.stride():
         raise ValueError(
             f"slots {slots.stride()} and classes {classes.stride()} must be laid out alike"
@@ -156,7 +160,8 @@ def learn(
     lanes = triton.next_power_of_2(nodes)
     tile = max(1, min(triton.next_power_of_2(requests), _TILE // lanes))
     _learn[(regression.weights.shape[0],)](
-        *regression[:2], features, parents, path, counts, slots, classes, *regression[2:5],
-        requests, nodes, path.stride(0), slots.stride(0), regression.strength, regression.memory,
-        STEPS=regression.steps, DEPTH=path.shape[1], RB=tile, NP=lanes, num_warps=4,
+        *regression[:2], features, kinds, parents, path, counts, slots, classes, *regression[2:5],
+        regression.prior.shape[0], requests, nodes, path.stride(0), slots.stride(0),
+        regression.strength, regression.memory, STEPS=regression.steps, DEPTH=path.shape[1],
+        RB=tile, NP=lanes, num_warps=4,
     )  # fmt: skip

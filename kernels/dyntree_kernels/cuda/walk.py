@@ -18,18 +18,21 @@ from dyntree_kernels.contracts import (
     DEEPEST,
     EMITTED,
     GROWN,
+    KINDS,
     MOVED,
+    OF_KIND,
     VERIFIED,
     BatchRows,
     TreeArrays,
     Walked,
     check_walk,
+    walked_arrays,
 )
 
 _GROWN, _ADMITTED = tl.constexpr(GROWN), tl.constexpr(ADMITTED)
 _VERIFIED, _DEEPEST = tl.constexpr(VERIFIED), tl.constexpr(DEEPEST)
 _MOVED, _EMITTED = tl.constexpr(MOVED), tl.constexpr(EMITTED)
-_AT_DEPTH = tl.constexpr(AT_DEPTH)
+_OF_KIND, _KINDS, _AT_DEPTH = tl.constexpr(OF_KIND), tl.constexpr(KINDS), tl.constexpr(AT_DEPTH)
 
 _PER_WARP = 64  # nodes
 _PAIRS_PER_WARP = 1024  # of a level and a node, that are added up at a time
@@ -52,16 +55,20 @@ def _path(parents, node, max_depth, NODES: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _report(
-    OUT, grown, admitted, values, levels, nodes, path, count, emitted, max_depth,
-    RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
+    OUT, FORWARDS, grown, admitted, values, levels, kinds, accepted, nodes, path, count, emitted,
+    max_depth, RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the counts of one tree to its report, in the columns of `Report`."""
+    """Write the counts of one tree to its report, in the columns of `Report`.
+
+    FORWARDS: those of the tree's nodes. accepted: the kinds of the nodes on `path`.
+    """
     node = tl.arange(0, NODES)
     chances = tl.exp(values.to(tl.float64))
     if RANKED:
         ranks = OUT + _AT_DEPTH + 2 * max_depth
         tl.store(ranks + node, chances, mask=node < nodes)
-        tl.store(ranks + nodes + node, levels.to(tl.float64), mask=node < nodes)
+        forwards = tl.load(FORWARDS + node, mask=node < nodes, other=0)
+        tl.store(ranks + nodes + node, forwards.to(tl.float64), mask=node < nodes)
     depths = tl.where(node < count, levels, 0)
     moved = (path >= 0) & (path != tl.arange(0, LEVELS))
     tl.store(OUT + _GROWN, grown.to(tl.float64))
@@ -70,6 +77,12 @@ def _report(
     tl.store(OUT + _DEEPEST, tl.max(depths, 0).to(tl.float64))
     tl.store(OUT + _MOVED, tl.sum(moved.to(tl.int32), 0).to(tl.float64))
     tl.store(OUT + _EMITTED, emitted.to(tl.float64))
+    for kind in tl.static_range(_KINDS):
+        alike = (node < count) & (kinds == kind)
+        at = OUT + _OF_KIND + kind
+        tl.store(at, tl.sum(alike.to(tl.int32), 0).to(tl.float64))
+        tl.store(at + _KINDS, tl.sum(tl.where(alike, chances, 0.0), 0))
+        tl.store(at + 2 * _KINDS, tl.sum((accepted == kind).to(tl.int32), 0).to(tl.float64))
     for first in range(0, max_depth, TILE):
         level = first + tl.arange(0, TILE)
         here = depths[None, :] == level[:, None] + 1
@@ -83,7 +96,7 @@ def _report(
 @triton.jit
 def _walk(
     REQUESTS, SAMPLED, IDS, ROW_POSITIONS, SEQ_LENS, FORBIDDEN,
-    PARENTS, DEPTHS, VALUES, STORED, ADMITTED, GROWN,
+    PARENTS, DEPTHS, VALUES, STORED, ADMITTED, GROWN, KINDS, FORWARDS,
     PATH, TOKENS, ROOTS, POSITIONS, COUNTS, EMITTED, REJECTED, REPORT,
     s_requests, s_report, nodes, max_depth, GRAMMAR: tl.constexpr,
     RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
@@ -105,6 +118,7 @@ def _walk(
     parents = tl.load(PARENTS + at, mask=scheduled, other=-1).to(tl.int32)
     depths = tl.load(DEPTHS + at, mask=node < nodes, other=0).to(tl.int32)
     values = tl.load(VALUES + at, mask=node < nodes, other=float("-inf"))
+    kinds = tl.load(KINDS + at, mask=real, other=-1)
     grown, admitted = tl.load(GROWN + slot), tl.load(ADMITTED + slot)
     carried = tl.load(IDS + root + 1 + node, mask=scheduled, other=-1)
     drawn = tl.load(SAMPLED + first + 1 + parents, mask=real, other=-2)
@@ -130,9 +144,10 @@ def _walk(
     tl.store(EMITTED + request, emitted)
     tl.store(REJECTED + request, rejected)
 
+    accepted = tl.load(KINDS + slot * nodes + path, mask=path >= 0, other=-1)
     _report(
-        REPORT + request * s_report, grown, admitted, values, depths, nodes, path, count, emitted,
-        max_depth, RANKED, NODES, LEVELS, TILE,
+        REPORT + request * s_report, FORWARDS + slot * nodes, grown, admitted, values, depths,
+        kinds, accepted, nodes, path, count, emitted, max_depth, RANKED, NODES, LEVELS, TILE,
     )  # fmt: skip
 
 
@@ -152,8 +167,7 @@ def walk(batch: BatchRows, trees: TreeArrays, found: Walked, *, ranked: bool) ->
     lanes, levels = triton.next_power_of_2(nodes), triton.next_power_of_2(max_depth)
     warps, tile = tiling(lanes, levels)
     _walk[(requests,)](
-        *batch, trees.parents, trees.depths, trees.values, trees.counts, trees.admitted,
-        trees.grown, *found, batch.requests.stride(0), found.report.shape[1], nodes, max_depth,
-        GRAMMAR=batch.forbidden is not None, RANKED=ranked, NODES=lanes, LEVELS=levels,
-        TILE=tile, num_warps=warps,
+        *batch, *walked_arrays(trees), *found, batch.requests.stride(0), found.report.shape[1],
+        nodes, max_depth, GRAMMAR=batch.forbidden is not None, RANKED=ranked, NODES=lanes,
+        LEVELS=levels, TILE=tile, num_warps=warps,
     )  # fmt: skip

@@ -6,26 +6,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from random_tries import FAVOURED, random_trie
 
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers
 from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_kernels.tries import Trie
 from dyntree_plugin.engine.step.rows import PAD_SLOT
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import Children
 from dyntree_plugin.tree.growth import Frontier, Growth, GrowthConfig
+from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
 
 VOCAB, GROUPS, MAX_MODEL_LEN = 70, 2, 64
-STORED = ("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features")
+STORED = (
+    *("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features"),
+    *("kinds", "forwards"),
+)
 
 
 @dataclass(frozen=True)
 class Case:
     """The requests of a step. ``room`` counts the scratch columns of each; some may be
-    ``chained``."""
+    ``chained``. ``grafts``: nodes of each request's trie."""
 
     shape: TreeShape
     seed: int = 0
@@ -34,6 +40,7 @@ class Case:
     chained: tuple[bool, ...] = (False, False)
     least: float | None = None
     calibrated: bool = True
+    grafts: int = 0
 
     @property
     def plan(self) -> TreePlan:
@@ -69,13 +76,21 @@ class Step:
         self.seeds = torch.arange(self.requests) + case.seed
         self.chained = torch.tensor(case.chained)
         self.growth = self.compiled()
+        self.start()
+
+    def start(self) -> None:
+        """Start the step's growth, and graft its trie."""
         self.growth.start(
-            case.roots,
+            self.case.roots,
             self.temperatures,
             temperature_class(self.temperatures),
             self.seeds,
             self.chained,
         )
+        self.trie: Trie | None = None
+        if self.case.grafts:
+            self.trie = random_trie(self.generator, self.requests, self.case.grafts)
+            self.growth.graft(self.trie)
         self.expanded = 0
 
     def compiled(self) -> CompiledGrowth:
@@ -92,6 +107,8 @@ class Step:
                 weights=self.estimate.weights if plan.calibrated else None,
                 rows=self.rows,
                 trees=self.trees.arrays,
+                grafts=self.case.grafts,
+                max_depth=plan.shape.max_depth,
             )
         )
 
@@ -100,6 +117,8 @@ class Step:
         made = torch.randn(self.requests * width, self.vocab + 3, generator=self.generator)
         # All values differ, also in 16 bits.
         made = made.argsort(dim=1) / 8 if self.dtype.itemsize == 2 else 3 * made
+        if self.case.grafts and self.dtype.itemsize > 2:
+            made[:, :FAVOURED] += 2
         made[:, 5] = float("-inf")
         return made.to(self.dtype)[:, : self.vocab]
 
@@ -112,6 +131,23 @@ class Step:
         picked = (self.growth.tokens, self.growth.edges, self.growth.features)
         tokens, edges, features = (torch.from_numpy(each[new].copy()) for each in picked)
         return Children(tokens, edges, None, features if self.plan.calibrated else None)
+
+    @property
+    def edges_of_grafts(self) -> torch.Tensor:
+        """The log chances of the trie's nodes, [R, T]; -inf for nodes that do not exist."""
+        return torch.from_numpy(self.growth._grafts.edges[: self.requests].copy())
+
+    def kinds(self, picks: list[Children]) -> torch.Tensor:
+        """Return the kinds of all candidates after these picks, [R, C]."""
+        grafts = self.growth._grafts
+        widths = [each.tokens.shape[1] for each in picks]
+        below = torch.from_numpy(grafts.beside[: self.requests, : sum(widths)])
+        of_drafts = below.repeat_interleave(self.plan.growing.children, dim=1)
+        own = torch.from_numpy(grafts.kinds[: self.requests])
+        return torch.cat([own, of_drafts], dim=1)
+
+    def features_of_grafts(self) -> torch.Tensor:
+        return torch.from_numpy(self.growth._grafts.features[: self.requests].copy())
 
     def frontiers(self) -> Iterator[tuple[int, int]]:
         """Expand forward by forward; yield the width of each frontier, and its number of nodes."""
@@ -146,13 +182,12 @@ def same_rows(step: Step, frontier: Frontier, first: int) -> None:
 
 def grow_both(step: Step, tensors: Growth) -> None:
     """Grow one step, and grow ``tensors`` from the same picks. Raise if they differ."""
-    features = []
+    picks: list[Children] = []
+    graft(step, tensors)
 
     def add(width: int) -> None:
-        found = step.pick(step.logits(width))
-        tensors.add(*found[:3])
-        if found.features is not None:
-            features.append(found.features.flatten(1, 2))
+        picks.append(step.pick(step.logits(width)))
+        add_picks(step, tensors, picks[-1])
 
     add(1)
     for width, nodes in step.frontiers():
@@ -162,12 +197,38 @@ def grow_both(step: Step, tensors: Growth) -> None:
         if nodes == 0:
             break
         add(width)
+    same_trees(step, tensors, picks)
+
+
+def graft(step: Step, tensors: Growth) -> None:
+    """Graft the step's trie, if it has one, with the chances that compiled growth gave it."""
+    if step.trie is not None:
+        assert isinstance(tensors, TopKGrowth)
+        real = step.trie.exists & ~step.chained[:, None]
+        tensors.graft(step.trie._replace(exists=real), step.edges_of_grafts)
+
+
+def add_picks(step: Step, tensors: Growth, found: Children) -> None:
+    """Add children that compiled growth has picked, and its judgement of the trie."""
+    if step.trie is None:
+        tensors.add(*found[:3])
+        return
+    assert isinstance(tensors, TopKGrowth)
+    tensors.add(found.tokens, found.log_probs, judged=step.edges_of_grafts)
+
+
+def same_trees(step: Step, tensors: Growth, picks: list[Children]) -> None:
+    """Finish both growths; raise if the trees, or what is learned from them, differ."""
+    features = [each.features.flatten(1, 2) for each in picks if each.features is not None]
+    if step.trie is not None and step.plan.calibrated:
+        features = [step.features_of_grafts(), *features]
     tokens, tree = step.finish(), tensors.finish()
     step.tree(tokens).check()
     assert torch.equal(tokens, tree.tokens)
     expected = TreeStore(step.requests, step.plan, VOCAB, torch.device("cpu"))
     slots = torch.arange(step.requests)
-    expected.put(slots, tree, torch.cat(features, dim=1) if features else None)
+    kinds = None if step.trie is None else step.kinds(picks)
+    expected.put(slots, tree, torch.cat(features, dim=1) if features else None, kinds)
     for name in STORED:
         assert torch.equal(getattr(step.trees, name), getattr(expected, name)), name
 

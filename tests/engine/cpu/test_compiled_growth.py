@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numba
 import pytest
 import torch
-from compiled_steps import CASE, MAX_MODEL_LEN, VOCAB, Case, Step, grow_both, tensor_growth
+from compiled_steps import (
+    CASE,
+    MAX_MODEL_LEN,
+    VOCAB,
+    Case,
+    Step,
+    add_picks,
+    graft,
+    grow_both,
+    same_trees,
+    tensor_growth,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP
 from dyntree_kernels.cpu import growth
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
@@ -21,13 +32,15 @@ from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
+from dyntree_plugin.tree.value import AcceptanceEstimate
 from vllm_cpu_runner import install
 
 install()  # must run before the runner's modules are imported
 
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
+from dyntree_plugin.engine.drafting import Drafting  # noqa: E402
+
+GRAFTED = replace(CASE, shape=replace(CASE.shape, node_budget=24), grafts=16)
 
 shapes = st.builds(
     TreeShape,
@@ -48,6 +61,7 @@ cases = st.builds(
     seed=st.integers(0, 10_000),
     least=st.sampled_from([None, 0.001, 0.1]),
     calibrated=st.booleans(),
+    grafts=st.sampled_from([0, 0, 3, 12, 40]),
     **of_two,
 )
 
@@ -58,19 +72,14 @@ def test_the_same_picks_grow_the_same_trees(case: Case) -> None:
     grow_both(Step(case), tensor_growth(case))
 
 
-def test_memory_is_left_ready_for_the_next_step() -> None:
-    first, second = Step(CASE), Step(replace(CASE, seed=1))
-    grow_both(first, tensor_growth(CASE))
+@pytest.mark.parametrize("case", [CASE, GRAFTED])
+def test_memory_is_left_ready_for_the_next_step(case: Case) -> None:
+    first, second = Step(case), Step(replace(case, seed=1))
+    grow_both(first, tensor_growth(case))
     second.growth, second.rows, second.trees = first.growth, first.rows, first.trees
     second.estimate = first.estimate
-    second.growth.start(
-        CASE.roots,
-        second.temperatures,
-        temperature_class(second.temperatures),
-        second.seeds,
-        second.chained,
-    )
-    grow_both(second, tensor_growth(CASE))
+    second.start()
+    grow_both(second, tensor_growth(case))
 
 
 @pytest.mark.parametrize(
@@ -81,19 +90,43 @@ def test_memory_is_left_ready_for_the_next_step() -> None:
         replace(CASE, least=0.2),
     ],
 )
-def test_another_growth_would_be_told_apart(other: Case) -> None:
+@pytest.mark.parametrize("grafts", [0, GRAFTED.grafts])
+def test_another_growth_would_be_told_apart(other: Case, grafts: int) -> None:
     """Control of the tests above."""
     with pytest.raises((AssertionError, RuntimeError)):
-        grow_both(Step(CASE), tensor_growth(other))
+        grow_both(Step(replace(CASE, grafts=grafts)), tensor_growth(other))
 
 
-def test_a_step_that_stops_early_keeps_what_was_picked() -> None:
+@pytest.mark.parametrize("case", [CASE, GRAFTED])
+def test_a_step_that_stops_early_keeps_what_was_picked(case: Case) -> None:
     """If a forward over the last frontier does not pay, the frontier has no picks."""
-    step, tensors = Step(CASE), tensor_growth(CASE)
-    tensors.add(*step.pick(step.logits(1))[:3])
+    step, tensors = Step(case), tensor_growth(case)
+    graft(step, tensors)
+    picked = step.pick(step.logits(1))
+    add_picks(step, tensors, picked)
     next(step.frontiers())
     tensors.frontier()
-    assert torch.equal(step.finish(), tensors.finish().tokens)
+    same_trees(step, tensors, [picked])
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_a_trie_makes_a_tree_without_any_pick(case: Case) -> None:
+    case = replace(case, grafts=max(1, case.grafts))
+    step, tensors = Step(case), tensor_growth(case)
+    graft(step, tensors)
+    same_trees(step, tensors, [])
+
+
+def test_the_trie_stands_in_the_trees_and_the_draft_judges_it() -> None:
+    kinds = set()
+    for seed in range(10):
+        case = replace(GRAFTED, seed=seed)
+        step = Step(case)
+        grow_both(step, tensor_growth(case))
+        for row in range(step.requests):
+            kinds |= set(step.trees.kinds[row, : step.trees.counts[row]].tolist())
+    assert kinds == {DRAFT, LOOK_UP, BOTH, BESIDE}
 
 
 @pytest.mark.parametrize("forwards", [0, 1, 2, 3])
@@ -140,24 +173,24 @@ def test_steps_need_no_kernel_that_the_warm_up_has_not_compiled(
     assert called > warm
 
 
-def speculator_of(plan: TreePlan, ops: Any) -> Any:
-    """Return a speculator with the fields that the choice of a growth reads."""
-    speculator: Any = object.__new__(TreeSpeculator)
-    vars(speculator).update(
-        max_num_reqs=2,
-        _trees=TreeStore(2, plan, VOCAB, torch.device("cpu")),
-        _estimate=AcceptanceEstimate("cpu"),
-        _ops=ops,
+def drafting_of(plan: TreePlan, ops: Any) -> Any:
+    """Return a drafting with the fields that the choice of a growth reads."""
+    drafting: Any = object.__new__(Drafting)
+    vars(drafting).update(
+        requests=2,
+        last_position=MAX_MODEL_LEN - 1,
+        trees=TreeStore(2, plan, VOCAB, torch.device("cpu")),
+        estimate=AcceptanceEstimate("cpu"),
+        ops=ops,
     )
-    return speculator
+    return drafting
 
 
 def test_other_growths_are_not_compiled() -> None:
     step = Step(CASE)
-    memory: Any = SimpleNamespace(buffers=step.rows, last_position=MAX_MODEL_LEN - 1)
     for name, kind in (("topk", CompiledGrowth), ("chain", TensorGrowth)):
         plan = TreePlan(CASE.shape, GrowthConfig(name), "match", calibration=True)
-        assert isinstance(speculator_of(plan, CPUOps())._growth(memory), kind)
+        assert isinstance(drafting_of(plan, CPUOps())._growth(step.rows), kind)
 
 
 @pytest.mark.parametrize(("most", "compiled"), [(40, True), (39, False)])
@@ -169,6 +202,5 @@ def test_more_candidates_than_are_compiled_for_are_the_tensors(
 
     monkeypatch.setattr(cuda_ops, "MOST_CANDIDATES", most)
     step = Step(CASE)  # 10 expansions of 4 children
-    memory: Any = SimpleNamespace(buffers=step.rows, last_position=MAX_MODEL_LEN - 1)
-    growth = speculator_of(step.plan, cuda_ops.CUDAOps(at_hand))._growth(memory)
+    growth = drafting_of(step.plan, cuda_ops.CUDAOps(at_hand))._growth(step.rows)
     assert isinstance(growth, TensorGrowth) != compiled

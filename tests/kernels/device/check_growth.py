@@ -76,6 +76,8 @@ class Both:
             weights=self.estimate.weights.to(DEVICE) if self.plan.calibrated else None,
             rows=self.rows,
             trees=TreeArrays(*(getattr(self.trees, name) for name in TreeArrays._fields)),
+            grafts=0,
+            max_depth=case.shape.max_depth,
         )
         self.growth = DeviceGrowth(settings)
 
@@ -127,7 +129,7 @@ class Both:
         assert torch.equal(tokens, tree.tokens)
         expected = TreeStore(self.requests, self.plan, self.case.vocab, torch.device("cpu"))
         expected.put(slots, tree, torch.cat(self.features, dim=1) if self.features else None)
-        for name in ("parents", "depths", "counts", "admitted", "grown", "ancestors"):
+        for name in ("parents", "depths", "counts", "admitted", "grown", "ancestors", "forwards"):
             got, wanted = getattr(self.trees, name)[:3].cpu(), getattr(expected, name)[:3]
             assert torch.equal(got, wanted), name
         there = expected.values[:3] > float("-inf")
@@ -231,8 +233,9 @@ def test_a_row_without_a_distribution_has_no_children(
     logits = torch.randn(3, vocab)
     logits[0, slice(None) if broken < 0 or whole else 7] = broken
     both.growth.pick(logits.to(DEVICE))
-    assert ((both.growth.tokens >= 0) & (both.growth.tokens < vocab)).all()
-    assert both.growth.features.isfinite().all()
+    tokens, _, _, features = both.growth.candidates
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+    assert features.isfinite().all()
     both.growth.finish(torch.arange(3, device=DEVICE))
     assert both.trees.counts.tolist()[:3] == [0, 4, 4]
 

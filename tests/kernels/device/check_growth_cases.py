@@ -6,8 +6,7 @@ Its trees are those of growth on the CPU. From the same picks, they are those of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,178 +14,29 @@ from paged_cases import DEVICE
 
 pytest.importorskip("numba", reason="it compares with the CPU's kernels, which need numba")
 
-from dyntree_kernels.contracts import GrowthSettings, RowBuffers, TreeArrays
-from dyntree_kernels.cpu.growth import CompiledGrowth
+from growth_steps import (
+    CASE,
+    SLOTS,
+    STORED,
+    Case,
+    Step,
+    grown,
+    on_cpu,
+    on_device,
+    same,
+    same_as_tensors,
+    same_forwards,
+)
+
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cuda.growth import DeviceGrowth
-from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
-from dyntree_plugin.tree.growth import GrowthConfig
-from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import NO_VALUE as NONE
-from dyntree_plugin.tree.token_tree import TokenTree
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
+from dyntree_plugin.tree.value import AcceptanceEstimate
 
-VOCAB, GROUPS, MAX_MODEL_LEN, SLOTS = 300, 2, 90, 4
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of -inf and NaN
-STORED = ("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features")
 
-
-@dataclass(frozen=True)
-class Case:
-    """The requests of a step: ``room`` counts the scratch columns of each; some are ``chained``."""
-
-    shape: TreeShape
-    seed: int = 0
-    room: tuple[int, ...] = (80, 80)
-    temperatures: tuple[float, ...] = (0.0, 0.7)
-    chained: tuple[int, ...] = ()
-    least: float | None = None
-    calibrated: bool = True
-    dtype: torch.dtype = torch.float32
-    vocab: int = VOCAB
-
-    @property
-    def plan(self) -> TreePlan:
-        growth = GrowthConfig(parameter=self.least)
-        return TreePlan(self.shape, growth, "match", calibration=self.calibrated)
-
-    @property
-    def requests(self) -> int:
-        return len(self.room)
-
-    @property
-    def roots(self) -> torch.Tensor:
-        return MAX_MODEL_LEN - 1 - torch.tensor(self.room)
-
-    def logits(self) -> list[torch.Tensor]:
-        """Return the logits of every draft forward, within wider rows. Token 5 has chance 0."""
-        generator = torch.Generator().manual_seed(self.seed)
-        widths = (1, *self.plan.growing.widths)
-        made = []
-        for width in widths:
-            each = torch.randn(self.requests * width, self.vocab + 3, generator=generator)
-            # All values differ, also in 16 bits.
-            each = each.argsort(dim=1) / 8 if self.dtype.itemsize == 2 else 3 * each
-            each[:, 5] = float("-inf")
-            made.append(each.to(self.dtype)[:, : self.vocab])
-        return made
-
-
-@dataclass
-class Forward:
-    """The inputs of a draft forward. Rows without a node have the slot -1."""
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    bits: torch.Tensor
-    values: torch.Tensor
-
-
-class Step:
-    """The growth of one step by ``kind``, and the memory that it writes."""
-
-    def __init__(
-        self, case: Case, kind: type[DeviceGrowth | CompiledGrowth], device: torch.device
-    ) -> None:
-        self.case, self.plan, self.device = case, case.plan, device
-        generator = torch.Generator().manual_seed(case.seed)
-        self.estimate = AcceptanceEstimate(device)
-        random = torch.rand(self.estimate.weights.shape, generator=generator)
-        self.estimate.weights += random.to(device)
-        self.widths = self.plan.growing.widths
-        rows = SLOTS * max((1, *self.widths))
-        scratch = GROUPS, SLOTS * max(1, sum(self.widths))
-        self.rows = RowBuffers(
-            torch.zeros(rows, dtype=torch.int32, device=device),
-            torch.zeros(rows, dtype=torch.int64, device=device),
-            torch.zeros(GROUPS, rows, dtype=torch.int64, device=device),
-            1000 + torch.arange(scratch[0] * scratch[1], device=device).view(scratch),
-        )
-        self.trees = TreeStore(SLOTS, self.plan, case.vocab, device)
-        settings = GrowthSettings(
-            requests=SLOTS,
-            node_budget=case.shape.node_budget,
-            children=self.plan.growing.children,
-            widths=self.widths,
-            least=case.least or 0.0,
-            longest=MAX_MODEL_LEN - 1,
-            coupled=self.plan.coupled,
-            weights=self.estimate.weights if self.plan.calibrated else None,
-            rows=self.rows,
-            trees=TreeArrays(*(getattr(self.trees, name) for name in TreeArrays._fields)),
-        )
-        self.growth = kind(settings)
-        self.slots = torch.arange(case.requests, device=device) + 1
-
-    def start(self) -> None:
-        case, temperatures = self.case, torch.tensor(self.case.temperatures)
-        chained = torch.zeros(case.requests, dtype=torch.bool)
-        chained[list(case.chained)] = True
-        seeds = torch.arange(case.requests) + case.seed
-        self.of_requests = (temperatures, temperature_class(temperatures), seeds, chained)
-        self.growth.start(*(x.to(self.device) for x in (case.roots, *self.of_requests)))
-
-    def run(self, logits: list[torch.Tensor] | None = None) -> Step:
-        """Grow, and keep the inputs of draft forwards, and the children picked from their
-        logits."""
-        first, *others = logits or self.case.logits()
-        self.forwards: list[Forward] = []
-        self.picks: list[Children] = []
-        self.start()
-        self._pick(first, 0)
-        words, columns = max(1, -(-sum(self.widths) // 32)), 0
-        for width, of_forward in zip(self.widths, others, strict=True):
-            rows = self.case.requests * width
-            bits = torch.zeros(rows, words, dtype=torch.int32, device=self.device)
-            self.growth.expand(bits)
-            ids, positions, slots, _ = (x[..., :rows].cpu().clone() for x in self.rows)
-            values = self.growth.frontier_values.cpu().clone()
-            self.forwards.append(Forward(ids, positions, slots, bits.cpu(), values))
-            self._pick(of_forward, 1 + columns)
-            columns += width
-        self.tokens = self.growth.finish(self.slots).cpu()
-        return self
-
-    def _pick(self, logits: torch.Tensor, first: int) -> None:
-        """Keep the device's picks, with log probabilities in float64.
-
-        In float64, their sums with the values of their parents are the children's values again.
-        """
-        growth, width = self.growth, len(logits) // self.case.requests
-        growth.pick(logits.to(self.device))
-        if isinstance(growth, DeviceGrowth):
-            new = (slice(self.case.requests), slice(first, first + width))
-            values = growth.values.view(growth.tokens.shape)[new].double()
-            edges = torch.where(values > NONE, values - growth._bases[new][:, :, None], NONE)
-            features = growth.features[new].cpu() if self.case.calibrated else None
-            self.picks.append(Children(growth.tokens[new].cpu(), edges.cpu(), None, features))
-
-    def tree(self) -> TokenTree:
-        names = ("parents", "depths", "values", "counts")
-        stored = (getattr(self.trees, name)[self.slots].cpu() for name in names)
-        return TokenTree(self.tokens, *stored)
-
-    def stored(self, name: str) -> torch.Tensor:
-        return getattr(self.trees, name).cpu()
-
-
-def on_device(case: Case) -> Step:
-    return Step(case, DeviceGrowth, DEVICE)
-
-
-def on_cpu(case: Case) -> Step:
-    return Step(case, CompiledGrowth, torch.device("cpu"))
-
-
-@cache
-def grown(case: Case) -> Step:
-    return on_device(case).run()
-
-
-CASE = Case(TreeShape(node_budget=12, max_depth=4, width=3, children=4))
 LARGE = replace(CASE, shape=TreeShape(node_budget=34, max_depth=5, width=9, children=3))
 TIGHT = replace(CASE, shape=TreeShape(node_budget=6, max_depth=4, width=5, children=4))
 CASES = {
@@ -215,33 +65,6 @@ OF_16_BITS = {
 }
 
 
-def same_forwards(ours: list[Forward], others: list[Forward]) -> None:
-    for own, other in zip(ours, others, strict=True):
-        assert torch.equal(own.slots, other.slots)
-        assert torch.equal(own.ids, other.ids)
-        assert torch.equal(own.positions, other.positions)
-        assert torch.equal(own.bits, other.bits)
-        torch.testing.assert_close(own.values, other.values, atol=1e-5, rtol=1e-5)
-
-
-def same_trees(ours: Step, other: Step) -> None:
-    ours.tree().check()
-    assert torch.equal(ours.tokens, other.tokens)
-    for name in STORED:
-        one, two = ours.stored(name), other.stored(name)
-        if one.is_floating_point():
-            # The logit of a chance near 1 depends on the chance's last digits.
-            atol = 2e-2 if name == "features" else 1e-4
-            torch.testing.assert_close(one, two, atol=atol, rtol=1e-4)
-        else:
-            assert torch.equal(one, two), name
-
-
-def same(ours: Step, theirs: Step) -> None:
-    same_forwards(ours.forwards, theirs.forwards)
-    same_trees(ours, theirs)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_trees_are_those_of_the_cpus_growth(name: str) -> None:
     same(grown(CASES[name]), on_cpu(CASES[name]).run())
@@ -266,25 +89,7 @@ def test_another_growth_would_be_told_apart(other: Case) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_picks_grow_the_trees_of_the_tensors_growth(name: str) -> None:
-    case = CASES[name]
-    step, tensors = grown(case), case.plan.growing.start(case.requests, torch.tensor(case.room))
-    tensors.add(*step.picks[0][:3])
-    for forward, picks in zip(step.forwards, step.picks[1:], strict=True):
-        frontier = tensors.frontier()
-        assert frontier.values is not None
-        assert torch.equal(forward.values, frontier.values)
-        valid = frontier.valid.flatten()
-        assert torch.equal(forward.slots >= 0, valid.expand(GROUPS, -1))
-        assert torch.equal(forward.ids[valid], frontier.tokens.flatten()[valid].int())
-        assert torch.equal(forward.bits, frontier.ancestors.flatten(0, 1))
-        tensors.add(*picks[:3])
-    tree = tensors.finish()
-    assert torch.equal(step.tokens, tree.tokens)
-    expected = TreeStore(SLOTS, case.plan, case.vocab, torch.device("cpu"))
-    seen = [x.features.flatten(1, 2) for x in step.picks if x.features is not None]
-    expected.put(step.slots.cpu(), tree, torch.cat(seen, dim=1) if seen else None)
-    for stored in STORED:
-        assert torch.equal(step.stored(stored), getattr(expected, stored)), stored
+    same_as_tensors(grown(CASES[name]))
 
 
 def picked_by_tensors(
@@ -310,7 +115,8 @@ def test_the_picks_are_the_pickers(name: str) -> None:
     step.run()
     positions = [case.roots, *(forward.positions for forward in step.forwards)]
     bases = [torch.zeros(case.requests, 1), *(forward.values for forward in step.forwards)]
-    for found, base, at, logits in zip(step.picks, bases, positions, case.logits(), strict=True):
+    picks = (pick.children for pick in step.picks)
+    for found, base, at, logits in zip(picks, bases, positions, case.logits(), strict=True):
         exact = picked_by_tensors(step, estimate, logits, at)
         exists = (exact.log_probs > NONE) & (base > NONE)[:, :, None]
         assert exists.any()
@@ -332,7 +138,7 @@ def test_equal_values_go_to_the_lowest_tokens_and_keep_parents_first() -> None:
             each = replace(case, calibrated=calibrated)
             ours = on_device(each).run(logits)
             same(ours, on_cpu(each).run(logits))
-            assert ours.picks[0].tokens[:, 0].tolist() == [[0, 1, 2, 3]] * case.requests
+            assert ours.picks[0].children.tokens[:, 0].tolist() == [[0, 1, 2, 3]] * case.requests
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
@@ -346,7 +152,7 @@ def test_a_row_without_a_distribution_has_no_children(broken: float) -> None:
     tree.check()
     assert tree.counts.tolist() == [0, 12]
     assert not torch.equal(step.tokens[1], sound.tokens[1])
-    assert torch.equal(step.picks[0].tokens[1], sound.picks[0].tokens[1])
+    assert torch.equal(step.picks[0].children.tokens[1], sound.picks[0].children.tokens[1])
 
 
 def test_memory_is_left_ready_for_the_next_step() -> None:

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from dyntree_plugin import __version__
-from dyntree_plugin.commands.render import visible
+from dyntree_plugin.commands.render import meaning, visible
 from dyntree_plugin.commands.show.generation import Generation
 from dyntree_plugin.commands.show.layout import tidy_rows
 from dyntree_plugin.escape import escaped_lines
@@ -41,6 +41,7 @@ def _page(generation: Generation) -> dict[str, Any]:
         "budget": generation.node_budget,
         "options": generation.options,
         "chances": generation.chances,
+        "sources": {source: meaning(source) for source in generation.sources},
         "prompt": len(generation.prompt_tokens),
         "pieces": [escaped_lines(piece) for piece in generation.pieces],
         "steps": [_step(generation, step) for step in generation.steps],
@@ -71,6 +72,7 @@ def _step(generation: Generation, step: TreeStep) -> dict[str, Any]:
                 "parent": step.parents[node],
                 "probability": _rounded(step.probability(node)),
                 "value": _rounded(step.value(node)),
+                "source": step.sources[node],
                 "accepted": node in accepted,
             }
             for node, token in enumerate(step.tokens)

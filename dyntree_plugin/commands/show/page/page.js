@@ -59,6 +59,7 @@ function drawTree(step) {
 function makeNode(layer, node, kind, step) {
   const group = element("g", { class: `node ${kind}` });
   if (node.accepted) group.classList.add("accepted");
+  if (node.source) group.classList.add(node.source);
   group.dataset.token = node.token;
   const box = element("rect", { height: NODE_HEIGHT, rx: 8 });
   const label = element("text", { x: 10, y: 17.5 }, shortened(node.text));
@@ -126,6 +127,7 @@ function describe(step) {
     `${path.join(", ") || "none"}; bonus token ${step.bonus.text}`;
 }
 
+const several = Object.keys(data.sources).length > 1;
 const estimate = data.chances === "draft" ? "draft probability" : "estimated chance";
 
 function showTip(event, node, kind, step) {
@@ -133,6 +135,7 @@ function showTip(event, node, kind, step) {
   const rows = [["token", node.token]];
   if (kind === "candidate") {
     rows.push(["depth", node.depth], [estimate, node.probability], ["of the whole path", node.value]);
+    if (several) rows.push(["source", data.sources[node.source]]);
   }
   const table = html("table", "", ...rows.map(([name, value]) =>
     html("tr", "", html("td", "", name), html("td", "", String(value)))));
@@ -257,8 +260,16 @@ function introduce() {
   $("step-count").textContent = steps.length;
   $("budget").textContent = data.budget;
   $("numbers").textContent = `numbers: ${estimate} · that of the whole path`;
+  if (several) introduceSources();
   $("slider").max = steps.length;
   $("slider").style.setProperty("--steps", steps.length);
+}
+
+function introduceSources() {
+  document.body.classList.add("several-sources");
+  $("sources").hidden = false;
+  $("sources").append(...Object.entries(data.sources).map(([source, meaning]) =>
+    html("span", source, html("i", "swatch other"), meaning)));
 }
 
 const KEYS = {

@@ -1,0 +1,94 @@
+"""Drafting for vLLM's speculators: put together for a plan, and called in every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth
+from dyntree_plugin.engine.step.draft import Drafter
+from dyntree_plugin.engine.step.driver import StepDriver
+from dyntree_plugin.engine.step.ops import Graphs, TreeOps
+from dyntree_plugin.engine.step.source import NodeSource
+from dyntree_plugin.engine.step.stages import DraftStages
+from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.children import ChildPicker
+from dyntree_plugin.tree.source import TrieSource
+from dyntree_plugin.tree.value import AcceptanceEstimate
+
+
+@dataclass
+class Drafting:
+    """What a speculator drafts with.
+
+    ``chained`` bool [slots + 1]: requests whose trees must be chains; the last entry is for
+    padding. ``tries``: candidates that need no forward; None without any. ``requests``: the most
+    requests of a step. ``last_position``: the longest text's.
+    """
+
+    driver: StepDriver
+    trees: TreeStore
+    chained: torch.Tensor
+    estimate: AcceptanceEstimate
+    ops: TreeOps
+    graphs: Graphs
+    tries: TrieSource | None
+    requests: int
+    last_position: int
+    _drafter: Drafter | None = field(default=None, init=False)
+
+    def compose(
+        self, source: NodeSource | None, buffers: RowBuffers, stored_at: torch.Tensor
+    ) -> None:
+        """Put the stages together, whenever there is new memory for a draft model's rows.
+
+        ``source``: the draft model; None without one. ``stored_at``: as in `DraftStages`.
+        """
+        plan, ops = self.trees.plan, self.ops
+        growth = self._growth(buffers)
+        self.stages = DraftStages(
+            source, self.tries, growth, stored_at, plan.growing.widths, self.chained, ops.pays
+        )
+        self._drafter = Drafter(
+            self.stages, ops, self.graphs, plan.shape.max_depth, self.trees.spare
+        )
+
+    def draft(
+        self,
+        batch: InputBatch,
+        num_sampled: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *,
+        grows: bool,
+    ) -> torch.Tensor | None:
+        """Draft as `StepDriver.draft` does."""
+        if self._drafter is None:
+            raise RuntimeError("vLLM asked for drafts before there was a KV cache")
+        return self.driver.draft(self._drafter, batch, num_sampled, last_sampled, grows=grows)
+
+    def _growth(self, buffers: RowBuffers) -> StepGrowth:
+        """Choose compiled growth where there is one for the plan; else the tensors'."""
+        trees, plan = self.trees, self.trees.plan
+        if plan.growth.name == "topk":
+            settings = GrowthSettings(
+                requests=self.requests,
+                node_budget=plan.shape.node_budget,
+                children=plan.growing.children,
+                widths=plan.growing.widths,
+                least=plan.growth.parameter or 0.0,
+                longest=self.last_position,
+                coupled=plan.coupled,
+                weights=self.estimate.weights if plan.calibrated else None,
+                rows=buffers,
+                trees=trees.arrays,
+                grafts=plan.shape.grafts,
+                max_depth=plan.shape.max_depth,
+            )
+            compiled = self.ops.compiled_growth(settings)
+            if compiled is not None:
+                return compiled
+        pick = ChildPicker(plan, self.ops.perturb, self.estimate)
+        return TensorGrowth(trees, pick, buffers, self.last_position)

@@ -1,0 +1,54 @@
+"""Look-up in the requests' own texts, which vLLM keeps on the device: a source of tries."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+from vllm.v1.worker.gpu.states import RequestState
+
+from dyntree_kernels.tries import LookUp, Trie
+
+MOST_TEXT_BYTES = 1 << 29
+"""The largest array of texts that is moved to a GPU. One of 256 requests with 131072 tokens has a
+quarter of that."""
+
+
+class TextLookUp:
+    """A `TrieSource` that searches what vLLM's request states hold of each text.
+
+    vLLM appends a step's tokens to them on the device before it asks for drafts, also with
+    asynchronous scheduling, and writes a text anew when a preempted request comes back. A request
+    whose prompt is incomplete has its whole prompt there; no step verifies its tree.
+    """
+
+    def __init__(self, states: RequestState, look_up: LookUp, nodes: int, max_depth: int) -> None:
+        """``nodes``: of each trie. ``max_depth``: of the deepest of them."""
+        self._states = states
+        self._look_up = look_up
+        self._max_depth = max_depth
+        self._room = Trie.room(states.max_num_reqs, nodes, states.device)
+
+    def trie(self, slots: torch.Tensor) -> Trie:
+        found = self._room.of(len(slots))
+        texts, lengths = self._states.all_token_ids.gpu, self._states.total_len.gpu
+        self._look_up(texts, lengths, slots.contiguous(), found, max_depth=self._max_depth)
+        return found
+
+    def roots(self, slots: torch.Tensor) -> torch.Tensor:
+        lengths = self._states.total_len.gpu[slots.clamp(min=0)]
+        return (lengths.long() - 1).clamp(min=0)
+
+
+def move_texts_to_device(states: RequestState) -> bool:
+    """Keep the texts in the device's memory instead of the host's; call it before any request.
+
+    A device reads the host's memory more slowly than its own, and every look-up reads whole texts.
+    Return False, and change nothing, if they would take more than `MOST_TEXT_BYTES`.
+    """
+    shape = states.max_num_reqs, states.max_model_len
+    if 4 * shape[0] * shape[1] > MOST_TEXT_BYTES:
+        return False
+    states.all_token_ids = StagedWriteTensor(
+        shape, dtype=torch.int32, device=states.device, uva_instead_of_gpu=False
+    )
+    return True

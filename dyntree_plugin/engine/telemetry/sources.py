@@ -1,0 +1,22 @@
+"""The sources that users see, by the kinds of candidates that kernels know."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP
+from dyntree_plugin.tree.step import SOURCES, Source
+
+SOURCE_OF: dict[int, Source] = {
+    DRAFT: "draft",
+    LOOK_UP: "look_up",
+    BOTH: "both",
+    BESIDE: "draft",
+}
+
+_OF_KIND = np.array([[SOURCE_OF[kind] == name for name in SOURCES] for kind in range(KINDS)], float)
+
+
+def by_source(of_kind: np.ndarray) -> np.ndarray:
+    """Add up columns by kind [R, KINDS] to columns by source, in the order of `SOURCES`."""
+    return of_kind @ _OF_KIND  # type: ignore[no-any-return]

@@ -1,0 +1,40 @@
+"""The options as pages: the help of the flag, and the tables of docs/options.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dyntree_plugin.option_text import allowed, default_of, meaning
+from dyntree_plugin.options import DynTreeOptions
+
+OF_THE_PAPERS = ("growth", "sampling", "rule", "threshold", "expansion", "acceptance")
+"""Names of the options whose defaults are right for serving."""
+
+
+def help_text() -> str:
+    """Return the help of the flag, with every option."""
+    lines = [
+        f"- {name} ({allowed(name, field)}; default {default_of(field)}): {meaning(name, field)}"
+        for name, field in DynTreeOptions.model_fields.items()
+    ]
+    return (
+        "Speculate with a dynamic token tree. The value is a JSON object of options, {} for the "
+        "defaults. Needs a draft_model or ngram in --speculative-config.\n\n" + "\n".join(lines)
+    )
+
+
+def markdown_tables() -> str:
+    """Return the options as two Markdown tables: for serving, and for the papers' trees."""
+    fields = DynTreeOptions.model_fields
+    serving = [name for name in fields if name not in OF_THE_PAPERS]
+    parts = (("## Serving", serving), ("## The papers' trees", OF_THE_PAPERS))
+    return "\n\n".join(f"{heading}\n\n{_table(names)}" for heading, names in parts)
+
+
+def _table(names: Sequence[str]) -> str:
+    rows = [
+        f"| `{name}` | {allowed(name, field)} | {default_of(field)} | {meaning(name, field)} |"
+        for name, field in DynTreeOptions.model_fields.items()
+        if name in names
+    ]
+    return "\n".join(["| option | allowed | default | meaning |", "|---|---|---|---|", *rows])

@@ -1,0 +1,69 @@
+"""Look-up never changes the output, beside a draft model or alone, and its nodes are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import sabotage
+import workload
+from comparison import Outputs, accepted_per_step, mismatches
+from engine_process import Result
+
+pytestmark = pytest.mark.e2e
+
+Served = Callable[[str], Mapping[str, Result]]
+
+RUNS = [
+    (engine, name)
+    for engine, (_, runs) in workload.LOOK_UP.items()
+    for name in runs
+    if name not in sabotage.NAMES
+]
+
+
+@pytest.mark.parametrize(("engine", "name"), RUNS)
+def test_the_tokens_of_look_up_alone_are_those_without_trees(
+    engine: str, name: str, differing: Callable[[str, str], str]
+) -> None:
+    """`test_identity` has the same tests of look-up beside a draft."""
+    assert not (difference := differing(engine, name)), difference
+
+
+@pytest.mark.parametrize("name", sabotage.NAMES)
+def test_a_broken_mechanism_changes_tokens_of_look_up_alone(
+    name: str, served: Served, plain: Outputs
+) -> None:
+    run = workload.LOOK_UP["look-up"][1][name]
+    found = mismatches(run, served("look-up")[name], plain)
+    assert any(output.tokens != without.tokens for _, output, without in found)
+
+
+def test_no_draft_forward_is_made_without_a_draft_model(served: Served) -> None:
+    """Control: with one there are some."""
+    forwards = "vllm:dyntree_draft_forwards_total"
+    for engine in workload.LOOK_UP:
+        assert served(engine)["sample"].metrics[forwards] == 0
+    assert served("fixed")["sample"].metrics[forwards] > 0
+
+
+def test_a_tiny_cache_preempts_requests_that_look_up(served: Served) -> None:
+    """The texts of preempted requests are written anew when they come back."""
+    metrics = served("tight look-up")["demanding"].metrics
+    assert metrics["vllm:num_preemptions_total"] > 0
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_what_is_looked_up_is_accepted(served: Served, tell: Callable[[str], None]) -> None:
+    """Control: guesses are hardly ever."""
+    looked_up = served("look-up")
+    alone, guesses = (accepted_per_step(looked_up[name]) for name in ("acceptance", "guesses"))
+    both, draft = (
+        accepted_per_step(served(name)["acceptance"]) for name in ("fixed", "draft alone")
+    )
+    tell(
+        f"accepted nodes per step with 16 nodes at temperature 1: look-up {alone:.2f} "
+        f"(guesses {guesses:.2f}), draft {draft:.2f}, both {both:.2f}"
+    )
+    assert alone > 5 * guesses
+    assert both > 0.97 * draft

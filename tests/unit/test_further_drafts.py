@@ -1,0 +1,80 @@
+"""The option ``drafts``: each further draft must meet the conditions of the first."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configurations import WIDTH, Build
+
+from dyntree_plugin.engine.configuration import further_drafts
+
+MakeFolder = Callable[..., str]
+
+
+def test_every_draft_has_a_configuration_that_travels_to_the_workers(
+    build: Build, model_folder: MakeFolder
+) -> None:
+    others = [model_folder(name, num_hidden_layers=n) for n, name in ((1, "one"), (2, "two"))]
+    config = build(dyntree={"drafts": others})
+    received: Any = pickle.loads(pickle.dumps(config.speculative_config))
+    found = further_drafts(received)
+    assert [each.draft_model_config.model for each in found] == others
+    assert [each.draft_model_config.hf_config.num_hidden_layers for each in found] == [1, 2]
+    assert {each.num_speculative_tokens for each in found} == {WIDTH}
+    assert further_drafts(build().speculative_config) == ()
+
+
+def test_further_drafts_need_a_first_one(build: Build, model_folder: MakeFolder) -> None:
+    look_up = {"method": "ngram", "model": None, "prompt_lookup_max": 3}
+    build(speculative=look_up)
+    with pytest.raises(ValueError, match=r"dyntree\.drafts=.*method='ngram' has none"):
+        build(speculative=look_up, dyntree={"drafts": [model_folder("other")]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": 64}, "vocab_size (target, draft)=(128, 64)"),
+        ({"max_position_embeddings": 128}, "max_model_len (target, draft)=(256, 128)"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32},
+         "sliding_window=32"),
+    ],
+)  # fmt: skip
+def test_what_a_first_draft_may_not_be_no_further_one_may(
+    build: Build, model_folder: MakeFolder, changes: dict[str, Any], named: str
+) -> None:
+    good, bad = model_folder("good"), model_folder("bad", **changes)
+    with pytest.raises(ValueError) as error:
+        build(dyntree={"drafts": [good, bad]})
+    said = str(error.value)
+    assert f"dyntree.drafts, {bad!r}: " in said
+    assert named in said
+    assert good not in said
+
+
+def test_a_further_draft_with_another_tokenizer_is_refused(
+    build: Build, model_folder: MakeFolder
+) -> None:
+    models = {name: model_folder(name) for name in ("one", "other")}
+    for name, model in models.items():
+        content = {"model": {"vocab": {f"{name}{token}": token for token in range(128)}}}
+        (Path(model) / "tokenizer.json").write_text(json.dumps(content))
+    ours = {"model": models["one"], "speculative": {"model": models["one"]}}
+    build(dyntree={"drafts": [models["one"]]}, **ours)
+    with pytest.raises(ValueError, match=r"different tokenizers.* 128 of 128 tokens differ"):
+        build(dyntree={"drafts": [models["other"]]}, **ours)
+
+
+def test_a_draft_that_vllm_cannot_configure_is_named_with_vllms_reason(
+    build: Build, model_folder: MakeFolder, tmp_path: Path
+) -> None:
+    unknown = model_folder("unknown", architectures=["NoSuchModel"], model_type="llama")
+    for path in (str(tmp_path / "missing"), unknown):
+        with pytest.raises(ValueError, match=r"dyntree\.drafts names") as error:
+            build(dyntree={"drafts": [path]})
+        assert path in str(error.value)

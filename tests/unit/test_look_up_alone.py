@@ -1,0 +1,113 @@
+"""Engines without a draft model: what is admitted, what is refused, and what start-up says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from configurations import Build
+
+from dyntree_plugin.admission import check
+from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 16}
+
+
+def alone(method: str = "ngram", **speculation: Any) -> dict[str, Any]:
+    """Return arguments of an engine without a draft model."""
+    return {"speculative_config": NGRAM | {"method": method} | speculation}
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+def test_look_up_alone_is_admitted(build: Build, method: str, logged: Callable[[], str]) -> None:
+    config = build(**alone(method))
+    plan = tree_plan(config)
+    assert plan is not None
+    assert plan == plan_in_force(config.speculative_config)
+    assert (plan.has_draft, plan.shape.grafts) == (False, 16)
+    assert config.parallel_config.worker_cls == WORKERS["cpu"]
+    assert "There is no draft model" in logged()
+
+
+def test_an_engine_with_a_draft_says_that_it_looks_up_besides(
+    build: Build, logged: Callable[[], str]
+) -> None:
+    build()
+    assert "lookup=True" in logged()
+    assert "There is no draft model" not in logged()
+
+
+def test_no_slots_are_reserved_and_no_draft_is_compiled_without_a_draft_model(
+    build: Build,
+) -> None:
+    """Control: with one there are slots for every node that it runs on."""
+    sizes = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    without, with_draft = build(**alone(), **sizes), build(**sizes)
+    assert without.num_lookahead_tokens == 0
+    assert with_draft.num_lookahead_tokens > 16
+    ends = [
+        config.compilation_config.get_compile_ranges()[-1].end for config in (without, with_draft)
+    ]
+    assert ends == [2048, 128 * 17]
+
+
+def test_a_tree_takes_one_token_of_a_step_besides_its_nodes(build: Build) -> None:
+    """A draft model needs one more."""
+    small = {"max_num_batched_tokens": 17, "max_num_seqs": 2, "max_model_len": 16}
+    advice = check.token_budget_advice(build(**alone(), **small))
+    assert advice is not None
+    assert "dyntree.node_budget + 1 = 17 tokens" in advice
+    with pytest.raises(ValueError, match="max_num_batched_tokens=17 is too small"):
+        build(**small)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"dyntree": {"lookup": "off"}}, "dyntree.lookup='off' leaves nothing to draft with"),
+        ({"dyntree": {"growth": "dyspec"}}, "dyntree.growth=dyspec needs a draft model"),
+        ({"dyntree": {"width": 2}}, "dyntree.width=2 has no effect without a draft model"),
+        ({"dyntree": {"max_forwards": 2}}, "dyntree.max_forwards=2 has no effect without a draft"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True"),
+    ],
+)
+def test_what_look_up_alone_cannot_serve_is_refused(
+    build: Build, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        build(**alone(), **arguments)
+    assert named in str(error.value)
+
+
+def test_a_targets_refusal_is_named_once(build: Build, model_folder: Callable[..., str]) -> None:
+    """vLLM gives the target's configuration for that of the draft."""
+    window = model_folder("window", sliding_window=64, model_type="mistral",
+                          architectures=["MistralForCausalLM"])  # fmt: skip
+    with pytest.raises(ValueError, match="target model: sliding_window") as error:
+        build(model=window, **alone())
+    assert "draft model:" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, False),
+        ({"prompt_lookup_max": 8}, True),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, True),
+    ],
+)
+def test_start_up_says_that_the_lengths_of_matches_are_not_used(
+    build: Build, logged: Callable[[], str], given: dict[str, int], said: bool
+) -> None:
+    build(**alone(**given))
+    assert ("are not used" in logged()) is said
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_gpu_the_asynchronous_method_is_advised(build: Build, device: str) -> None:
+    advised = [
+        any("ngram_gpu" in line for line in check.look_up_advice(build(**alone(name)), device))
+        for name in ("ngram", "ngram_gpu")
+    ]
+    assert advised == [device == "cuda", False]
