@@ -19,6 +19,7 @@ SHARING_ENGINES = (
     "test_drawn_rules",
     "test_examples",
     "test_identity",
+    "test_look_up",
     "test_metrics",
     "test_server",
     "test_tensor_parallel",

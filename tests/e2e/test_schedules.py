@@ -150,5 +150,5 @@ def test_requests_are_preempted_while_their_trees_wait(
     engine: str, name: str, served: Served
 ) -> None:
     metrics = served(engine)[name].result.metrics
-    assert metrics["vllm:num_preemptions_total"] > len(RESUMED.requests)
+    assert metrics["vllm:num_preemptions_total"] > len(RESUMED.requests) // 2
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
