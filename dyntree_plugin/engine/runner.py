@@ -232,13 +232,15 @@ class TreeRunnerMixin(GPUModelRunner):
         return output
 
     def _count(self, batch: InputBatch) -> None:
-        walked, grown = self.driver.step.verified, self.driver.previous.drafted.growth_forwards
+        walked, drafted = self.driver.step.verified, self.driver.previous.drafted
+        grown = drafted.growth_forwards
         if self.trace is not None and walked is not None:
             self.trace.add(walked, batch, self.trees)
         found = None if walked is None else walked.report
         if found is None and grown is not None:
             found = report(self.trees, batch.idx_mapping)
-        self._record.sampled(batch, found, self.trees.plan, walked is not None, grown)
+        ended_early = drafted.ended_early
+        self._record.sampled(batch, found, self.trees.plan, walked is not None, grown, ended_early)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample, then draft by way of the speculator; attach the step's counts to the output."""

@@ -38,6 +38,28 @@ def test_the_tokens_are_those_without_trees(
     assert not found, explain(found)
 
 
+@pytest.fixture(scope="module")
+def looked_up() -> dict[str, Chosen]:
+    return serve_asynchronously(workload.without_draft(method="ngram_gpu"), RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_tokens_of_look_up_alone_are_those_without_trees(
+    name: str, looked_up: dict[str, Chosen], plain: Outputs
+) -> None:
+    found = mismatches(RUNS[name], looked_up[name].result, plain)
+    assert not found, explain(found)
+
+
+def test_look_up_alone_finds_what_the_device_alone_knows_so_far(
+    looked_up: dict[str, Chosen],
+) -> None:
+    forwards, nodes = map(set, zip(*looked_up["every_choice"].choices, strict=True))
+    assert (forwards, nodes) == ({0}, {*node_buckets(16)})
+    accepted = looked_up["its own"].result.metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    assert accepted > 0
+
+
 def test_every_number_of_forwards_and_nodes_was_chosen(chosen: dict[str, Chosen]) -> None:
     forwards, nodes = map(set, zip(*chosen["every_choice"].choices, strict=True))
     assert forwards == {*range(1 + FORWARDS)}

@@ -307,6 +307,25 @@ def test_steps_that_read_a_prompt_teach_a_scheduler_nothing(
     assert (world.buckets[1], world.buckets.forwards) == before
 
 
+@pytest.mark.parametrize("ended_early", [True, False])
+def test_trees_that_no_forward_could_change_are_whole(
+    ended_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting ends where look-up and few forwards fill the trees. Control: without knowing that,
+    the budget waits for trees of every forward, and chooses nothing."""
+    world = World(monkeypatch)
+    worth = [[0.0, 0.9, 1.5, 1.7, 1.8]] * (1 + FORWARDS)
+    for _ in range(100):
+        world.now += 2.0
+        counts = WorkerCounts(
+            [True], [8], worth=worth, growth_forwards=2, ended_early=ended_early,
+            drafted=[(1, 3, 0.3)],
+        )  # fmt: skip
+        world.buckets.observe(counts, 9)
+    world.buckets[1]
+    assert world.buckets.forwards == (0 if ended_early else FORWARDS)
+
+
 def test_steps_note_what_trees_were_worth_where_the_scheduler_needs_it() -> None:
     values = torch.tensor([[0.8, 0.4, 0.2], [0.6, 0.2, 0.0], [1.0, 1.0, 1.0]]).log()
     depths = torch.tensor([[1, 2, 2], [1, 1, 1], [1, 1, 1]])

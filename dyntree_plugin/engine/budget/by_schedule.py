@@ -81,7 +81,8 @@ class NodeBuckets:
         if not decoding:
             return
         if counts.worth and counts.nodes and counts.growth_forwards is not None:
-            seen = np.asarray(counts.worth)[: counts.growth_forwards + 1, self._offered]
+            known = len(counts.worth) if counts.ended_early else counts.growth_forwards + 1
+            seen = np.asarray(counts.worth)[:known, self._offered]
             self._worth.observe(seen, len(counts.decoding))
         forward = self._forward_seconds.of(len(counts.decoding))
         if self._cost is not None and before is not None and forward is not None:

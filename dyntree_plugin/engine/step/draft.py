@@ -48,9 +48,10 @@ class Drafter:
             caught_up = 1
         if not grows:
             return Drafted(None, caught_up, None)
+        most = self._most_forwards(step)
         with self._ops.clock("draft"):
-            drafts, forwards = grow(player, self._most_forwards(step))
-        return Drafted(drafts, caught_up + forwards, forwards)
+            drafts, forwards = grow(player, most)
+        return Drafted(drafts, caught_up + forwards, forwards, ended_early=forwards < most)
 
     def _catch_up(
         self,

@@ -36,12 +36,14 @@ class Drafted:
 
     ``tokens`` int64 [R, node_budget]: of the trees' nodes; None if no tree was grown. ``forwards``:
     draft forwards, the catch-up included; 0 without a draft model. ``growth_forwards``: those after
-    the catch-up; None if no tree was grown.
+    the catch-up; None if no tree was grown. ``ended_early``: no node was left for another forward,
+    so more of them would have grown the same trees.
     """
 
     tokens: torch.Tensor | None
     forwards: int
     growth_forwards: int | None
+    ended_early: bool = False
 
 
 @dataclass(frozen=True)

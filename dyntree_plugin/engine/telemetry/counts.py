@@ -35,10 +35,11 @@ class WorkerCounts:
 
     The scheduler chooses an adaptive budget from the rest. ``worth``: what `worth_by_forwards`
     returns for the decoding requests' trees and each of `node_buckets`. ``growth_forwards``: draft
-    forwards after the catch-up that grew those trees; None if there were none. ``drafted``:
-    requests, draft forwards and seconds of drafting, for each finished step in which every request
-    decoded. ``row_cost`` and ``fewest_forwards``, with the first step: what rows cost, and the
-    fewest forwards that drafting can make.
+    forwards after the catch-up that grew those trees; None if there were none. ``ended_early``:
+    more of them would have grown the same trees. ``drafted``: requests, draft forwards and seconds
+    of drafting, for each finished step in which every request decoded. ``row_cost`` and
+    ``fewest_forwards``, with the first step: what rows cost, and the fewest forwards that drafting
+    can make.
     """
 
     decoding: list[bool]
@@ -57,6 +58,7 @@ class WorkerCounts:
     compared: dict[str, float] = field(default_factory=dict)
     worth: list[list[float]] = field(default_factory=list)
     growth_forwards: int | None = None
+    ended_early: bool = False
     drafted: list[tuple[int, int, float]] = field(default_factory=list)
     row_cost: RowCost | None = None
     fewest_forwards: int = 0

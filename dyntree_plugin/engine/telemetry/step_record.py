@@ -52,6 +52,7 @@ class StepRecord:
         self._report: torch.Tensor | None = None
         self._verified = False
         self._growth_forwards: int | None = 0
+        self._ended_early = False
         self._arrival: Arrival | None = None
         self._emitted = 0
         self._draft_forwards = 0
@@ -68,11 +69,13 @@ class StepRecord:
         plan: TreePlan,
         verified: bool,
         growth_forwards: int | None,
+        ended_early: bool = False,
     ) -> None:
         """Note the step's requests.
 
         ``found``: their report; None if no tree waited for the step. ``verified``: the trees were
         verified. ``growth_forwards``: draft forwards that grew them; None if there were none.
+        ``ended_early``: more of them would have grown the same trees.
         """
         requests = slice(batch.num_reqs)
         self._decoding = ~batch.is_prefilling_np[requests]
@@ -84,7 +87,7 @@ class StepRecord:
             self._node_budget = 0 if drafts is None else int(drafts.max())
         self._plan = plan
         self._report, self._verified = found, verified
-        self._growth_forwards = growth_forwards
+        self._growth_forwards, self._ended_early = growth_forwards, ended_early
 
     def send(self, send: Send) -> None:
         """Copy the report to the host."""
@@ -117,6 +120,7 @@ class StepRecord:
             draft_forwards=self._draft_forwards,
             node_budget=self._node_budget,
             growth_forwards=self._growth_forwards,
+            ended_early=self._ended_early,
             row_cost=self._row_cost,
             fewest_forwards=self._fewest_forwards,
             **found,
