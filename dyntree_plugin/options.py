@@ -290,7 +290,7 @@ class DynTreeOptions(BaseModel):
                 yield f"{given} with growth={growth}: leave it out"
             elif not plan.has_draft and name != "max_depth":
                 yield f"{given} without a draft model: leave it out"
-            elif name == "max_depth" and value > plan.shape.max_depth:
+            elif name == "max_depth" and not plan.shape.grafts and self._forwards_limit(value):
                 yield (
                     f"{given} with max_forwards={self.max_forwards} and lookup=off: leave it out"
                 )
@@ -305,6 +305,9 @@ class DynTreeOptions(BaseModel):
                 f"{plan.growing.sampling}: the values of drawn children are the draft's "
                 "probabilities; leave it out"
             )
+
+    def _forwards_limit(self, depth: int) -> bool:
+        return self.max_forwards is not None and self.max_forwards < depth
 
     def _asked_for(self, switch: str) -> bool:
         return switch in self.model_fields_set and getattr(self, switch) == "on"

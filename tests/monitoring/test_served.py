@@ -200,7 +200,8 @@ def test_every_metric_of_the_table_reaches_prometheus(under_traffic: Prometheus)
 def test_the_configuration_in_force_is_told(prometheus: Prometheus) -> None:
     ((labels, value),) = prometheus.query(f"{PREFIX}config_info{JOB}")
     assert value == 1
-    assert (labels["node_budget"], labels["max_depth"], labels["width"]) == ("16", "8", "4")
+    shape = ("node_budget", "max_depth", "max_forwards", "width")
+    assert [labels[name] for name in shape] == ["16", "16", "8", "4"]
 
 
 def test_dyntree_top_shows_the_same_figures(server: Server, under_traffic: Prometheus) -> None:

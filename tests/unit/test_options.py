@@ -174,6 +174,7 @@ SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
         ({"growth": "dynamic_threshold", "width": 3, "children": 7}, []),
         ({"growth": "expansion", "expansion": [2, 2], "max_depth": 8}, ["max_depth=8"]),
         ({**SEQUOIA, "children": 9, "max_depth": 3}, ["children=9"]),
+        ({**SEQUOIA, "max_depth": 16}, []),
         ({"growth": "chain", "drafts": ["another"]}, []),
         ({"drafts": ["another"]}, []),
         ({"growth": "dyspec", "coupling": "on"}, ["coupling='on'"]),
