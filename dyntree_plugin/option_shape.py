@@ -61,6 +61,7 @@ def shape_of(
         given["coupling"] == "on",
         most_forwards if draft else 0,
         node_budget if looks_up else 0,
+        1 + len(given["drafts"] or ()),
     )
 
 

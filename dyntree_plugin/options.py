@@ -137,8 +137,9 @@ class DynTreeOptions(BaseModel):
         min_length=1,
         max_length=MOST_FURTHER_DRAFTS,
         description="Further draft models beside the one in --speculative-config. Trees grow from "
-        "the mixture of their distributions. They must meet the same conditions, and each makes "
-        "every draft forward, so that it pays if they are right where the first is wrong.",
+        "the mixture of their distributions; growth expansion merges a tree of each. They must "
+        "meet the same conditions, and each makes every draft forward, so that it pays if they are "
+        "right where the first is wrong.",
         json_schema_extra={"derived": "none: one draft"},
     )
     growth: str = Field(

@@ -21,6 +21,7 @@ SHARING_ENGINES = (
     "test_identity",
     "test_look_up",
     "test_metrics",
+    "test_pools",
     "test_server",
     "test_tensor_parallel",
 )

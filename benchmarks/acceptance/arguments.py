@@ -7,10 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from benchmarks.acceptance.methods import METHODS
 from benchmarks.acceptance.workloads import WORKLOADS
-
-ALL_METHODS = ",".join(METHODS)
 
 Prompts = Annotated[int, typer.Option(min=1, help="How many prompts to measure on.")]
 PromptFile = Annotated[
@@ -28,7 +25,14 @@ Calibration = Annotated[
 ]
 Budgets = Annotated[str, typer.Option(help="Nodes per tree.")]
 Temperatures = Annotated[str, typer.Option(help="0 is greedy.")]
-Methods = Annotated[str, typer.Option(help="What to compare.")]
+Methods = Annotated[
+    str | None,
+    typer.Option(help="What to compare. By default all, but for pools without a further draft."),
+]
+FurtherDrafts = Annotated[
+    list[str] | None,
+    typer.Option("--further-draft", help="Draft of a pool beside the first. Repeatable."),
+]
 Thresholds = Annotated[
     str, typer.Option(help="To compare the dynamic threshold with; empty for none.")
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
 
@@ -67,21 +69,22 @@ def _behind(model: PreTrainedModel, prompts: Prompts, text: torch.Tensor) -> tor
 
 
 def learn_values(
-    draft: PreTrainedModel,
+    drafts: Sequence[PreTrainedModel],
     prompts: Prompts,
     text: torch.Tensor,
     method: Method,
     setting: Setting,
     rounds: int = 2,
 ) -> AcceptanceEstimate:
-    """Return values that a method learned from decoding ``prompts``.
+    """Return values that a method learned from decoding ``prompts`` with its ``drafts``.
 
     ``text`` is what follows them. The first round grows trees by the uncalibrated values, the next
     by what the first has learned: the nodes that are judged depend on the values.
     """
-    estimate = AcceptanceEstimate(draft.device)
+    device, config = drafts[0].device, drafts[0].config
+    estimate = AcceptanceEstimate(device)
     plan = method.plan(setting)
-    kind = temperature_class(torch.tensor([setting.temperature], device=draft.device))
+    kind = temperature_class(torch.tensor([setting.temperature], device=device))
 
     def observe(grown: Grown, accepted: Accepted) -> None:
         tree = grown.tree
@@ -92,21 +95,22 @@ def learn_values(
         classes = kind.expand(len(tree.counts))
         estimate.observe(grown.features, grown.kinds, judged, taken, classes)
 
-    pick = ChildPicker(plan, perturb_on(draft.device), estimate)
+    pick = ChildPicker(plan, perturb_on(device), estimate)
+    vocabulary = config.get_text_config().vocab_size
     tokens = text.shape[1] - setting.max_depth
     for _ in range(rounds):
-        lookups = look_ups(method, plan, draft, prompts, pick, setting.temperature, tokens)
-        source = draft if method.draft else None
+        lookups = look_ups(method, plan, vocabulary, prompts, pick, setting.temperature, tokens)
         simulate(
-            plan, pick, source, prompts, Replay(text), setting.temperature, tokens, observe, lookups
-        )
+            plan, pick, method.drafts_of(drafts), prompts, Replay(text), setting.temperature,
+            tokens, observe, lookups,
+        )  # fmt: skip
     return estimate
 
 
 def look_ups(
     method: Method,
     plan: TreePlan,
-    draft: PreTrainedModel,
+    vocabulary: int,
     prompts: Prompts,
     pick: ChildPicker,
     temperature: float,
@@ -116,5 +120,4 @@ def look_ups(
     if not plan.shape.grafts:
         return None
     longest = prompts.longest + tokens + 2 * plan.shape.max_depth + 2
-    vocabulary = draft.config.get_text_config().vocab_size
     return LookUps(prompts, longest, pick, plan.shape.grafts, vocabulary, temperature, method.ngram)

@@ -50,13 +50,14 @@ def main(words: Sequence[str]) -> None:
 def acceptance(
     target: Target = None,
     draft: Draft = None,
+    further_draft: arguments.FurtherDrafts = None,
     prompts: arguments.Prompts = 200,
     workload: arguments.Workload = "code",
     prompt_file: arguments.PromptFile = None,
     calibration: arguments.Calibration = 32,
     budgets: arguments.Budgets = "16,64,256,768",
     temperatures: arguments.Temperatures = "0,0.6,1",
-    methods: arguments.Methods = arguments.ALL_METHODS,
+    methods: arguments.Methods = None,
     thresholds: arguments.Thresholds = "0.03,0.01,0.003,0.001",
     tokens: arguments.Tokens = 64,
     max_depth: arguments.MaxDepth = 24,
@@ -75,6 +76,9 @@ def acceptance(
     repeats any draft foretells. An end of text does not end them.
     """
     both_or_neither(target, draft)
+    if draft is None and further_draft is None:
+        further_draft = [str(embedded.paths()["second_draft"])]
+    further = further_draft or []
     if quick:
         prompts, calibration, tokens, budgets, thresholds = 16, 8, 32, "16,64", ""
     console = Console(highlight=False)
@@ -90,18 +94,19 @@ def acceptance(
         trial = Trial(
             texts.part(slice(prompts)),
             texts.part(slice(prompts, None)),
-            _methods(methods),
+            _methods(methods, pools=bool(further)),
             _numbers("--budgets", budgets, int, 1, 1024),
             *(warm, tokens, max_depth, seed),
         )
         sweep = [fixed_threshold(t) for t in _numbers("--thresholds", thresholds, float, 1e-6, 1)]
         times = None if step_times is None else StepTimes.read(step_times)
-        pair = _pair(target, draft, torch.device(device), getattr(torch, dtype))
+        pair = _pair(target, draft, further, torch.device(device), getattr(torch, dtype))
         result = run(console, pair, trial, sweep, times)
     except (ValueError, OSError) as error:
         print(f"benchmarks.acceptance: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
     result["settings"] |= {"target": target or OWN, "draft": draft or OWN, "dtype": dtype}
+    result["settings"]["further_drafts"] = [OWN] if draft is None else further
     result["settings"]["workload"] = workload if prompt_file is None else prompt_file.name
     result["provenance"] = provenance()
     _show(console, result, output, plots)
@@ -171,18 +176,25 @@ def run(
     }
 
 
-def _pair(target: str | None, draft: str | None, device: torch.device, dtype: torch.dtype) -> Pair:
-    """Both models; the embedded ones where none are given."""
+def _pair(
+    target: str | None,
+    draft: str | None,
+    further: list[str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Pair:
+    """All models; the embedded target and draft where none are given."""
     if target is None or draft is None:
         target, draft = embedded.target_and_draft()
-    models = load(target, device, dtype), load(draft, device, dtype)
-    vocabularies = [model.config.get_text_config().vocab_size for model in models]
-    if vocabularies[0] != vocabularies[1]:
-        raise ValueError(
-            f"--target has a vocabulary of {vocabularies[0]} and --draft one of "
-            f"{vocabularies[1]}: they must be the same"
-        )
-    return Pair(*models, AutoTokenizer.from_pretrained(target))
+    model, *drafts = (load(path, device, dtype) for path in (target, draft, *further))
+    wanted, *sizes = (each.config.get_text_config().vocab_size for each in (model, *drafts))
+    for path, size in zip((draft, *further), sizes, strict=True):
+        if size != wanted:
+            raise ValueError(
+                f"--target has a vocabulary of {wanted} and draft {path} one of {size}: they must "
+                "be the same"
+            )
+    return Pair(model, drafts, AutoTokenizer.from_pretrained(target))
 
 
 def _texts(workload: str, file: Path | None, count: int) -> Texts:
@@ -205,11 +217,16 @@ def _texts(workload: str, file: Path | None, count: int) -> Texts:
     return Texts(texts[:count])
 
 
-def _methods(names: str) -> list[Method]:
-    chosen = [name.strip() for name in names.split(",")]
+def _methods(names: str | None, pools: bool) -> list[Method]:
+    """Return the methods of these names. ``pools``: there are drafts beside the first."""
+    possible = {name: each for name, each in METHODS.items() if pools or each.drafts != "all"}
+    chosen = [*possible] if names is None else [name.strip() for name in names.split(",")]
     unknown = [name for name in chosen if name not in METHODS]
     if unknown:
         raise ValueError(f"--methods {', '.join(unknown)}: must be of {', '.join(METHODS)}")
+    of_pools = [name for name in chosen if name not in possible]
+    if of_pools:
+        raise ValueError(f"--methods {', '.join(of_pools)} needs drafts: give --further-draft")
     return [METHODS[name] for name in chosen]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.acceptance.models import Decoder
+from benchmarks.acceptance.pooled import DraftDecoder
 from dyntree_kernels.contracts import DRAFT
 from dyntree_plugin.tree.children import Children, DraftRows
 from dyntree_plugin.tree.drafting import grow as grow_trees
@@ -72,14 +72,15 @@ class Grown:
 def grow(
     plan: TreePlan,
     pick: Pick,
-    draft: Decoder,
+    draft: DraftDecoder,
     logits: torch.Tensor,
     requests: Requests,
     trie: JudgedTrie | None = None,
 ) -> Grown:
     """Grow one step's trees below the last token of each context, by the engine's own loop.
 
-    ``logits`` [R, V]: the draft's after the contexts. The draft runs on those nodes alone whose
+    ``logits`` [R, V]: the draft's after the contexts; of several drafts that grow a tree each,
+    [R * drafts, V]. The draft runs on those nodes alone whose
     children may become part of the tree. ``trie``: candidates of another source.
     """
     stages = _Stages(plan, pick, draft, logits, requests, trie)
@@ -125,7 +126,7 @@ class _Stages:
         self,
         plan: TreePlan,
         pick: Pick,
-        draft: Decoder,
+        draft: DraftDecoder,
         logits: torch.Tensor,
         requests: Requests,
         trie: JudgedTrie | None,
@@ -139,12 +140,14 @@ class _Stages:
         self._logits = logits
         self._root = root
         self.children = _Adder(self._growth, pick, draft.lengths - 1, requests, trie)
-        self.forwards, self.expanded = torch.ones_like(root), torch.ones_like(root)
+        self.forwards = torch.ones_like(root)
+        self.expanded = torch.full_like(root, growing.roots)
         self.deepest = root
 
     def root(self) -> None:
-        every = torch.ones_like(self._root, dtype=torch.bool)[:, None]
-        self.children.add(self._logits, every, self._root)
+        roots = self._root[:, None].expand(-1, self.growing.roots)
+        every = torch.ones_like(roots, dtype=torch.bool)
+        self.children.add(self._logits, every, roots.flatten())
 
     def forward(self, number: int) -> bool:
         front = self._growth.frontier()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 LEARNING_BUDGET = 64
-_LEARNING = ("calibrated", "with_look_up", "look_up")
+_LEARNING = ("calibrated", "with_look_up", "pool", "pool_with_look_up", "look_up")
 _NODES_AT_ONCE = 50_000
 """Nodes of the trees of a batch of prompts, which take up to 2 GiB."""
 
@@ -39,11 +39,16 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pair:
-    """The models compared, and the tokenizer of both."""
+    """The models compared, and the tokenizer of all. Only pools have all of ``drafts``."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel
+    drafts: Sequence[PreTrainedModel]
     tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def draft(self) -> PreTrainedModel:
+        """The first draft."""
+        return self.drafts[0]
 
     def prompts(self, texts: list[str], seed: int) -> Prompts:
         """
@@ -189,7 +194,8 @@ class Laboratory:
                     yield budget, method
 
     def _setting(self, budget: int, temperature: float, lesson: Lesson) -> Setting:
-        return Setting(budget, temperature, min(self.trial.max_depth, budget), lesson.acceptance)
+        depth = min(self.trial.max_depth, budget)
+        return Setting(budget, temperature, depth, lesson.acceptance, len(self.pair.drafts))
 
     def _write(self, prompts: Prompts, given: list[str] | None, temperature: float) -> torch.Tensor:
         """Return what follows the prompts: what is ``given``, or what the target writes."""
@@ -211,7 +217,7 @@ class Laboratory:
             )
         for method in learning:
             setting = self._setting(LEARNING_BUDGET, temperature, lesson)
-            lesson.values[method.name] = learn_values(pair.draft, prompts, text, method, setting)
+            lesson.values[method.name] = learn_values(pair.drafts, prompts, text, method, setting)
         return lesson
 
     def _cell(self, text: torch.Tensor, lesson: Lesson, method: Method, setting: Setting) -> Cell:
@@ -224,17 +230,18 @@ class Laboratory:
         pick: Pick = picker
         if setting.greedy and method.greedy_draft != 1:
             pick = _at_temperature(pick, method.greedy_draft)
+        vocabulary = self.pair.draft.config.get_text_config().vocab_size
         size = max(16, _NODES_AT_ONCE // setting.budget)
         for start in range(0, len(self._prompts), size):
             rows = slice(start, start + size)
             prompts = self._prompts.part(rows)
             verifier = self._verifier(plan, prompts, text[rows], setting.temperature)
-            tokens, temperature, draft = self.trial.tokens, setting.temperature, self.pair.draft
-            lookups = look_ups(method, plan, draft, prompts, picker, temperature, tokens)
+            tokens, temperature = self.trial.tokens, setting.temperature
+            lookups = look_ups(method, plan, vocabulary, prompts, picker, temperature, tokens)
             counts += simulate(
                 plan,
                 pick,
-                draft if method.draft else None,
+                method.drafts_of(self.pair.drafts),
                 prompts,
                 verifier,
                 temperature,

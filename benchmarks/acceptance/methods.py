@@ -3,9 +3,9 @@ plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.growth.base import GrowthSpec
@@ -24,12 +24,13 @@ section 5)."""
 @dataclass(frozen=True)
 class Setting:
     """The conditions that a method is tried under. ``acceptance`` is Sequoia's P at this
-    temperature, measured on other prompts."""
+    temperature, measured on other prompts. ``drafts``: models that a pool has."""
 
     budget: int
     temperature: float
     max_depth: int
     acceptance: tuple[float, ...]
+    drafts: int = 1
 
     @property
     def greedy(self) -> bool:
@@ -37,6 +38,7 @@ class Setting:
 
 
 Options = Callable[[Setting], dict[str, Any]]
+Model = TypeVar("Model")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Method:
 
     ``ours`` marks what this project adds to the papers. ``greedy`` says whether temperature 0
     gives anything that another method does not. ``greedy_draft`` is the draft's temperature where
-    the target's is 0; elsewhere they are the same. ``draft``: whether the draft model is a source.
+    the target's is 0; elsewhere they are the same. ``drafts``: the models that are sources.
     ``ngram``: the shortest match of vLLM's own n-gram, whose chain is the tree; None for others.
     """
 
@@ -55,7 +57,7 @@ class Method:
     ours: bool = False
     greedy: bool = True
     greedy_draft: float = 1.0
-    draft: bool = True
+    drafts: Literal["none", "first", "all"] = "first"
     ngram: int | None = None
 
     def plan(self, setting: Setting) -> TreePlan:
@@ -70,8 +72,14 @@ class Method:
             "lookup": "off",
             "max_depth": setting.max_depth,
         }
+        if self.drafts == "all":
+            common["drafts"] = [f"draft {number}" for number in range(2, 1 + setting.drafts)]
         options = DynTreeOptions.parse(common | self.options(setting))
-        return options.resolve(setting.budget, draft=self.draft)
+        return options.resolve(setting.budget, draft=self.drafts != "none")
+
+    def drafts_of(self, models: Sequence[Model]) -> Sequence[Model]:
+        """Return those of the ``models`` that the method drafts with."""
+        return models[: {"none": 0, "first": 1, "all": len(models)}[self.drafts]]
 
 
 def _of_growth(spec: GrowthSpec, **more: Any) -> Options:
@@ -115,6 +123,13 @@ def _topk(coupling: str, calibration: str) -> Options:
 def _with_look_up(setting: Setting) -> dict[str, Any]:
     every = {"lookup": "on", "max_forwards": setting.max_depth}
     return _topk("on", "on")(setting) | every
+
+
+def _merged(setting: Setting) -> dict[str, Any]:
+    """Return options for SpecInfer's merge of finished trees, which share the budget equally."""
+    each = setting.budget // setting.drafts
+    k = scaled_expansion(each, setting.max_depth)
+    return {"growth": "expansion", "sampling": "best", "rule": "match", "expansion": k}
 
 
 def _of_look_up(calibration: str) -> Options:
@@ -172,13 +187,16 @@ _SERVED = (
     Method("coupled", "coupled", _topk("on", "off"), ours=True, greedy=False),
     Method("calibrated", "coupled, calibrated", _topk("on", "on"), ours=True),
     Method("with_look_up", "… with look-up", _with_look_up, ours=True),
-    Method("look_up", "look-up alone", _of_look_up("on"), ours=True, draft=False),
+    Method("pool", "coupled, calibrated, pool", _topk("on", "on"), ours=True, drafts="all"),
+    Method("pool_with_look_up", "… with look-up", _with_look_up, ours=True, drafts="all"),
+    Method("merged", "SpecInfer, merged pool", _merged, drafts="all"),
+    Method("look_up", "look-up alone", _of_look_up("on"), ours=True, drafts="none"),
     *(
         Method(
             f"ngram{least}",
             f"vLLM's n-gram from {least}",
             _of_look_up("off"),
-            draft=False,
+            drafts="none",
             ngram=least,
         )
         for least in (1, 2, 3)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow, of_trie
 from benchmarks.acceptance.looking_up import LookUps
 from benchmarks.acceptance.models import Decoder
+from benchmarks.acceptance.pooled import DraftDecoder, PooledDecoder
 from benchmarks.acceptance.texts import Prompts
 from benchmarks.acceptance.verifying import Verifier
 from dyntree_plugin.tree.plan import TreePlan
@@ -96,13 +97,13 @@ def _by_chance(chances: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
 
 
 class _Sources:
-    """The sources of candidates behind the texts of R requests: a draft, look-up, or both."""
+    """The sources of candidates behind the texts of R requests: drafts, look-up, or both."""
 
     def __init__(
         self,
         plan: TreePlan,
         pick: Pick,
-        draft: PreTrainedModel | None,
+        drafts: Sequence[PreTrainedModel],
         lookups: LookUps | None,
         prompts: Prompts,
         longest: int,
@@ -110,9 +111,14 @@ class _Sources:
         self._plan = plan
         self._pick = pick
         self._lookups = lookups
-        self._decoder: Decoder | None = None
-        if draft is not None:
-            self._decoder = Decoder(draft, len(prompts), longest)
+        self._drafts = len(drafts)
+        self._trees_apart = plan.growing.roots > 1
+        self._decoder: DraftDecoder | None = None
+        if len(drafts) == 1:
+            self._decoder = Decoder(drafts[0], len(prompts), longest)
+        elif drafts:
+            self._decoder = PooledDecoder(drafts, len(prompts), longest, self._trees_apart)
+        if self._decoder is not None:
             self._decoder.append(prompts.tokens, prompts.lengths)
 
     def keep(self, requests: torch.Tensor) -> None:
@@ -128,7 +134,11 @@ class _Sources:
             trie = self._lookups.tries()
         if self._decoder is not None:
             logits = self._decoder.append(fresh, sizes)
-            return grow(self._plan, self._pick, self._decoder, logits, requests, trie)
+            grown = grow(self._plan, self._pick, self._decoder, logits, requests, trie)
+            rows = 1 if self._trees_apart else self._drafts
+            return replace(
+                grown, forwards=self._drafts * grown.forwards, expanded=rows * grown.expanded
+            )
         if trie is None:
             raise ValueError("there is neither a draft nor look-up")
         return of_trie(self._plan, trie)
@@ -138,7 +148,7 @@ class _Sources:
 def simulate(
     plan: TreePlan,
     pick: Pick,
-    draft: PreTrainedModel | None,
+    drafts: Sequence[PreTrainedModel],
     prompts: Prompts,
     verifier: Verifier,
     temperature: float,
@@ -150,11 +160,12 @@ def simulate(
 
     A step's tokens all count, those beyond ``tokens`` too: cutting the last step short would
     favour short trees. ``observe`` sees every step of every request. ``lookups``: look-up in the
-    same prompts; without a ``draft`` it is the only source.
+    same prompts; without ``drafts`` it is the only source. Draft forwards and the nodes expanded
+    in them are counted for each draft.
     """
     depth = plan.shape.max_depth
     counts = Counts.none(depth)
-    sources = _Sources(plan, pick, draft, lookups, prompts, prompts.longest + tokens + depth + 1)
+    sources = _Sources(plan, pick, drafts, lookups, prompts, prompts.longest + tokens + depth + 1)
     fresh, sizes = verifier.first()[:, None], torch.ones_like(prompts.lengths)
     emitted, seeds = sizes, prompts.seeds
     while True:

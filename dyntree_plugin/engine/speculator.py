@@ -92,9 +92,11 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         plan = self.drafting.trees.plan
-        most_rows = max((*plan.growing.widths, plan.shape.max_depth + 1))
-        memory = RowMemory(self, most_rows, plan.growing.scratch_slots)
-        source = DraftModels(self, self.further, memory, self.drafting.ops.row_writer(memory))
+        growing = plan.growing
+        most_rows = max((*growing.widths, plan.shape.max_depth + 1))
+        memory = RowMemory(self, most_rows, growing.scratch_slots)
+        writer = self.drafting.ops.row_writer(memory)
+        source = DraftModels(self, self.further, memory, writer, trees_apart=growing.roots > 1)
         self.drafting.compose(source, memory.buffers, memory.stored_at)
 
     def rehearse(self, batch: InputBatch, most_logits: bool) -> None:

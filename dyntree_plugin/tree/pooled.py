@@ -1,4 +1,6 @@
-"""One law of several drafts: the mixture of theirs, all with the same weight.
+"""What a tree is grown from if there are several drafts: one law of all, or each one's own.
+
+By default it is the mixture of their distributions, all with the same weight.
 
 SpecInfer (arXiv 2305.09781, section 3.2) merges the finished trees of a pool of drafts. A mixture
 merges before growth: candidates are ranked by what all drafts say of them, so one budget goes to
@@ -25,3 +27,18 @@ def mixture(logits: Sequence[torch.Tensor]) -> torch.Tensor:
         return logits[0]
     laws = [each.float().log_softmax(dim=1) for each in logits]
     return reduce(torch.logaddexp, laws) - math.log(len(laws))
+
+
+def apart(logits: Sequence[torch.Tensor], requests: int) -> torch.Tensor:
+    """Return the logits [R * width, V] of S drafts that grow a tree each; see `GrowthPlan.roots`.
+
+    ``logits`` [R, V] are those after R roots, and the width is S. Or they are [R * width, V], of
+    rows in S equal parts for each request, and part s gets those of draft s.
+    """
+    drafts = len(logits)
+    each = [of_one.view(requests, -1, of_one.shape[1]) for of_one in logits]
+    width = each[0].shape[1]
+    if width > 1:
+        part = width // drafts
+        each = [of_one[:, s * part : (s + 1) * part] for s, of_one in enumerate(each)]
+    return torch.cat(each, dim=1).flatten(0, 1)

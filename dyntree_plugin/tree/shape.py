@@ -21,7 +21,7 @@ class TreeShape:
     per request. ``children``: candidates kept below each expanded node. ``coupling``: rank
     candidates at temperature > 0 with the target sampler's own noise. ``max_forwards``: most draft
     forwards per step, the root's included; 0 without a draft model, None for ``max_depth``.
-    ``grafts``: nodes that look-up may propose, 0 for none.
+    ``grafts``: nodes that look-up may propose, 0 for none. ``drafts``: draft models.
     """
 
     node_budget: int
@@ -31,9 +31,10 @@ class TreeShape:
     coupling: bool = True
     max_forwards: int | None = None
     grafts: int = 0
+    drafts: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("node_budget", "max_depth", "width", "children"):
+        for name in ("node_budget", "max_depth", "width", "children", "drafts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TreeShape.{name}={getattr(self, name)} must be at least 1")
         least = 0 if self.grafts else 1

@@ -21,8 +21,8 @@ PLAIN = "plain"
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Return a function that gives an engine's results by run name.
 
-    The engine is one of `workload.ENGINES`, `workload.LOOK_UP` or `workload.DRAWN`, or `PLAIN`, the
-    one without trees.
+    The engine is one of `workload.ENGINES`, `workload.LOOK_UP`, `workload.POOLS` or
+    `workload.DRAWN`, or `PLAIN`, the one without trees.
     """
     jobs = {
         PLAIN: (
@@ -31,6 +31,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         ),
         **workload.ENGINES,
         **workload.LOOK_UP,
+        **workload.POOLS,
         **workload.DRAWN,
     }
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
@@ -73,7 +74,7 @@ def differing(served: Served, plain: Outputs) -> Callable[[str, str], str]:
     """
 
     def differences(engine: str, name: str) -> str:
-        run = (workload.ENGINES | workload.LOOK_UP)[engine][1][name]
+        run = (workload.ENGINES | workload.LOOK_UP | workload.POOLS)[engine][1][name]
         found = mismatches(run, served(engine)[name], plain)
         return explain(found) if found else ""
 

@@ -301,6 +301,31 @@ LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }
 """Engines without a draft model. Look-up beside a draft is in every engine that allows it."""
 
+_POOL = {"drafts": [str(pair.paths()["second_draft"])]}
+
+POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
+    "pool": (
+        tree(**_POOL),
+        {
+            "acceptance": ACCEPTANCE,
+            "sample": SAMPLE,
+            "captured": TREE_RUNS["captured"],
+            "broken_draft": TREE_RUNS["broken_draft"],
+            "wrong_child": FIXED_RUNS["wrong_child"],
+        },
+    ),
+    "merged": (
+        tree(growth="expansion", expansion=[2, 2, 1], sampling="best", nodes=20, **_POOL),
+        {
+            "acceptance": ACCEPTANCE,
+            "sample": SAMPLE,
+            "captured": TREE_RUNS["captured"],
+            "wrong_child": FIXED_RUNS["wrong_child"],
+        },
+    ),
+}
+"""Engines of two drafts: one law of both, and SpecInfer's merge of both trees."""
+
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
     "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
@@ -314,7 +339,8 @@ PLAIN_RUN = Run(
     list(
         {
             request.key: request
-            for _, runs in (*ENGINES.values(), *LOOK_UP.values(), *DRAWN.values())
+            for engines in (ENGINES, LOOK_UP, POOLS, DRAWN)
+            for _, runs in engines.values()
             for run in runs.values()
             if run is not BROKEN_TARGET
             for request in run.requests

@@ -29,10 +29,10 @@ TOKENS = 20
 DEPTH = 6
 
 
-def counts_of(method: str, temperature: float, noise: float, budget: int = 16) -> Counts:
-    """Return the counts of a cell whose draft is the target with ``noise`` in its weights."""
+def counts_of(method: str, temperature: float, *noises: float, budget: int = 16) -> Counts:
+    """Return the counts of a cell whose drafts are the target with so much noise in its weights."""
     prompts = some_prompts(5, 3, 8, 4)
-    setting = Setting(budget, temperature, DEPTH, (0.6, 0.2, 0.1))
+    setting = Setting(budget, temperature, DEPTH, (0.6, 0.2, 0.1), len(noises))
     plan = METHODS[method].plan(setting)
     pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
     text = write(in_rows(), prompts, temperature, TOKENS + DEPTH + 1)
@@ -41,7 +41,8 @@ def counts_of(method: str, temperature: float, noise: float, budget: int = 16) -
         if plan.rule == "match"
         else Walk(in_rows(), prompts, DRAWN_RULES[plan.rule], temperature, 60)
     )
-    return simulate(plan, pick, in_rows(noise), prompts, verifier, temperature, TOKENS)
+    drafts = [in_rows(noise) for noise in noises]
+    return simulate(plan, pick, drafts, prompts, verifier, temperature, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -50,22 +51,22 @@ def counts_of(method: str, temperature: float, noise: float, budget: int = 16) -
 def test_a_draft_that_is_the_target_is_accepted_down_to_the_last_node(
     method: str, temperature: float
 ) -> None:
-    counts = counts_of(method, temperature, noise=0.0)
+    counts = counts_of(method, temperature, 0.0)
     reached = counts.lengths.nonzero().max()
     assert counts.lengths[reached] == counts.steps, "every step must go equally deep"
     assert counts.tokens == counts.steps * (int(reached) + 1)
     assert counts.lengths[-1] == counts.steps or method == "sequoia"
-    far = counts_of(method, temperature, noise=3.0)
+    far = counts_of(method, temperature, 3.0)
     assert far.tokens / far.steps < 0.7 * counts.tokens / counts.steps
 
 
 def test_coupling_finds_the_draw_that_a_draft_alone_cannot_foretell() -> None:
-    coupled, alone = (counts_of(method, 1.0, noise=0.1) for method in ("coupled", "topk"))
+    coupled, alone = (counts_of(method, 1.0, 0.1) for method in ("coupled", "topk"))
     assert coupled.tokens / coupled.steps > 1.3 * alone.tokens / alone.steps
 
 
 def test_what_is_counted_adds_up() -> None:
-    counts = counts_of("calibrated", 1.0, noise=0.2)
+    counts = counts_of("calibrated", 1.0, 0.2)
     depths = torch.arange(DEPTH + 1)
     assert counts.tokens == int((counts.lengths * (depths + 1)).sum())
     assert counts.steps == int(counts.lengths.sum())
@@ -76,7 +77,7 @@ def test_what_is_counted_adds_up() -> None:
     assert accepted < judged < counts.nodes
     assert counts.steps <= counts.forwards <= DEPTH * counts.steps
     assert counts.tokens >= 4 * (TOKENS - 1)
-    both = counts_of("calibrated", 1.0, noise=0.2)
+    both = counts_of("calibrated", 1.0, 0.2)
     both += counts
     assert both.tokens == 2 * counts.tokens
     assert torch.equal(both.edges, 2 * counts.edges)
@@ -144,7 +145,7 @@ def test_positional_acceptance_foretells_how_often_the_first_child_is_accepted()
     plan = METHODS["chain"].plan(Setting(1, 0.8, 1, ()))
     pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
     walk = Walk(in_rows(), prompts, DRAWN_RULES["without_replacement"], 0.8, 80)
-    counts = simulate(plan, pick, in_rows(0.3), prompts, walk, 0.8, 60)
+    counts = simulate(plan, pick, [in_rows(0.3)], prompts, walk, 0.8, 60)
     assert int(counts.lengths[1]) / counts.steps == pytest.approx(foretold, abs=0.06)
     assert 0.2 < foretold < 0.9
 
@@ -153,7 +154,7 @@ def test_values_are_learned_from_what_was_accepted() -> None:
     prompts, setting = some_prompts(5, 3, 8, 4), Setting(16, 1.0, DEPTH, ())
     text = write(in_rows(), prompts, 1.0, TOKENS + DEPTH + 1)
     sure, unsure = (
-        learn_values(in_rows(noise), prompts, text, METHODS["calibrated"], setting, rounds=1)
+        learn_values([in_rows(noise)], prompts, text, METHODS["calibrated"], setting, rounds=1)
         for noise in (0.0, 3.0)
     )
     even = torch.zeros(1, 1, 2)
@@ -161,6 +162,30 @@ def test_values_are_learned_from_what_was_accepted() -> None:
     untaught = AcceptanceEstimate("cpu")
     assert float(unsure.log_chance(even, kind)) < float(untaught.log_chance(even, kind))
     assert float(sure.log_chance(even, kind)) > float(unsure.log_chance(even, kind))
+
+
+@pytest.mark.parametrize("method", ["pool", "pool_with_look_up", "merged"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_pool_is_nearly_as_good_as_its_best_draft(method: str, temperature: float) -> None:
+    """A pool of one draft that is right and one that is not, against each of them twice."""
+    right, mixed, wrong = (
+        counts_of(method, temperature, *noises) for noises in ((0.0, 0.0), (0.0, 9.0), (9.0, 9.0))
+    )
+    per_step = [counts.tokens / counts.steps for counts in (right, mixed, wrong)]
+    assert per_step == sorted(per_step, reverse=True)
+    assert per_step[1] > 1.5 * per_step[2]
+
+
+def test_every_draft_of_a_pool_is_counted() -> None:
+    """Drafts that agree grow the tree of one; apart, each runs on its own nodes alone."""
+    one, mixed = (counts_of(*each) for each in (("topk", 0.0, 0.2), ("pool", 0.0, 0.2, 0.2)))
+    assert mixed.forwards / mixed.steps == 2 * one.forwards / one.steps
+    assert mixed.expanded / mixed.steps == 2 * one.expanded / one.steps
+    apart = counts_of("merged", 0.0, 0.2, 0.2)
+    single = counts_of("expansion", 0.0, 0.2, budget=8)
+    assert apart.tokens == single.tokens
+    assert apart.nodes == single.nodes
+    assert (apart.forwards, apart.expanded) == (2 * single.forwards, 2 * single.expanded)
 
 
 def test_a_step_behind_the_text_accepts_nothing() -> None:

@@ -91,7 +91,7 @@ def demo(
 def _compared(console: Console, settings: Settings, *, verbose: bool) -> Comparison:
     """Run both engines, and show the progress."""
     console.print(_heading(settings))
-    for model in (settings.target, settings.draft):
+    for model in (settings.target, settings.draft, *settings.options.get("drafts", ())):
         fetch(model)
     with (
         nullcontext(sys.stdout) if verbose else quiet() as screen,

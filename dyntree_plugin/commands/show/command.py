@@ -122,7 +122,7 @@ def _recorded(
     if target is None or draft is None:
         target, draft = pair.target_and_draft()
     prompts = pair.held_out_prompts(1) if prompt is None else [prompt]
-    for model in (target, draft):
+    for model in (target, draft, *asked.get("drafts", ())):
         fetch(model)
     # Standard output is for the trees.
     with (

@@ -14,7 +14,7 @@ from dyntree_plugin.engine.step.catch_up import CatchUpPlan, prompt_rows
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
-from dyntree_plugin.tree.pooled import mixture
+from dyntree_plugin.tree.pooled import apart, mixture
 
 
 class LoadedModel(Protocol):
@@ -92,8 +92,12 @@ class DraftModels:
         further: Sequence[LoadedModel],
         memory: RowMemory,
         writer: RowWriter,
+        *,
+        trees_apart: bool = False,
     ) -> None:
-        """``speculator``: vLLM's, with the first model. ``further``: models beside it."""
+        """``speculator``: vLLM's, with the first model. ``further``: models beside it.
+        ``trees_apart``: each model grows a tree of its own; see `GrowthPlan.roots`."""
+        self._trees_apart = trees_apart
         self._speculator = speculator
         self._memory = memory
         self._writer = writer
@@ -130,8 +134,11 @@ class DraftModels:
         self._writer.begin(growth, requests, chained)
 
     def root_logits(self, requests: int) -> torch.Tensor:
-        """Return the logits after the roots, [R, V]; those of several models are mixed."""
-        return mixture([model.root_logits(requests) for model in self.models])
+        """Return the logits after the roots, [R, V]; those of several models are mixed.
+
+        Models whose trees are apart give [R * models, V].
+        """
+        return self._pooled([model.root_logits(requests) for model in self.models], requests)
 
     def rows(self, requests: int, width: int) -> TreeRows:
         """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
@@ -140,6 +147,9 @@ class DraftModels:
             self._rows[shape] = self._memory.tree_rows(requests, width, self._memory.scratch)
         return self._rows[shape]
 
-    def forward(self, rows: TreeRows) -> torch.Tensor:
+    def forward(self, rows: TreeRows, requests: int) -> torch.Tensor:
         """Run the models over filled rows; return the logits of all of them, [R * width, V]."""
-        return mixture([model.logits(rows) for model in self.models])
+        return self._pooled([model.logits(rows) for model in self.models], requests)
+
+    def _pooled(self, logits: list[torch.Tensor], requests: int) -> torch.Tensor:
+        return apart(logits, requests) if self._trees_apart else mixture(logits)

@@ -42,13 +42,13 @@ class NodeSource(Protocol):
         ...
 
     def root_logits(self, requests: int) -> torch.Tensor:
-        """Return the logits after the roots, [R, V]."""
+        """Return the logits after the roots: [R, V], or [R * D, V] of D trees apart."""
         ...
 
     def rows(self, requests: int, width: int) -> TreeRows:
         """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
         ...
 
-    def forward(self, rows: TreeRows) -> torch.Tensor:
+    def forward(self, rows: TreeRows, requests: int) -> torch.Tensor:
         """Run the models over filled rows; return the logits of all of them, [R * width, V]."""
         ...

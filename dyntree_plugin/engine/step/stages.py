@@ -96,7 +96,7 @@ class DraftStages:
         rows = self._draft.rows(len(requests.packed), self.widths[number])
         if self._growth.expand(rows.ancestor_bits) == 0 or not self._pays(self._growth):
             return False
-        self._growth.pick(self._draft.forward(rows))
+        self._growth.pick(self._draft.forward(rows, len(requests.packed)))
         return True
 
     def finish(self, requests: Requests, forwards: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth.base import Frontier, Growth
 from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.judged import Asked, JudgedTrie
+from dyntree_plugin.tree.token_tree import NO_VALUE
 
 
 class TensorGrowth:
@@ -46,7 +47,7 @@ class TensorGrowth:
         of_requests = (temperatures, classes, seeds, chained)
         self._of_rows = {
             width: tuple(each.repeat_interleave(width) for each in of_requests)
-            for width in {1, *self._growing.widths}
+            for width in {self._growing.roots, *self._growing.widths}
         }
         on_host = roots.device.type == "cpu"
         self._greedy = on_host and not bool(temperatures.any())  # sync: host memory on the CPU
@@ -55,7 +56,7 @@ class TensorGrowth:
         self._growth: Growth = self._growing.start(len(roots), self._last_position - roots)
         self._features: list[torch.Tensor] = []
         self._forward = 0
-        self._positions, self._first = roots[:, None], 0
+        self._positions, self._first = roots[:, None].expand(-1, self._growing.roots), 0
         self._frontier: Frontier | None = None
 
     def graft(self, trie: Trie) -> None:
@@ -85,6 +86,8 @@ class TensorGrowth:
             columns.repeat(num_reqs),
         )  # fmt: skip
         found = self._pick(logits, rows, self._greedy, self._asked()).by_request(num_reqs)
+        if self._forward == 0 and width > 1:  # of several trees, a chain keeps the first
+            found.log_probs[:, 1:].masked_fill_(chained.view(num_reqs, width, 1)[:, 1:], NO_VALUE)
         if found.features is not None:
             self._features.append(found.features.flatten(1, 2))
         if self._judged is None:
@@ -109,7 +112,7 @@ class TensorGrowth:
         frontier = self._frontier = self._growth.frontier()
         end, width = self._ends[self._forward], self._growing.widths[self._forward]
         self._forward += 1
-        self._first = 1 + end - width
+        self._first = self._growing.roots + end - width
         deep = self._roots[:, None] + frontier.depths
         self._positions = deep.clamp(max=self._last_position)
         num_reqs = len(self._roots)

@@ -51,7 +51,8 @@ class Growth(Protocol):
         log_probs: torch.Tensor,
         distributions: torch.Tensor | None = None,
     ) -> None:
-        """Add the children of the last frontier; the first call adds the root's (width 1).
+        """Add the children of the last frontier; the first call adds the root's (width 1, or
+        `GrowthPlan.roots`).
 
         ``tokens`` int64 and ``log_probs`` float32 are [R, width, children]. A log probability of
         ``-inf`` means that there is no such child. A growth that draws gets its children in the
@@ -85,13 +86,16 @@ class GrowthPlan:
     """A growth for one engine, with everything that is known before any token.
 
     ``start`` begins a step's growth. It takes the number of requests and ``columns`` int64 [R],
-    the number of scratch columns that each request has room for.
+    the number of scratch columns that each request has room for. With several ``roots``, one
+    for each draft, the first call of `Growth.add` has that width, and every frontier is in as many
+    equal parts, each for the logits of one draft.
     """
 
     sampling: Sampling
     children: int
     widths: tuple[int, ...]
     start: Callable[[int, torch.Tensor], Growth]
+    roots: int = 1
 
     @property
     def scratch_slots(self) -> int:

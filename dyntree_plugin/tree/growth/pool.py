@@ -13,7 +13,8 @@ from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 class CandidatePool:
     """K candidate children below the root and below every expanded node of R requests.
 
-    Expansion 0 is the root's, and expansion 1 + c that of the node in scratch column c. The first
+    Expansion 0 is the root's, and expansion 1 + c that of the node in scratch column c. With
+    several ``roots`` that many expansions are the root's, and those of nodes follow. The first
     T candidates are the nodes of a trie, if one was grafted, and candidate ``T + e * K + k`` is the
     k-th child of expansion e. So candidates stand behind their parents. ``values`` float32
     [R, candidates] are the logs of their paths' estimated acceptance.
@@ -26,10 +27,13 @@ class CandidatePool:
         widths: tuple[int, ...],
         columns: torch.Tensor,
         max_depth: int | None = None,
+        roots: int = 1,
     ) -> None:
         """``columns`` int64 [R] is the number of scratch columns that each request has room for.
-        ``max_depth``: depth of the deepest candidate; by default what the forwards reach."""
+        ``max_depth``: depth of the deepest candidate; by default what the forwards reach.
+        ``roots``: how many times the root is expanded."""
         device = columns.device
+        self._roots = roots
         self.children = children
         self._widths = widths
         self.max_depth = len(widths) + 1 if max_depth is None else max_depth
@@ -38,23 +42,23 @@ class CandidatePool:
         self._has_room = self._scratch_columns < columns[:, None]
         self._own_bits = _own_bits(self._scratch_columns)
 
-        self._capacity = children * (1 + scratch)
+        self._capacity = children * (roots + scratch)
         self.values = torch.full((num_requests, self._capacity), NO_VALUE, device=device)
         self.tokens = torch.zeros_like(self.values, dtype=torch.int64)
         self._distributions: torch.Tensor | None = None
         # For every expansion: the candidate that it expands (the root: one behind the last), its
         # depth, its value if it could be expanded, and its ancestors.
         self._nodes = torch.full(
-            (num_requests, 1 + scratch), self._capacity, dtype=torch.int64, device=device
+            (num_requests, roots + scratch), self._capacity, dtype=torch.int64, device=device
         )
         self._depths = torch.zeros_like(self._nodes)
-        self.bases = torch.zeros(num_requests, 1 + scratch, device=device)
+        self.bases = torch.zeros(num_requests, roots + scratch, device=device)
         self._bits = torch.zeros(
-            num_requests, 1 + scratch, self._own_bits.shape[1], dtype=torch.int32, device=device
+            num_requests, roots + scratch, self._own_bits.shape[1], dtype=torch.int32, device=device
         )
         self._forward = 0
         self._added = 0
-        self._expanded = 1
+        self._expanded = roots
         self._grafts: Grafts | None = None
         self._drafted = 0  # the draft's first candidate
 
@@ -136,7 +140,7 @@ class CandidatePool:
         trie's node stands behind its parent, or the parent has been expanded before.
         """
         now = slice(self._expanded, self._expanded + nodes.shape[1])
-        columns = slice(now.start - 1, now.stop - 1)
+        columns = slice(now.start - self._roots, now.stop - self._roots)
         self._expanded = now.stop
         self._forward += 1
         valid = worthwhile & self._has_room[:, columns]

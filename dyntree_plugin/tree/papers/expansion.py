@@ -3,6 +3,8 @@ depth i - 1 has ki children. The paper evaluates ⟨1, 1, 3, 1, 1, 1, 1, 1⟩.
 
 Its multi-step verification asks for children that are drawn independently. Draws that coincide are
 one node, so a tree may have fewer nodes than the configuration has places.
+
+With a pool of drafts each grows a tree of its best tokens, and the trees are merged (section 3.2).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def plan(shape: TreeShape, sampling: Sampling, expansion: tuple[int, ...] | None
 
     Raises:
         ValueError: without a configuration, or if it is none, or exceeds ``node_budget`` or
-            ``max_depth``.
+            ``max_depth``; or if several drafts are to draw their children.
     """
     k = expansion
     if k is None:
@@ -32,12 +34,20 @@ def plan(shape: TreeShape, sampling: Sampling, expansion: tuple[int, ...] | None
         raise ValueError(
             f"expansion={k} has depth {len(k)}: it must be at most max_depth={shape.max_depth}"
         )
-    nodes = sum(accumulate(k, mul))
-    if nodes > shape.node_budget:
+    drafts = shape.drafts
+    if drafts > 1 and sampling != "best":
         raise ValueError(
-            f"expansion={k} has {nodes} nodes: they must be at most node_budget={shape.node_budget}"
+            f"sampling={sampling} is for one draft: with drafts, growth=expansion merges finished "
+            "trees, and a rule needs the law of every draw. Use sampling=best"
         )
-    return static_plan(static_tree(k), shape.node_budget, sampling)
+    nodes = sum(accumulate(k, mul))
+    if drafts * nodes > shape.node_budget:
+        of_all = f" for each of {drafts} drafts, {drafts * nodes} in all" if drafts > 1 else ""
+        raise ValueError(
+            f"expansion={k} has {nodes} nodes{of_all}: they must be at most "
+            f"node_budget={shape.node_budget}"
+        )
+    return static_plan(static_tree(k), shape.node_budget, sampling, drafts)
 
 
 def static_tree(k: Sequence[int]) -> StaticTree:

@@ -11,6 +11,7 @@ import torch
 
 from dyntree_plugin.tree.growth.base import Frontier, GrowthPlan
 from dyntree_plugin.tree.growth.pool import CandidatePool
+from dyntree_plugin.tree.papers.merge import merged
 from dyntree_plugin.tree.shape import Sampling
 from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 
@@ -77,10 +78,18 @@ class StaticTree:
         return 1 + max(self.ranks)
 
 
-def static_plan(tree: StaticTree, node_budget: int, sampling: Sampling) -> GrowthPlan:
-    """Return the plan that grows ``tree``, which has at most ``node_budget`` nodes."""
-    start = partial(StaticGrowth, tree=tree, node_budget=node_budget, sampling=sampling)
-    return GrowthPlan(sampling, tree.most_children, tree.widths, start)
+def static_plan(
+    tree: StaticTree, node_budget: int, sampling: Sampling, drafts: int = 1
+) -> GrowthPlan:
+    """Return the plan that grows ``tree`` from each of ``drafts`` drafts, and merges the trees.
+
+    All of them together have at most ``node_budget`` nodes.
+    """
+    start = partial(
+        StaticGrowth, tree=tree, node_budget=node_budget, sampling=sampling, drafts=drafts
+    )
+    widths = tuple(drafts * width for width in tree.widths)
+    return GrowthPlan(sampling, tree.most_children, widths, start, roots=drafts)
 
 
 class StaticGrowth:
@@ -88,6 +97,10 @@ class StaticGrowth:
 
     Nodes stand layer by layer. A request lacks a node, with all below it, if it has no token for
     it: nothing was left to draw, there was no room, or the draw repeated a sibling's.
+
+    Several drafts grow a tree each. A frontier holds the nodes of the first draft's tree, then
+    those of the second's, and so on; each needs the logits of its own draft. Nodes of equal paths
+    become one at the end.
     """
 
     def __init__(
@@ -98,25 +111,33 @@ class StaticGrowth:
         tree: StaticTree,
         node_budget: int,
         sampling: Sampling,
+        drafts: int = 1,
     ) -> None:
         """Start without candidates.
 
         ``columns`` int64 [R] is the number of scratch columns that each request has room for.
+        ``drafts``: trees of each request.
+
+        Raises:
+            ValueError: if several drafts are to draw their children.
         """
+        if drafts > 1 and sampling != "best":
+            raise ValueError("merged trees have no law that their children were drawn from")
         self.sampling = sampling
         self.children = tree.most_children
-        self.widths = tree.widths
+        self.widths = tuple(drafts * width for width in tree.widths)
         self._node_budget = node_budget
+        self._drafts = drafts
         # What tracing makes of tensors without values must not be kept for later steps.
         traced = type(columns) is not torch.Tensor
         layout = _layout.__wrapped__ if traced else _layout
-        self._layout = layout(tree, columns.device)
-        self._pool = CandidatePool(num_requests, self.children, self.widths, columns)
+        self._layout = layout(tree, drafts, columns.device)
+        self._pool = CandidatePool(num_requests, self.children, self.widths, columns, roots=drafts)
         self._forward = 0
         self._named: torch.Tensor | None = None
         self._own = torch.arange(self.children, device=columns.device)
         if sampling == "with_replacement":
-            self._named = self._own.repeat(num_requests, 1 + sum(self.widths), 1)
+            self._named = self._own.repeat(num_requests, drafts + sum(self.widths), 1)
 
     def add(
         self,
@@ -143,11 +164,12 @@ class StaticGrowth:
         return self._pool.expand(nodes, self._pool.values.gather(1, nodes) > NO_VALUE)
 
     def finish(self) -> TokenTree:
-        """Keep every node that has a token."""
+        """Keep every node that has a token, and merge the trees of several drafts."""
         values = self._pool.values
         exists = self._layout.wanted.flatten() & (values > NO_VALUE)
         ranks = torch.where(exists, 0.0, NO_VALUE)
-        return self._pool.tree(ranks, self._node_budget, self._named)
+        tree = self._pool.tree(ranks, self._node_budget, self._named)
+        return tree if self._drafts == 1 else merged(tree, 1 + len(self.widths))
 
 
 class _Layout(NamedTuple):
@@ -159,21 +181,24 @@ class _Layout(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _layout(tree: StaticTree, device: torch.device) -> _Layout:
-    expansions = {-1: 0}
+def _layout(tree: StaticTree, drafts: int, device: torch.device) -> _Layout:
+    expansions = {(draft, -1): draft for draft in range(drafts)}
     for layer in tree.layers:
-        for node in layer:
-            expansions[node] = len(expansions)
-    candidates = [
-        expansions[parent] * tree.most_children + rank
-        for parent, rank in zip(tree.parents, tree.ranks, strict=True)
-    ]
+        for draft in range(drafts):
+            for node in layer:
+                expansions[draft, node] = len(expansions)
+    candidates = {
+        (draft, node): expansions[draft, parent] * tree.most_children + rank
+        for draft in range(drafts)
+        for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True))
+    }
     wanted = torch.zeros(len(expansions) * tree.most_children, dtype=torch.bool)
-    wanted[candidates] = True
+    wanted[list(candidates.values())] = True
+    frontiers = [
+        [candidates[draft, node] for draft in range(drafts) for node in layer]
+        for layer in tree.layers
+    ]
     return _Layout(
         wanted.view(-1, tree.most_children).to(device),
-        tuple(
-            torch.tensor([candidates[node] for node in layer], device=device)
-            for layer in tree.layers
-        ),
+        tuple(torch.tensor(frontier, device=device) for frontier in frontiers),
     )

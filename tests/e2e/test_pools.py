@@ -1,0 +1,49 @@
+"""Several drafts never change the output, whether mixed or with a tree each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import workload
+from comparison import Outputs, accepted_per_step, mismatches
+from engine_process import Result
+
+pytestmark = pytest.mark.e2e
+
+Served = Callable[[str], Mapping[str, Result]]
+
+RUNS = [
+    (engine, name)
+    for engine, (_, runs) in workload.POOLS.items()
+    for name in runs
+    if name != "wrong_child"
+]
+
+
+@pytest.mark.parametrize(("engine", "name"), RUNS)
+def test_the_tokens_are_those_without_trees(
+    engine: str, name: str, differing: Callable[[str, str], str]
+) -> None:
+    assert not (difference := differing(engine, name)), difference
+
+
+@pytest.mark.parametrize("engine", workload.POOLS)
+def test_a_broken_mechanism_changes_tokens(engine: str, served: Served, plain: Outputs) -> None:
+    run = workload.POOLS[engine][1]["wrong_child"]
+    found = mismatches(run, served(engine)["wrong_child"], plain)
+    assert any(output.tokens != without.tokens for _, output, without in found)
+
+
+def test_what_several_drafts_propose_is_accepted(
+    served: Served, tell: Callable[[str], None]
+) -> None:
+    pool, merged, one = (
+        accepted_per_step(served(engine)["acceptance"]) for engine in ("pool", "merged", "fixed")
+    )
+    tell(
+        f"accepted nodes per step at temperature 1: one draft and look-up {one:.2f}, two drafts "
+        f"and look-up {pool:.2f} (16 nodes), SpecInfer's merge {merged:.2f} (20 nodes)"
+    )
+    assert pool > 0.95 * one
+    assert merged > 1

@@ -1,0 +1,161 @@
+"""SpecInfer's merge: each draft of a pool grows a tree, and equal paths become one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from growing import grow, log_probs_after, paths_at, paths_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference.growths import Path
+
+from dyntree_kernels.contracts import RowBuffers
+from dyntree_kernels.cpu.gumbel import perturbed_logits
+from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.tree.children import ChildPicker, top_children
+from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
+from dyntree_plugin.tree.papers import static
+from dyntree_plugin.tree.papers.merge import merged
+from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.pooled import apart
+from dyntree_plugin.tree.registry import plan_growth
+from dyntree_plugin.tree.shape import TreeShape
+from dyntree_plugin.tree.token_tree import Draws, TokenTree
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class
+
+configurations = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
+pools = st.lists(st.tuples(*[st.integers(0, 10_000)] * 3), min_size=1, max_size=3)
+
+
+def plan_of(k: tuple[int, ...], drafts: int) -> GrowthPlan:
+    shape = TreeShape(node_budget=39 * drafts, max_depth=6, width=4, children=4, drafts=drafts)
+    return plan_growth(GrowthConfig("expansion", k, "best"), shape)
+
+
+def grow_of_pools(
+    plan: GrowthPlan, seeds: list[tuple[int, ...]], room: int | None = None
+) -> TokenTree:
+    """Grow one tree per pool of drafts, of which each is given by its seed."""
+    columns = plan.scratch_slots if room is None else room
+    growth = plan.start(len(seeds), torch.full((len(seeds),), columns))
+    known: list[list[Path]] = [[] for _ in seeds]
+    paths: list[list[Path]] = [[()] * plan.roots for _ in seeds]
+    for width in (*plan.widths, None):
+        log_probs = torch.stack([
+            log_probs_after(pool[at * len(pool) // len(row)], path)
+            for pool, row in zip(seeds, paths, strict=True)
+            for at, path in enumerate(row)
+        ]).float()  # fmt: skip
+        found = top_children(log_probs, plan.children)
+        growth.add(*(each.view(len(seeds), -1, plan.children) for each in found))
+        if width is not None:
+            frontier = growth.frontier()
+            paths = [paths_at(frontier, row, known[row]) for row in range(len(seeds))]
+    return growth.finish()
+
+
+@settings(max_examples=60, deadline=None)
+@given(configurations, pools, st.integers(2, 3))
+def test_a_merged_tree_has_the_paths_of_all_its_drafts_trees(
+    k: tuple[int, ...], seeds: list[tuple[int, ...]], drafts: int
+) -> None:
+    seeds = [pool[:drafts] for pool in seeds]
+    tree = grow_of_pools(plan_of(k, drafts), seeds)
+    tree.check()
+    for row, pool in enumerate(seeds):
+        alone = grow(plan_of(k, 1), list(pool))
+        expected = {path for draft in range(drafts) for path in paths_of(alone, draft)}
+        found = paths_of(tree, row)
+        assert len(found) == len({*found})
+        assert {*found} == expected
+
+
+def test_drafts_that_agree_make_the_tree_of_one() -> None:
+    k = (2, 1, 2)
+    one, three = grow(plan_of(k, 1), [5]), grow_of_pools(plan_of(k, 3), [(5, 5, 5)])
+    assert paths_of(three, 0) == paths_of(one, 0)
+    torch.testing.assert_close(three.values[0, :10], one.values[0, :10].float())
+
+
+def test_unmerged_trees_are_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the tests above."""
+    monkeypatch.setattr(static, "merged", lambda tree, levels: tree)
+    with pytest.raises(ValueError, match="two children of -1 carry one token"):
+        grow_of_pools(plan_of((2, 1), 2), [(5, 5)]).check()
+
+
+def test_a_merged_node_has_the_value_of_the_draft_that_is_surest() -> None:
+    one, other, both = (
+        grow_of_pools(plan_of((7, 1), len(pool)), [pool]) for pool in ((1,), (2,), (1, 2))
+    )
+    of_one, of_other, of_both = (
+        dict(zip(paths_of(tree, 0), tree.values[0].tolist(), strict=False))
+        for tree in (one, other, both)
+    )
+    shared = {path for path in of_both if len(path) == 1 and path in of_one and path in of_other}
+    assert len(shared) > 1
+    for path in shared:
+        assert of_both[path] == pytest.approx(max(of_one[path], of_other[path]))
+
+
+def test_a_request_without_room_has_the_roots_children_of_every_draft() -> None:
+    seeds = (3, 4)
+    tree = grow_of_pools(plan_of((2, 2), 2), [seeds], room=0)
+    tree.check()
+    best = {int(token) for seed in seeds for token in log_probs_after(seed, ()).topk(2).indices}
+    assert {*paths_of(tree, 0)} == {(token,) for token in best}
+
+
+def test_trees_that_were_drawn_are_not_merged() -> None:
+    tree = grow(plan_of((2,), 1), [1])
+    draws = Draws(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="drawn trees cannot be merged"):
+        merged(replace(tree, draws=draws), 1)
+    shape = TreeShape(node_budget=8, max_depth=2, width=1, children=2, drafts=2)
+    for sampling in ("with_replacement", "without_replacement"):
+        with pytest.raises(ValueError, match=f"sampling={sampling} is for one draft.*best"):
+            plan_growth(GrowthConfig("expansion", (2,), sampling), shape)
+
+
+def test_all_drafts_trees_must_fit_into_the_budget() -> None:
+    shape = TreeShape(node_budget=11, max_depth=2, width=1, children=2, drafts=2)
+    config = GrowthConfig("expansion", (2, 2), "best")
+    with pytest.raises(ValueError, match=r"6 nodes for each of 2 drafts, 12 in all.*budget=11"):
+        plan_growth(config, shape)
+    plan_growth(config, replace(shape, node_budget=12))
+
+
+def test_each_part_of_the_rows_has_its_own_drafts_logits() -> None:
+    of_roots = [torch.full((3, 2), float(draft)) for draft in range(2)]
+    assert apart(of_roots, 3)[:, 0].tolist() == [0, 1] * 3
+    of_rows = [torch.arange(12.0)[:, None] + 100 * draft for draft in range(2)]
+    found = apart(of_rows, 3)[:, 0].view(3, 4)
+    assert found.tolist() == [[0, 1, 102, 103], [4, 5, 106, 107], [8, 9, 110, 111]]
+
+
+def test_a_request_that_must_have_a_chain_has_that_of_the_first_draft() -> None:
+    shape = TreeShape(node_budget=12, max_depth=2, width=1, children=2, drafts=2)
+    plan = TreePlan(shape, GrowthConfig("expansion", (2, 2), "best"), "match", calibration=False)
+    rows = RowBuffers(
+        torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64),
+        torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None],
+    )  # fmt: skip
+    trees = TreeStore(2, plan, 9, torch.device("cpu"))
+    pick = ChildPicker(plan, perturbed_logits, AcceptanceEstimate("cpu"))
+    growth = TensorGrowth(trees, pick, rows, last_position=50)
+    cold = torch.zeros(2)
+    seeds, chained = torch.tensor([1, 2]), torch.tensor([True, False])
+    growth.start(torch.tensor([4, 7]), cold, temperature_class(cold), seeds, chained)
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
+    growth.pick(logits)
+    growth.expand(torch.zeros(8, 1, dtype=torch.int32))
+    below = torch.randn(8, 9, generator=torch.Generator().manual_seed(4))
+    growth.pick(below)
+    tokens = growth.finish(torch.arange(2))
+    assert trees.counts[:2].tolist()[0] == 2
+    assert tokens[0, :2].tolist() == [int(logits[0].argmax()), int(below[0].argmax())]
+    assert trees.parents[0, :2].tolist() == [-1, 0]
+    assert int(trees.counts[1]) > 6
