@@ -36,6 +36,7 @@ class Law:
     deeper: int = 1
     restarts: bool = True
     corrected: float = 0.3
+    sharpened: float = 1.5
     past: int = 0
 
     def places(self, text: Text, window: int) -> list[tuple[int, int]]:
@@ -80,7 +81,8 @@ class Law:
                 c = sum(weights[i] for i in going)
                 odds = (c + Fraction(1, 2)) / (sum(weights.values()) - c + Fraction(1, 2))
                 agreeing = max(ranked[i][0] for i in going) + depth
-                evidence = math.log(odds) + self.corrected * (math.log2(agreeing) - 2)
+                estimate = math.log(odds) + self.corrected * (math.log2(agreeing) - 2)
+                evidence = self.sharpened * estimate - 0.2
                 own = worth - math.log(1 + math.exp(-evidence))
                 found.append((own, depth + 1, min(going), (*path, token), evidence))
                 add((*path, token), going, own)
@@ -186,7 +188,7 @@ class LookUpChecks:
         "change",
         [
             {"longest": 31}, {"matches": 7}, {"latest": False}, {"power": 1}, {"deeper": 0},
-            {"restarts": False}, {"corrected": 0.29}, {"past": 1},
+            {"restarts": False}, {"corrected": 0.29}, {"sharpened": 1.49}, {"past": 1},
         ],
         ids=str,
     )  # fmt: skip

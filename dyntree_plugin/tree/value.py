@@ -50,8 +50,8 @@ PRIOR_WEIGHTS = {
     DRAFT: (0.0, 1.0, 0.0),
     # Means of the weights that were learned of held-out code, written by the embedded target at
     # temperatures 0, 0.6 and 1, but for the draft's slope, which pairs do not share.
-    LOOK_UP: (-0.9, 1.5, 0.4),
-    BOTH: (1.2, 1.0, 0.6),
+    LOOK_UP: (-0.7, 1.0, 0.4),
+    BOTH: (1.3, 1.0, 0.4),
     BESIDE: (-0.5, 1.0, 0.0),
 }
 PRIOR_STRENGTH = 0.1

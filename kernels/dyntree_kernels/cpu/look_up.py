@@ -115,7 +115,8 @@ def _branch(text, places, matches, members, node, depth, worth, opened):
                 agreeing += weights[i]
         members ^= same
         odds = (2 * agreeing + denominator) / (2 * (total - agreeing) + denominator)
-        evidence = math.log(odds) + 0.3 * (math.log2(matches[best] + depth) - 2)
+        corrected = math.log(odds) + 0.3 * (math.log2(matches[best] + depth) - 2)
+        evidence = 1.5 * corrected - 0.2
         opened["places"][best], opened["token"][best] = same, tokens[best]
         opened["above"][best], opened["depth"][best] = node, depth + 1
         opened["evidence"][best] = evidence

@@ -84,7 +84,7 @@ def _judge(agreed, match, depth):
     # Where there is no node, any number does.
     odds = (2 * chosen + one).to(tl.float64) / tl.maximum(2 * (total - chosen) + one, 1)
     length = tl.maximum(tl.max(own, 1), 1).to(tl.float64)
-    evidence = tl.log(tl.where(odds > 0, odds, 1.0)) + 0.3 * (tl.log2(length) - 2)
+    evidence = 1.5 * (tl.log(tl.where(odds > 0, odds, 1.0)) + 0.3 * (tl.log2(length) - 2)) - 0.2
     return evidence, tl.cumsum(tl.log(1 + tl.exp(-evidence)), 1)
 
 
