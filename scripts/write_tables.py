@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.acceptance import report
@@ -21,15 +22,22 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
+SOURCES = ("code", "prose", "edit", "retrieval", "conversation")
+"""Workloads on which sources of candidates are compared."""
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": option_pages.markdown_tables,
     "metrics": names.markdown_table,
     "rules": pairs.markdown_table,
-    "acceptance": lambda: report.markdown_table(
-        json.loads((RESULTS / "acceptance-cpu.json").read_text())
-    ),
+    "acceptance": lambda: _acceptance("acceptance-cpu"),
+    **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
     "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
+    "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
+
+
+def _acceptance(name: str) -> str:
+    return report.markdown_table(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 def with_tables(page: str) -> str:

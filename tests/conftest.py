@@ -17,6 +17,7 @@ SHARING_ENGINES = (
     "test_asynchronous",
     "test_drafting",
     "test_drawn_rules",
+    "test_every_source",
     "test_examples",
     "test_identity",
     "test_look_up",

@@ -166,7 +166,7 @@ def paper_table(result: Result) -> Table:
 
 
 def markdown_table(result: Result) -> str:
-    """Tokens per step of every method, and our best over Sequoia and chain; below
+    """Tokens per step of every method, and our best over those papers' that were measured; below
     it what was run."""
     columns = places(result)
     head = ["tokens per step", *(f"T={t:g}, {n} nodes" for t, n in columns)]
@@ -174,7 +174,8 @@ def markdown_table(result: Result) -> str:
     for method, label in _methods(result).items():
         cells = [find(result["cells"], method, *place) for place in columns]
         rows.append([label, *("–" if c is None else f"{c['tokens_per_step']:.2f}" for c in cells)])
-    for method, label in (("sequoia", "Sequoia"), ("chain", "chain")):
+    compared = (("sequoia", "Sequoia"), ("chain", "chain"))
+    for method, label in ((name, label) for name, label in compared if name in _methods(result)):
         row = [f"our best / {label}"]
         for place in columns:
             ours, other = best_of_ours(result, *place), find(result["cells"], method, *place)
