@@ -25,6 +25,11 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 SOURCES = ("code", "prose", "edit", "retrieval", "conversation")
 """Workloads on which sources of candidates are compared."""
 
+
+def _acceptance(name: str) -> str:
+    return report.markdown_table(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": option_pages.markdown_tables,
     "metrics": names.markdown_table,
@@ -34,10 +39,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
-
-
-def _acceptance(name: str) -> str:
-    return report.markdown_table(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 def with_tables(page: str) -> str:

@@ -21,23 +21,26 @@ REPOSITORY = Path(__file__).parents[2]
 PROMPTS = 6
 
 
+FILES = ("prompts.jsonl", "result.json")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return target, draft and a file of prompts, as a user passes them."""
+    """Return target, drafts and a file of prompts, as a user passes them."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
     root = tmp_path_factory.mktemp("acceptance")
-    for name, noise in (("target", 0.0), ("draft", 0.2)):
+    for name, noise in (("target", 0.0), ("draft", 0.2), ("second", 0.4)):
         plain(noise).save_pretrained(root / name)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(root / "target")
     lines = [json.dumps({"prompt": f"w{i} w{2 * i} w7"}) for i in range(1, PROMPTS + 1)]
     (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    return {name: root / name for name in ("target", "draft", "prompts.jsonl", "result.json")}
+    return {name: root / name for name in (*FILES, "target", "draft", "second")}
 
 
 def invoke(folders: dict[str, Path], *more: str) -> Any:
@@ -52,11 +55,19 @@ def result(folders: dict[str, Path]) -> dict[str, Any]:
     done = invoke(
         folders, "--temperatures", "0,0.8", "--thresholds", "0.1", "--output",
         str(folders["result.json"]), "--plots", str(folders["target"] / "plots"),
+        "--further-draft", str(folders["second"]),
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "over Sequoia" in done.output
     loaded: dict[str, Any] = json.loads(folders["result.json"].read_text())
     return loaded
+
+
+def test_pools_are_left_out_without_a_further_draft() -> None:
+    """Control: with one they are there."""
+    without, every = (command._methods(None, pools=pools) for pools in (False, True))
+    assert every == [*command.METHODS.values()]
+    assert without == [method for method in every if method.drafts != "all"] != every
 
 
 def printed(renderable: Any) -> str:
@@ -76,7 +87,8 @@ def test_every_method_is_measured_wherever_it_differs(result: dict[str, Any]) ->
     for cell in result["cells"]:
         assert 1 <= cell["tokens_per_step"] <= 7
         assert cell["nodes_per_step"] <= cell["budget"]
-        assert cell["draft_forwards_per_step"] <= 6
+        drafts = 2 if command.METHODS[cell["method"]].drafts == "all" else 1
+        assert cell["draft_forwards_per_step"] <= 6 * drafts
         alone = cell["method"] == "look_up" or cell["method"].startswith("ngram")
         assert (cell["draft_forwards_per_step"] == 0) == alone
     assert {c["label"] for c in result["threshold_sweep"]} == {
@@ -154,6 +166,7 @@ def test_pictures_are_drawn(result: dict[str, Any], tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         (["--methods", "chain,oak"], "--methods oak"),
+        (["--methods", "chain,pool"], "--methods pool needs drafts: give --further-draft"),
         (["--budgets", "0"], "--budgets 0"),
         (["--budgets", "many"], "--budgets many"),
         (["--temperatures", "-1"], "--temperatures -1"),
