@@ -187,8 +187,8 @@ _SERVED = (
     Method("coupled", "coupled", _topk("on", "off"), ours=True, greedy=False),
     Method("calibrated", "coupled, calibrated", _topk("on", "on"), ours=True),
     Method("with_look_up", "… with look-up", _with_look_up, ours=True),
-    Method("pool", "coupled, calibrated, pool", _topk("on", "on"), ours=True, drafts="all"),
-    Method("pool_with_look_up", "… with look-up", _with_look_up, ours=True, drafts="all"),
+    Method("pool", "pool, coupled, calibrated", _topk("on", "on"), ours=True, drafts="all"),
+    Method("pool_with_look_up", "pool with look-up", _with_look_up, ours=True, drafts="all"),
     Method("merged", "SpecInfer, merged pool", _merged, drafts="all"),
     Method("look_up", "look-up alone", _of_look_up("on"), ours=True, drafts="none"),
     *(

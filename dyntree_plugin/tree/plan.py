@@ -81,6 +81,8 @@ class TreePlan:
         read = {"node_budget", "max_depth", "coupling"}
         if self.has_draft:
             read |= {*spec.reads}
+        if self.shape.drafts > 1:
+            read.add("drafts")
         own = self.growth.parameter
         return {
             "growth": spec.name,
