@@ -59,14 +59,15 @@ class PooledDecoder:
 
     def branches(self, columns: int, depth: int) -> TreeBranches:
         each = [decoder.branches(columns, depth) for decoder in self._decoders]
-        return _Apart(each) if self._trees_apart else _Mixed(each)
+        return _PooledBranches(each, self._trees_apart)
 
 
-class _Mixed:
-    """Every draft runs on every node."""
+class _PooledBranches:
+    """Every draft runs on every node; or on those of its own tree, an equal part of a frontier."""
 
-    def __init__(self, branches: Sequence[Branches]) -> None:
+    def __init__(self, branches: Sequence[Branches], trees_apart: bool) -> None:
         self._branches = branches
+        self._trees_apart = trees_apart
 
     def extend(
         self,
@@ -75,31 +76,17 @@ class _Mixed:
         ancestors: torch.Tensor,
         valid: torch.Tensor,
     ) -> torch.Tensor:
-        return mixture([each.extend(tokens, depths, ancestors, valid) for each in self._branches])
-
-
-class _Apart:
-    """Every draft runs on the nodes of its own tree, an equal part of each frontier."""
-
-    def __init__(self, branches: Sequence[Branches]) -> None:
-        self._branches = branches
-
-    def extend(
-        self,
-        tokens: torch.Tensor,
-        depths: torch.Tensor,
-        ancestors: torch.Tensor,
-        valid: torch.Tensor,
-    ) -> torch.Tensor:
-        _, slots = valid.nonzero(as_tuple=True)
+        if not self._trees_apart:
+            every = [each.extend(tokens, depths, ancestors, valid) for each in self._branches]
+            return mixture(every)
         part = valid.shape[1] // len(self._branches)
         whose = torch.arange(valid.shape[1], device=valid.device) // part
-        found: torch.Tensor | None = None
-        for number, each in enumerate(self._branches):
-            logits = each.extend(tokens, depths, ancestors, valid & (whose == number))
-            if found is None:
-                found = logits.new_empty(len(slots), logits.shape[1])
+        own = [
+            each.extend(tokens, depths, ancestors, valid & (whose == number))
+            for number, each in enumerate(self._branches)
+        ]
+        _, slots = valid.nonzero(as_tuple=True)
+        found = own[0].new_empty(len(slots), own[0].shape[1])
+        for number, logits in enumerate(own):
             found[whose[slots] == number] = logits
-        if found is None:
-            raise ValueError("there is no draft")
         return found
