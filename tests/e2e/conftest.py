@@ -21,17 +21,15 @@ PLAIN = "plain"
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Return a function that gives an engine's results by run name.
 
-    The engine is one of `workload.ENGINES`, `workload.LOOK_UP`, `workload.POOLS` or
-    `workload.DRAWN`, or `PLAIN`, the one without trees.
+    The engine is one of `workload.SAME_TOKENS` or `workload.DRAWN`, or `PLAIN`, the one
+    without trees.
     """
     jobs = {
         PLAIN: (
             workload.without_tree(),
             {"all": workload.PLAIN_RUN, "broken_target": workload.BROKEN_TARGET},
         ),
-        **workload.ENGINES,
-        **workload.LOOK_UP,
-        **workload.POOLS,
+        **workload.SAME_TOKENS,
         **workload.DRAWN,
     }
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
@@ -74,7 +72,7 @@ def differing(served: Served, plain: Outputs) -> Callable[[str, str], str]:
     """
 
     def differences(engine: str, name: str) -> str:
-        run = (workload.ENGINES | workload.LOOK_UP | workload.POOLS)[engine][1][name]
+        run = workload.SAME_TOKENS[engine][1][name]
         found = mismatches(run, served(engine)[name], plain)
         return explain(found) if found else ""
 

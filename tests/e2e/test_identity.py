@@ -18,7 +18,7 @@ Differing = Callable[[str, str], str]
 
 RUNS = [
     (engine, name)
-    for engine, (_, runs) in workload.ENGINES.items()
+    for engine, (_, runs) in workload.SAME_TOKENS.items()
     for name, run in runs.items()
     if run.sabotage in (None, "captured", "broken_draft", "tensors", "guesses")
 ]

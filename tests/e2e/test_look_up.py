@@ -1,4 +1,4 @@
-"""Look-up never changes the output, beside a draft model or alone, and its nodes are accepted."""
+"""Look-up beside a draft model or alone. `test_identity` has the tokens; here are controls."""
 
 from __future__ import annotations
 
@@ -13,21 +13,6 @@ from engine_process import Result
 pytestmark = pytest.mark.e2e
 
 Served = Callable[[str], Mapping[str, Result]]
-
-RUNS = [
-    (engine, name)
-    for engine, (_, runs) in workload.LOOK_UP.items()
-    for name in runs
-    if name not in sabotage.NAMES
-]
-
-
-@pytest.mark.parametrize(("engine", "name"), RUNS)
-def test_the_tokens_of_look_up_alone_are_those_without_trees(
-    engine: str, name: str, differing: Callable[[str, str], str]
-) -> None:
-    """`test_identity` has the same tests of look-up beside a draft."""
-    assert not (difference := differing(engine, name)), difference
 
 
 @pytest.mark.parametrize("name", sabotage.NAMES)

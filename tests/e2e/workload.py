@@ -326,6 +326,9 @@ POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }
 """Engines of two drafts: one law of both, and SpecInfer's merge of both trees."""
 
+SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS}
+"""Engines whose tokens are those without trees."""
+
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
     "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
@@ -339,8 +342,7 @@ PLAIN_RUN = Run(
     list(
         {
             request.key: request
-            for engines in (ENGINES, LOOK_UP, POOLS, DRAWN)
-            for _, runs in engines.values()
+            for _, runs in (*SAME_TOKENS.values(), *DRAWN.values())
             for run in runs.values()
             if run is not BROKEN_TARGET
             for request in run.requests
