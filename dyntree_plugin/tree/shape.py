@@ -21,7 +21,8 @@ class TreeShape:
     per request. ``children``: candidates kept below each expanded node. ``coupling``: rank
     candidates at temperature > 0 with the target sampler's own noise. ``max_forwards``: most draft
     forwards per step, the root's included; 0 without a draft model, None for ``max_depth``.
-    ``grafts``: nodes that look-up may propose, 0 for none. ``drafts``: draft models.
+    ``grafts``: nodes that look-up may propose, 0 for none. ``drafts``: models of a pool, 1 if
+    there is no pool.
     """
 
     node_budget: int

@@ -36,8 +36,8 @@ class Drafted:
 
     ``tokens`` int64 [R, node_budget]: of the trees' nodes; None if no tree was grown. ``forwards``:
     draft forwards, the catch-up included; 0 without a draft model. ``growth_forwards``: those after
-    the catch-up; None if no tree was grown. ``ended_early``: no node was left for another forward,
-    so more of them would have grown the same trees.
+    the catch-up; None if no tree was grown. ``ended_early``: drafting ended before the
+    most forwards of the step, since no node was left for another, or none paid.
     """
 
     tokens: torch.Tensor | None

@@ -35,11 +35,11 @@ class WorkerCounts:
 
     The scheduler chooses an adaptive budget from the rest. ``worth``: what `worth_by_forwards`
     returns for the decoding requests' trees and each of `node_buckets`. ``growth_forwards``: draft
-    forwards after the catch-up that grew those trees; None if there were none. ``ended_early``:
-    more of them would have grown the same trees. ``drafted``: requests, draft forwards and seconds
-    of drafting, for each finished step in which every request decoded. ``row_cost`` and
-    ``fewest_forwards``, with the first step: what rows cost, and the fewest forwards that drafting
-    can make.
+    forwards after the catch-up that grew those trees; None if there were none. ``ended_early``: as
+    in `Drafted`; where the scheduler chooses the forwards, more of them would have grown the same
+    trees. ``drafted``: requests, draft forwards and seconds of drafting, for each finished step in
+    which every request decoded. ``row_cost`` and ``fewest_forwards``, with the first step: what
+    rows cost, and the fewest forwards that drafting can make.
     """
 
     decoding: list[bool]

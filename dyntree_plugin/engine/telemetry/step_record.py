@@ -75,7 +75,7 @@ class StepRecord:
 
         ``found``: their report; None if no tree waited for the step. ``verified``: the trees were
         verified. ``growth_forwards``: draft forwards that grew them; None if there were none.
-        ``ended_early``: more of them would have grown the same trees.
+        ``ended_early``: as in `Drafted`.
         """
         requests = slice(batch.num_reqs)
         self._decoding = ~batch.is_prefilling_np[requests]
