@@ -32,12 +32,12 @@ def default_shape(node_budget: int) -> tuple[int, int, int]:
 
 
 def shape_of(
-    given: Mapping[str, Any], node_budget: int, budget: Budget, *, draft: bool
+    given: Mapping[str, Any], node_budget: int, budget: Budget, *, draft: bool, head: bool = False
 ) -> TreeShape:
     """Fill in the shape of trees of ``node_budget`` nodes.
 
     ``given``: every option's value, None where the user gives none. ``draft``: there is a draft
-    model.
+    model, or a ``head`` of the target.
 
     Raises:
         ValueError: beginning with the name of an option that does not fit the others.
@@ -62,6 +62,7 @@ def shape_of(
         most_forwards if draft else 0,
         node_budget if looks_up else 0,
         1 + len(given["drafts"] or ()),
+        head,
     )
 
 

@@ -35,6 +35,9 @@ Switch = Literal["on", "off"]
 WITHOUT_DRAFT = ("ngram", "ngram_gpu")
 """vLLM's methods without a draft model. With them look-up alone makes the candidates."""
 
+HEADS = ("eagle", "eagle3", "mtp")
+"""vLLM's methods whose draft is a head of the target: it reads the target's hidden states."""
+
 MOST_NODES = 1024
 MOST_DEPTH = MOST_CHILDREN = 64
 MOST_FURTHER_DRAFTS = 3
@@ -249,13 +252,15 @@ class DynTreeOptions(BaseModel):
 
     def plan_for(self, speculation: Any) -> TreePlan:
         """Fill in every default for an engine with vLLM's ``SpeculativeConfig``; see `resolve`."""
-        draft = speculation.method not in WITHOUT_DRAFT
-        return self.resolve(speculation.num_speculative_tokens, draft=draft)
+        draft, head = speculation.method not in WITHOUT_DRAFT, speculation.method in HEADS
+        return self.resolve(speculation.num_speculative_tokens, draft=draft, head=head)
 
-    def resolve(self, num_speculative_tokens: int, *, draft: bool = True) -> TreePlan:
+    def resolve(
+        self, num_speculative_tokens: int, *, draft: bool = True, head: bool = False
+    ) -> TreePlan:
         """Fill in every default for an engine with `num_speculative_tokens`.
 
-        ``draft``: there is a draft model.
+        ``draft``: there is a draft model, or a ``head`` of the target.
 
         Raises:
             ValueError: naming the options that do not fit this engine or each other.
@@ -275,7 +280,8 @@ class DynTreeOptions(BaseModel):
             )
         budget = self.budget or self._default_budget()
         try:
-            return self._plan(shape_of(self.model_dump(), node_budget, budget, draft=draft), budget)
+            shape = shape_of(self.model_dump(), node_budget, budget, draft=draft, head=head)
+            return self._plan(shape, budget)
         except ValueError as error:
             raise ValueError(f"{NAMESPACE}.{error}") from None
 

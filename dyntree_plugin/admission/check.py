@@ -17,13 +17,14 @@ from dyntree_plugin.admission.refusals import (
     CUDA_REFUSALS,
     DRAFT_REFUSALS,
     ENGINE_REFUSALS,
+    HEAD_REFUSALS,
     MODEL_REFUSALS,
     SPECULATION_REFUSALS,
     Refusal,
     dtype_of,
 )
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
-from dyntree_plugin.options import NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
+from dyntree_plugin.options import HEADS, NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -134,10 +135,9 @@ def _refusals(
     if speculation is None:
         yield f"speculative_config is missing: {_SOURCES}"
         return
-    if speculation.method not in ("draft_model", *WITHOUT_DRAFT):
+    if speculation.method not in ("draft_model", *HEADS, *WITHOUT_DRAFT):
         yield _unserved_method(speculation.method)
         return
-    has_draft = speculation.method not in WITHOUT_DRAFT
     worker = vllm_config.parallel_config.worker_cls
     if worker not in ("auto", own_worker):
         yield f"worker_cls={worker!r} is not supported: dyntree brings its own; leave it out"
@@ -149,9 +149,10 @@ def _refusals(
         (SPECULATION_REFUSALS, speculation, "speculative_config."),
         (MODEL_REFUSALS, vllm_config.model_config, "target model: "),
     ]
-    if has_draft:
+    if speculation.method not in WITHOUT_DRAFT:
+        refusals = HEAD_REFUSALS if speculation.method in HEADS else DRAFT_REFUSALS
         checked += [
-            (DRAFT_REFUSALS, speculation, "speculative_config."),
+            (refusals, speculation, "speculative_config."),
             (MODEL_REFUSALS, speculation.draft_model_config, "draft model: "),
         ]
     if device_type == "cuda":
@@ -271,9 +272,10 @@ def vocabulary_advice(
 def _beside_nodes(vllm_config: VllmConfig) -> int:
     """Return the tokens of a step that a request's tree takes besides its nodes.
 
-    These are its root, and one that a draft model needs for its prefill.
+    These are its root, and one that a separate draft model needs for its prefill.
     """
-    return 1 + (_draft_model(vllm_config) is not None)
+    speculation = vllm_config.speculative_config
+    return 1 + (speculation is not None and speculation.method == "draft_model")
 
 
 def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[str]:

@@ -39,6 +39,12 @@ def dtype_of(model_config: Any) -> str:
     return str(model_config.dtype).removeprefix("torch.")
 
 
+def _modules(speculation: Any) -> int:
+    """Return the number of a draft's modules of multi-token prediction, 1 for other drafts."""
+    config = speculation.draft_model_config.hf_config
+    return int(getattr(config, "num_nextn_predict_layers", None) or 1)
+
+
 _NO_ADAPTERS = "adapters are not served with trees yet; leave it out"
 
 ARGUMENTS_REFUSALS = (Refusal("enable_lora", lambda a: a.enable_lora, bool, _NO_ADAPTERS),)
@@ -90,7 +96,7 @@ SPECULATION_REFUSALS = (
 )
 """Checks of ``SpeculativeConfig``."""
 
-DRAFT_REFUSALS = (
+_SPLIT_AND_VOCABULARY = (
     Refusal(
         "draft_tensor_parallel_size (draft, target)",
         lambda s: (s.draft_tensor_parallel_size, s.target_parallel_config.tensor_parallel_size),
@@ -107,6 +113,10 @@ DRAFT_REFUSALS = (
         "use a draft with the target's vocabulary; if only one of the two is padded, resize the "
         "draft to the target's size with transformers' resize_token_embeddings",
     ),
+)
+
+DRAFT_REFUSALS = (
+    *_SPLIT_AND_VOCABULARY,
     Refusal(
         "max_model_len (target, draft)",
         lambda s: (s.target_model_config.max_model_len, s.draft_model_config.max_model_len),
@@ -115,6 +125,32 @@ DRAFT_REFUSALS = (
     ),
 )
 """Checks of a ``SpeculativeConfig`` with a draft model."""
+
+HEAD_REFUSALS = (
+    *_SPLIT_AND_VOCABULARY,
+    Refusal(
+        "num_nextn_predict_layers",
+        _modules,
+        _above_one,
+        "a forward over a tree runs nodes of different depths, and each module is for one depth; "
+        "use a head of one module, such as an EAGLE-3 head, or look-up",
+    ),
+    Refusal(
+        "use_gemma4_mtp",
+        lambda s: s.use_gemma4_mtp(),
+        bool,
+        "this head reads the target's own KV cache, which has no rows for the nodes of a tree; use "
+        "look-up",
+    ),
+    Refusal(
+        "use_local_argmax_reduction",
+        lambda s: s.use_local_argmax_reduction,
+        bool,
+        "a tree needs more than the draft's best token; leave it out",
+    ),
+)
+"""Checks of a ``SpeculativeConfig`` with a head of the target. vLLM makes its positions reach as
+far as the target's."""
 
 
 def _ranks_of_experts(config: Any) -> tuple[int, str]:

@@ -181,8 +181,8 @@ def scratch_slots(speculative_config: Any) -> int:
     plan = plan_in_force(speculative_config)
     if plan is None or not plan.has_draft:
         return 0
-    # The draft reads the last emitted token before the target does: one slot more.
-    return plan.scratch_slots + 1
+    # A draft model reads the last emitted token before the target does: one slot more.
+    return plan.scratch_slots + 1 + plan.shape.shift
 
 
 def most_draft_rows(vllm_config: VllmConfig) -> int:

@@ -11,6 +11,7 @@ from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.ops import Graphs, TreeOps
+from dyntree_plugin.engine.step.records import Sampled
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.engine.step.stages import DraftStages
 from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
@@ -56,18 +57,11 @@ class Drafting:
             self.stages, ops, self.graphs, plan.shape.max_depth, self.trees.spare
         )
 
-    def draft(
-        self,
-        batch: InputBatch,
-        num_sampled: torch.Tensor,
-        last_sampled: torch.Tensor,
-        *,
-        grows: bool,
-    ) -> torch.Tensor | None:
+    def draft(self, batch: InputBatch, sampled: Sampled, *, grows: bool) -> torch.Tensor | None:
         """Draft as `StepDriver.draft` does."""
         if self._drafter is None:
             raise RuntimeError("vLLM asked for drafts before there was a KV cache")
-        return self.driver.draft(self._drafter, batch, num_sampled, last_sampled, grows=grows)
+        return self.driver.draft(self._drafter, batch, sampled, grows=grows)
 
     def _growth(self, buffers: RowBuffers) -> StepGrowth:
         """Choose compiled growth where there is one for the plan; else the tensors'."""
@@ -86,6 +80,7 @@ class Drafting:
                 trees=trees.arrays,
                 grafts=plan.shape.grafts,
                 max_depth=plan.shape.max_depth,
+                shift=plan.shape.shift,
             )
             compiled = self.ops.compiled_growth(settings)
             if compiled is not None:

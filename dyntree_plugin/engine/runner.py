@@ -30,8 +30,9 @@ from dyntree_plugin.engine.budget.plain_cost import measure
 from dyntree_plugin.engine.configuration import tree_plan, uses_adaptive_budget
 from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
+from dyntree_plugin.engine.head_speculator import HeadSpeculator
 from dyntree_plugin.engine.limits import wrap_seeds
-from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeSpeculator
+from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeProposals, TreeSpeculator
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.driver import StepDriver
@@ -100,8 +101,7 @@ class TreeRunnerMixin(GPUModelRunner):
             self.max_num_reqs,
             self.max_model_len - 1,
         )
-        made = TreeSpeculator if plan.has_draft else LookUpSpeculator
-        self.speculator: TreeSpeculator | LookUpSpeculator = made(vllm_config, device, drafting)
+        self.speculator: TreeProposals = _speculator_for(plan)(vllm_config, device, drafting)
         self.trace: TreeTrace | None = None
         self._custom_processors = has_custom_processors(self.model_config)
         self._movers: list[tuple[int, Move]] = []
@@ -264,6 +264,14 @@ class TreeRunnerMixin(GPUModelRunner):
             self._row_cost_sent = True
             record.introduce(self._row_cost, self.graphs.fewest_forwards)
         return record
+
+
+def _speculator_for(
+    plan: TreePlan,
+) -> type[TreeSpeculator | HeadSpeculator | LookUpSpeculator]:
+    if not plan.has_draft:
+        return LookUpSpeculator
+    return HeadSpeculator if plan.shape.head else TreeSpeculator
 
 
 @contextmanager

@@ -9,13 +9,15 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_drafts
 from dyntree_plugin.engine.step.forwards import DraftModels, LoadedModel
+from dyntree_plugin.engine.step.records import Sampled
 from dyntree_plugin.engine.step.rows import RowMemory, no_rows
+from dyntree_plugin.tree.plan import TreePlan
 
 
 class TreeProposals(BaseSpeculator):
@@ -56,21 +58,32 @@ class TreeProposals(BaseSpeculator):
     ) -> torch.Tensor:
         """Grow the next trees of R requests; their node tokens, int64 [R, node_budget]."""
         num_reqs = input_batch.num_reqs
+        hidden = tuple(aux_hidden_states or (last_hidden_states,))
         if dummy_run:
-            self.rehearse(input_batch, most_logits=is_profile)
+            self.rehearse(input_batch, hidden, most_logits=is_profile)
             return self.draft_tokens[:num_reqs]
         # The scheduler wants no drafts if trees do not pay. Since 0.33, vLLM wants none if no
         # request has a next step that could verify them: all read prompts, or end.
-        drafts = self.drafting.draft(
-            input_batch, num_sampled, last_sampled, grows=num_speculative_tokens != 0
-        )
+        sampled = Sampled(num_sampled, last_sampled, next_prefill_tokens[0], hidden)
+        grows = num_speculative_tokens != 0
+        drafts = self.drafting.draft(input_batch, sampled, grows=grows)
         return self.draft_tokens[:num_reqs] if drafts is None else drafts
 
-    def rehearse(self, batch: InputBatch, most_logits: bool) -> None:
+    def rehearse(
+        self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
+    ) -> None:
         """Run what takes memory or has to be compiled, in vLLM's own rehearsals.
 
-        ``most_logits``: with as many logits as there ever are, for vLLM's profile of memory.
+        ``hidden``: the target's hidden states. ``most_logits``: with as many logits as there ever
+        are, for vLLM's profile of memory.
         """
+
+    def most_logits_of_a_request(self, most_logits: bool) -> int:
+        """Return how many logits of a request `rehearse` computes."""
+        # A CPU's cache has the size that the user sets.
+        if not most_logits or self.draft_tokens.device.type == "cpu":
+            return 1
+        return max(self.drafting.trees.plan.growing.widths, default=1)
 
 
 class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
@@ -92,26 +105,29 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         plan = self.drafting.trees.plan
-        growing = plan.growing
-        most_rows = max((*growing.widths, plan.shape.max_depth + 1))
-        memory = RowMemory(self, most_rows, growing.scratch_slots)
+        memory = row_memory(self, plan)
         writer = self.drafting.ops.row_writer(memory)
-        source = DraftModels(self, self.further, memory, writer, trees_apart=growing.roots > 1)
+        apart = plan.growing.roots > 1
+        source = DraftModels(self, self.further, memory, writer, trees_apart=apart)
         self.drafting.compose(source, memory.buffers, memory.stored_at)
 
-    def rehearse(self, batch: InputBatch, most_logits: bool) -> None:
+    def rehearse(
+        self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
+    ) -> None:
         """Run one forward of every draft."""
-        rows = batch.num_tokens
-        # A CPU's cache has the size that the user sets.
-        most_logits &= self.device.type != "cpu"
-        widths = self.drafting.trees.plan.growing.widths
-        width = max(widths, default=1) if most_logits else 1
+        rows, width = batch.num_tokens, self.most_logits_of_a_request(most_logits)
         models: list[LoadedModel] = [self, *self.further]
         for model in models:
             ids, positions = batch.input_ids[:rows], batch.positions[:rows]
-            hidden = model._run_model(ids, positions, None, None, None)
-            at = torch.arange(batch.num_reqs * width, device=hidden.device) % rows
-            model.compute_draft_logits(hidden[at], 0)
+            found = model._run_model(ids, positions, None, None, None)
+            at = torch.arange(batch.num_reqs * width, device=found.device) % rows
+            model.compute_draft_logits(found[at], 0)
+
+
+def row_memory(model: DraftModelSpeculator, plan: TreePlan) -> RowMemory:
+    """Allocate the rows of draft forwards; the attention of ``model`` is set."""
+    most_rows = max((*plan.growing.widths, plan.shape.max_depth + 1))
+    return RowMemory(model, most_rows, plan.scratch_slots, plan.shape.shift)
 
 
 class LookUpSpeculator(TreeProposals):

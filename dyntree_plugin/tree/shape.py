@@ -22,7 +22,8 @@ class TreeShape:
     candidates at temperature > 0 with the target sampler's own noise. ``max_forwards``: most draft
     forwards per step, the root's included; 0 without a draft model, None for ``max_depth``.
     ``grafts``: nodes that look-up may propose, 0 for none. ``drafts``: models of a pool, 1 if
-    there is no pool.
+    there is no pool. ``head``: the draft is a head of the target, which reads the output of a
+    node's parent, so that no forward runs both.
     """
 
     node_budget: int
@@ -33,6 +34,7 @@ class TreeShape:
     max_forwards: int | None = None
     grafts: int = 0
     drafts: int = 1
+    head: bool = False
 
     def __post_init__(self) -> None:
         for name in ("node_budget", "max_depth", "width", "children", "drafts"):
@@ -49,6 +51,11 @@ class TreeShape:
     def forwards(self) -> int:
         """Most draft forwards per step, the root's included; 0 without a draft model."""
         return self.max_depth if self.max_forwards is None else self.max_forwards
+
+    @property
+    def shift(self) -> int:
+        """Position of a draft's row, less that of its token."""
+        return -1 if self.head else 0
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ class TreeArrays(NamedTuple):
     ``grown`` int64 [slots]; ``ancestors`` int32 [slots, N + 1, words]; ``features`` float32
     [slots, N, 2], or [slots, 0, 2] if they are not kept; ``kinds`` int8 [slots, N]; ``forwards``
     int64 [slots, N]: the draft forwards after the catch-up that it takes at least to propose a
-    node. They are 0 for children of the root and for a trie's nodes, and one more than the
-    parent's for other nodes.
+    node. They are 0 for children of the root and for a trie's nodes. For other nodes they are one
+    more than the parent's, or the parent's depth if no forward expands a node and its child.
     """
 
     parents: torch.Tensor
@@ -45,13 +45,15 @@ class RowBuffers(NamedTuple):
 
     ``ids`` int32 and ``positions`` int64. ``slots`` int64 [groups, …]: cache slots of the rows.
     ``scratch`` int64 [groups, …]: cache slots after the roots that rows may use, ``sum(widths)``
-    per request.
+    per request. ``above`` int64: the expansion of the row's parent, as its place among the
+    expansions of all requests, ``r * (1 + sum(widths)) + expansion``.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     scratch: torch.Tensor
+    above: torch.Tensor
 
 
 class OfRequests(NamedTuple):
@@ -76,7 +78,8 @@ class GrowthSettings(NamedTuple):
     target sampler's noise. ``weights`` float32 [classes * KINDS, 3]: weights of the learned
     acceptance probability, read anew in every step; None if it is not learned. Growth writes to
     ``rows`` and ``trees``. ``grafts``: nodes of a trie, 0 for no tries. ``max_depth``: depth of the
-    deepest node.
+    deepest node. ``shift``: 0, or -1 if rows stand one position before their tokens and read the
+    outputs of their parents' rows. Then no forward expands both a node and its child.
     """
 
     requests: int
@@ -91,6 +94,7 @@ class GrowthSettings(NamedTuple):
     trees: TreeArrays
     grafts: int
     max_depth: int
+    shift: int = 0
 
 
 def expansions_of(widths: Sequence[int], forwards: int) -> tuple[int, int]:

@@ -58,10 +58,10 @@ def note_drafts(states: Any, source: Any) -> Notes:
         notes.roots(source._memory, [each.root_logits(requests) for each in source.models])
         return stock_roots(requests)
 
-    def forward(rows: Any, requests: int) -> torch.Tensor:
+    def forward(rows: Any, *given: Any) -> torch.Tensor:
         # Models write the same keys and values again when the step calls them.
         notes.nodes(rows, [each.logits(rows) for each in source.models])
-        return stock_forward(rows, requests)
+        return stock_forward(rows, *given)
 
     source.root_logits, source.forward = root_logits, forward
     return notes

@@ -25,14 +25,18 @@ from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan  # noqa: E402
 from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
 from dyntree_plugin.engine.step.ops import NoGraphs  # noqa: E402
-from dyntree_plugin.engine.step.records import Drafted, Emitted, Step  # noqa: E402
+from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.options import DynTreeOptions  # noqa: E402
 
 
 def plan(
-    scheduled: list[int], prefilling: list[bool], drafts: list[int] | None, max_depth: int = 3
+    scheduled: list[int],
+    prefilling: list[bool],
+    drafts: list[int] | None,
+    max_depth: int = 3,
+    shift: int = 0,
 ) -> CatchUpPlan:
     batch: Any = SimpleNamespace(
         num_reqs=len(scheduled),
@@ -40,17 +44,17 @@ def plan(
         is_prefilling_np=np.array(prefilling),
         num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
     )
-    return CatchUpPlan.of(batch, max_depth)
+    return CatchUpPlan.of(batch, max_depth, shift)
 
 
 def rows(plan: CatchUpPlan) -> list[list[str]]:
     """Return what each row of a request reads: prompt token i as "p<i>", emitted token i as
     "e<i>"."""
-    request, offset, starts, carried = plan.to(torch.device("cpu"))
-    found: list[list[str]] = [[] for _ in plan.carried]
-    for r, i in zip(request.tolist(), offset.tolist(), strict=True):
-        prompt = int(carried[r])
-        found[r].append(f"p{i}" if i < prompt else f"e{i - prompt}")
+    request, token, starts, known, _, _ = plan.to(torch.device("cpu"))
+    found: list[list[str]] = [[] for _ in plan.known]
+    for r, i in zip(request.tolist(), token.tolist(), strict=True):
+        before = int(known[r])
+        found[r].append(f"p{i}" if i < before else f"e{i - before}")
     assert starts.tolist() == np.cumsum([0, *map(len, found)]).tolist()
     return found
 
@@ -79,6 +83,12 @@ def test_a_request_that_is_filled_up_with_drafts_brings_its_last_token_of_the_pr
     assert found == [["p0", "e0"], ["e0", "e1", "e2", "e3"]]
 
 
+def test_a_head_reads_a_chunk_one_token_later_and_trees_as_a_draft_model_does() -> None:
+    found = rows(plan([10, 3, 1], [False, True, False], [9, 0, 0], shift=-1))
+    assert found == [["e0", "e1", "e2", "e3"], ["p1", "p2", "e0"], ["e0"]]
+    assert rows(plan([1, 10], [True, True], [0, 9], shift=-1)) == [["e0"], ["e0"]]
+
+
 @pytest.mark.parametrize("drafts", [None, [0, 0]])
 def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | None) -> None:
     assert plan([1, 1], [False, False], drafts).num_rows == 2
@@ -89,10 +99,14 @@ class Noting:
 
     widths = (4, 4)
     device = torch.device("cpu")
+    shift = 0
 
     def __init__(self, has_draft: bool = True) -> None:
         self.done: list[str] = []
         self.has_draft = has_draft
+
+    def receive(self, *_: Any) -> None:
+        pass
 
     def catch_up(self, _: Any, emitted: Emitted) -> None:
         self.done.append(f"read {emitted.most}")
@@ -124,7 +138,8 @@ def draft(
     stages: Any = Noting(has_draft)
     drafter = Drafter(stages, ops, NoGraphs(), max_depth, spare=2)
     packed, last = torch.zeros(2, COLUMNS, dtype=torch.int64), torch.zeros(2, 1).long()
-    drafted = drafter.draft(step, packed, batch, torch.zeros(2), last, grows=grows)
+    sampled = Sampled(torch.zeros(2), last, torch.zeros(2), ())
+    drafted = drafter.draft(step, packed, batch, sampled, grows=grows)
     return stages.done, drafted
 
 
@@ -163,6 +178,8 @@ def test_where_nobody_can_verify_a_draft_the_prompt_is_read_and_no_tree_grows(gr
         is_prefilling_np=np.ones(2, dtype=bool),
         num_draft_tokens_per_req=None,
         num_scheduled_tokens=np.array([3, 3]),
+        positions=torch.arange(6),
+        query_start_loc=torch.tensor([0, 3, 6]),
     )
     done, drafted = draft(batch, ops_of(on_cuda), Step(), grows=grows)
     assert done == ["read prompts", *(["root", "forward", "forward"] if grows else [])]

@@ -140,6 +140,9 @@ class Drafting:
         return self.graphs.drafting(requests) or self.drafter._eager(requests)
 
 
+NO_STATES: Any = None  # a separate draft model reads tokens alone
+
+
 class Texts:
     """Texts of few different tokens, in which a look-up finds something; as vLLM keeps them."""
 
@@ -200,7 +203,7 @@ def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
         drafting.draft_model.root_hidden[:requests] = hidden
         drafting.memory.root_positions[:requests] = roots
     else:
-        player.catch_up(Emitted(roots, tokens, counts, most))
+        player.catch_up(Emitted(roots, tokens, counts, most), NO_STATES)
     drafts, ran = grow(player, forwards)
     assert ran == forwards or drafting.graphs.fewest_forwards == 0
     trees = [getattr(drafting.trees, name)[:MOST] for name in STORED]
@@ -384,7 +387,7 @@ def test_without_a_tree_the_draft_reads_on_all_the_same(
         drafting.model._run_model = watched
         emitted = Emitted(torch.tensor([9, 30]), torch.tensor([[4], [6]]), torch.ones(2).int(), 1)
         with torch.inference_mode():
-            drafting.player(packed([1, 5])).catch_up(emitted)
+            drafting.player(packed([1, 5])).catch_up(emitted, NO_STATES)
         ran.append(rows)
     assert ran == [[4, 6], [4, 6]]
 

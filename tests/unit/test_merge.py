@@ -142,6 +142,7 @@ def test_a_request_that_must_have_a_chain_has_that_of_the_first_draft() -> None:
     rows = RowBuffers(
         torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64),
         torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None],
+        torch.zeros(8, dtype=torch.int64),
     )  # fmt: skip
     trees = TreeStore(2, plan, 9, torch.device("cpu"))
     pick = ChildPicker(plan, perturbed_logits, AcceptanceEstimate("cpu"))

@@ -67,7 +67,7 @@ class Step:
         rows, columns = REQUESTS * SHAPE.width, REQUESTS * self.plan.scratch_slots
         ids, slots = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
         scratch = torch.arange(columns)[None]
-        self.rows = RowBuffers(ids, slots.clone(), slots[None].clone(), scratch)
+        self.rows = RowBuffers(ids, slots.clone(), slots[None].clone(), scratch, slots.clone())
         self.trees = TreeStore(REQUESTS, self.plan, VOCAB, torch.device("cpu"))
         self.growth = TensorGrowth(self.trees, pick, self.rows, LAST)
         self.tries = random_tries(seed)
@@ -107,7 +107,7 @@ class Step:
         depths = self.rows.positions[:rows].view(REQUESTS, width) - ROOTS[:, None]
         valid = (self.rows.slots[0, :rows] != PAD_SLOT).view(REQUESTS, width)
         tokens = self.rows.ids[:rows].view(REQUESTS, width)
-        frontier = Frontier(tokens, depths, bits.view(REQUESTS, width, -1), valid)
+        frontier = Frontier(tokens, depths, bits.view(REQUESTS, width, -1), valid, depths)
         paths = [paths_at(frontier, row, columns[row]) for row in range(REQUESTS)]
         for row, new in enumerate(paths):
             self.ran[row] += [path for path, real in zip(new, valid[row], strict=True) if real]

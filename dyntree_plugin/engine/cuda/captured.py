@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from dyntree_kernels.contracts import Walked
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
 from dyntree_plugin.engine.step.ops import Player
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
 from dyntree_plugin.engine.step.stages import DraftStages, Eager
 from dyntree_plugin.engine.step.verify import TreeVerifier
@@ -154,6 +155,10 @@ class CapturedDrafting:
         for graphs in (*self.catch_up.values(), *growth, *self.forwards, *self.finish):
             graphs.capture(record)
 
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+        """Copy what the catch-up's graphs read of the target."""
+        self._stages.receive(emitted, target)
+
     def player(self, packed: torch.Tensor) -> Player | None:
         """Replay the stages for these requests; None for a batch that was not captured."""
         return Replay(self, packed) if self.first.serves(len(packed)) else None
@@ -203,9 +208,10 @@ class Replay:
         self._packed = packed
         self._filled = False
 
-    def catch_up(self, emitted: Emitted) -> None:
+    def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
         captured = self._drafting.catch_up
         most = next(number for number in captured if number >= emitted.most)
+        self._drafting.receive(replace(emitted, most=most), target)
         captured[most](self._packed, emitted.roots, emitted.tokens[:, :most], emitted.counts)
         self._filled = True
 

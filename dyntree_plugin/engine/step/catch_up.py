@@ -12,8 +12,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.rows import PAD_SLOT, RowMemory
 
 
@@ -30,89 +31,106 @@ def most_emitted(batch: InputBatch, max_depth: int) -> np.ndarray:
 class CatchUpPlan:
     """The rows of a catch-up with prompts, known on the host.
 
-    A request in its prompt brings its chunk of the prompt and the token sampled after it. A
-    decoding request brings its emitted tokens alone, as its root is in the draft's cache already.
-    ``starts`` int32 [R + 1]: first row of every request. ``carried`` [R]: prompt tokens that a
-    request brings, 0 when it decodes; the rows of its emitted tokens follow them.
+    The tokens of a request are known ones, then emitted ones. Known is the chunk of its prompt if
+    it is in its prompt, and its root alone if it decodes. A decoding request's root is in the
+    draft's cache already. With ``shift`` -1 the first token of a chunk is there already, too, and
+    the token after a chunk always has a row: if none was sampled, it is the prompt's next one.
+
+    ``starts`` int32 [R + 1]: first row of every request. ``known`` [R]: its known tokens.
+    ``skipped`` [R]: how many of them have no row. ``prefilling`` bool [R].
     """
 
     starts: np.ndarray
-    carried: np.ndarray
+    known: np.ndarray
+    skipped: np.ndarray
+    prefilling: np.ndarray
+    shift: int
 
     @classmethod
-    def of(cls, batch: InputBatch, max_depth: int) -> CatchUpPlan:
+    def of(cls, batch: InputBatch, max_depth: int, shift: int = 0) -> CatchUpPlan:
         num_reqs = batch.num_reqs
         drafts = batch.num_draft_tokens_per_req
         # Rows that vLLM fills a request up with are neither prompt nor a tree.
         filled_up = 0 if drafts is None else drafts[:num_reqs]
         prefilling = batch.is_prefilling_np[:num_reqs]
-        carried = np.where(prefilling, batch.num_scheduled_tokens[:num_reqs] - filled_up, 0)
+        known = np.where(prefilling, batch.num_scheduled_tokens[:num_reqs] - filled_up, 1)
+        skipped = np.where(prefilling, -shift, 1)
         emitted = np.where(prefilling, 1, most_emitted(batch, max_depth))
         starts = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum(carried + emitted, out=starts[1:])
-        return cls(starts, carried)
+        np.cumsum(known - skipped + emitted, out=starts[1:])
+        return cls(starts, known, skipped, prefilling, shift)
 
     @property
     def num_rows(self) -> int:
         return int(self.starts[-1])
 
     def to(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return each row's request and offset in it, ``starts`` and ``carried``, all int64."""
-        request = np.repeat(np.arange(len(self.carried)), np.diff(self.starts))
-        offset = np.arange(self.num_rows) - self.starts[request]
-        arrays = (request, offset, self.starts, self.carried)
+        """Return each row's request and the number of its token there, all int64; ``starts``,
+        ``known`` and ``skipped``; and whether the row's request is in its prompt."""
+        request = np.repeat(np.arange(len(self.known)), np.diff(self.starts))
+        token = np.arange(self.num_rows) - self.starts[request] + self.skipped[request]
+        arrays = (request, token, self.starts, self.known, self.skipped, self.prefilling[request])
         return tuple(async_tensor_h2d(x, device=device, dtype=torch.int64) for x in arrays)
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Filled rows with the metadata that reads them, and ``last`` int64 [R], the rows of the new
-    roots."""
+    """Filled rows with the metadata that reads them.
+
+    ``last`` int64 [R]: rows of the new roots. ``root_positions`` int64 [R]. ``read`` int64 [rows]:
+    the batch's row of what stands before each row's token.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
     metadata: dict[str, Any]
     slots_by_layer: dict[str, torch.Tensor]
     last: torch.Tensor
+    root_positions: torch.Tensor
+    read: torch.Tensor
 
 
 def prompt_rows(
-    model: StandaloneARSpeculator,
+    model: DraftModelSpeculator,
     memory: RowMemory,
     batch: InputBatch,
     plan: CatchUpPlan,
-    emitted: torch.Tensor,
-    num_sampled: torch.Tensor,
+    emitted: Emitted,
+    target: TargetStates,
 ) -> PromptRows:
-    """Fill the rows of a ``plan`` with tokens, positions and cache slots.
-
-    ``emitted`` [R, E]: tokens, the first ``num_sampled[r]`` of which are real.
-    """
+    """Fill the rows of a ``plan`` with tokens, positions and cache slots."""
     rows, num_reqs = plan.num_rows, batch.num_reqs
-    request, offset, starts, carried = plan.to(memory.device)
-    # Column of the emitted token that a row runs on; negative in rows of the prompt.
-    column = offset - carried[request]
-    in_prompt = column < 0
+    request, token, starts, known, skipped, in_prompt = plan.to(memory.device)
+    # Column of the emitted token that a row runs on; negative in rows of known tokens.
+    column = token - known[request]
     query_start = batch.query_start_loc[:num_reqs].long()
-    first = batch.positions[query_start]
-    prompt_row = (query_start[request] + offset).clamp(max=batch.num_tokens - 1)
-    emitted_id = emitted[request, column.clamp(min=0, max=emitted.shape[1] - 1)]
-    memory.ids[:rows] = torch.where(in_prompt, batch.input_ids[prompt_row], emitted_id)
-    # A decoding request's emitted tokens stand after its root.
-    after = first + carried.clamp(min=1)
-    position = torch.where(in_prompt, first[request] + offset, after[request] + column)
-    memory.positions[:rows] = position.clamp(max=memory.last_position)
+    batch_row = query_start[request] + token
+    known_id = batch.input_ids[batch_row.clamp(max=batch.num_tokens - 1)]
+    emitted_id = emitted.tokens[request, column.clamp(min=0, max=emitted.tokens.shape[1] - 1)]
+    real = column < emitted.counts[request]
+    if plan.shift < 0:
+        next_id = target.next_tokens[batch.idx_mapping][request]
+        emitted_id = torch.where((in_prompt > 0) & ~real, next_id.to(emitted_id.dtype), emitted_id)
+        real |= in_prompt > 0
+    memory.ids[:rows] = torch.where(column < 0, known_id, emitted_id)
+    token_at = batch.positions[query_start][request] + token
+    real &= token_at <= memory.last_position
+    tokens_at = token_at.clamp(max=memory.last_position)
+    memory.positions[:rows] = tokens_at + memory.shift
 
-    # The number of rows must be known on the host. Rows after the last emitted token write nothing.
-    real = (column < num_sampled[request]) & (position <= memory.last_position)
     slots, metadata = _slots_and_metadata(model, memory, batch, plan, starts, real)
-    last = starts[:-1] + carried + (num_sampled.long() - 1).clamp(min=0)
+    last = starts[:-1] + known - skipped + (emitted.counts.long() - 1).clamp(min=0)
     by_layer = build_slot_mappings_by_layer(slots, model.kv_cache_config)
-    return PromptRows(memory.ids[:rows], memory.positions[:rows], metadata, by_layer, last)
+    before = target.rows_before(emitted.tokens.shape[1])
+    of_emitted = before[request, column.clamp(min=0, max=before.shape[1] - 1)]
+    return PromptRows(
+        memory.ids[:rows], memory.positions[:rows], metadata, by_layer, last, tokens_at[last],
+        torch.where(in_prompt > 0, batch_row - 1, of_emitted),
+    )  # fmt: skip
 
 
 def _slots_and_metadata(
-    model: StandaloneARSpeculator,
+    model: DraftModelSpeculator,
     memory: RowMemory,
     batch: InputBatch,
     plan: CatchUpPlan,

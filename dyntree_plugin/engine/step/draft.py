@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan, most_emitted
 from dyntree_plugin.engine.step.ops import Graphs, Player, TreeOps
-from dyntree_plugin.engine.step.records import Drafted, Emitted, Step
+from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.stages import DraftStages, Eager
 from dyntree_plugin.tree.drafting import grow
@@ -31,20 +31,16 @@ class Drafter:
         step: Step,
         packed: torch.Tensor,
         batch: InputBatch,
-        num_sampled: torch.Tensor,
-        last_sampled: torch.Tensor,
+        sampled: Sampled,
         *,
         grows: bool,
     ) -> Drafted:
-        """Catch up, and grow a tree for each of R ``packed`` requests if the step ``grows`` any.
-
-        ``num_sampled`` [R]: tokens that vLLM sampled; ``last_sampled`` [slots]: the last of them.
-        """
+        """Catch up, and grow a tree for each of R ``packed`` requests if the step ``grows`` any."""
         player = self._graphs.drafting(packed) or self._eager(packed)
         caught_up = 0
         if self._stages.has_draft:
             with self._ops.clock("catch_up"):
-                self._catch_up(player, step, batch, num_sampled, last_sampled)
+                self._catch_up(player, step, batch, sampled)
             caught_up = 1
         if not grows:
             return Drafted(None, caught_up, None)
@@ -53,41 +49,45 @@ class Drafter:
             drafts, forwards = grow(player, most)
         return Drafted(drafts, caught_up + forwards, forwards, ended_early=forwards < most)
 
-    def _catch_up(
-        self,
-        player: Player,
-        step: Step,
-        batch: InputBatch,
-        num_sampled: torch.Tensor,
-        last_sampled: torch.Tensor,
-    ) -> None:
-        """Let the draft model read prompts and emitted tokens; see `draft`."""
-        if step.verified is None:
-            tokens = last_sampled[batch.idx_mapping].view(-1, 1)
-        else:
-            tokens = step.verified.tokens
+    def _catch_up(self, player: Player, step: Step, batch: InputBatch, sampled: Sampled) -> None:
+        """Let the draft read prompts and emitted tokens; see `draft`."""
+        target = self._states(step, batch, sampled)
         if batch.is_prefilling_np[: batch.num_reqs].any():
-            self._stages.catch_up_prompts(
-                batch, CatchUpPlan.of(batch, self._max_depth), tokens, num_sampled
-            )
-        else:
-            player.catch_up(self._emitted(step, batch, tokens, num_sampled))
+            plan = CatchUpPlan.of(batch, self._max_depth, self._stages.shift)
+            emitted = self._emitted(step, batch, sampled, sampled.counts, bound=1)
+            self._stages.catch_up_prompts(batch, plan, emitted, target)
+            return
+        if step.verified is None:
+            player.catch_up(self._emitted(step, batch, sampled, sampled.counts, bound=1), target)
+            return
+        bound = int(most_emitted(batch, self._max_depth).max())
+        emitted = self._emitted(step, batch, sampled, step.verified.emitted, bound)
+        player.catch_up(emitted, target)
 
     def _eager(self, packed: torch.Tensor) -> Player:
         requests = Requests(packed.to(self._stages.device, non_blocking=True), self._spare)
         return Eager(self._stages, requests)
 
     def _emitted(
-        self, step: Step, batch: InputBatch, tokens: torch.Tensor, num_sampled: torch.Tensor
+        self, step: Step, batch: InputBatch, sampled: Sampled, counts: torch.Tensor, bound: int
     ) -> Emitted:
-        """Describe what the requests of a batch without prompts got."""
+        """Describe what the requests of a batch got, at most ``bound`` tokens each.
+
+        Roots of requests in their prompt mean nothing.
+        """
         verified = step.verified
         if verified is None:
             roots = batch.positions[batch.query_start_loc[: batch.num_reqs].long()]
-            return Emitted(roots, tokens, num_sampled, most=1)
-        bound = int(most_emitted(batch, self._max_depth).max())
+            return Emitted(roots, sampled.last[batch.idx_mapping].view(-1, 1), counts, most=1)
         most = self._ops.most_emitted(bound, verified.emitted)
-        return Emitted(verified.positions, tokens, verified.emitted, most)
+        return Emitted(verified.positions, verified.tokens, counts, most)
+
+    def _states(self, step: Step, batch: InputBatch, sampled: Sampled) -> TargetStates:
+        verified = step.verified
+        if verified is None:
+            rows = batch.query_start_loc[: batch.num_reqs].long()
+            return TargetStates(sampled.hidden, rows, None, sampled.next_tokens)
+        return TargetStates(sampled.hidden, verified.roots, verified.path, sampled.next_tokens)
 
     def _most_forwards(self, step: Step) -> int:
         every = len(self._stages.widths)

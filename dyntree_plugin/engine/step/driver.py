@@ -13,7 +13,7 @@ from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.engine.step.place import place_nodes
-from dyntree_plugin.engine.step.records import Step
+from dyntree_plugin.engine.step.records import Sampled, Step
 from dyntree_plugin.engine.step.requests import pack
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
@@ -63,16 +63,13 @@ class StepDriver:
         self,
         drafter: Drafter,
         batch: InputBatch,
-        num_sampled: torch.Tensor,
-        last_sampled: torch.Tensor,
+        sampled: Sampled,
         *,
         grows: bool,
     ) -> torch.Tensor | None:
         """While the output travels to the host: catch the draft up, and grow the next trees."""
         packed = self._packed(batch)
-        self.step.drafted = drafter.draft(
-            self.step, packed, batch, num_sampled, last_sampled, grows=grows
-        )
+        self.step.drafted = drafter.draft(self.step, packed, batch, sampled, grows=grows)
         return self.step.drafted.tokens
 
     def _packed(self, batch: InputBatch) -> torch.Tensor:

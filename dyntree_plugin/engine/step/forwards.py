@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from dyntree_kernels.contracts import StepGrowth
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan, prompt_rows
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
 from dyntree_plugin.tree.pooled import apart, mixture
@@ -86,6 +86,8 @@ class DraftModels:
     A node has one slot, the same in the cache of every model. Each of them reads all tokens.
     """
 
+    shift = 0
+
     def __init__(
         self,
         speculator: StandaloneARSpeculator,
@@ -105,6 +107,9 @@ class DraftModels:
         # Of this step, by requests and width: metadata takes the host 0.1 ms to build.
         self._rows: dict[tuple[int, int], TreeRows] = {}
 
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+        """Do nothing: a separate model reads tokens alone."""
+
     def follow(self, requests: Requests, emitted: Emitted) -> None:
         """Read the emitted tokens, the last of which are the new roots; all requests decode."""
         rows = self._writer.chain(requests, emitted)
@@ -113,18 +118,11 @@ class DraftModels:
             model.read(rows, last)
 
     def follow_prompts(
-        self,
-        batch: InputBatch,
-        plan: CatchUpPlan,
-        emitted: torch.Tensor,
-        num_sampled: torch.Tensor,
+        self, batch: InputBatch, plan: CatchUpPlan, emitted: Emitted, target: TargetStates
     ) -> None:
-        """Do as `follow` where some requests are in their prompt, whose chunks are read as well.
-
-        ``emitted`` [R, E]: tokens, the first ``num_sampled[r]`` of which are real.
-        """
-        found = prompt_rows(self._speculator, self._memory, batch, plan, emitted, num_sampled)
-        self._memory.root_positions[: batch.num_reqs] = found.positions[found.last]
+        """Do as `follow` where some requests are in their prompt, whose chunks are read as well."""
+        found = prompt_rows(self._speculator, self._memory, batch, plan, emitted, target)
+        self._memory.root_positions[: batch.num_reqs] = found.root_positions
         for model in self.models:
             model.read(found, found.last)
 
@@ -147,7 +145,7 @@ class DraftModels:
             self._rows[shape] = self._memory.tree_rows(requests, width, self._memory.scratch)
         return self._rows[shape]
 
-    def forward(self, rows: TreeRows, requests: int) -> torch.Tensor:
+    def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
         """Run the models over filled rows; return the logits of all of them, [R * width, V]."""
         return self._pooled([model.logits(rows) for model in self.models], requests)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dyntree_kernels.contracts import GrowthSettings, Learn, StepGrowth, Walk, Walked
     from dyntree_kernels.tries import LookUp
     from dyntree_plugin.engine.step.clock import Clock
-    from dyntree_plugin.engine.step.records import Emitted
+    from dyntree_plugin.engine.step.records import Emitted, TargetStates
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
     from dyntree_plugin.engine.step.stages import DraftStages
     from dyntree_plugin.engine.step.transfer import Send
@@ -86,7 +86,7 @@ class TreeOps(Protocol):
 class Player(Stages[torch.Tensor], Protocol):
     """Runs the stages of drafting over the requests of one step."""
 
-    def catch_up(self, emitted: Emitted) -> None:
+    def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
         """Let the draft read the emitted tokens; all requests decode."""
         ...
 

@@ -59,3 +59,46 @@ class Emitted:
     tokens: torch.Tensor
     counts: torch.Tensor
     most: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What vLLM hands to its speculator after a step of R requests, beside the batch.
+
+    ``counts`` [R]: tokens that were sampled. ``last`` [slots]: the last of them. ``next_tokens``
+    [slots]: the next token of each prompt that goes on. ``hidden``: the target's hidden states
+    [T, H] after one or several layers.
+    """
+
+    counts: torch.Tensor
+    last: torch.Tensor
+    next_tokens: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What a head reads of the target's forward over the T rows of a step, beside the tokens.
+
+    ``hidden``: hidden states [T, H] of one or several layers. ``root_rows`` int64 [R]: rows of the
+    verified trees' roots. ``path`` int64 [R, D]: accepted nodes, -1 after the last; None if no
+    request had drafts. ``next_tokens`` [slots]: the next token of each prompt that goes on.
+    """
+
+    hidden: tuple[torch.Tensor, ...]
+    root_rows: torch.Tensor
+    path: torch.Tensor | None
+    next_tokens: torch.Tensor
+
+    def rows_before(self, count: int) -> torch.Tensor:
+        """Return the row of what stands before each of ``count`` emitted tokens, [R, count].
+
+        Before the first it is the root, and before each later one an accepted node. Entries after
+        the last emitted token are some row of the batch.
+        """
+        first = self.root_rows[:, None]
+        if self.path is None:
+            return first.expand(-1, count)
+        # Node j is j + 1 rows after the root.
+        nodes = torch.nn.functional.pad(self.path[:, : count - 1] + 1, (1, 0))
+        return first + nodes

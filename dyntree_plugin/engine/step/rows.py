@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_kernels.contracts import RowBuffers, StepGrowth
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
@@ -20,12 +20,13 @@ PAD_SLOT = -1
 @dataclass(frozen=True)
 class TreeRows:
     """Rows of one draft forward, ``width`` for each of R requests, and the attention metadata
-    that reads them."""
+    that reads them. ``above`` as in `RowBuffers`; only growth fills it."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     ancestor_bits: torch.Tensor
     slots: torch.Tensor
+    above: torch.Tensor
     metadata: dict[str, Any]
     slots_by_layer: dict[str, torch.Tensor]
 
@@ -35,9 +36,14 @@ class RowMemory:
 
     Between steps the draft's cache holds the context up to the last emitted token, the root. The
     nodes that a step expands go to the scratch slots after it; the next step overwrites them.
+
+    A token has the cache slot of its row's position. That is its own position with ``shift`` 0,
+    and the one before it with ``shift`` -1.
     """
 
-    def __init__(self, model: StandaloneARSpeculator, most_rows: int, scratch: int) -> None:
+    def __init__(
+        self, model: DraftModelSpeculator, most_rows: int, scratch: int, shift: int = 0
+    ) -> None:
         """``model``: the stock speculator, whose attention and block tables are set.
         ``most_rows``: the most rows of a request in one forward. ``scratch``: the nodes of a
         request that a step expands."""
@@ -48,6 +54,7 @@ class RowMemory:
         self.last_position = model.max_model_len - 1
         self.block_tables = model.block_tables
         self.scratch = scratch
+        self.shift = shift
         rows = model.max_num_tokens + requests * most_rows
         words = max(_words(most_rows), _words(scratch))
 
@@ -56,6 +63,7 @@ class RowMemory:
 
         self.ids = zeros(rows, dtype=torch.int32)
         self.positions = zeros(rows, dtype=torch.int64)
+        self.above = zeros(requests * most_rows, dtype=torch.int64)
         self._bits = zeros(requests * most_rows * words, dtype=torch.int32)
         groups = self.block_tables.num_kv_cache_groups
         self.slots = zeros(groups, rows, dtype=torch.int64)
@@ -69,14 +77,15 @@ class RowMemory:
         self.stored_at = zeros(requests, dtype=torch.int64)
         # First rows of requests, by the number of rows that each has.
         widths = torch.arange(max(most_rows, scratch) + 1, device=self.device)
-        self._row_starts = widths.int()[:, None] * model.arange_gpu
+        numbers = torch.arange(requests + 1, dtype=torch.int32, device=self.device)
+        self._row_starts = widths.int()[:, None] * numbers
         # Masks say what tree rows attend to. Only the device knows how long a request is.
         self._longest = torch.full((requests,), model.max_model_len, dtype=torch.int32)
 
     @property
     def buffers(self) -> RowBuffers:
         """The same tensors, for growth."""
-        return RowBuffers(self.ids, self.positions, self.slots, self.scratch_slots)
+        return RowBuffers(self.ids, self.positions, self.slots, self.scratch_slots, self.above)
 
     def starts(self, requests: int, width: int) -> torch.Tensor:
         """Return the first rows of requests that have ``width`` each, int32 [R + 1]."""
@@ -124,7 +133,8 @@ class RowMemory:
             model_specific_attn_metadata=TreeAttnMetadata(mask),
         )
         by_layer = build_slot_mappings_by_layer(slots, model.kv_cache_config)
-        return TreeRows(self.ids[:rows], self.positions[:rows], bits, slots, metadata, by_layer)
+        ids, positions, above = self.ids[:rows], self.positions[:rows], self.above[:rows]
+        return TreeRows(ids, positions, bits, slots, above, metadata, by_layer)
 
 
 class RowWriter(Protocol):
@@ -156,7 +166,8 @@ class TensorRows:
         step = torch.arange(width, device=memory.device)
         after = emitted.roots[:, None] + 1 + step
         real = (step < emitted.counts[:, None]) & (after <= memory.last_position)
-        positions = after.clamp(max=memory.last_position)
+        tokens_at = after.clamp(max=memory.last_position)
+        positions = tokens_at + memory.shift
         slots = memory.slots_of(requests, positions, memory.slots)
         self._see(emitted.roots, columns=width)
         rows = memory.tree_rows(num_reqs, width, columns=width)
@@ -168,7 +179,7 @@ class TensorRows:
         final = (emitted.counts.long() - 1).clamp(min=0, max=width - 1)
         last = memory.root_rows[:num_reqs]
         torch.add(memory.starts(num_reqs, width)[:-1], final, out=last)
-        torch.index_select(positions.flatten(), 0, last, out=memory.root_positions[:num_reqs])
+        torch.index_select(tokens_at.flatten(), 0, last, out=memory.root_positions[:num_reqs])
         return rows
 
     def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
@@ -177,15 +188,15 @@ class TensorRows:
         start(growth, requests, roots, chained, memory.stored_at)
         if memory.scratch:
             after = roots[:, None] + 1 + torch.arange(memory.scratch, device=memory.device)
-            positions = after.clamp(max=memory.last_position)
+            positions = after.clamp(max=memory.last_position) + memory.shift
             memory.slots_of(requests, positions, memory.scratch_slots)
             self._see(roots, memory.scratch)
 
     def _see(self, roots: torch.Tensor, columns: int) -> None:
         """Let rows see the context up to ``roots`` [R], and ``columns`` slots after it by bits."""
-        num_reqs = roots.shape[0]
-        torch.add(roots, 1, out=self._memory.ctx_lens[:num_reqs])
-        lengths = torch.add(roots, 1 + columns, out=self._memory.seq_lens[:num_reqs])
+        num_reqs, length = roots.shape[0], 1 + self._memory.shift
+        torch.add(roots, length, out=self._memory.ctx_lens[:num_reqs])
+        lengths = torch.add(roots, length + columns, out=self._memory.seq_lens[:num_reqs])
         lengths.clamp_(max=self._memory.last_position + 1)
 
 
@@ -212,7 +223,7 @@ def no_rows(device: torch.device) -> RowBuffers:
     def none(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
-    return RowBuffers(none(1, dtype=torch.int32), none(1), none(1, 1), none(1, 1))
+    return RowBuffers(none(1, dtype=torch.int32), none(1), none(1, 1), none(1, 1), none(1))
 
 
 def _words(columns: int) -> int:

@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import StepGrowth
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import TreeRows
 
@@ -20,20 +20,26 @@ class NodeSource(Protocol):
     Its state between two calls lies at fixed addresses, so that each call can be a graph.
     """
 
+    @property
+    def shift(self) -> int:
+        """Position of a row, less that of its token: 0, or -1 for a source that reads the target's
+        hidden state before the token."""
+        ...
+
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+        """Copy what `follow` reads of the target's hidden states. It has no graph."""
+        ...
+
     def follow(self, requests: Requests, emitted: Emitted) -> None:
         """Read the emitted tokens, the last of which are the new roots; all requests decode."""
         ...
 
     def follow_prompts(
-        self,
-        batch: InputBatch,
-        plan: CatchUpPlan,
-        emitted: torch.Tensor,
-        num_sampled: torch.Tensor,
+        self, batch: InputBatch, plan: CatchUpPlan, emitted: Emitted, target: TargetStates
     ) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are read as well.
 
-        It has no graph. ``emitted`` [R, E]: tokens, the first ``num_sampled[r]`` of which are real.
+        It has no graph.
         """
         ...
 
@@ -49,6 +55,9 @@ class NodeSource(Protocol):
         """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
         ...
 
-    def forward(self, rows: TreeRows, requests: int) -> torch.Tensor:
-        """Run the models over filled rows; return the logits of all of them, [R * width, V]."""
+    def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
+        """Run the models over filled rows; return the logits of all of them, [R * width, V].
+
+        ``first``: the expansion of each request's first row, 1 in the first forward.
+        """
         ...

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dyntree_kernels.contracts import StepGrowth
+from dyntree_kernels.contracts import StepGrowth, expansions_of
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan
-from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import start
 from dyntree_plugin.engine.step.source import NodeSource
@@ -68,18 +68,23 @@ class DraftStages:
         """Whether each stage can be captured by itself."""
         return not isinstance(self._growth, TensorGrowth)
 
+    @property
+    def shift(self) -> int:
+        """That of the source of forwards."""
+        return self._draft.shift
+
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+        """Copy what `catch_up` reads of the target; it has no graph."""
+        self._draft.receive(emitted, target)
+
     def catch_up(self, requests: Requests, emitted: Emitted) -> None:
         self._draft.follow(requests, emitted)
 
     def catch_up_prompts(
-        self,
-        batch: InputBatch,
-        plan: CatchUpPlan,
-        emitted: torch.Tensor,
-        num_sampled: torch.Tensor,
+        self, batch: InputBatch, plan: CatchUpPlan, emitted: Emitted, target: TargetStates
     ) -> None:
         """Catch up in a batch with prompts; it has no graph."""
-        self._draft.follow_prompts(batch, plan, emitted, num_sampled)
+        self._draft.follow_prompts(batch, plan, emitted, target)
 
     def root(self, requests: Requests) -> None:
         if self._source is not None:
@@ -96,7 +101,8 @@ class DraftStages:
         rows = self._draft.rows(len(requests.packed), self.widths[number])
         if self._growth.expand(rows.ancestor_bits) == 0 or not self._pays(self._growth):
             return False
-        self._growth.pick(self._draft.forward(rows, len(requests.packed)))
+        first, _ = expansions_of(self.widths, number + 1)
+        self._growth.pick(self._draft.forward(rows, len(requests.packed), first))
         return True
 
     def finish(self, requests: Requests, forwards: int) -> torch.Tensor:
@@ -120,7 +126,8 @@ class Eager:
         self._stages = stages
         self._requests = requests
 
-    def catch_up(self, emitted: Emitted) -> None:
+    def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
+        self._stages.receive(emitted, target)
         self._stages.catch_up(self._requests, emitted)
 
     def root(self) -> None:

@@ -30,6 +30,7 @@ class TensorGrowth:
         self._pick = pick
         self._rows = rows
         self._last_position = last_position
+        self._shift = trees.plan.shape.shift
         self._growing = trees.plan.growing
         self._ends = list(accumulate(self._growing.widths))
 
@@ -67,7 +68,7 @@ class TensorGrowth:
             trie, self._roots, seeds, temperatures, self._trees.vocabulary
         )
         self._judged = self._pick.judged(trie, noise, classes)
-        growth.graft(trie, self._judged.log_chances)
+        growth.graft(trie, self._judged.log_chances, whole_paths=self._shift == 0)
 
     def _grafted(self) -> TopKGrowth:
         if not isinstance(self._growth, TopKGrowth):
@@ -118,7 +119,10 @@ class TensorGrowth:
         num_reqs = len(self._roots)
         rows = num_reqs * width
         self._rows.ids[:rows].view(num_reqs, width).copy_(frontier.tokens)
-        self._rows.positions[:rows].view(num_reqs, width).copy_(self._positions)
+        self._rows.positions[:rows].view(num_reqs, width).copy_(self._positions + self._shift)
+        expansions = self._growing.roots + self._ends[-1]
+        first = torch.arange(num_reqs, device=frontier.above.device)[:, None] * expansions
+        self._rows.above[:rows].view(num_reqs, width).copy_(first + frontier.above)
         ancestor_bits.view(num_reqs, width, -1).copy_(frontier.ancestors)
         columns = self._ends[-1]
         scratch = self._rows.scratch[:, : num_reqs * columns].view(-1, num_reqs, columns)

@@ -82,7 +82,7 @@ class TreeStore:
             self.kinds.index_fill_(0, slots, DRAFT)
         else:
             self.kinds[slots] = kinds.gather(1, tree.candidates)
-        self.forwards[slots] = self._forwards_of(tree.parents, self.kinds[slots])
+        self.forwards[slots] = self._forwards_of(tree.parents, tree.depths, self.kinds[slots])
         if features is not None and tree.candidates is not None:
             index = tree.candidates[:, :, None].expand(-1, -1, FEATURES)
             self.features[slots] = features.gather(1, index)
@@ -91,9 +91,13 @@ class TreeStore:
             self._draws[slots] = tree.draws.nodes
             self._log_draft[slots] = tree.draws.log_probs[request, tree.draws.columns]
 
-    def _forwards_of(self, parents: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    def _forwards_of(
+        self, parents: torch.Tensor, depths: torch.Tensor, kinds: torch.Tensor
+    ) -> torch.Tensor:
         """Return the draft forwards that each node takes at least; see `TreeArrays`."""
         drafted = (parents >= 0) & (kinds != LOOK_UP) & (kinds != BOTH)
+        if self.shape.head:  # a forward for every level above
+            return torch.where(drafted, depths - 1, 0)
         forwards, above = torch.zeros_like(parents), parents.clamp(min=0)
         for _ in range(self.shape.max_depth - 1):
             forwards = torch.where(drafted, forwards.gather(1, above) + 1, 0)

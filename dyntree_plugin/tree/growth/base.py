@@ -17,7 +17,9 @@ class Frontier:
     """The nodes that the next draft forward runs on, [R, width] each.
 
     ``ancestors`` int32 [R, width, words] are bits over the scratch columns of the step, and each
-    node's own column is among them. Where ``valid`` is false, nothing was left to expand.
+    node's own column is among them. ``above`` int64 are the expansions of the nodes' parents: 0 for
+    the root, 1 + c for the node in scratch column c. Where ``valid`` is false, nothing was left to
+    expand.
     ``values`` float32 are the logs of the estimated chance that the path down to a node is
     accepted, and ``-inf`` where a node is not valid. Growths that rank nothing leave them out.
     """
@@ -26,6 +28,7 @@ class Frontier:
     depths: torch.Tensor
     ancestors: torch.Tensor
     valid: torch.Tensor
+    above: torch.Tensor
     values: torch.Tensor | None = None
 
 

@@ -59,7 +59,7 @@ class Grafts:
         """Values of the nodes that the next forward may expand, ``-inf`` for the others."""
         closed = self._expansions >= 0
         if not self._whole_paths:
-            closed = closed | (self._expansions_above() < 0)
+            closed = closed | (self.expansions_above < 0)
         return self.values.masked_fill(closed, NO_VALUE)
 
     def asked(self, first: int, width: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Grafts:
 
         The result counts from 0; it is -1 for nodes that none of these ``width`` judges.
         """
-        above = self._expansions_above() - first
+        above = self.expansions_above - first
         return torch.where(self._real & (above >= 0) & (above < width), above, -1)
 
     def merge(
@@ -113,8 +113,9 @@ class Grafts:
         # Ancestors have different columns, so that the sum of their bits is their union.
         return torch.where(seen[..., None], own[:, None], 0).sum(dim=2).to(torch.int32)
 
-    def _expansions_above(self) -> torch.Tensor:
-        """Return the expansions of the nodes' parents, 0 for the root, -1 for none so far."""
+    @property
+    def expansions_above(self) -> torch.Tensor:
+        """The expansions of the nodes' parents, 0 for the root, -1 for none so far."""
         return torch.where(self.above < 0, 0, self._expansions.gather(1, self._index))
 
     def _path_values(self) -> torch.Tensor:

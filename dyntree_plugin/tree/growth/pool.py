@@ -152,6 +152,7 @@ class CandidatePool:
         if self._grafts is not None:
             self._grafts.expand(now.start, nodes, valid)
             grafted, index = self._grafted(nodes)
+            above = torch.where(grafted, self._grafts.expansions_above.gather(1, index), above)
             depths = torch.where(grafted, self._grafts.depths.gather(1, index), depths)
             seen = self._grafts.bits(index, self._own_bits)
             bits = torch.where(grafted[:, :, None], seen, bits)
@@ -161,7 +162,8 @@ class CandidatePool:
         self._bits[:, now] = bits
         values = self.values.gather(1, nodes).masked_fill_(~valid, NO_VALUE)
         self.bases[:, now] = values
-        return Frontier(self.tokens.gather(1, nodes), depths, bits, valid, values)
+        above = torch.where(valid, above, 0)
+        return Frontier(self.tokens.gather(1, nodes), depths, bits, valid, above, values)
 
     @property
     def width(self) -> int:

@@ -26,93 +26,18 @@ from dyntree_kernels.contracts import (
     TreeArrays,
     expansions_of,
 )
+from dyntree_kernels.cpu.candidates import keep
 from dyntree_kernels.cpu.children import pick_children
 from dyntree_kernels.cpu.compiled import compiled
-from dyntree_kernels.cpu.grafts import GraftArrays, revalue, take
+from dyntree_kernels.cpu.grafts import GraftArrays, take
 from dyntree_kernels.cpu.layout import flat
 from dyntree_kernels.cpu.simd import as_numpy
 from dyntree_kernels.cpu.threads import use_torch_threads
 from dyntree_kernels.tries import Trie
 
 _NONE = np.float32(-np.inf)
+_NOWHERE = 1 << 30  # an expansion that there never is
 _NANOSECONDS = 2  # per score; use_torch_threads counts operations of about a nanosecond
-
-
-@compiled
-def _offer(candidate, value, values, best, counts):
-    """Insert a candidate among one request's best [N], unless they are all worth as much."""
-    values[candidate] = value
-    at, budget = counts[0], best.shape[0]
-    if at < budget:
-        counts[0] += 1
-    elif value > values[best[budget - 1]]:
-        at -= 1
-    else:
-        return
-    while at > 0 and values[best[at - 1]] < value:
-        best[at] = best[at - 1]
-        at -= 1
-    best[at] = candidate
-
-
-@compiled
-def _keep(expansions, least, bases, edges, values, expanded, best, counts, grown):
-    """Merge the children of new expansions into one request's best candidates [N].
-
-    counts, grown [1]: number of the best candidates, and of all that are worth at least `least`.
-    The root's first child may be worth less.
-    """
-    children = edges.shape[1]
-    if expansions[0] == 0:
-        counts[0] = grown[0] = 0
-    for e in range(expansions[0], expansions[1]):
-        if bases[e] == _NONE:
-            continue
-        for k in range(children):
-            candidate, value = e * children + k, bases[e] + edges[e, k]
-            if not value > _NONE or (value < least and candidate > 0):
-                continue
-            grown[0] += 1
-            expanded[candidate] = False
-            _offer(candidate, value, values, best, counts)
-
-
-@compiled
-def _keep_with_grafts(
-    r, expansions, least, bases, edges, values, expanded, best, counts, grown, nodes, grafts
-):
-    """Do as `_keep` where request r has a trie, whose values may have changed.
-
-    The best child of the root may be worth less than `least`.
-    """
-    children, grafted = edges.shape[1], grafts.tokens.shape[1]
-    revalue(grafts, r)
-    for e in range(max(1, expansions[0]), expansions[1]):
-        if bases[e] > _NONE and nodes[e] < grafted:
-            bases[e] = grafts.values[r, nodes[e]]
-    spared, most = -1, _NONE
-    for g in range(grafted):
-        if grafts.values[r, g] > most:
-            spared, most = g, grafts.values[r, g]
-    for k in range(children if expansions[1] > 0 else 0):
-        if edges[0, k] > most:
-            spared, most = grafted + k, edges[0, k]
-    counts[0] = grown[0] = 0
-    for g in range(grafted):
-        value = grafts.values[r, g]
-        if value > _NONE and (value >= least or g == spared):
-            grown[0] += 1
-            _offer(g, value, values, best, counts)
-    for e in range(expansions[1]):
-        if bases[e] == _NONE:
-            continue
-        for k in range(children):
-            candidate, value = grafted + e * children + k, bases[e] + edges[e, k]
-            if e >= expansions[0]:
-                expanded[candidate] = False
-            if value > _NONE and (value >= least or candidate == spared):
-                grown[0] += 1
-                _offer(candidate, value, values, best, counts)
 
 
 @compiled
@@ -125,10 +50,13 @@ def _depth(candidate, children, depths, grafts, r):
 
 
 @compiled
-def _next_to_expand(best, count, values, expanded, least, max_depth, children, depths, grafts, r):
+def _next_to_expand(
+    best, count, values, expanded, least, max_depth, children, depths, grafts, r, first
+):
     """Return the most valuable candidate to expand, or -1.
 
-    It has not been expanded, and its children can still be among the best candidates.
+    It has not been expanded, its children can still be among the best candidates, and its parent
+    is one of the expansions before `first`.
     """
     full = count == best.shape[0]
     for i in range(count):
@@ -136,7 +64,7 @@ def _next_to_expand(best, count, values, expanded, least, max_depth, children, d
         value = values[candidate]
         if value < least or (full and value <= values[best[count - 1]]):
             return -1
-        if expanded[candidate]:
+        if expanded[candidate] or _expansion_above(candidate, grafts, r) >= first:
             continue
         if _depth(candidate, children, depths, grafts, r) < max_depth:
             return candidate
@@ -144,34 +72,43 @@ def _next_to_expand(best, count, values, expanded, least, max_depth, children, d
 
 
 @compiled
+def _expansion_above(candidate, grafts, r):
+    """Return the expansion of a trie's node's parent: 0 for the root, a large one if the parent has
+    none. Return 0 for the draft's candidates, whose parents have been expanded before."""
+    if candidate >= grafts.tokens.shape[1] or grafts.above[r, candidate] < 0:
+        return np.int64(0)
+    above = grafts.expansions[r, grafts.above[r, candidate]]
+    return above if above >= 0 else _NOWHERE
+
+
+@compiled
 def _expand(
     added, expansions, least, max_depth, bases, edges, values, expanded, best, counts, grown,
-    tokens, nodes, depths, bits, positions, grafts, roots, longest, scratch, ids, row_positions,
-    row_bits, slots,
+    tokens, nodes, depths, bits, positions, grafts, roots, longest, shift, ids, row_positions,
+    slots, scratch, rows_above, row_bits,
 ):  # fmt: skip
     """Add the children of `added`, choose the nodes of `expansions`, and write their draft rows.
 
     Returns the number of nodes.
     added, expansions: ranges of expansions.
     roots [R]: positions of the roots. All positions are limited to `longest`.
-    scratch [groups, R * columns]: cache slots.
-    ids, row_positions, row_bits, slots (by group): a row per node, written. A row without a
-    node sees no scratch column, and its slot is -1.
+    shift: as in `GrowthSettings`.
+    ids, row_positions, slots, rows_above, row_bits: a row per node, written. A row without a node
+    sees no scratch column, and its slot is -1.
     """
     requests, width, children = roots.shape[0], expansions[1] - expansions[0], edges.shape[2]
     columns, total, grafted = nodes.shape[1] - 1, 0, grafts.tokens.shape[1]
     for r in range(requests):
-        own = (bases[r], edges[r], values[r], expanded[r], best[r], counts[r : r + 1])
-        if grafted > 0:
-            _keep_with_grafts(r, added, least, *own, grown[r : r + 1], nodes[r], grafts)
-        else:
-            _keep(added, least, *own, grown[r : r + 1])
+        keep(
+            r, added, least, bases[r], edges[r], values[r], expanded[r], best[r],
+            counts[r : r + 1], grown[r : r + 1], nodes[r], grafts,
+        )  # fmt: skip
         room = min(columns, longest - roots[r])
         for row in range(r * width, (r + 1) * width):
             e = expansions[0] + row - r * width
             node = _next_to_expand(
                 best[r], counts[r], values[r], expanded[r], least, max_depth, children, depths[r],
-                grafts, r,
+                grafts, r, expansions[0] if shift < 0 else _NOWHERE + 1,
             )  # fmt: skip
             exists = node >= 0 and e - 1 < room
             above, token = 0, np.int64(0)
@@ -189,7 +126,8 @@ def _expand(
             depths[r, e] = depths[r, above] + 1
             positions[r, e] = min(roots[r] + depths[r, e], longest)
             ids[row] = token
-            row_positions[row] = positions[r, e]
+            row_positions[row] = positions[r, e] + shift
+            rows_above[row] = r * (columns + 1) + above
             for group in range(slots.shape[0]):
                 slots[group, row] = scratch[group, r * columns + e - 1] if exists else -1
             bits[r, e] = 0
@@ -214,21 +152,21 @@ def _parent_and_token(candidate, r, children, tokens, nodes, grafts):
 @compiled
 def _store(
     added, least, bases, edges, values, expanded, best, counts, grown, tokens, nodes, depths,
-    features, grafts, became, slots, out, out_parents, out_depths, out_values, out_counts,
+    features, grafts, became, shift, slots, out, out_parents, out_depths, out_values, out_counts,
     out_admitted, out_grown, out_bits, out_features, out_kinds, out_forwards,
 ):  # fmt: skip
     """Add the children of expansions `added`, and store the trees.
 
+    shift: as in `GrowthSettings`.
     out [R, N]: tokens of the nodes, written. The arrays after it are those of `TreeArrays`, written
     at `slots` [R]. became [candidates]: working memory.
     """
     children, budget, grafted = edges.shape[2], best.shape[1], grafts.tokens.shape[1]
     for r in range(slots.shape[0]):
-        own = (bases[r], edges[r], values[r], expanded[r], best[r], counts[r : r + 1])
-        if grafted > 0:
-            _keep_with_grafts(r, added, least, *own, grown[r : r + 1], nodes[r], grafts)
-        else:
-            _keep(added, least, *own, grown[r : r + 1])
+        keep(
+            r, added, least, bases[r], edges[r], values[r], expanded[r], best[r],
+            counts[r : r + 1], grown[r : r + 1], nodes[r], grafts,
+        )  # fmt: skip
         at, count = slots[r], counts[r]
         out_counts[at] = out_admitted[at] = count
         out_grown[at] = grown[r]
@@ -244,7 +182,11 @@ def _store(
             out_parents[at, n] = parent
             out_depths[at, n] = 1 + (out_depths[at, parent] if parent >= 0 else 0)
             drafted = candidate >= grafted and parent >= 0
-            out_forwards[at, n] = 1 + out_forwards[at, parent] if drafted else 0
+            out_forwards[at, n] = 0
+            if drafted and shift < 0:
+                out_forwards[at, n] = out_depths[at, parent]
+            elif drafted:
+                out_forwards[at, n] = 1 + out_forwards[at, parent]
             out_values[at, n] = values[r, candidate] if real else _NONE
             out_bits[at, n + 1] = out_bits[at, parent + 1]
             out_bits[at, n + 1, (n + 1) // 32] |= np.uint32(1) << np.uint32((n + 1) % 32)
@@ -268,7 +210,7 @@ class CompiledGrowth(StepGrowth):
 
     def __init__(self, settings: GrowthSettings) -> None:
         requests, node_budget, children, widths, least, longest, coupled, weights = settings[:8]
-        rows, trees, nodes_of_tries, self._max_depth = settings[8:]
+        rows, trees, nodes_of_tries, self._max_depth, self._shift = settings[8:]
         expansions = 1 + sum(widths)
         candidates = nodes_of_tries + children * expansions
         self._widths, self._coupled, self._longest = widths, coupled, longest
@@ -354,12 +296,11 @@ class CompiledGrowth(StepGrowth):
         added, last = self._picked, self._new[1]
         self._new, self._picked = (last, last + self._widths[self._forward]), (last, last)
         self._forward += 1
-        ids, positions, slots, scratch = self._rows
         found: int = _expand(
             added, self._new, self._least, self._max_depth, self._bases, self.edges, self._values,
             self._expanded, self._best, self._counts, self._grown, self.tokens, self._nodes,
             self._depths, self._bits, self._positions, self._grafts, self._roots, self._longest,
-            scratch, ids, positions, ancestor_bits.view(torch.uint32).numpy(), slots,
+            self._shift, *self._rows, ancestor_bits.view(torch.uint32).numpy(),
         )  # fmt: skip
         return found
 
@@ -372,8 +313,8 @@ class CompiledGrowth(StepGrowth):
         _store(
             self._picked, self._least, self._bases, self.edges, self._values, self._expanded,
             self._best, self._counts, self._grown, self.tokens, self._nodes, self._depths,
-            self.features, self._grafts, self._became, slots.contiguous().numpy(), tokens.numpy(),
-            *self._trees,
+            self.features, self._grafts, self._became, self._shift, slots.contiguous().numpy(),
+            tokens.numpy(), *self._trees,
         )  # fmt: skip
         return tokens
 
@@ -384,7 +325,8 @@ def warm_up(dtype: torch.dtype) -> None:
     bits = torch.zeros(1, 1, dtype=torch.int32)
     settings = GrowthSettings(
         requests=1, node_budget=1, children=1, widths=(1,), least=0.0, longest=1, coupled=True,
-        weights=torch.zeros(KINDS, 3), rows=RowBuffers(slot.int(), slot.clone(), one, one.clone()),
+        weights=torch.zeros(KINDS, 3),
+        rows=RowBuffers(slot.int(), slot.clone(), one, one.clone(), slot.clone()),
         trees=TreeArrays(
             one.clone(), one.clone(), one.float(), slot, slot.clone(), slot.clone(),
             torch.zeros(1, 2, 1, dtype=torch.int32), torch.zeros(1, 1, 2), one.to(torch.int8),

@@ -183,7 +183,7 @@ class DeviceGrowth(StepGrowth):
 
     def __init__(self, settings: GrowthSettings) -> None:
         requests, node_budget, children, widths, least, longest, coupled, weights = settings[:8]
-        rows, trees, nodes_of_tries, self._max_depth = settings[8:]
+        rows, trees, nodes_of_tries, self._max_depth, _ = settings[8:]
         expansions = 1 + sum(widths)
         device = trees.parents.device
         self._widths, self._coupled, self._longest = widths, coupled, longest

@@ -70,6 +70,7 @@ class Step:
             torch.zeros(rows, dtype=torch.int64),
             torch.zeros(GROUPS, rows, dtype=torch.int64),
             1000 + torch.arange(GROUPS * scratch).view(GROUPS, scratch),
+            torch.zeros(rows, dtype=torch.int64),
         )
         self.trees = TreeStore(self.requests, self.plan, VOCAB, torch.device("cpu"))
         self.temperatures = torch.tensor(case.temperatures)

@@ -60,6 +60,7 @@ class Both:
             torch.zeros(rows, dtype=torch.int64, device=DEVICE),
             torch.zeros(GROUPS, rows + 3, dtype=torch.int64, device=DEVICE),
             1000 + torch.arange(GROUPS * scratch, device=DEVICE).view(GROUPS, scratch),
+            torch.zeros(rows, dtype=torch.int64, device=DEVICE),
         )
         self.trees = TreeStore(self.requests, self.plan, case.vocab, DEVICE)
         self.roots = LONGEST - torch.tensor(case.room)

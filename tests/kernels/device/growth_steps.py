@@ -124,6 +124,7 @@ class Step:
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(GROUPS, rows, dtype=torch.int64, device=device),
             1000 + torch.arange(scratch[0] * scratch[1], device=device).view(scratch),
+            torch.zeros(rows, dtype=torch.int64, device=device),
         )
         self.trees = TreeStore(SLOTS, self.plan, case.vocab, device)
         settings = GrowthSettings(

@@ -1,0 +1,93 @@
+"""vLLM's speculator with trees that a head of the target drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from dyntree_plugin.engine.drafting import Drafting
+from dyntree_plugin.engine.speculator import TreeProposals, row_memory
+from dyntree_plugin.engine.step.head import HeadStates, TargetHead
+
+
+class HeadSpeculator(TreeProposals, DraftModelSpeculator):
+    """Loads, profiles and places a head as the stock class does."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, drafting: Drafting) -> None:
+        super().__init__(vllm_config, device)
+        self.drafting = drafting
+        plan = drafting.trees.plan
+        # Before vLLM profiles the memory, so that it is counted.
+        self.states = HeadStates(
+            self.max_num_reqs,
+            plan.shape.max_depth + 1,
+            1 + plan.scratch_slots,
+            self.hidden_size,
+            self.dtype,  # type: ignore[arg-type]  # vLLM has resolved its name by now
+            device,
+        )
+
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        """Load the head, which shares the target's embedding and output layer if it has none."""
+        return load_eagle_model(target_model, self.vllm_config)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        memory = row_memory(self, self.drafting.trees.plan)
+        writer = self.drafting.ops.row_writer(memory)
+        source = TargetHead(self, self, self.states, memory, writer)
+        self.drafting.compose(source, memory.buffers, memory.stored_at)
+
+    def rehearse(
+        self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
+    ) -> None:
+        """Run one forward."""
+        rows = batch.num_tokens
+        states = self.combine(tuple(layer[:rows] for layer in hidden))
+        ids, positions = batch.input_ids[:rows], batch.positions[:rows]
+        found, _ = self.run(ids, positions, states, None, None)
+        width = self.most_logits_of_a_request(most_logits)
+        at = torch.arange(batch.num_reqs * width, device=found.device) % rows
+        self.compute_draft_logits(found[at], 0)
+
+    def combine(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Turn the target's hidden states [N, H] into the head's input; see `LoadedHead`."""
+        if self.method != "eagle3":
+            (last,) = hidden
+            return last
+        model: Any = self.model
+        combined: torch.Tensor = model.combine_hidden_states(torch.cat(hidden, dim=-1))
+        return combined
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run rows of the head; see `LoadedHead`."""
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=len(ids),
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=slots,
+            batch_descriptor=BatchDescriptor(num_tokens=len(ids)),
+        ):
+            found = self.model(
+                input_ids=ids, positions=positions, hidden_states=states, inputs_embeds=None
+            )
+        # Some heads return one tensor for both.
+        return found if isinstance(found, tuple) else (found, found)

@@ -1,0 +1,150 @@
+"""A head of the target as a source of candidates: EAGLE, EAGLE-3, and MTP of one module.
+
+A head reads a token together with the hidden state before it: that of the target where the target
+has read the text, else that of its own row for the node's parent. So its rows stand one position
+before their tokens, and its forwards hand hidden states on to later ones. EAGLE
+(arXiv 2401.15077, section 3) and EAGLE-3 (arXiv 2503.01840, section 3) describe such heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from dyntree_kernels.contracts import StepGrowth
+from dyntree_plugin.engine.step.catch_up import CatchUpPlan, prompt_rows
+from dyntree_plugin.engine.step.forwards import FilledRows
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
+from dyntree_plugin.engine.step.requests import Requests
+from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
+
+
+class LoadedHead(Protocol):
+    """A head that is loaded."""
+
+    def combine(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Turn the target's hidden states [N, H] of one or several layers into the head's input."""
+        ...
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run rows; return what gives their logits, and their hidden states for later rows."""
+        ...
+
+    def compute_draft_logits(
+        self, hidden_states: torch.Tensor, spec_step_idx: int
+    ) -> torch.Tensor: ...
+
+
+class HeadStates:
+    """Hidden states of R requests that pass from one forward to another, at fixed addresses.
+
+    ``given`` [R * E, H]: the head's input for emitted tokens, from the target. ``own``
+    [R, expansions, H]: of what a step expands, from the head's own rows; the first is the root's.
+    ``root`` [R, H]: what gives the logits after the roots.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        most_emitted: int,
+        expansions: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, hidden_size, dtype=dtype, device=device)
+
+        self.given = zeros(requests * most_emitted)
+        self.own = zeros(requests, expansions)
+        self.root = zeros(requests)
+
+
+class TargetHead:
+    """The `NodeSource` that runs a head of the target."""
+
+    shift = -1
+
+    def __init__(
+        self,
+        head: LoadedHead,
+        speculator: DraftModelSpeculator,
+        states: HeadStates,
+        memory: RowMemory,
+        writer: RowWriter,
+    ) -> None:
+        """``speculator``: vLLM's, which builds attention metadata for prompts."""
+        self._head = head
+        self._speculator = speculator
+        self._states = states
+        self._memory = memory
+        self._writer = writer
+        # Of this step, by requests and width: metadata takes the host 0.1 ms to build.
+        self._rows: dict[tuple[int, int], TreeRows] = {}
+
+    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+        """Copy the target's states before the emitted tokens: of the root and the accepted path."""
+        before = target.rows_before(emitted.most).flatten()
+        states = self._combined(target, before)
+        self._states.given[: len(before)].copy_(states)
+
+    def follow(self, requests: Requests, emitted: Emitted) -> None:
+        """Read the emitted tokens, the last of which are the new roots; all requests decode."""
+        rows = self._writer.chain(requests, emitted)
+        last = self._memory.root_rows[: len(emitted.roots)]
+        self._read(rows, self._states.given[: len(rows.ids)], last)
+
+    def follow_prompts(
+        self, batch: InputBatch, plan: CatchUpPlan, emitted: Emitted, target: TargetStates
+    ) -> None:
+        """Do as `follow` where some requests are in their prompt, whose chunks are read as well."""
+        rows = prompt_rows(self._speculator, self._memory, batch, plan, emitted, target)
+        self._memory.root_positions[: batch.num_reqs] = rows.root_positions
+        self._read(rows, self._combined(target, rows.read), rows.last)
+
+    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
+        """Start growth at the roots; ``chained`` bool [slots + 1]: requests with chains."""
+        self._rows.clear()
+        self._writer.begin(growth, requests, chained)
+
+    def root_logits(self, requests: int) -> torch.Tensor:
+        """Return the logits after the roots, [R, V]."""
+        return self._head.compute_draft_logits(self._states.root[:requests], 0)
+
+    def rows(self, requests: int, width: int) -> TreeRows:
+        """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
+        shape = requests, width
+        if shape not in self._rows:
+            self._rows[shape] = self._memory.tree_rows(requests, width, self._memory.scratch)
+        return self._rows[shape]
+
+    def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
+        """Run the head over filled rows; return the logits of all of them, [R * width, V]."""
+        own = self._states.own
+        states = own.flatten(0, 1).index_select(0, rows.above)
+        hidden, states = self._run(rows, states)
+        width = len(rows.ids) // max(1, requests)
+        own[:requests, first : first + width].copy_(states.view(requests, width, -1))
+        return self._head.compute_draft_logits(hidden, 0)
+
+    def _read(self, rows: FilledRows, states: torch.Tensor, last: torch.Tensor) -> None:
+        """Read filled rows, of which ``last`` int64 [R] are the roots'."""
+        hidden, states = self._run(rows, states)
+        torch.index_select(hidden, 0, last, out=self._states.root[: len(last)])
+        self._states.own[: len(last), 0].copy_(states.index_select(0, last))
+
+    def _combined(self, target: TargetStates, at: torch.Tensor) -> torch.Tensor:
+        return self._head.combine(tuple(layer.index_select(0, at) for layer in target.hidden))
+
+    def _run(self, rows: FilledRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._head.run(rows.ids, rows.positions, states, rows.metadata, rows.slots_by_layer)
