@@ -1,4 +1,4 @@
-"""EAGLE-3 heads for the embedded target, without training."""
+"""EAGLE-3 heads for the embedded target: some without training, and what a head computes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dyntree_plugin import pair
+from dyntree_plugin.pair import models
 
 DRAFT_VOCABULARY = 512
 
@@ -92,3 +93,92 @@ def _write(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any
     }
     (folder / "config.json").write_text(json.dumps(written | config, indent=2))
     return folder
+
+
+class PlainHead:
+    """A stored head in plain torch, which runs over one text as its authors define it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config = json.loads((folder / "config.json").read_text())
+        self._weights = load_file(folder / "model.safetensors")
+        self.target = models.load(pair.paths()["target"])
+
+    @torch.inference_mode()
+    def logits(self, text: list[int], path: list[int]) -> torch.Tensor:
+        """Return the logits [V] after ``text`` and the nodes of ``path``.
+
+        The target has read all of the text but its last token, and none of the path.
+        """
+        ids = torch.tensor([text[:-1]])
+        layers = self.target.model(input_ids=ids, output_hidden_states=True)
+        numbers = self._config["eagle_aux_hidden_state_layer_ids"]
+        states = torch.cat([self._stream(layers, ids, number) for number in numbers], dim=-1)
+        states = states @ self._weight("fc").T
+        tokens = torch.tensor([*text[1:], *path])
+        for _ in path:  # each node's row reads the output of the row before
+            states = torch.cat([states, self._layer(tokens[: len(states)], states)[-1:]])
+        return self._scores(self._layer(tokens, states)[-1])
+
+    def _stream(self, layers: Any, ids: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the target's residual stream [T, H] after so many layers."""
+        if number < len(self.target.model.layers):
+            found: torch.Tensor = layers.hidden_states[number][0]
+            return found
+        kept: list[torch.Tensor] = []
+        norm = self.target.model.norm
+        hook = norm.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+        self.target.model(input_ids=ids)
+        hook.remove()
+        return kept[0][0]
+
+    def _layer(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return what rows [T, H] hand on, from their tokens and ``states`` [T, H]."""
+        embedded = self._norm(self.target.model.embed_tokens(tokens), "midlayer.input_layernorm")
+        normed = self._norm(states, "midlayer.hidden_norm")
+        states = states + self._attention(torch.cat([embedded, normed], dim=-1))
+        normed = self._norm(states, "midlayer.post_attention_layernorm")
+        gate, up = (normed @ self._weight(f"midlayer.mlp.{name}_proj").T for name in ("gate", "up"))
+        inner = torch.nn.functional.silu(gate) * up
+        return states + inner @ self._weight("midlayer.mlp.down_proj").T
+
+    def _attention(self, rows: torch.Tensor) -> torch.Tensor:
+        size = self._config["head_dim"]
+        q, k, v = (
+            (rows @ self._weight(f"midlayer.self_attn.{name}_proj").T)
+            .unflatten(1, (-1, size))
+            .transpose(0, 1)
+            for name in "qkv"
+        )
+        groups = len(q) // len(k)
+        k, v = (each.repeat_interleave(groups, dim=0) for each in (self._turned(k), v))
+        seen = torch.nn.functional.scaled_dot_product_attention(
+            self._turned(q), k, v, is_causal=True
+        )
+        return seen.transpose(0, 1).flatten(1) @ self._weight("midlayer.self_attn.o_proj").T
+
+    def _turned(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return heads [heads, T, size] turned by the angles of positions 0, 1, …."""
+        half = heads.shape[2] // 2
+        theta = self._config["rope_parameters"]["rope_theta"]
+        rates = theta ** -(torch.arange(half) / half)
+        angles = torch.arange(heads.shape[1])[:, None] * rates
+        first, second = heads.split(half, dim=2)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
+
+    def _scores(self, states: torch.Tensor) -> torch.Tensor:
+        normed = self._norm(states, "norm")
+        if "lm_head.weight" not in self._weights:
+            found: torch.Tensor = self.target.lm_head(normed)
+            return found
+        own = normed @ self._weight("lm_head").T
+        scores = torch.full((self._config["vocab_size"],), -torch.inf)
+        scores[torch.arange(len(own)) + self._weights["d2t"]] = own
+        return scores
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        mean = x.square().mean(dim=-1, keepdim=True)
+        return x * (mean + self._config["rms_norm_eps"]).rsqrt() * self._weight(name)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return self._weights[f"{name}.weight"].float()

@@ -12,15 +12,17 @@ import torch
 
 TOKENS = 20
 
+Note = tuple[list[int], list[int], list[torch.Tensor]]
+
 
 class Notes:
-    """The texts after which the drafts spoke, and what each of them said."""
+    """The texts and paths of nodes after which the drafts spoke, and what each of them said."""
 
     def __init__(self, states: Any) -> None:
         self._states = states
         self._contexts: list[list[int] | None] = []
         self._scratch: list[list[int]] = []
-        self.found: list[tuple[list[int], list[torch.Tensor]]] = []
+        self.found: list[Note] = []
 
     def roots(self, memory: Any, logits: list[torch.Tensor]) -> None:
         slots = memory.stored_at[: len(logits[0])].tolist()
@@ -34,7 +36,7 @@ class Notes:
         self._scratch = [[] for _ in slots]
         for number, context in enumerate(self._contexts):
             if context is not None:
-                self.found.append((context, [each[number] for each in logits]))
+                self.found.append((context, [], [each[number] for each in logits]))
 
     def nodes(self, rows: Any, logits: list[torch.Tensor]) -> None:
         width = len(rows.ids) // len(self._contexts)
@@ -46,22 +48,27 @@ class Notes:
             if slot < 0 or context is None:
                 continue  # no node
             path = [token for c, token in enumerate(scratch) if bits[c // 32] >> (c % 32) & 1]
-            self.found.append((context + path, [each[row] for each in logits]))
+            self.found.append((context, path, [each[row] for each in logits]))
 
 
 def note_drafts(states: Any, source: Any) -> Notes:
-    """Note what each model says before the step mixes it."""
+    """Note what each model says before the step mixes it, or what the only one says."""
     notes = Notes(states)
     stock_roots, stock_forward = source.root_logits, source.forward
+    models = getattr(source, "models", ())
 
     def root_logits(requests: int) -> torch.Tensor:
-        notes.roots(source._memory, [each.root_logits(requests) for each in source.models])
-        return stock_roots(requests)
+        logits: torch.Tensor = stock_roots(requests)
+        of_models = [each.root_logits(requests) for each in models]
+        notes.roots(source._memory, of_models or [logits])
+        return logits
 
     def forward(rows: Any, *given: Any) -> torch.Tensor:
         # Models write the same keys and values again when the step calls them.
-        notes.nodes(rows, [each.logits(rows) for each in source.models])
-        return stock_forward(rows, *given)
+        of_models = [each.logits(rows) for each in models]
+        logits: torch.Tensor = stock_forward(rows, *given)
+        notes.nodes(rows, of_models or [logits])
+        return logits
 
     source.root_logits, source.forward = root_logits, forward
     return notes

@@ -30,7 +30,7 @@ class Pooled:
     groups: list[list[str]]
     drafts: list[str]
     texts: list[list[int]]
-    notes: list[tuple[list[int], list[torch.Tensor]]]
+    notes: list[pooled.Note]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Pooled:
     return Pooled(**found, notes=torch.load(notes))
 
 
-def alone(name: str, notes: list[tuple[list[int], list[torch.Tensor]]]) -> torch.Tensor:
+def alone(name: str, notes: list[pooled.Note]) -> torch.Tensor:
     """Return the logits of a draft that runs by itself on the noted texts, [texts, vocabulary]."""
     model = models.load(pair.paths()[name])
     with torch.inference_mode():
         return torch.stack(
-            [model(input_ids=torch.tensor([text])).logits[0, -1] for text, _ in notes]
+            [model(input_ids=torch.tensor([text + path])).logits[0, -1] for text, path, _ in notes]
         )
 
 
@@ -70,10 +70,10 @@ def test_each_draft_says_what_it_says_alone(engine: Pooled, name: str) -> None:
     number = DRAFTS.index(name)
     notes = engine.notes[::5]
     wanted = alone(name, notes)
-    found = torch.stack([logits[number] for _, logits in notes])
+    found = torch.stack([logits[number] for _, _, logits in notes])
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
     # Control: another draft says something else.
-    other = torch.stack([logits[number - 1] for _, logits in notes])
+    other = torch.stack([logits[number - 1] for _, _, logits in notes])
     assert float((other - wanted).abs().mean()) > 0.1
 
 
@@ -85,7 +85,7 @@ def test_what_was_noted_goes_beyond_the_roots(engine: Pooled) -> None:
     def on_the_way(text: list[int]) -> bool:
         return any(tuple(text) == each[: len(text)] for each in written)
 
-    there = [on_the_way(text) for text, _ in engine.notes]
+    there = [on_the_way(text + path) for text, path, _ in engine.notes]
     assert 30 < sum(there) < len(there) - 100
 
 

@@ -221,6 +221,12 @@ def without_draft(nodes: int = 16, method: str = "ngram", **options: Any) -> dic
     return with_options(**options) | {"speculative_config": speculation}
 
 
+def with_head(head: Any, nodes: int = 16, **options: Any) -> dict[str, Any]:
+    """Return arguments of ``LLM`` for an engine whose trees an EAGLE-3 head drafts."""
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": nodes}
+    return with_options(**options) | {"speculative_config": speculation}
+
+
 def without_tree(**arguments: Any) -> dict[str, Any]:
     """Return arguments of ``LLM`` for vLLM's V2 runner on the same target."""
     target = str(pair.paths()["target"])
