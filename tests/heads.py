@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,53 @@ def mirror_head(folder: Path) -> Path:
     return _write(folder, weights, layers)
 
 
+def first_eagle_mirror(folder: Path) -> Path:
+    """Write a head of EAGLE's first kind that does as `mirror_head`; return its folder."""
+    target = _target_config()
+    hidden = target["hidden_size"]
+    weights = {}
+    for name, each in _layer(target, torch.zeros).items():
+        if "hidden_norm" not in name and "input_layernorm" not in name:
+            own = name.replace("midlayer", "layers.0")
+            weights[own] = each[:, :hidden] if _reads_both(name) else each
+    # The input is the token's embedding, then the target's hidden state.
+    weights["fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    return _write(folder, weights, {"architectures": ["LlamaForCausalLM"]})
+
+
+def mtp_mirror(folder: Path) -> Path:
+    """Write the embedded target as a MiMo with a module of multi-token prediction, which does as
+    `mirror_head`; return its folder."""
+    target = _target_config()
+    hidden = target["hidden_size"]
+    stored = load_file(pair.paths()["target"] / "model.safetensors")
+    norm = stored.pop("model.norm.weight").float()
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].float() * norm
+    stored["model.norm.weight"] = torch.ones(hidden)
+    for layer in range(target["num_hidden_layers"]):
+        for name in "qkv":
+            weight = stored[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
+            stored[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(len(weight))
+    module = "model.mtp_layers.0."
+    for name, each in _layer(target, torch.zeros).items():
+        own = name.replace("midlayer.", module)
+        stored[own] = each[:, :hidden] if _reads_both(name) else each
+        if _reads_both(name):
+            stored[own.replace("weight", "bias")] = torch.zeros(len(each))
+    del stored[f"{module}hidden_norm.weight"]
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        stored[f"{module}{name}.weight"] = torch.ones(hidden)
+    stored[f"{module}input_proj.weight"] = torch.cat(
+        [torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1
+    )
+    config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+    layers = {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": 1}
+    written = _write(folder, stored, config | layers, dtype=torch.float32)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pair.paths()["target"] / file, written / file)
+    return written
+
+
 def _target_config() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((pair.paths()["target"] / "config.json").read_text())
     return found
@@ -76,10 +124,20 @@ def _layer(target: dict[str, Any], draw: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _write(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+def _reads_both(name: str) -> bool:
+    """Return whether a weight of an EAGLE-3 layer reads an embedding and a hidden state."""
+    return any(f"self_attn.{each}_proj" in name for each in "qkv")
+
+
+def _write(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     stored = {
-        name: each if each.dtype in (torch.int64, torch.bool) else each.to(torch.bfloat16)
+        name: each if each.dtype in (torch.int64, torch.bool) else each.to(dtype).contiguous()
         for name, each in weights.items()
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

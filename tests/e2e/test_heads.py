@@ -17,10 +17,19 @@ from engine_process import answered
 from transformers import AutoTokenizer
 
 from dyntree_plugin import pair
+from dyntree_plugin.pair import models
 
 pytestmark = pytest.mark.e2e
 
-HEADS = {"random": heads.random_head, "mirror": heads.mirror_head}
+HEADS = {
+    "random": heads.random_head,
+    "mirror": heads.mirror_head,
+    "EAGLE's first mirror": heads.first_eagle_mirror,
+    "MTP mirror": heads.mtp_mirror,
+}
+METHODS = {"EAGLE's first mirror": "eagle", "MTP mirror": "mtp"}
+MIRRORS = [name for name in HEADS if "mirror" in name]
+OF_EAGLE3 = ("random", "mirror")
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         head = HEADS[name](folder / "head")
         tokenizer = AutoTokenizer.from_pretrained(pair.paths()["target"])
         job: dict[str, Any] = {
-            "arguments": workload.with_head(head, budget="fixed"),
+            "arguments": workload.with_head(head, METHODS.get(name, "eagle3"), budget="fixed"),
             "prompts": [tokenizer.encode(text) for text in pair.held_out_prompts(4, seed=2)],
             "notes": str(folder / "notes"),
         }
@@ -61,11 +70,11 @@ def wanted(head: Path, notes: list[pooled.Note]) -> torch.Tensor:
     return torch.stack([plain.logits(text, path) for text, path, _ in notes])
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", OF_EAGLE3)
 def test_every_row_says_what_the_head_says_alone(name: str, engine: Engine) -> None:
     """At the roots, after prompts in chunks and after accepted paths, and at expanded nodes."""
     run = engine(name)
-    notes = run.notes[::7]
+    notes = run.notes[::31]
     found = torch.stack([logits[0] for _, _, logits in notes])
     alone = wanted(run.head, notes)
     assert torch.equal(found == -torch.inf, alone == -torch.inf)
@@ -74,20 +83,21 @@ def test_every_row_says_what_the_head_says_alone(name: str, engine: Engine) -> N
     assert max(len(path) for _, path, _ in notes) > 2
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", OF_EAGLE3)
 def test_a_state_of_another_place_is_seen(name: str, engine: Engine) -> None:
     """Control: without the text's last token the head says something else."""
     run = engine(name)
-    notes = [note for note in run.notes[::23] if not note[1]]
+    notes = [note for note in run.notes[::41] if not note[1]]
     found = torch.stack([logits[0] for _, _, logits in notes])
     shifted = wanted(run.head, [(text[:-1], [], logits) for text, _, logits in notes])
     reached = shifted > -torch.inf
     assert float((found[reached] - shifted[reached]).abs().mean()) > 0.1
 
 
-def test_a_mirror_repeats_the_last_token(engine: Engine) -> None:
+@pytest.mark.parametrize("name", MIRRORS)
+def test_a_mirror_repeats_the_last_token(name: str, engine: Engine) -> None:
     """The target's own state before the root makes the root's token the head's choice."""
-    run = engine("mirror")
+    run = engine(name)
     whole = {tuple(text) for text in run.texts}
     written = [
         (text, path, logits)
@@ -102,7 +112,7 @@ def test_a_mirror_repeats_the_last_token(engine: Engine) -> None:
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_changes_no_output(name: str, engine: Engine) -> None:
     run = engine(name)
-    target = heads.PlainHead(run.head).target
+    target = models.load(pair.paths()["target"])
     for text in run.texts:
         start = len(text) - pooled.TOKENS
         with torch.inference_mode():

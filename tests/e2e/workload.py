@@ -221,10 +221,17 @@ def without_draft(nodes: int = 16, method: str = "ngram", **options: Any) -> dic
     return with_options(**options) | {"speculative_config": speculation}
 
 
-def with_head(head: Any, nodes: int = 16, **options: Any) -> dict[str, Any]:
-    """Return arguments of ``LLM`` for an engine whose trees an EAGLE-3 head drafts."""
-    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": nodes}
-    return with_options(**options) | {"speculative_config": speculation}
+def with_head(head: Any, method: str = "eagle3", nodes: int = 16, **options: Any) -> dict[str, Any]:
+    """Return arguments of ``LLM`` for an engine whose trees a head drafts.
+
+    ``head``: its folder. With method mtp that of the target, which has a module of its own.
+    """
+    speculation = {"method": method, "num_speculative_tokens": nodes}
+    if method == "mtp":
+        of_models = {"model": str(head), "speculative_config": speculation}
+    else:
+        of_models = {"speculative_config": speculation | {"model": str(head)}}
+    return with_options(**options) | of_models
 
 
 def without_tree(**arguments: Any) -> dict[str, Any]:
