@@ -1,0 +1,139 @@
+"""Engines whose draft is a head of the target: what is admitted, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from configurations import WIDTH, Build, changed, refusal_of
+
+from dyntree_plugin.admission import check, refusals
+from dyntree_plugin.engine import configuration
+from dyntree_plugin.engine.configuration import WORKERS, plan_in_force
+
+Arguments = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def head(model_folder: Callable[..., str]) -> Arguments:
+    """Return a function that makes the arguments of an engine with an EAGLE-3 head.
+
+    ``changes`` are those of the head's configuration.
+    """
+
+    def make(**changes: Any) -> dict[str, Any]:
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": 1,
+            "draft_vocab_size": 64,
+        }
+        folder = model_folder("head", **config | changes)
+        return {
+            "speculative_config": {
+                "method": "eagle3",
+                "model": folder,
+                "num_speculative_tokens": WIDTH,
+            }
+        }
+
+    return make
+
+
+def with_modules(model_folder: Callable[..., str], count: int) -> dict[str, Any]:
+    """Return the arguments of an engine whose target has modules of multi-token prediction."""
+    target = model_folder(
+        "mimo",
+        architectures=["MiMoForCausalLM"],
+        model_type="qwen2",
+        num_nextn_predict_layers=count,
+    )
+    return {
+        "model": target,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": WIDTH},
+    }
+
+
+def test_a_head_is_admitted(build: Build, head: Arguments) -> None:
+    config = build(**head())
+    plan = plan_in_force(config.speculative_config)
+    assert plan is not None
+    assert (plan.has_draft, plan.shape.head, plan.shape.shift) == (True, True, -1)
+    assert plan.shape.grafts == WIDTH
+    assert config.parallel_config.worker_cls == WORKERS["cpu"]
+
+
+def test_a_module_of_the_target_is_admitted(build: Build, model_folder: Callable[..., str]) -> None:
+    config = build(**with_modules(model_folder, 1))
+    plan = plan_in_force(config.speculative_config)
+    assert plan is not None
+    assert plan.shape.head
+
+
+def test_several_modules_are_refused_whatever_the_number_of_tokens(
+    build: Build, model_folder: Callable[..., str]
+) -> None:
+    with pytest.raises(ValueError, match="num_nextn_predict_layers=2 is not supported"):
+        build(**with_modules(model_folder, 2))
+
+
+def test_a_head_declared_for_a_shorter_context_is_admitted(build: Build, head: Arguments) -> None:
+    """vLLM makes the head's positions reach as far as the target's. Control: a separate draft of
+    the same length is refused."""
+    short = build(**head(max_position_embeddings=64))
+    speculation = short.speculative_config
+    assert speculation is not None
+    draft = speculation.draft_model_config
+    assert draft.max_model_len < short.model_config.max_model_len
+    # What the head's layers are built for.
+    assert draft.hf_config.max_position_embeddings >= short.model_config.max_model_len
+    separate = changed(build(), "speculative_config.draft_model_config.max_model_len", 64)
+    assert "max_model_len (target, draft)=" in refusal_of(separate)
+
+
+def test_a_tree_of_a_head_takes_one_token_of_a_step_besides_its_nodes(
+    build: Build, head: Arguments
+) -> None:
+    small = {"max_num_batched_tokens": WIDTH + 1, "max_num_seqs": 2, "max_model_len": 16}
+    advice = check.token_budget_advice(build(**head(), **small))
+    assert advice is not None
+    assert f"dyntree.node_budget + 1 = {WIDTH + 1} tokens" in advice
+
+
+def test_a_head_needs_a_slot_less_than_a_draft_model(build: Build, head: Arguments) -> None:
+    """The root's row has the position before it, which the target has filled."""
+    of_head, of_draft = (
+        configuration.scratch_slots(build(**arguments).speculative_config)
+        for arguments in (head(), {})
+    )
+    assert of_head == of_draft - 1
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "draft_tensor_parallel_size (draft, target)": ("draft_tensor_parallel_size", 2),
+    "vocab_size (target, draft)": ("draft_model_config.model_arch_config.vocab_size", 127),
+    "num_nextn_predict_layers": ("draft_model_config.hf_config.num_nextn_predict_layers", 2),
+    "use_gemma4_mtp": ("use_gemma4_mtp", lambda: True),
+    "use_local_argmax_reduction": ("use_local_argmax_reduction", True),
+}
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_one_change_is_refused_with_its_option_and_advice(
+    build: Build, head: Arguments, option: str
+) -> None:
+    path, value = CHANGES[option]
+    admitted = changed(build(**head()), "scheduler_config.scheduler_cls", None)
+    reason = refusal_of(changed(admitted, f"speculative_config.{path}", value))
+    (refusal,) = (each for each in refusals.HEAD_REFUSALS if each.option == option)
+    assert f"{option}=" in reason
+    assert refusal.advice in reason
+
+
+def test_every_refusal_of_heads_is_tested() -> None:
+    assert {each.option for each in refusals.HEAD_REFUSALS} == CHANGES.keys()
+
+
+def test_a_pool_of_a_head_and_a_draft_is_refused(build: Build, head: Arguments) -> None:
+    with pytest.raises(ValueError, match="name one of them there, with method draft_model"):
+        build(**head(), dyntree={"drafts": ["another"]})
