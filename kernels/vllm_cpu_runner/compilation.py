@@ -18,10 +18,12 @@ from vllm.v1.worker.gpu.sample import (
     thinking_budget,
 )
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
 
 from dyntree_kernels.cpu import gumbel
 from vllm_cpu_runner.constraints import apply_grammar_bitmask
 from vllm_cpu_runner.drafting import flatten_sampled, prepare_draft_prefill
+from vllm_cpu_runner.target_dependent import prepare_prefill
 
 _CPU = torch.device("cpu")
 _VOCAB = 8
@@ -35,6 +37,7 @@ def compile_kernels() -> None:
     _logits_processors()
     _logprobs()
     _drafting()
+    _target_dependent()
     _rejection()
 
 
@@ -158,6 +161,36 @@ def _drafting() -> None:
         _int32(0), _int64(0), _int64(0), requests, _int32(0), one
     )
     flatten_sampled(_int64(0), _int64(0).view(1, 1), 1, one, starts)
+
+
+def _target_dependent() -> None:
+    buffers = input_batch.InputBuffers(1, 1, _CPU)
+    requests, one, zero = _int64(0), _int32(1), _int32(0)
+    prepare_prefill(
+        _int64(0),
+        torch.tensor(0),
+        buffers.input_ids,
+        buffers.positions,
+        buffers.query_start_loc,
+        buffers.seq_lens,
+        _int32(0),
+        _int64(0),
+        requests,
+        _int64(0).view(1, 1),
+        _int32(0).view(1, 1),
+        one,
+        zero,
+        _int32(0, 1),
+        one,
+        max_num_reqs=1,
+        BLOCK_SIZE=0,
+    )
+    drafted, hidden = _int64(0, 0).view(1, 2), torch.zeros(1, 1)
+    shared = (buffers, _int64(0))
+    speculator.prepare_decode_inputs(drafted[:, 0], one, zero, *shared, 1, 1)
+    speculator.update_draft_inputs(
+        _int64(0), torch.tensor(0), hidden, drafted, hidden, *shared, 1, 1, 2
+    )
 
 
 def _rejection() -> None:

@@ -17,6 +17,7 @@ _MODULES = (
     "penalties",
     "rejection",
     "sampling",
+    "target_dependent",
     "thinking",
 )
 

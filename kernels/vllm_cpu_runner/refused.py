@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-_AR = "spec_decode.target_dependent_ar.speculator."
 _MTP = "spec_decode.multi_module_mtp.speculator."
 _ESTIMATOR = "spec_decode.acceptance_estimator."
 _REJECTION = "spec_decode.rejection_sampler_utils."
@@ -29,11 +28,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "model_states.mamba_hybrid._fill_num_accepted_kernel",
     ),
     "a prompt given as embeddings": ("model_states.prompt_embeds._apply_prompt_embeds_kernel",),
-    "a drafter that reads the target's hidden states (EAGLE, MTP)": (
-        _AR + "_prepare_prefill_inputs_kernel",
-        _AR + "_prepare_decode_inputs_kernel",
-        _AR + "_update_draft_inputs_kernel",
-    ),
     "a drafter with several MTP modules": (
         _MTP + "_prepare_input_buffers_kernel",
         _MTP + "_prepare_input_hidden_states_and_embeddings_kernel",

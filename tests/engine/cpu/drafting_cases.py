@@ -103,3 +103,71 @@ def rejection_sampling(variant: str) -> Results:
         written = torch.arange(4) < count.unsqueeze(1)
         out[f"sampled {trial}"], out[f"count {trial}"] = sampled.where(written, -1), count
     return out
+
+
+def _target_dependent_buffers() -> SimpleNamespace:
+    return SimpleNamespace(
+        input_ids=random_ids(9, 20),
+        positions=torch.randint(5, 18, (20,)),
+        query_start_loc=int32(*[-7] * 6),
+        seq_lens=int32(7, 19, 20, 21, -7),
+    )
+
+
+@case()
+def target_dependent_prefill() -> Results:
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
+
+    buffers = _target_dependent_buffers()
+    batch = SimpleNamespace(
+        num_reqs=3,
+        input_ids=random_ids(99, 20),
+        positions=torch.cat([torch.arange(18, 21), torch.arange(4, 11), torch.arange(6, 14)]),
+        idx_mapping=REQUESTS,
+        query_start_loc=STARTS,
+        seq_lens=int32(21, 11, 8),
+    )
+    indices, step = torch.full((5,), -7), torch.tensor(2)
+    # A decode with a rejected draft, a chunk that the prompt goes on after, and a last chunk.
+    sampled, rejected = int32(2, 0, 1), int32(1, 0, 0)
+    last_sampled, lookahead = torch.randint(99, (4, 1)), random_ids(99, 2, 4)
+    speculator.prepare_prefill_inputs(
+        indices, step, buffers, batch, sampled, rejected, last_sampled, lookahead, 5
+    )
+    return {"indices": indices, "step": step, **vars(buffers)}
+
+
+@case(True, False)
+def target_dependent_decode(advance: bool) -> Results:
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
+
+    buffers, sampled_at = _target_dependent_buffers(), torch.arange(4, 9)
+    drafts, lengths, rejected = torch.randint(99, (4, 3)), int32(12, 20, 19, 18), int32(2, 0, 0, 4)
+    buffers.positions[:2] = int64(11, 19)
+    speculator.prepare_decode_inputs(
+        drafts[:, 0], lengths, rejected, buffers, sampled_at, 20, 5, advance
+    )
+    return {"sampled at": sampled_at, **vars(buffers)}
+
+
+@case(*((step, advance) for step in range(3) for advance in (True, False)))
+def target_dependent_update(variant: tuple[int, bool]) -> Results:
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
+
+    (step, advance), buffers = variant, _target_dependent_buffers()
+    drafted, sampled_at, hidden = torch.full((5, 3), -7), torch.arange(4, 9), torch.randn(9, 24)
+    buffers.positions[:2] = int64(11, 19)
+    speculator.update_draft_inputs(
+        torch.randint(99, (4,)),
+        torch.tensor(step),
+        torch.randn(6, 40)[:, :24],
+        drafted,
+        hidden,
+        buffers,
+        sampled_at,
+        4,
+        20,
+        3,
+        advance,
+    )
+    return {"drafted": drafted, "hidden": hidden, "sampled at": sampled_at, **vars(buffers)}

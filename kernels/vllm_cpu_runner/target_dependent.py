@@ -1,0 +1,204 @@
+"""Kernels for the inputs of a drafter that reads the target's hidden states (EAGLE, MTP).
+
+A drafter's row at position p holds the target's hidden state of p and the token of p + 1, and
+gives the logits of the token at p + 2.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dyntree_kernels.cpu.compiled import compiled
+from vllm_cpu_runner.registry import implements
+
+if TYPE_CHECKING:
+    import torch
+
+
+@compiled
+def _prefill(
+    last_indices,
+    draft_ids,
+    draft_positions,
+    draft_query_start_loc,
+    draft_seq_lens,
+    target_ids,
+    target_positions,
+    requests,
+    last_sampled,
+    next_prefill_tokens,
+    num_sampled,
+    num_rejected,
+    query_start_loc,
+    seq_lens,
+):
+    num_requests = requests.shape[0]
+    for i in range(num_requests):
+        first, end = query_start_loc[i], query_start_loc[i + 1] - num_rejected[i]
+        for row in range(first, end - 1):
+            draft_ids[row] = target_ids[row + 1]
+        # Without a sampled token, this is a chunk of a prompt, which goes on after it.
+        if num_sampled[i] > 0:
+            draft_ids[end - 1] = last_sampled[requests[i]]
+        else:
+            draft_ids[end - 1] = next_prefill_tokens[requests[i]]
+        for row in range(first, end):
+            draft_positions[row] = target_positions[row]
+        last_indices[i] = end - 1
+        draft_query_start_loc[i] = first
+        draft_seq_lens[i] = seq_lens[i]
+    draft_query_start_loc[num_requests:] = query_start_loc[num_requests]
+    draft_seq_lens[num_requests:] = 0
+    last_indices[num_requests:] = 0
+
+
+@implements("spec_decode.target_dependent_ar.speculator._prepare_prefill_inputs_kernel")
+def prepare_prefill(
+    last_token_indices_ptr: torch.Tensor,
+    draft_current_step_ptr: torch.Tensor,
+    draft_input_ids_ptr: torch.Tensor,
+    draft_positions_ptr: torch.Tensor,
+    draft_query_start_loc_ptr: torch.Tensor,
+    draft_seq_lens_ptr: torch.Tensor,
+    target_input_ids_ptr: torch.Tensor,
+    target_positions_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor,
+    last_sampled_ptr: torch.Tensor,
+    next_prefill_tokens_ptr: torch.Tensor,
+    num_sampled_ptr: torch.Tensor,
+    num_rejected_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor,
+    max_num_reqs: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Shift every request's tokens by one, and end them with the next one.
+
+    The rows of rejected drafts come last in a request, and are not written.
+    """
+    draft_current_step_ptr.zero_()
+    _prefill(
+        last_token_indices_ptr[:max_num_reqs].numpy(),
+        draft_input_ids_ptr.numpy(),
+        draft_positions_ptr.numpy(),
+        draft_query_start_loc_ptr[: max_num_reqs + 1].numpy(),
+        draft_seq_lens_ptr[:max_num_reqs].numpy(),
+        target_input_ids_ptr.numpy(),
+        target_positions_ptr.numpy(),
+        idx_mapping_ptr.numpy(),
+        last_sampled_ptr.view(-1).numpy(),
+        next_prefill_tokens_ptr.view(-1).numpy(),
+        num_sampled_ptr.numpy(),
+        num_rejected_ptr.numpy(),
+        query_start_loc_ptr.numpy(),
+        seq_lens_ptr.numpy(),
+    )
+
+
+@compiled
+def _decode(
+    draft_tokens,
+    target_seq_lens,
+    num_rejected,
+    input_ids,
+    positions,
+    sample_positions,
+    query_start_loc,
+    seq_lens,
+    max_model_len,
+    advance,
+):
+    num_requests = draft_tokens.shape[0]
+    for i in range(num_requests):
+        input_ids[i] = draft_tokens[i]
+        sample_positions[i] += 1
+        seq_lens[i] = target_seq_lens[i] - num_rejected[i]
+        if advance:
+            positions[i] = min(positions[i] + 1, max_model_len - 1)
+            seq_lens[i] = min(seq_lens[i] + 1, max_model_len)
+    for i in range(query_start_loc.shape[0]):
+        query_start_loc[i] = min(i, num_requests)
+    seq_lens[num_requests:] = 0
+
+
+@implements("spec_decode.target_dependent_ar.speculator._prepare_decode_inputs_kernel")
+def prepare_decode(
+    draft_tokens_ptr: torch.Tensor,
+    draft_tokens_stride: int,
+    target_seq_lens_ptr: torch.Tensor,
+    num_rejected_ptr: torch.Tensor,
+    input_ids_ptr: torch.Tensor,
+    positions_ptr: torch.Tensor,
+    sample_src_positions_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor,
+    max_model_len: int,
+    max_num_reqs: int,
+    BLOCK_SIZE: int,
+    ADVANCE_DRAFT_POSITIONS: bool,
+) -> None:
+    """Give every request one row, with the first draft token."""
+    _decode(
+        # A column of one row has another type than one of several.
+        draft_tokens_ptr.contiguous().numpy(),
+        target_seq_lens_ptr.numpy(),
+        num_rejected_ptr.numpy(),
+        input_ids_ptr.numpy(),
+        positions_ptr.numpy(),
+        sample_src_positions_ptr.numpy(),
+        query_start_loc_ptr[: max_num_reqs + 1].numpy(),
+        seq_lens_ptr[:max_num_reqs].numpy(),
+        max_model_len,
+        ADVANCE_DRAFT_POSITIONS,
+    )
+
+
+@compiled
+def _advance(draft_tokens, input_ids, positions, sample_positions, seq_lens, max_len, advance):
+    for i in range(draft_tokens.shape[0]):
+        input_ids[i] = draft_tokens[i]
+        sample_positions[i] += 1
+        if advance:
+            positions[i] = min(positions[i] + 1, max_len - 1)
+            seq_lens[i] = min(seq_lens[i] + 1, max_len)
+
+
+@implements("spec_decode.target_dependent_ar.speculator._update_draft_inputs_kernel")
+def update_inputs(
+    output_draft_tokens_ptr: torch.Tensor,
+    output_draft_tokens_stride: int,
+    next_input_hidden_states_ptr: torch.Tensor,
+    next_input_hidden_states_stride: int,
+    input_ids_ptr: torch.Tensor,
+    positions_ptr: torch.Tensor,
+    sample_src_positions_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor,
+    draft_tokens_ptr: torch.Tensor,
+    current_draft_step_ptr: torch.Tensor,
+    hidden_states_ptr: torch.Tensor,
+    hidden_states_stride: int,
+    hidden_size: int,
+    max_model_len: int,
+    num_speculative_steps: int,
+    BLOCK_SIZE: int,
+    ADVANCE_DRAFT_POSITIONS: bool,
+) -> None:
+    """Note the drafts of a step and, unless it is the last one, prepare the rows of the next."""
+    step, num_requests = int(current_draft_step_ptr), draft_tokens_ptr.shape[0]
+    output_draft_tokens_ptr[:num_requests, step] = draft_tokens_ptr
+    if step >= num_speculative_steps - 1:
+        return
+    # torch copies them, because NumPy has no bfloat16.
+    own, given = next_input_hidden_states_ptr[:num_requests], hidden_states_ptr[:num_requests]
+    own[:, :hidden_size] = given
+    _advance(
+        draft_tokens_ptr.numpy(),
+        input_ids_ptr.numpy(),
+        positions_ptr.numpy(),
+        sample_src_positions_ptr.numpy(),
+        seq_lens_ptr.numpy(),
+        max_model_len,
+        ADVANCE_DRAFT_POSITIONS,
+    )

@@ -1,0 +1,133 @@
+"""An engine with vLLM's own chain of an EAGLE head on the CPU, whose drafts are noted. It runs as
+a program, as engine_process.py does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from engine_process import Engine, Result, Run, answered, result_of, run_of
+
+Drafts = list[tuple[list[int], list[int]]]
+"""Every context that was drafted for, its last token included, with the drafts."""
+
+
+@dataclass(frozen=True)
+class Chained:
+    """A run's result, its drafts, and how often a kernel of the chain was compiled during it."""
+
+    result: Result
+    drafts: Drafts
+    compiled: int
+
+
+def serve_chain(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Chained]:
+    """Start an engine without trees that has a `speculator`, and work through the runs."""
+    found = answered(__file__, engine, runs, threads=1)
+    return {
+        name: Chained(result_of(one["result"]), one["drafts"], one["compiled"])
+        for name, one in found.items()
+    }
+
+
+@contextmanager
+def noting(runner: Any, drafts: Drafts) -> Iterator[None]:
+    """Note what the speculator proposes, unless the step ends within a prompt."""
+    stock = runner.speculator.propose
+
+    def propose(batch: Any, *given: Any, **named: Any) -> Any:
+        found = stock(batch, *given, **named)
+        num_sampled, num_rejected, last_sampled = given[4:7]
+        states = runner.req_states
+        for row, slot in enumerate(batch.idx_mapping.tolist()):
+            if num_sampled[row] > 0:
+                length = int(batch.seq_lens[row] - num_rejected[row])
+                context = states.all_token_ids.gpu[slot, :length].tolist()
+                drafts.append(([*context, int(last_sampled[slot])], found[row].tolist()))
+        return found
+
+    with mock.patch.object(runner.speculator, "propose", propose):
+        yield
+
+
+@contextmanager
+def shifted_hidden_states(runner: Any) -> Iterator[None]:
+    """Give the head the hidden state of the position before."""
+    stock = runner.speculator.model.combine_hidden_states
+
+    def combine(hidden_states: Any) -> Any:
+        return stock(hidden_states.roll(1, 0))
+
+    with mock.patch.object(runner.speculator.model, "combine_hidden_states", combine):
+        yield
+
+
+@contextmanager
+def standing_still(runner: Any) -> Iterator[None]:
+    """Let the further drafts of a chain have the position of the first."""
+    from vllm_cpu_runner import target_dependent
+
+    stock = target_dependent._decode
+
+    def decode(*given: Any) -> None:
+        *others, _advance = given
+        stock(*others, False)
+
+    with mock.patch.object(target_dependent, "_decode", decode):
+        yield
+
+
+@contextmanager
+def forgotten_laws(runner: Any) -> Iterator[None]:
+    """Verify drafts as if the head had found every token equally likely."""
+    stock = runner.speculator.propose
+
+    def propose(*given: Any, **named: Any) -> Any:
+        found = stock(*given, **named)
+        runner.speculator.draft_logits.zero_()
+        return found
+
+    with mock.patch.object(runner.speculator, "propose", propose):
+        yield
+
+
+SABOTAGES = {
+    each.__name__: each for each in (shifted_hidden_states, standing_still, forgotten_laws)
+}
+
+
+def versions() -> int:
+    """Return how many versions of the chain's kernels numba has compiled or loaded."""
+    from numba.core.dispatcher import Dispatcher
+
+    from vllm_cpu_runner import target_dependent
+
+    kernels = [each for each in vars(target_dependent).values() if isinstance(each, Dispatcher)]
+    return sum(len(kernel.signatures) for kernel in kernels)
+
+
+def main(job_path: str, results_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    engine = Engine(job["engine"])
+    found = {}
+    for name, value in job["runs"].items():
+        run, drafts, before = run_of(value), [], versions()
+        with ExitStack() as stack:
+            stack.enter_context(noting(engine.runner, drafts))
+            if run.sabotage is not None:
+                stack.enter_context(SABOTAGES[run.sabotage](engine.runner))
+            result = engine.work(run)
+        found[name] = asdict(Chained(result, drafts, versions() - before))
+        if run.sabotage is not None:
+            engine.llm.reset_prefix_cache()
+    Path(results_path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,250 @@
+"""vLLM's own chain of an EAGLE-3 head runs on the CPU: its tokens are those without speculation,
+and its drafts are the head's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import heads
+import pytest
+import workload
+from chain_engine import Chained, Drafts, serve_chain
+from comparison import Outputs, by_request, explain, mismatches
+from engine_process import PARALLEL, Request, Result, Run, serve
+from reference.eagle_head import Head
+from safetensors.torch import load_file, save_file
+from test_drawn_rules import least_p_value, tokens_of
+
+pytestmark = pytest.mark.e2e
+
+K = 3
+GREEDY = [workload.ask(number, "greedy", ignore_eos=True) for number in range(12)]
+LAW = Run(
+    [
+        Request(r.prompt, {**r.params, "temperature": 1.5, "max_tokens": 4})
+        for r in workload.LAW.requests[:400]
+    ]
+)
+
+
+def longer(request: Request) -> Request:
+    """Ask for as many more tokens as a last step may accept beyond the request's end."""
+    more = request.params["max_tokens"] + K
+    return Request(request.prompt, {**request.params, "max_tokens": more}, request.keep)
+
+
+def greedy(requests: list[Request]) -> list[Request]:
+    return [replace(each, params=each.params | {"temperature": 0.0}) for each in requests]
+
+
+DEMANDING = greedy(workload.long_each_kind(range(100, 112), 60, max_tokens=60, ignore_eos=True))
+"""Requests that together outgrow a small cache."""
+
+LONG = greedy(workload.LONG_PROMPTS[:2])
+FEATURES = [
+    *workload.FEATURES["stop"],
+    *workload.FEATURES["max_model_len"],
+    *workload.CHAINS["structured_output"],
+    *workload.CHAINS["penalties"],
+]
+OTHERS = [each for each in FEATURES if not each.params["temperature"]]
+RUNS: dict[str, tuple[dict[str, str], dict[str, int], dict[str, Run]]] = {
+    "mirror": (
+        {"model": "mirror"},
+        {},
+        {
+            "greedy": Run(GREEDY),
+            "others": Run(OTHERS),
+            "shifted": Run(GREEDY, sabotage="shifted_hidden_states"),
+        },
+    ),
+    "random": (
+        {"model": "random"},
+        {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
+        {
+            "demanding": Run(DEMANDING),
+            "long": Run(LONG, batch=1),
+            "again": Run(LONG),
+            "still": Run(GREEDY, sabotage="standing_still"),
+        },
+    ),
+    "probabilistic": (
+        {"model": "mirror", "draft_sample_method": "probabilistic"},
+        {},
+        {
+            "greedy": Run(GREEDY),
+            "law": LAW,
+            "forgotten": replace(LAW, sabotage="forgotten_laws"),
+        },
+    ),
+}
+"""Speculation with the name of the head, further arguments, and runs of every engine."""
+
+IDENTICAL = [
+    (engine, name)
+    for engine, (_, _, runs) in RUNS.items()
+    for name in runs
+    if name not in ("law", "forgotten")
+]
+
+
+Started = Mapping[str, Future[dict[str, Chained]]]
+"""Runs' results by name, of every engine by name."""
+
+
+def attentive_head(folder: Path) -> Path:
+    """Write a random head whose tokens depend on where and to what its attention goes."""
+    heads.random_head(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, factor in {"q_proj": 4.0, "k_proj": 4.0, "o_proj": 8.0}.items():
+        weights[f"midlayer.self_attn.{name}.weight"] *= factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    made = {"random": attentive_head, "mirror": heads.mirror_head}
+    return {name: str(make(tmp_path_factory.mktemp(name))) for name, make in made.items()}
+
+
+@pytest.fixture(scope="module")
+def results(folders: Mapping[str, str]) -> Iterator[Started]:
+    """Results of every engine by name, which start at once."""
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        started = {}
+        for name, (own, further, runs) in RUNS.items():
+            speculation = {"method": "eagle3", "num_speculative_tokens": K}
+            speculation |= own | {"model": folders[own["model"]]}
+            engine = workload.without_tree(speculative_config=speculation, **further)
+            started[name] = pool.submit(serve_chain, engine, runs)
+        yield started
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Outputs:
+    """Outputs of every request without speculation, by request key."""
+    asked = [r for _, _, runs in RUNS.values() for run in runs.values() for r in run.requests]
+    run = Run(list({r.key: r for r in [*asked, *map(longer, GREEDY)]}.values()))
+    return by_request(run, serve(workload.without_tree(), {"all": run}, threads=1)["all"])
+
+
+@pytest.mark.parametrize(("engine", "name"), IDENTICAL)
+def test_the_tokens_are_those_without_speculation(
+    engine: str, name: str, results: Started, plain: Outputs
+) -> None:
+    run = RUNS[engine][2][name]
+    found = mismatches(run, results[engine].result()[name].result, plain)
+    assert not found, explain(found)
+
+
+@pytest.mark.parametrize("engine", RUNS)
+def test_no_request_waits_for_a_compilation(engine: str, results: Started) -> None:
+    assert {
+        name: each.compiled for name, each in results[engine].result().items()
+    } == dict.fromkeys(RUNS[engine][2], 0)
+
+
+def accepted(result: Result) -> list[float]:
+    """Return the drafts that were accepted, by their place in the chain."""
+    series = "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=%d}"
+    return [result.metrics[series % place] for place in range(K)]
+
+
+def repeats(tokens: list[int], most: int) -> list[int]:
+    """Return what `accepted` is if every draft of a chain repeats the token before the chain.
+
+    ``tokens`` is the whole answer, of which no step begins at or after token ``most``.
+    """
+    found, root = [0] * K, 0
+    while root + 1 < most:
+        chain = tokens[root + 1 : root + 1 + K]
+        run = sum(1 for _ in takewhile(tokens[root].__eq__, chain))
+        found = [count + (place < run) for place, count in enumerate(found)]
+        root += run + 1
+    return found
+
+
+@pytest.mark.parametrize("engine", ["mirror", "probabilistic"])
+def test_the_mirror_repeats_a_token_and_is_accepted_where_the_text_does(
+    engine: str, results: Started, plain: Outputs
+) -> None:
+    each = [repeats(plain[longer(r).key].tokens[0], r.params["max_tokens"]) for r in GREEDY]
+    wanted = [sum(counts) for counts in zip(*each, strict=True)]
+    assert wanted[0] > 0
+    assert accepted(results[engine].result()["greedy"].result) == wanted
+
+
+def unlike_the_last_token(drafts: Drafts) -> float:
+    """Return the share of drafts that are not the last token of their context."""
+    wrong = [token != context[-1] for context, chain in drafts for token in chain]
+    return sum(wrong) / len(wrong)
+
+
+def test_the_mirror_gets_the_hidden_state_of_the_last_token_but_one(
+    results: Started,
+) -> None:
+    found = results["mirror"].result()
+    assert unlike_the_last_token(found["greedy"].drafts) == 0
+    assert unlike_the_last_token(found["shifted"].drafts) > 0.5
+
+
+def wrong_drafts(folder: str, run: Run, chained: Chained) -> tuple[int, int]:
+    """Return the number of drafts that are not the head's, and of all."""
+    head, wrong, total = Head(Path(folder)), 0, 0
+    for output in chained.result.outputs:
+        assert output is not None
+        text = output.prompt + output.tokens[0]
+        own = {
+            len(context): drafts
+            for context, drafts in chained.drafts
+            if context == text[: len(context)] and len(context) > len(output.prompt)
+        }
+        lengths = sorted(own)
+        assert len(lengths) > 0.9 * len(output.tokens[0]) - 1
+        for length, drafts in zip(lengths, head.drafts(text, lengths, K), strict=True):
+            wrong += sum(a != b for a, b in zip(drafts, own[length], strict=True))
+            total += K
+    return wrong, total
+
+
+@pytest.mark.parametrize("name", ["demanding", "long", "again"])
+def test_drafts_are_those_of_the_head_over_the_whole_text(
+    name: str,
+    results: Started,
+    folders: Mapping[str, str],
+) -> None:
+    run = RUNS["random"][2][name]
+    wrong, total = wrong_drafts(folders["random"], run, results["random"].result()[name])
+    assert wrong == 0, (wrong, total)
+
+
+def test_positions_that_stand_still_give_other_drafts(
+    results: Started, folders: Mapping[str, str]
+) -> None:
+    run = RUNS["random"][2]["still"]
+    wrong, total = wrong_drafts(folders["random"], run, results["random"].result()["still"])
+    assert wrong > 0.1 * total
+
+
+def test_the_runs_preempt_requests_and_read_the_prefix_cache(results: Started) -> None:
+    found = results["random"].result()
+    assert found["demanding"].result.metrics["vllm:num_preemptions_total"] > 0
+    for output in found["again"].result.outputs:
+        assert output is not None
+        # The head's row of a position also holds the next token, so the last block is read again.
+        assert output.cached == len(output.prompt) // 32 * 32 - 32
+
+
+def test_probabilistic_drafts_keep_the_law(results: Started, plain: Outputs) -> None:
+    found = results["probabilistic"].result()
+    law, forgotten = (found[name].result for name in ("law", "forgotten"))
+    without = [plain[request.key].tokens[0] for request in LAW.requests]
+    assert sum(accepted(law)) > 100
+    assert least_p_value(tokens_of(law), without) > 1e-3
+    assert least_p_value(tokens_of(forgotten), without) < 1e-6
