@@ -107,6 +107,8 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
         logger.info("%s", line)
     if advice := check.token_budget_advice(vllm_config):
         logger.info("%s", advice)
+    if unseen := check.head_advice(vllm_config):
+        logger.warning("%s", unseen)
     if difference := check.vocabulary_advice(vllm_config):
         logger.warning("%s", difference)
     for each in further_drafts(vllm_config.speculative_config):

@@ -41,8 +41,9 @@ VLLMS_MATCHES = (5, 5)
 """vLLM's default of prompt_lookup_min and prompt_lookup_max."""
 
 _SOURCES = (
-    f"trees are drafted by a draft model, --speculative-config '{EXAMPLE}', or without one by "
-    f"look-up in the requests' own texts, --speculative-config '{LOOK_UP_EXAMPLE}'"
+    f"trees are drafted by a draft model, --speculative-config '{EXAMPLE}', by a head of the "
+    f"target with method {', '.join(HEADS[:-1])} or {HEADS[-1]}, or without a draft by look-up in "
+    f"the requests' own texts, --speculative-config '{LOOK_UP_EXAMPLE}'"
 )
 
 
@@ -319,6 +320,22 @@ def token_budget_advice(vllm_config: VllmConfig) -> str | None:
         f"dyntree.node_budget + {beside} = {tree} tokens; if more requests run (max_num_seqs="
         f"{num_seqs}), vLLM cuts trees short. To always have whole trees, set max_num_seqs to "
         f"{budget // tree} or max_num_batched_tokens to {num_seqs * tree}."
+    )
+
+
+def head_advice(vllm_config: VllmConfig) -> str | None:
+    """Say what a head of the target cannot see in an admitted configuration; None if it sees all.
+
+    The output does not depend on it.
+    """
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method not in HEADS:
+        return None
+    if not vllm_config.model_config.supports_multimodal_inputs:
+        return None
+    return (
+        f"The draft of method {speculation.method} reads the tokens of a prompt, and not its "
+        "images or sounds: after them the target accepts fewer of its tokens."
     )
 
 

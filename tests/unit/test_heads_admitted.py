@@ -137,3 +137,13 @@ def test_every_refusal_of_heads_is_tested() -> None:
 def test_a_pool_of_a_head_and_a_draft_is_refused(build: Build, head: Arguments) -> None:
     with pytest.raises(ValueError, match="name one of them there, with method draft_model"):
         build(**head(), dyntree={"drafts": ["another"]})
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_start_up_says_that_a_head_reads_no_images(
+    build: Build, head: Arguments, seen: bool
+) -> None:
+    path = "model_config.supports_multimodal_inputs"
+    said = check.head_advice(changed(build(**head()), path, not seen))
+    assert said is None if seen else said is not None and "images" in said
+    assert check.head_advice(changed(build(), path, True)) is None

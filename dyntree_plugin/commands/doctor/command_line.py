@@ -86,6 +86,8 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
             yield Check("vocabularies", "warn", f"{each.model}: {difference}")
     for found, chain_advice in default_chain_reasons(config.model_config):
         yield Check("requests", "warn", found, chain_advice)
+    if unseen := check.head_advice(config):
+        yield Check("draft", "warn", unseen)
     for line in check.look_up_advice(config, device_type()):
         yield Check("look-up", "ok", line)
     models = [("target", config.model_config)]
