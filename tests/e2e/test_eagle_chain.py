@@ -11,11 +11,11 @@ from pathlib import Path
 
 import heads
 import pytest
+import torch
 import workload
 from chain_engine import Chained, Drafts, serve_chain
 from comparison import Outputs, by_request, explain, mismatches
 from engine_process import PARALLEL, Request, Result, Run, serve
-from reference.eagle_head import Head
 from safetensors.torch import load_file, save_file
 from test_drawn_rules import least_p_value, tokens_of
 
@@ -194,41 +194,46 @@ def test_the_mirror_gets_the_hidden_state_of_the_last_token_but_one(
     assert unlike_the_last_token(found["shifted"].drafts) > 0.5
 
 
-def wrong_drafts(folder: str, run: Run, chained: Chained) -> tuple[int, int]:
-    """Return the number of drafts that are not the head's, and of all."""
-    head, wrong, total = Head(Path(folder)), 0, 0
-    for output in chained.result.outputs:
-        assert output is not None
-        text = output.prompt + output.tokens[0]
-        own = {
-            len(context): drafts
-            for context, drafts in chained.drafts
-            if context == text[: len(context)] and len(context) > len(output.prompt)
-        }
-        lengths = sorted(own)
-        assert len(lengths) > 0.9 * len(output.tokens[0]) - 1
-        for length, drafts in zip(lengths, head.drafts(text, lengths, K), strict=True):
-            wrong += sum(a != b for a, b in zip(drafts, own[length], strict=True))
-            total += K
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute in one thread, which for tiny models is faster on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def wrong_drafts(folder: str, chained: Chained) -> tuple[int, int]:
+    """Return the number of drafts that are not the head's, and of all, of some contexts."""
+    head, wrong, total = heads.PlainHead(Path(folder)), 0, 0
+    prompts = [output.prompt for output in chained.result.outputs if output is not None]
+    drafts = [
+        (context, chain)
+        for context, chain in chained.drafts
+        if any(context[: len(prompt)] == prompt for prompt in prompts)
+    ]
+    assert len(drafts) > 0.9 * chained.result.metrics["vllm:spec_decode_num_drafts_total"]
+    for context, chain in drafts[:: max(1, len(drafts) // 16)]:
+        for place, token in enumerate(chain):
+            wrong += int(head.logits(context, chain[:place]).argmax()) != token
+            total += 1
     return wrong, total
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["demanding", "long", "again"])
 def test_drafts_are_those_of_the_head_over_the_whole_text(
-    name: str,
-    results: Started,
-    folders: Mapping[str, str],
+    name: str, results: Started, folders: Mapping[str, str]
 ) -> None:
-    run = RUNS["random"][2][name]
-    wrong, total = wrong_drafts(folders["random"], run, results["random"].result()[name])
-    assert wrong == 0, (wrong, total)
+    wrong, total = wrong_drafts(folders["random"], results["random"].result()[name])
+    assert (wrong, total > 10) == (0, True)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_positions_that_stand_still_give_other_drafts(
     results: Started, folders: Mapping[str, str]
 ) -> None:
-    run = RUNS["random"][2]["still"]
-    wrong, total = wrong_drafts(folders["random"], run, results["random"].result()["still"])
+    wrong, total = wrong_drafts(folders["random"], results["random"].result()["still"])
     assert wrong > 0.1 * total
 
 
@@ -248,3 +253,23 @@ def test_probabilistic_drafts_keep_the_law(results: Started, plain: Outputs) -> 
     assert sum(accepted(law)) > 100
     assert least_p_value(tokens_of(law), without) > 1e-3
     assert least_p_value(tokens_of(forgotten), without) < 1e-6
+
+
+OTHER_HEADS = {"eagle": heads.first_eagle_mirror, "mtp": heads.mtp_mirror}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", OTHER_HEADS)
+def test_other_heads_draft_chains(method: str, tmp_path: Path, plain: Outputs) -> None:
+    """The first kind of EAGLE, and a module within the target."""
+    folder = str(OTHER_HEADS[method](tmp_path / "head"))
+    speculation = {"method": method, "num_speculative_tokens": K}
+    if method == "mtp":
+        engine = workload.without_tree(model=folder, speculative_config=speculation)
+    else:
+        engine = workload.without_tree(speculative_config=speculation | {"model": folder})
+    # vLLM takes another tokenizer for a target with a module.
+    run = Run([replace(each, prompt=plain[each.key].prompt) for each in GREEDY])
+    chained = serve_chain(engine, {"greedy": run})["greedy"]
+    assert tokens_of(chained.result) == [plain[each.key].tokens[0] for each in GREEDY]
+    assert unlike_the_last_token(chained.drafts) == 0
