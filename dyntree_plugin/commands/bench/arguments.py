@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from dyntree_plugin.commands.arguments import Method as DraftMethod
+
 OF_ENGINES = "For engines on this machine"
 OF_SERVERS = "For running servers"
 """Panels of the help. A measurement of servers refuses the options of engines, and vice versa."""
@@ -21,7 +23,18 @@ Target = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(help="Draft model of the same vocabulary.", rich_help_panel=OF_ENGINES),
+    typer.Option(
+        help="Draft model of the same vocabulary, or the head of the target that --method names.",
+        rich_help_panel=OF_ENGINES,
+    ),
+]
+Method = Annotated[
+    DraftMethod,
+    typer.Option(
+        help="What drafts, for chains and for trees: a model, or a head that reads the target's "
+        "hidden states. With mtp the target holds it, and no --draft is needed.",
+        rich_help_panel=OF_ENGINES,
+    ),
 ]
 TargetShape = Annotated[
     str | None,
@@ -54,6 +67,16 @@ Chains = Annotated[
         "--chain",
         min=1,
         help="Length of one of vLLM's draft chains. Repeatable.",
+        rich_help_panel=OF_ENGINES,
+    ),
+]
+ProbabilisticChains = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--probabilistic-chain",
+        min=1,
+        help="Length of one of vLLM's chains whose drafts are drawn from the draft's law, instead "
+        "of the most likely ones. Repeatable.",
         rich_help_panel=OF_ENGINES,
     ),
 ]

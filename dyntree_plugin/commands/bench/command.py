@@ -18,7 +18,7 @@ from transformers.utils import logging
 from typer.core import TyperOption
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.arguments import both_or_neither
+from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, embedded
 from dyntree_plugin.commands.bench import arguments, overview, plan, plots, prompts, static, table
 from dyntree_plugin.commands.bench.pictures import check_plots
 from dyntree_plugin.commands.bench.plan import Models
@@ -40,6 +40,7 @@ def serve(
     context: typer.Context,
     target: arguments.Target = None,
     draft: arguments.Draft = None,
+    method: arguments.Method = "draft_model",
     target_shape: arguments.TargetShape = None,
     dtype: arguments.Dtype = "bfloat16",
     prompt_sets: arguments.PromptSets = None,
@@ -48,6 +49,7 @@ def serve(
     batches: arguments.Batches = None,
     temperatures: arguments.Temperatures = None,
     chains: arguments.Chains = None,
+    probabilistic_chains: arguments.ProbabilisticChains = None,
     ngrams: arguments.NGrams = None,
     look_ups: arguments.LookUps = None,
     trees: arguments.Trees = None,
@@ -80,10 +82,16 @@ def serve(
             measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
         else:
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
-            models, remarks = _models(target, draft, target_shape, dtype, engine_arguments)
-            compared = _trees(trees, static_rates)
+            further = _json("--engine-arguments", engine_arguments)
+            models, remarks = _models(target, draft, method, target_shape, dtype, further)
             contest = Contest(
-                models, chains or plan.CHAINS, compared, side_by_side, ngrams or (), look_ups or ()
+                models,
+                chains or plan.CHAINS,
+                _trees(trees, static_rates),
+                side_by_side,
+                ngrams or (),
+                look_ups or (),
+                probabilistic_chains or (),
             )
             engines = contest.engines
             measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
@@ -135,27 +143,37 @@ def _last(results: Iterator[Result], path: Path | None) -> Result:
 
 
 def _models(
-    target: str | None, draft: str | None, shape: str | None, dtype: str, engine_arguments: str
+    target: str | None,
+    draft: str | None,
+    method: Method,
+    shape: str | None,
+    dtype: str,
+    further: dict[str, Any],
 ) -> tuple[Models, list[str]]:
     """Return the models, and notes on them."""
-    both_or_neither(target, draft)
-    further = _json("--engine-arguments", engine_arguments)
-    if target is not None and draft is not None:
+    both_or_neither(target, draft, method)
+    if target is not None:
         if shape is not None:
             raise ValueError("--target-shape grows the embedded target: leave out --target")
-        return Models(target, draft, dtype, further), []
-    embedded = {name: str(path) for name, path in pair.paths().items()}
-    labels = {p: f"the embedded {n.replace('_', ' ')}" for n, p in embedded.items()}
+        return Models(target, draft, dtype, further, method=method), []
+    own, drafting = embedded(method)
+    labels = {str(path): f"the embedded {n.replace('_', ' ')}" for n, path in pair.paths().items()}
+    labels[str(drafting)] = kind = f"the embedded {KINDS[method]}"
     if shape is None:
-        notes = [f"The embedded pair, {dtype}."]
-        return Models(embedded["target"], embedded["draft"], dtype, further, labels), notes
+        what = "pair" if method == "draft_model" else f"target and its {KINDS[method]}"
+        notes = [f"The embedded {what}, {dtype}."]
+        return Models(str(own), str(drafting), dtype, further, labels, method), notes
     from dyntree_plugin.pair import shapes
 
-    grown = shapes.grown_target(shape, Path(embedded["target"]))
+    grown = shapes.grown_target(shape, own)
     labels[str(grown)] = f"the embedded target as {shape}"
+    if method != "draft_model":
+        with_heads: Any = shapes
+        drafting = with_heads.grown_head(shape, drafting, own)
+        labels[str(drafting)] = f"{kind} as {shape}"
     proof = ", ".join(f"{key} {value}" for key, value in shapes.proof_of(grown).items())
     notes = [f"{shapes.limits(shape)}; {dtype}.", f"Proof of the shape: {proof}."]
-    return Models(str(grown), embedded["draft"], dtype, further, labels), notes
+    return Models(str(grown), str(drafting), dtype, further, labels, method), notes
 
 
 def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:

@@ -186,6 +186,7 @@ def _stages_of(llm: LLM) -> Callable[[], dict[str, float]]:
         speculator = getattr(runner, "speculator", None)  # the V1 runner has none
         if speculator is not None:
             _time_forwards(clock, "draft", speculator.model)
+            _time_combining(clock, speculator.model)
         return lambda: {name: spent for name, spent in clock.take().items() if spent}
     taken: dict[str, float] = {}
     take = clock.take
@@ -206,6 +207,13 @@ def _stages_of(llm: LLM) -> Callable[[], dict[str, float]]:
 def _time_forwards(clock: StageClock, stage: str, model: Any) -> None:
     model.register_forward_pre_hook(lambda *_: clock.start(stage))
     model.register_forward_hook(lambda *_: clock.stop())
+
+
+def _time_combining(clock: StageClock, head: Any) -> None:
+    """Time, as drafting, what an EAGLE-3 head does to the target's hidden states beforehand."""
+    combine = getattr(head, "combine_hidden_states", None)
+    if combine is not None:
+        head.combine_hidden_states = clock("draft")(combine)
 
 
 def _die_with_parent() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dyntree_plugin.commands.arguments import Method
 from dyntree_plugin.commands.bench.results import Cell, Engine
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 
@@ -39,13 +40,21 @@ class Models:
     """Target and draft, and the arguments that all engines share.
 
     ``labels`` are the names in a result for models whose folders exist on this machine only.
+    ``method`` says what the draft is. It is None where the target itself holds it.
     """
 
     target: str
-    draft: str
+    draft: str | None
     dtype: str
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    method: Method = "draft_model"
+
+    def speculation(self, tokens: int, **options: str) -> dict[str, Any]:
+        """Return the arguments of ``LLM`` for drafts of ``tokens`` tokens."""
+        model = {} if self.draft is None else {"model": self.draft}
+        speculation = {"method": self.method, **model, "num_speculative_tokens": tokens}
+        return {"speculative_config": speculation | options}
 
 
 @dataclass(frozen=True)
@@ -74,35 +83,23 @@ def engines(
     trees: Trees,
     ngrams: Sequence[int] = (),
     look_ups: Sequence[int] = (),
+    probabilistic: Sequence[int] = (),
 ) -> list[Engine]:
     """Return every engine to measure: without speculation, with chains, and with trees.
 
     ``longest`` is the number of tokens of the longest prompt with its answer. ``ngrams``: lengths
     of chains of vLLM's n-gram. ``look_ups``: nodes of trees without a draft model.
+    ``probabilistic``: lengths of chains whose drafts are drawn.
     """
     nodes_of_trees = [nodes for nodes, _ in trees.values()]
-    budget = max([*chains, *nodes_of_trees, *ngrams, *look_ups], default=0)
+    budget = max([*chains, *probabilistic, *nodes_of_trees, *ngrams, *look_ups], default=0)
     shared = _shared_arguments(
         models, max(cell.batch for cell in cells), longest + budget + 1, budget
     )
     found = [Engine(name="no speculation", kind="plain", budget=0, arguments=shared)]
     found += [
-        Engine(
-            name=f"chain of {tokens}",
-            kind="chain",
-            budget=tokens,
-            arguments=shared | _speculation(models.draft, tokens),
-        )
-        for tokens in chains
-    ]
-    found += [
-        Engine(
-            name=f"n-gram of {tokens}",
-            kind="chain",
-            budget=tokens,
-            arguments=shared | _ngram(tokens, prompt_lookup_min=1, prompt_lookup_max=5),
-        )
-        for tokens in ngrams
+        Engine(name=name, kind="chain", budget=tokens, arguments=shared | speculation)
+        for name, tokens, speculation in _chains(models, chains, probabilistic, ngrams)
     ]
     found += [
         Engine(
@@ -120,11 +117,25 @@ def engines(
                 kind="static tree" if is_static(options) else "dynamic tree",
                 budget=nodes,
                 arguments=shared
-                | _speculation(models.draft, nodes)
+                | models.speculation(nodes)
                 | {"additional_config": {NAMESPACE: dict(options)}},
             )
         )
     return found
+
+
+def _chains(
+    models: Models, chains: Sequence[int], probabilistic: Sequence[int], ngrams: Sequence[int]
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield the name of every chain of vLLM, its length, and its arguments of ``LLM``."""
+    for tokens in chains:
+        yield f"chain of {tokens}", tokens, models.speculation(tokens)
+    for tokens in probabilistic:
+        drawn = models.speculation(tokens, draft_sample_method="probabilistic")
+        yield f"probabilistic chain of {tokens}", tokens, drawn
+    for tokens in ngrams:
+        of_matches = _ngram(tokens, prompt_lookup_min=1, prompt_lookup_max=5)
+        yield f"n-gram of {tokens}", tokens, of_matches
 
 
 def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
@@ -183,16 +194,6 @@ def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:
 def is_static(options: Mapping[str, Any]) -> bool:
     """Return whether these options give every tree the same shape."""
     return options.get("growth") in ("expansion", "sequoia")
-
-
-def _speculation(draft: str, tokens: int) -> dict[str, Any]:
-    return {
-        "speculative_config": {
-            "method": "draft_model",
-            "model": draft,
-            "num_speculative_tokens": tokens,
-        }
-    }
 
 
 def _ngram(tokens: int, **options: int) -> dict[str, Any]:

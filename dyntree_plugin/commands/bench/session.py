@@ -61,6 +61,7 @@ class Contest:
     """The engines to compare: vLLM's ``chains`` by length, and ``trees``.
 
     ``ngrams``: lengths of chains of vLLM's n-gram. ``look_ups``: nodes of trees without a draft.
+    ``probabilistic``: lengths of chains whose drafts are drawn.
     ``places`` is the number of engines kept at a time; None: as many as fit. If there are places
     for all, they start together, and all of them serve a load before the next load.
     """
@@ -71,11 +72,17 @@ class Contest:
     places: int | None = None
     ngrams: Sequence[int] = ()
     look_ups: Sequence[int] = ()
+    probabilistic: Sequence[int] = ()
 
     @property
     def engines(self) -> int:
         """Number of engines; the first has no speculation."""
-        return 1 + len(self.chains) + len(self.trees) + len(self.ngrams) + len(self.look_ups)
+        return 1 + len(self.trees) + len(self.look_ups) + len(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of all chains."""
+        return [*self.chains, *self.probabilistic, *self.ngrams]
 
 
 def of_engines(
@@ -97,12 +104,7 @@ def of_engines(
 
     tokenizer = AutoTokenizer.from_pretrained(contest.models.target)
     context = AutoConfig.from_pretrained(contest.models.target).max_position_embeddings
-    most = (
-        context
-        - settings.max_tokens
-        - max([0, *contest.chains, *contest.ngrams, *_nodes(contest)])
-        - 1
-    )
+    most = context - settings.max_tokens - max([0, *contest.lengths, *_nodes(contest)]) - 1
     sets, longer = {}, 0
     for source in settings.sets:
         name, texts = prompts.read(source, settings.prompts, tokenizer, settings.seed)
@@ -118,6 +120,7 @@ def of_engines(
         trees=contest.trees,
         ngrams=contest.ngrams,
         look_ups=contest.look_ups,
+        probabilistic=contest.probabilistic,
     )
     notes = [*notes, *([f"{longer} prompts were too long and were left out."] if longer else [])]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]

@@ -1,0 +1,167 @@
+"""What drafts in a measurement: the arguments of the engines, by ``--method``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dyntree_plugin import pair
+from dyntree_plugin.commands.arguments import Method
+from dyntree_plugin.commands.bench import command, engine, plan
+from dyntree_plugin.commands.bench.plan import Models
+from dyntree_plugin.commands.bench.results import Cell, Result
+from dyntree_plugin.commands.bench.session import Contest
+from dyntree_plugin.engine.step.clock import StageClock
+from dyntree_plugin.pair import shapes
+
+CELL = Cell(prompts="code", temperature=0.0, batch=2)
+EMBEDDED = {name: Path("/pair") / name for name in ("target", "draft", "second_draft")}
+WITH_HEAD = EMBEDDED | {"eagle3": Path("/pair/eagle3")}
+GROWN = Path("/grown")
+
+Asked = Callable[..., tuple[Contest, list[str]]]
+
+
+def speculation(models: Models, **lengths: Any) -> dict[str, dict[str, Any]]:
+    """Return the engines' configurations of speculation by name."""
+    lengths = {"chains": (2,), "trees": {"tree": (8, {"max_depth": 4})}} | lengths
+    found = plan.engines(models, [CELL], 9, **lengths)
+    return {each.name: each.arguments.get("speculative_config", {}) for each in found}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Return a function that runs the command, and gives the contest and the notes it begins."""
+
+    def run(*words: str, pair_of: dict[str, Path] = WITH_HEAD) -> tuple[Contest, list[str]]:
+        begun: list[tuple[Contest, list[str]]] = []
+
+        def of_engines(_: Any, contest: Contest, notes: list[str], **__: Any) -> list[Result]:
+            begun.append((contest, notes))
+            return [Result(provenance={}, settings={}, notes=[], engines=[], series=[])]
+
+        monkeypatch.setattr(command, "of_engines", of_engines)
+        monkeypatch.setattr(command, "_show", lambda *_: None)
+        monkeypatch.setattr(pair, "paths", lambda: pair_of)
+        ended = CliRunner().invoke(command.app, words)
+        assert "Traceback" not in ended.output
+        if ended.exit_code:
+            raise ValueError(ended.stderr)
+        return begun[0]
+
+    return run
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle", "mtp"])
+def test_chains_and_trees_draft_with_the_method(method: Method) -> None:
+    found = speculation(Models("T", "D", "bfloat16", method=method), look_ups=(4,), ngrams=(3,))
+    own = {"method": method, "model": "D"}
+    assert found["no speculation"] == {}
+    assert found["chain of 2"] == own | {"num_speculative_tokens": 2}
+    assert found["tree"] == own | {"num_speculative_tokens": 8}
+    assert {found[name]["method"] for name in ("look-up tree of 4", "n-gram of 3")} == {"ngram"}
+
+
+def test_a_target_that_holds_its_head_names_no_draft() -> None:
+    models = Models("/t", None, "bfloat16", method="mtp")
+    found = speculation(models)
+    assert found["chain of 2"] == {"method": "mtp", "num_speculative_tokens": 2}
+    (_, chain, _) = plan.engines(models, [CELL], 9, chains=(2,), trees={"tree": (8, {})})
+    assert plan.labelled(chain, {"/t": "target"}).arguments["model"] == "target"
+
+
+def test_drafts_of_a_probabilistic_chain_are_drawn() -> None:
+    found = speculation(Models("T", "D", "bfloat16"), probabilistic=(3, 20))
+    assert [name for name in found if "probabilistic" in name] == [
+        "probabilistic chain of 3", "probabilistic chain of 20",
+    ]  # fmt: skip
+    drawn = found["probabilistic chain of 3"]
+    assert drawn.pop("draft_sample_method") == "probabilistic"
+    assert drawn == found["chain of 2"] | {"num_speculative_tokens": 3}
+    engines = plan.engines(
+        Models("T", "D", "bfloat16"), [CELL], 9, chains=(2,), trees={}, probabilistic=(20,)
+    )
+    assert {each.arguments["max_model_len"] for each in engines} == {9 + 20 + 1}
+    assert engines[-1].kind == "chain"
+
+
+def test_the_engines_of_a_contest_are_counted() -> None:
+    contest = Contest(Models("T", "D", "bfloat16"), (1, 2), {}, None, (3,), (4,), (5, 6))
+    assert (contest.engines, contest.lengths) == (7, [1, 2, 5, 6, 3])
+
+
+def test_the_embedded_head_drafts_for_eagle3(asked: Asked) -> None:
+    contest, notes = asked("--method", "eagle3", "--probabilistic-chain", "4")
+    models = contest.models
+    assert (models.target, models.draft) == ("/pair/target", "/pair/eagle3")
+    assert (models.method, contest.probabilistic) == ("eagle3", [4])
+    assert models.labels["/pair/eagle3"] == "the embedded EAGLE-3 head"
+    assert notes == ["The embedded target and its EAGLE-3 head, bfloat16."]
+
+
+def test_by_default_the_embedded_draft_drafts(asked: Asked) -> None:
+    contest, notes = asked()
+    assert (contest.models.draft, contest.models.method) == ("/pair/draft", "draft_model")
+    assert contest.models.labels["/pair/draft"] == "the embedded draft"
+    assert notes == ["The embedded pair, bfloat16."]
+
+
+def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def grown_head(name: str, head: Path, target: Path) -> Path:
+        assert (name, head, target) == ("llama-1b", WITH_HEAD["eagle3"], WITH_HEAD["target"])
+        return GROWN / "head"
+
+    monkeypatch.setattr(shapes, "grown_target", lambda *_: GROWN / "target")
+    monkeypatch.setattr(shapes, "grown_head", grown_head, raising=False)
+    monkeypatch.setattr(shapes, "proof_of", lambda _: {})
+    models = asked("--method", "eagle3", "--target-shape", "llama-1b")[0].models
+    assert (models.target, models.draft) == ("/grown/target", "/grown/head")
+    assert models.labels["/grown/head"] == "the embedded EAGLE-3 head as llama-1b"
+    models = asked("--target-shape", "llama-1b")[0].models
+    assert (models.target, models.draft) == ("/grown/target", "/pair/draft")
+
+
+def test_own_models_are_used_as_given(asked: Asked) -> None:
+    for words, wanted in (
+        (("--target", "T", "--draft", "H", "--method", "eagle"), ("T", "H", "eagle")),
+        (("--target", "T", "--method", "mtp"), ("T", None, "mtp")),
+        (("--target", "T", "--draft", "T", "--method", "mtp"), ("T", "T", "mtp")),
+    ):
+        models = asked(*words)[0].models
+        assert (models.target, models.draft, models.method) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--method", "eagle3"), "the embedded target has no EAGLE-3 head"),
+        (("--method", "eagle"), "the embedded target has no EAGLE head"),
+        (("--method", "mtp"), "the embedded target has no MTP head"),
+        (("--method", "eagle3", "--target", "T"), "--target and --draft go together"),
+        (("--method", "mtp", "--draft", "D"), "--target and --draft go together"),
+        (("--base-url", "http://h:1", "--method", "eagle3"), "--method must not be given"),
+        (("--base-url", "http://h:1", "--probabilistic-chain", "2"), "must not be given"),
+    ],
+)
+def test_what_is_missing_is_named(words: tuple[str, ...], message: str, asked: Asked) -> None:
+    with pytest.raises(ValueError, match=message):
+        asked(*words, pair_of=EMBEDDED)
+
+
+class Head(torch.nn.Module):
+    def combine_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
+        return 2 * states
+
+
+def test_a_heads_work_on_hidden_states_is_drafting() -> None:
+    clock, head = StageClock(), Head()
+    engine._time_combining(clock, head)
+    for _ in range(2):
+        assert head.combine_hidden_states(torch.ones(1)) == 2
+        assert [name for name, spent in clock.take().items() if spent] == ["draft"]
+    engine._time_combining(clock, torch.nn.Identity())
