@@ -8,8 +8,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from dyntree_plugin.options import HEADS
+
 Target = Annotated[str | None, typer.Option(help="Target model: a folder or a name.")]
-Draft = Annotated[str | None, typer.Option(help="Draft model of the same vocabulary.")]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Draft model of the same vocabulary, or the head of the target that --method names."
+    ),
+]
 Method = Literal["draft_model", "eagle3", "eagle", "mtp"]
 """vLLM's names of what drafts: a model of its own, or a head that reads the target's hidden states.
 A target with MTP holds the head itself."""
@@ -20,6 +27,14 @@ KINDS: Mapping[Method, str] = {
     "mtp": "MTP head",
 }
 """What a text calls that which drafts."""
+DraftMethod = Annotated[
+    Method,
+    typer.Option(
+        "--method",
+        help="What drafts: a model, or a head that reads the target's hidden states. With mtp the "
+        "target holds it, and no --draft is needed.",
+    ),
+]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Annotated[
     DtypeName | None,
@@ -50,6 +65,11 @@ def both_or_neither(target: str | None, draft: str | None, method: Method = "dra
         return
     if (target is None) != (draft is None):
         raise typer.BadParameter("--target and --draft go together: give both or neither")
+
+
+def drafter(method: str) -> Literal["draft", "head"]:
+    """Return the word for that which drafts with one of vLLM's methods."""
+    return "head" if method in HEADS else "draft"
 
 
 def embedded(method: Method) -> tuple[Path, Path]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.commands.arguments import DtypeName
+from dyntree_plugin.commands.arguments import DtypeName, Method, drafter
 from dyntree_plugin.commands.render import Detokenise
 from dyntree_plugin.engine.configuration import PLAIN_WORKER
 from dyntree_plugin.options import NAMESPACE
@@ -24,11 +24,12 @@ class Settings:
     """The models, the prompts, and how to complete them.
 
     ``nodes`` is the size of a tree; ``options`` are more dyntree options. ``seed`` is the seed of
-    the first prompt; each later prompt adds 1.
+    the first prompt; each later prompt adds 1. ``method`` says what the draft is. It is None where
+    the target itself holds it.
     """
 
     target: str
-    draft: str
+    draft: str | None
     dtype: DtypeName
     nodes: int
     options: Mapping[str, Any]
@@ -37,6 +38,18 @@ class Settings:
     seed: int
     max_tokens: int
     prompts: Sequence[str]
+    method: Method = "draft_model"
+
+    @property
+    def drafter(self) -> str:
+        """The word for that which drafts."""
+        return drafter(self.method)
+
+    @property
+    def models(self) -> list[str]:
+        """Names of all models, the further drafts among the options included."""
+        own = [self.target, *([] if self.draft is None else [self.draft])]
+        return [*own, *self.options.get("drafts", ())]
 
 
 @contextmanager
@@ -61,11 +74,12 @@ def without_trees(settings: Settings) -> dict[str, Any]:
 
 def with_trees(settings: Settings) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for target and draft."""
-    speculation = {
-        "method": "draft_model",
-        "model": settings.draft,
+    speculation: dict[str, Any] = {
+        "method": settings.method,
         "num_speculative_tokens": settings.nodes,
     }
+    if settings.draft is not None:
+        speculation["model"] = settings.draft
     return _shared_arguments(settings) | {
         "speculative_config": speculation,
         "additional_config": {NAMESPACE: dict(settings.options)},

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.demo import command as demo
 from dyntree_plugin.commands.demo import screen
 from dyntree_plugin.commands.demo.comparison import Comparison, Completion, Run
-from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.engine import Settings, with_trees
 from dyntree_plugin.tree.step import Source, TreeStep
 
 PROMPTS = ["def f(x):", "class C:"]
@@ -125,6 +127,8 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["--target", "a"], "--target and --draft go together"),
+        (["--target", "a", "--method", "eagle3"], "--target and --draft go together"),
+        (["--method", "eagle"], "the embedded target has no EAGLE head"),
         (["--options", "{"], "is not JSON"),
         (["--options", '{"wdith": 2}'], "width"),
         (["--options", '{"node_budget": 32}'], "node_budget=32"),
@@ -226,3 +230,54 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "DEBUG" in done.stdout
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """Return the settings of the runs that were asked for; no engine starts, nothing is fetched."""
+    asked: list[Settings] = []
+
+    def compare(settings: Settings, announce: Any) -> Comparison:
+        asked.append(settings)
+        return Comparison(run([3]), run([3]), [[], []], str)
+
+    monkeypatch.setattr(demo, "compare", compare)
+    monkeypatch.setattr(demo, "fetch", lambda model: None)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "speculation", "heading"),
+    [
+        ([], {"method": "draft_model", "model": "/pair/draft"}, "draft  /pair/draft"),
+        (["--method", "eagle3"], {"method": "eagle3", "model": "/pair/eagle3"},
+         "head   /pair/eagle3"),
+        (["--method", "eagle", "--target", "T", "--draft", "H"],
+         {"method": "eagle", "model": "H"}, "head   H"),
+        (["--method", "mtp", "--target", "T"], {"method": "mtp"}, "head   the target holds it"),
+    ],
+)  # fmt: skip
+def test_the_method_says_what_drafts(
+    arguments: list[str],
+    speculation: dict[str, Any],
+    heading: str,
+    compared: list[Settings],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ("target", "draft", "eagle3")
+    monkeypatch.setattr(pair, "paths", lambda: {name: Path("/pair") / name for name in names})
+    with pytest.raises(SystemExit):
+        demo.main(["--prompts", "1", "--nodes", "8", *arguments])
+    (settings,) = compared
+    wanted = speculation | {"num_speculative_tokens": 8}
+    assert with_trees(settings)["speculative_config"] == wanted
+    shown = capsys.readouterr().out
+    assert heading in shown
+    assert f"│ {heading.split()[0]} " in shown  # where a step's time goes
+
+
+def test_every_model_of_a_run_is_known_by_name() -> None:
+    settings = Settings("t", None, "auto", 8, {"drafts": ["a"]}, 0.0, 1.0, 0, 8, PROMPTS)
+    assert settings.models == ["t", "a"]
+    assert replace(settings, draft="d").models == ["t", "d", "a"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from generations import made, of_several_sources
 
+from dyntree_plugin import pair
 from dyntree_plugin.commands.show import command as show
 from dyntree_plugin.commands.show import record
 from dyntree_plugin.commands.show.generation import load, save
@@ -102,6 +103,18 @@ def test_a_recorded_generation_is_saved_and_drawn(
     assert "digraph step2" in capsys.readouterr().out
 
 
+def test_the_method_says_what_drafts(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {name: Path("/pair") / name for name in ("target", "draft", "eagle3")}
+    monkeypatch.setattr(pair, "paths", lambda: folders)
+    monkeypatch.setattr(show, "fetch", lambda model: None)
+    run("a")
+    run("a", "--method", "eagle3")
+    run("a", "--method", "mtp", "--target", "T")
+    assert [(each.method, each.draft) for each in asked] == [
+        ("draft_model", "/pair/draft"), ("eagle3", "/pair/eagle3"), ("mtp", None),
+    ]  # fmt: skip
+
+
 def test_trees_are_whole_unless_it_is_said_otherwise(asked: list[Any]) -> None:
     run("a")
     run("a", "--options", '{"width": 2, "budget": "adaptive"}')
@@ -134,6 +147,7 @@ def test_the_prompt_comes_from_a_file_or_from_standard_input(
     ("arguments", "message"),
     [
         (["--target", "a", "text"], "--target and --draft go together"),
+        (["--method", "eagle", "text"], "the embedded target has no EAGLE head"),
         (["--target", "a", "--draft", "b"], "give a prompt for these models"),
         (["text", "--file", "-"], "a prompt is given twice"),
         ([""], "the prompt is empty"),

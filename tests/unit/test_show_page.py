@@ -24,6 +24,12 @@ def data(html: str = HTML) -> dict[str, Any]:
     return read
 
 
+def test_a_page_says_what_drafted() -> None:
+    assert data()["drafter"] == "draft"
+    assert data(page.render(made(drafter="head")))["drafter"] == "head"
+    assert "`draft $" not in HTML
+
+
 def test_nothing_is_loaded_from_elsewhere() -> None:
     addresses = set(re.findall(r"https?://[^\s\"']+", HTML))
     assert addresses == {"http://www.w3.org/2000/svg"}  # SVG's namespace, which is not fetched

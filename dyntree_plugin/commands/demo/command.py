@@ -15,6 +15,7 @@ from dyntree_plugin import __version__, pair
 from dyntree_plugin.admission import reasons, versions
 from dyntree_plugin.commands.arguments import (
     Draft,
+    DraftMethod,
     Dtype,
     MaxTokens,
     Nodes,
@@ -24,6 +25,7 @@ from dyntree_plugin.commands.arguments import (
     Verbose,
     both_or_neither,
     chosen_dtype,
+    embedded,
 )
 from dyntree_plugin.commands.demo.comparison import Comparison, compare
 from dyntree_plugin.commands.demo.screen import show
@@ -46,6 +48,7 @@ def main(arguments: Sequence[str]) -> None:
 def demo(
     target: Target = None,
     draft: Draft = None,
+    method: DraftMethod = "draft_model",
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to complete.")] = 4,
     max_tokens: MaxTokens = 128,
     nodes: Nodes = 16,
@@ -65,13 +68,13 @@ def demo(
     dyntree. Both engines are eager, because compiling and capturing graphs would take longer than
     the whole demonstration. `dyntree bench serve` measures compiled engines.
     """
-    both_or_neither(target, draft)
+    both_or_neither(target, draft, method)
     parsed = tree_options(options, nodes)
     console = Console(highlight=False)
     used = chosen_dtype(dtype, target)
     with nullcontext() if verbose else reasons.exit_on_mistake("dyntree demo"):
-        if target is None or draft is None:
-            target, draft = pair.target_and_draft()
+        if target is None:
+            target, draft = map(str, embedded(method))
         settings = Settings(
             target=target,
             draft=draft,
@@ -83,6 +86,7 @@ def demo(
             seed=seed,
             max_tokens=max_tokens,
             prompts=pair.held_out_prompts(prompts),
+            method=method,
         )
         comparison = _compared(console, settings, verbose=verbose)
     raise typer.Exit(show(console, settings, comparison))
@@ -91,7 +95,7 @@ def demo(
 def _compared(console: Console, settings: Settings, *, verbose: bool) -> Comparison:
     """Run both engines, and show the progress."""
     console.print(_heading(settings))
-    for model in (settings.target, settings.draft, *settings.options.get("drafts", ())):
+    for model in settings.models:
         fetch(model)
     with (
         nullcontext(sys.stdout) if verbose else quiet() as screen,
@@ -111,5 +115,6 @@ def _heading(settings: Settings) -> Text:
         (f"dyntree {__version__}", "bold"),
         f" on {name} {version}, dtype {settings.dtype}, eager, {drawing}, "
         f"at most {settings.nodes} nodes\n",
-        (f"target {settings.target}\ndraft  {settings.draft}", "dim"),
+        (f"target {settings.target}\n", "dim"),
+        (f"{settings.drafter:<6} {settings.draft or 'the target holds it'}", "dim"),
     )

@@ -86,7 +86,7 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
         with announce("Completing without the tree", count) as done:
             plain = _complete(llm, settings, done)
     with ExitStack() as stack:
-        with announce("Starting target and draft", None):
+        with announce(f"Starting target and {settings.drafter}", None):
             llm = stack.enter_context(engine(with_trees(settings)))
         with announce("Completing with the tree", count) as done:
             tree = _complete(llm, settings, done)

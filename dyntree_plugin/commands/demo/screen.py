@@ -18,10 +18,9 @@ from dyntree_plugin.commands.render import ACCEPTED, Detokenise, step_panel, vis
 from dyntree_plugin.escape import escaped_lines
 from dyntree_plugin.tree.step import TreeStep, sources_of
 
-_SLOWER = Text(
+_SLOWER = (
     "Slower here: the tree costs more than the target's forwards that it saves. A tree pays if the "
-    "target is much larger than the draft.\n",
-    style="yellow",
+    "target is much larger than the {}.\n"
 )
 _ROUNDED = Text(
     "Engines that sum in different orders may differ if two tokens are almost equally likely. With "
@@ -43,9 +42,9 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
         before = "".join(map(text, context[-_CONTEXT_TOKENS:]))
         console.print(step_panel(step, before, text, sources=sources_of([step])))
     console.print(speeds(plain, with_tree))
-    console.print(step_times(with_tree))
+    console.print(step_times(with_tree, settings.drafter))
     if with_tree.tokens_per_second < plain.tokens_per_second:
-        console.print(_SLOWER)
+        console.print(Text(_SLOWER.format(settings.drafter), style="yellow"))
     found = differences(plain, with_tree)
     console.print(verdict(plain, found, text))
     if found and settings.dtype != "float32":
@@ -126,12 +125,12 @@ def speeds(plain: Run, tree: Run) -> Table:
     return table
 
 
-def step_times(run: Run) -> Table:
-    """Show where a step with a tree spends its time."""
+def step_times(run: Run, drafter: str) -> Table:
+    """Show where a step with a tree spends its time; ``drafter`` names what drafts."""
     stages = dict(run.stages)
     rows = [
         ("target", ("target",), "the target's forward over all nodes"),
-        ("draft", ("catch_up", "draft"), "the draft's forwards, and growth"),
+        (drafter, ("catch_up", "draft"), f"the {drafter}'s forwards, and growth"),
         ("other", ("place", "sample", "verify"), ""),
     ]
     steps = max(run.steps, 1)

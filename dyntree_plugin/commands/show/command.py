@@ -16,6 +16,7 @@ from dyntree_plugin import pair
 from dyntree_plugin.admission import reasons
 from dyntree_plugin.commands.arguments import (
     Draft,
+    DraftMethod,
     Dtype,
     MaxTokens,
     Nodes,
@@ -25,6 +26,7 @@ from dyntree_plugin.commands.arguments import (
     Verbose,
     both_or_neither,
     chosen_dtype,
+    embedded,
 )
 from dyntree_plugin.commands.engine import Settings
 from dyntree_plugin.commands.show import arguments, page
@@ -52,6 +54,7 @@ def show(
     file: arguments.PromptFile = None,
     target: Target = None,
     draft: Draft = None,
+    method: DraftMethod = "draft_model",
     max_tokens: MaxTokens = 96,
     nodes: Nodes = 16,
     temperature: Temperature = 0.0,
@@ -80,7 +83,7 @@ def show(
         raise typer.BadParameter("--from draws a saved trace: give no prompt, model or --trace")
     settings: dict[str, Any] = {"dtype": chosen_dtype(dtype, target), "options": options}
     settings |= {"nodes": nodes, "temperature": temperature, "top_p": top_p}
-    settings |= {"seed": seed, "max_tokens": max_tokens}
+    settings |= {"seed": seed, "max_tokens": max_tokens, "method": method}
     with nullcontext() if verbose else reasons.exit_on_mistake("dyntree show"):
         if saved is not None:
             generation = load(saved)
@@ -116,13 +119,14 @@ def _recorded(
     """Complete the prompt on an engine."""
     from dyntree_plugin.commands.show.record import record
 
-    both_or_neither(target, draft)
+    both_or_neither(target, draft, settings["method"])
     asked = tree_options(settings["options"], settings["nodes"])
     settings["options"] = {"budget": "fixed", **asked}
-    if target is None or draft is None:
-        target, draft = pair.target_and_draft()
+    if target is None:
+        target, draft = map(str, embedded(settings["method"]))
     prompts = pair.held_out_prompts(1) if prompt is None else [prompt]
-    for model in (target, draft, *asked.get("drafts", ())):
+    made = Settings(target=target, draft=draft, prompts=prompts, **settings)
+    for model in made.models:
         fetch(model)
     # Standard output is for the trees.
     with (
@@ -130,7 +134,6 @@ def _recorded(
         nullcontext() if verbose else quiet(),
         announcing(Console(file=screen)) as announce,
     ):
-        made = Settings(target=target, draft=draft, prompts=prompts, **settings)
         return record(made, announce)
 
 

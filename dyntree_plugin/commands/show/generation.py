@@ -18,7 +18,8 @@ class Generation:
     ``pieces`` holds the text of each token of prompt and completion; joined they are the whole
     text. A token that ends inside a character has an empty piece. ``texts`` holds the text of
     every token in a tree, by its id. ``chances`` tells what a node's probability is: the draft's
-    own, or an estimate that the target accepts the node.
+    own, or an estimate that the target accepts the node. ``drafter`` tells what ``draft`` is: a
+    model of its own, or a head of the target.
 
     Raises:
         ValueError: if the trees do not belong to the text.
@@ -38,6 +39,7 @@ class Generation:
     texts: dict[int, str]
     steps: list[TreeStep]
     chances: Literal["draft", "estimated"]
+    drafter: Literal["draft", "head"] = "draft"
     format: Literal["dyntree-trace-2"] = "dyntree-trace-2"
 
     def __post_init__(self) -> None:

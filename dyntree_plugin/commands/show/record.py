@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from dyntree_plugin.commands.arguments import drafter
 from dyntree_plugin.commands.engine import (
     Settings,
     engine,
@@ -30,7 +31,7 @@ def record(settings: Settings, announce: Announce) -> Generation:
     with announce("Loading vLLM", None):
         arguments = with_trees(settings)
     with ExitStack() as stack:
-        with announce("Starting target and draft", None):
+        with announce(f"Starting target and {settings.drafter}", None):
             llm = stack.enter_context(engine(arguments))
         with announce("Completing with the tree", None):
             return complete(llm, settings.prompts[0], sampling_params(settings, 0))
@@ -78,6 +79,7 @@ def _generation(
         texts={token: text(token) for token in sorted(in_trees)},
         steps=steps,
         chances="draft" if drafts_own else "estimated",
+        drafter=drafter(str(speculation.method)),
     )
 
 

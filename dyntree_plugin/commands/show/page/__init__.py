@@ -34,6 +34,7 @@ def _page(generation: Generation) -> dict[str, Any]:
         "version": __version__,
         "target": generation.target,
         "draft": generation.draft,
+        "drafter": generation.drafter,
         "dtype": generation.dtype,
         "temperature": generation.temperature,
         "topP": generation.top_p,

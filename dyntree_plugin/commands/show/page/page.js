@@ -128,7 +128,7 @@ function describe(step) {
 }
 
 const several = Object.keys(data.sources).length > 1;
-const estimate = data.chances === "draft" ? "draft probability" : "estimated chance";
+const estimate = data.chances === "draft" ? `${data.drafter} probability` : "estimated chance";
 
 function showTip(event, node, kind, step) {
   const tip = $("tip");
@@ -252,10 +252,10 @@ function introduce() {
     ? `temperature ${data.temperature}, top-p ${data.topP}, seed ${data.seed ?? "none"}`
     : "greedy";
   const options = Object.entries(data.options).map(([key, value]) => `${key} ${value}`);
-  const models = [`target ${name(data.target)}`, `draft ${name(data.draft)}`];
+  const models = [`target ${name(data.target)}`, `${data.drafter} ${name(data.draft)}`];
   const parts = [...models, drawing, data.dtype, ...options, `dyntree ${data.version}`];
   $("about").textContent = parts.join(", ");
-  $("about").title = `target ${data.target}\ndraft ${data.draft}`;
+  $("about").title = `target ${data.target}\n${data.drafter} ${data.draft}`;
   document.title = `dyntree: ${name(data.target)}`;
   $("step-count").textContent = steps.length;
   $("budget").textContent = data.budget;
