@@ -19,6 +19,7 @@ SHARING_ENGINES = (
     "test_drawn_rules",
     "test_every_source",
     "test_examples",
+    "test_head_controls",
     "test_identity",
     "test_look_up",
     "test_metrics",

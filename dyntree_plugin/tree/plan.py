@@ -83,6 +83,8 @@ class TreePlan:
             read |= {*spec.reads}
         if self.shape.drafts > 1:
             read.add("drafts")
+        if self.shape.head:
+            read.add("head")
         own = self.growth.parameter
         return {
             "growth": spec.name,

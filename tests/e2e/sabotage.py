@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
+OF_HEADS = ("broken_head", "other_rows", "other_parents")
+"""These break what a head reads. Output must not change."""
 
 
 @contextmanager
@@ -137,6 +139,56 @@ def broken_draft(runner: Any) -> Iterator[None]:
         mock.patch.object(model, "compute_logits", compute_logits),
         mock.patch.object(embedding, "forward", embed),
     ):
+        yield
+
+
+@contextmanager
+def broken_head(runner: Any) -> Iterator[None]:
+    """Make some of a head's logits and hidden states not finite."""
+    calls, head = itertools.count(), runner.speculator
+    stock_run, stock_logits = head.run, head.compute_draft_logits
+
+    def run(*given: Any) -> Any:
+        hidden, states = stock_run(*given)
+        states[next(calls) % 5 :: 5] = torch.nan
+        return hidden, states
+
+    def compute_draft_logits(*given: Any) -> Any:
+        logits, first = stock_logits(*given), next(calls)
+        logits[first % 3 :: 3, 7] = torch.nan
+        logits[first % 7 :: 7] = -torch.inf
+        return logits
+
+    with (
+        mock.patch.object(head, "run", run),
+        mock.patch.object(head, "compute_draft_logits", compute_draft_logits),
+    ):
+        yield
+
+
+@contextmanager
+def other_rows(runner: Any) -> Iterator[None]:
+    """Give a head the target's state at the root, in place of that at each accepted node."""
+    from dyntree_plugin.engine.step.records import TargetStates
+
+    def root_rows(self: Any, count: int) -> torch.Tensor:
+        return self.root_rows[:, None].expand(-1, count)
+
+    with mock.patch.object(TargetStates, "rows_before", root_rows):
+        yield
+
+
+@contextmanager
+def other_parents(runner: Any) -> Iterator[None]:
+    """Give a head's rows the root's state, in place of that of each node's parent."""
+    source = runner.speculator.drafting.stages._source
+    stock, own = source.forward, source._states.own
+
+    def forward(rows: Any, *given: Any) -> Any:
+        rows.above.copy_(rows.above // own.shape[1] * own.shape[1])
+        return stock(rows, *given)
+
+    with mock.patch.object(source, "forward", forward):
         yield
 
 

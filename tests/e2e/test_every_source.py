@@ -20,6 +20,7 @@ ENGINES = {
     "draft alone": workload.ENGINES["draft alone"][0],
     "look-up alone": workload.LOOK_UP["look-up"][0],
     **{name: arguments for name, (arguments, _) in workload.POOLS.items()},
+    "head": workload.HEADS["head"][0],
 }
 LONG = {kind: workload.TREE_RUNS[kind] for kind in workload.KINDS}
 RANKED = {"trees": Run(workload.each_kind(range(48)))}
@@ -42,7 +43,7 @@ def test_the_tokens_are_those_without_trees(
     assert not found, explain(found)
 
 
-@pytest.mark.parametrize("engine", ["look-up alone", "pool"])
+@pytest.mark.parametrize("engine", ["look-up alone", "pool", "head"])
 def test_two_ranks_give_the_tokens_of_one_without_trees(engine: str, plain: Outputs) -> None:
     ranked = serve_on_ranks(ENGINES[engine], RANKED)["trees"]
     found = mismatches(RANKED["trees"], ranked.result, plain)

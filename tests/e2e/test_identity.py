@@ -20,7 +20,7 @@ RUNS = [
     (engine, name)
     for engine, (_, runs) in workload.SAME_TOKENS.items()
     for name, run in runs.items()
-    if run.sabotage in (None, "captured", "broken_draft", "tensors", "guesses")
+    if run.sabotage in (None, "captured", "broken_draft", "tensors", "guesses", *sabotage.OF_HEADS)
 ]
 
 

@@ -339,7 +339,40 @@ POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }
 """Engines of two drafts: one law of both, and SpecInfer's merge of both trees."""
 
-SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS}
+HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
+    "head": (
+        with_head(pair.paths()["eagle3"], budget="fixed"),
+        {
+            "acceptance": ACCEPTANCE,
+            "sample": SAMPLE,
+            "cold": TREE_RUNS["cold"],
+            "warm": TREE_RUNS["warm"],
+            "continued": CONTINUED,
+            "max_model_len": TREE_RUNS["max_model_len"],
+            "captured": TREE_RUNS["captured"],
+            "tensors": FIXED_RUNS["tensors"],
+            "guesses": FIXED_RUNS["guesses"],
+            **{name: FIXED_RUNS[name] for name in sabotage.NAMES},
+            **{
+                name: Run(each_kind(range(32), max_tokens=24), sabotage=name)
+                for name in sabotage.OF_HEADS
+            },
+            "after the sabotage": FIXED_RUNS["after the sabotage"],
+        },
+    ),
+    "head alone": (
+        with_head(pair.paths()["eagle3"], lookup="off"),
+        {"acceptance": ACCEPTANCE, "batches of 4": TREE_RUNS["batches of 4"]},
+    ),
+    "tight head": (
+        with_head(pair.paths()["eagle3"], nodes=10, budget="fixed", width=3, max_depth=4)
+        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
+        {"demanding": Run(DEMANDING), "long prompts": Run(LONG_PROMPTS), "sample": SAMPLE},
+    ),
+}
+"""Engines with the embedded EAGLE-3 head."""
+
+SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS}
 """Engines whose tokens are those without trees."""
 
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {

@@ -48,6 +48,7 @@ LAYERS = (
     (
         "dyntree_plugin.engine.drafting",
         "dyntree_plugin.engine.further_drafts",
+        "dyntree_plugin.engine.head_speculator",
         "dyntree_plugin.engine.speculator",
         "dyntree_plugin.engine.runner",
         "dyntree_plugin.engine.scheduler",
