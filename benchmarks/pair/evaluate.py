@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.pair.eagle import Head, read_target
 from benchmarks.pair.train import token_stream
 from dyntree_plugin.pair.models import continue_rows
 
@@ -34,6 +35,21 @@ class Agreement:
     chain: int
     chain_accepted: float
     total_variation: float
+
+
+@dataclass(frozen=True)
+class HeadAgreement:
+    """Of a head with the target, on greedy continuations that the target wrote.
+
+    `top1_by_step` are the shares of greedy tokens that are the head's first choice as the first,
+    second, ... token of a chain, behind the same text. `in_vocabulary` is the share of those that
+    the head can draft at all. `chain_accepted` is that of `Agreement`.
+    """
+
+    top1_by_step: tuple[float, ...]
+    in_vocabulary: float
+    chain: int
+    chain_accepted: float
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,44 @@ def agreement(
 
 
 @torch.no_grad()
+def head_agreement(
+    target: LlamaForCausalLM,
+    head: Head,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    *,
+    tokens: int = 64,
+    chain: int = 4,
+    steps: int = 6,
+) -> HeadAgreement:
+    """Compare the two on `tokens` that the target writes greedily behind each prompt.
+
+    Each prompt must have more than `steps` tokens.
+    """
+    hits = torch.zeros(steps)
+    known = taken = 0
+    for prompt in prompts:
+        ids = torch.tensor(tokenizer(prompt)["input_ids"])[None]
+        start = ids.shape[1]
+        row = continue_rows(target, ids, start + tokens, torch.zeros(1, 1), torch.Generator())
+        states, embedded, _ = read_target(target, row, head.layers)
+        text = row[0, start:]
+        # Row B of step k drafts the token at B + k + 1.
+        match = torch.stack(
+            [
+                head.tokens[logits[0, start - step - 1 : -1].argmax(-1)] == text
+                for step, logits in enumerate(head.unrolled(states, embedded, steps), 1)
+            ]
+        )
+        hits += match.sum(-1)
+        known += int(head.t2d[text].sum())
+        taken += steps_of_chains(match[:chain].tolist())
+    total = len(prompts) * tokens
+    by_step = tuple((hits / total).tolist())
+    return HeadAgreement(by_step, known / total, chain, (total - taken) / taken)
+
+
+@torch.no_grad()
 def pooled(
     target: LlamaForCausalLM,
     drafts: tuple[LlamaForCausalLM, LlamaForCausalLM],
@@ -134,10 +188,19 @@ def chain_steps(match: Sequence[bool], chain: int) -> int:
 
     A greedy chain is accepted up to its first miss, and up to there it is the text itself.
     """
+    return steps_of_chains([match] * chain)
+
+
+def steps_of_chains(match: Sequence[Sequence[bool]]) -> int:
+    """As `chain_steps`, where `match` says it for the first, second, ... token of a chain."""
     steps = position = 0
-    while position < len(match):
+    while position < len(match[0]):
         accepted = 0
-        while accepted < chain and position + accepted < len(match) and match[position + accepted]:
+        while (
+            accepted < len(match)
+            and position + accepted < len(match[0])
+            and match[accepted][position + accepted]
+        ):
             accepted += 1
         position += accepted + 1
         steps += 1

@@ -1,6 +1,7 @@
-"""A tiny target and draft that ship with dyntree, for demonstrations, benchmarks and tests.
+"""A tiny target and drafts that ship with dyntree, for demonstrations, benchmarks and tests.
 
-Both are Llamas trained on the Python standard library; `weights/provenance.json` says how.
+The target and two drafts are Llamas, and "eagle3" is an EAGLE-3 head of the target, all trained on
+the Python standard library; `weights/provenance.json` says how.
 Importing this package loads no model library.
 """
 
@@ -22,20 +23,23 @@ __all__ = [
 ]
 
 
+_MODELS = ("target", "draft", "second_draft", "eagle3")
+
+
 def packaged_directory() -> Path:
     """Return the folder of the shipped pair."""
     return Path(__file__).parent / "weights"
 
 
 def paths(root: Path | None = None) -> dict[str, Path]:
-    """Return the folders of "target", "draft" and "second_draft", shipped or at `root`.
+    """Return the folders of "target", "draft", "second_draft" and "eagle3", shipped or at `root`.
 
-    A pair of one's own may lack the second draft; then the result lacks it, too.
+    A pair of one's own may lack the last two; then the result lacks them, too.
 
     Raises FileNotFoundError if `root` holds no complete pair.
     """
     root = packaged_directory() if root is None else root
-    every = {name: root / name for name in ("target", "draft", "second_draft")}
+    every = {name: root / name for name in _MODELS}
     found = {name: path for name, path in every.items() if (path / "model.safetensors").is_file()}
     for name in ("target", "draft"):
         if name not in found:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -17,6 +18,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048  # tokens the position encoding is declared for
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def new_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerF
     )
 
 
-def in_bfloat16(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def in_bfloat16(model: Model) -> Model:
     """A copy with bfloat16 weights; the frequencies of the position encoding stay in fp32."""
     duplicate = copy.deepcopy(model)
     for parameter in duplicate.parameters():
@@ -99,7 +102,7 @@ def load(directory: Path) -> LlamaForCausalLM:
     return model
 
 
-def parameter_count(model: LlamaForCausalLM) -> int:
+def parameter_count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 

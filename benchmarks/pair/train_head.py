@@ -1,0 +1,148 @@
+"""An EAGLE-3 head for a stored target, trained to draft from its own drafts."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import log_softmax
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.pair import evaluate, train
+from benchmarks.pair.build import EVALUATION_PROMPTS, describe
+from benchmarks.pair.eagle import (
+    Head,
+    head_config,
+    load_head,
+    new_head,
+    read_target,
+    save_head,
+)
+from dyntree_plugin.pair import corpus, models, provenance
+
+NAME = "eagle3"
+
+HEAD = models.Shape(hidden=256, intermediate=704, layers=1, heads=8, kv_heads=4)
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """Everything that determines a head, given the target and the corpus.
+
+    Of `text`, the row length, the shares, the written rows and the seed count. `steps` are those
+    of the training-time test, each of which weighs `step_weight` times the one before.
+    """
+
+    text: train.Recipe = field(
+        default_factory=lambda: train.Recipe(written_rows=1024, written_share=0.5, seed=20)
+    )
+    head: models.Shape = HEAD
+    layers: tuple[int, ...] = (1, 3, 5)
+    vocabulary: int = 512
+    steps: int = 5
+    step_weight: float = 0.9
+    schedule: train.Schedule = field(
+        default_factory=lambda: train.Schedule(steps=3000, peak=5e-3, decay=0.4)
+    )
+
+
+def add_head(
+    pair: Path,
+    recipe: HeadRecipe,
+    *,
+    root: Path | None = None,
+    checkpoints: Path | None = None,
+    prompts: int = EVALUATION_PROMPTS,
+) -> dict[str, Any]:
+    """Train `pair`/eagle3 for `pair`/target, and add it to the pair's provenance.json.
+
+    `root` and `checkpoints` are those of `build`. Returns the new entry of provenance.json.
+    """
+    started = time.monotonic()
+    target = models.load(pair / "target")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "target")
+    sources = corpus.training_sources(root)
+    tokens = train.tokenize(sources, tokenizer)
+    checkpoint = None
+    if checkpoints is not None:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        checkpoint = checkpoints / f"{NAME}.ckpt"
+    written = train.write_rows(target, tokens, recipe.text)
+    save_head(train_head(target, tokens, written, recipe, checkpoint), pair / NAME)
+    head = load_head(pair / NAME)
+
+    agreement = evaluate.head_agreement(
+        target, head, tokenizer, corpus.held_out_prompts(prompts, root=root)
+    )
+    of_text = asdict(recipe.text)
+    names = ("length", "library_share", "written_rows", "written_share", "seed")
+    entry = {
+        "corpus": describe(sources, tokens, root),
+        "recipe": asdict(recipe) | {"text": {name: of_text[name] for name in names}},
+        "parameters": models.parameter_count(head),
+        "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
+        "threads": torch.get_num_threads(),
+        "wall_minutes": round((time.monotonic() - started) / 60, 1),
+        "command": "python -m benchmarks.pair",
+    }
+    said = provenance(pair) | {NAME: entry}
+    (pair / "provenance.json").write_text(json.dumps(said, indent=2) + "\n")
+    return entry
+
+
+def train_head(
+    target: LlamaForCausalLM,
+    tokens: train.Tokens,
+    written: torch.Tensor,
+    recipe: HeadRecipe,
+    checkpoint: Path | None = None,
+) -> Head:
+    """The head, in fp32. `written` and `checkpoint` are those of `train.distil_draft`."""
+    teacher = models.in_bfloat16(target)
+    config = head_config(target.config, recipe.head, recipe.layers, recipe.vocabulary)
+    kept = frequent_tokens(tokens, written, recipe, target.config.vocab_size)
+    head = new_head(config, kept, target, recipe.text.seed + 2)
+
+    def loss(head: Head, rows: torch.Tensor) -> torch.Tensor:
+        return unrolled_loss(head, teacher, rows[:, :-1], recipe.steps, recipe.step_weight)
+
+    rows = train.read_rows(tokens, written, recipe.text)
+    return train.optimize(head, rows, loss, recipe.schedule, "head", checkpoint)
+
+
+def unrolled_loss(
+    head: Head, teacher: LlamaForCausalLM, text: torch.Tensor, steps: int, step_weight: float
+) -> torch.Tensor:
+    """Mean divergence, in nats, of the head from the target over the unrolled steps.
+
+    The sum of p log(p / q) is over the tokens that the head can draft. p is not scaled to a sum of
+    one there: where the target most likely writes something else, there is less to gain.
+    """
+    states, embedded, logits = read_target(teacher, text, head.layers)
+    wanted = log_softmax(logits.float(), -1)[..., head.tokens]
+    total = torch.zeros(())
+    weights = 0.0
+    for step, given in zip(count(1), head.unrolled(states, embedded, steps), strict=False):
+        p = wanted[:, step:]
+        divergence = (p.exp() * (p - log_softmax(given.float(), -1))).sum(-1).mean()
+        total = total + step_weight ** (step - 1) * divergence
+        weights += step_weight ** (step - 1)
+    return total / weights
+
+
+def frequent_tokens(
+    tokens: train.Tokens, written: torch.Tensor, recipe: HeadRecipe, vocabulary: int
+) -> torch.Tensor:
+    """The most frequent of a `vocabulary` in what the head is trained on, ascending."""
+    library, tests, own = (
+        torch.bincount(text.flatten(), minlength=vocabulary) / max(1, text.numel())
+        for text in (tokens.library, tokens.tests, written)
+    )
+    read = torch.lerp(tests, library, recipe.text.library_share)
+    frequency = torch.lerp(read, own, recipe.text.written_share)
+    return frequency.topk(recipe.vocabulary).indices.sort().values
