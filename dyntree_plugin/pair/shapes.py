@@ -13,13 +13,13 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dyntree_plugin.pair.models import Shape, continue_rows
 
@@ -59,16 +59,42 @@ def grown_target(name: str, target: Path) -> Path:
         ValueError: if there is no such shape.
         RuntimeError: if the grown model does not compute what the target computes.
     """
+    shape = _shape(name)
+
+    def make(folder: Path) -> None:
+        grow(target, shape, folder)
+        (folder / PROOF).write_text(json.dumps(prove(target, folder), indent=2))
+
+    return _made_once(name, [target], make)
+
+
+def grown_head(name: str, head: Path, target: Path) -> Path:
+    """The folder of the EAGLE-3 `head` of the embedded `target` for that target in a shape.
+
+    Raises ValueError if there is no such shape.
+    """
+    shape = _shape(name)
+    return _made_once(
+        f"{name}-head", [head, target], lambda folder: grow_head(head, target, shape, folder)
+    )
+
+
+def _shape(name: str) -> Shape:
     if name not in SHAPES:
         raise ValueError(f"--target-shape {name!r} must be one of {', '.join(SHAPES)}")
-    code = Path(__file__).read_bytes() + (target / "model.safetensors").read_bytes()
-    folder = _cache_directory() / f"{name}-{hashlib.sha256(code).hexdigest()[:_DIGITS]}"
-    if not (folder / PROOF).exists():
+    return SHAPES[name]
+
+
+def _made_once(name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
+    """The cached folder that `make` writes from models; made anew if they or this code change."""
+    read = [Path(__file__), *(source / "model.safetensors" for source in sources)]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()
+    folder = _cache_directory() / f"{name}-{digest[:_DIGITS]}"
+    if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="new-") as scratch:
             made = Path(scratch) / "model"
-            grow(target, SHAPES[name], made)
-            (made / PROOF).write_text(json.dumps(prove(target, made), indent=2))
+            make(made)
             for earlier in folder.parent.glob(f"{name}-{'?' * _DIGITS}"):
                 shutil.rmtree(earlier)
             made.rename(folder)
@@ -106,6 +132,28 @@ def grow(source: Path, shape: Shape, destination: Path) -> None:
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (source / name).exists():
             shutil.copy(source / name, destination / name)
+
+
+def grow_head(head: Path, target: Path, shape: Shape, destination: Path) -> None:
+    """Write the EAGLE-3 `head` of the Llama `target` for that Llama grown to `shape`.
+
+    The first channels of the grown streams are the old ones. `fc` reads those of each stream alone,
+    so that it gives what it gave, and all behind it stays. The embedding of the old target comes
+    with the head, which vLLM otherwise gives the wider one of the new target.
+    """
+    config = json.loads((head / "config.json").read_text())
+    weights = load_file(head / "model.safetensors")
+    old = weights["fc.weight"]
+    fc = old.view(len(old), config["num_aux_hidden_states"], -1)
+    grown = torch.zeros(*fc.shape[:2], shape.hidden, dtype=fc.dtype)
+    grown[:, :, : fc.shape[2]] = fc
+    weights["fc.weight"] = grown.flatten(1)
+    with safe_open(target / "model.safetensors", "pt") as of_target:
+        weights["embed_tokens.weight"] = of_target.get_tensor("model.embed_tokens.weight")
+    destination.mkdir(parents=True)
+    save_file(weights, destination / "model.safetensors", metadata={"format": "pt"})
+    wider = config | {"target_hidden_size": shape.hidden}
+    (destination / "config.json").write_text(json.dumps(wider, indent=2))
 
 
 class _Growth:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from benchmarks.pair import eagle
 from dyntree_plugin.pair import shapes
 from dyntree_plugin.pair.models import Shape
 
@@ -126,10 +129,8 @@ def test_the_proof_fails_for_a_wrong_norm_head_or_layer(
 def test_a_shape_that_cannot_hold_the_target_is_refused(
     changed: dict[str, int], target: Path, tmp_path: Path
 ) -> None:
-    from dataclasses import replace
-
     with pytest.raises(ValueError, match="cannot become"):
-        shapes.grow(target, replace(WIDER["ratio 4"], **changed), tmp_path / "grown")
+        shapes.grow(target, dataclasses.replace(WIDER["ratio 4"], **changed), tmp_path / "grown")
 
 
 def test_an_unknown_shape_is_refused_by_name(target: Path) -> None:
@@ -147,3 +148,67 @@ def test_a_grown_target_is_made_once(
     monkeypatch.setattr(shapes, "grow", None)  # would fail if it were called again
     assert shapes.grown_target("wide", target) == folder
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an EAGLE-3 head of random weights for the target."""
+    of_target = LlamaForCausalLM.from_pretrained(target)
+    shape = dataclasses.replace(SMALL, layers=1)
+    config = eagle.head_config(of_target.config, shape, (0, 1), 40)
+    folder = tmp_path_factory.mktemp("head")
+    eagle.save_head(eagle.new_head(config, torch.arange(1, 80, 2)[:40], of_target, seed=0), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", WIDER)
+def test_a_grown_head_makes_of_the_grown_streams_what_the_head_makes_of_the_old(
+    name: str, target: Path, head: Path, tmp_path: Path
+) -> None:
+    shapes.grow(target, WIDER[name], tmp_path / "target")
+    shapes.grow_head(head, target, WIDER[name], tmp_path / "head")
+    text = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    results = []
+    for of_target, of_head in ((target, head), (tmp_path / "target", tmp_path / "head")):
+        model = LlamaForCausalLM.from_pretrained(of_target, dtype=torch.float32)
+        config = json.loads((of_head / "config.json").read_text())
+        layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
+        streams, _, _ = eagle.read_target(model, text, layers)
+        fc = load_file(of_head / "model.safetensors")["fc.weight"].float()
+        assert fc.shape == (
+            config["hidden_size"],
+            len(layers) * config.get("target_hidden_size", SMALL.hidden),
+        )
+        results.append(streams @ fc.T)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_grown_head_is_the_head_with_the_old_embedding(
+    target: Path, head: Path, tmp_path: Path
+) -> None:
+    shape = WIDER["ratio 4"]
+    shapes.grow_head(head, target, shape, tmp_path / "head")
+    old, new = (load_file(each / "model.safetensors") for each in (head, tmp_path / "head"))
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(new.pop("embed_tokens.weight"), embedding)
+    assert new.pop("fc.weight").shape != old.pop("fc.weight").shape
+    assert all(torch.equal(new[name], weight) for name, weight in old.items())
+    assert new.keys() == old.keys()
+    before, after = (
+        json.loads((each / "config.json").read_text()) for each in (head, tmp_path / "head")
+    )
+    assert after == before | {"target_hidden_size": shape.hidden}
+
+
+def test_a_grown_head_is_made_once_beside_its_target(
+    target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(shapes.SHAPES, "wide", WIDER["ratio 4"])
+    grown = shapes.grown_target("wide", target)
+    folder = shapes.grown_head("wide", head, target)
+    monkeypatch.setattr(shapes, "grow_head", None)  # would fail if it were called again
+    assert shapes.grown_head("wide", head, target) == folder
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, grown.name}
+    with pytest.raises(ValueError, match="--target-shape 'llama-2b'"):
+        shapes.grown_head("llama-2b", head, target)
