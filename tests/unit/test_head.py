@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import silu
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.pair import eagle, evaluate, train, train_head
 from benchmarks.pair.build import build
@@ -227,6 +228,39 @@ def test_a_head_of_another_width_is_refused(
 def test_each_depth_of_a_chain_has_its_own_hits(match: list[str], steps: int) -> None:
     hits = [[mark == "1" for mark in row] for row in match]
     assert evaluate.steps_of_chains(hits) == steps
+
+
+def test_the_shipped_head_is_small_and_drafts_tokens_of_the_target() -> None:
+    folder = pair.paths()["eagle3"]
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert (folder / "model.safetensors").stat().st_size <= 2.5e6
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    tokens = weights["d2t"] + torch.arange(config["draft_vocab_size"])
+    assert weights["d2t"].dtype == torch.int64
+    assert (tokens.diff() > 0).all()
+    assert tokens[0] >= 0
+    assert tokens[-1] < config["vocab_size"] == len(weights["t2d"])
+    assert torch.equal(weights["t2d"].nonzero()[:, 0], tokens)
+    assert {each.dtype for name, each in weights.items() if "2" not in name} == {torch.bfloat16}
+    of_target = json.loads((pair.paths()["target"] / "config.json").read_text())
+    for name in ("vocab_size", "rms_norm_eps", "rope_parameters", "hidden_size"):
+        assert config[name] == of_target[name]
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_the_shipped_head_follows_the_target_at_every_step() -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair.paths()["target"])
+    target = models.load(pair.paths()["target"])
+    head = eagle.load_head(pair.paths()["eagle3"])
+    prompts = corpus.held_out_prompts(12, seed=1)
+    found = evaluate.head_agreement(target, head, tokenizer, prompts, tokens=32)
+    assert found.chain_accepted > 1
+    assert min(found.top1_by_step) > 0.5
+    assert max(found.top1_by_step) <= found.in_vocabulary < 1
+    # Control: a head of random weights drafts nothing.
+    lost = eagle.Head(head.config, head.tokens)
+    assert evaluate.head_agreement(target, lost, tokenizer, prompts[:2]).chain_accepted < 0.2
 
 
 def test_a_toy_head_is_added_to_a_pair(tmp_path: Path) -> None:

@@ -82,10 +82,10 @@ def test_the_second_draft_is_no_larger_than_the_first(
 
 def test_the_shipped_files_are_small_and_in_bfloat16() -> None:
     files = [path for path in pair.packaged_directory().rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 12e6
+    assert sum(path.stat().st_size for path in files) <= 14e6
     for directory in pair.paths().values():
         tensors = load_file(directory / "model.safetensors").values()
-        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+        assert {each.dtype for each in tensors if each.is_floating_point()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["draft", "second_draft"])
