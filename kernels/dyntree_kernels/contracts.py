@@ -46,7 +46,8 @@ class RowBuffers(NamedTuple):
     ``ids`` int32 and ``positions`` int64. ``slots`` int64 [groups, …]: cache slots of the rows.
     ``scratch`` int64 [groups, …]: cache slots after the roots that rows may use, ``sum(widths)``
     per request. ``above`` int64: the expansion of the row's parent, as its place among the
-    expansions of all requests, ``r * (1 + sum(widths)) + expansion``.
+    expansions of all requests, ``r * (1 + sum(widths)) + expansion``. It must be written only where
+    rows read it, that is with a ``shift`` of -1.
     """
 
     ids: torch.Tensor

@@ -44,6 +44,7 @@ POINTERS = {
     **dict.fromkeys(("TABLE", "CTX", "INDPTR", "BITS"), "*i32"),
     **dict.fromkeys(("LAYERS", "TOKENS", "PARENTS", "SAMPLED"), "*i64"),
     **dict.fromkeys(("PATH", "SEEDS", "POSITIONS", "REQUESTS", "ROW_POSITIONS", "STORED"), "*i64"),
+    "ROW_ABOVE": "*i64",
     **dict.fromkeys(("SLOTS", "DEPTHS", "FORWARDS"), "*i64"),
     **dict.fromkeys(("TEXTS", "LENGTHS", "KEYS"), "*i32"),
     **dict.fromkeys(("TRIE_TOKENS", "TRIE_ABOVE", "FORWARDS"), "*i64"),
@@ -99,6 +100,8 @@ OF_TRIES = {
     ),
 }
 """Arguments that growth leaves out without tries."""
+SHIFTS = (0, -1)
+"""Positions of a draft's rows, less those of their tokens."""
 
 
 def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, int]:
@@ -169,8 +172,10 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
                                     "WANT_LSE": True}),
         (kv_move._move, {"PAGE": 16, "ALIGN": 16, "ROWS": kv_move._ROWS, "WORDS": 128}),
         (place._place, {"ROWS": 64}),
-        (draft_rows._chain, {"ROWS": 64}),
-        (draft_rows._begin, {"COLUMNS": 512}),
+        (draft_rows._chain, {"ROWS": 64, "SHIFT": 0}),
+        (draft_rows._chain, {"ROWS": 64, "SHIFT": -1}),
+        (draft_rows._begin, {"COLUMNS": 512, "SHIFT": 0}),
+        (draft_rows._begin, {"COLUMNS": 512, "SHIFT": -1}),
         (learn._learn, {"STEPS": 2, "DEPTH": 8, "RB": 64, "NP": 16}),
         (look_up._search, {"LONGEST": 32, "KEPT": 8, "BLOCK": look_up._BLOCK}),
         (look_up._grow, {"PLACES": 8, "DEPTHS": 8, "NODES": 16, "ENTRIES": 512}),
@@ -187,26 +192,29 @@ def test_the_small_kernels_compile_without_spills(kernel: Any, constants: dict[s
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 16, 64])
+@pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize(
     ("candidates", "children_each", "width", "words"),
     [(64, 4, 4, 2), (256, 4, 4, 2), (1024, 8, 8, 4), (4096, 8, 16, 16), (8192, 8, 32, 32)],
 )
 def test_growth_holds_a_requests_candidates_without_spills(
-    candidates: int, children_each: int, width: int, words: int, nodes: int
+    candidates: int, children_each: int, width: int, words: int, nodes: int, shift: int
 ) -> None:
+    left_out = {} if shift else dict.fromkeys(("ROW_POSITIONS", "ROW_ABOVE"))
     used = of_growth(
         growth._expand, children.warps_for(candidates), nodes, K=children_each, WIDTH=width,
-        WORDS=words, CANDIDATES=candidates, LANES=max(1, nodes),
+        WORDS=words, CANDIDATES=candidates, LANES=max(1, nodes), SHIFT=shift, **left_out,
     )  # fmt: skip
     assert used["stack"] == 0, used
 
 
+@pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("nodes", [0, 1, 16, 64])
-def test_trees_are_stored_without_spills(nodes: int) -> None:
+def test_trees_are_stored_without_spills(nodes: int, shift: int) -> None:
     for kernel, constants in (
         (growth._order, {"RANKED": growth._RANKED, "AGAINST": growth._AGAINST, "NODES": 1024,
                          "LANES": triton.next_power_of_2(nodes + 8)}),
-        (stored.store, {"FEATURED": True, "ROWS": growth._RANKED, "WORDS": 32}),
+        (stored.store, {"FEATURED": True, "ROWS": growth._RANKED, "WORDS": 32, "SHIFT": shift}),
     ):  # fmt: skip
         used = of_growth(kernel, 4, nodes, K=8, **constants)
         assert used["stack"] == 0, used

@@ -99,6 +99,7 @@ class KernelRows:
             ChainRows(rows.ids, rows.positions, rows.ancestor_bits, rows.slots, last, ends),
             self._seen(num_reqs),
             memory.last_position,
+            memory.shift,
         )
         return rows
 
@@ -119,6 +120,7 @@ class KernelRows:
             self._seen(num_reqs),
             memory.scratch,
             memory.last_position,
+            memory.shift,
         )
 
     def _seen(self, num_reqs: int) -> Seen:

@@ -36,18 +36,29 @@ def _store_slots(
         tl.store(OUT + group * s_out + place, slot, mask=place < width)
 
 
+@triton.jit
+def _see(CTX_LEN, SEQ_LEN, index, length, columns, longest):
+    """Let a request's rows see a context of this `length`, and some columns behind it by bits.
+
+    Rows of padding see nothing: attention skips a request of context -1.
+    """
+    tl.store(CTX_LEN, tl.where(index < 0, -1, length).to(tl.int32))
+    tl.store(SEQ_LEN, tl.minimum(length + columns, longest + 1).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=["s_tokens"])
 def _chain(
     REQUESTS, ROOTS, TOKENS, EMITTED, TABLES, STRIDES, SIZES, MAPPED,
     IDS, POSITIONS, ROW_BITS, SLOTS, CTX_LENS, SEQ_LENS, LAST, ENDS,
-    s_requests, s_tokens, s_slots, width, words, groups, longest, ROWS: tl.constexpr,
+    s_requests, s_tokens, s_slots, width, words, groups, longest,
+    ROWS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     index = tl.load(REQUESTS + request * s_requests)
     root, count = tl.load(ROOTS + request), tl.load(EMITTED + request)
     step = tl.arange(0, ROWS)
     inside, row = step < width, request * width + step
-    positions = tl.minimum(root + 1 + step, longest)
+    positions = tl.minimum(root + 1 + step, longest) + SHIFT
     token = tl.load(TOKENS + request * s_tokens + step, mask=inside, other=0)
     tl.store(IDS + row, token.to(tl.int32), mask=inside)
     tl.store(POSITIONS + row, positions, mask=inside)
@@ -59,9 +70,7 @@ def _chain(
         ones = step + 1 - 32 * word
         some = tl.where(ones > 0, (1 << (ones & 31)) - 1, 0)
         tl.store(ROW_BITS + row * words + word, tl.where(ones >= 32, -1, some), mask=inside)
-    # Rows of padding see nothing: attention skips a request of context -1.
-    tl.store(CTX_LENS + request, tl.where(index < 0, -1, root + 1).to(tl.int32))
-    tl.store(SEQ_LENS + request, tl.minimum(root + 1 + width, longest + 1).to(tl.int32))
+    _see(CTX_LENS + request, SEQ_LENS + request, index, root + 1 + SHIFT, width, longest)
     # What only fills a batch up may hold another's count.
     last = tl.minimum(tl.maximum(count - 1, 0), width - 1)
     tl.store(LAST + request, request * width + last)
@@ -72,7 +81,8 @@ def _chain(
 def _begin(
     REQUESTS, ROOTS, CHAINED_AT, TABLES, STRIDES, SIZES, MAPPED,
     POSITIONS, TEMPERATURES, CLASSES, SEEDS, CHAINED, STORED_AT, SLOTS, CTX_LENS, SEQ_LENS,
-    s_requests, s_slots, spare, columns, groups, longest, COLUMNS: tl.constexpr,
+    s_requests, s_slots, spare, columns, groups, longest,
+    COLUMNS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     own = REQUESTS + request * s_requests
@@ -88,14 +98,12 @@ def _begin(
     tl.store(CHAINED + request, tl.load(CHAINED_AT + stored_at))
 
     column = tl.arange(0, COLUMNS)
-    positions = tl.minimum(root + 1 + column, longest)
+    positions = tl.minimum(root + 1 + column, longest) + SHIFT
     _store_slots(
         SLOTS + request * columns, TABLES, STRIDES, SIZES, MAPPED, index, positions, column,
         columns, columns, groups, s_slots,
     )  # fmt: skip
-    # Rows of padding see nothing: attention skips a request of context -1.
-    tl.store(CTX_LENS + request, tl.where(index < 0, -1, root + 1).to(tl.int32))
-    tl.store(SEQ_LENS + request, tl.minimum(root + 1 + columns, longest + 1).to(tl.int32))
+    _see(CTX_LENS + request, SEQ_LENS + request, index, root + 1 + SHIFT, columns, longest)
 
 
 class SlotTables(NamedTuple):
@@ -127,7 +135,7 @@ class ChainRows(NamedTuple):
 
     ``ids`` int32, ``positions`` int64 [R * W]; ``bits`` int32 [R * W, words] of ancestors;
     ``slots`` int64 [G, R * W], with dense rows. ``last``: the row of a request's last token, and
-    ``ends`` its position; int64 [R].
+    ``ends`` the token's position; int64 [R].
     """
 
     ids: torch.Tensor
@@ -147,6 +155,7 @@ def chain(
     rows: ChainRows,
     seen: Seen,
     longest: int,
+    shift: int = 0,
 ) -> None:
     """Make the rows that run on the tokens that R requests got behind their roots.
 
@@ -157,6 +166,7 @@ def chain(
         tokens: int64 [R, W], dense rows.
         counts: int [R], how many of the tokens are real.
         longest: the last position.
+        shift: of the rows' positions, and so of their slots, from those of their tokens: 0 or -1.
 
     Raises:
         ValueError: for arrays that are not dense.
@@ -170,7 +180,7 @@ def chain(
         _chain[(requests,)](
             packed, roots, tokens, counts, *tables, *rows[:4], *seen, *rows[4:], packed.stride(0),
             tokens.stride(0), rows.slots.stride(0), width, rows.bits.shape[1], len(rows.slots),
-            longest, ROWS=lanes, num_warps=_warps(lanes),
+            longest, ROWS=lanes, SHIFT=shift, num_warps=_warps(lanes),
         )  # fmt: skip
 
 
@@ -185,12 +195,13 @@ def begin(
     seen: Seen,
     columns: int,
     longest: int,
+    shift: int = 0,
 ) -> None:
     """Note what growth behind the roots of R requests needs, and what its forwards' rows see.
 
     Args:
-        packed, roots, longest: as for `chain`; columns 5 to 7 are the bits of a temperature, the
-            seed and the class of temperature.
+        packed, roots, longest, shift: as for `chain`; columns 5 to 7 of ``packed`` are the bits of
+            a temperature, the seed and the class of temperature.
         chained: bool [S + 1], requests of one child per node, by their first column; the last
             entry is for what only fills the batch up.
         growth: [R] each, and stored_at: int64 [R], a request's entry in ``chained``; written.
@@ -209,7 +220,7 @@ def begin(
         _begin[(requests,)](
             packed, roots, chained, *tables, *growth, stored_at, slots, *seen, packed.stride(0),
             slots.stride(0), chained.shape[0] - 1, columns, len(slots), longest, COLUMNS=lanes,
-            num_warps=_warps(lanes),
+            SHIFT=shift, num_warps=_warps(lanes),
         )  # fmt: skip
 
 

@@ -36,17 +36,23 @@ _AGAINST = 128  # candidates that they are compared with at a time
 
 @triton.jit
 def _choose(
-    VALUES, OPEN, known, width, budget, least,
-    WIDTH: tl.constexpr, CANDIDATES: tl.constexpr,
+    VALUES, OPEN, ABOVE, EXPANSIONS, trie, known, width, budget, least,
+    WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, GRAFTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Return the `width` most valuable candidates that were not expanded, and their values.
 
     They are -1 and -inf from the first candidate on that could not have children in the tree.
+    Rows with a SHIFT read what their parents' rows made, so the parents must have been expanded;
+    only a trie's nodes are known before.
     """
     candidate, place = tl.arange(0, CANDIDATES), tl.arange(0, WIDTH)
     inside = candidate < known
     values = tl.load(VALUES + candidate, mask=inside, other=float("-inf"))
     open = tl.load(OPEN + candidate, mask=inside, other=float("-inf"))
+    if GRAFTS and SHIFT:
+        above = tl.load(ABOVE + trie + candidate, mask=candidate < GRAFTS, other=-1)
+        expansion = tl.load(EXPANSIONS + trie + above, mask=above >= 0, other=0)
+        open = tl.where(expansion >= 0, open, float("-inf"))
     nodes = tl.full([WIDTH], -1, tl.int32)
     bases = tl.full([WIDTH], float("-inf"), tl.float32)
     for at in range(width):
@@ -61,12 +67,34 @@ def _choose(
 
 
 @triton.jit
+def _place_rows(
+    POSITIONS, ROW_POSITIONS, ROW_ABOVE, ABOVE, EXPANSIONS, row, at, above, own, trie, nodes,
+    exists, inside, GRAFTS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Write the positions `at` of the rows' tokens; with a SHIFT also those of the rows, and the
+    expansions of their parents.
+
+    `above`: these expansions, but for nodes of a trie. `own`, `trie`: where the expansions and the
+    trie of the request begin.
+    """
+    tl.store(POSITIONS + row, at, mask=inside)
+    if SHIFT:
+        tl.store(ROW_POSITIONS + row, at + SHIFT, mask=inside)
+        if GRAFTS:
+            grafted = exists & (nodes < GRAFTS)
+            parent = tl.load(ABOVE + trie + nodes, mask=grafted, other=-1)
+            expansion = tl.load(EXPANSIONS + trie + parent, mask=parent >= 0, other=0)
+            above = tl.where(grafted, own + expansion, above)
+        tl.store(ROW_ABOVE + row, above, mask=inside)
+
+
+@triton.jit
 def _expand(
     VALUES, OPEN, TOKENS, NODES, BASES, LEVELS, BITS, ABOVE, GRAFT_DEPTHS, EXPANSIONS, ROOTS,
-    SCRATCH, IDS, POSITIONS, ROW_BITS, SLOTS,
+    SCRATCH, IDS, POSITIONS, ROW_POSITIONS, ROW_ABOVE, ROW_BITS, SLOTS,
     first, width, expansions, words, budget, longest, groups, s_scratch, s_slots, least,
     K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, CANDIDATES: tl.constexpr,
-    GRAFTS: tl.constexpr, LANES: tl.constexpr,
+    GRAFTS: tl.constexpr, LANES: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Choose one request's nodes for the expansions from `first` on, and write their rows.
 
@@ -76,8 +104,8 @@ def _expand(
     own, trie = request * expansions, request * GRAFTS
     candidates = trie + own * K
     nodes, bases = _choose(
-        VALUES + candidates, OPEN + candidates, GRAFTS + first * K, width, budget, least, WIDTH,
-        CANDIDATES,
+        VALUES + candidates, OPEN + candidates, ABOVE, EXPANSIONS, trie, GRAFTS + first * K, width,
+        budget, least, WIDTH, CANDIDATES, GRAFTS, SHIFT,
     )  # fmt: skip
     tl.store(OPEN + candidates + nodes, float("-inf"), mask=nodes >= 0)
 
@@ -98,7 +126,10 @@ def _expand(
 
     token = tl.load(TOKENS + candidates + nodes, mask=exists, other=0)
     tl.store(IDS + row, token.to(tl.int32), mask=inside)
-    tl.store(POSITIONS + row, tl.minimum(root + level, longest), mask=inside)
+    _place_rows(
+        POSITIONS, ROW_POSITIONS, ROW_ABOVE, ABOVE, EXPANSIONS, row,
+        tl.minimum(root + level, longest), above, own, trie, nodes, exists, inside, GRAFTS, SHIFT,
+    )  # fmt: skip
     scratch = SCRATCH + request * (expansions - 1) + column
     for group in range(groups):
         slot = tl.load(scratch + group * s_scratch, mask=exists, other=-1)
@@ -183,7 +214,7 @@ class DeviceGrowth(StepGrowth):
 
     def __init__(self, settings: GrowthSettings) -> None:
         requests, node_budget, children, widths, least, longest, coupled, weights = settings[:8]
-        rows, trees, nodes_of_tries, self._max_depth, _ = settings[8:]
+        rows, trees, nodes_of_tries, self._max_depth, self._shift = settings[8:]
         expansions = 1 + sum(widths)
         device = trees.parents.device
         self._widths, self._coupled, self._longest = widths, coupled, longest
@@ -193,6 +224,8 @@ class DeviceGrowth(StepGrowth):
             nodes_of_tries,
         )
         self._budget, self._weights, self._rows, self._trees = node_budget, weights, rows, trees
+        # Of the tokens of the last forward's rows, at which the noise of their children is.
+        self._positions = torch.zeros_like(rows.above) if self._shift else rows.positions
         self._least = math.log(least) if least > 0 else -math.inf
         self.candidates = Candidates.room(
             requests, nodes_of_tries + expansions * children, weights is not None, device
@@ -255,7 +288,7 @@ class DeviceGrowth(StepGrowth):
         if self._weights is not None:
             kept = min(max(2, kept), logits.shape[1])  # a margin needs two
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        positions = roots if first == 0 else self._rows.positions
+        positions = roots if first == 0 else self._positions
         ranked = rank_blocks(
             logits, temperatures, seeds, positions, kept, coupled=self._coupled, width=width
         )
@@ -280,12 +313,13 @@ class DeviceGrowth(StepGrowth):
         if requests:
             _expand[(requests,)](
                 values, opened, tokens, self._nodes, self._bases, self._levels, self._bits,
-                *self._grafts[:3], roots, rows.scratch, rows.ids, rows.positions, ancestor_bits,
+                *self._grafts[:3], roots, rows.scratch, rows.ids, self._positions,
+                *((rows.positions, rows.above) if self._shift else (None, None)), ancestor_bits,
                 rows.slots, first, width, self._expansions, self._words, self._budget,
                 self._longest, len(rows.slots), rows.scratch.stride(0), rows.slots.stride(0),
                 self._least, K=self._children, WIDTH=triton.next_power_of_2(width),
                 WORDS=triton.next_power_of_2(self._words), CANDIDATES=candidates,
-                GRAFTS=grafts, LANES=triton.next_power_of_2(grafts),
+                GRAFTS=grafts, LANES=triton.next_power_of_2(grafts), SHIFT=self._shift,
                 num_warps=warps_for(candidates),
             )  # fmt: skip
 
@@ -314,6 +348,6 @@ class DeviceGrowth(StepGrowth):
             self._grafts.above, self._grafts.depths, self._expansions, budget, words,
             self._max_depth - 1 if grafts else self._forward, K=children,
             FEATURED=self._weights is not None, ROWS=_RANKED,
-            WORDS=triton.next_power_of_2(words), GRAFTS=grafts, num_warps=4,
+            WORDS=triton.next_power_of_2(words), GRAFTS=grafts, SHIFT=self._shift, num_warps=4,
         )  # fmt: skip
         return tokens

@@ -21,10 +21,11 @@ def expansion_of(candidate, K: tl.constexpr, GRAFTS: tl.constexpr):
 def _describe(
     OUT_TOKENS, DEPTHS, STORED_VALUES, STORED_FEATURES, STORED_KINDS, TOKENS, VALUES, FEATURES,
     KINDS, LEVELS, GRAFT_DEPTHS, token_out, out, candidates, own, trie, candidate, expansion,
-    exists, inside, FEATURED: tl.constexpr, GRAFTS: tl.constexpr,
+    exists, inside, FEATURED: tl.constexpr, GRAFTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Write what is known of the rows' candidates, and return the level of their expansions, 0 for
-    the nodes of a trie.
+    """Write what is known of the rows' candidates, and return how many forwards are known to be
+    above them: a forward for each level, but none above a node of a trie, and with tries and no
+    SHIFT none yet.
 
     `token_out`, `out`: where the rows' tokens, and all else of them, are written. `candidates`,
     `own`, `trie`: where the candidates, expansions and trie of the request begin.
@@ -35,7 +36,8 @@ def _describe(
     if GRAFTS:
         grafted = exists & (candidate < GRAFTS)
         of_trie = tl.load(GRAFT_DEPTHS + trie + candidate, mask=grafted, other=1)
-        depth, forwards = tl.where(grafted, of_trie.to(tl.int64), depth), tl.zeros_like(level)
+        depth = tl.where(grafted, of_trie.to(tl.int64), depth)
+        forwards = tl.where(grafted, 0, level) if SHIFT else tl.zeros_like(level)
         kind = tl.load(KINDS + at, mask=inside, other=0)
         tl.store(STORED_KINDS + out, kind, mask=inside)
     tl.store(OUT_TOKENS + token_out, tl.load(TOKENS + at, mask=exists, other=0), mask=inside)
@@ -55,7 +57,7 @@ def store(
     STORED_AT, VALUES, TOKENS, FEATURES, KINDS, NODES, LEVELS, BEST, BECAME, ABOVE, GRAFT_DEPTHS,
     expansions, budget, words, deepest,
     K: tl.constexpr, FEATURED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    GRAFTS: tl.constexpr,
+    GRAFTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Write some rows of a request's tree: row 0 is the root, row 1 + n is node n."""
     request = tl.program_id(0).to(tl.int64)
@@ -73,7 +75,7 @@ def store(
     forwards = _describe(
         OUT_TOKENS, DEPTHS, STORED_VALUES, STORED_FEATURES, STORED_KINDS, TOKENS, VALUES, FEATURES,
         KINDS, LEVELS, GRAFT_DEPTHS, request * budget + node, out, candidates, own, trie,
-        candidate, expansion, exists, inside, FEATURED, GRAFTS,
+        candidate, expansion, exists, inside, FEATURED, GRAFTS, SHIFT,
     )  # fmt: skip
 
     # Climb from each node to the root; parents that were expanded are in the tree.
@@ -85,7 +87,8 @@ def store(
         climbing = exists & (expansion > 0)
         above = tl.load(NODES + own + expansion, mask=climbing, other=0)
         if GRAFTS:
-            forwards += climbing.to(tl.int64)
+            if not SHIFT:  # one forward may expand a trie's node and its child
+                forwards += climbing.to(tl.int64)
             grafted = exists & (candidate < GRAFTS)
             of_trie = tl.load(ABOVE + trie + candidate, mask=grafted, other=-1)
             above = tl.where(grafted, of_trie.to(tl.int64), above)

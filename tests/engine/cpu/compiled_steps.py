@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from random_tries import FAVOURED, random_trie
 
+from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.tries import Trie
@@ -92,7 +93,7 @@ class Step:
         if self.case.grafts:
             self.trie = random_trie(self.generator, self.requests, self.case.grafts)
             self.growth.graft(self.trie)
-        self.expanded = 0
+        self.expanded, self.ran_parents = 0, False
 
     def compiled(self) -> CompiledGrowth:
         plan = self.plan
@@ -110,6 +111,7 @@ class Step:
                 trees=self.trees.arrays,
                 grafts=self.case.grafts,
                 max_depth=plan.shape.max_depth,
+                shift=plan.shape.shift,
             )
         )
 
@@ -172,13 +174,23 @@ def same_rows(step: Step, frontier: Frontier, first: int) -> None:
     rows = frontier.tokens.numel()
     assert torch.equal(step.rows.ids[:rows].view(shape)[valid], frontier.tokens[valid].int())
     positions = (step.case.roots[:, None] + frontier.depths).clamp(max=MAX_MODEL_LEN - 1)
+    positions += step.plan.shape.shift
     assert torch.equal(step.rows.positions[:rows].view(shape)[valid], positions[valid])
+    of_requests = torch.arange(step.requests)[:, None] * (1 + sum(step.widths))
+    assert torch.equal(step.rows.above[:rows].view(shape), of_requests + frontier.above)
     assert torch.equal(step.bits.view(frontier.ancestors.shape), frontier.ancestors)
     scratch = step.rows.scratch.view(GROUPS, step.requests, -1)[:, :, first : first + shape[1]]
     slots = scratch.masked_fill(~valid, PAD_SLOT)
     assert torch.equal(step.rows.slots[:, :rows], slots.flatten(1))
     assert frontier.values is not None
     assert torch.equal(step.growth.frontier_values, frontier.values)
+
+
+def runs_parents(step: Step, width: int) -> bool:
+    """Return whether the forward runs both a node and its child, which then sees it."""
+    first = step.expanded - 1
+    seen = unpack_bits(step.bits, sum(step.widths))[:, first : first + width]
+    return bool((seen.sum(dim=1) > 1).any())
 
 
 def grow_both(step: Step, tensors: Growth) -> None:
@@ -195,6 +207,7 @@ def grow_both(step: Step, tensors: Growth) -> None:
         frontier = tensors.frontier()
         assert nodes == int(frontier.valid.sum())
         same_rows(step, frontier, step.expanded - 1)
+        step.ran_parents |= runs_parents(step, width)
         if nodes == 0:
             break
         add(width)
@@ -206,7 +219,8 @@ def graft(step: Step, tensors: Growth) -> None:
     if step.trie is not None:
         assert isinstance(tensors, TopKGrowth)
         real = step.trie.exists & ~step.chained[:, None]
-        tensors.graft(step.trie._replace(exists=real), step.edges_of_grafts)
+        whole_paths = not step.plan.shape.head
+        tensors.graft(step.trie._replace(exists=real), step.edges_of_grafts, whole_paths)
 
 
 def add_picks(step: Step, tensors: Growth, found: Children) -> None:

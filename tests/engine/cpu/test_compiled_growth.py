@@ -41,6 +41,7 @@ from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.drafting import Drafting  # noqa: E402
 
 GRAFTED = replace(CASE, shape=replace(CASE.shape, node_budget=24), grafts=16)
+HEAD = replace(GRAFTED, shape=replace(GRAFTED.shape, head=True))
 
 shapes = st.builds(
     TreeShape,
@@ -49,6 +50,7 @@ shapes = st.builds(
     width=st.integers(1, 6),
     children=st.integers(1, 5),
     coupling=st.booleans(),
+    head=st.booleans(),
 )
 of_two = {
     "room": st.tuples(st.integers(0, 45), st.integers(0, 45)),
@@ -69,10 +71,22 @@ cases = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(cases)
 def test_the_same_picks_grow_the_same_trees(case: Case) -> None:
-    grow_both(Step(case), tensor_growth(case))
+    step = Step(case)
+    grow_both(step, tensor_growth(case))
+    assert not (case.shape.head and step.ran_parents)
 
 
-@pytest.mark.parametrize("case", [CASE, GRAFTED])
+def test_a_draft_model_runs_a_node_and_its_child_in_one_forward_and_a_head_does_not() -> None:
+    """Control of the test above, and of what both growths do for a head."""
+    for head in (False, True):
+        case = replace(GRAFTED, shape=replace(GRAFTED.shape, head=head))
+        steps = [Step(replace(case, seed=seed)) for seed in range(10)]
+        for step in steps:
+            grow_both(step, tensor_growth(step.case))
+        assert any(step.ran_parents for step in steps) != head
+
+
+@pytest.mark.parametrize("case", [CASE, GRAFTED, HEAD])
 def test_memory_is_left_ready_for_the_next_step(case: Case) -> None:
     first, second = Step(case), Step(replace(case, seed=1))
     grow_both(first, tensor_growth(case))

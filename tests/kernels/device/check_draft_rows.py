@@ -26,8 +26,9 @@ STATES, LONGEST, PAD = 9, 63, -1
 SIZES = [16, 4, 8]  # block size of each group
 MAPPED = [True, True, False]
 GROUPS = len(SIZES)
-CHAIN = ("padding", "room", "count", "ancestors", "columns", "last")
-BEGIN = ("padding", "class", "room", "chained", "columns")
+CHAIN = ("padding", "room", "count", "ancestors", "columns", "last", "shift")
+BEGIN = ("padding", "class", "room", "chained", "columns", "shift")
+SHIFTS = (0, -1)
 
 
 class Tables:
@@ -109,7 +110,7 @@ def chain_of(number: int, width: int, seed: int) -> Any:
     return Tables(g), requests_of(number, g), roots_of(number, g), tokens, counts
 
 
-def chained_by_kernel(case: Any) -> tuple[torch.Tensor, ...]:
+def chained_by_kernel(case: Any, shift: int = 0) -> tuple[torch.Tensor, ...]:
     tables, packed, roots, tokens, counts = case
     (number, width), words = tokens.shape, -(-tokens.shape[1] // 32)
 
@@ -123,18 +124,19 @@ def chained_by_kernel(case: Any) -> tuple[torch.Tensor, ...]:
     )  # fmt: skip
     seen = Seen(empty(number, dtype=torch.int32), empty(number, dtype=torch.int32))
     given = (each.to(DEVICE) for each in (packed, roots, tokens, counts))
-    chain(*given, tables.arrays, out, seen, LONGEST)
+    chain(*given, tables.arrays, out, seen, LONGEST, shift)
     return (*out, *seen)
 
 
-def chained_by_tensors(case: Any, without: str = "") -> tuple[Any, ...]:
+def chained_by_tensors(case: Any, shift: int = 0, without: str = "") -> tuple[Any, ...]:
     """Compute the same on tensors; ``without`` names a mechanism to leave out."""
+    shift = 0 if without == "shift" else shift
     tables, packed, roots, tokens, counts = case
     number, width = tokens.shape
     index = packed[:, 0].clamp(min=0) if without == "padding" else packed[:, 0]
     step = torch.arange(width)
     behind = roots[:, None] + 1 + step
-    positions = behind.clamp(max=LONGEST)
+    positions = behind.clamp(max=LONGEST) + shift
     real = torch.ones_like(behind).bool()
     if without != "count":
         real &= step < counts[:, None]
@@ -148,25 +150,26 @@ def chained_by_tensors(case: Any, without: str = "") -> tuple[Any, ...]:
     return (
         tokens.flatten().int(), positions.flatten(), bits, slots.flatten(1),
         torch.arange(number) * width + last, (roots + 1 + last).clamp(max=LONGEST),
-        torch.where(index < 0, -1, roots + 1).int(),
-        (roots + 1 + columns).clamp(max=LONGEST + 1).int(),
+        torch.where(index < 0, -1, roots + 1 + shift).int(),
+        (roots + 1 + shift + columns).clamp(max=LONGEST + 1).int(),
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize(("number", "width"), [(1, 1), (1, 6), (4, 1), (7, 9), (3, 33), (2, 65)])
-def test_rows_run_on_what_the_requests_got(number: int, width: int) -> None:
+def test_rows_run_on_what_the_requests_got(number: int, width: int, shift: int) -> None:
     for seed in range(2):
         case = chain_of(number, width, seed)
-        assert not differing(chained_by_kernel(case), chained_by_tensors(case))
+        assert not differing(chained_by_kernel(case, shift), chained_by_tensors(case, shift))
 
 
 @pytest.mark.parametrize("mechanism", CHAIN)
 def test_rows_that_lack_a_mechanism_are_seen(mechanism: str) -> None:
     case = chain_of(7, 9, 0)
-    assert differing(chained_by_kernel(case), chained_by_tensors(case, mechanism))
+    assert differing(chained_by_kernel(case, -1), chained_by_tensors(case, -1, mechanism))
 
 
-def begun_by_kernel(case: Any, columns: int) -> tuple[torch.Tensor, ...]:
+def begun_by_kernel(case: Any, columns: int, shift: int) -> tuple[torch.Tensor, ...]:
     tables, packed, roots, chained = case
     number = len(roots)
     of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool)
@@ -175,18 +178,19 @@ def begun_by_kernel(case: Any, columns: int) -> tuple[torch.Tensor, ...]:
     slots = torch.zeros(GROUPS, number * columns + 5, dtype=torch.int64, device=DEVICE)
     seen = Seen(*torch.zeros(2, number, dtype=torch.int32, device=DEVICE))
     given = (each.to(DEVICE) for each in (packed, roots, chained))
-    begin(*given, tables.arrays, growth, stored_at, slots, seen, columns, LONGEST)
+    begin(*given, tables.arrays, growth, stored_at, slots, seen, columns, LONGEST, shift)
     return (*growth, stored_at, slots[:, : number * columns], *seen)
 
 
-def begun_by_tensors(case: Any, columns: int, without: str = "") -> tuple[Any, ...]:
+def begun_by_tensors(case: Any, columns: int, shift: int, without: str = "") -> tuple[Any, ...]:
     tables, packed, roots, chained = case
+    shift = 0 if without == "shift" else shift
     index = packed[:, 0]
     spare = 0 if without == "padding" else STATES
     stored_at = torch.where(index < 0, spare, index)
     behind = roots[:, None] + 1 + torch.arange(columns)
-    positions = behind if without == "room" else behind.clamp(max=LONGEST)
-    end = roots + 1 + (0 if without == "columns" else columns)
+    positions = (behind if without == "room" else behind.clamp(max=LONGEST)) + shift
+    end = roots + 1 + shift + (0 if without == "columns" else columns)
     return (
         roots,
         packed[:, 5].clamp(min=0).int().view(torch.float32),
@@ -195,7 +199,7 @@ def begun_by_tensors(case: Any, columns: int, without: str = "") -> tuple[Any, .
         torch.zeros(len(roots)).bool() if without == "chained" else chained[stored_at],
         stored_at,
         tables.slots(index, positions).flatten(1),
-        torch.where(index < 0, -1, roots + 1).int(),
+        torch.where(index < 0, -1, roots + 1 + shift).int(),
         end.clamp(max=LONGEST + 1).int(),
     )
 
@@ -207,17 +211,19 @@ def beginning(number: int, seed: int) -> Any:
     return Tables(g), requests_of(number, g), roots_of(number, g), chained
 
 
+@pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize(("number", "columns"), [(1, 1), (1, 0), (3, 7), (7, 12), (5, 130)])
-def test_growth_begins_with_what_the_requests_are(number: int, columns: int) -> None:
+def test_growth_begins_with_what_the_requests_are(number: int, columns: int, shift: int) -> None:
     for seed in range(2):
         case = beginning(number, seed)
-        assert not differing(begun_by_kernel(case, columns), begun_by_tensors(case, columns))
+        found = begun_by_kernel(case, columns, shift)
+        assert not differing(found, begun_by_tensors(case, columns, shift))
 
 
 @pytest.mark.parametrize("mechanism", BEGIN)
 def test_a_beginning_that_lacks_a_mechanism_is_seen(mechanism: str) -> None:
     case = beginning(7, 0)
-    assert differing(begun_by_kernel(case, 12), begun_by_tensors(case, 12, mechanism))
+    assert differing(begun_by_kernel(case, 12, -1), begun_by_tensors(case, 12, -1, mechanism))
 
 
 def test_arrays_that_are_not_dense_are_refused() -> None:

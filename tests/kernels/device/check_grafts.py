@@ -22,6 +22,7 @@ from growth_steps import (
     grown,
     on_cpu,
     on_device,
+    runs_parents,
     same,
     same_as_tensors,
     same_trees,
@@ -31,6 +32,7 @@ from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP
 from dyntree_kernels.cuda import growth
 from dyntree_kernels.cuda.growth import DeviceGrowth
 from dyntree_kernels.tries import Trie
+from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.shape import TreeShape
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of -inf and NaN
@@ -59,6 +61,14 @@ CASES = {
     "uncoupled": replace(USUAL, shape=replace(SHAPE, coupling=False), temperatures=(0.5, 1.0)),
     "many blocks": replace(USUAL, vocab=5000),
     "16 bits": replace(USUAL, dtype=torch.float16),
+}
+HEADS = (
+    *("usual", "usual 1", "several words of bits, and a small budget", "chained"),
+    *("deeper than the forwards", "little room", "uncalibrated"),
+)
+CASES |= {
+    f"a head: {name}": replace(CASES[name], shape=replace(CASES[name].shape, head=True))
+    for name in HEADS
 }
 
 
@@ -92,6 +102,26 @@ def kinds_of(step: Step) -> list[int]:
 def test_the_trees_have_nodes_of_every_kind() -> None:
     kinds = [kind for name in CASES for kind in kinds_of(grown(CASES[name]))]
     assert set(kinds) == {DRAFT, LOOK_UP, BOTH, BESIDE}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_no_forward_of_a_head_runs_a_node_and_its_child(name: str) -> None:
+    assert not runs_parents(grown(CASES[f"a head: {name}"]))
+
+
+def test_a_draft_model_runs_a_node_and_its_child_in_one_forward() -> None:
+    """Control of the test above."""
+    assert runs_parents(grown(USUAL))
+
+
+def test_tensors_that_run_a_node_and_its_child_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control of the comparison with tensors: they grow a head's trees as a draft model's."""
+    stock = TopKGrowth.graft
+    monkeypatch.setattr(TopKGrowth, "graft", lambda self, *given, whole_paths: stock(self, *given))
+    with pytest.raises(AssertionError):
+        same_as_tensors(grown(CASES["a head: usual"]))
 
 
 def test_no_node_has_two_children_of_one_token() -> None:

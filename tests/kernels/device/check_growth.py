@@ -79,6 +79,7 @@ class Both:
             trees=TreeArrays(*(getattr(self.trees, name) for name in TreeArrays._fields)),
             grafts=0,
             max_depth=case.shape.max_depth,
+            shift=case.shape.shift,
         )
         self.growth = DeviceGrowth(settings)
 
@@ -145,7 +146,12 @@ class Both:
         ids, positions, slots = (each.cpu() for each in self.rows[:3])
         assert torch.equal(ids[:count].view(shape)[valid], frontier.tokens[valid].int())
         at = (self.roots[:, None] + frontier.depths).clamp(max=LONGEST)
-        assert torch.equal(positions[:count].view(shape)[valid], at[valid])
+        shift = self.plan.shape.shift
+        assert torch.equal(positions[:count].view(shape)[valid], at[valid] + shift)
+        if shift:
+            first_above = torch.arange(self.requests)[:, None] * self.growth._expansions
+            above = self.rows.above[:count].cpu().view(shape)
+            assert torch.equal(above, first_above + frontier.above)
         assert torch.equal(bits.view(frontier.ancestors.shape), frontier.ancestors)
         scratch = self.rows.scratch.cpu().view(GROUPS, self.requests, -1)
         own = scratch[:, :, first : first + shape[1]].masked_fill(~valid, -1)
@@ -166,6 +172,10 @@ CASES = {
     "several blocks of vocabulary": replace(CASE, vocab=5000),
     "one child": Case(TreeShape(node_budget=3, max_depth=5, width=1, children=1)),
     "no forward": Case(TreeShape(node_budget=3, max_depth=1, width=1, children=3)),
+    "a head": replace(CASE, shape=replace(CASE.shape, head=True)),
+    "a head in little room": replace(
+        CASE, shape=replace(CASE.shape, head=True), room=(40, 2, 0), chained=(True, False, False)
+    ),
     "wide": Case(TreeShape(node_budget=40, max_depth=6, width=7, children=5)),
 }
 

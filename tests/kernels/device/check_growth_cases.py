@@ -56,6 +56,10 @@ CASES = {
     "more room than candidates": replace(CASE, shape=TreeShape(40, 2, width=2, children=3)),
     "uncoupled": replace(CASE, shape=replace(CASE.shape, coupling=False)),
     "many blocks": replace(CASE, vocab=5000),
+    "a head": replace(CASE, shape=replace(CASE.shape, head=True)),
+    "a head in little room, with several words of bits": replace(
+        LARGE, shape=replace(LARGE.shape, head=True), room=(9, 1), chained=(1,)
+    ),
 }
 
 
@@ -79,6 +83,7 @@ def test_the_trees_are_those_of_the_cpus_growth(name: str) -> None:
         replace(CASE, chained=(0,)),
         replace(CASE, temperatures=(0.0, 0.6)),
         replace(CASE, seed=1),
+        replace(CASE, shape=replace(CASE.shape, head=True)),
     ],
 )
 def test_another_growth_would_be_told_apart(other: Case) -> None:
@@ -103,7 +108,7 @@ def picked_by_tensors(
 
 
 @pytest.mark.parametrize(
-    "name", ["small", "chained", "uncalibrated", "uncoupled", "many blocks", *OF_16_BITS]
+    "name", ["small", "chained", "uncalibrated", "uncoupled", "many blocks", "a head", *OF_16_BITS]
 )
 def test_the_picks_are_the_pickers(name: str) -> None:
     case = (CASES | OF_16_BITS)[name]
@@ -113,7 +118,8 @@ def test_the_picks_are_the_pickers(name: str) -> None:
     estimate = AcceptanceEstimate("cpu")
     estimate.weights.copy_(step.estimate.weights)
     step.run()
-    positions = [case.roots, *(forward.positions for forward in step.forwards)]
+    rows_at = [forward.positions for forward in step.forwards]
+    positions = [case.roots, *(at - case.shape.shift for at in rows_at)]
     bases = [torch.zeros(case.requests, 1), *(forward.values for forward in step.forwards)]
     picks = (pick.children for pick in step.picks)
     for found, base, at, logits in zip(picks, bases, positions, case.logits(), strict=True):

@@ -10,6 +10,7 @@ import torch
 from paged_cases import DEVICE
 from random_tries import random_trie
 
+from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, TreeArrays
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cuda.growth import DeviceGrowth
@@ -89,13 +90,15 @@ class Case:
 
 @dataclass
 class Forward:
-    """The inputs of a draft forward. Rows without a node have the slot -1."""
+    """The inputs of a draft forward. Rows without a node have the slot -1. ``above`` is None unless
+    rows are shifted: they do not read it."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     bits: torch.Tensor
     values: torch.Tensor
+    above: torch.Tensor | None
 
 
 class Picked(NamedTuple):
@@ -140,6 +143,7 @@ class Step:
             trees=TreeArrays(*(getattr(self.trees, name) for name in TreeArrays._fields)),
             grafts=case.shape.grafts,
             max_depth=case.shape.max_depth,
+            shift=case.shape.shift,
         )
         self.growth = kind(settings)
         self.slots = torch.arange(case.requests, device=device) + 1
@@ -171,9 +175,10 @@ class Step:
             rows = self.case.requests * width
             bits = torch.zeros(rows, words, dtype=torch.int32, device=self.device)
             self.growth.expand(bits)
-            ids, positions, slots, _ = (x[..., :rows].cpu().clone() for x in self.rows)
+            ids, positions, slots, _, above = (x[..., :rows].cpu().clone() for x in self.rows)
             values = self.growth.frontier_values.cpu().clone()
-            self.forwards.append(Forward(ids, positions, slots, bits.cpu(), values))
+            read = above if self.case.shape.head else None
+            self.forwards.append(Forward(ids, positions, slots, bits.cpu(), values, read))
             self._pick(of_forward, 1 + columns)
             columns += width
         self.tokens = self.growth.finish(self.slots).cpu()
@@ -262,6 +267,9 @@ def same_forwards(ours: list[Forward], others: list[Forward]) -> None:
         assert torch.equal(own.ids, other.ids)
         assert torch.equal(own.positions, other.positions)
         assert torch.equal(own.bits, other.bits)
+        assert (own.above is None) == (other.above is None)
+        if own.above is not None and other.above is not None:
+            assert torch.equal(own.above, other.above)
         torch.testing.assert_close(own.values, other.values, atol=1e-5, rtol=1e-5)
 
 
@@ -291,21 +299,36 @@ def grow_tensors(step: Step) -> TopKGrowth:
     tensors = case.plan.growing.start(case.requests, torch.tensor(case.room))
     assert isinstance(tensors, TopKGrowth)
     if step.trie is not None and step.first_edges is not None:
-        tensors.graft(step.trie, step.first_edges)
+        tensors.graft(step.trie, step.first_edges, whole_paths=not case.shape.head)
     for at, (children, judged) in enumerate(step.picks):
         if at > 0:
-            same_frontier(step.forwards[at - 1], tensors.frontier())
+            expansions = 1 + sum(step.widths)
+            same_frontier(step.forwards[at - 1], tensors.frontier(), expansions)
         tensors.add(children.tokens, children.log_probs, judged=judged)
     return tensors
 
 
-def same_frontier(forward: Forward, frontier: Frontier) -> None:
+def same_frontier(forward: Forward, frontier: Frontier, expansions: int) -> None:
     assert frontier.values is not None
     assert torch.equal(forward.values, frontier.values)
     valid = frontier.valid.flatten()
     assert torch.equal(forward.slots >= 0, valid.expand(GROUPS, -1))
     assert torch.equal(forward.ids[valid], frontier.tokens.flatten()[valid].int())
     assert torch.equal(forward.bits, frontier.ancestors.flatten(0, 1))
+    if forward.above is not None:
+        requests = torch.arange(len(frontier.above))[:, None]
+        assert torch.equal(forward.above, (requests * expansions + frontier.above).flatten())
+
+
+def runs_parents(step: Step) -> bool:
+    """Return whether a forward runs both a node and its child, which then sees it."""
+    first = 0
+    for width, forward in zip(step.widths, step.forwards, strict=True):
+        seen = unpack_bits(forward.bits, sum(step.widths))[:, first : first + width]
+        if (seen.sum(dim=1) > 1).any():
+            return True
+        first += width
+    return False
 
 
 def same_as_tensors(step: Step) -> None:
