@@ -53,20 +53,19 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
     ) -> None:
         """Run one forward."""
         rows = batch.num_tokens
-        states = self.combine(tuple(layer[:rows] for layer in hidden))
+        states = self.combine(torch.cat([layer[:rows] for layer in hidden], dim=-1))
         ids, positions = batch.input_ids[:rows], batch.positions[:rows]
         found, _ = self.run(ids, positions, states, None, None)
         width = self.most_logits_of_a_request(most_logits)
         at = torch.arange(batch.num_reqs * width, device=found.device) % rows
         self.compute_draft_logits(found[at], 0)
 
-    def combine(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Turn the target's hidden states [N, H] into the head's input; see `LoadedHead`."""
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Turn the target's hidden states into the head's input; see `LoadedHead`."""
         if self.method != "eagle3":
-            (last,) = hidden
-            return last
+            return hidden
         model: Any = self.model
-        combined: torch.Tensor = model.combine_hidden_states(torch.cat(hidden, dim=-1))
+        combined: torch.Tensor = model.combine_hidden_states(hidden)
         return combined
 
     def run(

@@ -1,4 +1,4 @@
-"""A small draft model for tests of drafting, without vLLM."""
+"""A small draft model and a small head for tests of drafting, without vLLM."""
 
 from __future__ import annotations
 
@@ -63,7 +63,38 @@ class Draft:
         return product([each[:, None].float() for each in columns], self.mix)
 
     def compute_draft_logits(self, hidden: torch.Tensor, _: int) -> torch.Tensor:
-        return product([*(hidden - hidden.floor()).split(1, dim=1)], self.head)
+        return product([*fraction(hidden).split(1, dim=1)], self.head)
+
+
+class Head(Draft):
+    """A head of a target with hidden states of two layers; see `LoadedHead`.
+
+    Its output depends on everything that a forward is given, and so on the states that the rows of
+    all ancestors made.
+    """
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        first, second = hidden.chunk(2, dim=1)
+        return first - second
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        metadata: Any,
+        slots: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert states.shape == (len(ids), HIDDEN)
+        own = self._run_model(ids, positions, metadata, slots, None)
+        columns = [*fraction(states).split(1, dim=1)]
+        made = fraction(own + product(columns, self.head[:, :HIDDEN]))
+        return made, made + 0.25
+
+
+def fraction(values: torch.Tensor) -> torch.Tensor:
+    """Return what is behind the point, so that values do not grow from row to row."""
+    return values - values.floor()
 
 
 def product(columns: list[torch.Tensor], matrix: torch.Tensor) -> torch.Tensor:

@@ -6,222 +6,42 @@ kernels draft in the graphs and are compared with tensors.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Draft
-from interpreted import pytest_interpreted
-from replays import graph
-from torch.utils._python_dispatch import _disable_current_modes
-
-from vllm_cpu_runner import install
-
-install()  # must run before the runner's modules are imported
-
-
-from dyntree_kernels.contracts import (  # noqa: E402
-    BOTH,
-    DRAFT,
-    LOOK_UP,
-    GrowthSettings,
+from draft_model import MOST
+from drafted_steps import (
+    INTERPRETED,
+    NO_STATES,
+    Make,
+    differing,
+    makes,
+    makes_by_kernels,
+    one_thread,
+    packed,
+    step,
 )
-from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
-from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
-from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages  # noqa: E402
-from dyntree_plugin.engine.step import rows as row_memory  # noqa: E402
-from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
-from dyntree_plugin.engine.step.forwards import DraftModels  # noqa: E402
-from dyntree_plugin.engine.step.look_up import TextLookUp  # noqa: E402
-from dyntree_plugin.engine.step.records import Emitted  # noqa: E402
-from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
-from dyntree_plugin.engine.step.rows import RowMemory, TensorRows  # noqa: E402
-from dyntree_plugin.engine.step.stages import DraftStages  # noqa: E402
-from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
-from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.budget.choice import node_buckets  # noqa: E402
-from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
-from dyntree_plugin.tree.drafting import grow  # noqa: E402
-from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
-from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
+from interpreted import pytest_interpreted
+
+from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
+from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_plugin.engine.step.records import Emitted
+from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.plan import TreePlan
 
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(7)
 FORWARDS = len(PLAN.growing.widths)
 OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resolve(7)
 """A plan with look-up beside the draft."""
 OF_LOOK_UP = DynTreeOptions(max_depth=6).resolve(7, draft=False)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether this process interprets kernels; this is chosen when triton is imported."""
-STORED = (
-    *("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features"),
-    *("kinds", "forwards"),
-)
-
-
-class Drafting:
-    """The stages of drafting with their own trees, captured or eager."""
-
-    def __init__(
-        self,
-        ops: Any,
-        growth_type: Any,
-        *,
-        captured: bool,
-        writer: Any = None,
-        plan: TreePlan = PLAN,
-    ) -> None:
-        """``growth_type`` None means growth on tensors."""
-        self.plan = plan
-        self.trees = TreeStore(MOST, plan, VOCAB, torch.device("cpu"))
-        estimate = AcceptanceEstimate("cpu")
-        estimate.weights += torch.linspace(0, 1, 3)
-        chained = torch.arange(MOST + 1) == 3
-        self.model: Any = Draft()
-        widths, depth = plan.growing.widths, plan.shape.max_depth
-        self.memory = RowMemory(self.model, max((*widths, depth + 1)), plan.growing.scratch_slots)
-        self.writer = (writer or ops.row_writer)(self.memory)
-        source = DraftModels(self.model, (), self.memory, self.writer)
-        self.draft_model = source.models[0]
-        self.texts = Texts()
-        states: Any = self.texts
-        tries = TextLookUp(states, ops.look_up, plan.shape.grafts, depth)
-        growth = self.growth(growth_type, estimate)
-        stages = DraftStages(
-            source if plan.has_draft else None,
-            tries if plan.shape.grafts else None,
-            growth,
-            self.memory.stored_at,
-            widths,
-            chained,
-            ops.pays,
-        )
-        self.graphs = CapturedStages(lambda _: self.drafting, lambda: nullcontext(graph))
-        self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare)
-        if captured:
-            numbers = sorted(
-                {1 + min(size, depth) for size in node_buckets(plan.shape.node_budget)}
-            )
-            self.drafting = CapturedDrafting(stages, numbers, MOST, self.trees.spare)
-            self.graphs.prepare(stages)
-            with torch.inference_mode():
-                self.graphs.capture()
-
-    def growth(self, growth_type: Any, estimate: AcceptanceEstimate) -> Any:
-        last, plan = self.memory.last_position, self.plan
-        if growth_type is None:
-            pick = ChildPicker(plan, perturbed_logits, estimate)
-            return TensorGrowth(self.trees, pick, self.memory.buffers, last)
-        return growth_type(
-            GrowthSettings(
-                requests=MOST,
-                node_budget=plan.shape.node_budget,
-                children=plan.growing.children,
-                widths=plan.growing.widths,
-                least=plan.growth.parameter or 0.0,
-                longest=last,
-                coupled=plan.coupled,
-                weights=estimate.weights,
-                rows=self.memory.buffers,
-                trees=self.trees.arrays,
-                grafts=plan.shape.grafts,
-                max_depth=plan.shape.max_depth,
-            )
-        )
-
-    def player(self, requests: torch.Tensor) -> Any:
-        return self.graphs.drafting(requests) or self.drafter._eager(requests)
-
-
-NO_STATES: Any = None  # a separate draft model reads tokens alone
-
-
-class Texts:
-    """Texts of few different tokens, in which a look-up finds something; as vLLM keeps them."""
-
-    def __init__(self) -> None:
-        self.max_num_reqs, self.device = MOST, torch.device("cpu")
-        g = torch.Generator().manual_seed(1)
-        texts = torch.randint(3, (MOST, LONGEST), generator=g, dtype=torch.int32)
-        self.all_token_ids = SimpleNamespace(gpu=texts)
-        self.total_len = SimpleNamespace(gpu=torch.zeros(MOST, dtype=torch.int32))
-
-
-Make = Callable[..., list[Drafting]]
 
 
 @pytest.fixture
 def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return a function that makes an eager and a captured drafting."""
-    monkeypatch.setattr(row_memory, "build_attn_metadata", lambda **metadata: metadata)
-    monkeypatch.setattr(row_memory, "build_slot_mappings_by_layer", lambda slots, _: slots)
-
-    def make(growth: Any = CompiledGrowth, plan: TreePlan = PLAN) -> list[Drafting]:
-        return [
-            Drafting(CPUOps(), growth, captured=captured, plan=plan) for captured in (False, True)
-        ]
-
-    return make
-
-
-def packed(slots: list[int]) -> torch.Tensor:
-    """Return a packed batch of the requests in these slots."""
-    found = torch.zeros(len(slots), COLUMNS, dtype=torch.int64)
-    found[:, 0] = index = torch.tensor(slots)
-    temperature = index % 3 / 2
-    found[:, 5] = temperature.view(torch.int32)
-    found[:, 6] = index + 7
-    found[:, 7] = temperature_class(temperature)
-    return found
-
-
-BATCHES = [[2, 0, 5], [1], [7, 6, 5, 4, 3, 2, 1, 0], [3, 4]]
-
-
-def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
-    """Return the tokens of a step's trees, and all stored trees."""
-    slots = BATCHES[number % len(BATCHES)]
-    g = torch.Generator().manual_seed(number)
-    requests, most = len(slots), (1, 2, 5)[number % 3]
-    roots = torch.randint(10, LONGEST - 9, (requests,), generator=g)
-    roots[0] = LONGEST - 4  # little room is left after it
-    counts = torch.randint(1, most + 1, (requests,), generator=g).int()
-    tokens = torch.randint(VOCAB, (requests, drafting.plan.shape.max_depth + 1), generator=g)
-    drafting.texts.total_len.gpu[slots] = (roots + counts + 1).int().clamp(max=LONGEST)
-    player = drafting.player(packed(slots))
-    if not drafting.plan.has_draft:
-        pass  # Nothing catches up.
-    elif number % 4 == 3:  # as after a batch with prompts
-        hidden = torch.randn(requests, HIDDEN, generator=g)
-        drafting.draft_model.root_hidden[:requests] = hidden
-        drafting.memory.root_positions[:requests] = roots
-    else:
-        player.catch_up(Emitted(roots, tokens, counts, most), NO_STATES)
-    drafts, ran = grow(player, forwards)
-    assert ran == forwards or drafting.graphs.fewest_forwards == 0
-    trees = [getattr(drafting.trees, name)[:MOST] for name in STORED]
-    return [each.clone() for each in (drafts, *trees)]
-
-
-def differing(made: list[Drafting], steps: int = 24) -> list[tuple[int, int]]:
-    """Return the steps, and their numbers of forwards, whose trees differ."""
-    every = 1 + len(made[0].plan.growing.widths)
-    numbers = [(at, (at * 5 + at // 4) % every) for at in range(steps)]
-    assert steps < 12 or {f for _, f in numbers} == {*range(every)}
-    found = []
-    with torch.inference_mode():
-        for number, forwards in numbers:
-            ours, theirs = (step(each, number, forwards) for each in made)
-            if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
-                found.append((number, forwards))
-    return found
+    return makes(monkeypatch, PLAN)
 
 
 @pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_LOOK_UP])
@@ -247,32 +67,8 @@ def test_a_look_up_in_texts_that_are_captured_with_is_seen(draftings: Make) -> N
 
 
 @pytest.fixture
-def by_kernels(draftings: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Return a function that makes two draftings that grow by kernels. One does the rest on
-    tensors, the other by kernels."""
-    if not INTERPRETED:
-        pytest.skip("runs in a process with TRITON_INTERPRET=1")
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from dyntree_kernels.cuda.growth import DeviceGrowth
-    from dyntree_plugin.engine.cuda.ops import CUDAOps
-
-    stock: Any = InterpretedFunction.run
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes():  # It aliases the arguments' memory.
-            stock(*args, **kwargs)
-
-    monkeypatch.setattr(InterpretedFunction, "run", run)
-    ops = CUDAOps(at_hand)
-
-    def make(plan: TreePlan = PLAN) -> list[Drafting]:
-        return [
-            Drafting(ops, DeviceGrowth, captured=False, writer=TensorRows, plan=plan),
-            Drafting(ops, DeviceGrowth, captured=True, plan=plan),
-        ]
-
-    return make
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Make:
+    return makes_by_kernels(monkeypatch, PLAN)
 
 
 @pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_LOOK_UP])
@@ -393,9 +189,6 @@ def test_without_a_tree_the_draft_reads_on_all_the_same(
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread, so that sums have the same order for any number of rows."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield

@@ -25,8 +25,8 @@ from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
 class LoadedHead(Protocol):
     """A head that is loaded."""
 
-    def combine(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Turn the target's hidden states [N, H] of one or several layers into the head's input."""
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Turn the target's hidden states [N, layers * H] into the head's input [N, H]."""
         ...
 
     def run(
@@ -141,10 +141,12 @@ class TargetHead:
         """Read filled rows, of which ``last`` int64 [R] are the roots'."""
         hidden, states = self._run(rows, states)
         torch.index_select(hidden, 0, last, out=self._states.root[: len(last)])
-        self._states.own[: len(last), 0].copy_(states.index_select(0, last))
+        torch.index_select(states, 0, last, out=self._states.own[: len(last), 0])
 
     def _combined(self, target: TargetStates, at: torch.Tensor) -> torch.Tensor:
-        return self._head.combine(tuple(layer.index_select(0, at) for layer in target.hidden))
+        # Joined first: of several layers that takes fewer launches than to select from each.
+        joined = target.hidden[0] if len(target.hidden) == 1 else torch.cat(target.hidden, dim=-1)
+        return self._head.combine(joined.index_select(0, at))
 
     def _run(self, rows: FilledRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._head.run(rows.ids, rows.positions, states, rows.metadata, rows.slots_by_layer)

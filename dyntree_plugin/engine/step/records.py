@@ -100,5 +100,4 @@ class TargetStates:
         if self.path is None:
             return first.expand(-1, count)
         # Node j is j + 1 rows after the root.
-        nodes = torch.nn.functional.pad(self.path[:, : count - 1] + 1, (1, 0))
-        return first + nodes
+        return torch.cat([first, (self.path[:, : count - 1] + 1).add_(first)], dim=1)

@@ -1,0 +1,207 @@
+"""A head drafts the same trees in graphs as eagerly: hidden states pass from one to the next.
+
+A graph is replaced by a call that runs again, as in `replays`. If kernels are interpreted, CUDA's
+kernels draft in the graphs and are compared with tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from draft_model import MOST
+from drafted_steps import (
+    INTERPRETED,
+    Drafting,
+    Make,
+    differing,
+    makes,
+    makes_by_kernels,
+    one_thread,
+)
+from interpreted import pytest_interpreted
+
+from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
+from dyntree_plugin.engine.step.head import TargetHead
+from dyntree_plugin.engine.step.rows import TreeRows
+from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.tree.plan import TreePlan
+
+ALONE = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(
+    7, head=True
+)
+OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resolve(7, head=True)
+"""A plan with look-up beside the head."""
+PLANS = [ALONE, OF_BOTH]
+
+
+@pytest.fixture
+def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
+    return makes(monkeypatch, ALONE)
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Make:
+    return makes_by_kernels(monkeypatch, ALONE)
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def spoil_states_before_every_step(drafting: Drafting) -> None:
+    """Leave NaN where a step reads states that it has not written, and where padding reads."""
+    stock = drafting.player
+
+    def player(requests: torch.Tensor) -> Any:
+        for each in (drafting.states.given, drafting.states.own, drafting.states.root):
+            each.fill_(torch.nan)
+        return stock(requests)
+
+    drafting.player = player  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_graphs_grow_the_trees_of_eager_drafting(draftings: Make, plan: TreePlan) -> None:
+    made = draftings(plan=plan)
+    spoil_states_before_every_step(made[1])
+    assert differing(made) == []
+    tree = made[0].trees
+    assert tree.depths.max() == 4
+    real = torch.arange(plan.shape.node_budget) < tree.counts[:MOST, None]
+    kinds = {*tree.kinds[:MOST][real].tolist()}
+    assert kinds >= ({DRAFT} if plan is ALONE else {DRAFT, LOOK_UP, BOTH})
+
+
+def test_batches_that_got_fewer_tokens_than_a_graph_has_columns_are_served(
+    draftings: Make,
+) -> None:
+    assert differing(draftings(numbers=[5])) == []
+
+
+def test_states_in_the_columns_of_another_graph_are_seen(draftings: Make) -> None:
+    """Control of the test above: states are received for as many columns as the batch needs."""
+    made = draftings(numbers=[5])
+    drafting, stock = made[1].drafting, made[1].drafting.receive
+    most = [0]
+
+    def player(requests: torch.Tensor, _of: Any = made[1].player) -> Any:
+        found = _of(requests)
+        catch_up = found.catch_up
+
+        def noted(emitted: Any, target: Any) -> None:
+            most[0] = emitted.most
+            catch_up(emitted, target)
+
+        found.catch_up = noted
+        return found
+
+    def receive(emitted: Any, target: Any) -> None:
+        vars(emitted)["most"] = most[0]
+        stock(emitted, target)
+
+    made[1].player, drafting.receive = player, receive  # type: ignore[method-assign]
+    assert differing(made) != []
+
+
+Change = Callable[[pytest.MonkeyPatch, TargetHead], None]
+
+
+def not_received(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
+    patch.setattr(head, "receive", lambda emitted, target: None)
+
+
+def a_stale_column(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
+    """Keep the states that the first forward's column had before."""
+    stock = head.forward
+
+    def forward(rows: TreeRows, requests: int, first: int) -> torch.Tensor:
+        before = head._states.own[:, 1].clone()
+        logits = stock(rows, requests, first)
+        if first == 1:
+            head._states.own[:, 1] = before
+        return logits
+
+    patch.setattr(head, "forward", forward)
+
+
+def of_the_root(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
+    """Let every row read the states of its request's root."""
+    stock = head.forward
+
+    def forward(rows: TreeRows, requests: int, first: int) -> torch.Tensor:
+        expansions = head._states.own.shape[1]
+        rows.above.copy_(rows.above // expansions * expansions)
+        return stock(rows, requests, first)
+
+    patch.setattr(head, "forward", forward)
+
+
+def of_another_request(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
+    stock = head.forward
+
+    def forward(rows: TreeRows, requests: int, first: int) -> torch.Tensor:
+        rows.above.remainder_(head._states.own.shape[1])
+        return stock(rows, requests, first)
+
+    patch.setattr(head, "forward", forward)
+
+
+CHANGES = [not_received, a_stale_column, of_the_root, of_another_request]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_states_are_seen(
+    change: Change, draftings: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = draftings()
+    change(monkeypatch, made[1].source)  # type: ignore[arg-type]
+    assert differing(made) != []
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_interpreted_kernels_grow_the_trees_of_tensors(by_kernels: Make, plan: TreePlan) -> None:
+    made = by_kernels(plan=plan)
+    spoil_states_before_every_step(made[1])
+    assert differing(made, steps=12 if plan is ALONE else 5) == []
+    trees = made[0].trees
+    real = torch.arange(plan.shape.node_budget) < trees.counts[:MOST, None]
+    kinds = {*trees.kinds[:MOST][real].tolist()}
+    assert kinds >= ({DRAFT} if plan is ALONE else {BOTH})
+
+
+@pytest.mark.parametrize("change", [not_received, of_the_root])
+def test_interpreted_kernels_that_read_other_states_are_seen(
+    change: Change, by_kernels: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = by_kernels()
+    change(monkeypatch, made[1].source)  # type: ignore[arg-type]
+    assert differing(made, steps=3) != []
+
+
+@pytest.mark.parametrize("name", ["chain", "begin"])
+def test_interpreted_kernels_without_a_shift_are_seen(name: str, by_kernels: Make) -> None:
+    made = by_kernels()
+    writer: Any = made[1].writer
+    stock = getattr(writer, name)
+
+    def elsewhere(*args: Any) -> Any:
+        made[1].memory.shift = 0
+        found = stock(*args)
+        made[1].memory.shift = -1
+        return found
+
+    setattr(writer, name, elsewhere)
+    assert differing(made, steps=3) != []
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
+def test_the_kernels_do_what_the_tensors_do() -> None:
+    pytest.importorskip("triton", reason="these kernels are written in Triton")
+    done = pytest_interpreted(__file__, "-k", "interpreted")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "6 passed" in done.stdout, done.stdout
