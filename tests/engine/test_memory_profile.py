@@ -1,7 +1,8 @@
-"""vLLM's memory profile runs with as many logits as steps with trees have."""
+"""vLLM's memory profile runs with what steps with trees hold: their logits and a head's states."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ from vllm_cpu_runner import install
 install()  # must run before the runner's modules are imported
 
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
 
+from dyntree_plugin.engine.head_speculator import HeadSpeculator  # noqa: E402
 from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
 
-ROWS, REQUESTS, WIDTHS = 32, 6, (1, 4, 3)
+ROWS, REQUESTS, WIDTHS, HIDDEN = 32, 6, (1, 4, 3), 8
 
 
 @pytest.mark.parametrize(
@@ -38,14 +41,65 @@ def test_the_widest_forward_of_every_draft_is_profiled(
     plan = SimpleNamespace(growing=SimpleNamespace(widths=WIDTHS))
     speculator = draft(
         "first",
-        device=SimpleNamespace(type=device),
+        draft_tokens=SimpleNamespace(device=SimpleNamespace(type=device)),
         drafting=SimpleNamespace(trees=SimpleNamespace(plan=plan)),
         further=[draft("second")],
     )
+    speculator.most_logits_of_a_request = partial(
+        TreeSpeculator.most_logits_of_a_request, speculator
+    )
     ids = torch.zeros(ROWS + 3)
     batch: Any = SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
-    TreeSpeculator.rehearse(speculator, batch, most_logits=profiled)
+    TreeSpeculator.rehearse(speculator, batch, (), most_logits=profiled)
     assert seen == [("first", expected), ("second", expected)]
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> HeadSpeculator:
+    """Return a speculator that vLLM has made, and of which it has loaded and set nothing yet."""
+
+    def made(speculator: Any, *_: Any) -> None:
+        vars(speculator).update(max_num_reqs=REQUESTS, hidden_size=HIDDEN, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(DraftModelSpeculator, "__init__", made)
+    growing, shape = SimpleNamespace(widths=WIDTHS), SimpleNamespace(max_depth=5)
+    plan = SimpleNamespace(growing=growing, shape=shape, scratch_slots=sum(WIDTHS))
+    drafting: Any = SimpleNamespace(trees=SimpleNamespace(plan=plan))
+    config: Any = None
+    return HeadSpeculator(config, torch.device("cpu"), drafting)
+
+
+def test_a_heads_states_are_there_before_the_profile(head: HeadSpeculator) -> None:
+    states = head.states
+    assert states.given.shape == (REQUESTS * 6, HIDDEN)
+    assert states.own.shape == (REQUESTS, 1 + sum(WIDTHS), HIDDEN)
+    assert states.root.shape == (REQUESTS, HIDDEN)
+    assert {each.dtype for each in vars(states).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("device", "profiled", "expected"),
+    [("cuda", True, REQUESTS * max(WIDTHS)), ("cuda", False, REQUESTS), ("cpu", True, REQUESTS)],
+)
+def test_every_row_and_the_widest_forward_of_a_head_are_profiled(
+    device: str, profiled: bool, expected: int, head: HeadSpeculator
+) -> None:
+    seen: list[int] = []
+
+    def run(ids: torch.Tensor, _: Any, states: torch.Tensor, *__: Any) -> Any:
+        assert states.shape == (ROWS, 3 * HIDDEN)
+        return states, states
+
+    vars(head).update(
+        draft_tokens=SimpleNamespace(device=SimpleNamespace(type=device)),
+        combine=lambda hidden: hidden,
+        run=run,
+        compute_draft_logits=lambda hidden, _: seen.append(len(hidden)),
+    )
+    ids, states = torch.zeros(ROWS + 3), torch.zeros(ROWS + 3, HIDDEN)
+    batch: Any = SimpleNamespace(num_tokens=ROWS, num_reqs=REQUESTS, input_ids=ids, positions=ids)
+    head.rehearse(batch, (states,) * 3, most_logits=profiled)
+    assert seen == [expected]
 
 
 @pytest.mark.parametrize(("most_tokens", "expected"), [(1000, REQUESTS * 17), (40, 40)])
