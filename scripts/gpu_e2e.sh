@@ -132,9 +132,13 @@ gpu_tests() {
 launches() {
     local file="$out/gpu-launches.txt" code=0
     if ! stands "$file"; then
-        timeout $((limit - SECONDS)) "$python" tests/engine/launches.py >"$scratch/launches" \
-            2>"$out/gpu-launches.log"
-        code=$?
+        local config
+        for config in '{}' '{"head": true}'; do
+            echo "== $config"
+            with_tests timeout $((limit - SECONDS)) "$python" tests/engine/launches.py "$config" \
+                2>>"$scratch/launches.log" || code=$?
+        done >"$scratch/launches"
+        cp "$scratch/launches.log" "$out/gpu-launches.log"
         if ((code == 0)); then
             { echo "$stamp" && cat "$scratch/launches"; } >"$file"
         else

@@ -10,13 +10,16 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import heads
 import torch
 import workload
 from engine_process import START_AND_WORK_SECONDS, Result, Run, serve
@@ -56,6 +59,7 @@ compiles kernels."""
 TREES = {
     "tree of 16": workload.tree(16),
     "tree of 64": workload.with_options(64, node_budget=64, max_depth=8, width=8),
+    "tree of 16, a head as draft": workload.with_head("random", node_budget=16, budget="fixed"),
     "tree of 16, eager": workload.tree(16) | {"enforce_eager": True},
     "tree of 14, the target as draft": workload.tree(
         14, draft="target", width=8, max_depth=3, children=2
@@ -139,7 +143,11 @@ def exact_products(dtype: str) -> dict[str, str]:
 
 def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[Row]:
     """Return the verdicts on one engine, one row per run."""
-    own = plain.result() if name == PLAIN else device.serve(TREES[name], _runs(name, device.dtype))
+    if name == PLAIN:
+        own = plain.result()
+    else:
+        with _arguments(name) as arguments:
+            own = device.serve(arguments, _runs(name, device.dtype))
     everything = _runs(PLAIN, device.dtype)[EVERY]
     pairs = zip(everything.requests, plain.result()[EVERY].outputs, strict=True)
     wanted = {request.key: output for request, output in pairs if output is not None}
@@ -153,6 +161,18 @@ def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[R
         judged = verdict(found[key], outputs, known, noise, MARGINS[device.dtype])
         rows.append(Row(device.dtype, name, key, key in CONTROLS, judged))
     return rows
+
+
+@contextmanager
+def _arguments(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of an engine; a head of random weights lasts as long as this context."""
+    if "a head" not in name:
+        yield TREES[name]
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        head = {"model": str(heads.random_head(Path(folder)))}
+        speculation = TREES[name]["speculative_config"] | head
+        yield TREES[name] | {"speculative_config": speculation}
 
 
 def _scores(device: Device, apart: Sequence[Place]) -> list[Scores]:

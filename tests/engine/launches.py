@@ -3,7 +3,8 @@
 
 It counts operations of torch and Triton, a graph's replay as one, and the operations within our
 graphs. Each may be a few launches. "llm" gives engine arguments. With "dyntree": null, it counts
-vLLM's own chain.
+vLLM's own chain. With "head": true, a head of random weights drafts in place of a draft model; it
+needs tests/ in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -161,21 +164,31 @@ def table(counts: Counter[tuple[str, str, str]], steps: int, write: Callable[[st
             write(f"{number / steps:9.1f}  {path} {name}\n")
 
 
+def speculation(head: bool) -> dict[str, str]:
+    """Return vLLM's method and model: a head's or the embedded draft model's."""
+    if not head:
+        from dyntree_plugin import pair
+
+        return {"method": "draft_model", "model": str(pair.paths()["draft"])}
+    from heads import random_head
+
+    folder = Path(tempfile.mkdtemp(prefix="dyntree-head-"))
+    return {"method": "eagle3", "model": str(random_head(folder))}
+
+
 def main(config: dict[str, Any]) -> None:
     from vllm import LLM
 
     from dyntree_plugin import pair
 
-    paths = {name: str(path) for name, path in pair.paths().items()}
     options = config.get("dyntree", {"budget": "fixed"})  # every step verifies a whole tree
     arguments: dict[str, Any] = {
-        "model": paths["target"],
+        "model": str(pair.paths()["target"]),
         "dtype": "bfloat16",
         "max_model_len": 512,
         "max_num_seqs": 8,
         "speculative_config": {
-            "method": "draft_model",
-            "model": paths["draft"],
+            **speculation(config.get("head", False)),
             "num_speculative_tokens": config.get("nodes", 16),
         },
         "additional_config": {} if options is None else {"dyntree": options},

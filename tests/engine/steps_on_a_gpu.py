@@ -1,7 +1,7 @@
 """Run whole steps of an engine on a GPU, and raise if a step waits for it.
 
 test_waiting_on_a_gpu runs this: python steps_on_a_gpu.py '{"enforce_eager": …}' [waits]. The second
-argument makes drafting wait.
+argument makes drafting wait. With "head": true, a head of random weights drafts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import os
 import sys
 from typing import Any
+
+from launches import speculation
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 PROMPTS = 6
@@ -21,14 +23,13 @@ def main(arguments: dict[str, Any], waits: bool) -> None:
 
     from dyntree_plugin import pair
 
-    paths = {name: str(path) for name, path in pair.paths().items()}
-    speculation = {"method": "draft_model", "model": paths["draft"], "num_speculative_tokens": 16}
+    drafts = speculation(arguments.pop("head", False))
     llm = LLM(
-        model=paths["target"],
+        model=str(pair.paths()["target"]),
         dtype="bfloat16",
         max_model_len=512,
         max_num_seqs=8,
-        speculative_config=speculation,
+        speculative_config=drafts | {"num_speculative_tokens": 16},
         additional_config={"dyntree": {}},
         **arguments,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,20 @@ SCRIPT = Path(__file__).parent / "steps_on_a_gpu.py"
 def steps(*more: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, SCRIPT, json.dumps(arguments), *more], capture_output=True, text=True
+        [sys.executable, SCRIPT, json.dumps(arguments), *more],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
     )
 
 
-@pytest.mark.parametrize("arguments", [{"enforce_eager": True}, {}], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"enforce_eager": True}, {}, {"enforce_eager": True, "head": True}, {"head": True}],
+    ids=["eager", "graphs", "a head, eager", "a head, graphs"],
+)
 def test_whole_steps_do_not_wait(arguments: dict[str, Any]) -> None:
     done = steps(**arguments)
     assert done.returncode == 0, done.stderr[-3000:]
