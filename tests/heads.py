@@ -25,7 +25,7 @@ def random_head(folder: Path, seed: int = 0, **config: Any) -> Path:
     target = _target_config()
     hidden, vocabulary = target["hidden_size"], target["vocab_size"]
     generator = torch.Generator().manual_seed(seed)
-    weights = _layer(target, lambda *shape: 0.05 * torch.randn(*shape, generator=generator))
+    weights = layer_weights(target, lambda *shape: 0.05 * torch.randn(*shape, generator=generator))
     weights["fc.weight"] = 0.05 * torch.randn(hidden, 3 * hidden, generator=generator)
     weights["norm.weight"] = torch.ones(hidden)
     weights["lm_head.weight"] = 0.2 * torch.randn(DRAFT_VOCABULARY, hidden, generator=generator)
@@ -33,7 +33,7 @@ def random_head(folder: Path, seed: int = 0, **config: Any) -> Path:
     weights["d2t"] = chosen - torch.arange(DRAFT_VOCABULARY)
     weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, chosen, True)
     layers = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "num_aux_hidden_states": 3}
-    return _write(folder, weights, layers | {"draft_vocab_size": DRAFT_VOCABULARY} | config)
+    return write_head(folder, weights, layers | {"draft_vocab_size": DRAFT_VOCABULARY} | config)
 
 
 def mirror_head(folder: Path) -> Path:
@@ -44,13 +44,13 @@ def mirror_head(folder: Path) -> Path:
     """
     target = _target_config()
     hidden = target["hidden_size"]
-    weights = _layer(target, torch.zeros)
+    weights = layer_weights(target, torch.zeros)
     weights["fc.weight"] = torch.eye(hidden)
     with safe_open(pair.paths()["target"] / "model.safetensors", "pt") as stored:
         weights["norm.weight"] = stored.get_tensor("model.norm.weight")
     last = target["num_hidden_layers"]
     layers = {"eagle_aux_hidden_state_layer_ids": [last], "num_aux_hidden_states": 1}
-    return _write(folder, weights, layers)
+    return write_head(folder, weights, layers)
 
 
 def first_eagle_mirror(folder: Path) -> Path:
@@ -58,13 +58,13 @@ def first_eagle_mirror(folder: Path) -> Path:
     target = _target_config()
     hidden = target["hidden_size"]
     weights = {}
-    for name, each in _layer(target, torch.zeros).items():
+    for name, each in layer_weights(target, torch.zeros).items():
         if "hidden_norm" not in name and "input_layernorm" not in name:
             own = name.replace("midlayer", "layers.0")
             weights[own] = each[:, :hidden] if _reads_both(name) else each
     # The input is the token's embedding, then the target's hidden state.
     weights["fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
-    return _write(folder, weights, {"architectures": ["LlamaForCausalLM"]})
+    return write_head(folder, weights, {"architectures": ["LlamaForCausalLM"]})
 
 
 def mtp_mirror(folder: Path) -> Path:
@@ -81,7 +81,7 @@ def mtp_mirror(folder: Path) -> Path:
             weight = stored[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
             stored[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(len(weight))
     module = "model.mtp_layers.0."
-    for name, each in _layer(target, torch.zeros).items():
+    for name, each in layer_weights(target, torch.zeros).items():
         own = name.replace("midlayer.", module)
         stored[own] = each[:, :hidden] if _reads_both(name) else each
         if _reads_both(name):
@@ -94,7 +94,7 @@ def mtp_mirror(folder: Path) -> Path:
     )
     config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
     layers = {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": 1}
-    written = _write(folder, stored, config | layers, dtype=torch.float32)
+    written = write_head(folder, stored, config | layers, dtype=torch.float32)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pair.paths()["target"] / file, written / file)
     return written
@@ -105,7 +105,9 @@ def _target_config() -> dict[str, Any]:
     return found
 
 
-def _layer(target: dict[str, Any], draw: Any) -> dict[str, torch.Tensor]:
+def layer_weights(target: dict[str, Any], draw: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of an EAGLE-3 layer for a target of this configuration, with matrices that
+    ``draw`` makes of their shapes."""
     hidden, inner, size = target["hidden_size"], target["intermediate_size"], target["head_dim"]
     queries = target["num_attention_heads"] * size
     keys = target["num_key_value_heads"] * size
@@ -129,12 +131,13 @@ def _reads_both(name: str) -> bool:
     return any(f"self_attn.{each}_proj" in name for each in "qkv")
 
 
-def _write(
+def write_head(
     folder: Path,
     weights: dict[str, torch.Tensor],
     config: dict[str, Any],
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
+    """Write a head of the embedded target, EAGLE-3's unless the ``config`` says otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {
         name: each if each.dtype in (torch.int64, torch.bool) else each.to(dtype).contiguous()

@@ -374,3 +374,15 @@ def _strict(stock: Any) -> Any:
             torch.cuda.set_sync_debug_mode("default")
 
     return call
+
+
+@contextmanager
+def states_not_received(runner: Any) -> Iterator[None]:
+    """Let a head read zeros for what the target's hidden states are. Output must not change."""
+    from dyntree_plugin.engine.step.head import TargetHead
+
+    def receive(head: Any, emitted: Any, target: Any) -> None:
+        head._states.given.zero_()
+
+    with mock.patch.object(TargetHead, "receive", receive):
+        yield

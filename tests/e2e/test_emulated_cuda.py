@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import workload
 from comparison import Outputs, by_request, mismatches
-from emulated.models import make_pair
+from emulated.models import make_head, make_pair
 from emulated_engine import Emulated, serve_emulated
 from engine_process import Request, Result, Run, serve
 from workload import ask, long
@@ -43,7 +43,8 @@ OWN: dict[str, dict[str, Any]] = {
     # vLLM's own profiling is enough warm-up.
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
-"""Arguments of the emulated engines, by budget."""
+OWN["head"] = OWN["fixed"]
+"""Arguments of the emulated engines, by budget; and of the one whose trees a head drafts."""
 
 
 def _short(*requests: Request) -> list[Request]:
@@ -66,6 +67,10 @@ BROKEN = _short(*(ask(n, "full", max_tokens=14, ignore_eos=True) for n in range(
 COPIES = [long(20, "full", 33, max_tokens=5, ignore_eos=True, seed=seed) for seed in range(3)]
 """Requests whose prompt is one token longer than a block of the cache. Once that block is cached,
 vLLM fills them up with drafts, and a graph serves them."""
+NOISY = _short(
+    *(ask(n, "full", max_tokens=9, ignore_eos=True, temperature=1.5) for n in range(40, 46))
+)
+"""Requests of which the head guesses some tokens, since it knows the noise."""
 CONTROLS = ("tree_moves", "stale_masks", "padding_is_alive", "without_kv_move")
 RUNS = {
     "mixed": Run(MIXED),
@@ -73,13 +78,18 @@ RUNS = {
     "copies": Run(COPIES * 2, batch=3),
     **{name: Run(BROKEN, sabotage=name) for name in CONTROLS},
 }
-EMULATED = {"fixed": RUNS, "adaptive": {"mixed": Run(MIXED[:5])}}
+OF_HEAD = {"noisy": Run(NOISY, batch=3)}
+EMULATED = {"fixed": RUNS, "adaptive": {"mixed": Run(MIXED[:5])}, "head": OF_HEAD}
+ON_CPU = {
+    "fixed": {"mixed": RUNS["mixed"]},
+    "head": OF_HEAD | {"without states": Run(NOISY, batch=3, sabotage="states_not_received")},
+}
 
 
 @dataclass(frozen=True)
 class Served:
     plain: Outputs
-    on_cpu: Result
+    on_cpu: Mapping[str, Mapping[str, Result]]
     emulated: Mapping[str, Mapping[str, Emulated]]
 
 
@@ -87,27 +97,31 @@ class Served:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     target, draft = make_pair(tmp_path_factory.mktemp("pair"))
     plain = {**workload.without_tree(model=target), **LIMITS}
-    every = Run([*MIXED, *BROKEN, *COPIES])
+    head = make_head(tmp_path_factory.mktemp("headed"))
+    every = Run([*MIXED, *BROKEN, *COPIES, *NOISY])
 
-    def trees(budget: str) -> dict[str, Any]:
-        engine = workload.with_options(NODES, budget=budget, **TREE)
+    def trees(name: str) -> dict[str, Any]:
+        if name == "head":
+            engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
+            return {**engine, **LIMITS, "model": target}
+        engine = workload.with_options(NODES, budget=name, **TREE)
         speculation = {**engine["speculative_config"], "model": draft}
         return {**engine, **LIMITS, "model": target, "speculative_config": speculation}
 
-    def as_on_cuda(budget: str) -> dict[str, Any]:
-        return {**trees(budget), "enforce_eager": False, **OWN[budget]}
+    def as_on_cuda(name: str) -> dict[str, Any]:
+        return {**trees(name), "enforce_eager": False, **OWN[name]}
 
     with ThreadPoolExecutor(2) as pool:
         emulated: dict[str, Future[dict[str, Emulated]]] = {
-            budget: pool.submit(serve_emulated, as_on_cuda(budget), runs)
-            for budget, runs in EMULATED.items()
+            name: pool.submit(serve_emulated, as_on_cuda(name), runs)
+            for name, runs in EMULATED.items()
         }
         without = pool.submit(serve, plain, {"every": every}, 1)
-        on_cpu = pool.submit(serve, trees("fixed"), {"mixed": RUNS["mixed"]}, 1)
+        on_cpu = {name: pool.submit(serve, trees(name), runs, 1) for name, runs in ON_CPU.items()}
         yield Served(
             by_request(every, without.result()["every"]),
-            on_cpu.result()["mixed"],
-            {budget: future.result() for budget, future in emulated.items()},
+            {name: future.result() for name, future in on_cpu.items()},
+            {name: future.result() for name, future in emulated.items()},
         )
 
 
@@ -137,9 +151,16 @@ def test_what_is_broken_changes_tokens(name: str, runs: Served) -> None:
 
 def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
     found = runs.emulated["fixed"]["mixed"].result
-    assert accepted(found) == pytest.approx(accepted(runs.on_cpu), rel=0.1)
+    assert accepted(found) == pytest.approx(accepted(runs.on_cpu["fixed"]["mixed"]), rel=0.1)
     assert accepted(found) > sum(request.params["max_tokens"] for request in MIXED) / 3
     assert found.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
+
+
+def test_a_heads_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
+    found = accepted(runs.emulated["head"]["noisy"].result)
+    assert found == pytest.approx(accepted(runs.on_cpu["head"]["noisy"]), rel=0.1)
+    # Control: a head that does not read the target's states guesses less.
+    assert accepted(runs.on_cpu["head"]["without states"]) < 0.8 * found
 
 
 @pytest.mark.parametrize("reason", ["penalties", "structured_output"])
@@ -152,7 +173,9 @@ def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
     assert accepted(runs.emulated["adaptive"]["mixed"].result) > 0
 
 
-@pytest.mark.parametrize(("budget", "name"), [("fixed", "three"), ("adaptive", "mixed")])
+@pytest.mark.parametrize(
+    ("budget", "name"), [("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy")]
+)
 def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
     """Drafts that a grammar checks are verified without a graph."""
     emulated = runs.emulated[budget][name]
