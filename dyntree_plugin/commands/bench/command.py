@@ -168,8 +168,7 @@ def _models(
     grown = shapes.grown_target(shape, own)
     labels[str(grown)] = f"the embedded target as {shape}"
     if method != "draft_model":
-        with_heads: Any = shapes
-        drafting = with_heads.grown_head(shape, drafting, own)
+        drafting = shapes.grown_head(shape, drafting, own)
         labels[str(drafting)] = f"{kind} as {shape}"
     proof = ", ".join(f"{key} {value}" for key, value in shapes.proof_of(grown).items())
     notes = [f"{shapes.limits(shape)}; {dtype}.", f"Proof of the shape: {proof}."]
