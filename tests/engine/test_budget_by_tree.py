@@ -141,7 +141,7 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
     )
     source: Any = SimpleNamespace(
         rows=lambda requests, width: SimpleNamespace(ancestor_bits=None),
-        forward=lambda rows, requests: ran.append("forward"),
+        forward=lambda rows, requests, first: ran.append("forward"),
     )
     stored_at = torch.zeros(1, dtype=torch.int64)
     for ops, expected in ((CPUOps(found), runs), (CPUOps(), True)):
