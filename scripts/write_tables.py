@@ -15,6 +15,7 @@ from benchmarks.acceptance import report
 from dyntree_plugin import option_pages
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import read
+from dyntree_plugin.commands.bench.summary import rows
 from dyntree_plugin.metrics import names
 from dyntree_plugin.tree import pairs
 
@@ -30,6 +31,23 @@ def _acceptance(name: str) -> str:
     return report.markdown_table(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
+def _tokens_per_step(name: str) -> str:
+    """Compare engines by their tokens per step alone, and with the chain that has the most."""
+    result = read(RESULTS / f"{name}.json")
+    cells = list(dict.fromkeys(series.cell for series in result.series))
+    lines = ["| | " + " | ".join(f"temperature {c.temperature:g} | × best chain" for c in cells)]
+    lines[0] += " |"
+    lines.append("|---|" + "---:|" * (2 * len(cells)))
+    for engine in result.engines:
+        line = f"| {engine.name} |"
+        for cell in cells:
+            found = {row.series.engine: row.tokens_per_step or 0.0 for row in rows(result, cell)}
+            best = max(found[e.name] for e in result.engines if e.kind == "chain")
+            line += f" {found[engine.name]:.2f} | {found[engine.name] / best:.2f} |"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": option_pages.markdown_tables,
     "metrics": names.markdown_table,
@@ -37,6 +55,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance": lambda: _acceptance("acceptance-cpu"),
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
     "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
+    "serve_head": lambda: _tokens_per_step("serve-eagle3"),
+    "serve_head_1b": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-eagle3.json")),
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
 
