@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
     "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
     "serve_head": lambda: _tokens_per_step("serve-eagle3"),
+    "serve_head_drawn": lambda: _tokens_per_step("serve-eagle3-drawn"),
     "serve_head_1b": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-eagle3.json")),
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
