@@ -55,8 +55,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance": lambda: _acceptance("acceptance-cpu"),
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
     "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
-    "serve_head": lambda: _tokens_per_step("serve-eagle3"),
-    "serve_head_drawn": lambda: _tokens_per_step("serve-eagle3-drawn"),
+    "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
+    "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
     "serve_head_1b": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-eagle3.json")),
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }

@@ -174,9 +174,10 @@ def test_a_published_result_has_provenance_and_every_engine_in_every_cell(path: 
     assert found.provenance["cpu"] or found.provenance["gpu"]
     for cell in found.cells():
         assert list(found.of(cell)) == [engine.name for engine in found.engines]
-        assert {len(series.runs) for series in found.of(cell).values()} == {
-            found.settings["rounds"]
-        }
+        (rounds,) = {len(series.runs) for series in found.of(cell).values()}
+        # A time limit may have ended the measurement; then the notes say so.
+        cut = any(note.startswith("Rounds measured") for note in found.notes)
+        assert rounds == found.settings["rounds"] or (cut and rounds > 0)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
