@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.parameters import is_suffix
 from vllm_cpu_runner.arrays import float32_rows
 from vllm_cpu_runner.registry import implements
 
@@ -102,20 +103,6 @@ def bias(
 
 
 @compiled
-def _is_suffix(prefix, committed, drafts, num_drafts):
-    """Return whether the committed tokens, then ``num_drafts`` drafts, end with ``prefix``."""
-    start = committed.shape[0] + num_drafts - prefix.shape[0]
-    if start < 0:
-        return False
-    for i in range(prefix.shape[0]):
-        at = start + i - committed.shape[0]
-        actual = drafts[at] if at >= 0 else committed[start + i]
-        if actual != prefix[i]:
-            return False
-    return True
-
-
-@compiled
 def _mask_bad_words(
     logits,
     requests,
@@ -136,7 +123,7 @@ def _mask_bad_words(
         for word in range(num_words[request]):
             last = word_offsets[request, word + 1] - 1
             prefix = word_tokens[request, word_offsets[request, word] : last]
-            if _is_suffix(prefix, committed, drafts, local):
+            if is_suffix(prefix, committed, drafts):
                 logits[row, word_tokens[request, last]] = -_INF
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.parameters import penalize_row
 from vllm_cpu_runner.arrays import float32_rows
 from vllm_cpu_runner.registry import implements
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@compiled(error_model="numpy")
+@compiled
 def _penalize(
     logits,
     requests,
@@ -29,25 +30,15 @@ def _penalize(
     output_counts,
 ):
     one, zero = np.float32(1), np.float32(0)
-    vocab = logits.shape[1]
     for row in range(logits.shape[0]):
         request = requests[row]
         rep, freq, pres = repetition[request], frequency[request], presence[request]
         if rep == one and freq == zero and pres == zero:
             continue
-        counts = output_counts[request, :vocab].copy()
         # The request's drafts up to this row count as output. Its root is token_ids[row - local].
-        for i in range(row - local_positions[row] + 1, row + 1):
-            if 0 <= token_ids[i] < vocab:
-                counts[token_ids[i]] += 1
-        for token in range(vocab):
-            value, count = logits[row, token], counts[token]
-            seen = count > 0
-            if rep != one and (seen or (prompt_mask[request, token >> 5] >> (token & 31)) & 1):
-                value *= one / rep if value > zero else rep
-            value -= freq * np.float32(count)
-            value -= pres * np.float32(seen)
-            logits[row, token] = value
+        drafts = token_ids[row - local_positions[row] + 1 : row + 1]
+        counts, seen = output_counts[request], prompt_mask[request]
+        penalize_row(logits[row], counts, drafts, seen, rep, freq, pres)
 
 
 @implements("sample.penalties._penalties_kernel")

@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.parameters import FORCED_LOGIT, forced_token, last_match
 from vllm_cpu_runner.arrays import float32_rows
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
     import torch
-
-_FORCED_LOGIT = np.float32(1.0e9)
-
-
-@compiled
-def _last_match(tokens, marker, first, last):
-    """Return the largest start in [first, last) at which ``tokens`` have ``marker``, or -1."""
-    for start in range(min(last, tokens.shape[0] - marker.shape[0] + 1) - 1, first - 1, -1):
-        if np.array_equal(tokens[start : start + marker.shape[0]], marker):
-            return start
-    return -1
 
 
 @compiled
@@ -53,12 +43,12 @@ def _update_markers(
             high = total
             while high > 0 and start < 0 and end < 0:
                 low = max(0, high - block)
-                start = _last_match(tokens, start_marker, low, high)
-                end = _last_match(tokens, end_marker, low, high)
+                start = last_match(tokens, start_marker, low, high)
+                end = last_match(tokens, end_marker, low, high)
                 high = low
         else:
-            start = max(start, _last_match(tokens, start_marker, scan, total))
-            end = max(end, _last_match(tokens, end_marker, scan, total))
+            start = max(start, last_match(tokens, start_marker, scan, total))
+            end = max(end, last_match(tokens, end_marker, scan, total))
         last_starts[request], last_ends[request] = start, end
         longest = max(start_marker.shape[0], end_marker.shape[0])
         scan_positions[request] = max(0, total - (longest - 1))
@@ -96,23 +86,6 @@ def update_committed_marker_cache(
 
 
 @compiled
-def _forced_token(tokens, committed, budget, start, end, start_marker, end_marker, forced):
-    """Return the token that must come next, or -1. ``tokens[committed:]`` are drafts."""
-    length = tokens.shape[0]
-    first = max(0, committed - start_marker.shape[0] + 1)
-    start = max(start, _last_match(tokens, start_marker, first, length))
-    first = max(0, committed - end_marker.shape[0] + 1)
-    end = max(end, _last_match(tokens, end_marker, first, length))
-    if start < 0 or start <= end or length - (start + start_marker.shape[0]) < budget:
-        return -1
-    done = 0
-    for prefix in range(1, min(forced.shape[0] - 1, length) + 1):
-        if np.array_equal(tokens[length - prefix :], forced[:prefix]):
-            done = prefix
-    return forced[done]
-
-
-@compiled
 def _force_end(
     logits,
     requests,
@@ -135,7 +108,7 @@ def _force_end(
         # A request's first row is that of its last committed token; rows of its drafts follow.
         drafts = input_ids[row - local + 1 : row + 1]
         tokens = np.concatenate((token_ids[request, :total], drafts))
-        token = _forced_token(
+        token = forced_token(
             tokens,
             total,
             budgets[request],
@@ -146,7 +119,7 @@ def _force_end(
             forced,
         )
         if token >= 0:
-            logits[row, token] = _FORCED_LOGIT
+            logits[row, token] = FORCED_LOGIT
 
 
 @implements("sample.thinking_budget._thinking_budget_kernel")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.cpu import growth, learn, look_up, walk
+from dyntree_kernels.cpu import bitmasks, growth, learn, look_up, paths, walk
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.kv_move import kv_move
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile tree attention, KV moves, growth, walks, learning and look-up, or load them.
+    """Compile tree attention, KV moves, growth, walks, learning, look-up, paths and bitmasks.
 
     ``dtype``: of caches, queries and logits. The first compilation on a machine takes about 10 s.
     Later processes take a fraction of a second to load the machine code that `compiled` stored.
@@ -22,7 +22,10 @@ def warm_up(dtype: torch.dtype) -> None:
     rows = torch.tensor([0, 1], dtype=torch.int32)
     tree_attention(q, key, value, "vec", slot, slot[0], rows, one, torch.empty_like(q), 1.0)
     kv_move([key], [value], "vec", slot + 1, slot)
-    growth.warm_up(dtype)
+    for of_logits in dict.fromkeys((dtype, torch.float32)):  # parameters give float32
+        growth.warm_up(of_logits)
     walk.warm_up()
     learn.warm_up()
     look_up.warm_up()
+    bitmasks.warm_up(dtype)
+    paths.warm_up()
