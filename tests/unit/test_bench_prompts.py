@@ -10,6 +10,7 @@ import pytest
 
 from dyntree_plugin import pair
 from dyntree_plugin.commands.bench import prompts
+from dyntree_plugin.commands.bench.requests import Request
 
 
 def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(tmp_path: Path) -> None:
@@ -18,13 +19,19 @@ def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(tmp_path: 
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     name, found = prompts.read(str(path), 10, None)
     assert name == "mine"
-    assert sorted(found) == ["a", "b", "c", "d"]
+    assert sorted(str(request.prompt) for request in found) == ["a", "b", "c", "d"]
+    assert not any(request.sampling for request in found)
     assert prompts.read(str(path), 2, None)[1] == found[:2]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "mine.jsonl:1 is not JSON"), ('{"prompt": 3}', "as text in one of"), ("", "no lines")],
+    [
+        ("{", "mine.jsonl:1 is not JSON"),
+        ('{"prompt": 3}', "as text in one of"),
+        ("", "no lines"),
+        ('{"prompt": "a", "sampling": 3}', "mine.jsonl:1 must have a JSON object in sampling"),
+    ],
 )
 def test_a_file_that_holds_no_prompts_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
@@ -34,7 +41,8 @@ def test_a_file_that_holds_no_prompts_is_refused(text: str, message: str, tmp_pa
 
 
 def test_a_set_that_does_not_exist_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ValueError, match="must be 'code', a JSONL file that exists, or 'vllm:"):
+    message = "must be 'code', 'json', 'tools', 'regex', 'mixed', a JSONL file that exists, or 'vl"
+    with pytest.raises(ValueError, match=message):
         prompts.read("nothing.jsonl", 1, None)
 
 
@@ -45,7 +53,8 @@ def test_a_data_set_of_vllms_is_read_by_its_own_flags() -> None:
     flags = "vllm:--dataset-name random --random-input-len 24"
     name, found = prompts.read(flags, 3, tokenizer, seed=1)
     assert name == "random"
-    assert [len(tokenizer.encode(prompt)) for prompt in found] == pytest.approx([24] * 3, abs=6)
+    lengths = [len(tokenizer.encode(request.prompt)) for request in found]
+    assert lengths == pytest.approx([24] * 3, abs=6)
     assert prompts.read(flags, 3, tokenizer, seed=1)[1] == found
     with pytest.raises(ValueError, match="--dataset-name: invalid choice"):
         prompts.read("vllm:--dataset-name nothing", 3, tokenizer)
@@ -63,7 +72,8 @@ def test_what_a_data_set_of_vllms_needs_is_said(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="pip install pandas"):
             prompts.read(flags, 1, tokenizer)
     else:
-        assert prompts.read(flags, 1, tokenizer) == ("spec_bench question.jsonl", ["Who?"])
+        read = prompts.read(flags, 1, tokenizer)
+        assert read == ("spec_bench question.jsonl", [Request("Who?")])
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted() -> None:
@@ -71,6 +81,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted() -> None:
         def encode(self, text: str) -> list[int]:
             return list(range(len(text)))
 
-    found, longer = prompts.tokens(["ab", "abcdef", "abc"], Tokenizer(), 3)
-    assert [len(ids) for ids in found] == [2, 3]
+    penalty = {"repetition_penalty": 1.1}
+    given = [Request("ab"), Request("abcdef"), Request("abc", penalty)]
+    found, longer = prompts.tokens(given, Tokenizer(), 3)
+    assert found == [Request([0, 1]), Request([0, 1, 2], penalty)]
     assert longer == 1

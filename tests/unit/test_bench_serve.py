@@ -16,6 +16,7 @@ from dyntree_plugin.commands.bench.arguments import TREES
 from dyntree_plugin.commands.bench.measure import differing, measure
 from dyntree_plugin.commands.bench.plan import Load, Models
 from dyntree_plugin.commands.bench.pool import Pool
+from dyntree_plugin.commands.bench.requests import Request
 from dyntree_plugin.commands.bench.results import Cell, Engine, Run, Speculation, latencies_ms
 from dyntree_plugin.commands.bench.session import Contest, Settings
 from dyntree_plugin.options import DynTreeOptions
@@ -34,7 +35,7 @@ class FakeServer:
     def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
         self.log.append(f"{self.name} {load.max_tokens}")
         run = Run(round=0, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0)
-        return run, [self.answer for _ in load.prompts]
+        return run, [self.answer for _ in load.requests]
 
 
 def opener(answers: Mapping[str, list[int]], log: list[str]) -> Any:
@@ -48,7 +49,7 @@ def opener(answers: Mapping[str, list[int]], log: list[str]) -> Any:
 def test_rounds_are_interleaved_and_every_other_goes_backwards() -> None:
     log: list[str] = []
     names = ["plain", "chain", "tree"]
-    loads = {CELL: Load([[1]], 1, 0.0, 8)}
+    loads = {CELL: Load([Request([1])], 1, 0.0, 8)}
     opened = opener({name: [1] for name in names}, log)
     given = list(measure(list(map(engine, names)), loads, 2, opened))
     assert [{len(series.runs) for series in after} for after in given] == [{1}, {2}]
@@ -63,7 +64,7 @@ def measured_by_cell(left: Iterator[float], rounds: int, log: list[str]) -> list
 
     ``left`` yields the seconds that are left, one value for each time that they are read.
     """
-    loads = {cell: Load([[1]], 1, 0.0, cell.batch) for cell in BATCHES}
+    loads = {cell: Load([Request([1])], 1, 0.0, cell.batch) for cell in BATCHES}
     engines = [engine("a"), engine("b")]
     opened = opener({"a": [1], "b": [1]}, log)
     return list(
@@ -110,9 +111,10 @@ def test_a_result_says_what_was_left_out() -> None:
 
 def test_at_temperature_0_answers_are_compared_with_those_of_the_first_engine() -> None:
     answers = {"plain": [1, 2, 3], "same": [1, 2, 3], "other": [1, 9]}
-    cells = {CELL: Load([[1], [2]], 1, 0.0, 8)}
+    two = [Request([1]), Request([2])]
+    cells = {CELL: Load(two, 1, 0.0, 8)}
     sampled = Cell(prompts="code", temperature=1.0, batch=2)
-    cells[sampled] = Load([[1], [2]], 1, 1.0, 8)
+    cells[sampled] = Load(two, 1, 1.0, 8)
     (found,) = measure(list(map(engine, answers)), cells, 1, opener(answers, []))
     by_name = {series.engine: series for series in found if series.cell == CELL}
     assert (by_name["same"].differing_tokens, by_name["same"].compared_tokens) == (0, 6)
@@ -172,7 +174,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def use(pool: Pool, *names: str) -> None:
     for name in names:
-        with pool.engine(engine(name), [Load([[1]], 1, 0.0, 4)]):
+        with pool.engine(engine(name), [Load([Request([1])], 1, 0.0, 4)]):
             pass
 
 
@@ -191,7 +193,7 @@ def test_engines_that_all_have_a_place_start_together_and_warm_up_alone(
     with Pool(2, FakeProcess) as pool:  # type: ignore[arg-type]
         assert pool.holds(2)
         assert not pool.holds(3)
-        pool.start([engine("a"), engine("b")], [Load([[1]], 1, 0.0, 4)])
+        pool.start([engine("a"), engine("b")], [Load([Request([1])], 1, 0.0, 4)])
         use(pool, "a", "b")
     assert started[:6] == ["start a", "start b", "wait a", "wait b", "warm a", "warm b"]
     assert sorted(started[6:]) == ["end a", "end b"]
@@ -323,16 +325,17 @@ def settings(**changes: Any) -> Settings:
 
 
 def test_every_set_is_served_at_every_temperature_with_every_batch() -> None:
-    loads = settings().loads({"x": [[1], [2], [3]], "y": [[4], [5], [6]]})
+    three = [Request([1]), Request([2]), Request([3])]
+    loads = settings().loads({"x": three, "y": three})
     assert len(loads) == 8
-    assert [len(load.prompts) for load in loads.values()] == [2, 3] * 4
+    assert [len(load.requests) for load in loads.values()] == [2, 3] * 4
     assert {load.concurrency for load in loads.values()} == {1, 3}
     assert {load.seed for load in loads.values()} == {5}
 
 
 def test_a_set_with_fewer_prompts_than_the_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="--batch 3 needs as many prompts, and 'x' has 2"):
-        settings().loads({"x": [[1], [2]]})
+        settings().loads({"x": [Request([1]), Request([2])]})
 
 
 def test_acceptance_is_the_growth_of_vllms_counters_over_all_engines() -> None:

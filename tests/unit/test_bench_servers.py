@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from dyntree_plugin.commands.bench import command, pictures, server
 from dyntree_plugin.commands.bench.plan import Load
+from dyntree_plugin.commands.bench.requests import Request
 from dyntree_plugin.commands.bench.results import Result, read
 
 
@@ -63,6 +64,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     clock: ClassVar[Ticks | None] = None
     drafts = 0
     asked: ClassVar[set[str]] = set()
+    bodies: ClassVar[list[dict[str, Any]]] = []
 
     def log_message(self, *_: object) -> None:
         pass
@@ -86,6 +88,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         _Handler.drafts += 1
         _Handler.asked.add(self.path)
+        _Handler.bodies.append(asked)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -118,6 +121,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def address() -> Iterator[str]:
     _Handler.asked.clear()
+    _Handler.bodies.clear()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -127,11 +131,24 @@ def address() -> Iterator[str]:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_server_is_streamed_and_its_own_counters_are_read(address: str, chat: bool) -> None:
-    load = Load(["x", "y", "z"], 2, 0.0, 6)
+    load = Load([Request(text) for text in "xyz"], 2, 0.0, 6)
     run, texts = server.Client(address, chat=chat).serve(load)
     assert texts == ["abcdef"] * 3
     assert run.output_tokens == 18
     assert run.speculation.drafts == 3
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_server_is_sent_the_parameters_of_a_request(address: str, chat: bool) -> None:
+    own = {"bad_words": ["self"], "structured_outputs": {"regex": "a+"}}
+    load = Load([Request("x", own), Request("y")], 1, 0.5, 6, seed=3)
+    server.Client(address, chat=chat).serve(load)
+    first, second = _Handler.bodies
+    assert {name: first[name] for name in own} == own
+    assert not own.keys() & second.keys()
+    shared = {name: second[name] for name in ("temperature", "seed", "max_tokens", "ignore_eos")}
+    assert shared == {"temperature": 0.5, "seed": 4, "max_tokens": 6, "ignore_eos": True}
+    assert first["ignore_eos"] is False
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -141,7 +158,7 @@ def test_times_are_taken_when_pieces_arrive(
     ticks = Ticks()
     monkeypatch.setattr(server, "time", ticks)
     monkeypatch.setattr(_Handler, "clock", ticks)
-    run, _ = server.Client(address, chat=chat).serve(Load(["x"], 1, 0.0, 6))
+    run, _ = server.Client(address, chat=chat).serve(Load([Request("x")], 1, 0.0, 6))
     assert run.ttft_ms == 1000
     # Two seconds pass between the first piece and the last; five tokens come after the first.
     assert run.tpot_ms == 2000 / 5
@@ -150,7 +167,7 @@ def test_times_are_taken_when_pieces_arrive(
 
 def test_what_a_server_refuses_is_the_users_mistake(address: str) -> None:
     with pytest.raises(ValueError, match=r"refuses: .*too many"):
-        server.Client(address, chat=False).serve(Load(["x"], 1, 0.0, REFUSED))
+        server.Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, REFUSED))
 
 
 def measured(address: str, file: Path, *more: str) -> Result:
@@ -203,4 +220,4 @@ def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
 @pytest.mark.parametrize("path", ["/elsewhere", "\n"])
 def test_a_server_without_a_page_of_metrics_is_told_of(address: str, path: str) -> None:
     with pytest.raises(RuntimeError, match="is not a page of metrics"):
-        server.Client(address + path, chat=False).serve(Load(["x"], 1, 0.0, 6))
+        server.Client(address + path, chat=False).serve(Load([Request("x")], 1, 0.0, 6))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dyntree_plugin.commands.arguments import Method as DraftMethod
+from dyntree_plugin.commands.bench.requests import ALLOWED
 
 OF_ENGINES = "For engines on this machine"
 OF_SERVERS = "For running servers"
@@ -49,8 +50,21 @@ PromptSets = Annotated[
     typer.Option(
         "--prompts",
         metavar="SET",
-        help="'code' (held-out Python), a JSONL file, or 'vllm:' with flags for one of vLLM's "
-        "data sets. Repeatable.",
+        help="'code' (held-out Python); questions about such code that are answered as 'json' by "
+        "schema, with calls of 'tools' or by 'regex'; 'mixed', where penalties, JSON, bad words, "
+        "tool calls, least lengths and ordinary requests take turns; a JSONL file, whose lines "
+        "may bring parameters in a field sampling; or 'vllm:' with flags for one of vLLM's data "
+        "sets. Repeatable.",
+    ),
+]
+Samplings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sampling",
+        metavar="JSON",
+        help="Sampling parameters of all requests, such as "
+        """'{"repetition_penalty": 1.1}'. Those that a request brings prevail. Repeatable: every """
+        "set is served with each; '{}' is without. Allowed: " + ", ".join(ALLOWED) + ".",
     ),
 ]
 Requests = Annotated[int, typer.Option(min=1, help="Prompts per set.")]

@@ -44,6 +44,7 @@ def serve(
     target_shape: arguments.TargetShape = None,
     dtype: arguments.Dtype = "bfloat16",
     prompt_sets: arguments.PromptSets = None,
+    samplings: arguments.Samplings = None,
     requests: arguments.Requests = 8,
     max_tokens: arguments.MaxTokens = 128,
     batches: arguments.Batches = None,
@@ -73,8 +74,9 @@ def serve(
     seconds_left = _until(time_limit)
     console = Console(highlight=False)
     loads = prompt_sets or [prompts.CODE], temperatures or [0.0], batches or [1, 4]
-    settings = Settings(*loads, requests, max_tokens, rounds, seed)
     try:
+        further_sampling = [_json("--sampling", each) for each in samplings or ["{}"]]
+        settings = Settings(*loads, requests, max_tokens, rounds, seed, further_sampling)
         check_plots(plot_folder)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
@@ -202,7 +204,8 @@ def _json(option: str, value: str) -> dict[str, Any]:
 @contextmanager
 def _progress(console: Console, settings: Settings, engines: int) -> Iterator[Done]:
     """Show the result of each run above a progress bar."""
-    cells = len(settings.sets) * len(settings.temperatures) * len(settings.batches)
+    loads = settings.sets, settings.samplings, settings.temperatures, settings.batches
+    cells = math.prod(map(len, loads))
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=settings.rounds * engines * cells)

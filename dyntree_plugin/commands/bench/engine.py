@@ -56,25 +56,32 @@ def _redirect(log: Path) -> None:
 
 @dataclass
 class _Request:
-    """Times of the request, of its first token and of its last token, in seconds."""
+    """Times of the request, of its first token and of its last token, in seconds.
+
+    ``steps`` counts the steps that gave it tokens.
+    """
 
     asked: float
     first: float | None = None
     last: float = 0.0
+    steps: int = 0
     tokens: list[int] = field(default_factory=list)
 
     def take(self, tokens: Sequence[int], now: float) -> None:
         if tokens:
             self.first = now if self.first is None else self.first
             self.last = now
+            self.steps += 1
             self.tokens += tokens
 
 
 @dataclass(frozen=True)
 class _Step:
+    """``decodes``: it gave tokens, and read no prompt. One may wait for a grammar alone."""
+
     seconds: float
     stages: Mapping[str, float]
-    reads_prompt: bool
+    decodes: bool
 
 
 class Served:
@@ -106,11 +113,13 @@ class Served:
         """Serve every request of the load. When one ends, the next one begins."""
         from prometheus_client import REGISTRY
 
-        before, spent = counts.read(REGISTRY.collect()), counts.stages(REGISTRY.collect())
+        before = list(REGISTRY.collect())
         start = time.perf_counter()
         requests, steps = self._steps(load)
         seconds = time.perf_counter() - start
-        decoding = [step for step in steps if not step.reads_prompt]
+        after = list(REGISTRY.collect())
+        spent = counts.stages(before)
+        decoding = [step for step in steps if step.decodes]
         names = dict.fromkeys(name for step in decoding for name in step.stages)
         tpot, ttft = latencies_ms([(r.asked, r.first, r.last, len(r.tokens)) for r in requests])
         run = Run(
@@ -127,10 +136,12 @@ class Served:
             }
             or {
                 name: 1e3 * (now - spent[name]) / len(steps)
-                for name, now in counts.stages(REGISTRY.collect()).items()
+                for name, now in counts.stages(after).items()
                 if name in spent
             },
-            speculation=counts.growth(before, counts.read(REGISTRY.collect())),
+            request_steps=sum(request.steps - 1 for request in requests),
+            speculation=counts.growth(counts.read(before), counts.read(after)),
+            fallbacks=counts.growth_of_fallbacks(counts.fallbacks(before), counts.fallbacks(after)),
         )
         return run, [request.tokens for request in requests]
 
@@ -139,11 +150,11 @@ class Served:
         requests: list[_Request] = []
         running: dict[str, _Request] = {}
         steps: list[_Step] = []
-        while running or len(requests) < len(load.prompts):
+        while running or len(requests) < len(load.requests):
             admitted = 0
-            while len(running) < load.concurrency and len(requests) < len(load.prompts):
+            while len(running) < load.concurrency and len(requests) < len(load.requests):
                 number, name, self._begun = len(requests), str(self._begun), self._begun + 1
-                prompt: Any = {"prompt_token_ids": list(load.prompts[number])}
+                prompt: Any = {"prompt_token_ids": list(load.requests[number].prompt)}
                 requests.append(_Request(time.perf_counter()))
                 engine.add_request(name, prompt, _sampling(load, number))
                 running[name] = requests[number]
@@ -151,25 +162,26 @@ class Served:
             began = time.perf_counter()
             outputs: list[Any] = engine.step()
             now = time.perf_counter()
-            steps.append(_Step(now - began, self._take_stages(), admitted > 0))
+            began_earlier = [running[output.request_id].steps > 0 for output in outputs]
+            decodes = not admitted and bool(outputs) and all(began_earlier)
+            steps.append(_Step(now - began, self._take_stages(), decodes))
             for output in outputs:
                 running[output.request_id].take(output.outputs[0].token_ids, now)
+                if output.outputs[0].finish_reason == "error":
+                    raise RuntimeError(f"vLLM has ended request {output.request_id} by an error")
                 if output.finished:
                     del running[output.request_id]
         return requests, steps
 
 
 def _sampling(load: Load, number: int) -> Any:
+    import msgspec
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        temperature=load.temperature,
-        seed=load.seed + number if load.temperature else None,
-        max_tokens=load.max_tokens,
-        ignore_eos=True,
-        output_kind=RequestOutputKind.DELTA,
-    )
+    params = msgspec.convert(load.sampling(number), SamplingParams)
+    params.output_kind = RequestOutputKind.DELTA
+    return params
 
 
 def _stages_of(llm: LLM) -> Callable[[], dict[str, float]]:

@@ -90,15 +90,20 @@ def _all_series(
 
 
 def warm_ups(loads: Sequence[Load]) -> list[Load]:
-    """Return one short load for each concurrency and temperature among the loads."""
-    found = {
-        (load.concurrency, load.temperature): replace(
+    """Return one short load for each concurrency, temperature and kind of requests of the loads.
+
+    It has a request of every kind, so that no grammar is compiled while time is measured.
+    """
+    found = {}
+    for load in loads:
+        first = load.requests[: load.concurrency]
+        kinds = {request.key: request for request in load.requests}
+        further = [kinds[key] for key in kinds.keys() - {request.key for request in first}]
+        found[load.concurrency, load.temperature, frozenset(kinds)] = replace(
             load,
-            prompts=load.prompts[: load.concurrency],
+            requests=[*first, *further],
             max_tokens=min(load.max_tokens, WARM_UP_TOKENS),
         )
-        for load in loads
-    }
     return list(found.values())
 
 

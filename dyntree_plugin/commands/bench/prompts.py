@@ -1,4 +1,4 @@
-"""Read the prompt sets."""
+"""Read the sets of requests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import json
 import random
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+from dyntree_plugin.commands.bench import sets
+from dyntree_plugin.commands.bench.requests import Request
 
 CODE = "code"
 """Python code that was held out when the embedded pair was trained."""
@@ -20,39 +24,48 @@ FIELDS = ("prompt", "text", "question", "turns")
 """Fields of a JSONL line that may hold the prompt. ``turns`` is a list, as in Spec-Bench, whose
 first entry is used."""
 
+SAMPLING = "sampling"
+"""Field of a JSONL line that may hold sampling parameters of the request."""
 
-def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[str]]:
-    """Return a set's name and up to ``count`` of its prompts; the ``seed`` determines which.
 
-    ``source`` is `CODE`, a JSONL file, or `VLLM` with flags, which need the target's tokenizer.
+def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[Request]]:
+    """Return a set's name and up to ``count`` of its requests; the ``seed`` determines which.
+
+    ``source`` is `CODE`, one of `sets.NAMES`, a JSONL file, or `VLLM` with flags, which need the
+    target's tokenizer. The prompts are texts.
 
     Raises:
         ValueError: if it is none of them or has no prompts.
     """
-    if source == CODE:
+    if source == CODE or source in sets.NAMES:
         from dyntree_plugin.pair import held_out_prompts
 
-        return "held-out code", held_out_prompts(count, seed=seed)
+        codes = held_out_prompts(count, seed=seed)
+        if source in sets.NAMES:
+            return sets.read(source, codes)
+        return "held-out code", [Request(code) for code in codes]
     if source.startswith(VLLM):
-        return _of_vllm(shlex.split(source.removeprefix(VLLM)), count, tokenizer, seed)
+        name, texts = _of_vllm(shlex.split(source.removeprefix(VLLM)), count, tokenizer, seed)
+        return name, [Request(text) for text in texts]
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"--prompts {source!r} must be {CODE!r}, a JSONL file that exists, or "
+            f"--prompts {source!r} must be {', '.join(map(repr, (CODE, *sets.NAMES)))}, "
+            "a JSONL file that exists, or "
             f"'{VLLM}--dataset-name spec_bench --dataset-path FILE' with flags of vLLM's data sets"
         )
-    prompts = [
-        _prompt(line, f"{path}:{number}")
+    requests = [
+        _request(line, f"{path}:{number}")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if line.strip()
     ]
-    if not prompts:
+    if not requests:
         raise ValueError(f"--prompts {source!r} has no lines")
-    random.Random(seed).shuffle(prompts)
-    return path.stem, prompts[:count]
+    random.Random(seed).shuffle(requests)
+    return path.stem, requests[:count]
 
 
-def _prompt(line: str, where: str) -> str:
+def _request(line: str, where: str) -> Request:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -61,7 +74,10 @@ def _prompt(line: str, where: str) -> str:
     prompt = found[0] if isinstance(found, list) and found else found
     if not isinstance(prompt, str):
         raise ValueError(f"{where} must have its prompt as text in one of {', '.join(FIELDS)}")
-    return prompt
+    sampling = value.get(SAMPLING, {})
+    if not isinstance(sampling, dict):
+        raise ValueError(f"{where} must have a JSON object in {SAMPLING}")
+    return Request(prompt, sampling)
 
 
 def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[str, list[str]]:
@@ -96,8 +112,9 @@ def _refuse(flags: list[str], message: str) -> NoReturn:
     raise ValueError(f"--prompts '{VLLM}{shlex.join(flags)}': {message}")
 
 
-def tokens(prompts: Sequence[str], tokenizer: Any, most: int) -> tuple[list[list[int]], int]:
-    """Return the prompts of at most ``most`` tokens, encoded, and the number of longer ones."""
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    fitting = [ids for ids in encoded if 0 < len(ids) <= most]
+def tokens(requests: Sequence[Request], tokenizer: Any, most: int) -> tuple[list[Request], int]:
+    """Return the requests whose prompts have at most ``most`` tokens, with these as prompts, and
+    the number of others."""
+    encoded = [replace(request, prompt=tokenizer.encode(request.prompt)) for request in requests]
+    fitting = [request for request in encoded if 0 < len(request.prompt) <= most]
     return fitting, len(encoded) - len(fitting)

@@ -25,7 +25,10 @@ class Engine(_Record):
 
 
 class Cell(_Record):
-    """A set of prompts, served at one temperature, ``batch`` requests at a time."""
+    """A set of requests, served at one temperature, ``batch`` of them at a time.
+
+    ``prompts`` names the set, and what ``--sampling`` adds to its requests.
+    """
 
     prompts: str
     temperature: float
@@ -40,6 +43,16 @@ class Speculation(_Record):
     accepted_tokens: int = 0
 
 
+class Fallbacks(_Record):
+    """Decoding steps of single requests of an engine with trees, and those with chains or no tree.
+
+    ``by_reason`` counts the latter by the reasons of `dyntree_fallback_steps`.
+    """
+
+    request_steps: int = 0
+    by_reason: dict[str, int] = Field(default_factory=dict)
+
+
 class Run(_Record):
     """One engine's work on one cell in one round.
 
@@ -47,6 +60,10 @@ class Run(_Record):
     mean time to the first token. ``steps`` counts engine steps that process no prompt, ``step_ms``
     is their mean time, and ``stages_ms`` the worker's share of it by stage. For an engine in
     another process the metrics give the stages, over all steps.
+
+    ``request_steps`` counts the steps of every single request after that of its first token; 0 if
+    they are unknown. Unlike ``speculation`` they go with ``output_tokens``, which has no token
+    after the end of an answer.
     """
 
     round: int
@@ -58,7 +75,9 @@ class Run(_Record):
     steps: int = 0
     step_ms: float = 0.0
     stages_ms: dict[str, float] = Field(default_factory=dict)
+    request_steps: int = 0
     speculation: Speculation = Speculation()
+    fallbacks: Fallbacks = Fallbacks()
 
 
 class Series(_Record):

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from dyntree_plugin.commands.bench import counts
 from dyntree_plugin.commands.bench.plan import Load
-from dyntree_plugin.commands.bench.results import Engine, Run, Speculation, latencies_ms
+from dyntree_plugin.commands.bench.results import Engine, Run, latencies_ms
 
 if TYPE_CHECKING:
     import openai
@@ -66,7 +67,7 @@ class Client:
         """
         import openai
 
-        before = self._counts()
+        before = self._metrics()
         start = time.perf_counter()
         try:
             answers = asyncio.run(self._ask(load))
@@ -75,15 +76,19 @@ class Client:
         except openai.OpenAIError as error:
             raise RuntimeError(f"{self._address}: {error}") from error
         seconds = time.perf_counter() - start
+        after = self._metrics()
+        tokens = sum(answer.tokens for answer in answers)
         tpot, ttft = latencies_ms([(a.asked, a.first, a.last, a.tokens) for a in answers])
         run = Run(
             round=0,
             requests=len(answers),
             seconds=seconds,
-            output_tokens=sum(answer.tokens for answer in answers),
+            output_tokens=tokens,
             tpot_ms=tpot,
             ttft_ms=ttft,
-            speculation=counts.growth(before, self._counts()),
+            request_steps=counts.request_steps(before, after, tokens),
+            speculation=counts.growth(counts.read(before), counts.read(after)),
+            fallbacks=counts.growth_of_fallbacks(counts.fallbacks(before), counts.fallbacks(after)),
         )
         return run, [answer.text for answer in answers]
 
@@ -100,20 +105,17 @@ class Client:
                 async with room:
                     return await self._stream(client, model, load, number)
 
-            return list(await asyncio.gather(*map(one, range(len(load.prompts)))))
+            return list(await asyncio.gather(*map(one, range(len(load.requests)))))
 
     async def _stream(
         self, client: openai.AsyncOpenAI, model: str, load: Load, number: int
     ) -> _Answer:
-        prompt: Any = load.prompts[number]
+        prompt: Any = load.requests[number].prompt
         common: dict[str, Any] = {
             "model": model,
-            "temperature": load.temperature,
-            "seed": load.seed + number,
-            "max_tokens": load.max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "extra_body": {"ignore_eos": True},
+            "extra_body": load.sampling(number),
         }
         answer = _Answer(time.perf_counter())
         if self._chat:
@@ -133,10 +135,10 @@ class Client:
                 answer.text += piece
         return answer
 
-    def _counts(self) -> Speculation:
+    def _metrics(self) -> list[Metric]:
         url = f"{self._address}/metrics"
         try:
             with urllib.request.urlopen(url, timeout=60) as page:
-                return counts.read(text_string_to_metric_families(page.read().decode()))
+                return list(text_string_to_metric_families(page.read().decode()))
         except (OSError, HTTPException, ValueError) as error:
             raise RuntimeError(f"{url} is not a page of metrics: {error}") from error

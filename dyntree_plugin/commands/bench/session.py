@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from dyntree_plugin.commands.bench import plan, prompts, server
 from dyntree_plugin.commands.bench.measure import Server, measure, warm_ups
 from dyntree_plugin.commands.bench.plan import Load, Models
 from dyntree_plugin.commands.bench.pool import Pool
+from dyntree_plugin.commands.bench.requests import (
+    Parameters,
+    Request,
+    Verify,
+    check,
+    engine_verifies,
+    title,
+)
 from dyntree_plugin.commands.bench.results import Cell, Engine, Result, Run, Series
 from dyntree_plugin.provenance import provenance
 
@@ -21,7 +31,7 @@ Done = Callable[[Engine, Cell, Run], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """The loads: every set of prompts at every temperature and batch size."""
+    """The loads: every set of requests with every sampling, temperature and batch size."""
 
     sets: Sequence[str]
     temperatures: Sequence[float]
@@ -30,30 +40,53 @@ class Settings:
     max_tokens: int
     rounds: int
     seed: int
+    samplings: Sequence[Parameters] = ({},)
 
     @property
     def prompts(self) -> int:
         """Number of prompts per set: as requested, and enough for the largest batch."""
         return max(self.requests, *self.batches)
 
-    def loads(self, sets: Mapping[str, Sequence[Any]]) -> dict[Cell, Load]:
+    def loads(self, sets: Mapping[str, Sequence[Request]]) -> dict[Cell, Load]:
         """Return every load by its cell.
 
         Raises:
             ValueError: if a set has too few prompts for a batch.
         """
         found = {}
-        for name, own in sets.items():
-            for temperature in self.temperatures:
-                for batch in self.batches:
-                    if len(own) < batch:
-                        raise ValueError(
-                            f"--batch {batch} needs as many prompts, and {name!r} has {len(own)}"
-                        )
-                    cell = Cell(prompts=name, temperature=temperature, batch=batch)
-                    asked = own[: max(self.requests, batch)]
-                    found[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed)
+        for (name, own), sampling, temperature, batch in product(
+            sets.items(), self.samplings, self.temperatures, self.batches
+        ):
+            if len(own) < batch:
+                raise ValueError(
+                    f"--batch {batch} needs as many prompts, and {name!r} has {len(own)}"
+                )
+            shown = ", ".join(filter(None, [name, title(sampling)]))
+            cell = Cell(prompts=shown, temperature=temperature, batch=batch)
+            asked = [
+                replace(request, sampling={**sampling, **request.sampling})
+                for request in own[: max(self.requests, batch)]
+            ]
+            found[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed)
         return found
+
+    def check(self, sets: Mapping[str, Sequence[Request]], verify: Verify) -> None:
+        """Check the sampling parameters of all requests.
+
+        Raises:
+            ValueError: if there is a mistake in one, or two of the options have the same name.
+        """
+        names = [title(sampling) for sampling in self.samplings]
+        for name in set(names):
+            if names.count(name) > 1:
+                raise ValueError(f"--sampling: two have the name {name!r}")
+        for sampling in filter(None, self.samplings):
+            check(sampling, f"--sampling {json.dumps(sampling)}", self.max_tokens, verify)
+        for name, own in sets.items():
+            for key, request in {request.key: request for request in own}.items():
+                source = f"--prompts: the sampling {key} of {name!r}"
+                if request.sampling:
+                    check(request.sampling, source, self.max_tokens, verify)
 
 
 @dataclass(frozen=True)
@@ -107,11 +140,11 @@ def of_engines(
     most = context - settings.max_tokens - max([0, *contest.lengths, *_nodes(contest)]) - 1
     sets, longer = {}, 0
     for source in settings.sets:
-        name, texts = prompts.read(source, settings.prompts, tokenizer, settings.seed)
-        sets[name], left_out = prompts.tokens(texts, tokenizer, most)
+        name, read = prompts.read(source, settings.prompts, tokenizer, settings.seed)
+        sets[name], left_out = prompts.tokens(read, tokenizer, most)
         longer += left_out
     loads = settings.loads(sets)
-    longest = max(len(ids) for own in sets.values() for ids in own) + settings.max_tokens
+    longest = max(len(each.prompt) for own in sets.values() for each in own) + settings.max_tokens
     engines = plan.engines(
         contest.models,
         list(loads),
@@ -122,6 +155,7 @@ def of_engines(
         look_ups=contest.look_ups,
         probabilistic=contest.probabilistic,
     )
+    settings.check(sets, engine_verifies(engines[0].arguments, tokenizer))
     notes = [*notes, *([f"{longer} prompts were too long and were left out."] if longer else [])]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
     with Pool(contest.places) as pool:
@@ -156,6 +190,7 @@ def of_servers(
         prompts.read(source, settings.prompts, None, settings.seed) for source in settings.sets
     )
     loads = settings.loads(sets)
+    settings.check(sets, lambda _: None)
     warm: set[str] = set()
 
     @contextmanager
@@ -167,7 +202,8 @@ def of_servers(
         yield client
 
     remarks = [
-        "Acceptance is from each server's /metrics, which counts its other clients too.",
+        "Acceptance is from each server's /metrics. If it has other clients, they count too, as do "
+        "tokens after the end of an answer.",
         "Prompts repeat from round to round, so a prefix cache shortens their prefill.",
     ]
     for series in measure(

@@ -72,11 +72,29 @@ def speed_up(series: Series, reference: Series) -> Spread:
 
 
 def tokens_per_step(series: Series, plain: bool = False) -> float | None:
-    """Return the tokens per verified chain or tree of a request, or None if it is unknown."""
+    """Return the tokens per step of a request after its first token, or None if it is unknown.
+
+    Where the steps of requests are not counted, these are the tokens per verified chain or tree,
+    with the accepted tokens after the end of an answer.
+    """
+    steps = sum(run.request_steps for run in series.runs)
+    if steps:
+        return sum(run.output_tokens - run.requests for run in series.runs) / steps
     drafts = sum(run.speculation.drafts for run in series.runs)
     if drafts:
         return 1 + sum(run.speculation.accepted_tokens for run in series.runs) / drafts
     return 1.0 if plain else None
+
+
+def fallback_shares(series: Series) -> dict[str, float]:
+    """Return the share of a request's steps with a chain or no tree by reason, largest first."""
+    steps = max(1, sum(run.fallbacks.request_steps for run in series.runs))
+    counts: dict[str, int] = {}
+    for run in series.runs:
+        for reason, count in run.fallbacks.by_reason.items():
+            counts[reason] = counts.get(reason, 0) + count
+    ordered = sorted(counts.items(), key=lambda each: -each[1])
+    return {reason: count / steps for reason, count in ordered}
 
 
 def longest_chain_is_best(result: Result, cell: Cell) -> bool:

@@ -9,7 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dyntree_plugin.commands.bench.results import Cell, Result
-from dyntree_plugin.commands.bench.summary import Row, Spread, longest_chain_is_best, rows
+from dyntree_plugin.commands.bench.summary import (
+    Row,
+    Spread,
+    fallback_shares,
+    longest_chain_is_best,
+    rows,
+)
 
 _NONE = "–"
 
@@ -104,3 +110,10 @@ def _with_spread(spread: Spread) -> str:
 def _remarks(result: Result, cell: Cell) -> Iterator[str]:
     if longest_chain_is_best(result, cell):
         yield "The longest chain is the best one here: a longer one may be better still."
+    for name, series in result.of(cell).items():
+        if shares := fallback_shares(series):
+            reasons = ", ".join(f"{reason} {share:.1%}" for reason, share in shares.items())
+            yield (
+                f"{name}: chains or no tree in {sum(shares.values()):.1%} of its requests' steps "
+                f"({reasons})."
+            )

@@ -1,0 +1,304 @@
+"""Requests of `dyntree bench serve` with sampling parameters, and what is counted of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from dyntree_plugin import pair
+from dyntree_plugin.commands.bench import command, counts, prompts, requests, sets, summary, table
+from dyntree_plugin.commands.bench.engine import Served
+from dyntree_plugin.commands.bench.measure import warm_ups
+from dyntree_plugin.commands.bench.plan import Load
+from dyntree_plugin.commands.bench.requests import Request
+from dyntree_plugin.commands.bench.results import (
+    Cell,
+    Engine,
+    Fallbacks,
+    Result,
+    Run,
+    Series,
+    Speculation,
+)
+from dyntree_plugin.commands.bench.session import Settings
+
+GRAMMAR = {"structured_outputs": {"regex": "[ab]{3}"}}
+PENALTY = {"repetition_penalty": 1.1}
+TARGET = pair.paths()["target"]
+
+
+def of(name: str, count: int = 12) -> list[Request]:
+    return prompts.read(name, count, None)[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@pytest.fixture(scope="module")
+def verify(tokenizer: Any) -> requests.Verify:
+    return requests.engine_verifies({"model": str(TARGET), "no_such_argument": 1}, tokenizer)
+
+
+@pytest.mark.parametrize("name", sets.NAMES)
+def test_engines_take_the_requests_of_a_set(name: str, verify: requests.Verify) -> None:
+    for request in of(name, 24):
+        requests.check(request.sampling, name, 128, verify)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("json", "structural_tag"), ("tools", "structural_tag"), ("regex", "regex")]
+)
+def test_a_set_has_several_grammars_in_turn(name: str, kind: str) -> None:
+    found = [request.sampling["structured_outputs"] for request in of(name)]
+    assert all(list(each) == [kind] for each in found)
+    assert len({json.dumps(each) for each in found}) == {"tools": 2}.get(name, 4)
+    assert found[0] == found[4]
+    assert found[0] != found[1]
+
+
+def test_kinds_of_requests_alternate_in_the_mixed_set() -> None:
+    found = [set(request.sampling) for request in of("mixed")]
+    assert found[:6] == [
+        set(), {"repetition_penalty"}, {"structured_outputs"}, {"bad_words"},
+        {"structured_outputs"}, {"min_tokens", "ignore_eos"},
+    ]  # fmt: skip
+    assert found[7] == {"presence_penalty", "frequency_penalty"}
+    assert of("mixed")[2].sampling == of("json", 1)[0].sampling
+    assert of("mixed")[4].sampling == of("tools", 1)[0].sampling
+
+
+def longest(schema: dict[str, Any]) -> Any:
+    """Return the longest value of a schema."""
+    if schema["type"] == "object":
+        return {name: longest(each) for name, each in schema["properties"].items()}
+    if schema["type"] == "array":
+        return [longest(schema["items"])] * schema["maxItems"]
+    if schema["type"] == "string":
+        return max(schema.get("enum", ["x" * schema.get("maxLength", 0)]), key=len)
+    return schema.get("maximum", False)
+
+
+def test_the_longest_answers_in_json_end_within_the_default_of_max_tokens(tokenizer: Any) -> None:
+    calls = [schema for tools in sets.TOOLS for schema in tools.values()]
+    for schema in [*sets.SCHEMAS.values(), *calls]:
+        text = f'<tool_call>\n{{"name": "x", "arguments": {json.dumps(longest(schema))}\n</tool>'
+        assert 20 < len(tokenizer.encode(text)) < 128
+
+
+def test_lines_of_a_file_bring_their_own_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "sampling": GRAMMAR}))
+    assert prompts.read(str(path), 1, None) == ("mine", [Request("a", GRAMMAR)])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ('{"foo": 1}', """--sampling {"foo": 1}: 'foo' must be one of allowed_token_ids, bad_wo"""),
+        ('{"temperature": 1}', "'temperature' must be one of"),
+        ('{"min_p": 0.1}', "'min_p' must be one of"),
+        ('{"repetition_penalty": 0}', "repetition_penalty must be greater than zero, got 0"),
+        ('{"repetition_penalty": "1"}', "Expected `float`, got `str` - at `$.repetition_penalty`"),
+        ('{"min_tokens": 200}', "min_tokens must be less than or equal to max_tokens=128"),
+        ('{"stop_token_ids": [5000]}', "Vocabulary size: 1024"),
+        ('{"structured_outputs": {"regx": "a"}}', "structured_outputs: 'regx' must be one of json"),
+        ('{"structured_outputs": {"regex": "(a"}}', "--sampling {"),
+        ('{"structured_outputs": {}}', "must use one kind of structured outputs"),
+        ("3", "--sampling '3' must be a JSON object"),
+    ],
+)
+def test_mistakes_in_parameters_are_named_before_an_engine_starts(
+    sampling: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dyntree_plugin.commands.bench.session.Pool", None)
+    ended = CliRunner().invoke(command.app, ["--sampling", sampling])
+    assert ended.exit_code == 2, ended.output
+    assert message in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+def test_mistakes_in_a_file_and_options_of_one_name_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "sampling": {"top_p": 2}}))
+    line = ["--prompts", str(path), "--batch", "1"]
+    ended = CliRunner().invoke(command.app, line)
+    assert """the sampling {"top_p": 2} of 'mine': top_p must be in (0, 1]""" in ended.stderr
+    twice = ["--sampling", '{"top_p": 0.5}'] * 2
+    ended = CliRunner().invoke(command.app, twice)
+    assert "--sampling: two have the name 'top_p 0.5'" in ended.stderr
+
+
+def test_every_set_is_served_with_each_sampling_and_the_requests_own_prevails() -> None:
+    settings = Settings(["x"], [0.0], [1], 2, 8, 1, 0, [{}, PENALTY | {"top_k": 3}])
+    loads = settings.loads({"x": [Request([1]), Request([2], {"top_k": 5})]})
+    assert [cell.prompts for cell in loads] == ["x", "x, repetition_penalty 1.1, top_k 3"]
+    first, second = ([request.sampling for request in load.requests] for load in loads.values())
+    assert first == [{}, {"top_k": 5}]
+    assert second == [PENALTY | {"top_k": 3}, PENALTY | {"top_k": 5}]
+
+
+def test_titles_are_short() -> None:
+    assert requests.title({"structured_outputs": {"json": {"a": "b" * 99}}}) == (
+        "structured_outputs json"
+    )
+    assert len(requests.title({"bad_words": ["a" * 99]})) < 50
+    assert requests.title({}) == ""
+
+
+def test_answers_end_early_only_where_a_request_says_so() -> None:
+    own: list[dict[str, Any]] = [{}, GRAMMAR, {"ignore_eos": False}, {"min_tokens": 64}]
+    load = Load([Request([1], each) for each in own], 1, 0.0, 32)
+    found = [load.sampling(number) for number in range(4)]
+    assert [each["ignore_eos"] for each in found] == [True, False, False, True]
+    # A load that warms up is shorter than what was checked.
+    assert found[3]["min_tokens"] == 32
+    assert "seed" not in found[0]
+    assert Load([Request([1])] * 2, 1, 0.5, 32, seed=7).sampling(1)["seed"] == 8
+
+
+def test_what_warms_up_has_a_request_of_every_kind() -> None:
+    kinds: list[dict[str, Any]] = [{}, PENALTY, {}, PENALTY, GRAMMAR]
+    mixed = Load([Request([n], each) for n, each in enumerate(kinds)], 2, 0.0, 99)
+    plain = Load([Request([n]) for n in range(5)], 2, 0.0, 99)
+    found = warm_ups([plain, mixed])
+    assert [[request.prompt for request in load.requests] for load in found] == [
+        [[0], [1]], [[0], [1], [4]],
+    ]  # fmt: skip
+
+
+class Scripted:
+    """An engine whose steps give each request a number of tokens from a script."""
+
+    def __init__(self, steps: Sequence[dict[str, int | None]]) -> None:
+        self.steps, self.asked = list(steps), list[Any]()
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.asked.append(params)
+
+    def step(self) -> list[Any]:
+        """Give the tokens of the next step. A negative number of them ends the request."""
+        return [
+            SimpleNamespace(
+                request_id=name,
+                outputs=[
+                    SimpleNamespace(
+                        token_ids=[9] * abs(count or 0),
+                        finish_reason="error" if count is None else None,
+                    )
+                ],
+                finished=count is None or count < 0,
+            )
+            for name, count in self.steps.pop(0).items()
+        ]
+
+
+def served(*steps: dict[str, int | None]) -> tuple[Run, Scripted]:
+    found = Served.__new__(Served)
+    scripted = Scripted(steps)
+    found._llm = SimpleNamespace(llm_engine=scripted)  # type: ignore[assignment]
+    found._take_stages, found._begun = dict, 0
+    run, _ = found.serve(Load([Request([1], GRAMMAR), Request([2])], 2, 0.0, 32))
+    return run, scripted
+
+
+def test_steps_and_tokens_of_requests_that_end_early_are_counted() -> None:
+    # The first request waits for its grammar: a step without output, and one with the other's.
+    run, scripted = served(
+        {}, {"1": 1}, {"1": 3}, {"1": 2, "0": 1}, {"0": 2, "1": 3}, {"0": -1, "1": 4}, {"1": -2}
+    )
+    assert [params.ignore_eos for params in scripted.asked] == [False, True]
+    assert run.output_tokens == 4 + 15
+    assert run.request_steps == 2 + 5
+    # Of the steps in which no prompt is read, one has no output.
+    assert run.steps == 4
+
+
+def test_a_request_that_an_engine_gives_up_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="vLLM has ended request 0 by an error"):
+        served({"0": 1, "1": 1}, {"0": None, "1": 1})
+
+
+def run_of(steps: int, tokens: int, **fallbacks: int) -> Run:
+    return Run(
+        round=0, requests=2, seconds=1.0, output_tokens=tokens, tpot_ms=1.0, ttft_ms=1.0,
+        request_steps=steps, fallbacks=Fallbacks(request_steps=steps, by_reason=fallbacks),
+        # vLLM counts what was accepted after the end, and no step without drafts.
+        speculation=Speculation(drafts=5, draft_tokens=50, accepted_tokens=40),
+    )  # fmt: skip
+
+
+CELL = Cell(prompts="JSON by schema", temperature=0.0, batch=2)
+
+
+def test_tokens_per_step_are_of_the_answers_and_of_all_steps() -> None:
+    series = Series(engine="tree", cell=CELL, runs=[run_of(10, 42), run_of(30, 42)])
+    assert summary.tokens_per_step(series) == 80 / 40
+
+
+def test_the_table_says_in_how_many_steps_a_tree_was_a_chain_and_why() -> None:
+    runs = [run_of(10, 42, penalties=1, empty_tree=2), run_of(30, 42, empty_tree=6)]
+    result = Result(
+        provenance={}, settings={}, notes=[],
+        engines=[Engine(name=n, kind="dynamic tree", budget=8, arguments={}) for n in "ab"],
+        series=[
+            Series(engine="a", cell=CELL, runs=runs),
+            Series(engine="b", cell=CELL, runs=[run_of(10, 42)]),
+        ],
+    )  # fmt: skip
+    assert summary.fallback_shares(result.series[0]) == {"empty_tree": 0.2, "penalties": 0.025}
+    told = re.findall(r"^.*chains or no tree.*$", table.markdown_table(result), re.MULTILINE)
+    assert told == [
+        "a: chains or no tree in 22.5% of its requests' steps (empty_tree 20.0%, penalties 2.5%)."
+    ]
+
+
+def test_a_servers_steps_count_where_all_tokens_are_of_these_answers() -> None:
+    page = """\
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0"} %d
+vllm:generation_tokens_total{engine="1"} 3
+# TYPE vllm:inter_token_latency_seconds histogram
+vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf"} 99
+vllm:inter_token_latency_seconds_count{engine="0"} %d
+vllm:inter_token_latency_seconds_sum{engine="0"} 99
+"""
+    before, after = (
+        list(text_string_to_metric_families(page % values)) for values in ((5, 2), (25, 9))
+    )
+    assert counts.request_steps(before, after, 20) == 7
+    assert counts.request_steps(before, after, 19) == 0
+    assert counts.request_steps([], [], 20) == 0
+
+
+def test_steps_without_trees_are_read_from_the_metrics() -> None:
+    page = """\
+# TYPE vllm:dyntree_tree_nodes histogram
+vllm:dyntree_tree_nodes_bucket{engine="0",le="+Inf"} %d
+vllm:dyntree_tree_nodes_count{engine="0"} %d
+vllm:dyntree_tree_nodes_sum{engine="0"} 99
+# TYPE vllm:dyntree_fallback_steps_total counter
+vllm:dyntree_fallback_steps_total{engine="0",reason="penalties"} %d
+vllm:dyntree_fallback_steps_total{engine="1",reason="penalties"} 3
+vllm:dyntree_fallback_steps_total{engine="0",reason="bad_words"} 4
+"""
+    before, after = (
+        counts.fallbacks(text_string_to_metric_families(page % values))
+        for values in ((5, 5, 2), (25, 25, 9))
+    )
+    assert before == Fallbacks(request_steps=5, by_reason={"penalties": 5, "bad_words": 4})
+    assert counts.growth_of_fallbacks(before, after) == Fallbacks(
+        request_steps=20, by_reason={"penalties": 7}
+    )
+    assert counts.fallbacks([]) == Fallbacks()
