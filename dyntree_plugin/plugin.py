@@ -109,13 +109,17 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
         logger.info("%s", advice)
     if unseen := check.head_advice(vllm_config):
         logger.warning("%s", unseen)
+    if padding := check.padding_advice(vllm_config):
+        logger.info("%s", padding)
     if difference := check.vocabulary_advice(vllm_config):
         logger.warning("%s", difference)
     for each in further_drafts(vllm_config.speculative_config):
         logger.info("%s is a further draft.", each.model)
+        if padding := check.padding_advice(vllm_config, each):
+            logger.info("%s: %s", each.model, padding)
         if difference := check.vocabulary_advice(vllm_config, each):
             logger.warning("%s: %s", each.model, difference)
-    for reason, remedy in default_chain_reasons(vllm_config.model_config):
+    for reason, remedy in default_chain_reasons(vllm_config.model_config, plan.shape):
         logger.warning("%s; %s.", reason, remedy)
 
 

@@ -115,7 +115,7 @@ def in_depth() -> list[Panel]:
     s, depth, stage = HERE, HERE.per("depth"), HERE.per("stage")
     nodes, accepted = PREFIX + "proposed_nodes_total", PREFIX + "accepted_nodes_total"
     steps = s.rate(f"{PREFIX}stage_seconds_count", 'stage="target"')
-    seconds = f"{PREFIX}stage_seconds"
+    seconds, grammars = f"{PREFIX}stage_seconds", f"{PREFIX}grammar_seconds"
     buckets = HERE.per("le")
     return [
         bars(
@@ -179,6 +179,14 @@ def in_depth() -> list[Panel]:
                 f"histogram_quantile(0.99, {stage.per('le').rate(seconds + '_bucket')})",
                 "{{stage}}",
             ),
+            unit="s",
+        ),
+        lines(
+            "Bitmasks of grammars",
+            "Time of the scheduler per step with structured output to fill a bitmask for every "
+            "node. The target's forward hides it if it runs beside the scheduler.",
+            Query(ratio(s.rate(grammars + "_sum"), s.rate(grammars + "_count")), "mean"),
+            Query(f"histogram_quantile(0.99, {buckets.rate(grammars + '_bucket')})", "99 %"),
             unit="s",
         ),
         lines(

@@ -48,6 +48,24 @@ def _tokens_per_step(name: str) -> str:
     return "\n".join(lines)
 
 
+def _by_requests(*files: str) -> str:
+    """Compare the tokens per step of engines, a row for each kind of requests and temperature."""
+    lines: list[str] = []
+    for result in (read(RESULTS / f"{name}.json") for name in files):
+        engines = [*result.engines]
+        if not lines:
+            lines.append("| | | " + " | ".join(e.name for e in engines) + " | × best chain |")
+            lines.append("|---|---|" + "---:|" * (1 + len(engines)))
+        for cell in dict.fromkeys(series.cell for series in result.series):
+            found = {row.series.engine: row.tokens_per_step or 0.0 for row in rows(result, cell)}
+            best = max(found[e.name] for e in engines if e.kind == "chain")
+            tree = next(found[e.name] for e in engines if e.kind == "dynamic tree")
+            values = " | ".join(f"{found[e.name]:.2f}" for e in engines)
+            name = f"{cell.prompts} | {cell.temperature:g}"
+            lines.append(f"| {name} | {values} | {tree / best:.2f} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": option_pages.markdown_tables,
     "metrics": names.markdown_table,
@@ -58,6 +76,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
     "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
     "serve_head_1b": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-eagle3.json")),
+    "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
+    "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
 

@@ -23,6 +23,7 @@ SHARING_ENGINES = (
     "test_identity",
     "test_look_up",
     "test_metrics",
+    "test_node_limit",
     "test_pools",
     "test_server",
     "test_tensor_parallel",

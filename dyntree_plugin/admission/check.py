@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import vocabularies
 from dyntree_plugin.admission.refusals import (
-    ARGUMENTS_REFUSALS,
     CUDA_BACKENDS,
     CUDA_REFUSALS,
     DRAFT_REFUSALS,
@@ -102,8 +101,7 @@ def refuse_further_draft(
         (MODEL_REFUSALS, draft),
     ]
     reasons = [refusal(config, prefix) for table, config in checked for refusal in table]
-    if found := _unlike_tokenizers(vllm_config, further):
-        reasons.append(prefix + found)
+    reasons += [prefix + found for found in _vocabulary_refusals(vllm_config, further)]
     if found := kernel_refusal(draft, device_type):
         reasons.append(prefix + found)
     if given := [reason for reason in reasons if reason]:
@@ -123,10 +121,25 @@ def argument_refusals(arguments: Any, with_trees: bool) -> Iterator[str]:
                 f"--{NAMESPACE} '{json.dumps(given, default=str)}'"
             )
     if with_trees:
-        yield from filter(None, (refusal(arguments) for refusal in ARGUMENTS_REFUSALS))
+        yield from _adapters_exceed_step(arguments)
         # vLLM asks for a package of its own before it makes a configuration.
         if (arguments.speculative_config or {}).get("method") == "suffix":
             yield _unserved_method("suffix")
+
+
+def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
+    """Say what vLLM asks for with adapters; it has filled in the defaults of the arguments."""
+    limit, num_seqs = arguments.max_num_batched_tokens, arguments.max_num_seqs
+    drafts = (arguments.speculative_config or {}).get("num_speculative_tokens")
+    if not arguments.enable_lora or limit is None or num_seqs is None or drafts is None:
+        return
+    least = num_seqs * (drafts + 1)
+    if limit < least:
+        yield (
+            f"max_num_batched_tokens={limit} is too small with enable_lora: vLLM asks for "
+            f"max_num_seqs * (num_speculative_tokens + 1) = {num_seqs} * {drafts + 1} = {least}; "
+            f"raise it to that, or lower max_num_seqs to at most {max(1, limit // (drafts + 1))}"
+        )
 
 
 def _refusals(
@@ -163,9 +176,9 @@ def _refusals(
     others = (
         _unreadable_table(options, device_type),
         _too_many_children(vllm_config.model_config, options),
-        _unlike_tokenizers(vllm_config),
     )
     yield from filter(None, others)
+    yield from _vocabulary_refusals(vllm_config, speculation)
     try:
         plan = options.plan_for(speculation)
     except ValueError as error:
@@ -224,32 +237,13 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
     )
 
 
-def _differing_tokens(
-    vllm_config: VllmConfig, further: SpeculativeConfig | None
-) -> vocabularies.Difference | None:
-    """Compare the tokenizers of the target and of its draft, or of a ``further`` draft.
-
-    Returns None if they agree, or if one of them is not on this machine.
-    """
-    target = vllm_config.model_config
-    draft = _draft_model(vllm_config) if further is None else further.draft_model_config
-    if draft is None or not target.tokenizer:
-        return None
-    ours = vocabularies.tokenizer_file(target.tokenizer, target.tokenizer_revision)
-    theirs = vocabularies.tokenizer_file(draft.model, draft.revision)
-    return vocabularies.difference(ours, theirs) if ours and theirs else None
-
-
-def _unlike_tokenizers(
-    vllm_config: VllmConfig, further: SpeculativeConfig | None = None
-) -> str | None:
-    found = _differing_tokens(vllm_config, further)
-    if found is None or found.share < vocabularies.UNLIKE_SHARE:
-        return None
-    return (
-        "target and draft have different tokenizers, so the target would accept hardly any token "
-        f"of the draft: {found}; use a draft with the target's vocabulary"
-    )
+def _vocabulary_refusals(vllm_config: VllmConfig, speculation: SpeculativeConfig) -> Iterator[str]:
+    if speculation.method in WITHOUT_DRAFT:
+        return
+    models = vllm_config.model_config, speculation.draft_model_config
+    # The embedding of a head is the target's, or has its size.
+    other_size = None if speculation.method in HEADS else vocabularies.other_size(*models)
+    yield from filter(None, (other_size, vocabularies.unlike(*models)))
 
 
 def vocabulary_advice(
@@ -261,13 +255,25 @@ def vocabulary_advice(
 
     The difference never changes the output.
     """
-    found = _differing_tokens(vllm_config, further)
+    draft = _draft_model(vllm_config) if further is None else further.draft_model_config
+    found = None if draft is None else vocabularies.differing(vllm_config.model_config, draft)
     if found is None:
         return None
     return (
         f"The tokenizers of target and draft differ: {found}. The target hardly ever accepts such "
         "tokens of the draft."
     )
+
+
+def padding_advice(vllm_config: VllmConfig, further: SpeculativeConfig | None = None) -> str | None:
+    """Describe the padding of an admitted pair's vocabularies; None if their sizes are equal.
+
+    They are those of the target and of its draft, or of a ``further`` draft.
+    """
+    speculation = vllm_config.speculative_config if further is None else further
+    if speculation is None or speculation.method != "draft_model":
+        return None
+    return vocabularies.padding(vllm_config.model_config, speculation.draft_model_config)
 
 
 def _beside_nodes(vllm_config: VllmConfig) -> int:

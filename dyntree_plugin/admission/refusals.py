@@ -45,11 +45,6 @@ def _modules(speculation: Any) -> int:
     return int(getattr(config, "num_nextn_predict_layers", None) or 1)
 
 
-_NO_ADAPTERS = "adapters are not served with trees yet; leave it out"
-
-ARGUMENTS_REFUSALS = (Refusal("enable_lora", lambda a: a.enable_lora, bool, _NO_ADAPTERS),)
-"""Checks of ``EngineArgs``. vLLM raises these errors before it has a configuration."""
-
 SPECULATION_REFUSALS = (
     Refusal(
         "use_heterogeneous_vocab",
@@ -96,27 +91,15 @@ SPECULATION_REFUSALS = (
 )
 """Checks of ``SpeculativeConfig``."""
 
-_SPLIT_AND_VOCABULARY = (
-    Refusal(
-        "draft_tensor_parallel_size (draft, target)",
-        lambda s: (s.draft_tensor_parallel_size, s.target_parallel_config.tensor_parallel_size),
-        lambda sizes: sizes[0] != sizes[1],
-        "the draft must be split like the target; leave it out",
-    ),
-    Refusal(
-        "vocab_size (target, draft)",
-        lambda s: (
-            s.target_model_config.get_vocab_size(),
-            s.draft_model_config.get_vocab_size(),
-        ),
-        lambda sizes: sizes[0] != sizes[1],
-        "use a draft with the target's vocabulary; if only one of the two is padded, resize the "
-        "draft to the target's size with transformers' resize_token_embeddings",
-    ),
+_SPLIT = Refusal(
+    "draft_tensor_parallel_size (draft, target)",
+    lambda s: (s.draft_tensor_parallel_size, s.target_parallel_config.tensor_parallel_size),
+    lambda sizes: sizes[0] != sizes[1],
+    "the draft must be split like the target; leave it out",
 )
 
 DRAFT_REFUSALS = (
-    *_SPLIT_AND_VOCABULARY,
+    _SPLIT,
     Refusal(
         "max_model_len (target, draft)",
         lambda s: (s.target_model_config.max_model_len, s.draft_model_config.max_model_len),
@@ -124,10 +107,19 @@ DRAFT_REFUSALS = (
         "the draft reads every position of the target; set --max-model-len to the draft's",
     ),
 )
-"""Checks of a ``SpeculativeConfig`` with a draft model."""
+"""Checks of a ``SpeculativeConfig`` with a draft model; `vocabularies.other_size` is another."""
 
 HEAD_REFUSALS = (
-    *_SPLIT_AND_VOCABULARY,
+    _SPLIT,
+    Refusal(
+        "vocab_size (target, draft)",
+        lambda s: (
+            s.target_model_config.get_vocab_size(),
+            s.draft_model_config.get_vocab_size(),
+        ),
+        lambda sizes: sizes[0] != sizes[1],
+        "a head is trained for one target; use a head of this one",
+    ),
     Refusal(
         "num_nextn_predict_layers",
         _modules,
@@ -207,7 +199,6 @@ ENGINE_REFUSALS = (
         bool,
         "all rows of a tree must be sampled together; leave it out",
     ),
-    Refusal("enable_lora", lambda c: c.lora_config is not None, bool, _NO_ADAPTERS),
     Refusal(
         "kv_transfer_config",
         lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,

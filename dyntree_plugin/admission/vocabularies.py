@@ -10,8 +10,13 @@ import filecmp
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 _FILE = "tokenizer.json"
+_USE_ANOTHER = "use a draft with the target's vocabulary"
 
 UNLIKE_SHARE = 0.5
 """With this share of differing tokens or more, two tokenizers belong to different families. Models
@@ -42,6 +47,50 @@ class Difference:
         )
 
 
+def unlike(target: ModelConfig, draft: ModelConfig) -> str | None:
+    """Say that two models have tokenizers of different families; None if they have not."""
+    found = differing(target, draft)
+    if found is None or found.share < UNLIKE_SHARE:
+        return None
+    return (
+        "target and draft have different tokenizers, so the target would accept hardly any token "
+        f"of the draft: {found}; {_USE_ANOTHER}"
+    )
+
+
+def other_size(target: ModelConfig, draft: ModelConfig) -> str | None:
+    """Say why a draft model's embedding may not have another size than the target's.
+
+    It may, which gives None, where the tokenizers give their common tokens the same texts: then one
+    of the models is only padded to another size.
+    """
+    sizes = target.get_vocab_size(), draft.get_vocab_size()
+    if sizes[0] == sizes[1]:
+        return None
+    advice = _USE_ANOTHER if unlike(target, draft) else _unproven(target, draft)
+    return advice and f"vocab_size (target, draft)={sizes} is not supported: {advice}"
+
+
+def differing(target: ModelConfig, draft: ModelConfig) -> Difference | None:
+    """Compare the tokenizers of two models.
+
+    Returns None if they agree, or if one of them is not on this machine.
+    """
+    ours, theirs = _files(target, draft)
+    return difference(ours, theirs) if ours and theirs else None
+
+
+def padding(target: ModelConfig, draft: ModelConfig) -> str | None:
+    """Describe the different sizes of an admitted pair's embeddings; None if they are equal."""
+    sizes = target.get_vocab_size(), draft.get_vocab_size()
+    if sizes[0] == sizes[1]:
+        return None
+    return (
+        f"The embeddings of target and draft have {sizes[0]} and {sizes[1]} tokens, and their "
+        f"tokenizers agree: the draft proposes only the first {min(sizes)}."
+    )
+
+
 def difference(target: Path, draft: Path) -> Difference | None:
     """Compare the tokens of two ``tokenizer.json``; return None if they agree."""
     if filecmp.cmp(target, draft, shallow=False):
@@ -52,6 +101,36 @@ def difference(target: Path, draft: Path) -> Difference | None:
     if not other:
         return None
     return Difference(len(other), len(common), other[0], (ours[other[0]], theirs[other[0]]))
+
+
+def _unproven(target: ModelConfig, draft: ModelConfig) -> str | None:
+    """Say what to do if nothing shows that one of two models is only padded; None if it is shown.
+
+    They are not `unlike`.
+    """
+    ours, theirs = _files(target, draft)
+    if ours is not None and theirs is not None:
+        if _have_common_tokens(ours, theirs):
+            return None
+        return f"the {_FILE} of the two have no token in common; {_USE_ANOTHER}"
+    models = {target.tokenizer: ours, draft.model: theirs}
+    without = " and ".join(repr(model) for model, file in models.items() if file is None)
+    return (
+        f"one of the two may be padded only, but nothing shows it without a {_FILE} of {without} "
+        "on this machine; save it in the model's folder, or resize the draft to the target's size "
+        "with transformers' resize_token_embeddings"
+    )
+
+
+def _files(target: ModelConfig, draft: ModelConfig) -> tuple[Path | None, Path | None]:
+    ours = target.tokenizer and tokenizer_file(target.tokenizer, target.tokenizer_revision)
+    return ours or None, tokenizer_file(draft.model, draft.revision)
+
+
+def _have_common_tokens(target: Path, draft: Path) -> bool:
+    if filecmp.cmp(target, draft, shallow=False):
+        return True
+    return not _texts(target).keys().isdisjoint(_texts(draft))
 
 
 def tokenizer_file(model: str, revision: str | None) -> Path | None:

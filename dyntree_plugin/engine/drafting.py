@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth
-from dyntree_plugin.engine.step.draft import Drafter
+from dyntree_plugin.engine.step.draft import Drafter, Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.ops import Graphs, TreeOps
 from dyntree_plugin.engine.step.records import Sampled
@@ -27,7 +28,8 @@ class Drafting:
 
     ``chained`` bool [slots + 1]: requests whose trees must be chains; the last entry is for
     padding. ``tries``: candidates that need no forward; None without any. ``requests``: the most
-    requests of a step. ``last_position``: the longest text's.
+    requests of a step. ``last_position``: the longest text's. ``ranking``: makes what the requests'
+    sampling parameters do to a draft's logits, once there is a sampler.
     """
 
     driver: StepDriver
@@ -39,6 +41,7 @@ class Drafting:
     tries: TrieSource | None
     requests: int
     last_position: int
+    ranking: Callable[[], Ranking]
     _drafter: Drafter | None = field(default=None, init=False)
 
     def compose(
@@ -51,10 +54,24 @@ class Drafting:
         plan, ops = self.trees.plan, self.ops
         growth = self._growth(buffers)
         self.stages = DraftStages(
-            source, self.tries, growth, stored_at, plan.growing.widths, self.chained, ops.pays
+            source,
+            self.tries,
+            growth,
+            stored_at,
+            plan.growing.widths,
+            self.chained,
+            ops.pays,
+            plan.shape.max_depth,
         )
+        # Rules that read draws know the law that they were drawn from, which must stay the draft's.
+        ranked = source is not None and not plan.reads_draws
         self._drafter = Drafter(
-            self.stages, ops, self.graphs, plan.shape.max_depth, self.trees.spare
+            self.stages,
+            ops,
+            self.graphs,
+            plan.shape.max_depth,
+            self.trees.spare,
+            self.ranking() if ranked else None,
         )
 
     def draft(self, batch: InputBatch, sampled: Sampled, *, grows: bool) -> torch.Tensor | None:

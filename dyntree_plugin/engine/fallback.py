@@ -1,4 +1,4 @@
-"""Tell which requests are drafted with chains instead of trees, and why."""
+"""Tell whether requests are drafted with chains instead of trees, and why."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor.loader import (
     LOGITSPROCS_GROUP,
     _cached_load_v2_logitsprocs,
 )
 
+from dyntree_plugin.metrics.names import LOGITS_PROCESSORS
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+    from dyntree_plugin.tree.shape import TreeShape
+
+MAX_CHUNK_BYTES = 1 << 30
+"""The sampler copies logits to fp32; this bounds the copy, as vLLM bounds its own."""
 
 
 def has_custom_processors(model_config: ModelConfig) -> bool:
@@ -21,68 +27,40 @@ def has_custom_processors(model_config: ModelConfig) -> bool:
     return bool(_cached_load_v2_logitsprocs(tuple(model_config.logits_processors or ())))
 
 
-def chain_reason(params: SamplingParams | None, custom_processors: bool) -> str | None:
-    """Return why a request must be drafted with a chain, or None if it can have a tree.
+def chain_bytes(model_config: ModelConfig, shape: TreeShape) -> int:
+    """Return the bytes of one request's logits if every row of its tree is a chain of its own."""
+    rows = (shape.node_budget + 1) * (shape.max_depth + 1)
+    return 4 * rows * int(model_config.get_vocab_size())
 
-    Some parts of vLLM's sampler read the preceding rows as the preceding tokens, which holds in a
-    chain only.
+
+def chain_reason(model_config: ModelConfig, shape: TreeShape) -> str | None:
+    """Return why requests are drafted with chains, or None if they have trees.
+
+    Custom logits processors read the preceding rows as the preceding tokens. So every row of a tree
+    is given to them as a chain of its own, unless that would take too much memory.
     """
-    if params is None:
-        return None
-    if params.structured_outputs is not None:
-        return "structured_output"
-    if (
-        params.presence_penalty != 0
-        or params.frequency_penalty != 0
-        or params.repetition_penalty != 1
-    ):
-        return "penalties"
-    if params.bad_words:
-        return "bad_words"
-    if params.thinking_token_budget is not None:
-        return "thinking_budget"
-    if custom_processors:
-        return "logits_processors"
-    return None
+    too_large = chain_bytes(model_config, shape) > MAX_CHUNK_BYTES
+    return LOGITS_PROCESSORS if too_large and has_custom_processors(model_config) else None
 
 
-def default_chain_reasons(model_config: ModelConfig) -> Iterator[tuple[str, str]]:
+def default_chain_reasons(model_config: ModelConfig, shape: TreeShape) -> Iterator[tuple[str, str]]:
     """Find what makes every request a chain by default, and what to do about it.
-
-    The reasons are default sampling parameters and logits processors.
 
     Raises:
         ValueError: if a logits processor cannot be loaded.
     """
-    for name, value in model_config.get_diff_sampling_param().items():
-        if chain_reason(SamplingParams(**{name: value}), False):
-            place, advice = _default_of(model_config, name)
-            yield (
-                f"{name}={value} of {place} is the default of every request: requests that do not "
-                "override it are drafted with chains, not with trees",
-                advice,
-            )
     try:
-        custom = has_custom_processors(model_config)
+        reason = chain_reason(model_config, shape)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    if chain_reason(SamplingParams(), custom):
+    if reason is not None:
         given = [f"--logits-processors {each}" for each in model_config.logits_processors or ()]
         installed = [f"installed {e.value}" for e in entry_points(group=LOGITSPROCS_GROUP)]
+        needed, limit = chain_bytes(model_config, shape) >> 20, MAX_CHUNK_BYTES >> 20
         yield (
-            f"Logits processors ({', '.join([*given, *installed])}) read the preceding tokens: "
-            "every request is drafted with a chain, not with a tree",
-            "leave them out",
+            f"Logits processors ({', '.join([*given, *installed])}) read the preceding tokens, "
+            f"and for trees of {shape.node_budget} nodes and depth {shape.max_depth} their rows "
+            f"would take {needed} MiB per request, more than {limit} MiB: every request is drafted "
+            "with a chain, not with a tree",
+            "leave them out, or lower dyntree.node_budget or dyntree.max_depth",
         )
-
-
-def _default_of(model_config: ModelConfig, name: str) -> tuple[str, str]:
-    """Return the file or option that sets a sampling parameter's default, and how to avoid it."""
-    neutral = f"--override-generation-config '{{\"{name}\": {getattr(SamplingParams(), name)}}}'"
-    if name in model_config.override_generation_config:
-        return "--override-generation-config", f"set {neutral}"
-    folder = model_config.generation_config
-    if folder == "auto":
-        folder = model_config.hf_config_path or model_config.model
-    advice = f"set {neutral}, or --generation-config vllm, which ignores all of its defaults"
-    return f"{folder}/generation_config.json", advice

@@ -21,11 +21,14 @@ class FurtherDraft:
     one slot per position serve all of them.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, hidden_size: int) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: VllmConfig, hidden_size: int, vocab_size: int
+    ) -> None:
         """``vllm_config`` is the engine's own, which knows the attention layers of all models."""
         self.model = model
         self.vllm_config = vllm_config
         self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
 
     def _run_model(self, *args: Any) -> torch.Tensor:
         """Run a forward; the arguments are those of ``StandaloneARSpeculator._run_model``."""
@@ -45,6 +48,7 @@ def load_further_drafts(vllm_config: VllmConfig) -> list[FurtherDraft]:
             _load(vllm_config, speculation, f"draft_model_{number}"),
             vllm_config,
             speculation.draft_model_config.get_hidden_size(),
+            speculation.draft_model_config.get_vocab_size(),
         )
         for number, speculation in enumerate(
             further_drafts(vllm_config.speculative_config), start=2

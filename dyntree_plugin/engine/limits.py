@@ -21,14 +21,27 @@ _SEEDS = range(-(2**63), 2**64)
 """Seeds that fit into 64 bits, signed or unsigned, as the V1 runner accepts them."""
 
 
-def fit(params: SamplingParams, model_config: ModelConfig, *, on_cpu: bool) -> None:
+def fit(params: SamplingParams, model_config: ModelConfig, *, on_cpu: bool, adapters: bool) -> None:
     """Lower a processed request's numbers of tokens to the longest possible text.
 
+    ``adapters``: the engine serves LoRA adapters.
+
     Raises:
-        VLLMValidationError: for a parameter that exceeds the sampler's room; vLLM answers 400.
+        VLLMValidationError: for a parameter that exceeds the sampler's room, or that the engine
+            cannot serve; vLLM answers 400.
     """
     from vllm.exceptions import VLLMValidationError
 
+    if on_cpu and adapters:
+        for parameter in ("prompt_logprobs", "prompt_logprob_token_ids"):
+            value = getattr(params, parameter)
+            # vLLM maps adapters to sampled rows alone, and its CPU kernels fail on other rows.
+            if value is not None:
+                raise VLLMValidationError(
+                    f"{parameter} is not served on a CPU with enable_lora: leave it out",
+                    parameter=parameter,
+                    value=value,
+                )
     longest = model_config.max_model_len
     params.min_tokens = min(params.min_tokens, longest)
     if params.max_tokens is not None:

@@ -8,15 +8,21 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin import option_pages, options
+from dyntree_plugin import option_pages
 from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.engine.configuration import PLAIN_WORKER
+from dyntree_plugin.engine.flag import (
+    OptionsAction,
+    has_options,
+    json_object,
+    keeping_options,
+    single_keys,
+)
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
-from dyntree_plugin.strict_json import from_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,12 +49,12 @@ def add_flag() -> None:
             parser = stock.__func__(parser)
             for action in parser._actions:
                 if "--additional-config" in action.option_strings:
-                    action.__class__ = _keeping_options(type(action))
-                    action.type = _single_keys(action.type)
+                    action.__class__ = keeping_options(type(action))
+                    action.type = single_keys(action.type)
             parser.add_argument_group(NAMESPACE, "Dynamic token tree.").add_argument(
                 FLAG,
-                action=_OptionsAction,
-                type=_json_object,
+                action=OptionsAction,
+                type=json_object,
                 dest="additional_config",
                 default=argparse.SUPPRESS,
                 metavar="JSON",
@@ -92,18 +98,21 @@ def refuse_before_vllm() -> None:
     """Give dyntree's reasons before vLLM's: ``EngineArgs.create_engine_config`` and
     ``SpeculativeConfig.verify_equal_vocab_size_if_draft_model``.
 
-    Why: vLLM raises errors before it asks the platform, and with trees some of them mislead: for a
-    padded vocabulary it blames the tokenizers, for LoRA the tokens per step, for dyntree's options
-    unknown arguments, and for method suffix a missing package. `refuse_unserved` then compares the
-    vocabularies, along with everything else. Remove when a plugin can check an engine's arguments.
+    Why: vLLM raises errors before it asks the platform, and with trees some of them mislead: for
+    LoRA it blames the tokens per step, for dyntree's options unknown arguments, and for method
+    suffix a missing package. It also refuses a draft whose vocabulary is only padded to another
+    size, which trees serve: `refuse_unserved` compares the tokenizers instead. Remove when a plugin
+    can check an engine's arguments.
     """
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from dyntree_plugin.engine import configuration
+
     def explaining(stock: Any) -> Any:
         @functools.wraps(stock)
         def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-            with_trees = _has_options(self.additional_config)
+            with_trees = has_options(self.additional_config)
             token = _making_trees.set(with_trees)
             try:
                 config: VllmConfig = stock(self, *args, **kwargs)
@@ -122,7 +131,8 @@ def refuse_before_vllm() -> None:
     def without_trees(stock: Any) -> Any:
         @functools.wraps(stock)
         def verify_equal_vocab_size_if_draft_model(self: SpeculativeConfig) -> None:
-            if not _making_trees.get():
+            # A worker checks an admitted configuration again when it derives a draft's.
+            if not (_making_trees.get() or configuration.is_marked(self)):
                 stock(self)
 
         return verify_equal_vocab_size_if_draft_model
@@ -232,24 +242,31 @@ def admit_sampling_parameters() -> None:
 
 
 def fit_requests() -> None:
-    """Refuse requests that exceed the V2 runner's sampler, with trees and for `PLAIN_WORKER`:
-    ``InputProcessor.process_inputs``.
+    """Refuse requests beyond the V2 runner's sampler, and wrong limits on nodes, with trees and for
+    `PLAIN_WORKER`: ``InputProcessor.process_inputs``.
 
-    Why: only the worker checks them, and its error ends the engine. ``SamplingParams.verify`` is
-    too early: the tokenizer has not read the bad words yet. Remove when vLLM checks them.
+    Why: vLLM checks sizes only in the worker, where an error ends the engine.
+    ``SamplingParams.verify`` is too early: the tokenizer has not read the bad words yet. Remove
+    when vLLM checks them.
     """
     from vllm.platforms import current_platform
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from dyntree_plugin.engine import limits
+    from dyntree_plugin.engine import limits, node_limit
 
     def fitting(stock: Any) -> Any:
         @functools.wraps(stock)
         def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
             request = stock(self, *args, **kwargs)
-            if request.sampling_params is not None and _wants_v2(self.vllm_config):
-                on_cpu = current_platform.is_cpu()
-                limits.fit(request.sampling_params, self.model_config, on_cpu=on_cpu)
+            params = request.sampling_params
+            if params is not None and _wants_v2(self.vllm_config):
+                limits.fit(
+                    params,
+                    self.model_config,
+                    on_cpu=current_platform.is_cpu(),
+                    adapters=self.lora_config is not None,
+                )
+                node_limit.check(params)
             return request
 
         return process_inputs
@@ -305,90 +322,4 @@ def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 def _wants_v2(vllm_config: VllmConfig) -> bool:
     plain = vllm_config.parallel_config.worker_cls == PLAIN_WORKER
-    return _has_options(vllm_config.additional_config) or plain
-
-
-def _has_options(additional_config: object) -> bool:
-    return isinstance(additional_config, Mapping) and NAMESPACE in additional_config
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = from_json(text)
-    except ValueError as error:
-        example = "an example is '{\"node_budget\": 16}'"
-        raise argparse.ArgumentTypeError(f"{error}; {example}") from None
-    try:
-        DynTreeOptions.parse(value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return dict(value)
-
-
-def _single_keys(stock: Any) -> Callable[[str], Any]:
-    """Refuse equal keys in an ``--additional-config`` that has dyntree options.
-
-    vLLM's own reader, ``stock``, takes the last of two equal keys.
-    """
-
-    @functools.wraps(stock)
-    def read(text: str) -> Any:
-        try:
-            value = stock(text)
-        except RecursionError:
-            value = {NAMESPACE: text}  # `from_json` raises the error.
-        if _has_options(value):
-            try:
-                from_json(text)
-            except ValueError as error:
-                raise argparse.ArgumentTypeError(str(error)) from None
-        return value
-
-    return read
-
-
-def _merge(action: argparse.Action, first: Any, second: Any) -> Any:
-    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
-        return second
-    try:
-        return options.merge_options(first, second)
-    except ValueError as error:
-        raise argparse.ArgumentError(action, str(error)) from None
-
-
-class _OptionsAction(argparse.Action):
-    """Merges its options into those that the namespace's ``additional_config`` already has."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        config = dict(getattr(namespace, self.dest, None) or {})
-        config[NAMESPACE] = _merge(self, config.get(NAMESPACE), values)
-        setattr(namespace, self.dest, config)
-
-
-def _keeping_options(stock: Any) -> type[argparse.Action]:
-    """Derive an action of vLLM's own ``--additional-config`` that keeps dyntree options before it.
-
-    In vLLM a second ``--additional-config`` replaces the first, and every dotted argument, such as
-    ``--additional-config.x``, counts as one.
-    """
-
-    def __call__(
-        self: argparse.Action,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        earlier = getattr(namespace, self.dest, None) or {}
-        if NAMESPACE in earlier and isinstance(values, Mapping):
-            merged = _merge(self, earlier[NAMESPACE], values.get(NAMESPACE, {}))
-            values = {**values, NAMESPACE: merged}
-        stock.__call__(self, parser, namespace, values, option_string)
-
-    return type(f"KeepingOptions{stock.__name__}", (stock,), {"__call__": __call__})
+    return has_options(vllm_config.additional_config) or plain

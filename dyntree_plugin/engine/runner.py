@@ -15,29 +15,39 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
+from dyntree_plugin.engine.adapters import AdapterRows
 from dyntree_plugin.engine.attention.metadata import WithTreeMask
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS
 from dyntree_plugin.engine.budget.measured_rows import measure_rows
 from dyntree_plugin.engine.budget.plain_cost import measure
 from dyntree_plugin.engine.configuration import tree_plan, uses_adaptive_budget
 from dyntree_plugin.engine.drafting import Drafting
-from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
+from dyntree_plugin.engine.fallback import chain_reason
+from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
+from dyntree_plugin.engine.grammar.drafts import TreeDrafts
+from dyntree_plugin.engine.grammar.tries import GrammarTries
 from dyntree_plugin.engine.head_speculator import HeadSpeculator
 from dyntree_plugin.engine.limits import wrap_seeds
 from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeProposals, TreeSpeculator
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
+from dyntree_plugin.engine.step.draft import Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.look_up import TextLookUp
 from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs, TreeOps
+from dyntree_plugin.engine.step.parameters import TreeParameters
+from dyntree_plugin.engine.step.processors import ProcessorsOnTrees, custom_processors, read_paths
+from dyntree_plugin.engine.step.ranking import TargetRanking
+from dyntree_plugin.engine.step.transfer import Arrival
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecord, StepTimes
@@ -52,7 +62,7 @@ from dyntree_plugin.tree.value import AcceptanceEstimate
 logger = init_logger("vllm.dyntree")
 
 
-class TreeRunnerMixin(GPUModelRunner):
+class TreeRunnerMixin(AdapterRows):
     """Runs the stages of a step from vLLM's hooks; the rest is the stock runner's.
 
     vLLM lays a request's drafts out in consecutive rows and cache slots. Node ``j`` takes row and
@@ -68,9 +78,16 @@ class TreeRunnerMixin(GPUModelRunner):
         """Make what replays stages from graphs."""
         return NoGraphs()
 
+    def make_grammars(self) -> DraftGrammars | None:
+        """Make what keeps drafts within grammars; None where the host knows no texts in a step."""
+        return None
+
     def warm_up_kernels(self) -> None:
         """Compile what the steps run; the model is loaded, the KV cache is not there."""
         raise NotImplementedError
+
+    def lift_limits(self, sampler: Sampler) -> None:
+        """Let the states of the ``sampler`` hold longer lists than vLLM's kernels support."""
 
     def queue_delay(self) -> None:
         """Delay the device, so that the host runs ahead and timed steps never wait for it."""
@@ -87,8 +104,10 @@ class TreeRunnerMixin(GPUModelRunner):
         vocabulary = self.model_config.get_vocab_size()
         self.trees = TreeStore(self.max_num_reqs, plan, vocabulary, device)
         self.estimate = AcceptanceEstimate(device)
+        self._chains = chain_reason(self.model_config, plan.shape) is not None
         # One more, for the trees' spare slot.
-        self.chained = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
+        self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
+        self.grammars = self.make_grammars()
         self.driver = StepDriver(self.trees, self.ops, self._sampling_states)
         drafting = Drafting(
             self.driver,
@@ -100,11 +119,12 @@ class TreeRunnerMixin(GPUModelRunner):
             self._tries(plan),
             self.max_num_reqs,
             self.max_model_len - 1,
+            self._ranking,
         )
         self.speculator: TreeProposals = _speculator_for(plan)(vllm_config, device, drafting)
         self.trace: TreeTrace | None = None
-        self._custom_processors = has_custom_processors(self.model_config)
         self._movers: list[tuple[int, Move]] = []
+        self._parents: Arrival | None = None
         self._step_times = StepTimes()
         self._plain_steps: PlainSteps | None = None
         self._row_cost: RowCost | None = None
@@ -118,7 +138,10 @@ class TreeRunnerMixin(GPUModelRunner):
         if plan.has_draft:  # Without a draft model vLLM places the texts for look-ups itself.
             self.place_texts(self.req_states)
         shape = plan.shape
-        return TextLookUp(self.req_states, self.ops.look_up, shape.grafts, shape.max_depth)
+        found = TextLookUp(self.req_states, self.ops.look_up, shape.grafts, shape.max_depth)
+        return (
+            found if self.grammars is None else GrammarTries(found, self.grammars, shape.max_depth)
+        )
 
     def place_texts(self, states: RequestState) -> None:
         """Place the requests' texts where look-up can read them fast; there are no requests yet."""
@@ -128,6 +151,7 @@ class TreeRunnerMixin(GPUModelRunner):
         if self.sampler is None:
             raise RuntimeError("vLLM made no sampler for a generating model")
         wrap_seeds(self.sampler)
+        processors = self._read_paths(self.sampler)
         self.warm_up_kernels()
         self.verifier = TreeVerifier(
             self.sampler,
@@ -137,6 +161,7 @@ class TreeRunnerMixin(GPUModelRunner):
             self._moves,
             self.ops,
             self.graphs,
+            processors.copies,
         )
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = RejectionSampler(self.driver, self.verifier)
@@ -144,6 +169,29 @@ class TreeRunnerMixin(GPUModelRunner):
         self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
             self.model_state.prepare_attn, self.driver.take_mask, self.clock
         )
+
+    def _read_paths(self, sampler: Sampler) -> ProcessorsOnTrees:
+        """Have sampling parameters on the rows of trees read the rows' paths."""
+        kernels = self.ops.paths
+        self.parameters = TreeParameters(sampler, kernels)
+        custom = custom_processors(sampler)
+        self.lift_limits(sampler)
+        processors = ProcessorsOnTrees(
+            sampler,
+            self.parameters,
+            custom,
+            self.trees,
+            kernels.paths_of,
+            unrolls=not self._chains,
+        )
+        read_paths(sampler, processors)
+        return processors
+
+    def _ranking(self) -> Ranking:
+        """Let drafting know the requests' parameters; the model is loaded."""
+        states, lengths = self._sampling_states(), self.req_states.total_len.gpu
+        found = TargetRanking(self.parameters, states, lengths, self.vocab_size)
+        return found if self.grammars is None else InTurn(self.grammars, found)
 
     def _sampling_states(self) -> SamplingStates:
         if self.sampler is None:
@@ -173,15 +221,18 @@ class TreeRunnerMixin(GPUModelRunner):
         if isinstance(self.speculator, TreeSpeculator):
             for draft in self.speculator.further:
                 clear_layer_kv_caches(draft.model.modules())
+        if self.grammars is not None:
+            self.grammars.close()
         super().shutdown()
 
     def measure_costs(self) -> None:
         """Measure what steps cost, before the first request."""
         began = time.monotonic()
         agree = get_tp_group().broadcast_object
-        self._plain_steps = PlainSteps(measure(self, agree))
-        if uses_adaptive_budget(self.vllm_config):
-            self.take_row_cost(measure_rows(self, agree))
+        with self.measured_adapters():
+            self._plain_steps = PlainSteps(measure(self, agree))
+            if uses_adaptive_budget(self.vllm_config):
+                self.take_row_cost(measure_rows(self, agree))
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 
@@ -196,17 +247,14 @@ class TreeRunnerMixin(GPUModelRunner):
         new = scheduler_output.scheduled_new_reqs
         if not new:
             return
-        reasons = [chain_reason(each.sampling_params, self._custom_processors) for each in new]
         slots = async_tensor_h2d(
             [self.req_states.req_id_to_index[each.req_id] for each in new],
             device=self.device,
             dtype=torch.int64,
         )
-        chained = [reason is not None for reason in reasons]
+        if self.grammars is not None:
+            self.grammars.add(new)
         self.trees.clear(slots)
-        self.chained.index_copy_(
-            0, slots, async_tensor_h2d(chained, device=self.device, dtype=torch.bool)
-        )
 
     def prepare_attn(
         self, input_batch: InputBatch
@@ -248,11 +296,24 @@ class TreeRunnerMixin(GPUModelRunner):
         output = super().sample_tokens(grammar_output)
         if state is None:
             return output
+        batch = state.input_batch
+        # With structured output vLLM hands the drafts to the scheduler, and it needs trees.
+        outline = batch.has_structured_output_reqs
+        self._parents = self.ops.send(self.trees.parents_of(batch.idx_mapping)) if outline else None
         record, self._record = self._record, self._new_record()
         times = self.clock.split()
         record.ended(self.driver.step.drafted.forwards, times)
-        self.step_ended(state.input_batch, times)
+        self.step_ended(batch, times)
         return CountedOutput(output, record, self._step_times)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Hand the last drafts to the scheduler, with parents if it has sent for tokens."""
+        drafts = super().take_draft_token_ids()
+        if drafts is None or self._parents is None:
+            return drafts
+        rows = self._parents().tolist()  # sync: it has arrived
+        parents = [row[1 : 1 + row[0]] for row in rows]
+        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, parents)
 
     def step_ended(self, batch: InputBatch, times: StageTimes) -> None:
         """Learn from a step; ``times`` may not be known yet."""

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS, NodeBuckets
 from dyntree_plugin.engine.configuration import tree_plan
-from dyntree_plugin.engine.fallback import chain_reason, has_custom_processors
+from dyntree_plugin.engine.fallback import chain_reason
+from dyntree_plugin.engine.grammar.scheduled import TreeGrammars
+from dyntree_plugin.engine.node_limit import node_limit
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
 from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import EMPTY_TREE
 from dyntree_plugin.tree.budget.choice import node_buckets
-
-# vLLM shows only what is logged below the name of its own package.
-logger = init_logger("vllm.dyntree")
 
 
 class TreeCounting(Scheduler):
@@ -35,13 +34,18 @@ class TreeCounting(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._grammars = TreeGrammars(self.structured_output_manager)
+        # vLLM's scheduler asks it for nothing but what this answers.
+        self.structured_output_manager: Any = self._grammars
         self._counts: WorkerCounts | None = None
         self._rows: dict[str, int] = {}
         self._observed: list[int] = []
         self._stats: TreeSpecDecodingStats | None = None
-        self._custom_processors = has_custom_processors(self.vllm_config.model_config)
         self._buckets: NodeBuckets | None = None
         plan = tree_plan(self.vllm_config)
+        self._chain_reason = (
+            None if plan is None else chain_reason(self.vllm_config.model_config, plan.shape)
+        )
         if self.dynamic_sd_lookup is not None and plan is not None:
             sizes: tuple[int, ...] = node_buckets(plan.shape.node_budget)
             if not current_platform.is_cpu():
@@ -50,12 +54,6 @@ class TreeCounting(Scheduler):
             synchronous = not self.scheduler_config.async_scheduling
             lookup: Any = NodeBuckets(sizes, len(plan.growing.widths), synchronous=synchronous)
             self._buckets = self.dynamic_sd_lookup = lookup
-
-    def add_request(self, request: Request) -> None:
-        reason = chain_reason(request.sampling_params, self._custom_processors)
-        if reason is not None:  # Metrics count these requests too, unless they are disabled.
-            logger.info_once("Requests with %s are drafted as chains.", reason)
-        super().add_request(request)
 
     def _handle_stopped_request(self, request: Request) -> bool:
         # A session that takes more input continues after its last token but one. Tokens that a
@@ -71,11 +69,42 @@ class TreeCounting(Scheduler):
             setattr(scheduled, FORWARDS, self._buckets.forwards)
         return scheduled
 
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        scheduled = scheduler_output.num_scheduled_tokens
+        if scheduled and all(self._node_limit(request_id) == 0 for request_id in scheduled):
+            scheduler_output.num_spec_tokens_to_schedule = 0  # No request wants the next trees.
+        super()._update_after_schedule(scheduler_output)
+        self._limit_nodes(scheduled)
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        self._grammars.take(draft_token_ids, self.requests)
+        super().update_draft_token_ids(draft_token_ids)
+        self._limit_nodes(draft_token_ids.req_ids)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        self._grammars.take(draft_token_ids, self.requests)
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+
+    def _limit_nodes(self, request_ids: Iterable[str]) -> None:
+        """Keep the first nodes of trees whose requests have a limit."""
+        for request_id in request_ids:
+            limit = self._node_limit(request_id)
+            if limit is not None:
+                request = self.requests[request_id]
+                request.spec_token_ids = request.spec_token_ids[:limit]
+
+    def _node_limit(self, request_id: str) -> int | None:
+        request = self.requests.get(request_id)
+        return None if request is None else node_limit(request.sampling_params)
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
+        grammar_seconds = self._grammars.take_seconds()
         if self.log_stats:
-            self._take_counts(scheduler_output, model_runner_output)
+            self._take_counts(scheduler_output, model_runner_output, grammar_seconds)
         counts: WorkerCounts | None = getattr(model_runner_output, ATTRIBUTE, None)
         if self._buckets is not None and counts is not None:
             if counts.row_cost is not None:
@@ -83,14 +112,19 @@ class TreeCounting(Scheduler):
             self._buckets.observe(counts, scheduler_output.total_num_scheduled_tokens)
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _take_counts(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    def _take_counts(
+        self,
+        scheduled: SchedulerOutput,
+        output: ModelRunnerOutput,
+        grammar_seconds: Sequence[float] = (),
+    ) -> None:
         """Begin the step's statistics with the requests that had no draft to verify."""
         counts: WorkerCounts | None = getattr(output, ATTRIBUTE, None)
         self._counts, self._rows, self._observed = counts, output.req_id_to_index, []
         if counts is None:
             self._stats = None
             return
-        self._stats = TreeSpecDecodingStats.of_step(self.num_spec_tokens, counts)
+        self._stats = TreeSpecDecodingStats.of_step(self.num_spec_tokens, counts, grammar_seconds)
         for request_id, row in self._rows.items():
             request = self.requests.get(request_id)
             # vLLM counts no request that ended during the step or emitted nothing.
@@ -108,10 +142,7 @@ class TreeCounting(Scheduler):
         nodes = stats.observe_tree(counts, row, accepted)
         if nodes:
             self._observed.append(row)
-        params = self.requests[request_id].sampling_params
-        reason = chain_reason(params, self._custom_processors)
-        if reason is None and nodes == 0:
-            reason = EMPTY_TREE
+        reason = self._chain_reason or (None if nodes else EMPTY_TREE)
         if reason is not None:
             stats.fall_back(reason)
 

@@ -17,6 +17,7 @@ from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_draf
 from dyntree_plugin.engine.step.forwards import DraftModels, LoadedModel
 from dyntree_plugin.engine.step.records import Sampled
 from dyntree_plugin.engine.step.rows import RowMemory, no_rows
+from dyntree_plugin.tree.padded import of_width, readable
 from dyntree_plugin.tree.plan import TreePlan
 
 
@@ -107,8 +108,8 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         plan = self.drafting.trees.plan
         memory = row_memory(self, plan)
         writer = self.drafting.ops.row_writer(memory)
-        apart = plan.growing.roots > 1
-        source = DraftModels(self, self.further, memory, writer, trees_apart=apart)
+        apart, vocabulary = plan.growing.roots > 1, self.drafting.trees.vocabulary
+        source = DraftModels(self, self.further, memory, writer, vocabulary, trees_apart=apart)
         self.drafting.compose(source, memory.buffers, memory.stored_at)
 
     def rehearse(
@@ -117,11 +118,13 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         """Run one forward of every draft."""
         rows, width = batch.num_tokens, self.most_logits_of_a_request(most_logits)
         models: list[LoadedModel] = [self, *self.further]
+        vocabulary = self.drafting.trees.vocabulary
         for model in models:
-            ids, positions = batch.input_ids[:rows], batch.positions[:rows]
-            found = model._run_model(ids, positions, None, None, None)
+            # vLLM rehearses with any of the target's tokens.
+            ids = readable(batch.input_ids[:rows], vocabulary, model.vocab_size)
+            found = model._run_model(ids, batch.positions[:rows], None, None, None)
             at = torch.arange(batch.num_reqs * width, device=found.device) % rows
-            model.compute_draft_logits(found[at], 0)
+            of_width(model.compute_draft_logits(found[at], 0), vocabulary)
 
 
 def row_memory(model: DraftModelSpeculator, plan: TreePlan) -> RowMemory:

@@ -22,21 +22,17 @@ CONFIG_LABELS = (
 
 
 EMPTY_TREE = "empty_tree"
-"""Reason of a step in which a request had no node to verify, such as at the end of its context."""
+"""Reason of a step in which a request had no node to verify, such as at the end of its context, or
+since its own limit is 0."""
 
 BUDGET, SCHEDULER = "budget", "scheduler"
 """Why nodes that were grown are not verified: others are worth more, or vLLM's scheduler had no
 room for them in the step or in the context."""
 
-CHAIN_REASONS = (
-    "structured_output",
-    "penalties",
-    "bad_words",
-    "thinking_budget",
-    "logits_processors",
-)
+LOGITS_PROCESSORS = "logits_processors"
+"""Reason of a step whose tree had to be a chain."""
 
-FALLBACK_REASONS = (*CHAIN_REASONS, EMPTY_TREE)
+FALLBACK_REASONS = (LOGITS_PROCESSORS, EMPTY_TREE)
 PRUNE_REASONS = (BUDGET, SCHEDULER)
 
 
@@ -146,7 +142,8 @@ METRICS = (
         "counter",
         "pruned",
         "Nodes that were grown for a decoding request and not verified, by reason: other nodes "
-        "were worth more (budget), or the step or the context had no room (scheduler).",
+        "were worth more (budget), or the step, the context or the request's own limit had no room "
+        "(scheduler).",
         labels=("reason",),
     ),
     Metric(
@@ -177,6 +174,14 @@ METRICS = (
         "target, sample, verify (walk, move of KV, learning), catch_up, draft (forwards and "
         "growth).",
         labels=("stage",),
+        buckets=_SECONDS,
+    ),
+    Metric(
+        PREFIX + "grammar_seconds",
+        "histogram",
+        "grammar_seconds",
+        "Time of the scheduler to fill the bitmasks of a step with structured output, one for "
+        "every node. Where the target's forward runs beside the scheduler, it hides this time.",
         buckets=_SECONDS,
     ),
     Metric(

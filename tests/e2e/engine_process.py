@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import adapters
 import forked
 from torch import cuda
 
@@ -37,13 +38,14 @@ class Request:
 
     The prompt is a text or its tokens. ``keep`` is the number of its tokens to use. With ``turns``
     above 1, each answer is followed by a request whose prompt is the last prompt and its answer;
-    the output is that of the last turn.
+    the output is that of the last turn. ``adapter`` is the folder of a LoRA adapter.
     """
 
     prompt: str | list[int]
     params: Mapping[str, Any]
     keep: int | None = None
     turns: int = 1
+    adapter: str | None = None
 
     @property
     def key(self) -> str:
@@ -289,7 +291,9 @@ class Engine:
             name, self._begun = str(self._begun), self._begun + 1
             prompt = {"prompt_token_ids": prompts[number]}
             params = sampling_params(run.requests[number].params)
-            number_of[name], internal[number] = number, engine.add_request(name, prompt, params)
+            adapter = adapters.named(run.requests[number].adapter)
+            number_of[name] = number
+            internal[number] = engine.add_request(name, prompt, params, lora_request=adapter)
         steps = 0
         while engine.has_unfinished_requests():
             began = time.perf_counter()

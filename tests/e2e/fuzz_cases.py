@@ -123,8 +123,6 @@ OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
 }  # fmt: skip
 """Values of the optional parameters."""
 
-CHAINING = {"presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words",
-            "structured_outputs", "thinking_token_budget"}  # fmt: skip
 SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 16, 17, 18, 24, 40, 70])
 
 
@@ -136,8 +134,6 @@ def parameters(draw: st.DrawFn) -> dict[str, Any]:
     if params["temperature"]:
         params["seed"] = draw(st.integers(0, 3) | st.sampled_from([-1 << 40, 1 << 62]))
     names = draw(st.lists(st.sampled_from(sorted(OPTIONAL)), max_size=4, unique=True))
-    if not draw(st.booleans()):  # lets most requests branch
-        names = [name for name in names if name not in CHAINING]
     params |= {name: draw(OPTIONAL[name]) for name in names}
     if not params["temperature"]:
         params.pop("n", None)

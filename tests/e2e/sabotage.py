@@ -12,12 +12,21 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import adapters
 import numpy as np
 import torch
+from sabotage_of_paths import not_unrolled as not_unrolled
+from sabotage_of_paths import rows_as_paths as rows_as_paths
+from sabotage_of_paths import unfollowed as unfollowed
+from sabotage_of_paths import without_paths as without_paths
 
 NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
 OF_HEADS = ("broken_head", "other_rows", "other_parents")
 """These break what a head reads. Output must not change."""
+OF_PATHS = ("without_paths", "rows_as_paths")
+"""These break what sampling parameters read on a tree's rows."""
+
+globals().update({each.__name__: each for each in adapters.BROKEN})
 
 
 @contextmanager
@@ -224,13 +233,6 @@ def always_accepted(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
-def branches(runner: Any) -> Iterator[None]:
-    """Let trees branch for requests that need rows in the order of a chain."""
-    with mock.patch("dyntree_plugin.engine.runner.chain_reason", return_value=None):
-        yield
-
-
-@contextmanager
 def learns_nothing(runner: Any) -> Iterator[None]:
     """Switch learning off, so that nodes keep the draft's values."""
     with mock.patch.object(runner.ops, "learn"):
@@ -278,7 +280,10 @@ def captured(runner: Any) -> Iterator[None]:
     drafter, driver = runner.speculator.drafting._drafter, runner.driver
     stages, shape = drafter._stages, runner.trees.shape
     numbers = {1 + min(size, shape.max_depth) for size in node_buckets(shape.node_budget)}
-    drafting = CapturedDrafting(stages, [*numbers], runner.max_num_reqs, runner.trees.spare)
+    trees = runner.trees
+    drafting = CapturedDrafting(
+        stages, [*numbers], runner.max_num_reqs, trees.spare, trees.vocabulary
+    )
     recorders = iter((recorder("drafting"), recorder("verification")))
     graphs = CapturedStages(lambda _: drafting, lambda: nullcontext(next(recorders)))
     wanted = itertools.cycle(range(1 + len(stages.widths)))
@@ -330,6 +335,13 @@ def guesses(runner: Any) -> Iterator[None]:
     """Look up nothing, and guess instead. Output must not change."""
     stages, nodes = runner.speculator.drafting.stages, runner.trees.shape.grafts
     with mock.patch.object(stages, "_tries", _Guesses(stages._tries, nodes)):
+        yield
+
+
+@contextmanager
+def unranked(runner: Any) -> Iterator[None]:
+    """Rank the draft's logits as if requests had no parameters. Output must not change."""
+    with mock.patch.object(runner.speculator.drafting._drafter, "_ranking", None):
         yield
 
 

@@ -9,25 +9,28 @@ import workload
 from asynchronous import Chosen, serve_asynchronously
 from comparison import Outputs, explain, mismatches
 from engine_process import Run
+from limited import check_tokens, limited
 
 from dyntree_plugin.tree.budget.choice import node_buckets
 
 pytestmark = pytest.mark.e2e
 
 REQUESTS = workload.each_kind(range(24))
-# With asynchronous scheduling, drafts that a grammar checks go to the scheduler, which the CPU
-# runner does not support.
-OTHERS = [each for each in workload.EVERYTHING[::5] if "structured_outputs" not in each.params]
+OTHERS = workload.EVERYTHING[::5]
 RUNS = {
     "every_choice": Run([*REQUESTS, *OTHERS], sabotage="every_choice", batch=6),
     "its own": Run(REQUESTS, batch=4),
+}
+LIMITED = {
+    "some limits": limited(REQUESTS, 3, None, 0),
+    "no nodes": limited(REQUESTS, 0),
 }
 FORWARDS = 15
 
 
 @pytest.fixture(scope="module")
 def chosen() -> dict[str, Chosen]:
-    return serve_asynchronously(workload.with_options(), RUNS)
+    return serve_asynchronously(workload.with_options(), RUNS | LIMITED)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -81,3 +84,13 @@ def test_a_draft_that_costs_as_much_as_its_target_is_not_run_to_the_end(
     choices = chosen["its own"].choices
     (usual, _), *_ = Counter(choices[len(choices) // 2 :]).most_common(1)
     assert usual[0] < FORWARDS
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_limits_of_requests_are_kept(name: str, chosen: dict[str, Chosen], plain: Outputs) -> None:
+    """Whether no request wants nodes is known before the trees are drafted."""
+    result = chosen[name].result
+    check_tokens(REQUESTS, result, plain)
+    nodes = result.metrics["vllm:dyntree_tree_nodes_sum"]
+    drafted = result.metrics["vllm:dyntree_stage_seconds_count{stage=draft}"]
+    assert (nodes > 0, drafted > 0) == ((name == "some limits",) * 2)

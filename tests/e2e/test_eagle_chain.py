@@ -48,8 +48,8 @@ LONG = greedy(workload.LONG_PROMPTS[:2])
 FEATURES = [
     *workload.FEATURES["stop"],
     *workload.FEATURES["max_model_len"],
-    *workload.CHAINS["structured_output"],
-    *workload.CHAINS["penalties"],
+    *workload.FEATURES["structured_output"],
+    *workload.FEATURES["penalties"],
 ]
 OTHERS = [each for each in FEATURES if not each.params["temperature"]]
 RUNS: dict[str, tuple[dict[str, str], dict[str, int], dict[str, Run]]] = {

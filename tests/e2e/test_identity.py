@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import features
 import pytest
 import sabotage
 import workload
@@ -16,12 +17,20 @@ pytestmark = pytest.mark.e2e
 Served = Callable[[str], Mapping[str, Result]]
 Differing = Callable[[str, str], str]
 
+FALLBACKS = "vllm:dyntree_fallback_steps_total{reason="
+
 RUNS = [
     (engine, name)
     for engine, (_, runs) in workload.SAME_TOKENS.items()
     for name, run in runs.items()
     if run.sabotage in (None, "captured", "broken_draft", "tensors", "guesses", *sabotage.OF_HEADS)
 ]
+
+
+def fallbacks(metrics: Mapping[str, float]) -> set[str]:
+    """Return the reasons for which steps of requests had no free tree."""
+    found = {name for name, steps in metrics.items() if name.startswith(FALLBACKS) and steps}
+    return {name.removeprefix(FALLBACKS).removesuffix("}") for name in found}
 
 
 @pytest.mark.parametrize(("engine", "name"), RUNS)
@@ -116,16 +125,18 @@ def test_the_default_budget_verifies_less_than_was_grown(served: Served) -> None
 
 
 def test_a_tiny_cache_preempts_requests(served: Served) -> None:
-    metrics = served("tight")["demanding"].metrics
-    assert metrics["vllm:num_preemptions_total"] > 0
-    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    for name in ("demanding", "demanding penalties"):
+        metrics = served("tight")[name].metrics
+        assert metrics["vllm:num_preemptions_total"] > 0
+        assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
 def test_prompts_longer_than_a_step_come_in_chunks(served: Served) -> None:
     step = workload.ENGINES["tight"][0]["max_num_batched_tokens"]
-    result = served("tight")["long prompts"]
-    assert all(len(output.prompt) > step for output in result.outputs)
-    assert result.metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    for name in ("long prompts", "penalties of long prompts"):
+        result = served("tight")[name]
+        assert all(len(output.prompt) > step for output in result.outputs)
+        assert result.metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
 def test_the_edges_of_the_context_are_reached(served: Served) -> None:
@@ -181,21 +192,38 @@ def test_thoughts_end_when_their_budget_is_spent(served: Served) -> None:
     assert max(budgeted) == workload.THINKING_BUDGET < max(free)
 
 
-def test_in_trees_that_branch_thoughts_would_end_elsewhere(served: Served, plain: Outputs) -> None:
-    assert mismatches(workload.FIXED_RUNS["branches"], served("fixed")["branches"], plain)
+@pytest.mark.parametrize("broken", sabotage.OF_PATHS)
+@pytest.mark.parametrize("name", ["repetitive", "phrases", "thinking_budget"])
+def test_without_the_paths_of_trees_parameters_would_change_tokens(
+    name: str, broken: str, served: Served, plain: Outputs
+) -> None:
+    run = f"{name} {broken}"
+    assert mismatches(workload.FIXED_RUNS[run], served("fixed")[run], plain)
 
 
-@pytest.mark.parametrize("reason", workload.CHAINS)
-def test_what_needs_chain_order_gets_chains_and_is_counted(reason: str, served: Served) -> None:
-    metrics = served("tree")[reason].metrics
-    verified = metrics["vllm:dyntree_tree_nodes_count"]
-    assert metrics[f"vllm:dyntree_fallback_steps_total{{reason={reason}}}"] == verified > 0
-    assert metrics["vllm:dyntree_tree_depth_sum"] == metrics["vllm:dyntree_tree_nodes_sum"] > 0
+@pytest.mark.parametrize("name", ["penalties", "bad_words", "thinking_budget", "repetitive"])
+def test_parameters_that_read_earlier_tokens_leave_trees_free(name: str, served: Served) -> None:
+    metrics = served("tree")[name].metrics
+    assert fallbacks(metrics) <= {"empty_tree"}
+    assert metrics["vllm:dyntree_tree_depth_sum"] < metrics["vllm:dyntree_tree_nodes_sum"]
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_a_repetition_penalty_changes_tokens(served: Served, plain: Outputs) -> None:
+    """Control of the identity with penalties, which would hold as well if none applied."""
+    penalized = [r for r in features.REPETITIVE if "repetition_penalty" in r.params]
+    greedy = [r for r in penalized if not r.params["temperature"]]
+    without = {
+        request.prompt: output.tokens[0]
+        for request, output in zip(
+            workload.TREE_RUNS["greedy"].requests, served("tree")["greedy"].outputs, strict=True
+        )
+    }
+    changed = [r for r in greedy if plain[r.key].tokens[0] != without[r.prompt]]
+    assert len(changed) > len(greedy) / 2 > 20
 
 
 def test_requests_with_free_trees_are_not_counted_as_falling_back(served: Served) -> None:
     metrics = served("tree")["greedy"].metrics
-    counted = {name: n for name, n in metrics.items() if "fallback" in name and n}
-    assert counted.keys() <= {"vllm:dyntree_fallback_steps_total{reason=empty_tree}"}
+    assert fallbacks(metrics) <= {"empty_tree"}
     assert metrics["vllm:dyntree_tree_depth_sum"] < metrics["vllm:dyntree_tree_nodes_sum"]

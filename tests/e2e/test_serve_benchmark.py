@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from dyntree_plugin.commands.bench.results import Result, read
+from dyntree_plugin.commands.bench.summary import tokens_per_step
 
 pytestmark = pytest.mark.e2e
 
+CODE = "held-out code"
 TREE = "dynamic tree of 8, budget fixed"
 
 
@@ -22,7 +24,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bench")
     command = [
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--dtype", "float32"),
-        *("--requests", "2", "--max-tokens", "24", "--batch", "1", "--batch", "2"),
+        *("--prompts", "code", "--prompts", "json", "--requests", "2", "--max-tokens", "24"),
+        *("--batch", "1", "--batch", "2"),
         *("--chain", "2", "--tree", '{"node_budget": 8, "budget": "fixed"}', "--rounds", "2"),
         *(
             "--static",
@@ -55,12 +58,27 @@ def test_every_engine_is_measured_in_every_round_and_gives_the_same_text(result:
     for cell in result.cells():
         for series in result.of(cell).values():
             assert [run.round for run in series.runs] == [0, 1]
-            assert all(run.output_tokens == 48 for run in series.runs)
-            assert (series.differing_tokens, series.compared_tokens) == (0, 48)
+            assert series.differing_tokens == 0
+            if cell.prompts == CODE:
+                assert all(run.output_tokens == 48 for run in series.runs)
+                assert series.compared_tokens == 48
+
+
+def test_what_is_counted_of_answers_under_grammars_is_their_tokens(result: Result) -> None:
+    cells = [cell for cell in result.cells() if cell.prompts != CODE]
+    assert {cell.prompts for cell in cells} == {"JSON by schema"}
+    for cell in cells:
+        tokens = {run.output_tokens for s in result.of(cell).values() for run in s.runs}
+        assert len(tokens) == 1
+        plain, _, _, tree = result.of(cell).values()
+        assert tokens_per_step(plain) == 1
+        for run in tree.runs:
+            assert run.fallbacks.request_steps == run.request_steps
+            assert sum(run.fallbacks.by_reason.values()) <= run.request_steps
 
 
 def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> None:
-    for cell in result.cells():
+    for cell in (cell for cell in result.cells() if cell.prompts == CODE):
         plain, chain, static, tree = result.of(cell).values()
         for run in plain.runs:
             assert run.speculation.drafts == 0
@@ -81,7 +99,7 @@ def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> Non
 def test_the_tables_and_pictures_are_there(measured: tuple[Path, str]) -> None:
     folder, printed = measured
     # The name is in a table per cell, in the table of each run, and in the overview.
-    assert printed.count(TREE) >= 2 + 4 + 1
+    assert printed.count(TREE) >= 4 + 8 + 1
     assert "A note." in printed
     assert "× best chain" in printed
     assert len(list((folder / "plots").glob("*.png"))) == 3

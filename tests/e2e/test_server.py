@@ -27,7 +27,7 @@ REQUESTS = workload.each_kind(range(16))
 LONG = [
     *workload.FEATURES["long lists"],
     *workload.FEATURES["seeds beyond int64"],
-    *workload.CHAINS["bad_words"],
+    *workload.FEATURES["bad_words"],
 ]
 """Requests that vLLM's sampler states cannot hold without our changes."""
 
@@ -94,6 +94,27 @@ def test_a_request_that_there_is_no_room_for_is_refused_and_the_server_goes_on(s
     assert "bad_words asks for " in answer["error"]["message"]
     assert "at most 65536" in answer["error"]["message"]
     assert _post(server, "def f", max_tokens=4)[0] == 200
+
+
+def test_a_request_limits_its_nodes_and_a_wrong_limit_is_refused(
+    server: str, plain: Outputs
+) -> None:
+    request = REQUESTS[0]
+    for nodes in (0, 3, 1000):
+        status, answer = _post(
+            server, request.prompt, vllm_xargs={"dyntree_nodes": nodes}, **request.params
+        )
+        assert status == 200, answer
+        assert answer["choices"][0]["text"] == plain[request.key].texts[0]
+    refused = {
+        "integer of at least 0": {"dyntree_nodes": -1},
+        "must be a number of nodes": {"dyntree_nodes": "many"},
+        "allowed: dyntree_nodes": {"dyntree_node": 4},
+    }
+    for message, wrong in refused.items():
+        status, answer = _post(server, request.prompt, vllm_xargs=wrong)
+        assert status == 400
+        assert message in answer["error"]["message"]
 
 
 def test_the_metrics_page_carries_vllms_counters_and_ours_in_agreement(server: str) -> None:

@@ -66,9 +66,12 @@ class Drafting:
         writer: Any = None,
         plan: TreePlan,
         numbers: Sequence[int] = (),
+        ranking: Any = None,
+        models: Sequence[Draft] = (),
     ) -> None:
         """``growth_type`` None means growth on tensors. ``numbers``: columns of the catch-up's
-        graphs, by default those of an adaptive budget."""
+        graphs, by default those of an adaptive budget. ``ranking``: as for a `Drafter`.
+        ``models``: a draft model, and those beside it; by default there is one."""
         self.plan = plan
         self.trees = TreeStore(MOST, plan, VOCAB, torch.device("cpu"))
         estimate = AcceptanceEstimate("cpu")
@@ -78,7 +81,8 @@ class Drafting:
         depth, most_rows = shape.max_depth, max((*widths, shape.max_depth + 1))
         buckets = node_buckets(shape.node_budget)
         self.numbers = numbers or sorted({1 + min(size, depth) for size in buckets})
-        self.model: Any = Head() if shape.head else Draft()
+        first, *self.further = models or [Head() if shape.head else Draft()]
+        self.model: Any = first
         self.memory = RowMemory(self.model, most_rows, plan.scratch_slots, shape.shift)
         self.writer = (writer or ops.row_writer)(self.memory)
         self.source = source = self._source()
@@ -96,16 +100,19 @@ class Drafting:
             ops.pays,
         )
         self.graphs = CapturedStages(lambda _: self.drafting, lambda: nullcontext(graph))
-        self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare)
+        self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare, ranking)
         if captured:
-            self.drafting = CapturedDrafting(stages, self.numbers, MOST, self.trees.spare)
+            self.drafting = CapturedDrafting(stages, self.numbers, MOST, self.trees.spare, VOCAB)
             self.graphs.prepare(stages)
             with torch.inference_mode():
                 self.graphs.capture()
 
     def _source(self) -> NodeSource:
         if not self.plan.shape.head:
-            models = DraftModels(self.model, (), self.memory, self.writer)
+            apart = self.plan.growing.roots > 1
+            models = DraftModels(
+                self.model, self.further, self.memory, self.writer, VOCAB, trees_apart=apart
+            )
             self.roots = (models.models[0].root_hidden,)
             return models
         rows, expansions = self.plan.shape.max_depth + 1, 1 + self.memory.scratch
@@ -143,7 +150,7 @@ class Drafting:
         self.memory.root_positions[: len(roots)] = roots
 
     def player(self, requests: torch.Tensor) -> Any:
-        return self.graphs.drafting(requests) or self.drafter._eager(requests)
+        return self.drafter._player(requests)
 
 
 NO_STATES: Any = None  # a separate draft model reads tokens alone
@@ -231,14 +238,19 @@ Make = Callable[..., list[Drafting]]
 
 def makes(monkeypatch: pytest.MonkeyPatch, usual: TreePlan) -> Make:
     """Return a function that makes an eager and a captured drafting."""
-    _without_vllm(monkeypatch)
+    without_vllm(monkeypatch)
 
     def make(
-        growth: Any = CompiledGrowth, plan: TreePlan = usual, numbers: Sequence[int] = ()
+        growth: Any = CompiledGrowth,
+        plan: TreePlan = usual,
+        numbers: Sequence[int] = (),
+        rankings: Sequence[Any] = (None, None),
     ) -> list[Drafting]:
         return [
-            Drafting(CPUOps(), growth, captured=captured, plan=plan, numbers=numbers)
-            for captured in (False, True)
+            Drafting(
+                CPUOps(), growth, captured=captured, plan=plan, numbers=numbers, ranking=ranking
+            )
+            for captured, ranking in zip((False, True), rankings, strict=True)
         ]
 
     return make
@@ -254,7 +266,7 @@ def makes_by_kernels(monkeypatch: pytest.MonkeyPatch, usual: TreePlan) -> Make:
     from dyntree_kernels.cuda.growth import DeviceGrowth
     from dyntree_plugin.engine.cuda.ops import CUDAOps
 
-    _without_vllm(monkeypatch)
+    without_vllm(monkeypatch)
     stock: Any = InterpretedFunction.run
 
     def run(*args: Any, **kwargs: Any) -> None:
@@ -273,7 +285,7 @@ def makes_by_kernels(monkeypatch: pytest.MonkeyPatch, usual: TreePlan) -> Make:
     return make
 
 
-def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_memory, "build_attn_metadata", lambda **metadata: metadata)
     monkeypatch.setattr(row_memory, "build_slot_mappings_by_layer", lambda slots, _: slots)
 

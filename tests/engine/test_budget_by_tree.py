@@ -159,6 +159,9 @@ def test_the_runner_offers_the_scheduler_the_nodes_that_pay(
     monkeypatch.setattr(CPUModelRunner, "take_draft_token_ids", lambda self: drafts)
     runner = object.__new__(TreeCPUModelRunner)
     runner._budget = TreeBudget() if of_trees else None
+    runner._parents = None
+    runner._node_limits = torch.full((2,), NODES)
+    runner.scheduler_config = SimpleNamespace(async_scheduling=False)  # type: ignore[assignment]
     runner.trees = TreeStore(2, DynTreeOptions().resolve(NODES), 8, torch.device("cpu"))
     runner.trees.values[1] = values(0.9, 0.8, 0.3, 0.2, 0.1)[0]
     runner.trees.counts[1] = runner.trees.admitted[1] = 5

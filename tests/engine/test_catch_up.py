@@ -114,10 +114,10 @@ class Noting:
     def catch_up_prompts(self, *_: Any) -> None:
         self.done.append("read prompts")
 
-    def root(self, _: Any) -> None:
+    def root(self, *_: Any) -> None:
         self.done.append("root")
 
-    def forward(self, _: Any, number: int) -> bool:
+    def forward(self, *_: Any) -> bool:
         self.done.append("forward")
         return True
 

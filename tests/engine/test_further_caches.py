@@ -33,9 +33,9 @@ def test_an_engine_that_ends_releases_the_cache_of_every_draft(
     config: Any = SimpleNamespace()
     model = torch.nn.Sequential(Layer(), torch.nn.Sequential(Layer()))
     speculator: Any = object.__new__(TreeSpeculator)
-    speculator.further = [FurtherDraft(model, config, hidden_size=4)]
+    speculator.further = [FurtherDraft(model, config, hidden_size=4, vocab_size=8)]
     runner: Any = object.__new__(TreeRunnerMixin)
-    runner.speculator = speculator
+    runner.speculator, runner.grammars = speculator, None
     runner.shutdown()
     assert ended == [runner]
     caches = [layer.kv_cache for layer in model.modules() if isinstance(layer, Layer)]

@@ -23,9 +23,9 @@ def request(**params: Any) -> SamplingParams:
     return made
 
 
-def fitted(params: SamplingParams, on_cpu: bool = True) -> SamplingParams:
+def fitted(params: SamplingParams, on_cpu: bool = True, adapters: bool = False) -> SamplingParams:
     model_config: Any = SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: VOCABULARY)
-    fit(params, model_config, on_cpu=on_cpu)
+    fit(params, model_config, on_cpu=on_cpu, adapters=adapters)
     return params
 
 
@@ -110,3 +110,15 @@ def test_the_sampler_gets_seeds_of_the_same_bits() -> None:
         sampler.add_request(3, each)
     assert [each.seed for each in taken] == [None, 0, -(2**63), 2**63 - 1, -(2**63), -1]
     assert asked[-1].seed == 2**64 - 1  # the scheduler's copy does not change
+
+
+@pytest.mark.parametrize(
+    "asked", [{"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1, 2], [3, 4]]}]
+)
+def test_scores_of_prompts_are_not_for_adapters_on_a_cpu(asked: dict[str, Any]) -> None:
+    (parameter,) = asked
+    fitted(request(logprobs=3), adapters=True)
+    fitted(request(**asked))
+    fitted(request(**asked), on_cpu=False, adapters=True)
+    with pytest.raises(VLLMValidationError, match=f"{parameter} is not served on a CPU with"):
+        fitted(request(**asked), adapters=True)

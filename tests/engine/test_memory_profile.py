@@ -33,16 +33,21 @@ def test_the_widest_forward_of_every_draft_is_profiled(
 
     def draft(name: str, **more: Any) -> Any:
         return SimpleNamespace(
+            vocab_size=9,
             _run_model=lambda ids, *_: torch.zeros(len(ids), 2),
-            compute_draft_logits=lambda hidden, _: seen.append((name, len(hidden))),
+            compute_draft_logits=partial(logits, name),
             **more,
         )
+
+    def logits(name: str, hidden: torch.Tensor, _: int) -> torch.Tensor:
+        seen.append((name, len(hidden)))
+        return torch.zeros(len(hidden), 9)
 
     plan = SimpleNamespace(growing=SimpleNamespace(widths=WIDTHS))
     speculator = draft(
         "first",
         draft_tokens=SimpleNamespace(device=SimpleNamespace(type=device)),
-        drafting=SimpleNamespace(trees=SimpleNamespace(plan=plan)),
+        drafting=SimpleNamespace(trees=SimpleNamespace(plan=plan, vocabulary=9)),
         further=[draft("second")],
     )
     speculator.most_logits_of_a_request = partial(
@@ -102,9 +107,10 @@ def test_every_row_and_the_widest_forward_of_a_head_are_profiled(
     assert seen == [expected]
 
 
+@pytest.mark.parametrize("copies", [1, 5])
 @pytest.mark.parametrize(("most_tokens", "expected"), [(1000, REQUESTS * 17), (40, 40)])
 def test_every_row_of_the_trees_is_profiled(
-    most_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    most_tokens: int, expected: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="the runner on CUDA needs it")
     from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner
@@ -122,6 +128,7 @@ def test_every_row_of_the_trees_is_profiled(
     vars(runner).update(
         trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
         max_num_tokens=most_tokens,
+        verifier=SimpleNamespace(copies=copies),
         model=SimpleNamespace(compute_logits=logits),
     )
     runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))

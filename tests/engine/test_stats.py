@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging
@@ -46,7 +47,7 @@ class Counting(TreeCounting):
 
         self.log_stats = True
         self.num_spec_tokens = 8
-        self._custom_processors = False
+        self._chain_reason = None
         self._counts = self._stats = None
         self._observed = []
         self.requests: Any = {
@@ -90,22 +91,27 @@ def test_drafted_are_the_nodes_verified_and_not_the_slots_scheduled() -> None:
     assert stats.fallbacks == {}
 
 
+def test_processors_that_need_chains_are_counted_with_their_reason() -> None:
+    counting = Counting(repetition_penalty=1.2)
+    counting._chain_reason = "logits_processors"
+    stats = counting.step(worker_counts([4, 4], [4, 2], [0, 0]), {"a": 3, "b": 1})
+    assert stats.fallbacks == {"logits_processors": 2}
+
+
 @pytest.mark.parametrize(
-    ("sampling", "reason"),
+    "sampling",
     [
-        ({"repetition_penalty": 1.2}, "penalties"),
-        ({"presence_penalty": 0.1}, "penalties"),
-        ({"frequency_penalty": -0.1}, "penalties"),
-        ({"thinking_token_budget": 10}, "thinking_budget"),
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"bad_words": ["a"]},
+        {"thinking_token_budget": 10},
+        {"structured_outputs": StructuredOutputsParams(regex="a+")},
     ],
 )
-def test_a_request_that_needs_chains_is_counted_with_its_reason(
-    sampling: dict[str, Any], reason: str
-) -> None:
-    counts = worker_counts([4, 4], [4, 2], [0, 0])
-    stats = Counting(**sampling).step(counts, {"a": 3, "b": 1})
-    assert stats.fallbacks == {reason: 1}
-    assert stats.num_drafts == 2
+def test_parameters_that_read_earlier_tokens_need_no_chain(sampling: dict[str, Any]) -> None:
+    stats = Counting(**sampling).step(worker_counts([4, 4], [4, 2], [0, 0]), {"a": 3, "b": 1})
+    assert stats.fallbacks == {}
 
 
 @pytest.mark.parametrize("nodes", [[0, 4], []])
@@ -180,7 +186,7 @@ def test_the_counts_survive_vllms_stats_channel() -> None:
         stats = TreeSpecDecodingStats.of_step(8, counts)
         stats.observe_tree(counts, 0, accepted=1)
         stats.observe_nodes(counts, [0])
-        stats.fall_back("penalties")
+        stats.fall_back("logits_processors")
         sent = MsgpackEncoder().encode(SchedulerStats(spec_decoding_stats=stats))
         got = MsgpackDecoder(SchedulerStats).decode(sent).spec_decoding_stats
     finally:

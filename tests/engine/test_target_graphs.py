@@ -72,8 +72,11 @@ def test_with_one_tree_size_vllms_offer_stays() -> None:
 MOST_ROWS = 512
 
 
-def vllms_manager(nodes: int, requests: int, sizes: tuple[int, ...]) -> Any:
-    """Return vLLM's manager before it captures, for trees of these sizes."""
+def vllms_manager(nodes: int, requests: int, sizes: tuple[int, ...], adapters: int = 0) -> Any:
+    """Return vLLM's manager before it captures, for trees of these sizes.
+
+    With ``adapters``, it has graphs without any, and graphs with this number and the base model.
+    """
     schedule = [(batch, batch, size) for batch, size in enumerate(sorted(sizes)[::-1], start=1)]
     speculation = SimpleNamespace(
         num_speculative_tokens_per_batch_size=schedule,
@@ -95,8 +98,9 @@ def vllms_manager(nodes: int, requests: int, sizes: tuple[int, ...]) -> Any:
         decode_query_len=nodes + 1,
         varlen_decode=False,
         ubatch_runner=None,
-        lora_capture_cases=[0],
-        _lora_dispatch_map={},
+        lora_capture_cases=[0, adapters + 1] if adapters else [0],
+        _lora_dispatch_map=dict.fromkeys(range(1, adapters + 2), adapters + 1) if adapters else {},
+        _max_lora_case=adapters + 1,
         _candidates={},
         _capture_descs={},
         _graphs_captured=True,
@@ -105,10 +109,11 @@ def vllms_manager(nodes: int, requests: int, sizes: tuple[int, ...]) -> Any:
     return manager
 
 
-def rows_run(manager: Any, requests: int, nodes: int) -> int | None:
+def rows_run(manager: Any, requests: int, nodes: int, adapters: int = 0) -> int | None:
     """Return the number of rows of the FULL graph for a batch of trees; None without one."""
     rows = requests * (nodes + 1)
-    desc = manager.dispatch(requests, rows, nodes + 1, 0)
+    desc = manager.dispatch(requests, rows, nodes + 1, adapters)
+    assert (desc.num_active_loras > 0) == (adapters > 0)
     return desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else None
 
 
@@ -139,3 +144,16 @@ def test_trees_of_one_size_keep_vllms_graphs() -> None:
     before = captured(manager)
     thin_out(manager)
     assert captured(manager) == before
+
+
+def test_batches_with_adapters_have_as_many_graphs_of_their_own() -> None:
+    sizes = node_buckets(16)
+    base, both = vllms_manager(16, 64, sizes), vllms_manager(16, 64, sizes, adapters=2)
+    for manager in (base, both):
+        thin_out(manager)
+        offer_larger(manager)
+    assert captured(both) == 2 * captured(base)
+    for size in sizes:
+        for batch in range(1, min(64, MOST_ROWS // (size + 1)) + 1):
+            wanted = rows_run(base, batch, size)
+            assert [rows_run(both, batch, size, n) for n in range(3)] == 3 * [wanted]

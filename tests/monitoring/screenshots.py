@@ -63,8 +63,8 @@ def _ask(address: str, until: float) -> None:
     wave = 0
     while time.monotonic() < until:
         count = 1 << wave % 5
-        chains = traffic.PENALISED if wave % 4 == 3 else []
-        stack.complete(address, [*traffic.free(count, max_tokens=120), *chains])
+        structured = traffic.STRUCTURED if wave % 4 == 3 else []
+        stack.complete(address, [*traffic.free(count, max_tokens=120), *structured])
         wave += 1
 
 

@@ -46,8 +46,7 @@ def text(steps: int, engine: str = "0") -> str:
         f'{PREFIX}accepted_nodes_by_source_total{{LABELS,source="look_up"}}': steps,
         f'{PREFIX}accepted_nodes_by_source_total{{LABELS,source="both"}}': 0,
         f'{PREFIX}estimated_accepted_tokens_total{{LABELS,depth="1"}}': 2 * steps,
-        f'{PREFIX}fallback_steps_total{{LABELS,reason="penalties"}}': steps / 10,
-        f'{PREFIX}fallback_steps_total{{LABELS,reason="bad_words"}}': 0,
+        f'{PREFIX}fallback_steps_total{{LABELS,reason="logits_processors"}}': steps / 10,
         f'{PREFIX}fallback_steps_total{{LABELS,reason="empty_tree"}}': steps / 2,
         f'{PREFIX}stage_seconds_sum{{LABELS,stage="target"}}': 0.02 * steps,
         f'{PREFIX}stage_seconds_count{{LABELS,stage="target"}}': steps / 2,
@@ -67,7 +66,7 @@ def test_the_figures_are_ratios_of_the_counters() -> None:
     assert found.speed == pytest.approx(2)
     assert found.calibration == 1.5
     assert found.tokens_per_step == 8
-    assert found.fallbacks == {"penalties": pytest.approx(0.1), "empty_tree": pytest.approx(0.5)}
+    assert found.fallbacks == pytest.approx({"logits_processors": 0.1, "empty_tree": 0.5})
     assert found.fallback_share == pytest.approx(0.1), "an empty tree may be a choice"
     assert found.reached == [2, 1]
     assert found.sources == {"draft": pytest.approx(2 / 3), "look_up": pytest.approx(1 / 3)}
@@ -192,7 +191,7 @@ def test_once_shows_every_engine_and_ends(server: Server) -> None:
     console = Console(file=io.StringIO(), width=160)
     run(console, address_of(server), 1.0, once=True, as_json=False)
     shown = console.file.getvalue()
-    for part in ("m · engine 0", "m · engine 1", "4.00", "2.00 ×", "penalties", "node_budget=16"):
+    for part in ("m · engine 0", "m · engine 1", "4.00", "2.00 ×", "logits_proc", "node_budget=16"):
         assert part in shown
 
 

@@ -17,15 +17,16 @@ KINDS: list[dict[str, Any]] = [
 
 
 def free(count: int, max_tokens: int = 40) -> list[dict[str, Any]]:
-    """Return requests whose trees may branch."""
+    """Return requests without constraints."""
     return [
         {"prompt": PROMPTS[n % len(PROMPTS)], "max_tokens": max_tokens, **KINDS[n % len(KINDS)]}
         for n in range(count)
     ]
 
 
-PENALISED = [{**request, "repetition_penalty": 1.2} for request in free(3)]
-"""Requests whose trees are chains."""
+STRUCTURED = [
+    {**request, "structured_outputs": {"regex": r"(ab|cd){9,20}!"}} for request in free(3)
+]
 
 LONG = [
     {"prompt": "\n".join(PROMPTS), "truncate_prompt_tokens": 512 - left, "max_tokens": left,
@@ -34,7 +35,7 @@ LONG = [
 ]  # fmt: skip
 """Requests that end at the context's end, where trees have no room."""
 
-MIXED = [*free(16), *PENALISED, *LONG]
+MIXED = [*free(16), *STRUCTURED, *LONG]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import reduce
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +31,6 @@ ENGINE: dict[str, tuple[str, Any]] = {
     "enable_dbo": ("parallel_config.enable_dbo", True),
     "ubatch_size": ("parallel_config.ubatch_size", 2),
     "enable_batch_sharded_sampling": ("parallel_config.enable_batch_sharded_sampling", True),
-    "enable_lora": ("lora_config", SimpleNamespace()),
     "kv_transfer_config": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector")),
     "kv_cache_dtype (cache, model)": ("cache_config.cache_dtype", "fp8"),
     "kv_sharing_fast_prefill": ("cache_config.kv_sharing_fast_prefill", True),
@@ -52,7 +49,6 @@ SPECULATION: dict[str, tuple[str, Any]] = {
     "draft_sample_method": ("draft_sample_method", "probabilistic"),
     "kv_cache_dtype": ("kv_cache_dtype", "fp8"),
     "draft_tensor_parallel_size (draft, target)": ("draft_tensor_parallel_size", 2),
-    "vocab_size (target, draft)": ("draft_model_config.model_arch_config.vocab_size", 127),
     "max_model_len (target, draft)": ("draft_model_config.max_model_len", 128),
 }
 MODEL: dict[str, tuple[str, Any]] = {
@@ -190,9 +186,12 @@ def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_
             f"+ 1 = {WIDTH + 1} tokens of a step; raise long_prefill_token_threshold to at least "
             f"{WIDTH + 1}, or lower dyntree.node_budget to at most {WIDTH - 1}",
         ),
-        # With adapters, vLLM reduces the number of tokens per step and only logs it.
-        ({"enable_lora": True, "max_num_seqs": 256}, "enable_lora=True is not supported: adapters"),
-        ({"enable_lora": True, "max_num_seqs": 2}, "enable_lora=True is not supported: adapters"),
+        (
+            {"enable_lora": True, "max_num_seqs": 256, "max_num_batched_tokens": 2048},
+            "max_num_batched_tokens=2048 is too small with enable_lora: vLLM asks for max_num_seqs "
+            f"* (num_speculative_tokens + 1) = 256 * {WIDTH + 1} = {256 * (WIDTH + 1)}; raise it "
+            f"to that, or lower max_num_seqs to at most {2048 // (WIDTH + 1)}",
+        ),
         (
             {"speculative": {"node_budget": 8}},
             "speculative_config.node_budget=8 is for dyntree: give it as "
@@ -212,29 +211,13 @@ def test_the_engine_does_not_start_with(
     assert named in str(error.value)
 
 
-def test_a_draft_with_another_vocabulary_is_refused(
-    build: Build, model_folder: Callable[..., str]
-) -> None:
-    other = model_folder("other", vocab_size=64)
-    for more in ({}, {"use_heterogeneous_vocab": True}):
-        with pytest.raises(ValueError, match=r"vocab_size \(target, draft\)=\(128, 64\)") as error:
-            build(speculative={"model": other} | more, pipeline_parallel_size=2)
-        assert "pipeline_parallel_size=2" in str(error.value)
-    with pytest.raises(ValueError, match="should have the same vocabulary size") as error:
-        build(speculative={"model": other}, additional_config={})
-    assert "target, draft" not in str(error.value)
-
-
-def test_a_draft_with_another_tokenizer_is_refused(
-    build: Build, model_folder: Callable[..., str]
-) -> None:
-    models = {name: model_folder(name) for name in ("one", "other")}
-    for name, model in models.items():
-        content = {"model": {"vocab": {f"{name}{token}": token for token in range(128)}}}
-        (Path(model) / "tokenizer.json").write_text(json.dumps(content))
-    build(model=models["one"], speculative={"model": models["one"]})
-    with pytest.raises(ValueError, match=r"different tokenizers.* 128 of 128 tokens differ"):
-        build(model=models["one"], speculative={"model": models["other"]})
+def test_adapters_are_admitted_where_the_trees_of_all_requests_fit(build: Build) -> None:
+    config = build(enable_lora=True, max_loras=2, max_num_seqs=8, max_num_batched_tokens=2048)
+    assert config.lora_config is not None
+    assert config.lora_config.max_loras == 2
+    check.refuse_unserved(
+        changed(config, "scheduler_config.scheduler_cls", None), DynTreeOptions(), "cpu", WORKERS
+    )
 
 
 def test_a_draft_with_a_shorter_context_is_refused_until_the_target_is_cut_to_it(

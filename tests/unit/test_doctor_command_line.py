@@ -14,6 +14,7 @@ from dyntree_plugin.admission import check
 from dyntree_plugin.commands.doctor import command as doctor
 from dyntree_plugin.commands.doctor import command_line
 from dyntree_plugin.commands.doctor.report import Check
+from dyntree_plugin.engine import fallback
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -111,15 +112,31 @@ def test_tokenizers_that_differ_a_little_are_warned_of(
     assert (found.status, found.found) == ("warn", "3 of 9 tokens differ")
 
 
-def test_defaults_that_make_chains_of_all_requests_are_warned_of(line: Line) -> None:
-    override = ["--override-generation-config", '{"repetition_penalty": 1.05}']
-    found = {check.name: check for check in checked(line(*override))}
+def test_a_draft_that_is_only_padded_is_told_of(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "padding_advice", lambda config: "8 and 10 tokens")
+    (found,) = [check for check in checked(line()) if check.name == "vocabularies"]
+    assert (found.status, found.found) == ("ok", "8 and 10 tokens")
+
+
+def test_processors_that_make_chains_of_all_requests_are_warned_of(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interface = "vllm.v1.worker.gpu.sample.logits_processor.interface"
+    custom = ["--logits-processors", f"{interface}:LogitsProcessor"]
+    assert "requests" not in {check.name for check in checked(line(*custom))}
+    monkeypatch.setattr(fallback, "MAX_CHUNK_BYTES", 1 << 10)
+    found = {check.name: check for check in checked(line(*custom))}
     assert found["requests"].status == "warn"
-    assert "repetition_penalty=1.05" in found["requests"].found
-    assert """--override-generation-config '{"repetition_penalty": 1.0}'""" in (
-        found["requests"].advice
-    )
+    assert f"Logits processors (--logits-processors {interface}" in found["requests"].found
+    assert "dyntree.node_budget" in found["requests"].advice
     assert "requests" not in {check.name for check in checked(line())}
+
+
+def test_default_parameters_are_no_reason_for_a_warning(line: Line) -> None:
+    override = ["--override-generation-config", '{"repetition_penalty": 1.05}']
+    assert "requests" not in {check.name for check in checked(line(*override))}
 
 
 def test_the_command_takes_the_servers_arguments_behind_two_dashes(

@@ -40,12 +40,19 @@ LAYERS = (
     (
         "dyntree_plugin.engine.configuration",
         "dyntree_plugin.engine.fallback",
+        "dyntree_plugin.engine.flag",
         "dyntree_plugin.engine.limits",
+        "dyntree_plugin.engine.node_limit",
         "dyntree_plugin.engine.attention",
     ),
     ("dyntree_plugin.engine.step",),
-    ("dyntree_plugin.engine.telemetry", "dyntree_plugin.engine.budget"),
     (
+        "dyntree_plugin.engine.telemetry",
+        "dyntree_plugin.engine.budget",
+        "dyntree_plugin.engine.grammar",
+    ),
+    (
+        "dyntree_plugin.engine.adapters",
         "dyntree_plugin.engine.drafting",
         "dyntree_plugin.engine.further_drafts",
         "dyntree_plugin.engine.head_speculator",

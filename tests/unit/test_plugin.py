@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import pytest
 
 from dyntree_plugin import openmp, options, plugin
 from dyntree_plugin.admission import check, reasons
+from dyntree_plugin.engine import fallback
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
 from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
 
@@ -231,41 +232,22 @@ def test_a_command_does_not_take_another_error_for_the_users(
     assert capsys.readouterr().err == ""
 
 
-@pytest.fixture
-def with_defaults(pair: tuple[str, str]) -> Iterator[Path]:
-    """Return a target's folder whose generation_config.json has a penalty."""
-    file = Path(pair[0], "generation_config.json")
-    file.write_text('{"repetition_penalty": 1.05, "temperature": 0.7, "transformers_version": "5"}')
-    yield file
-    file.unlink()
-
-
-def test_defaults_that_make_chains_of_all_requests_are_warned_of(
-    build: Callable[..., Any], logged: Callable[[], str], with_defaults: Path
-) -> None:
-    build()
-    (line,) = [line for line in logged().splitlines() if "drafted with chains" in line]
-    assert "WARNING" in line
-    assert f"repetition_penalty=1.05 of {with_defaults} is the default" in line
-    for way_out in (
-        {"generation_config": "vllm"},
-        {"override_generation_config": {"repetition_penalty": 1.0}},
-    ):
-        assert str(next(iter(way_out))).replace("_", "-") in line
-        build(**way_out)
-        assert "drafted with chains" not in logged()
-    build(generation_config="vllm", override_generation_config={"presence_penalty": 0.5})
-    assert "presence_penalty=0.5 of --override-generation-config" in logged()
-
-
 def test_logits_processors_that_make_chains_of_all_requests_are_warned_of(
-    build: Callable[..., Any], logged: Callable[[], str]
+    build: Callable[..., Any], logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build()
-    assert "drafted with a chain" not in logged()
     interface = "vllm.v1.worker.gpu.sample.logits_processor.interface"
-    build(logits_processors=[f"{interface}:LogitsProcessor"])
-    assert f"Logits processors (--logits-processors {interface}" in logged()
+    custom = [f"{interface}:LogitsProcessor"]
+    build(logits_processors=custom)
+    assert "drafted with a chain" not in logged()
+    config = build()
+    shape = tree_plan(config).shape
+    rows = (shape.node_budget + 1) * (shape.max_depth + 1)
+    needed = 4 * rows * config.model_config.get_vocab_size()
+    for limit in (needed, needed - 1):
+        monkeypatch.setattr(fallback, "MAX_CHUNK_BYTES", limit)
+        build(logits_processors=custom)
+        reasons = f"Logits processors (--logits-processors {interface}" in logged()
+        assert reasons == (limit < needed)
     with pytest.raises(ValueError, match="nowhere:It"):
         build(logits_processors=["nowhere:It"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,36 +73,82 @@ def test_what_is_no_name_of_a_repository_has_no_tokenizer_here() -> None:
     assert vocabularies.tokenizer_file("s3://bucket/model", None) is None
 
 
-def config(target: Path | str, draft: Path | str) -> Any:
-    named: Mapping[str, Any] = {"revision": None, "tokenizer_revision": None}
+def model(name: Path | str, size: int = 8) -> Any:
+    """Return what is read of a ModelConfig."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(tokenizer=str(target), **named),
-        speculative_config=SimpleNamespace(
-            method="draft_model", draft_model_config=SimpleNamespace(model=str(draft), **named)
-        ),
+        model=str(name),
+        tokenizer=str(name),
+        revision=None,
+        tokenizer_revision=None,
+        get_vocab_size=lambda: size,
+    )
+
+
+def config(target: Path | str, draft: Path | str) -> Any:
+    return SimpleNamespace(
+        model_config=model(target),
+        speculative_config=SimpleNamespace(method="draft_model", draft_model_config=model(draft)),
     )
 
 
 def test_another_tokenizer_is_refused_and_other_reserved_tokens_are_warned_of(write: Write) -> None:
     target = write("target", TOKENS).parent
-    reserved = config(target, write("reserved", TOKENS, other=7).parent)
-    assert check._unlike_tokenizers(reserved) is None
-    assert "1 of 8 tokens differ, the first is 7" in str(check.vocabulary_advice(reserved))
+    reserved = write("reserved", TOKENS, other=7).parent
+    assert vocabularies.unlike(model(target), model(reserved)) is None
+    advice = check.vocabulary_advice(config(target, reserved))
+    assert "1 of 8 tokens differ, the first is 7" in str(advice)
 
     other = {text: 7 - number for text, number in TOKENS.items()}
-    stranger = config(target, write("stranger", other).parent)
-    assert "8 of 8 tokens differ" in str(check._unlike_tokenizers(stranger))
+    stranger = write("stranger", other).parent
+    assert "8 of 8 tokens differ" in str(vocabularies.unlike(model(target), model(stranger)))
 
 
 @pytest.mark.parametrize("absent", ["target", "draft"])
 def test_without_both_tokenizers_nothing_is_said(write: Write, tmp_path: Path, absent: str) -> None:
     folders = {"target": write("one", TOKENS).parent, "draft": write("other", {"x": 0}).parent}
-    assert check._unlike_tokenizers(config(**folders)) is not None
-    missing = config(**folders | {absent: tmp_path})
-    assert check._unlike_tokenizers(missing) is check.vocabulary_advice(missing) is None
+    assert vocabularies.unlike(*map(model, folders.values())) is not None
+    missing = folders | {absent: tmp_path}
+    assert vocabularies.unlike(*map(model, missing.values())) is None
+    assert check.vocabulary_advice(config(**missing)) is None
+
+
+@pytest.mark.parametrize("padded", [(8, 10), (10, 8)])
+def test_another_size_is_admitted_where_the_tokenizers_show_that_it_is_padding(
+    write: Write, tmp_path: Path, padded: tuple[int, int]
+) -> None:
+    target, draft = write("target", TOKENS), write("draft", TOKENS, end=8)
+
+    def refusal(ours: Path, theirs: Path) -> str | None:
+        return vocabularies.other_size(model(ours, padded[0]), model(theirs, padded[1]))
+
+    assert refusal(target.parent, draft.parent) is None
+    named = f"vocab_size (target, draft)={padded} is not supported: "
+    for folders in ((tmp_path, draft.parent), (target.parent, tmp_path)):
+        missing = str(refusal(*folders))
+        assert missing.startswith(named)
+        assert f"without a tokenizer.json of '{tmp_path}' on this machine" in missing
+    strangers = write("stranger", {text: 7 - number for text, number in TOKENS.items()})
+    assert refusal(target.parent, strangers.parent) == (
+        f"{named}use a draft with the target's vocabulary"
+    )
+    assert "no token in common" in str(refusal(target.parent, write("unknown", {}).parent))
+
+
+def test_a_form_that_cannot_be_read_shows_the_same_tokens_in_the_same_file(write: Write) -> None:
+    one, other = write("one", {}).parent, write("other", {}).parent
+    assert vocabularies.other_size(model(one, 8), model(other, 9)) is None
+
+
+def test_padding_is_described() -> None:
+    assert vocabularies.padding(model("target", 8), model("draft", 8)) is None
+    for sizes in ((8, 10), (10, 8)):
+        told = vocabularies.padding(model("target", sizes[0]), model("draft", sizes[1]))
+        assert f"have {sizes[0]} and {sizes[1]} tokens" in str(told)
+        assert "proposes only the first 8" in str(told)
 
 
 def test_the_embedded_pair_has_one_vocabulary() -> None:
     paths = pair.paths()
     found = config(paths["target"], paths["draft"])
-    assert check._unlike_tokenizers(found) is check.vocabulary_advice(found) is None
+    assert vocabularies.unlike(model(paths["target"]), model(paths["draft"])) is None
+    assert check.vocabulary_advice(found) is check.padding_advice(found) is None

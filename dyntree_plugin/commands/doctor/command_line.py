@@ -15,7 +15,7 @@ from dyntree_plugin.engine.configuration import further_drafts, measured_kernels
 from dyntree_plugin.engine.fallback import default_chain_reasons
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
     from dyntree_kernels.dispatch import Measurement
 
@@ -78,13 +78,9 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     advice = check.token_budget_advice(config) or ""
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
-    if difference := check.vocabulary_advice(config):
-        yield Check("vocabularies", "warn", difference)
     further = further_drafts(speculation)
-    for each in further:
-        if difference := check.vocabulary_advice(config, each):
-            yield Check("vocabularies", "warn", f"{each.model}: {difference}")
-    for found, chain_advice in default_chain_reasons(config.model_config):
+    yield from _vocabularies(config, further)
+    for found, chain_advice in default_chain_reasons(config.model_config, plan.shape):
         yield Check("requests", "warn", found, chain_advice)
     if unseen := check.head_advice(config):
         yield Check("draft", "warn", unseen)
@@ -99,6 +95,18 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     cache = config.cache_config
     if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:
         yield memory(cache.gpu_memory_utilization)
+
+
+def _vocabularies(config: VllmConfig, further: Sequence[SpeculativeConfig]) -> Iterator[Check]:
+    if padding := check.padding_advice(config):
+        yield Check("vocabularies", "ok", padding)
+    if difference := check.vocabulary_advice(config):
+        yield Check("vocabularies", "warn", difference)
+    for each in further:
+        if padding := check.padding_advice(config, each):
+            yield Check("vocabularies", "ok", f"{each.model}: {padding}")
+        if difference := check.vocabulary_advice(config, each):
+            yield Check("vocabularies", "warn", f"{each.model}: {difference}")
 
 
 def _model_checks(

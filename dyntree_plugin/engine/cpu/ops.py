@@ -15,6 +15,7 @@ from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.look_up import look_up
+from dyntree_kernels.cpu.paths import KERNELS
 from dyntree_kernels.cpu.walk import walk
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
@@ -34,6 +35,7 @@ class CPUOps:
     walk = staticmethod(walk)
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
+    paths = KERNELS
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:

@@ -5,23 +5,30 @@ from __future__ import annotations
 # Patches torch.cuda and the runner's buffers for the CPU; vLLM's V2 modules must see it first.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
-from typing import Any
+from dataclasses import replace
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 import vllm_cpu_runner
+from dyntree_kernels.cpu.bitmasks import mask_rows
 from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.configuration import sizes_single_trees
 from dyntree_plugin.engine.cpu.ops import CPUOps
+from dyntree_plugin.engine.grammar.compiling import GrammarCompiler
+from dyntree_plugin.engine.grammar.drafted import DraftGrammars
 from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU
+from dyntree_plugin.engine.node_limit import node_limit
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.tree.budget.row_cost import RowCost
+from dyntree_plugin.tree.token_tree import NO_VALUE
 from vllm_cpu_runner.long_lists import lift_limits
 
 
@@ -33,11 +40,25 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     def make_ops(self) -> TreeOps:
         if sizes_single_trees(self.vllm_config, "cpu"):
             self._budget = TreeBudget()
+        nodes = self.num_speculative_steps
+        self._node_limits = torch.full((self.max_num_reqs,), nodes, dtype=torch.int64)
         return CPUOps(self._budget)
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        lift_limits(self.sampler, self.vocab_size, WORD_TOKENS_ON_CPU)
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        for each in scheduler_output.scheduled_new_reqs:
+            limit = node_limit(each.sampling_params)
+            slot = self.req_states.req_id_to_index[each.req_id]
+            self._node_limits[slot] = self.num_speculative_steps if limit is None else limit
+
+    def lift_limits(self, sampler: Sampler) -> None:
+        lift_limits(sampler, self.vocab_size, WORD_TOKENS_ON_CPU)
+
+    def make_grammars(self) -> DraftGrammars | None:
+        if self.trees.plan.reads_draws:  # They read the law that the draft itself has.
+            return None
+        compiler, ranks = GrammarCompiler(self.vllm_config), self.parallel_config.world_size
+        return DraftGrammars(compiler, self.req_states, mask_rows, waits=ranks > 1)
 
     def warm_up_kernels(self) -> None:
         vllm_cpu_runner.warm_up()
@@ -61,14 +82,17 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         draws, a small tree tells which coincide, so the room for them must not depend on it.
         """
         drafts = super().take_draft_token_ids()
-        if drafts is None or self.trees.plan.growing.sampling == "with_replacement":
+        drawn = self.trees.plan.growing.sampling == "with_replacement"
+        if drafts is None or drawn or self.scheduler_config.async_scheduling:
             return drafts
         index = [self.req_states.req_id_to_index[req_id] for req_id in drafts.req_ids]
         slots = torch.tensor(index, dtype=torch.int64)
         counts = self.trees.counts[slots]
         if self._budget is not None:
-            counts = self._budget.cut(self.trees.values[slots], counts)
+            beyond = torch.arange(self.trees.shape.node_budget) >= self._node_limits[slots, None]
+            values = self.trees.values[slots].masked_fill(beyond, NO_VALUE)
+            counts = self._budget.cut(values, counts)
             self.trees.admit(slots, counts)
         offered = counts.tolist()  # sync: host memory on the CPU
         cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, offered, strict=True)]
-        return DraftTokenIds(drafts.req_ids, cut)
+        return replace(drafts, draft_token_ids=cut)

@@ -16,11 +16,12 @@ from functools import partial
 import torch
 
 from dyntree_kernels.contracts import Walked
+from dyntree_plugin.engine.cuda.captured_logits import CapturedLogits
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
 from dyntree_plugin.engine.step.ops import Player
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
-from dyntree_plugin.engine.step.stages import DraftStages, Eager
+from dyntree_plugin.engine.step.stages import DraftStages, Eager, Rank
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.tree.drafting import grow
 
@@ -74,8 +75,8 @@ class CapturedStages:
     def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
         return None if self._verification is None else self._verification(packed, sampled)
 
-    def drafting(self, packed: torch.Tensor) -> Player | None:
-        return None if self._drafting is None else self._drafting.player(packed)
+    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
+        return None if self._drafting is None else self._drafting.player(packed, rank)
 
 
 class CapturedVerification:
@@ -112,10 +113,15 @@ class CapturedDrafting:
     is no draft model, so that every step has the same stages."""
 
     def __init__(
-        self, stages: DraftStages, numbers_emitted: Sequence[int], most: int, spare: int
+        self,
+        stages: DraftStages,
+        numbers_emitted: Sequence[int],
+        most: int,
+        spare: int,
+        vocabulary: int,
     ) -> None:
         """``numbers_emitted``: how many tokens a request can get at most, for trees of each size.
-        ``most``: the most requests of a captured batch."""
+        ``most``: the most requests of a captured batch. ``vocabulary``: the target's."""
         self._stages = stages
         self._spare = spare
         sizes = request_sizes(most)
@@ -136,7 +142,10 @@ class CapturedDrafting:
             for number in (sorted(numbers_emitted) if stages.has_draft else ())
         }
         every = range(len(stages.widths))
+        self.packed = packed.buffer
+        """The requests that were filled in last, on the device."""
         self.whole = self.root = None
+        self.logits: CapturedLogits | None = None
         self.forwards: list[RequestGraphs] = []
         self.finish: list[RequestGraphs] = []
         if not stages.resumable or not stages.has_draft:
@@ -145,6 +154,7 @@ class CapturedDrafting:
         self.root = graphs(self._run_root)
         self.forwards = [graphs(partial(self._run_forward, number)) for number in every]
         self.finish = [graphs(partial(self._run_finish, n)) for n in range(len(every) + 1)]
+        self.logits = CapturedLogits(stages, packed, sizes, self.requests, vocabulary)
 
     @property
     def fewest_forwards(self) -> int:
@@ -154,14 +164,20 @@ class CapturedDrafting:
         growth = [graphs for graphs in (self.root, self.whole) if graphs is not None]
         for graphs in (*self.catch_up.values(), *growth, *self.forwards, *self.finish):
             graphs.capture(record)
+        if self.logits is not None:
+            self.logits.capture(record)
 
     def receive(self, emitted: Emitted, target: TargetStates) -> None:
         """Copy what the catch-up's graphs read of the target."""
         self._stages.receive(emitted, target)
 
-    def player(self, packed: torch.Tensor) -> Player | None:
+    def player(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
         """Replay the stages for these requests; None for a batch that was not captured."""
-        return Replay(self, packed) if self.first.serves(len(packed)) else None
+        if not self.first.serves(len(packed)):
+            return None
+        if rank is None or self.logits is None or not self.logits.serves(len(packed)):
+            return Replay(self, packed)
+        return RankedReplay(self, self.logits, packed, rank)
 
     @property
     def first(self) -> RequestGraphs:
@@ -171,32 +187,33 @@ class CapturedDrafting:
             raise RuntimeError("drafting has graphs of its stages, or of all of them as one")
         return found
 
-    def _requests(self, packed: torch.Tensor) -> Requests:
+    def requests(self, packed: torch.Tensor) -> Requests:
+        """Name the columns of packed requests on the device."""
         return Requests(packed, self._spare)
 
     def _run_catch_up(self, packed: torch.Tensor, *given: torch.Tensor) -> Tensors:
         roots, tokens, counts = given
         emitted = Emitted(roots, tokens, counts, most=tokens.shape[1])
-        self._stages.catch_up(self._requests(packed), emitted)
+        self._stages.catch_up(self.requests(packed), emitted)
         return ()
 
     def _run_root(self, packed: torch.Tensor) -> Tensors:
-        self._stages.root(self._requests(packed))
+        self._stages.root(self.requests(packed))
         return ()
 
     def _run_forward(self, number: int, packed: torch.Tensor) -> Tensors:
-        requests = self._requests(packed)
+        requests = self.requests(packed)
         self._stages.resume(requests, number)
         self._stages.forward(requests, number)
         return ()
 
     def _run_finish(self, forwards: int, packed: torch.Tensor) -> Tensors:
-        requests = self._requests(packed)
+        requests = self.requests(packed)
         self._stages.resume(requests, forwards)
         return (self._stages.finish(requests, forwards),)
 
     def _run_whole(self, packed: torch.Tensor) -> Tensors:
-        eager = Eager(self._stages, self._requests(packed))
+        eager = Eager(self._stages, self.requests(packed))
         return (grow(eager, len(self._stages.widths))[0],)
 
 
@@ -216,8 +233,7 @@ class Replay:
         self._filled = True
 
     def root(self) -> None:
-        if not self._filled:  # no catch-up, or an eager one in a batch with prompts
-            self._drafting.first.fill((self._packed,))
+        self.fill()
         if self._drafting.root is not None:
             self._drafting.root.replay(len(self._packed))
 
@@ -226,6 +242,37 @@ class Replay:
             self._drafting.forwards[number].replay(len(self._packed))
         return True
 
+    def fill(self) -> None:
+        """Fill in the requests, unless the catch-up did."""
+        if not self._filled:  # no catch-up, or an eager one in a batch with prompts
+            self._drafting.first.fill((self._packed,))
+
     def finish(self, forwards: int) -> torch.Tensor:
         graphs = self._drafting.whole or self._drafting.finish[forwards]
         return graphs.replay(len(self._packed))[0]
+
+
+class RankedReplay:
+    """A `Player` that replays graphs, and ranks the draft's logits between them."""
+
+    def __init__(
+        self, drafting: CapturedDrafting, logits: CapturedLogits, packed: torch.Tensor, rank: Rank
+    ) -> None:
+        self._replay = Replay(drafting, packed)
+        self._logits = logits
+        self._requests = drafting.requests(drafting.packed[: len(packed)])
+        self._rank = rank
+
+    def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
+        self._replay.catch_up(emitted, target)
+
+    def root(self) -> None:
+        self._replay.fill()
+        self._logits.root(self._requests, self._rank)
+
+    def forward(self, number: int) -> bool:
+        self._logits.forward(self._requests, number, self._rank)
+        return True
+
+    def finish(self, forwards: int) -> torch.Tensor:
+        return self._replay.finish(forwards)

@@ -15,6 +15,7 @@ from dyntree_kernels.cuda.gumbel import perturbed_logits
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.learn import learn
 from dyntree_kernels.cuda.look_up import look_up
+from dyntree_kernels.cuda.paths import KERNELS
 from dyntree_kernels.cuda.place import place
 from dyntree_kernels.cuda.walk import walk
 from dyntree_plugin.engine.cuda.clock import EventClock
@@ -34,6 +35,7 @@ class CUDAOps:
     walk = staticmethod(walk)
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
+    paths = KERNELS
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()

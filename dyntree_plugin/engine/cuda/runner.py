@@ -19,11 +19,11 @@ from dyntree_plugin.engine.cuda.graphs import Record
 from dyntree_plugin.engine.cuda.ops import CUDAOps
 from dyntree_plugin.engine.cuda.target_graphs import offer_larger, thin_out
 from dyntree_plugin.engine.cuda.transfer import StreamSend
+from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.look_up import MOST_TEXT_BYTES, move_texts_to_device
 from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.engine.step.stages import DraftStages
-from dyntree_plugin.engine.step.verify import MAX_CHUNK_BYTES
 from dyntree_plugin.tree.budget.choice import node_buckets
 
 logger = init_logger("vllm.dyntree")
@@ -53,7 +53,7 @@ class TreeGPUModelRunner(TreeRunnerMixin):
         if uses_adaptive_budget(self.vllm_config):
             sizes = [*node_buckets(shape.node_budget)]
         numbers = sorted({1 + min(size, shape.max_depth) for size in sizes})
-        return CapturedDrafting(stages, numbers, most, self.trees.spare)
+        return CapturedDrafting(stages, numbers, most, self.trees.spare, self.trees.vocabulary)
 
     @contextmanager
     def _recording(self) -> Iterator[Record]:
@@ -94,8 +94,11 @@ class TreeGPUModelRunner(TreeRunnerMixin):
         at = torch.arange(rows, device=hidden_states.device) % requests
         model: Any = self.model
         logits = model.compute_logits(hidden_states[at])
-        copied = min(rows, MAX_CHUNK_BYTES // (4 * logits.shape[1]))
-        kept = logits, logits[:copied].float()
+        copies = self.verifier.copies
+        copied = min(rows, MAX_CHUNK_BYTES // (4 * copies * logits.shape[1]))
+        kept = [logits, logits[:copied].float()]
+        if copies > 1:  # Custom logits processors get chains, of which the last rows are kept.
+            kept += [kept[1].repeat(copies, 1), kept[1].clone()]
         super()._dummy_sampler_run(hidden_states)
         del kept
 

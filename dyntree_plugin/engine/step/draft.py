@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -9,22 +11,38 @@ from dyntree_plugin.engine.step.catch_up import CatchUpPlan, most_emitted
 from dyntree_plugin.engine.step.ops import Graphs, Player, TreeOps
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
-from dyntree_plugin.engine.step.stages import DraftStages, Eager
+from dyntree_plugin.engine.step.stages import DraftStages, Eager, Rank
 from dyntree_plugin.tree.drafting import grow
+
+
+class Ranking(Protocol):
+    """Says what the requests' sampling parameters do to a draft's logits."""
+
+    def of(self, packed: torch.Tensor) -> Rank | None:
+        """Return what the ``packed`` requests on the host need; None if they need nothing."""
+        ...
 
 
 class Drafter:
     """Drafts the trees that the next step verifies."""
 
     def __init__(
-        self, stages: DraftStages, ops: TreeOps, graphs: Graphs, max_depth: int, spare: int
+        self,
+        stages: DraftStages,
+        ops: TreeOps,
+        graphs: Graphs,
+        max_depth: int,
+        spare: int,
+        ranking: Ranking | None = None,
     ) -> None:
-        """``max_depth``: levels of a tree. ``spare``: the trees' slot for padding requests."""
+        """``max_depth``: levels of a tree. ``spare``: the trees' slot for padding requests.
+        ``ranking``: None to rank the draft's logits as they are."""
         self._stages = stages
         self._ops = ops
         self._graphs = graphs
         self._max_depth = max_depth
         self._spare = spare
+        self._ranking = ranking
 
     def draft(
         self,
@@ -36,7 +54,7 @@ class Drafter:
         grows: bool,
     ) -> Drafted:
         """Catch up, and grow a tree for each of R ``packed`` requests if the step ``grows`` any."""
-        player = self._graphs.drafting(packed) or self._eager(packed)
+        player = self._player(packed)
         caught_up = 0
         if self._stages.has_draft:
             with self._ops.clock("catch_up"):
@@ -64,9 +82,13 @@ class Drafter:
         emitted = self._emitted(step, batch, sampled, step.verified.emitted, bound)
         player.catch_up(emitted, target)
 
-    def _eager(self, packed: torch.Tensor) -> Player:
+    def _player(self, packed: torch.Tensor) -> Player:
+        rank = None if self._ranking is None else self._ranking.of(packed)
+        captured = self._graphs.drafting(packed, rank)
+        if captured is not None:
+            return captured
         requests = Requests(packed.to(self._stages.device, non_blocking=True), self._spare)
-        return Eager(self._stages, requests)
+        return Eager(self._stages, requests, rank)
 
     def _emitted(
         self, step: Step, batch: InputBatch, sampled: Sampled, counts: torch.Tensor, bound: int

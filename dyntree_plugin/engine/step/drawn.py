@@ -51,13 +51,18 @@ class DrawnWalk:
         self._buffers = buffers
         self._perturb = perturb
 
-    def __call__(self, requests: Requests, logits: torch.Tensor) -> Walked:
+    def __call__(
+        self, requests: Requests, logits: torch.Tensor, forbidden: torch.Tensor | None
+    ) -> Walked:
         """Verify R requests by ``logits`` [rows, V] after temperature, top-k and penalties.
 
-        A node that a grammar forbids needs no mask: its probability is 0, and it stays a try.
+        ``forbidden`` bool [rows]: nodes of trees that the scheduler does not know, so that no
+        grammar restricts the logits there; None where there are none. These trees are not
+        verified. A token that a grammar forbids needs no mask: its probability is 0, and it stays
+        a try.
         """
         trees, temperature, seeds = self._trees, requests.temperature, requests.seeds
-        rows = self._rows(requests, logits.shape[0])
+        rows = self._rows(requests, logits.shape[0], forbidden)
         request = torch.arange(len(seeds), device=logits.device)
         row_of = rows.root_and_nodes
 
@@ -84,12 +89,15 @@ class DrawnWalk:
         noise = self._gumbel(stream(seeds, BONUS), after, logits.shape[1])
         return self._emit(walk.emit(rows.tokens, noise), rows, requests)
 
-    def _rows(self, requests: Requests, num_rows: int) -> LogitRows:
+    def _rows(self, requests: Requests, num_rows: int, forbidden: torch.Tensor | None) -> LogitRows:
         trees, buffers = self._trees, self._buffers
         # A tree that was proposed while the prompt was incomplete starts from a token that was
         # never sampled.
         positions = buffers.positions[requests.root]
         room = torch.where(positions >= requests.prefill_len, requests.drafts, 0)
+        if forbidden is not None:
+            first_nodes = (requests.first + 1).clamp(max=num_rows - 1)
+            room = torch.where(forbidden[first_nodes], 0, room)
         # The scheduler may cut a tree short; parents stand first, so what is left is a tree.
         counts = torch.minimum(room, trees.counts[requests.slots])
 

@@ -14,13 +14,15 @@ from dyntree_plugin.engine.step.catch_up import CatchUpPlan, prompt_rows
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
+from dyntree_plugin.tree.padded import of_width, readable
 from dyntree_plugin.tree.pooled import apart, mixture
 
 
 class LoadedModel(Protocol):
-    """A draft model that is loaded, and its hidden size."""
+    """A draft model that is loaded, its hidden size, and the size of its vocabulary."""
 
     hidden_size: int
+    vocab_size: int
 
     def _run_model(
         self,
@@ -55,8 +57,10 @@ class DraftModel:
     Its state between two calls lies at a fixed address: the roots' hidden states.
     """
 
-    def __init__(self, model: LoadedModel, memory: RowMemory) -> None:
+    def __init__(self, model: LoadedModel, memory: RowMemory, vocabulary: int) -> None:
+        """``vocabulary``: V, the target's, which may be padded to another size than the model's."""
         self._model = model
+        self._vocabulary = vocabulary
         self._memory = memory
         self.root_hidden = torch.zeros(
             memory.requests, model.hidden_size, dtype=memory.dtype, device=memory.device
@@ -68,16 +72,18 @@ class DraftModel:
 
     def root_logits(self, requests: int) -> torch.Tensor:
         """Return the logits after the roots, [R, V]."""
-        return self._model.compute_draft_logits(self.root_hidden[:requests], 0)
+        return self._logits(self.root_hidden[:requests])
 
     def logits(self, rows: FilledRows) -> torch.Tensor:
         """Return the logits of filled rows, [rows, V]."""
-        return self._model.compute_draft_logits(self._hidden(rows), 0)
+        return self._logits(self._hidden(rows))
 
     def _hidden(self, rows: FilledRows) -> torch.Tensor:
-        return self._model._run_model(
-            rows.ids, rows.positions, rows.metadata, rows.slots_by_layer, None
-        )
+        ids = readable(rows.ids, self._vocabulary, self._model.vocab_size)
+        return self._model._run_model(ids, rows.positions, rows.metadata, rows.slots_by_layer, None)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return of_width(self._model.compute_draft_logits(hidden, 0), self._vocabulary)
 
 
 class DraftModels:
@@ -94,16 +100,18 @@ class DraftModels:
         further: Sequence[LoadedModel],
         memory: RowMemory,
         writer: RowWriter,
+        vocabulary: int,
         *,
         trees_apart: bool = False,
     ) -> None:
         """``speculator``: vLLM's, with the first model. ``further``: models beside it.
+        ``vocabulary``: V, the target's, to which the models' may be padded otherwise.
         ``trees_apart``: each model grows a tree of its own; see `GrowthPlan.roots`."""
         self._trees_apart = trees_apart
         self._speculator = speculator
         self._memory = memory
         self._writer = writer
-        self.models = [DraftModel(model, memory) for model in (speculator, *further)]
+        self.models = [DraftModel(model, memory, vocabulary) for model in (speculator, *further)]
         # Of this step, by requests and width: metadata takes the host 0.1 ms to build.
         self._rows: dict[tuple[int, int], TreeRows] = {}
 

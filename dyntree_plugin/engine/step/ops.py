@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from dyntree_kernels.contracts import GrowthSettings, Learn, StepGrowth, Walk, Walked
+    from dyntree_kernels.paths import PathKernels
     from dyntree_kernels.tries import LookUp
     from dyntree_plugin.engine.step.clock import Clock
     from dyntree_plugin.engine.step.records import Emitted, TargetStates
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
-    from dyntree_plugin.engine.step.stages import DraftStages
+    from dyntree_plugin.engine.step.stages import DraftStages, Rank
     from dyntree_plugin.engine.step.transfer import Send
     from dyntree_plugin.engine.step.trees import TreeStore
     from dyntree_plugin.tree.children import Perturb
@@ -47,6 +48,9 @@ class TreeOps(Protocol):
 
     @property
     def look_up(self) -> LookUp: ...
+
+    @property
+    def paths(self) -> PathKernels: ...
 
     @property
     def clock(self) -> Clock: ...
@@ -112,8 +116,12 @@ class Graphs(Protocol):
         """Replay walk, move and learning; None if they were not captured for this batch."""
         ...
 
-    def drafting(self, packed: torch.Tensor) -> Player | None:
-        """Replay the stages of drafting; None if they were not captured for this batch."""
+    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
+        """Replay the stages of drafting; None if they were not captured for this batch.
+
+        ``rank`` as in `DraftStages.root`. Stages that were captured without a place for it rank the
+        draft's logits as they are.
+        """
         ...
 
 
@@ -131,5 +139,5 @@ class NoGraphs:
     def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
         return None
 
-    def drafting(self, packed: torch.Tensor) -> Player | None:
+    def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
         return None

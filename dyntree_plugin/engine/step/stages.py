@@ -8,13 +8,19 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import StepGrowth, expansions_of
+from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan
+from dyntree_plugin.engine.step.draft_paths import DraftPaths
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
-from dyntree_plugin.engine.step.rows import start
+from dyntree_plugin.engine.step.rows import TreeRows, start
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
 from dyntree_plugin.tree.source import TrieSource
+
+Rank = Callable[[torch.Tensor, torch.Tensor, Paths], torch.Tensor]
+"""Turns a draft's logits [R * W, V] into those that growth ranks, by the requests' slots int64 [R]
+and the paths of the rows' nodes."""
 
 
 class DraftStages:
@@ -32,6 +38,7 @@ class DraftStages:
         widths: Sequence[int],
         chained: torch.Tensor,
         pays: Callable[[StepGrowth], bool],
+        max_depth: int | None = None,
     ) -> None:
         """Compose the sources of candidates with a growth.
 
@@ -39,7 +46,7 @@ class DraftStages:
         None without any. ``stored_at`` int64 [the most requests]: memory for the slots of the
         trees, which `begin` of the source writes, too. ``widths``: nodes of a request in each
         forward. ``chained`` bool [slots + 1]: requests whose trees are chains. ``pays``: as in
-        `TreeOps`.
+        `TreeOps`. ``max_depth``: of the deepest node; None for as deep as forwards expand.
 
         Raises:
             ValueError: if there is no source at all.
@@ -53,6 +60,10 @@ class DraftStages:
         self._growth = growth
         self._chained = chained
         self._pays = pays
+        columns = sum(self.widths)
+        # Kernels that verification has compiled read paths of the same form.
+        depth = columns if max_depth is None else max_depth
+        self._paths = DraftPaths(len(stored_at), columns, depth, stored_at.device)
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +97,14 @@ class DraftStages:
         """Catch up in a batch with prompts; it has no graph."""
         self._draft.follow_prompts(batch, plan, emitted, target)
 
-    def root(self, requests: Requests) -> None:
+    def root(self, requests: Requests, rank: Rank | None = None) -> None:
+        """Start the trees; ``rank``: None to rank the draft's logits as they are."""
+        logits = self.root_logits(requests)
+        if logits is not None:
+            self.pick(requests, logits, self.root_paths(logits), rank)
+
+    def root_logits(self, requests: Requests) -> torch.Tensor | None:
+        """Start the trees, and return the draft's logits after the roots; None without a draft."""
         if self._source is not None:
             self._source.begin(self._growth, requests, self._chained)
         elif self._tries is not None:
@@ -94,16 +112,40 @@ class DraftStages:
             start(self._growth, requests, roots, self._chained, self._stored_at)
         if self._tries is not None:
             self._growth.graft(self._tries.trie(requests.index))
-        if self._source is not None:
-            self._growth.pick(self._source.root_logits(len(requests.packed)))
+        if self._source is None:
+            return None
+        return self._source.root_logits(len(requests.packed))
 
-    def forward(self, requests: Requests, number: int) -> bool:
-        rows = self._draft.rows(len(requests.packed), self.widths[number])
+    def root_paths(self, logits: torch.Tensor) -> Paths:
+        """Return the paths of the roots with these logits, which are empty."""
+        return self._paths.of_roots(len(logits))
+
+    def forward(self, requests: Requests, number: int, rank: Rank | None = None) -> bool:
+        """Run the next forward, unless no node is left or it does not pay; ``rank`` as in `root`.
+
+        With ``rank`` it must have ranked the logits of the root and of all earlier forwards.
+        """
+        rows = self._rows(requests, number)
         if self._growth.expand(rows.ancestor_bits) == 0 or not self._pays(self._growth):
             return False
-        first, _ = expansions_of(self.widths, number + 1)
-        self._growth.pick(self._draft.forward(rows, len(requests.packed), first))
+        logits = self._logits(requests, number, rows)
+        paths = None if rank is None else self._paths_of(requests, number, rows)
+        self.pick(requests, logits, paths, rank)
         return True
+
+    def forward_logits(self, requests: Requests, number: int) -> tuple[torch.Tensor, Paths]:
+        """Run the next forward, and return its logits and its rows' paths. `pick` comes next."""
+        rows = self._rows(requests, number)
+        self._growth.expand(rows.ancestor_bits)
+        return self._logits(requests, number, rows), self._paths_of(requests, number, rows)
+
+    def pick(
+        self, requests: Requests, logits: torch.Tensor, paths: Paths | None, rank: Rank | None
+    ) -> None:
+        """Take the children of the last expansions; without ``rank`` no ``paths`` are read."""
+        if rank is not None and paths is not None:
+            logits = rank(logits, requests.index, paths)
+        self._growth.pick(logits)
 
     def finish(self, requests: Requests, forwards: int) -> torch.Tensor:
         return self._growth.finish(self._stored_at[: len(requests.packed)])
@@ -111,6 +153,17 @@ class DraftStages:
     def resume(self, requests: Requests, forwards: int) -> None:
         """Go on after so many forwards: for stages that are captured apart."""
         self._growth.resume(len(requests.packed), forwards)
+
+    def _rows(self, requests: Requests, number: int) -> TreeRows:
+        return self._draft.rows(len(requests.packed), self.widths[number])
+
+    def _logits(self, requests: Requests, number: int, rows: TreeRows) -> torch.Tensor:
+        first, _ = expansions_of(self.widths, number + 1)
+        return self._draft.forward(rows, len(requests.packed), first)
+
+    def _paths_of(self, requests: Requests, number: int, rows: TreeRows) -> Paths:
+        first = sum(self.widths[:number])
+        return self._paths.add(len(requests.packed), first, rows.ids, rows.ancestor_bits)
 
     @property
     def _draft(self) -> NodeSource:
@@ -122,19 +175,21 @@ class DraftStages:
 class Eager:
     """A `Player` that runs the stages as they are."""
 
-    def __init__(self, stages: DraftStages, requests: Requests) -> None:
+    def __init__(self, stages: DraftStages, requests: Requests, rank: Rank | None = None) -> None:
+        """``rank``: as in `DraftStages.root`."""
         self._stages = stages
         self._requests = requests
+        self._rank = rank
 
     def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
         self._stages.receive(emitted, target)
         self._stages.catch_up(self._requests, emitted)
 
     def root(self) -> None:
-        self._stages.root(self._requests)
+        self._stages.root(self._requests, self._rank)
 
     def forward(self, number: int) -> bool:
-        return self._stages.forward(self._requests, number)
+        return self._stages.forward(self._requests, number, self._rank)
 
     def finish(self, forwards: int) -> torch.Tensor:
         return self._stages.finish(self._requests, forwards)

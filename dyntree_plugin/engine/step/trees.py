@@ -103,6 +103,11 @@ class TreeStore:
             forwards = torch.where(drafted, forwards.gather(1, above) + 1, 0)
         return forwards
 
+    def parents_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the number of nodes of the trees at ``slots`` int64 [R], then their parents,
+        int64 [R, 1 + N]."""
+        return torch.cat([self.counts[slots][:, None], self.parents[slots]], dim=1)
+
     def draws(self, slots: torch.Tensor) -> Draws:
         """Return how the trees at ``slots`` int64 [R] were drawn, for rules that read draws."""
         nodes = self._draws[slots]

@@ -13,14 +13,12 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_kernels.contracts import BatchRows, Walked, room_for
+from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
 from dyntree_plugin.engine.step.drawn import DrawnWalk
 from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.value import AcceptanceEstimate
-
-MAX_CHUNK_BYTES = 1 << 30
-"""The sampler copies logits to fp32; this bounds the copy, as vLLM bounds its own."""
 
 
 class TreeVerifier:
@@ -35,9 +33,11 @@ class TreeVerifier:
         movers: Callable[[], Sequence[tuple[torch.Tensor, Move]]],
         ops: TreeOps,
         graphs: Graphs,
+        copies: int = 1,
     ) -> None:
         """``buffers``: those that every batch is a part of. ``movers``: for each KV cache group of
-        target layers, the cache slots of a batch's rows and what moves rows there."""
+        target layers, the cache slots of a batch's rows and what moves rows there. ``copies``: how
+        often the sampler copies a row of logits at most."""
         self.sampler = sampler
         self.trees = trees
         self.buffers = buffers
@@ -45,6 +45,7 @@ class TreeVerifier:
         self._movers = movers
         self._ops = ops
         self._graphs = graphs
+        self.copies = copies
         self._walk_draws = DrawnWalk(trees, buffers, ops.perturb)
 
     def run(
@@ -91,7 +92,7 @@ class TreeVerifier:
                 return walked
         requests = Requests(packed.to(sampled.device, non_blocking=True), self.trees.spare)
         if self.trees.plan.reads_draws:
-            walked = self._walk_draws(requests, processed)
+            walked = self._walk_draws(requests, processed, invalid_drafts)
         else:
             walked = self.room_for(len(packed))
             self.walk(requests, sampled, invalid_drafts, walked)
@@ -150,7 +151,7 @@ class TreeVerifier:
             want_logprobs and self.sampler.logprobs_mode.startswith("processed")
         )
         cu = batch.cu_num_logits_np
-        limit = max(1, MAX_CHUNK_BYTES // (4 * logits.shape[1]))
+        limit = max(1, MAX_CHUNK_BYTES // (4 * self.copies * logits.shape[1]))
         tokens, kept = [], []
         first = 0
         while first < batch.num_reqs:

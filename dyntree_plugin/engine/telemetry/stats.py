@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,8 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     zeros where it had no node to verify. ``nodes_by_depth``, ``accepted_by_depth``,
     ``estimated_by_depth``: nodes at depth 1, 2, …: verified, accepted, and expected to be accepted.
     ``nodes_by_source``, ``accepted_by_source``, ``estimated_by_source``: the same by source.
-    ``fallbacks``: request steps without a free tree, by reason. The rest is as in WorkerCounts.
+    ``fallbacks``: request steps without a free tree, by reason. ``grammar_seconds``: of each step
+    that filled bitmasks. The rest is as in WorkerCounts.
     """
 
     tree_nodes: list[int] = field(default_factory=list)
@@ -37,11 +39,14 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     draft_forwards: int = 0
     node_budget: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    grammar_seconds: list[float] = field(default_factory=list)
     compared: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of_step(cls, num_spec_tokens: int, counts: WorkerCounts) -> TreeSpecDecodingStats:
-        """What the worker has counted of the step as a whole."""
+    def of_step(
+        cls, num_spec_tokens: int, counts: WorkerCounts, grammar_seconds: Sequence[float] = ()
+    ) -> TreeSpecDecodingStats:
+        """What the worker has counted of the step as a whole, and the scheduler's own times."""
         levels = counts.at_depth.shape[1]
         return cls(
             num_spec_tokens,
@@ -55,6 +60,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             node_budget=counts.node_budget,
             stage_seconds=counts.stage_seconds,
             compared=counts.compared,
+            grammar_seconds=[*grammar_seconds],
         )
 
     def observe_tree(self, counts: WorkerCounts, row: int, accepted: int) -> int:

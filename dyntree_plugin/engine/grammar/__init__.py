@@ -1,0 +1,1 @@
+"""Grammars of structured output on trees: in the scheduler and in the worker."""

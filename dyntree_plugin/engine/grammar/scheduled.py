@@ -1,0 +1,107 @@
+"""Structured output in vLLM's scheduler, with trees in place of lists of drafts."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
+from vllm.v1.structured_output.utils import strip_speculative_padding
+
+from dyntree_plugin.engine.grammar.drafts import TreeDrafts
+from dyntree_plugin.engine.grammar.walk import ANY, Tree, TreeWalk
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from vllm.v1.structured_output import StructuredOutputManager
+
+
+class TreeGrammars:
+    """What the scheduler asks of vLLM's manager of structured output.
+
+    vLLM's own manager takes a grammar along the list of a request's drafts. This one takes it along
+    every path of the tree. It keeps nodes that a grammar forbids: their parents' masks do.
+    """
+
+    def __init__(self, manager: StructuredOutputManager) -> None:
+        self._manager = manager
+        self._parents: dict[str, list[int]] = {}
+        self._bitmask: torch.Tensor | None = None
+        self._seconds: list[float] = []
+
+    def take(self, drafts: DraftTokenIds, requests: Container[str]) -> None:
+        """Note the parents of newly drafted nodes; forget those of requests that are no more.
+
+        ``requests``: those that the scheduler knows.
+        """
+        gone = {each for each in self._parents if each not in requests}
+        for request_id in gone.union(drafts.req_ids):
+            self._parents.pop(request_id, None)
+        if isinstance(drafts, TreeDrafts):
+            self._parents.update(zip(drafts.req_ids, drafts.parents, strict=True))
+
+    def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
+        """Return the drafts to verify: all of them, or none if their parents are not known."""
+        if not request.use_structured_output:
+            return spec_tokens
+        if request.request_id not in self._parents:
+            return []
+        return strip_speculative_padding(spec_tokens)
+
+    def grammar_bitmask(
+        self,
+        requests: dict[str, Request],
+        structured_output_request_ids: list[str],
+        scheduled_spec_decode_tokens: dict[str, list[int]],
+    ) -> npt.NDArray[np.int32] | None:
+        """Return the masks of the requests in turn: of the root, then of every scheduled draft."""
+        if not structured_output_request_ids:
+            return None
+        began = time.perf_counter()
+        drafts = [scheduled_spec_decode_tokens.get(i, []) for i in structured_output_request_ids]
+        bitmask = self._room(sum(1 + len(each) for each in drafts))
+        first = 0
+        for request_id, tokens in zip(structured_output_request_ids, drafts, strict=True):
+            tree = self._tree(request_id, tokens)
+            self._fill(requests[request_id], tree, bitmask, first)
+            end = first + 1 + len(tokens)
+            bitmask[first + 1 + len(tree.parents) : end] = ANY  # of padding
+            first = end
+        self._seconds.append(time.perf_counter() - began)
+        return bitmask.numpy()  # sync: host memory
+
+    def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
+        """Do what vLLM's manager does: the emitted tokens are a list."""
+        return self._manager.accept_tokens(request, new_token_ids)
+
+    def take_seconds(self) -> list[float]:
+        """Return the seconds of each call of `grammar_bitmask` since the last call of this."""
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+    def _tree(self, request_id: str, tokens: list[int]) -> Tree:
+        drafted = strip_speculative_padding(tokens)
+        parents = self._parents.get(request_id, [])[: len(drafted)]
+        return Tree(drafted[: len(parents)], parents)
+
+    def _fill(self, request: Request, tree: Tree, bitmask: torch.Tensor, first: int) -> None:
+        structured = request.structured_output_request
+        if structured is None:
+            raise RuntimeError(f"request {request.request_id} has no structured output")
+        grammar: Any = structured.grammar
+        starts = functools.partial(self._manager._get_constraint_bounds, request)
+        TreeWalk(request.request_id, grammar, bitmask, first, starts).fill(tree)
+
+    def _room(self, rows: int) -> torch.Tensor:
+        if self._bitmask is None or len(self._bitmask) < rows:
+            backend = self._manager.backend
+            if backend is None:
+                raise RuntimeError("a grammar was asked for before there was a backend")
+            most = max(rows, 2 * (0 if self._bitmask is None else len(self._bitmask)))
+            self._bitmask = backend.allocate_token_bitmask(most)
+        return self._bitmask[:rows]

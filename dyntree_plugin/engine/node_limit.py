@@ -1,0 +1,43 @@
+"""A request's own limit on the nodes of its trees, in ``vllm_xargs``, vLLM's ``extra_args``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+NAME = "dyntree_nodes"
+
+
+def node_limit(params: SamplingParams | None) -> int | None:
+    """Return the most nodes that the request wants verified in a step; None without a limit."""
+    if params is None or not params.extra_args:
+        return None
+    limit: int | None = params.extra_args.get(NAME)
+    return limit
+
+
+def check(params: SamplingParams) -> None:
+    """Check a request's arguments for dyntree.
+
+    Raises:
+        VLLMValidationError: for a wrong value, or a name of ours that does not exist; vLLM
+            answers 400.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    for name, value in (params.extra_args or {}).items():
+        if not name.startswith("dyntree"):
+            continue
+        if name != NAME:
+            raise VLLMValidationError(
+                f"vllm_xargs has no {name}; allowed: {NAME}", parameter="vllm_xargs", value=name
+            )
+        if type(value) is not int or value < 0:  # True is an int, too
+            raise VLLMValidationError(
+                f"{NAME}={value!r} must be a number of nodes: an integer of at least 0, where 0 "
+                "decodes without trees",
+                parameter=NAME,
+                value=value,
+            )

@@ -1,0 +1,95 @@
+"""The target's sampling parameters on a draft's logits, so that growth ranks what can be drawn.
+
+A node that the request's parameters exclude is never accepted. Verification does not read the
+draft's logits, so output does not depend on this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+from dyntree_kernels.paths import Paths
+from dyntree_plugin.engine.step.parameters import ParameterRows, TreeParameters
+from dyntree_plugin.tree.padded import of_width
+from dyntree_plugin.tree.truncation import Truncation, truncate
+
+
+class TargetRanking:
+    """What the target's sampler does to logits before it draws, for the rows of a draft.
+
+    It ends before the temperature, which growth applies. Top-k, top-p and min-p exclude the tokens
+    that they exclude after it.
+    """
+
+    def __init__(
+        self,
+        parameters: TreeParameters,
+        states: SamplingStates,
+        total_len: torch.Tensor,
+        vocabulary: int,
+    ) -> None:
+        """``total_len`` int32 [slots]: tokens of each request's text, with the root of its next
+        tree. ``vocabulary``: entries of the target's logits, which the parameters' arrays have."""
+        self._parameters = parameters
+        self._states = states
+        self._total_len = total_len
+        self._vocabulary = vocabulary
+
+    def of(self, packed: torch.Tensor) -> BatchRanking | None:
+        """Return what the ``packed`` requests on the host need; None if they need nothing."""
+        slots = packed[:, 0].numpy()  # sync: host memory
+        processed, truncated = self._parameters.needed(slots), self._truncates(slots)
+        return BatchRanking(self, slots, processed, truncated) if processed or truncated else None
+
+    def apply(
+        self, batch: BatchRanking, logits: torch.Tensor, index: torch.Tensor, paths: Paths
+    ) -> torch.Tensor:
+        """Do what `BatchRanking` does."""
+        slots = index.repeat_interleave(len(logits) // max(1, len(index)))
+        found = self._of_vocabulary(logits)
+        if batch.processed:
+            positions = self._total_len[slots].long() - 1 + paths.lengths
+            rows = ParameterRows(slots, index.contiguous(), batch.slots, positions, paths)
+            found = self._parameters.apply(found, rows)
+        if batch.truncated:
+            states = self._states
+            of_rows = (states.temperature, states.top_k, states.top_p, states.min_p)
+            found = truncate(found, Truncation(*(each.gpu[slots] for each in of_rows)))
+        return found
+
+    def _truncates(self, slots: np.ndarray) -> bool:
+        """Return whether top-k, top-p or min-p cut any request's law."""
+        states = self._states
+        cut = states.top_k.np[slots] < states.vocab_size
+        cut |= (states.top_p.np[slots] < 1) | (states.min_p.np[slots] > 0)
+        return bool(np.any(cut & (states.temperature.np[slots] > 0)))
+
+    def _of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copy logits to float32 over the target's vocabulary, which models may pad differently."""
+        return of_width(logits, self._vocabulary).to(torch.float32, copy=True)
+
+
+@dataclass(frozen=True)
+class BatchRanking:
+    """What the R requests of a batch need, whose ``slots`` [R] are those on the host.
+
+    ``truncated``: whether top-k, top-p or min-p cut any request's law. ``processed``: whether any
+    has other parameters that change logits.
+    """
+
+    ranking: TargetRanking
+    slots: np.ndarray
+    processed: bool
+    truncated: bool
+
+    def __call__(self, logits: torch.Tensor, index: torch.Tensor, paths: Paths) -> torch.Tensor:
+        """Return what growth should rank, float32 [R * W, V], of a draft's logits [R * W, …].
+
+        ``index`` int64 [R]: the slots. ``paths``: of the rows' nodes; W rows per request follow one
+        another. ``logits`` stay as they are.
+        """
+        return self.ranking.apply(self, logits, index, paths)

@@ -1,0 +1,151 @@
+"""The requests of these tests by what they ask of the sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_process import Request
+
+from dyntree_plugin import pair
+
+PROMPTS = pair.held_out_prompts(200)
+MAX_MODEL_LEN = 512
+END = 0  # end-of-text token in the pair's configuration
+
+REASONING = {"reasoning_start_str": "(", "reasoning_end_str": ")"}
+"""Text in parentheses is a thought. Answers open parentheses often, so budgets run out often."""
+THINKING_BUDGET = 3
+
+PHRASES = [
+    *("self.", "(self", "self,", "len(", "else:", "return self", "of the", "(self,", "(self."),
+    *("(self):", "= self.", "= self._", "is None:", "in self.", ".write(", "if self.", "=None):"),
+    *("else:\n               ", ":\n            self", ":\n            raise", "self):\n       "),
+    *('):\n    """', ")\n\n    def", "[0]", "__(self,"),
+]
+"""Bad words of two or three tokens, which are frequent in code."""
+
+SEEDS = [number * 7919 - (number % 3) * (1 << 40) for number in range(len(PROMPTS))]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "nucleus": {"temperature": 0.8, "top_p": 0.95},
+    "full": {"temperature": 1.0},
+}
+
+
+def ask(number: int, kind: str, **params: Any) -> Request:
+    """Return a request with one of the prompts; equal arguments give equal requests."""
+    seed = {} if kind == "greedy" else {"seed": SEEDS[number]}
+    return Request(PROMPTS[number], {"max_tokens": 40} | KINDS[kind] | seed | params)
+
+
+def each_kind(numbers: range, **params: Any) -> list[Request]:
+    kinds = list(KINDS)
+    return [ask(number, kinds[number % len(kinds)], **params) for number in numbers]
+
+
+def long(number: int, kind: str, tokens: int, **params: Any) -> Request:
+    """Return a request whose prompt has ``tokens`` tokens of several prompts."""
+    text = "\n".join(PROMPTS[(number * 7 + at) % len(PROMPTS)] for at in range(12))
+    seed = {} if kind == "greedy" else {"seed": SEEDS[number]}
+    return Request(text, {"max_tokens": 24} | KINDS[kind] | seed | params, keep=tokens)
+
+
+def long_each_kind(numbers: range, tokens: int, **params: Any) -> list[Request]:
+    kinds = list(KINDS)
+    return [long(number, kinds[number % len(kinds)], tokens, **params) for number in numbers]
+
+
+FEATURES: dict[str, list[Request]] = {
+    "min_p": [ask(n, "full", min_p=0.1) for n in range(6)],
+    "top_k": [ask(n, "full", top_k=3) for n in range(6)],
+    "logit_bias": [
+        ask(n, kind, logit_bias={"5": 4.0, "300": 3.5, "17": -50.0})
+        for n, kind in enumerate(("greedy", "nucleus", "full") * 2)
+    ],
+    "min_tokens": [
+        ask(n, kind, min_tokens=12, logit_bias={str(END): 25.0})
+        for n, kind in enumerate(("greedy", "nucleus", "full"))
+    ],
+    "allowed_token_ids": each_kind(range(20, 26), allowed_token_ids=list(range(60, 400))),
+    "long lists": [
+        *each_kind(range(102, 105), allowed_token_ids=4 * list(range(60, 400))),
+        *each_kind(range(105, 108), stop_token_ids=list(range(1, 200)), min_tokens=6),
+    ],
+    "seeds beyond int64": [
+        ask(n, "full", seed=2**63 - 1, n=3, max_tokens=16) for n in range(108, 111)
+    ],
+    "logprobs": each_kind(range(26, 35), logprobs=3),
+    "logprob_token_ids": each_kind(range(64, 70), logprob_token_ids=[5, 300, 17]),
+    "prompt_logprobs": each_kind(range(35, 38), prompt_logprobs=1, logprobs=0),
+    "several": [ask(n, "full", n=3) for n in range(38, 41)],
+    "low and high temperatures": [
+        ask(n, "full", temperature=t) for n, t in enumerate((0.05, 0.3, 1.7, 2.0), start=41)
+    ],
+    "stop": [
+        *each_kind(range(45, 57), stop=["\n", "self"]),
+        *each_kind(range(57, 60), stop=["("], include_stop_str_in_output=True),
+        *each_kind(range(60, 63), stop_token_ids=list(range(200, 300))),
+    ],
+    "max_tokens": [
+        ask(n, kind, max_tokens=tokens)
+        for n, tokens in enumerate((1, 2, 3, 5, 8, 9, 10, 17, 18))
+        for kind in KINDS
+    ],
+    "max_model_len": [
+        long(n, kind, MAX_MODEL_LEN - left, max_tokens=None, ignore_eos=True)
+        for n, left in enumerate((1, 2, 3, 5, 9, 10, 17, 18, 24))
+        for kind in KINDS
+    ],
+    "penalties": [
+        *each_kind(range(70, 73), repetition_penalty=1.3),
+        *each_kind(range(73, 76), presence_penalty=0.8, frequency_penalty=0.4),
+    ],
+    "bad_words": [
+        *each_kind(range(76, 82), bad_words=["self", " the", "return"]),
+        *each_kind(range(111, 114), bad_words=["self", 700 * "ab ", 700 * "c ", " the", "return"]),
+        *each_kind(range(186, 198), bad_words=PHRASES),
+    ],
+    "thinking_budget": each_kind(range(180, 186), thinking_token_budget=THINKING_BUDGET),
+    "structured_output": [
+        *each_kind(range(82, 85), structured_outputs={"regex": r"(ab|cd){3,9}[0-9]{2,5}!"}),
+        *each_kind(range(85, 88), structured_outputs={"json": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+        }}),
+    ],
+}  # fmt: skip
+
+_TEMPERATURES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+)
+
+
+def repetitive(request: Request, number: int) -> Request:
+    """Return a like request with a penalty at one of three temperatures; every fourth has none."""
+    seed = {"seed": SEEDS[number]} if number % 3 else {}
+    penalty = {"repetition_penalty": 1.1} if number % 4 else {}
+    params = {**request.params, **_TEMPERATURES[number % 3], **penalty}
+    params.pop("top_p", None)
+    params.pop("seed", None)
+    return Request(request.prompt, params | seed, keep=request.keep)
+
+
+REPETITIVE = [repetitive(ask(number, "full"), number) for number in range(len(PROMPTS))]
+"""Requests with the penalty that many models have by default, among ordinary ones."""
+
+DEMANDING = long_each_kind(range(100, 124), 60, max_tokens=100, ignore_eos=True)
+"""Requests that together outgrow a small cache."""
+
+LONG_PROMPTS = long_each_kind(range(120, 126), 250)
+
+OF_PATHS = {name: FEATURES[name] for name in ("penalties", "bad_words", "thinking_budget")} | {
+    "phrases": each_kind(range(120, 150), bad_words=PHRASES),
+    "demanding penalties": [repetitive(each, n) for n, each in enumerate(DEMANDING)],
+    "penalties of long prompts": [repetitive(each, n) for n, each in enumerate(LONG_PROMPTS)],
+    "repetitive": REPETITIVE,
+}
+"""Requests with parameters that depend on the tokens before a row."""

@@ -1,0 +1,116 @@
+"""An engine on the CPU that serves structured output, and ways to break what that depends on.
+
+As a program, this takes the files of a job and of its results, as engine_process.py does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from engine_process import Engine, Result, Run, answered, result_of, run_of
+from sabotage_of_paths import unfollowed as unfollowed
+
+ASYNCHRONOUS = "asynchronous"
+"""An argument of the program's engines, beside those of ``LLM``: schedule asynchronously."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The result of a run, and the errors that vLLM logged."""
+
+    result: Result
+    errors: list[str]
+
+
+def serve_grammars(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Served]:
+    """Start an engine and work through the runs; their sabotage is of this file."""
+    found = answered(__file__, engine, runs, threads=1)
+    return {name: Served(result_of(one["result"]), one["errors"]) for name, one in found.items()}
+
+
+@contextmanager
+def list_order(runner: Any) -> Iterator[None]:
+    """Tell the scheduler that every node's parent is the node before it."""
+    import torch
+
+    stock = runner.trees.parents_of
+
+    def parents_of(slots: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = stock(slots)
+        found[:, 1:] = torch.arange(found.shape[1] - 1) - 1
+        return found
+
+    with mock.patch.object(runner.trees, "parents_of", parents_of):
+        yield
+
+
+@contextmanager
+def free_nodes(runner: Any) -> Iterator[None]:
+    """Restrict what follows a tree's root, and nothing that follows a node."""
+    from dyntree_plugin.engine.grammar.walk import ANY, TreeWalk
+
+    stock = TreeWalk.fill
+
+    def fill(self: Any, tree: Any) -> None:
+        stock(self, tree)
+        self._bitmask[self._first + 1 : self._first + 1 + len(tree.tokens)] = ANY
+
+    with mock.patch.object(TreeWalk, "fill", fill):
+        yield
+
+
+class _Errors(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def work(engine: Engine, run: Run) -> Served:
+    broken = nullcontext() if run.sabotage is None else globals()[run.sabotage](engine.runner)
+    errors = _Errors()
+    logging.getLogger("vllm").addHandler(errors)
+    try:
+        with broken:
+            return Served(engine.work(run), errors.messages)
+    finally:
+        logging.getLogger("vllm").removeHandler(errors)
+        engine.llm.reset_prefix_cache()
+
+
+@contextmanager
+def asynchronous_scheduling() -> Iterator[None]:
+    """Let engines schedule asynchronously, which vLLM does not offer on CPUs."""
+    from dyntree_plugin import plugin
+
+    configure = plugin.configure_scheduler
+
+    def asynchronously(vllm_config: Any, device_type: str) -> None:
+        vllm_config.scheduler_config.async_scheduling = True
+        configure(vllm_config, device_type)
+
+    with mock.patch.object(plugin, "configure_scheduler", asynchronously):
+        yield
+
+
+def main(job_path: str, results_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    asynchronous = job["engine"].pop(ASYNCHRONOUS, False)
+    with asynchronous_scheduling() if asynchronous else nullcontext():
+        engine = Engine(job["engine"])
+    found = {name: asdict(work(engine, run_of(run))) for name, run in job["runs"].items()}
+    Path(results_path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Ways to break what parameters and grammars read on the rows of trees; `sabotage` offers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextmanager
+def _paths(runner: Any, change: Any) -> Iterator[None]:
+    """Find paths with ``change``, which gets the arguments of `PathsOf` and the stock function."""
+    (processors,) = runner.sampler.logits_processors
+    stock = processors._paths_of
+
+    def paths_of(*given: Any) -> Any:
+        return change(stock, *given)
+
+    with mock.patch.object(processors, "_paths_of", paths_of):
+        yield
+
+
+@contextmanager
+def without_paths(runner: Any) -> Iterator[None]:
+    """Let sampling parameters on a tree's rows read the committed tokens alone."""
+
+    def change(stock: Any, *given: Any) -> Any:
+        found = stock(*given)
+        return found._replace(lengths=torch.zeros_like(found.lengths))
+
+    with _paths(runner, change):
+        yield
+
+
+@contextmanager
+def rows_as_paths(runner: Any) -> Iterator[None]:
+    """Let sampling parameters take the rows before a row for its path, as in a chain."""
+
+    def change(stock: Any, parents: torch.Tensor, *given: Any) -> Any:
+        chain = torch.arange(parents.shape[1], device=parents.device) - 1
+        return stock(chain.expand_as(parents).contiguous(), *given[:-1], parents.shape[1])
+
+    with _paths(runner, change):
+        yield
+
+
+@contextmanager
+def not_unrolled(runner: Any) -> Iterator[None]:
+    """Give custom logits processors the rows of trees as they are."""
+    (processors,) = runner.sampler.logits_processors
+    with mock.patch.object(processors, "_unrolls", False):
+        yield
+
+
+@contextmanager
+def unfollowed(runner: Any) -> Iterator[None]:
+    """Draft without regard to grammars. Output must not change."""
+    with mock.patch.object(runner.grammars, "follower", return_value=None):
+        yield
