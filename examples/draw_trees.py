@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
             "model": given.draft,
             "num_speculative_tokens": 16,
         },
-        additional_config={"dyntree": {}},
+        additional_config={"dyntree": {"budget": "fixed"}},  # whole trees, even where none pays
         max_model_len=512,
         kv_cache_memory_bytes=1 << 28,
         enforce_eager=True,

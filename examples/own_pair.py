@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
             "model": given.draft,
             "num_speculative_tokens": given.nodes,
         },
-        additional_config={"dyntree": {}},
+        additional_config={"dyntree": {"budget": "fixed"}},  # whole trees, even where none pays
         disable_log_stats=False,
         max_model_len=512,
         kv_cache_memory_bytes=1 << 30,
