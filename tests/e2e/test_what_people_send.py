@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import adapters
 import features
 import pytest
 import workload
@@ -97,6 +99,21 @@ def test_the_tokens_are_those_without_trees_whatever_grows_them(
     engine: str, without_trees: Outputs
 ) -> None:
     found = mismatches(RUN, serve(SLOW[engine], {"all": RUN}, threads=1)["all"], without_trees)
+    assert not found, explain(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["adaptive", "tight", "tight head"])
+def test_with_adapters_in_turn_they_are_those_without_trees(
+    engine: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folders = adapters.two_adapters(tmp_path_factory.mktemp("adapters"))
+    run = replace(RUN, requests=features.adapters_in_turn(RUN.requests, folders))
+    plain, trees = (
+        serve(adapters.LORA | arguments, {"all": run}, threads=1)["all"]
+        for arguments in (workload.without_tree(), (ENGINES | SLOW)[engine])
+    )
+    found = mismatches(run, trees, by_request(run, plain))
     assert not found, explain(found)
 
 

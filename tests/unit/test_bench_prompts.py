@@ -46,6 +46,17 @@ def test_a_set_that_does_not_exist_is_refused_with_what_there_is() -> None:
         prompts.read("nothing.jsonl", 1, None)
 
 
+def test_two_sets_of_one_name_are_refused(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "asked.jsonl" for folder in ("one", "other")]
+    for path in files:
+        path.parent.mkdir()
+        path.write_text(json.dumps({"prompt": path.parent.name}))
+    one, other = map(str, files)
+    assert prompts.read_all(["code", one], 1, None).keys() == {"held-out code", "asked"}
+    with pytest.raises(ValueError, match=r"--prompts '.*other.*' has the name .* 'asked'"):
+        prompts.read_all([one, other], 1, None)
+
+
 def test_a_data_set_of_vllms_is_read_by_its_own_flags() -> None:
     from transformers import AutoTokenizer
 

@@ -28,6 +28,26 @@ SAMPLING = "sampling"
 """Field of a JSONL line that may hold sampling parameters of the request."""
 
 
+def read_all(
+    sources: Sequence[str], count: int, tokenizer: Any, seed: int = 0
+) -> dict[str, list[Request]]:
+    """Return the requests of several sets by their names, each as `read` gives it.
+
+    Raises:
+        ValueError: if one cannot be read, or if two have one name.
+    """
+    found: dict[str, list[Request]] = {}
+    for source in sources:
+        name, requests = read(source, count, tokenizer, seed)
+        if name in found:
+            raise ValueError(
+                f"--prompts {source!r} has the name of another set, {name!r}: "
+                "give each set once, and files different names"
+            )
+        found[name] = requests
+    return found
+
+
 def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[Request]]:
     """Return a set's name and up to ``count`` of its requests; the ``seed`` determines which.
 

@@ -139,8 +139,8 @@ def of_engines(
     context = AutoConfig.from_pretrained(contest.models.target).max_position_embeddings
     most = context - settings.max_tokens - max([0, *contest.lengths, *_nodes(contest)]) - 1
     sets, longer = {}, 0
-    for source in settings.sets:
-        name, read = prompts.read(source, settings.prompts, tokenizer, settings.seed)
+    given = prompts.read_all(settings.sets, settings.prompts, tokenizer, settings.seed)
+    for name, read in given.items():
         sets[name], left_out = prompts.tokens(read, tokenizer, most)
         longer += left_out
     loads = settings.loads(sets)
@@ -186,9 +186,7 @@ def of_servers(
         OSError: if a server does not answer.
     """
     engines = server.engines(addresses)
-    sets = dict(
-        prompts.read(source, settings.prompts, None, settings.seed) for source in settings.sets
-    )
+    sets = prompts.read_all(settings.sets, settings.prompts, None, settings.seed)
     loads = settings.loads(sets)
     settings.check(sets, lambda _: None)
     warm: set[str] = set()
