@@ -21,6 +21,7 @@ from typing import Any
 
 import adapters
 import forked
+from steady_costs import STEADY_COSTS, assumed_if
 from torch import cuda
 
 START_AND_WORK_SECONDS = 1100
@@ -373,18 +374,19 @@ def series(name: str, labels: Mapping[str, str]) -> str:
 
 def main(job_path: str, results_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
-    engine = Engine(job["engine"])
     results = {}
-    for name, value in job["runs"].items():
-        run = run_of(value)
-        if run.sabotage is None:
-            results[name] = asdict(engine.work(run))
-            continue
-        import sabotage
+    with assumed_if(job["engine"].pop(STEADY_COSTS, False)):
+        engine = Engine(job["engine"])
+        for name, value in job["runs"].items():
+            run = run_of(value)
+            if run.sabotage is None:
+                results[name] = asdict(engine.work(run))
+                continue
+            import sabotage
 
-        with getattr(sabotage, run.sabotage)(engine.runner):
-            results[name] = asdict(engine.work(run))
-        engine.llm.reset_prefix_cache()
+            with getattr(sabotage, run.sabotage)(engine.runner):
+                results[name] = asdict(engine.work(run))
+            engine.llm.reset_prefix_cache()
     Path(results_path).write_text(json.dumps(results))
 
 

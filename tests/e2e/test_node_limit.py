@@ -22,7 +22,7 @@ RUNS = {
     "0": limited(REQUESTS, 0),
 }
 ENGINES: dict[str, dict[str, Any]] = {
-    "adaptive": workload.with_options(),
+    "adaptive": workload.with_options() | workload.STEADY,
     "fixed": workload.tree(),
     "head": workload.with_head(workload.pair.paths()["eagle3"], budget="fixed"),
 }

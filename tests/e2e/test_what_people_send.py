@@ -103,14 +103,15 @@ def test_the_tokens_are_those_without_trees_whatever_grows_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["adaptive", "tight", "tight head"])
+@pytest.mark.parametrize(("engine", "most"), [("adaptive", 16), ("tight", 4), ("tight head", 7)])
 def test_with_adapters_in_turn_they_are_those_without_trees(
-    engine: str, tmp_path_factory: pytest.TempPathFactory
+    engine: str, most: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """``most``: requests at a time, whose whole trees vLLM wants to fit into a step of adapters."""
     folders = adapters.two_adapters(tmp_path_factory.mktemp("adapters"))
     run = replace(RUN, requests=features.adapters_in_turn(RUN.requests, folders))
     plain, trees = (
-        serve(adapters.LORA | arguments, {"all": run}, threads=1)["all"]
+        serve(adapters.LORA | arguments | {"max_num_seqs": most}, {"all": run}, threads=1)["all"]
         for arguments in (workload.without_tree(), (ENGINES | SLOW)[engine])
     )
     found = mismatches(run, trees, by_request(run, plain))

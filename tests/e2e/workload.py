@@ -24,6 +24,7 @@ from features import END as END
 from features import MAX_MODEL_LEN as MAX_MODEL_LEN
 from features import THINKING_BUDGET as THINKING_BUDGET
 from features import long as long
+from steady_costs import STEADY_COSTS
 
 from dyntree_plugin import pair
 from dyntree_plugin.engine.configuration import PLAIN_WORKER
@@ -158,8 +159,10 @@ def _untruncated(requests: list[Request]) -> list[Request]:
     return [request for request in requests if "top_p" not in request.params]
 
 
+STEADY = {STEADY_COSTS: True}
+
 ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
-    "tree": (with_options(), TREE_RUNS),
+    "tree": (with_options() | STEADY, TREE_RUNS),
     "fixed": (tree(), FIXED_RUNS),
     "uncoupled": (tree(coupling="off", lookup="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
     "draft alone": (tree(lookup="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
@@ -281,6 +284,10 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         },
     ),
     "head alone": (
+        with_head(pair.paths()["eagle3"], budget="fixed", lookup="off"),
+        {"acceptance": ACCEPTANCE},
+    ),
+    "adaptive head": (
         with_head(pair.paths()["eagle3"], lookup="off"),
         {"acceptance": ACCEPTANCE, "batches of 4": TREE_RUNS["batches of 4"]},
     ),

@@ -1,0 +1,39 @@
+"""Costs that are the same on every machine, for tests of what an adaptive budget chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+STEADY_COSTS = "steady_costs"
+"""The argument of an engine of `engine_process` that asks for them, with true."""
+ROWS, SECONDS = (1, 272), (4e-3, 29e-3)
+"""A step's verification by its rows, for the embedded pair on one thread of an AMD EPYC."""
+
+
+@contextmanager
+def assumed_if(asked: bool) -> Iterator[None]:
+    """Let engines with a budget by tree assume these costs, whatever their steps take, if asked.
+
+    Where rows or forwards cost much more, hardly any tree pays, and counters stay at 0.
+    """
+    if not asked:
+        yield
+        return
+
+    from dyntree_plugin.engine import runner
+    from dyntree_plugin.engine.budget import by_tree
+    from dyntree_plugin.engine.budget.timed_steps import most_rows
+    from dyntree_plugin.tree.budget.row_cost import RowCost
+
+    def assume(timed: Any, _: Any) -> RowCost:
+        return RowCost(ROWS, SECONDS, most_rows(timed))
+
+    with (
+        mock.patch.object(runner, "measure_rows", assume),
+        mock.patch.object(RowCost, "observe"),
+        mock.patch.object(by_tree, "followed", lambda seconds, _: seconds),
+    ):
+        yield
