@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -66,6 +67,17 @@ def draw_of(seed: int, replacement_draws: int = 0) -> Draw:
     return draw
 
 
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Let values be float64, as those of the references, so that rounding changes no ranking."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
 def grow(
     plan: GrowthPlan,
     seeds: list[int],
@@ -76,14 +88,12 @@ def grow(
     at_frontier: Callable[[Frontier], None] = lambda frontier: None,
     at_paths: Callable[[list[list[Path]]], object] = lambda paths: None,
 ) -> TokenTree:
-    """Grow one tree per seed, in double precision, so that rounding changes no ranking.
+    """Grow one tree per seed, in `double_precision`.
 
     The trie of ``grafting`` is grafted before any children are added. ``whole_paths`` is described
     at `TopKGrowth.graft`.
     """
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with double_precision():
         columns = torch.tensor([plan.scratch_slots] * len(seeds) if room is None else room)
         growth = plan.start(len(seeds), columns)
         if grafting is not None:
@@ -106,8 +116,6 @@ def grow(
             paths = [paths_at(frontier, row, grown[row]) for row in range(len(seeds))]
             at_paths(paths)
         raise AssertionError("unreachable")
-    finally:
-        torch.set_default_dtype(default)
 
 
 def paths_of(tree: TokenTree, row: int) -> list[Path]:
