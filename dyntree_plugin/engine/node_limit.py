@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 NAME = "dyntree_nodes"
+MOST = 2**31 - 1
+"""Larger numbers do not fit into what carries them to the workers."""
 
 
 def node_limit(params: SamplingParams | None) -> int | None:
@@ -34,10 +36,10 @@ def check(params: SamplingParams) -> None:
             raise VLLMValidationError(
                 f"vllm_xargs has no {name}; allowed: {NAME}", parameter="vllm_xargs", value=name
             )
-        if type(value) is not int or value < 0:  # True is an int, too
+        if type(value) is not int or not 0 <= value <= MOST:  # True is an int, too
             raise VLLMValidationError(
                 f"{NAME}={value!r} must be a number of nodes: an integer of at least 0, where 0 "
-                "decodes without trees",
+                f"decodes without trees, and at most {MOST}",
                 parameter=NAME,
                 value=value,
             )

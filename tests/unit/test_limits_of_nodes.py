@@ -8,10 +8,10 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from dyntree_plugin.engine.node_limit import check, node_limit
+from dyntree_plugin.engine.node_limit import MOST, check, node_limit
 
 
-@pytest.mark.parametrize("value", [0, 1, 16, 10_000])
+@pytest.mark.parametrize("value", [0, 1, 16, 10_000, MOST])
 def test_a_number_of_nodes_is_a_limit(value: int) -> None:
     params = SamplingParams(extra_args={"dyntree_nodes": value, "something_else": "kept"})
     check(params)
@@ -25,7 +25,7 @@ def test_a_request_that_asks_for_nothing_has_no_limit(params: SamplingParams | N
     assert node_limit(params) is None
 
 
-@pytest.mark.parametrize("value", [-1, True, 4.0, "4", [4], None])
+@pytest.mark.parametrize("value", [-1, True, 4.0, "4", [4], None, MOST + 1, 2**64 - 1])
 def test_another_value_is_refused_with_what_is_allowed(value: Any) -> None:
     with pytest.raises(VLLMValidationError, match=r"dyntree_nodes=.* integer of at least 0"):
         check(SamplingParams(extra_args={"dyntree_nodes": value}))
