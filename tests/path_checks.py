@@ -183,8 +183,11 @@ class PathChecks:
             paths = paths_from(batch.before if other == "before" else none)
             assert not self.same(*self.penalize(batch, 37, g, paths))
 
-    def masked(self, seed: int, *, before: bool = False) -> tuple[torch.Tensor, Any]:
-        """Return logits that the kernel masked, and those of the oracle."""
+    def masked(
+        self, seed: int, *, before: bool = False, width: int = VOCABULARY
+    ) -> tuple[torch.Tensor, Any]:
+        """Return logits that the kernel masked, and those of the oracle. The kernel gets the first
+        ``width`` columns, and may not write beyond them."""
         g, batch = self.random(seed)
         texts = texts_of(g)
         counts = torch.tensor([9, 0, 1, 40, 3, 7])
@@ -197,11 +200,11 @@ class PathChecks:
             output = texts.token_ids[slot, prompt:total].tolist() + path
             for first, last in offsets[slot].unfold(0, 2, 1)[: counts[slot]].tolist():
                 *prefix, token = words[slot, first:last].tolist()
-                if not prefix or output[-len(prefix) :] == prefix:
+                if token < width and (not prefix or output[-len(prefix) :] == prefix):
                     expected[row, token] = -torch.inf
         found = torch.zeros_like(expected).to(self.device)
         self.kernels.mask_bad_words(
-            found,
+            found[:, :width],
             batch.slots.to(self.device),
             self.on_device(paths_from(batch.before if before else batch.expected)),
             self.on_device(BadWords(words, offsets, counts.int())),
@@ -214,6 +217,12 @@ class PathChecks:
     @pytest.mark.parametrize("seed", range(5))
     def test_a_bad_word_may_end_in_the_path(self, seed: int) -> None:
         assert self.same(*self.masked(seed))
+
+    def test_a_bad_word_that_ends_beyond_the_vocabulary_excludes_nothing(self) -> None:
+        found, expected = self.masked(2, width=3)
+        assert self.same(found, expected)
+        # Control: some words do end there.
+        assert not self.same(self.masked(2)[0], expected)
 
     def test_bad_words_would_end_elsewhere_on_other_paths(self) -> None:
         """Control of the test above."""

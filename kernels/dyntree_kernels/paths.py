@@ -131,7 +131,8 @@ class MaskBadWords(Protocol):
         most: int,
     ) -> None:
         """Change float32 ``logits`` [M, V] of rows with ``slots`` [M], which have at most ``most``
-        bad words. Words may begin in the committed output."""
+        bad words. Words may begin in the committed output. Those that end with a token beyond
+        V exclude nothing."""
         ...
 
 

@@ -122,9 +122,11 @@ def _mask_bad_words(
         drafts = input_ids[row - local + 1 : row + 1]
         for word in range(num_words[request]):
             last = word_offsets[request, word + 1] - 1
+            token = word_tokens[request, last]
             prefix = word_tokens[request, word_offsets[request, word] : last]
-            if is_suffix(prefix, committed, drafts):
-                logits[row, word_tokens[request, last]] = -_INF
+            # A tokenizer may know tokens that the model lacks; vLLM's kernel writes beyond the row.
+            if token < logits.shape[1] and is_suffix(prefix, committed, drafts):
+                logits[row, token] = -_INF
 
 
 @implements("sample.bad_words._bad_words_kernel")

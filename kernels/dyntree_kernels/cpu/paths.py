@@ -87,8 +87,11 @@ def _mask_bad_words(
         path = tokens[row, : lengths[row]]
         for word in range(counts[slot]):
             last = offsets[slot, word + 1] - 1
-            if is_suffix(word_tokens[slot, offsets[slot, word] : last], committed, path):
-                logits[row, word_tokens[slot, last]] = -_INF
+            token = word_tokens[slot, last]
+            prefix = word_tokens[slot, offsets[slot, word] : last]
+            # A tokenizer may know tokens that the model lacks.
+            if token < logits.shape[1] and is_suffix(prefix, committed, path):
+                logits[row, token] = -_INF
 
 
 def mask_bad_words(
@@ -121,7 +124,7 @@ def _force(
             text, total, budgets[slot], last_starts[slot], last_ends[slot], start_marker,
             end_marker, forced,
         )  # fmt: skip
-        if token >= 0:
+        if 0 <= token < logits.shape[1]:
             logits[row, token] = FORCED_LOGIT
 
 

@@ -125,7 +125,7 @@ def _text_token(TOKENS, PATH, at, committed):
 @triton.jit
 def _mask_bad_words(
     PROCESSED, SLOTS, PATHS, LENGTHS, WORD_TOKENS, OFFSETS, WORD_COUNTS, TEXTS, PROMPT_LENS,
-    TOTAL_LENS, s_logits, s_words, s_offsets, s_texts, depth,
+    TOTAL_LENS, s_logits, s_words, s_offsets, s_texts, depth, vocab,
 ):  # fmt: skip
     row, word = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(SLOTS + row).to(tl.int64)
@@ -136,8 +136,10 @@ def _mask_bad_words(
     tokens = WORD_TOKENS + slot * s_words
     begin = tl.load(OFFSETS + slot * s_offsets + word)
     last = tl.load(OFFSETS + slot * s_offsets + word + 1) - 1
+    token = tl.load(tokens + last)
     start = committed + tl.load(LENGTHS + row) - (last - begin)
-    if start < 0:
+    # A tokenizer may know tokens that the model lacks.
+    if start < 0 or token >= vocab:
         return
     found = 1
     for i in range(last - begin):
@@ -145,7 +147,7 @@ def _mask_bad_words(
                              committed)  # fmt: skip
         found = found & (tl.load(tokens + begin + i) == actual)
     if found:
-        tl.store(PROCESSED + row * s_logits + tl.load(tokens + last), -float("inf"))
+        tl.store(PROCESSED + row * s_logits + token, -float("inf"))
 
 
 def mask_bad_words(
@@ -163,6 +165,7 @@ def mask_bad_words(
         _mask_bad_words[(logits.shape[0], most)](
             logits, slots, *paths, *words, *texts, logits.stride(0), words.tokens.stride(0),
             words.offsets.stride(0), texts.token_ids.stride(0), paths.tokens.shape[1],
+            logits.shape[1],
         )  # fmt: skip
 
 
@@ -188,7 +191,7 @@ def _last_match(TOKENS, PATH, MARKER, known, committed, end, length):
 @triton.jit
 def _force(
     PROCESSED, SLOTS, PATHS, LENGTHS, BUDGETS, LAST_STARTS, LAST_ENDS, START_MARKER, END_MARKER,
-    FORCED, TEXTS, TOTAL_LENS, s_logits, s_texts, depth, start_len, end_len, forced_len,
+    FORCED, TEXTS, TOTAL_LENS, s_logits, s_texts, depth, start_len, end_len, forced_len, vocab,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOTS + row).to(tl.int64)
@@ -208,7 +211,8 @@ def _force(
     for prefix in range(1, tl.minimum(forced_len - 1, end) + 1):
         if _matches(tokens, path, FORCED, end - prefix, committed, prefix):
             done = prefix
-    tl.store(PROCESSED + row * s_logits + tl.load(FORCED + done), 1.0e9)
+    token = tl.load(FORCED + done)
+    tl.store(PROCESSED + row * s_logits + token, 1.0e9, mask=token < vocab)
 
 
 def force_thought_end(
@@ -221,6 +225,7 @@ def force_thought_end(
         _force[(logits.shape[0],)](
             logits, slots, *paths, *thoughts, texts.token_ids, texts.total_lens, logits.stride(0),
             texts.token_ids.stride(0), paths.tokens.shape[1], *(len(each) for each in thoughts[3:]),
+            logits.shape[1],
         )  # fmt: skip
 
 

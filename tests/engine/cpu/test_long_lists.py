@@ -100,6 +100,14 @@ def test_long_lists_act_and_leave_nothing_behind(states: Any) -> None:
     assert torch.equal(short, expected)
 
 
+def test_a_bad_word_beyond_the_vocabulary_excludes_nothing(states: Any) -> None:
+    """The row after it belongs to another request."""
+    found = applied(states, [{"words": [[VOCABULARY + 1], [7, VOCABULARY], [5]]}, {}, {}])
+    expected = torch.zeros(3, VOCABULARY)
+    expected[0, 5] = float("-inf")
+    assert torch.equal(found, expected)
+
+
 def test_rows_of_vllms_width_would_refuse_them(states: Any) -> None:
     """Control: the original states cannot hold such lists."""
     with pytest.raises(ValueError, match="Too many allowed token IDs: 1025"):
