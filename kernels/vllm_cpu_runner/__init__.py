@@ -1,15 +1,15 @@
 """Run vLLM's V2 model runner on a CPU without Triton.
 
 ``install()`` replaces the runner's Triton kernels by native ones; ``warm_up()`` compiles these.
-``leave_base_rows_alone()`` mends LoRA adapters, with Triton and without.
+``mend_adapters()`` mends LoRA adapters, with Triton and without.
 """
 
 from __future__ import annotations
 
-from vllm_cpu_runner.adapters import leave_base_rows_alone
+from vllm_cpu_runner.adapters import mend_adapters
 from vllm_cpu_runner.install import hide_llvmlite_from_kernel_scan, install
 
-__all__ = ["hide_llvmlite_from_kernel_scan", "install", "leave_base_rows_alone", "warm_up"]
+__all__ = ["hide_llvmlite_from_kernel_scan", "install", "mend_adapters", "warm_up"]
 
 
 def warm_up() -> None:

@@ -26,7 +26,7 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
 
     def init_device(self) -> None:
         vllm_cpu_runner.install()
-        vllm_cpu_runner.leave_base_rows_alone()
+        vllm_cpu_runner.mend_adapters()
         from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
 
         # The stock method names the runner's class in its body.
@@ -52,7 +52,7 @@ class PlainCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         vllm_cpu_runner.install()
-        vllm_cpu_runner.leave_base_rows_alone()
+        vllm_cpu_runner.mend_adapters()
         super().init_device()  # type: ignore[no-untyped-call]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
