@@ -173,23 +173,55 @@ class Manager:
 
     def __init__(self) -> None:
         self.allocated: list[int] = []
+        self.starts = 0
         self.backend = self
 
     def allocate_token_bitmask(self, rows: int) -> torch.Tensor:
         self.allocated.append(rows)
         return torch.zeros(rows, 1, dtype=torch.int32)
 
-    def _get_constraint_bounds(self, request: Any, path: list[int]) -> tuple[int, int]:
-        return 0, 0
+    def _get_constraint_bounds(
+        self, request: Any, path: list[int], spec_tokens_committed: bool = False
+    ) -> tuple[int, int]:
+        return self.starts, self.starts
 
 
 def request(request_id: str, structured: bool = True) -> Any:
-    output = SimpleNamespace(grammar=Counting()) if structured else None
+    output = SimpleNamespace(grammar=Counting(), reasoning_ended=False) if structured else None
     return SimpleNamespace(
         request_id=request_id,
         use_structured_output=structured,
         structured_output_request=output,
     )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_text_that_goes_on_behind_its_end_is_accepted(name: str) -> None:
+    """With ``ignore_eos``. Control: guidance refuses the tokens of such a step as a list."""
+    end = tokenizer().eos_token_id
+    emitted = [*tokenizer().encode("no"), end, *tokenizer().encode("yes")]
+    accepted = []
+    for listed in (False, True):
+        asked = request("a")
+        grammar = asked.structured_output_request.grammar = grammar_of(name, "choice")
+        found = TreeGrammars(Manager())  # type: ignore[arg-type]
+        accepted.append(
+            grammar.accept_tokens("a", emitted) if listed else found.accept_tokens(asked, emitted)
+        )
+    assert accepted == [True, name != "guidance"]
+
+
+def test_tokens_before_the_start_of_a_grammar_are_not_read() -> None:
+    asked, manager = request("a"), Manager()
+    found = TreeGrammars(manager)  # type: ignore[arg-type]
+    manager.starts = 4
+    assert found.accept_tokens(asked, [5, 6, 7])
+    assert not asked.structured_output_request.reasoning_ended
+    manager.starts = 2
+    assert found.accept_tokens(asked, [5, 6, 7])
+    assert asked.structured_output_request.reasoning_ended
+    assert asked.structured_output_request.grammar.length == 1
+    assert found.accept_tokens(request("free", structured=False), [5])
 
 
 @pytest.fixture

@@ -76,8 +76,22 @@ class TreeGrammars:
         return bitmask.numpy()  # sync: host memory
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
-        """Do what vLLM's manager does: the emitted tokens are a list."""
-        return self._manager.accept_tokens(request, new_token_ids)
+        """Do what vLLM's manager does after as many steps of one token.
+
+        guidance refuses a list that goes on behind the end of the text, as trees do with
+        ``ignore_eos`` (vLLM 0.32).
+        """
+        structured = request.structured_output_request
+        if structured is None or not new_token_ids:
+            return True
+        start, _ = self._manager._get_constraint_bounds(
+            request, new_token_ids, spec_tokens_committed=True
+        )
+        if start > len(new_token_ids):
+            return True
+        structured.reasoning_ended = True
+        grammar: Any = structured.grammar
+        return all(grammar.accept_tokens(request.request_id, [t]) for t in new_token_ids[start:])
 
     def take_seconds(self) -> list[float]:
         """Return the seconds of each call of `grammar_bitmask` since the last call of this."""
