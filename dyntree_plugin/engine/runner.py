@@ -245,6 +245,8 @@ class TreeRunnerMixin(AdapterRows):
         super().add_requests(scheduler_output)
         self.driver.begin(getattr(scheduler_output, FORWARDS, None))
         new = scheduler_output.scheduled_new_reqs
+        if self.grammars is not None:
+            self.grammars.add(new)
         if not new:
             return
         slots = async_tensor_h2d(
@@ -252,8 +254,6 @@ class TreeRunnerMixin(AdapterRows):
             device=self.device,
             dtype=torch.int64,
         )
-        if self.grammars is not None:
-            self.grammars.add(new)
         self.trees.clear(slots)
 
     def prepare_attn(

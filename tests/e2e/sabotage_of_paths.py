@@ -58,5 +58,5 @@ def not_unrolled(runner: Any) -> Iterator[None]:
 @contextmanager
 def unfollowed(runner: Any) -> Iterator[None]:
     """Draft without regard to grammars. Output must not change."""
-    with mock.patch.object(runner.grammars, "follower", return_value=None):
+    with mock.patch.object(runner.grammars, "followers", return_value={}):
         yield

@@ -89,16 +89,13 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "adaptive": (workload.with_options(), {"mixed": Run(MIXED, batch=8)}),
     "asynchronous": (
         workload.with_options() | {ASYNCHRONOUS: True},
-        {
-            "everything": Run(EVERYTHING, batch=8),
-            "list_order": Run(GRAMMARS, sabotage="list_order"),
-        },
+        {"everything": Run(EVERYTHING, batch=8)},
     ),
     "asynchronous and tight": (
         workload.tree(10, slots=16, width=3, max_depth=4, children=3)
         | TIGHT
         | {ASYNCHRONOUS: True},
-        SCARCE,
+        SCARCE | {"list_order": Run(GRAMMARS, sabotage="list_order")},
     ),
     "look-up": (workload.without_draft(budget="fixed"), {"mixed": Run(MIXED)}),
     "tight": (workload.tree(10, slots=16, width=3, max_depth=4, children=3) | TIGHT, SCARCE),
@@ -110,6 +107,8 @@ REASONING = {
     }
 }
 THOUGHTS = {"mixed": Run(MIXED), "list_order": Run(GRAMMARS, sabotage="list_order")}
+GUIDANCE = {"structured_outputs_config": {"backend": "guidance"}}
+BEHIND = Run([*AFTER_THE_END, *GRAMMARS])
 PLAIN = Run([*EVERYTHING, *DEMANDING, *LONG_PROMPTS])
 
 Found = Callable[[str], Mapping[str, Served]]
@@ -122,6 +121,8 @@ def found() -> Iterator[Found]:
         "plain": (workload.without_tree(), {"all": PLAIN}),
         "plain thoughts": (workload.without_tree() | REASONING, {"all": Run(MIXED)}),
         "thoughts": (workload.tree() | REASONING, THOUGHTS),
+        "plain guidance": (workload.without_tree() | GUIDANCE, {"all": BEHIND}),
+        "guidance": (workload.tree() | GUIDANCE, {"all": BEHIND}),
         **ENGINES,
     }
     with ThreadPoolExecutor(PARALLEL) as pool:
@@ -160,6 +161,14 @@ def test_the_tokens_are_those_without_trees(
     assert served.errors == []
 
 
+def test_the_tokens_of_guidance_are_those_without_trees(found: Found) -> None:
+    """Some of them stand behind the end of the text, in one step with it."""
+    served, without = (found(name)["all"] for name in ("guidance", "plain guidance"))
+    different = mismatches(BEHIND, served.result, by_request(BEHIND, without.result))
+    assert not different, explain(different)
+    assert served.errors == without.errors == []
+
+
 def test_a_grammar_starts_behind_the_thought(found: Found, plain_thoughts: Outputs) -> None:
     served = found("thoughts")["mixed"]
     assert not mismatches(THOUGHTS["mixed"], served.result, plain_thoughts)
@@ -175,7 +184,8 @@ def test_a_grammar_starts_behind_the_thought(found: Found, plain_thoughts: Outpu
 
 
 @pytest.mark.parametrize(
-    ("engine", "name"), [("trees", name) for name in CONTROLS] + [("asynchronous", "list_order")]
+    ("engine", "name"),
+    [*(("trees", name) for name in CONTROLS), ("asynchronous and tight", "list_order")],
 )
 def test_masks_of_other_nodes_would_change_tokens(
     engine: str, name: str, found: Found, plain: Outputs

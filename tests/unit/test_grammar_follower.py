@@ -103,8 +103,8 @@ class Grammars:
     def __init__(self, **followers: Follower) -> None:
         self._followers = {int(name[1:]): each for name, each in followers.items()}
 
-    def follower(self, slot: int) -> Follower | None:
-        return self._followers.get(slot)
+    def followers(self, slots: torch.Tensor) -> dict[int, Follower]:
+        return {slot: self._followers[slot] for slot in slots.tolist() if slot in self._followers}
 
     def room(self, rows: int) -> torch.Tensor:
         return torch.zeros(rows, WORDS, dtype=torch.int32)

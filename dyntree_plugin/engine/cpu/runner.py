@@ -8,6 +8,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 from dataclasses import replace
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
@@ -57,8 +58,8 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     def make_grammars(self) -> DraftGrammars | None:
         if self.trees.plan.reads_draws:  # They read the law that the draft itself has.
             return None
-        compiler, ranks = GrammarCompiler(self.vllm_config), self.parallel_config.world_size
-        return DraftGrammars(compiler, self.req_states, mask_rows, waits=ranks > 1)
+        compiler = GrammarCompiler(self.vllm_config)
+        return DraftGrammars(compiler, self.req_states, mask_rows, _least_of_ranks)
 
     def warm_up_kernels(self) -> None:
         vllm_cpu_runner.warm_up()
@@ -96,3 +97,13 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         offered = counts.tolist()  # sync: host memory on the CPU
         cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, offered, strict=True)]
         return replace(drafts, draft_token_ids=cut)
+
+
+def _least_of_ranks(numbers: list[int]) -> list[int]:
+    """Return the least of every rank's numbers, place by place."""
+    ranks = get_tp_group()
+    if ranks.world_size == 1:
+        return numbers
+    least = torch.tensor(numbers)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, ranks.cpu_group)
+    return least.tolist()  # sync: host memory

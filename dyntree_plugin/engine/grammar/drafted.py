@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dyntree")
 
 
+FAILED, PENDING, READY = -1, 0, 1
+"""What became of a grammar. Of several ranks, the least holds."""
+
+Agree = Callable[[list[int]], list[int]]
+"""Return the least of every rank's numbers, place by place: all ranks must draft the same trees."""
+
 MaskRows = Callable[[torch.Tensor, np.ndarray, torch.Tensor], None]
 """Set logits [M, V] to -inf where bitmasks forbid the token: ``mask_rows(logits, rows, bitmask)``.
 
@@ -39,23 +45,26 @@ class DraftGrammars:
     """
 
     def __init__(
-        self, compiler: GrammarCompiler, states: RequestState, mask_rows: MaskRows, *, waits: bool
+        self, compiler: GrammarCompiler, states: RequestState, mask_rows: MaskRows, agree: Agree
     ) -> None:
-        """``waits``: wait for grammars that are still compiled when they are needed, so that every
-        rank drafts the same; else draft without them."""
         self._compiler = compiler
         self._states = states
         self.mask_rows = mask_rows
-        self._waits = waits
+        self._agree = agree
         self._compiling: dict[int, Future[Follower]] = {}
+        self._compiled: dict[int, Follower] = {}
         self._read: dict[int, int] = {}
         self._bitmask = torch.empty(0, 0, dtype=torch.int32)
 
     def add(self, requests: Iterable[NewRequestData]) -> None:
-        """Begin requests that have got slots, or begin them anew."""
+        """Begin requests that have got slots, or begin them anew; forget those that have lost
+        theirs."""
+        for slot in [*self._compiling, *self._compiled]:
+            if slot not in self._states.index_to_req_id:
+                self._forget(slot)
         for request in requests:
             slot, params = self._states.req_id_to_index[request.req_id], request.sampling_params
-            self._compiling.pop(slot, None)
+            self._forget(slot)
             if params is not None and params.structured_outputs is not None:
                 prompt = request.prompt_token_ids or []
                 self._compiling[slot] = self._compiler.compile(params, prompt)
@@ -63,25 +72,20 @@ class DraftGrammars:
 
     def of(self, packed: torch.Tensor) -> GrammarRanking | None:
         """Follow the texts of the ``packed`` requests; None if no grammar restricts any."""
-        if not self._compiling:
-            return None
-        slots = packed[:, 0].tolist()  # sync: host memory
-        found = {slot: follower for slot in slots if (follower := self.follower(slot))}
+        found = self.followers(packed[:, 0])
         return GrammarRanking(found, self) if found else None
 
-    def follower(self, slot: int) -> Follower | None:
-        """Follow the text at a slot; None if no grammar restricts what comes next."""
-        compiling = self._compiling.get(slot)
-        if compiling is None or not (self._waits or compiling.done()):
-            return None
-        if (error := compiling.exception()) is not None:
-            # The scheduler has compiled it, so that this is about drafting alone.
-            logger.warning_once("Drafts of a request follow no grammar: %s", error)
-            del self._compiling[slot]
-            return None
-        follower = compiling.result()
-        self._follow(slot, follower)
-        return follower if follower.restricts else None
+    def followers(self, slots: torch.Tensor) -> dict[int, Follower]:
+        """Follow the texts at ``slots`` int64 [R]; return, by slot, the grammars that restrict
+        what comes next. All ranks must ask for the same slots."""
+        if not (self._compiling or self._compiled):
+            return {}
+        asked = slots.tolist()  # sync: host memory
+        self._take_compiled([slot for slot in asked if slot in self._compiling])
+        found = {slot: self._compiled[slot] for slot in asked if slot in self._compiled}
+        for slot, follower in found.items():
+            self._follow(slot, follower)
+        return {slot: follower for slot, follower in found.items() if follower.restricts}
 
     def room(self, rows: int) -> torch.Tensor:
         """Return a bitmask of so many rows; the next call returns the same memory.
@@ -95,7 +99,32 @@ class DraftGrammars:
     def close(self) -> None:
         """Forget all grammars."""
         self._compiling.clear()
+        self._compiled.clear()
         self._compiler.close()
+
+    def _forget(self, slot: int) -> None:
+        self._compiled.pop(slot, None)
+        compiling = self._compiling.pop(slot, None)
+        if compiling is not None:
+            compiling.cancel()  # Others wait behind it.
+
+    def _take_compiled(self, slots: list[int]) -> None:
+        """Take the grammars at these ``slots`` that every rank has compiled."""
+        if not slots:
+            return
+        agreed = self._agree([_status(self._compiling[slot]) for slot in slots])
+        for slot, status in zip(slots, agreed, strict=True):
+            if status == READY:
+                self._compiled[slot] = self._compiling.pop(slot).result()
+            elif status == FAILED:
+                # The scheduler has compiled it, so that this is about drafting alone.
+                logger.warning_once("Drafts of a request follow no grammar: %s", self._error(slot))
+                self._forget(slot)
+
+    def _error(self, slot: int) -> object:
+        compiling = self._compiling[slot]
+        own = compiling.exception() if compiling.done() else None
+        return own or "another rank could not compile it"
 
     def _follow(self, slot: int, follower: Follower) -> None:
         first, end = self._read[slot], int(self._states.total_len.gpu[slot])  # sync: host memory
@@ -103,6 +132,12 @@ class DraftGrammars:
             new = self._states.all_token_ids.gpu[slot, first:end]
             follower.read(new.tolist())  # sync: host memory
             self._read[slot] = end
+
+
+def _status(compiling: Future[Follower]) -> int:
+    if not compiling.done():
+        return PENDING
+    return READY if compiling.exception() is None else FAILED
 
 
 class GrammarRanking:

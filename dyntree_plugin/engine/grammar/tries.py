@@ -33,10 +33,10 @@ class GrammarTries:
 
     def trie(self, slots: torch.Tensor) -> Trie:
         found = self._tries.trie(slots)
+        followers = self._grammars.followers(slots)
         for row, slot in enumerate(slots.tolist()):  # sync: host memory
-            follower = self._grammars.follower(slot)
-            if follower is not None:
-                self._restrict(Trie(*(part[row] for part in found)), follower)
+            if slot in followers:
+                self._restrict(Trie(*(part[row] for part in found)), followers[slot])
         return found
 
     def _restrict(self, trie: Trie, follower: Follower) -> None:
