@@ -36,7 +36,7 @@ SETTINGS = (
     "vllm_config.parallel_config.worker_cls", "attention.backend",
     "params.min_tokens", "params.max_tokens", "wrapped.seed",
     "short.allowed_token_ids", "short.logit_bias", "short._all_stop_token_ids",
-    "sys.argv", "numba.config.THREADING_LAYER",
+    "structured.reasoning_ended", "sys.argv", "numba.config.THREADING_LAYER",
 )  # fmt: skip
 """Fields that vLLM or a library expects to be set."""
 
