@@ -12,9 +12,12 @@ pytestmark = pytest.mark.e2e
 
 REQUESTS = workload.each_kind(range(48))
 UNSEEDED = [workload.ask(number, "full", seed=None) for number in range(8)]
+GRAMMARS = workload.TREE_RUNS["structured_output"].requests
 RUNS = {
     "trees": Run(REQUESTS),
     "unseeded": Run(UNSEEDED),
+    "grammars": Run(GRAMMARS),
+    "unfollowed": Run(GRAMMARS, sabotage="unfollowed"),
     "learns_nothing": Run(REQUESTS, sabotage="learns_nothing"),
     "draws_other_seeds": Run(UNSEEDED, sabotage="draws_other_seeds"),
 }
@@ -25,14 +28,15 @@ def ranked() -> dict[str, Ranked]:
     return serve_on_ranks(workload.tree(), RUNS)
 
 
+@pytest.mark.parametrize("name", ["trees", "grammars"])
 def test_two_ranks_give_the_tokens_of_one_without_trees(
-    ranked: dict[str, Ranked], plain: Outputs
+    name: str, ranked: dict[str, Ranked], plain: Outputs
 ) -> None:
-    found = mismatches(RUNS["trees"], ranked["trees"].result, plain)
+    found = mismatches(RUNS[name], ranked[name].result, plain)
     assert not found, explain(found)
 
 
-@pytest.mark.parametrize("name", ["trees", "unseeded"])
+@pytest.mark.parametrize("name", ["trees", "unseeded", "grammars"])
 def test_every_rank_sees_the_same_trees_and_accepts_the_same_paths(
     name: str, ranked: dict[str, Ranked]
 ) -> None:
@@ -41,7 +45,7 @@ def test_every_rank_sees_the_same_trees_and_accepts_the_same_paths(
     assert sum(len(step["accepted"]) for step in first) > len(RUNS[name].requests)
 
 
-@pytest.mark.parametrize("name", ["learns_nothing", "draws_other_seeds"])
+@pytest.mark.parametrize("name", ["learns_nothing", "draws_other_seeds", "unfollowed"])
 def test_a_rank_that_decides_otherwise_is_seen_in_its_trees(
     name: str, ranked: dict[str, Ranked]
 ) -> None:
