@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 NAME = "dyntree_nodes"
 MOST = 2**31 - 1
-"""Larger numbers do not fit into what carries them to the workers."""
+"""More than any tree has. Numbers from 2**63 on do not fit into a worker's int64."""
 
 
 def node_limit(params: SamplingParams | None) -> int | None:
