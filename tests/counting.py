@@ -107,10 +107,10 @@ def page_of_two_engines() -> Iterator[TreeSpecDecodingProm]:
 
 
 def fastest(run: Callable[[], object], seconds: float = 4.0) -> float:
-    """Return the CPU seconds of the fastest run within ``seconds``, so that others do not count.
+    """Return the CPU seconds of the fastest run within ``seconds``.
 
-    Another program on the same physical core makes all runs of a second or more up to 1.8 times as
-    long.
+    CPU time leaves other programs out. But one on the same physical core makes every run of a
+    second or more up to 1.8 times as long.
     """
 
     def once() -> float:

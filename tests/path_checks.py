@@ -228,8 +228,11 @@ class PathChecks:
         """Control of the test above."""
         assert not all(self.same(*self.masked(seed, before=True)) for seed in range(5))
 
-    def forced(self, seed: int, *, before: bool = False) -> tuple[torch.Tensor, Any]:
-        """Return logits with forced tokens of the kernel, and those of the oracle."""
+    def forced(
+        self, seed: int, *, before: bool = False, width: int = VOCABULARY
+    ) -> tuple[torch.Tensor, Any]:
+        """Return logits with forced tokens of the kernel, and those of the oracle; ``width`` is
+        that of `masked`."""
         g, batch = self.random(4)
         texts = texts_of(g)
         start, end = ([[1], [2]], [[1, 2], [2]], [[3], [2, 1]])[seed % 3]
@@ -246,12 +249,13 @@ class PathChecks:
             spent = len(text) - begin - len(start) >= budget >= 0
             if begin > stop and spent:
                 done = [n for n in range(len(forced)) if text[len(text) - n :] == forced[:n]]
-                expected[row, forced[max(done)]] = 1e9
+                if forced[max(done)] < width:
+                    expected[row, forced[max(done)]] = 1e9
         found = torch.zeros_like(expected).to(self.device)
         markers = (torch.tensor(each).int() for each in (start, end, forced))
         thoughts = Thoughts(budgets.int(), *lasts.int(), *markers)
         self.kernels.force_thought_end(
-            found,
+            found[:, :width],
             batch.slots.to(self.device),
             self.on_device(paths_from(batch.before if before else batch.expected)),
             self.on_device(thoughts),
@@ -263,6 +267,12 @@ class PathChecks:
         forced = [self.forced(seed) for seed in range(self.seeds)]
         assert all(self.same(*each) for each in forced)
         assert len({token for _, expected in forced for token in expected.argmax(1).tolist()}) > 1
+
+    def test_a_token_beyond_the_vocabulary_is_not_forced(self) -> None:
+        found, expected = self.forced(2, width=2)
+        assert self.same(found, expected)
+        # Control: such a token would be forced.
+        assert not self.same(self.forced(2)[0], expected)
 
     def test_thoughts_would_end_elsewhere_on_other_paths(self) -> None:
         """Control of the test above."""

@@ -246,7 +246,7 @@ class TreeRunnerMixin(AdapterRows):
         self.driver.begin(getattr(scheduler_output, FORWARDS, None))
         new = scheduler_output.scheduled_new_reqs
         if self.grammars is not None:
-            self.grammars.add(new)
+            self.grammars.begin_step(new)
         if not new:
             return
         slots = async_tensor_h2d(

@@ -11,10 +11,10 @@ import torch
 def mend_adapters() -> None:
     """Replace the operations of vLLM's CPU adapters.
 
-    Those of vLLM 0.32 gather an adapter's weights for every row. With 544 rows (32 trees of 16
-    nodes), a vocabulary of 151,936 and rank 16 in bf16, these are 2.6 GB in every step. The row of
-    a request without an adapter, -1, gets the last one's (vllm-project/vllm#49656 reports it). A
-    second call has no effect.
+    Those of vLLM 0.32 copy an adapter's weights for every row. For the 544 rows of 32 trees of 16
+    nodes, a vocabulary of 151,936 and rank 16 in bf16, the copies take 2.6 GB in every step. They
+    also give a row without an adapter, -1, the weights of the last one
+    (vllm-project/vllm#49656). A second call has no effect.
     """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
@@ -37,9 +37,11 @@ def bgmv_shrink(
     adapters: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """Write rows of ``inputs`` [M, I], times their adapter's weights, to ``outputs`` [M, O].
+    """Write the product of each row and its adapter's weights.
 
     Args:
+        inputs: [M, I].
+        outputs: [M, O], or more columns, which stay as they are.
         weights: [adapters, 1, O, I] or [adapters, O, I].
         adapters: int [M], -1 for a row without an adapter, which becomes 0.
         scaling: a factor on the result.
@@ -54,7 +56,10 @@ def bgmv_expand(
     adapters: torch.Tensor,
     add_inputs: bool = True,
 ) -> None:
-    """Do as `bgmv_shrink`, or add to ``outputs``, whose width may be padded otherwise."""
+    """Do as `bgmv_shrink`; add to what ``outputs`` hold if ``add_inputs``.
+
+    Where ``outputs`` have fewer columns than the weights have, the others are left out.
+    """
     _write(inputs, weights, outputs[:, : weights.shape[-2]], adapters, add=add_inputs)
 
 
@@ -67,7 +72,7 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """Do as `bgmv_expand` with ``slice_size`` columns of ``outputs`` from ``slice_offset`` on."""
+    """Do as `bgmv_expand`, with ``slice_size`` columns of ``outputs`` from ``slice_offset`` on."""
     columns = outputs[:, slice_offset : slice_offset + slice_size]
     _write(inputs, weights, columns, adapters, add=add_inputs)
 

@@ -10,7 +10,7 @@ from unittest import mock
 STEADY_COSTS = "steady_costs"
 """The argument of an engine of `engine_process` that asks for them, with true."""
 ROWS, SECONDS = (1, 272), (4e-3, 29e-3)
-"""A step's verification by its rows, for the embedded pair on one thread of an AMD EPYC."""
+"""Rows, and seconds of their verification, about as on one thread with the embedded pair."""
 
 
 @contextmanager

@@ -108,7 +108,7 @@ REASONING = {
 }
 THOUGHTS = {"mixed": Run(MIXED), "list_order": Run(GRAMMARS, sabotage="list_order")}
 GUIDANCE = {"structured_outputs_config": {"backend": "guidance"}}
-BEHIND = Run([*AFTER_THE_END, *GRAMMARS])
+GUIDED = Run([*AFTER_THE_END, *GRAMMARS])
 PLAIN = Run([*EVERYTHING, *DEMANDING, *LONG_PROMPTS])
 
 Found = Callable[[str], Mapping[str, Served]]
@@ -121,8 +121,8 @@ def found() -> Iterator[Found]:
         "plain": (workload.without_tree(), {"all": PLAIN}),
         "plain thoughts": (workload.without_tree() | REASONING, {"all": Run(MIXED)}),
         "thoughts": (workload.tree() | REASONING, THOUGHTS),
-        "plain guidance": (workload.without_tree() | GUIDANCE, {"all": BEHIND}),
-        "guidance": (workload.tree() | GUIDANCE, {"all": BEHIND}),
+        "plain guidance": (workload.without_tree() | GUIDANCE, {"all": GUIDED}),
+        "guidance": (workload.tree() | GUIDANCE, {"all": GUIDED}),
         **ENGINES,
     }
     with ThreadPoolExecutor(PARALLEL) as pool:
@@ -164,7 +164,7 @@ def test_the_tokens_are_those_without_trees(
 def test_the_tokens_of_guidance_are_those_without_trees(found: Found) -> None:
     """Some of them stand behind the end of the text, in one step with it."""
     served, without = (found(name)["all"] for name in ("guidance", "plain guidance"))
-    different = mismatches(BEHIND, served.result, by_request(BEHIND, without.result))
+    different = mismatches(GUIDED, served.result, by_request(GUIDED, without.result))
     assert not different, explain(different)
     assert served.errors == without.errors == []
 

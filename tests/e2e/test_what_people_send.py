@@ -107,7 +107,7 @@ def test_the_tokens_are_those_without_trees_whatever_grows_them(
 def test_with_adapters_in_turn_they_are_those_without_trees(
     engine: str, most: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """``most``: requests at a time, whose whole trees vLLM wants to fit into a step of adapters."""
+    """``most``: requests at a time. With adapters vLLM wants a step to hold all their trees."""
     folders = adapters.two_adapters(tmp_path_factory.mktemp("adapters"))
     run = replace(RUN, requests=features.adapters_in_turn(RUN.requests, folders))
     plain, trees = (

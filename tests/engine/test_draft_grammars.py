@@ -60,7 +60,7 @@ class Rank:
             new.append(
                 SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[1, 2])
             )
-        self.grammars.add(new)  # type: ignore[arg-type]
+        self.grammars.begin_step(new)  # type: ignore[arg-type]
 
     def followed(self) -> list[int]:
         return sorted(self.grammars.followers(SLOTS))
@@ -107,7 +107,7 @@ def test_grammars_of_requests_that_have_ended_are_not_compiled() -> None:
     assert rank.followed() == [2]
     for ended in (0, 2):
         del rank.states.index_to_req_id[ended]
-    rank.grammars.add([])
+    rank.grammars.begin_step([])
     assert [each.cancelled() for each in rank.started] == [True, False, False]
     assert rank.followed() == []
     rank.begin(1)

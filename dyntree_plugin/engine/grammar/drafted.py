@@ -56,9 +56,9 @@ class DraftGrammars:
         self._read: dict[int, int] = {}
         self._bitmask = torch.empty(0, 0, dtype=torch.int32)
 
-    def add(self, requests: Iterable[NewRequestData]) -> None:
-        """Begin requests that have got slots, or begin them anew; forget those that have lost
-        theirs."""
+    def begin_step(self, requests: Iterable[NewRequestData]) -> None:
+        """Forget the grammars of requests that have no slot any more; compile those of
+        ``requests``, which have got one."""
         for slot in [*self._compiling, *self._compiled]:
             if slot not in self._states.index_to_req_id:
                 self._forget(slot)
