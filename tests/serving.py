@@ -88,16 +88,21 @@ def server(
     folder: Path,
     *arguments: str,
     trees: bool = True,
+    options: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Run a server of the embedded target, with trees of the embedded draft."""
+    """Run a server of the embedded target, with trees of the embedded draft.
+
+    ``options``: those of dyntree, by default none.
+    """
     models = pair.paths()
     speculation = {
         "method": "draft_model",
         "model": str(models["draft"]),
         "num_speculative_tokens": 16,
     }
-    with_trees = ("--speculative-config", json.dumps(speculation), "--dyntree", "{}")
+    with_trees = ("--speculative-config", json.dumps(speculation))
+    with_trees += ("--dyntree", json.dumps(options or {}))
     address = f"http://127.0.0.1:{free_port()}"
     command = [
         *(sys.executable, "-m", "dyntree_plugin.cli", "serve", str(models["target"])),

@@ -13,15 +13,16 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import fuzz_cases
-from engine_process import Engine, Output, _output, sampling_params
+from engine_process import Engine, Output, _output, read_metrics, sampling_params
 from fuzz_cases import Arrival, Schedule
+from steady_costs import STEADY_COSTS, assumed_if
 
 MOST_STEPS = 3000
 """More engine steps than any schedule takes; an engine that reaches this number hangs."""
@@ -207,6 +208,22 @@ class _Work:
         return Answer(_output(output))
 
 
+def _work(engine: Engine, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Work through the schedules of the input."""
+    tell({"ready": True})
+    for count, line in enumerate(sys.stdin):
+        if line.strip() == "metrics":
+            tell({"metrics": read_metrics()})
+            continue
+        engine.llm.reset_prefix_cache()
+        value = json.loads(line)
+        schedule = replace(
+            fuzz_cases.schedule_of(value), arrivals=[Arrival(**a) for a in value["arrivals"]]
+        )
+        answers = _Work(engine, schedule, str(count)).answers()
+        tell({"answers": [asdict(answer) for answer in answers]})
+
+
 def main(arguments: str) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -214,22 +231,10 @@ def main(arguments: str) -> None:
     def tell(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=out, flush=True)
 
+    asked = json.loads(arguments)
     try:
-        from engine_process import read_metrics
-
-        engine = Engine(json.loads(arguments))
-        tell({"ready": True})
-        for count, line in enumerate(sys.stdin):
-            if line.strip() == "metrics":
-                tell({"metrics": read_metrics()})
-                continue
-            engine.llm.reset_prefix_cache()
-            value = json.loads(line)
-            schedule = replace(
-                fuzz_cases.schedule_of(value), arrivals=[Arrival(**a) for a in value["arrivals"]]
-            )
-            answers = _Work(engine, schedule, str(count)).answers()
-            tell({"answers": [asdict(answer) for answer in answers]})
+        with assumed_if(asked.pop(STEADY_COSTS, False)):
+            _work(Engine(asked), tell)
     except Exception:
         tell({"error": traceback.format_exc()[-6000:]})
         raise

@@ -109,7 +109,8 @@ def test_a_server_whose_engine_is_killed_ends_its_streams_and_itself(
 def test_two_api_servers_count_together_and_end_when_they_are_told_to(tmp_path: Path) -> None:
     # Without a timeout, vLLM kills its engine at once, and some streams may never end.
     ends = ("--shutdown-timeout", "10")
-    with server(tmp_path, "--enforce-eager", "--api-server-count", "2", *ends) as served:
+    arguments = ("--enforce-eager", "--api-server-count", "2", *ends)
+    with server(tmp_path, *arguments, options={"budget": "fixed"}) as served:
         processes = _family(served)
         calls = [
             _post(served.address, prompt=prompt, max_tokens=24, temperature=0, ignore_eos=True)

@@ -30,6 +30,7 @@ def _tight() -> Options:
     return Options(
         {
             **workload.with_options(16),
+            **workload.STEADY,
             "max_model_len": fuzz.MAX_MODEL_LEN,
             "block_size": 32,
             "max_num_seqs": 4,

@@ -40,7 +40,7 @@ def results(installed: str) -> dict[str, Result]:
 
     return {
         **serve(workload.without_tree(), {"plain": RUN}),
-        **serve(workload.with_options(), {"trees": RUN, "broken": BROKEN}),
+        **serve(workload.tree(), {"trees": RUN, "broken": BROKEN}),
     }
 
 

@@ -1,4 +1,4 @@
-"""The server, started as in the README, with the `openai` client."""
+"""The server with the `openai` client."""
 
 from __future__ import annotations
 
