@@ -148,7 +148,7 @@ class ForceThoughtEnd(Protocol):
         texts: Texts,
     ) -> None:
         """Change float32 ``logits`` [M, V] of rows with ``slots`` [M]. Thoughts may begin in the
-        committed tokens, the prompt's among them."""
+        committed tokens, the prompt's among them. A token beyond V is not forced."""
         ...
 
 

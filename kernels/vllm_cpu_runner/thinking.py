@@ -118,7 +118,8 @@ def _force_end(
             end_marker,
             forced,
         )
-        if token >= 0:
+        # A tokenizer may know tokens that the model lacks; vLLM's kernel writes beyond the row.
+        if 0 <= token < logits.shape[1]:
             logits[row, token] = FORCED_LOGIT
 
 

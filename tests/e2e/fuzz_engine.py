@@ -208,8 +208,8 @@ class _Work:
         return Answer(_output(output))
 
 
-def _work(engine: Engine, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Work through the schedules of the input."""
+def _answer_input(engine: Engine, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Work through the schedules of the input, and tell the answers."""
     tell({"ready": True})
     for count, line in enumerate(sys.stdin):
         if line.strip() == "metrics":
@@ -234,7 +234,7 @@ def main(arguments: str) -> None:
     asked = json.loads(arguments)
     try:
         with assumed_if(asked.pop(STEADY_COSTS, False)):
-            _work(Engine(asked), tell)
+            _answer_input(Engine(asked), tell)
     except Exception:
         tell({"error": traceback.format_exc()[-6000:]})
         raise

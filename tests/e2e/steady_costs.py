@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 STEADY_COSTS = "steady_costs"
-"""The argument of an engine of `engine_process` that asks for them, with true."""
+"""The argument of an engine of `engine_process` or `fuzz_engine` that asks for them, with true."""
 ROWS, SECONDS = (1, 272), (4e-3, 29e-3)
 """Rows, and seconds of their verification, about as on one thread with the embedded pair."""
 
