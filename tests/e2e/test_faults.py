@@ -52,17 +52,21 @@ def _failed(answer: str) -> bool:
     return '"code": 500' in answer or "cut off" in answer
 
 
+def _whole(answer: str) -> bool:
+    return '"finish_reason":"length"' in answer.replace(" ", "")
+
+
 def _last_stream(call: urllib.request.Request, asking: threading.Event) -> str:
-    """Ask again until an answer fails or nothing more is asked for; return the last answer."""
-    while True:
+    """Ask again after every whole answer while ``asking`` is set; return the last answer."""
+    answer = _stream(call)
+    while _whole(answer) and asking.is_set():
         answer = _stream(call)
-        if _failed(answer) or not asking.is_set():
-            return answer
+    return answer
 
 
 @contextmanager
 def _streaming(address: str) -> Iterator[tuple[list[Future[str]], threading.Event]]:
-    """Yield clients that stream long answers one after another, and the event that keeps them on.
+    """Yield clients that stream long answers, and an event; while it is set, they ask again.
 
     Each client returns its last answer.
     """
