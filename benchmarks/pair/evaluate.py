@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.pair.eagle import Head, read_target
 from benchmarks.pair.train import token_stream
 from dyntree_plugin.pair.models import continue_rows
+from dyntree_plugin.tune.eagle import Head, read_target
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.build import EVALUATION_PROMPTS, describe
-from benchmarks.pair.eagle import (
+from dyntree_plugin.pair import corpus, models, provenance
+from dyntree_plugin.tune.eagle import (
     Head,
     head_config,
     load_head,
@@ -23,7 +24,7 @@ from benchmarks.pair.eagle import (
     read_target,
     save_head,
 )
-from dyntree_plugin.pair import corpus, models, provenance
+from dyntree_plugin.tune.optimize import Batch, Schedule
 
 NAME = "eagle3"
 
@@ -46,9 +47,7 @@ class HeadRecipe:
     vocabulary: int = 512
     steps: int = 5
     step_weight: float = 0.9
-    schedule: train.Schedule = field(
-        default_factory=lambda: train.Schedule(steps=3000, peak=5e-3, decay=0.4)
-    )
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=3000, peak=5e-3, decay=0.4))
 
 
 def add_head(
@@ -103,16 +102,18 @@ def train_head(
     checkpoint: Path | None = None,
 ) -> Head:
     """The head, in fp32. `written` and `checkpoint` are those of `train.distil_draft`."""
-    teacher = models.in_bfloat16(target)
+    teacher = models.in_dtype(target, torch.bfloat16)
     config = head_config(target.config, recipe.head, recipe.layers, recipe.vocabulary)
     kept = frequent_tokens(tokens, written, recipe, target.config.vocab_size)
     head = new_head(config, kept, target, recipe.text.seed + 2)
 
-    def loss(head: Head, rows: torch.Tensor) -> torch.Tensor:
-        return unrolled_loss(head, teacher, rows[:, :-1], recipe.steps, recipe.step_weight)
+    def loss(head: Head, batch: Batch) -> tuple[torch.Tensor, float]:
+        text = batch["rows"][:, :-1]
+        weight = text.numel()
+        return weight * unrolled_loss(head, teacher, text, recipe.steps, recipe.step_weight), weight
 
     rows = train.read_rows(tokens, written, recipe.text)
-    return train.optimize(head, rows, loss, recipe.schedule, "head", checkpoint)
+    return train.train(head, rows, loss, recipe.schedule, "head", checkpoint)
 
 
 def unrolled_loss(

@@ -81,17 +81,17 @@ def new_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerF
     )
 
 
-def in_bfloat16(model: Model) -> Model:
-    """A copy with bfloat16 weights; the frequencies of the position encoding stay in fp32."""
+def in_dtype(model: Model, dtype: torch.dtype) -> Model:
+    """A copy with weights of `dtype`; the frequencies of the position encoding stay in fp32."""
     duplicate = copy.deepcopy(model)
     for parameter in duplicate.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(dtype)
     return duplicate
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write `model` in bfloat16 and `tokenizer` in Hugging Face format."""
-    in_bfloat16(model).save_pretrained(directory)
+    in_dtype(model, torch.bfloat16).save_pretrained(directory)
     (directory / "model.safetensors").chmod(0o644)  # written for the owner alone
     tokenizer.save_pretrained(directory)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import gpu_results
 import pytest
 
-from dyntree_plugin.commands.bench.results import Cell, Engine, Result, Run, Series, write
+from dyntree_plugin.commands.bench.results import Cell, Result, Series, write
+from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.provenance import provenance
 
 ENGINES = [

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import Method
-from dyntree_plugin.commands.bench import command, engine, plan
+from dyntree_plugin.commands.bench import command, plan
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result
 from dyntree_plugin.commands.bench.session import Contest
+from dyntree_plugin.commands.loads import engine
 from dyntree_plugin.engine.step.clock import StageClock
 from dyntree_plugin.pair import shapes
 

@@ -10,7 +10,7 @@ import pytest
 
 from dyntree_plugin import pair
 from dyntree_plugin.commands.bench import prompts
-from dyntree_plugin.commands.bench.requests import Request
+from dyntree_plugin.commands.loads.requests import Request
 
 
 def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(tmp_path: Path) -> None:

@@ -14,21 +14,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.bench import command, counts, prompts, requests, sets, summary, table
-from dyntree_plugin.commands.bench.engine import Served
+from dyntree_plugin.commands.bench import command, prompts, sets, summary, table
 from dyntree_plugin.commands.bench.measure import warm_ups
-from dyntree_plugin.commands.bench.plan import Load
-from dyntree_plugin.commands.bench.requests import Request
-from dyntree_plugin.commands.bench.results import (
-    Cell,
-    Engine,
-    Fallbacks,
-    Result,
-    Run,
-    Series,
-    Speculation,
-)
+from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.bench.session import Settings
+from dyntree_plugin.commands.loads import counts, requests
+from dyntree_plugin.commands.loads.engine import Served
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.requests import Request
+from dyntree_plugin.commands.loads.runs import Engine, Fallbacks, Run, Speculation
 
 GRAMMAR = {"structured_outputs": {"regex": "[ab]{3}"}}
 PENALTY = {"repetition_penalty": 1.1}

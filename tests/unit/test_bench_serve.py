@@ -11,14 +11,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
-from dyntree_plugin.commands.bench import command, counts, plan, session
+from dyntree_plugin.commands.bench import command, plan, session
 from dyntree_plugin.commands.bench.arguments import TREES
 from dyntree_plugin.commands.bench.measure import differing, measure
-from dyntree_plugin.commands.bench.plan import Load, Models
-from dyntree_plugin.commands.bench.pool import Pool
-from dyntree_plugin.commands.bench.requests import Request
-from dyntree_plugin.commands.bench.results import Cell, Engine, Run, Speculation, latencies_ms
+from dyntree_plugin.commands.bench.plan import Models
+from dyntree_plugin.commands.bench.results import Cell
 from dyntree_plugin.commands.bench.session import Contest, Settings
+from dyntree_plugin.commands.loads import counts
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.pool import Pool
+from dyntree_plugin.commands.loads.requests import Request
+from dyntree_plugin.commands.loads.runs import Engine, Run, Speculation, latencies_ms
 from dyntree_plugin.options import DynTreeOptions
 
 CELL = Cell(prompts="code", temperature=0.0, batch=2)
@@ -210,11 +213,11 @@ def test_where_not_all_engines_fit_the_last_place_is_taken_in_turns(started: lis
 def test_without_memory_for_a_second_engine_one_is_kept(
     started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dyntree_plugin.commands.bench.pool._free_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("dyntree_plugin.commands.loads.pool._free_bytes", lambda: 1 << 20)
     with Pool(None, FakeProcess) as pool:  # type: ignore[arg-type]
         use(pool, "a", "b")
         assert "end a" in started
-    monkeypatch.setattr("dyntree_plugin.commands.bench.pool._free_bytes", lambda: 4 << 20)
+    monkeypatch.setattr("dyntree_plugin.commands.loads.pool._free_bytes", lambda: 4 << 20)
     started.clear()
     with Pool(None, FakeProcess) as pool:  # type: ignore[arg-type]
         use(pool, "a", "b")

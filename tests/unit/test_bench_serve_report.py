@@ -11,15 +11,8 @@ import pytest
 from rich.console import Console
 
 from dyntree_plugin.commands.bench import overview, plots, summary, table
-from dyntree_plugin.commands.bench.results import (
-    Cell,
-    Engine,
-    Result,
-    Run,
-    Series,
-    Speculation,
-    read,
-)
+from dyntree_plugin.commands.bench.results import Cell, Result, Series, read
+from dyntree_plugin.commands.loads.runs import Engine, Run, Speculation
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("serve-*.json"))

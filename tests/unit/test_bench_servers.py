@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dyntree_plugin.commands.bench import command, pictures, server
-from dyntree_plugin.commands.bench.plan import Load
-from dyntree_plugin.commands.bench.requests import Request
 from dyntree_plugin.commands.bench.results import Result, read
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.requests import Request
 
 
 def test_servers_are_named_by_their_address_or_as_asked() -> None:

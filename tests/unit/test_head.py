@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.pair import eagle, evaluate, train, train_head
+from benchmarks.pair import evaluate, train, train_head
 from benchmarks.pair.build import build
 from dyntree_plugin import pair
 from dyntree_plugin.pair import corpus, models
+from dyntree_plugin.tune import eagle
 
 LAYERS = (0, 1, 3)
 LENGTH, STEPS = 12, 5
@@ -191,7 +192,7 @@ def test_a_head_reads_the_streams_before_layers(target: LlamaForCausalLM) -> Non
 
 
 def test_a_stored_head_is_read_back(head: eagle.Head, tmp_path: Path) -> None:
-    eagle.save_head(models.in_bfloat16(head), tmp_path)
+    eagle.save_head(models.in_dtype(head, torch.bfloat16), tmp_path)
     again = eagle.load_head(tmp_path)
     assert torch.equal(again.tokens, head.tokens)
     assert again.layers == LAYERS

@@ -28,6 +28,7 @@ LAYERS = (
         "dyntree_plugin.pair",
     ),
     ("dyntree_plugin.tree",),
+    ("dyntree_plugin.tune",),
     (
         "dyntree_plugin.options",
         "dyntree_plugin.option_pages",
@@ -80,9 +81,10 @@ WITHOUT_VLLM = (
     "dyntree_plugin.options",
     "dyntree_plugin.metrics",
     "dyntree_plugin.pair",
+    "dyntree_plugin.tune",
 )
 
-COMMANDS = ("bench", "demo", "doctor", "show", "top")
+COMMANDS = ("bench", "demo", "doctor", "show", "top", "tune")
 """Packages of commands. Code that several of them share lies next to them."""
 
 Sources = Mapping[str, str]

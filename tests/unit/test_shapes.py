@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from benchmarks.pair import eagle
 from dyntree_plugin.pair import shapes
 from dyntree_plugin.pair.models import Shape
+from dyntree_plugin.tune import eagle
 
 SMALL = Shape(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8)
 WIDER = {

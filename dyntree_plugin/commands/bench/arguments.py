@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dyntree_plugin.commands.arguments import Method as DraftMethod
-from dyntree_plugin.commands.bench.requests import ALLOWED
+from dyntree_plugin.commands.loads.requests import ALLOWED
 
 OF_ENGINES = "For engines on this machine"
 OF_SERVERS = "For running servers"

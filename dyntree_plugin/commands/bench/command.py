@@ -22,8 +22,9 @@ from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, em
 from dyntree_plugin.commands.bench import arguments, overview, plan, plots, prompts, static, table
 from dyntree_plugin.commands.bench.pictures import check_plots
 from dyntree_plugin.commands.bench.plan import Models
-from dyntree_plugin.commands.bench.results import Cell, Engine, Result, Run, write
+from dyntree_plugin.commands.bench.results import Cell, Result, write
 from dyntree_plugin.commands.bench.session import Contest, Done, Settings, of_engines, of_servers
+from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.strict_json import from_json
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from dyntree_plugin.commands.bench.plan import Load
-from dyntree_plugin.commands.bench.results import Cell, Engine, Run, Series
+from dyntree_plugin.commands.bench.results import Cell, Series
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.runs import Engine, Run
 
 WARM_UP_TOKENS = 32
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 from collections.abc import Sequence
@@ -12,20 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dyntree_plugin.commands.bench import sets
-from dyntree_plugin.commands.bench.requests import Request
+from dyntree_plugin.commands.loads.prompt_file import lines
+from dyntree_plugin.commands.loads.requests import Request
 
 CODE = "code"
 """Python code that was held out when the embedded pair was trained."""
 
 VLLM = "vllm:"
 """Prefix of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
-
-FIELDS = ("prompt", "text", "question", "turns")
-"""Fields of a JSONL line that may hold the prompt. ``turns`` is a list, as in Spec-Bench, whose
-first entry is used."""
-
-SAMPLING = "sampling"
-"""Field of a JSONL line that may hold sampling parameters of the request."""
 
 
 def read_all(
@@ -74,30 +67,11 @@ def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, l
             "a JSONL file that exists, or "
             f"'{VLLM}--dataset-name spec_bench --dataset-path FILE' with flags of vLLM's data sets"
         )
-    requests = [
-        _request(line, f"{path}:{number}")
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if line.strip()
-    ]
+    requests = lines(path)
     if not requests:
         raise ValueError(f"--prompts {source!r} has no lines")
     random.Random(seed).shuffle(requests)
     return path.stem, requests[:count]
-
-
-def _request(line: str, where: str) -> Request:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    found = next((value[name] for name in FIELDS if name in value), None)
-    prompt = found[0] if isinstance(found, list) and found else found
-    if not isinstance(prompt, str):
-        raise ValueError(f"{where} must have its prompt as text in one of {', '.join(FIELDS)}")
-    sampling = value.get(SAMPLING, {})
-    if not isinstance(sampling, dict):
-        raise ValueError(f"{where} must have a JSON object in {SAMPLING}")
-    return Request(prompt, sampling)
 
 
 def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[str, list[str]]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from dyntree_plugin.commands.bench import counts
-from dyntree_plugin.commands.bench.plan import Load
-from dyntree_plugin.commands.bench.results import Engine, Run, latencies_ms
+from dyntree_plugin.commands.loads import counts
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.runs import Engine, Run, latencies_ms
 
 if TYPE_CHECKING:
     import openai

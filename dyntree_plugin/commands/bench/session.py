@@ -13,9 +13,11 @@ from typing import Any
 
 from dyntree_plugin.commands.bench import plan, prompts, server
 from dyntree_plugin.commands.bench.measure import Server, measure, warm_ups
-from dyntree_plugin.commands.bench.plan import Load, Models
-from dyntree_plugin.commands.bench.pool import Pool
-from dyntree_plugin.commands.bench.requests import (
+from dyntree_plugin.commands.bench.plan import Models
+from dyntree_plugin.commands.bench.results import Cell, Result, Series
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.pool import Pool
+from dyntree_plugin.commands.loads.requests import (
     Parameters,
     Request,
     Verify,
@@ -23,7 +25,7 @@ from dyntree_plugin.commands.bench.requests import (
     engine_verifies,
     title,
 )
-from dyntree_plugin.commands.bench.results import Cell, Engine, Result, Run, Series
+from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.provenance import provenance
 
 Done = Callable[[Engine, Cell, Run], None]

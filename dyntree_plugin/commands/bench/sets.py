@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dyntree_plugin.commands.bench.requests import Parameters, Request
+from dyntree_plugin.commands.loads.requests import Parameters, Request
 
 
 def _object(**properties: dict[str, Any]) -> dict[str, Any]:

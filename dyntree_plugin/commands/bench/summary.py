@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from dyntree_plugin.commands.bench.results import Cell, Result, Run, Series
+from dyntree_plugin.commands.bench.results import Cell, Result, Series
+from dyntree_plugin.commands.loads.runs import Run
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.commands.bench import counts
-from dyntree_plugin.commands.bench.plan import Load
-from dyntree_plugin.commands.bench.results import Run, latencies_ms
+from dyntree_plugin.commands.loads import counts
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.runs import Run, latencies_ms
 from dyntree_plugin.engine.step.clock import StageClock
 
 if TYPE_CHECKING:

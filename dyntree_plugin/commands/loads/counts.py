@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client import Metric
 
-from dyntree_plugin.commands.bench.results import Fallbacks, Speculation
+from dyntree_plugin.commands.loads.runs import Fallbacks, Speculation
 from dyntree_plugin.metrics.names import PREFIX
 
 _PREFIX = "vllm:spec_decode_num_"

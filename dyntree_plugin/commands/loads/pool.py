@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import torch
 
-from dyntree_plugin.commands.bench.engine import FAILED, REFUSED, Answers, main
-from dyntree_plugin.commands.bench.plan import Load
-from dyntree_plugin.commands.bench.results import Engine, Run
+from dyntree_plugin.commands.loads.engine import FAILED, REFUSED, Answers, main
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.runs import Engine, Run
 
 _LOG_CHARACTERS = 6000
 _END_SECONDS = 15.0

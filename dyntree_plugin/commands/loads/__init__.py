@@ -1,0 +1,1 @@
+"""Serve loads of requests with engines in processes of their own, for `bench` and `tune`."""

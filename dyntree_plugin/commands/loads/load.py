@@ -1,0 +1,43 @@
+"""Define a load: the requests of one run, and how they are served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dyntree_plugin.commands.loads.requests import Request
+
+
+@dataclass(frozen=True)
+class Load:
+    """The ``requests`` of one run, ``concurrency`` of them at a time.
+
+    Their prompts are lists of tokens, or texts for a server. Request ``i`` has the seed
+    ``seed + i``.
+    """
+
+    requests: Sequence[Request]
+    concurrency: int
+    temperature: float
+    max_tokens: int
+    seed: int = 0
+
+    def sampling(self, number: int) -> dict[str, Any]:
+        """Return all sampling parameters of a request by the names of vLLM's ``SamplingParams``.
+
+        No answer ends before ``max_tokens``, so that every engine has the same work, unless the
+        request has a grammar or says otherwise.
+        """
+        own = dict(self.requests[number].sampling)
+        if "min_tokens" in own:
+            # A load that warms up has fewer tokens.
+            own["min_tokens"] = min(own["min_tokens"], self.max_tokens)
+        seed = {"seed": self.seed + number} if self.temperature else {}
+        common = {
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            # The end of a text is the only token that a grammar allows after its last.
+            "ignore_eos": "structured_outputs" not in own,
+        }
+        return common | seed | own

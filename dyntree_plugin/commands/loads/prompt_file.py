@@ -1,0 +1,48 @@
+"""Read requests from the lines of a JSONL file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dyntree_plugin.commands.loads.requests import Request
+
+FIELDS = ("prompt", "text", "question", "turns")
+"""Fields of a JSONL line that may hold the prompt. ``turns`` is a list, as in Spec-Bench, whose
+first entry is used."""
+
+SAMPLING = "sampling"
+"""Field of a JSONL line that may hold sampling parameters of the request."""
+
+
+def lines(path: Path) -> list[Request]:
+    """Return the request of every line that is not blank.
+
+    Raises:
+        ValueError: if the file is not UTF-8 or a line has no request.
+    """
+    try:
+        # Other characters than these end a line only for `str.splitlines`.
+        read = path.read_text("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    return [
+        _request(line, f"{path}:{number}")
+        for number, line in enumerate(read, start=1)
+        if line.strip()
+    ]
+
+
+def _request(line: str, where: str) -> Request:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    found = next((value[name] for name in FIELDS if name in value), None)
+    prompt = found[0] if isinstance(found, list) and found else found
+    if not isinstance(prompt, str):
+        raise ValueError(f"{where} must have its prompt as text in one of {', '.join(FIELDS)}")
+    sampling = value.get(SAMPLING, {})
+    if not isinstance(sampling, dict):
+        raise ValueError(f"{where} must have a JSON object in {SAMPLING}")
+    return Request(prompt, sampling)

@@ -1,0 +1,1 @@
+"""Fit drafts to their target: what the stages of ``dyntree tune`` compute, without an engine."""
