@@ -97,6 +97,13 @@ def show(context: typer.Context) -> None:
     import_module("dyntree_plugin.commands.show.command").main(context.args)
 
 
+@app.command(context_settings=_VLLM_ARGUMENTS)
+def tune(context: typer.Context) -> None:
+    """Fit a draft, a pool of drafts or an EAGLE-3 head to its target, on prompts of its users."""
+    ready_for_engine(context.args)
+    import_module("dyntree_plugin.commands.tune.command").main(context.args)
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
     command: Annotated[

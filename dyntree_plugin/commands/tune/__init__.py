@@ -1,0 +1,1 @@
+"""``dyntree tune``: fit a draft, a pool of drafts or a head to its target."""

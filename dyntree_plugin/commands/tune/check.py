@@ -1,0 +1,65 @@
+"""Stage 4, check: tokens per step before and after, in trees on prompts that were held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import geometric_mean
+
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.pool import Pool
+from dyntree_plugin.commands.loads.runs import Engine
+from dyntree_plugin.commands.tune import engines
+from dyntree_plugin.commands.tune.prompts import Prompts
+from dyntree_plugin.commands.tune.settings import Settings
+
+Place = tuple[float, int]
+"""A temperature, and a number of nodes."""
+
+Drafts = Mapping[str, Sequence[str]]
+"""The drafts of each engine by the name that is shown; several form a pool."""
+
+
+Steps = Mapping[Place, float]
+"""Tokens per step in every place."""
+
+
+def measure(
+    settings: Settings, prompts: Prompts, drafts: Drafts, advance: Callable[[], None]
+) -> dict[str, dict[Place, float]]:
+    """Let every engine complete the held-out prompts at every temperature.
+
+    Raises:
+        RuntimeError: if an engine fails, or does not count its steps.
+    """
+    found: dict[str, dict[Place, float]] = {name: {} for name in drafts}
+    for nodes in settings.nodes:
+        for name, models in drafts.items():
+            engine = engines.drafting(settings, name, models, nodes, prompts.longest)
+            of_engine = _of_engine(settings, prompts, engine, advance)
+            found[name] |= {(temperature, nodes): n for temperature, n in of_engine.items()}
+    return found
+
+
+def _of_engine(
+    settings: Settings, prompts: Prompts, engine: Engine, advance: Callable[[], None]
+) -> dict[float, float]:
+    found = {}
+    with Pool(places=1) as pool, pool.engine(engine, []) as process:
+        for temperature in settings.temperatures:
+            run, _ = process.serve(_load(settings, prompts, temperature))
+            if not run.request_steps:
+                raise RuntimeError(f"the engine `{engine.name}` has not counted its steps")
+            found[temperature] = (run.output_tokens - run.requests) / run.request_steps
+            advance()
+    return found
+
+
+def _load(settings: Settings, prompts: Prompts, temperature: float) -> Load:
+    at = replace(settings, temperatures=[temperature])
+    return engines.load(at, prompts.held_out, 0)
+
+
+def gain(before: Steps, after: Steps) -> float:
+    """Return the mean ratio of tokens per step."""
+    return geometric_mean(after[place] / before[place] for place in before)

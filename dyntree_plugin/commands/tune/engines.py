@@ -1,0 +1,75 @@
+"""The engines of a tuning: the target alone, and with drafts whose trees are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.requests import Request
+from dyntree_plugin.commands.loads.runs import Engine
+from dyntree_plugin.commands.tune.settings import Settings
+from dyntree_plugin.options import NAMESPACE
+
+_CPU_CACHE_BYTES = 1 << 31
+"""Size of the KV cache on a CPU. Pages that are never written take no memory."""
+
+TREES = {"budget": "fixed", "lookup": "off"}
+"""Options of the trees that are compared: of the draft alone, and the same on every machine."""
+
+
+def writing(settings: Settings, longest: int) -> Engine:
+    """Return the engine that writes; ``longest``: tokens of the longest prompt."""
+    shared = _shared(settings, longest + settings.tokens + 1, 0)
+    return Engine(name="target", kind="plain", budget=0, arguments=shared)
+
+
+def drafting(
+    settings: Settings, name: str, drafts: Sequence[str], nodes: int, longest: int
+) -> Engine:
+    """Return an engine with trees of so many ``nodes``. ``drafts``: all models of a pool."""
+    length = longest + settings.tokens + nodes + 1
+    method = settings.head or "draft_model"
+    speculation = {"method": method, "model": drafts[0], "num_speculative_tokens": nodes}
+    options = TREES | ({"drafts": list(drafts[1:])} if drafts[1:] else {})
+    return Engine(
+        name=name,
+        kind="dynamic tree",
+        budget=nodes,
+        arguments=_shared(settings, length, nodes)
+        | {"speculative_config": speculation, "additional_config": {NAMESPACE: options}},
+    )
+
+
+def load(settings: Settings, prompts: Sequence[Sequence[int]], first: int) -> Load:
+    """Return a load of these prompts, the first of which has the number ``first`` of all."""
+    asked = [
+        Request(prompt, {**sampling(settings, number), "ignore_eos": False})
+        for number, prompt in enumerate(prompts, start=first)
+    ]
+    return Load(asked, settings.batch, 1.0, settings.tokens)
+
+
+def sampling(settings: Settings, number: int) -> dict[str, Any]:
+    """Return the temperature and the seed of the prompt with this number."""
+    turn = number % len(settings.temperatures)
+    return {"temperature": settings.temperatures[turn], "seed": settings.seed + number}
+
+
+def _shared(settings: Settings, length: int, nodes: int) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    cache = {"kv_cache_memory_bytes": _CPU_CACHE_BYTES} if current_platform.is_cpu() else {}
+    return {
+        "model": settings.target,
+        "dtype": settings.dtype,
+        "max_model_len": length,
+        # No tree has to wait for room in a step, and every prompt fits into one.
+        "max_num_batched_tokens": settings.batch * (nodes + 1) + max(length, 2048),
+        "max_num_seqs": settings.batch,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "use_tqdm_on_load": False,
+        **cache,
+        **settings.engine_arguments,
+    }

@@ -1,0 +1,152 @@
+"""Stages 2 and 3, teach and fit: the target reads what it wrote, and drafts learn from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dyntree_plugin.commands.tune import models
+from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
+from dyntree_plugin.commands.tune.write import samples
+from dyntree_plugin.tune import boost, fit, teach
+from dyntree_plugin.tune.fit import Machine
+from dyntree_plugin.tune.optimize import Checkpoint, Loss, Schedule
+from dyntree_plugin.tune.shards import WEIGHTS, Shards, save_tensors
+
+MEASURED = 20
+"""How often the loss of held-out texts is measured, and the state of a training is kept."""
+
+WARM_UP = 0.05
+DECAY = 0.5
+"""Shares of the steps in which the learning rate rises and falls."""
+
+Note = Callable[[int, str], None]
+"""Gets the number of steps so far, and a line about them."""
+
+
+def taught(
+    folder: Folder,
+    settings: Settings,
+    machine: Machine,
+    parts: int,
+    layers: Sequence[int],
+    advance: Callable[[int], None],
+) -> None:
+    """Make the shard of every part that has none; ``layers`` as in `teach.laws`."""
+    waiting = [part for part in range(parts) if not folder.shard(part).exists()]
+    advance(parts - len(waiting))
+    if not waiting:
+        return
+    target = models.target_of(settings.target, settings.dtype, machine)
+    for part in waiting:
+        save_tensors(teach.laws(target, samples(folder, part), layers), folder.shard(part))
+        advance(1)
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """The shards of a tuning, to ``learn`` from and ``held_out`` from learning."""
+
+    folder: Folder
+    parts: int
+    held_out_parts: int
+
+    def learn(self, weighed_for: int | None = None) -> Shards:
+        """Return what is learned; for a later member of a pool with weights of its positions."""
+        numbers = range(self.held_out_parts, self.parts)
+        shards = [self.folder.shard(n) for n in numbers]
+        if weighed_for is None:
+            return Shards(shards)
+        return Shards(shards, [self.folder.weights(weighed_for, n) for n in numbers])
+
+    def held_out(self) -> Shards:
+        return Shards([self.folder.shard(n) for n in range(self.held_out_parts)])
+
+
+def schedule(settings: Settings, texts: int) -> Schedule:
+    """Return the schedule of a training on so many texts."""
+    steps = max(1, round(settings.epochs * texts / settings.rows))
+    warm_up = max(1, round(WARM_UP * steps))
+    return Schedule(steps, settings.rate, settings.rows, warm_up, DECAY)
+
+
+def fitted(lessons: Lessons, settings: Settings, machine: Machine, member: int, note: Note) -> None:
+    """Fit a member of the pool and store it, unless it is there."""
+    folder = lessons.folder
+    if folder.fitted(member).exists():
+        return
+    draft = settings.draft
+    if draft is None:
+        raise ValueError("a draft model is fitted from one that there is")
+    if member > 1:
+        _weigh(lessons, settings, machine, member)
+    start = models.folder_of(draft) if member == 1 else folder.fitted(member - 1)
+    model, dtype = models.draft_of(start, machine)
+    trained: Any = model
+    if settings.adapter is not None:
+        trained = fit.with_adapter(model, settings.adapter, settings.seed)
+    train(lessons, settings, machine, member, trained, fit.draft_loss, note)
+    if settings.adapter is not None:
+        trained = trained.merge_and_unload()
+    models.save(trained, dtype, models.folder_of(draft), folder.fitted(member))
+    folder.checkpoint(member).unlink(missing_ok=True)
+
+
+def train(
+    lessons: Lessons,
+    settings: Settings,
+    machine: Machine,
+    member: int,
+    model: torch.nn.Module,
+    loss: Loss[Any],
+    note: Note,
+) -> None:
+    """Train a model on the lessons, and keep the curve of its losses."""
+    folder = lessons.folder
+    shards = lessons.learn(member if member > 1 else None)
+    held_out = lessons.held_out()
+    plan = schedule(settings, len(shards))
+    every = math.ceil(plan.steps / MEASURED)
+    curve = read_curve(folder.losses(member))
+
+    def measure(model: torch.nn.Module, step: int, learned: float | None) -> None:
+        model.eval()
+        curve[step] = (learned, fit.mean_loss(model, held_out, loss, settings.rows))
+        write_json(folder.losses(member), sorted((n, *both) for n, both in curve.items()))
+
+    def report(model: torch.nn.Module, step: int, average: float) -> None:
+        if step % every == 0 or step == plan.steps:
+            measure(model, step, average)
+        last = curve[max(curve)][1]
+        note(step, f"loss {average:.3f}, held out {last:.3f}")
+
+    if not curve:
+        measure(model, 0, None)
+    fit.fit(
+        model, shards, loss, plan, machine,
+        seed=settings.seed + member,
+        checkpoint=Checkpoint(folder.checkpoint(member), every),
+        report=report,
+    )  # fmt: skip
+
+
+def read_curve(file: Path) -> dict[int, tuple[float | None, float]]:
+    """Return the running mean of the loss, and that of held-out texts, by step."""
+    if not file.exists():
+        return {}
+    return {step: (learned, held_out) for step, learned, held_out in json.loads(file.read_text())}
+
+
+def _weigh(lessons: Lessons, settings: Settings, machine: Machine, member: int) -> None:
+    """Store the weights of all positions for this member."""
+    folder = lessons.folder
+    earlier = [models.reader_of(folder.fitted(n), machine) for n in range(1, member)]
+    weights = boost.weights(earlier, lessons.learn(), settings.boost, settings.rows)
+    for part, found in enumerate(weights, start=lessons.held_out_parts):
+        save_tensors({WEIGHTS: found}, folder.weights(member, part))

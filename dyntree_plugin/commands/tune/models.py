@@ -1,0 +1,103 @@
+"""Load and save the models of a tuning with transformers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from dyntree_plugin.admission import vocabularies
+from dyntree_plugin.tune.fit import Machine
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def folder_of(model: str) -> Path:
+    """Return the folder of a model on this machine; download it if it is a name."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    allowed = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    return Path(snapshot_download(model, allow_patterns=allowed))
+
+
+def tokenizer_of(model: str) -> Any:
+    return AutoTokenizer.from_pretrained(model)
+
+
+def context_of(model: str) -> int:
+    """Return the longest text that a model reads, in tokens."""
+    return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
+
+
+def check(target: str, draft: str) -> None:
+    """Check that a draft can be fitted to a target, from their configurations.
+
+    Raises:
+        ValueError: if its vocabulary is another, or its weights are quantised.
+    """
+    config = AutoConfig.from_pretrained(draft)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = dict(quantised).get("quant_method", "a method unknown")
+        raise ValueError(
+            f"DRAFT {draft!r} is quantised ({method}), and such weights cannot be trained: give "
+            "the model that it was made from"
+        )
+    ours, theirs = (vocabularies.tokenizer_file(model, None) for model in (target, draft))
+    found = ours and theirs and vocabularies.difference(ours, theirs)
+    if found and found.share >= vocabularies.UNLIKE_SHARE:
+        raise ValueError(f"DRAFT {draft!r} must have the vocabulary of TARGET {target!r}: {found}")
+
+
+def target_of(model: str, dtype: str, machine: Machine) -> PreTrainedModel:
+    """Load the target for reading. On GPUs it is spread over all of them as needed."""
+    spread: dict[str, Any] = {} if machine.devices is None else {"device_map": "auto"}
+    target: PreTrainedModel = _loaded(model, dtype, **spread)
+    return target
+
+
+def draft_of(model: str | Path, machine: Machine) -> tuple[PreTrainedModel, torch.dtype]:
+    """Load a draft in fp32 to be trained; return it with the type of its stored weights."""
+    stored = AutoConfig.from_pretrained(model).dtype or torch.float32
+    return _loaded(model, "float32").to(machine.main), stored
+
+
+def reader_of(model: str | Path, machine: Machine) -> PreTrainedModel:
+    """Load a draft for reading, as it is trained."""
+    name = str(machine.dtype).removeprefix("torch.")
+    reader: PreTrainedModel = _loaded(model, name).to(machine.main)
+    return reader
+
+
+def _loaded(model: str | Path, dtype: str, **more: Any) -> Any:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **more)
+    return loaded.eval()
+
+
+def save(model: Any, dtype: torch.dtype, like: Path, folder: Path) -> None:
+    """Write a model in ``dtype`` with the tokenizer, and all else but weights, of ``like``."""
+
+    def write(scratch: Path) -> None:
+        for file in like.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copy(file, scratch / file.name)
+        model.to(dtype).save_pretrained(scratch)
+        for file in scratch.glob("*.safetensors"):
+            file.chmod(0o644)  # written for the owner alone
+
+    whole_folder(folder, write)
+
+
+def whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make a folder by ``write``; a process that is killed meanwhile leaves none."""
+    scratch = folder.with_name(folder.name + ".part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    write(scratch)
+    scratch.rename(folder)

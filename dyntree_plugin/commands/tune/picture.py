@@ -1,0 +1,30 @@
+"""Draw the losses of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+Curve = Mapping[int, tuple[float | None, float]]
+"""The running mean of the loss, and that of held-out texts, by step."""
+
+
+def draw(curves: Mapping[str, Curve], file: Path) -> None:
+    """Write a picture of the curves by their names."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axis = figure.subplots()
+    for number, (name, curve) in enumerate(curves.items()):
+        steps = sorted(curve)
+        held_out = [curve[step][1] for step in steps]
+        axis.plot(steps, held_out, color=f"C{number}", label=f"{name}, held out")
+        learned = [(step, value) for step in steps if (value := curve[step][0]) is not None]
+        if learned:
+            label = f"{name}, learned"
+            axis.plot(*zip(*learned, strict=True), ":", color=f"C{number}", label=label)
+    axis.set_xlabel("training steps")
+    axis.set_ylabel("loss, nats per token")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,80 @@
+"""Read the user's prompts, and check them before a model loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dyntree_plugin.commands.loads.prompt_file import lines
+
+FEWEST = 8
+"""Prompts of each kind: to learn from, and to measure with."""
+
+STRANGE = 0.9
+"""With this number of tokens per byte or more a tokenizer hardly knows a text."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as tokens: those ``held_out`` from learning, and those to ``learn`` from."""
+
+    held_out: list[list[int]]
+    learn: list[list[int]]
+    digest: str
+    notes: list[str]
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, [*self.held_out, *self.learn]))
+
+
+def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, chat: bool) -> Prompts:
+    """Read a JSONL file, shuffle its prompts by the ``seed``, and hold some out.
+
+    With ``chat`` each prompt becomes a user's message in the model's chat template.
+
+    Raises:
+        ValueError: if the file or a line of it cannot serve. A prompt must have 1 to ``most``
+            tokens.
+    """
+    if not path.is_file():
+        raise ValueError(f"--prompts {str(path)!r} must be a JSONL file that exists")
+    texts = [str(request.prompt) for request in lines(path)]
+    if len(texts) < FEWEST + held_out:
+        raise ValueError(
+            f"--prompts {str(path)!r} has {len(texts)} prompts: it must have at least {FEWEST}, "
+            f"and {held_out} more to hold out (--held-out)"
+        )
+    shown = [_asked(text, tokenizer) for text in texts] if chat else texts
+    encoded: list[list[int]] = tokenizer(shown, add_special_tokens=not chat)["input_ids"]
+    for number, tokens in enumerate(encoded, start=1):
+        if not 0 < len(tokens) <= most:
+            raise ValueError(
+                f"--prompts {str(path)!r}: prompt {number} has {len(tokens)} tokens; with --tokens "
+                f"and the trees it may have 1 to {most}"
+            )
+    digest = hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
+    notes = list(_notes(texts, encoded))
+    random.Random(seed).shuffle(encoded)
+    return Prompts(encoded[:held_out], encoded[held_out:], digest, notes)
+
+
+def _asked(text: str, tokenizer: Any) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError("--chat: the target's tokenizer must have a chat template, and has none")
+    messages = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def _notes(texts: list[str], encoded: list[list[int]]) -> list[str]:
+    share = sum(map(len, encoded)) / max(1, sum(len(text.encode()) for text in texts))
+    if share < STRANGE:
+        return []
+    return [
+        f"The tokenizer takes {share:.2f} tokens per byte of the prompts: it hardly knows their "
+        "language or their format."
+    ]

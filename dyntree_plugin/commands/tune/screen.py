@@ -1,0 +1,53 @@
+"""Show the progress of the stages, and what they have found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from dyntree_plugin.commands.tune.check import Steps
+
+Update = Callable[[int, str], None]
+"""Gets how much is done, and a line about it."""
+
+
+@contextmanager
+def stage(console: Console, name: str, total: int) -> Iterator[Update]:
+    """Show a bar with the time that has passed and an estimate of the rest."""
+    columns = (
+        TextColumn("{task.description:<8}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(name, total=total, note="")
+        yield lambda done, note: progress.update(bar, completed=done, note=note)
+
+
+def steps_table(found: Mapping[str, Steps]) -> Table:
+    """Return tokens per step by temperature and nodes, and ratios to the first engine."""
+    table = Table(title="tokens per step, on prompts that were held out", title_justify="left")
+    for heading in ("temperature", "nodes", *found):
+        table.add_column(heading, justify="right")
+    first, *others = found.values()
+    for temperature, nodes in sorted(first, key=lambda place: (place[1], place[0])):
+        here = (temperature, nodes)
+        shown = [f"{first[here]:.3f}"]
+        shown += [f"{each[here]:.3f} ({each[here] / first[here] - 1:+.1%})" for each in others]
+        table.add_row(f"{temperature:g}", str(nodes), *shown)
+    return table

@@ -1,0 +1,135 @@
+"""The settings of a tuning, and the folder in which its stages leave their work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Boost = Literal["positions", "samples"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that determines the result, given the models.
+
+    ``draft`` is None for a new ``head``. ``adapter``: rank of low-rank adapters; None to train all
+    weights. ``pool``: number of drafts. ``temperatures``: the prompts take turns with them.
+    ``tokens``: most tokens that the target writes behind a prompt. ``rows``: texts per step.
+    ``held_out``: prompts that are not learned. ``nodes``: sizes of the trees that are compared.
+    ``digest``: of the prompts.
+    """
+
+    target: str
+    draft: str | None
+    head: str | None
+    adapter: int | None
+    pool: int
+    boost: Boost
+    temperatures: Sequence[float]
+    tokens: int
+    epochs: float
+    rows: int
+    rate: float
+    held_out: int
+    nodes: Sequence[int]
+    batch: int
+    dtype: str
+    seed: int
+    digest: str = ""
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings as they read from JSON."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
+
+
+class Folder:
+    """The folder of a result. What the stages leave is in ``tune`` below it."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.work = output / "tune"
+
+    @property
+    def settings(self) -> Path:
+        return self.work / "settings.json"
+
+    @property
+    def report(self) -> Path:
+        return self.work / "report.json"
+
+    @property
+    def curve(self) -> Path:
+        return self.work / "curve.png"
+
+    def written(self, part: int) -> Path:
+        """The texts of a part of the prompts."""
+        return self.work / "written" / f"{part:05}.json"
+
+    def shard(self, part: int) -> Path:
+        """What the target has taught of a part's texts."""
+        return self.work / "taught" / f"{part:05}.safetensors"
+
+    def weights(self, member: int, part: int) -> Path:
+        """How a part's positions weigh for a member of a pool."""
+        return self.work / f"weights-{member}" / f"{part:05}.safetensors"
+
+    def fitted(self, member: int) -> Path:
+        """The folder of a member, until the check has passed."""
+        return self.work / f"fitted-{member}"
+
+    def checkpoint(self, member: int) -> Path:
+        return self.work / f"checkpoint-{member}.pt"
+
+    def losses(self, member: int) -> Path:
+        """The losses of a member by step."""
+        return self.work / f"losses-{member}.json"
+
+    def result(self, member: int, members: int) -> Path:
+        """The folder of a member in the result."""
+        return self.output if members == 1 else self.output / str(member)
+
+    def begin(self, settings: Settings) -> bool:
+        """Take the folder for these settings; return whether a run with them has begun there.
+
+        Raises:
+            ValueError: if the folder holds something else.
+        """
+        wanted = settings.as_json()
+        if self.settings.exists():
+            there = json.loads(self.settings.read_text())
+            other = [name for name in wanted if there.get(name) != wanted[name]]
+            if other:
+                raise ValueError(
+                    f"--output {str(self.output)!r} holds a run with another {_option(other[0])}, "
+                    f"{_shown(there.get(other[0]))} and not {_shown(wanted[other[0]])}: give that, "
+                    "or another folder"
+                )
+            return True
+        if self.output.exists() and any(self.output.iterdir()):
+            raise ValueError(f"--output {str(self.output)!r} must be a new or an empty folder")
+        write_json(self.settings, wanted)
+        return False
+
+
+def _option(name: str) -> str:
+    names = {"digest": "content of --prompts", "target": "TARGET", "draft": "DRAFT"}
+    singular = {"temperatures": "temperature"}
+    return names.get(name, "--" + singular.get(name, name).replace("_", "-"))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 60 else text[:59] + "…"
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON; a process that is killed meanwhile leaves the file as it was."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(value) + "\n")
+    part.replace(file)

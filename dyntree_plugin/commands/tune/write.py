@@ -1,0 +1,67 @@
+"""Stage 1, write: the target continues the prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from dyntree_plugin.commands.loads.pool import Pool
+from dyntree_plugin.commands.tune import engines
+from dyntree_plugin.commands.tune.prompts import Prompts
+from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
+from dyntree_plugin.tune.shards import Sample
+
+PART = 128
+"""Prompts of a part. A killed run repeats at most one part."""
+
+
+def parts(prompts: Prompts) -> tuple[list[Sequence[list[int]]], int]:
+    """Return the prompts in parts, and how many of the parts are held out; these come first."""
+    cut = [
+        [some[at : at + PART] for at in range(0, len(some), PART)]
+        for some in (prompts.held_out, prompts.learn)
+    ]
+    return [*cut[0], *cut[1]], len(cut[0])
+
+
+def write(
+    folder: Folder,
+    settings: Settings,
+    prompts: Prompts,
+    advance: Callable[[int], None],
+) -> None:
+    """Write every part that is not there yet; ``advance`` gets the number of each part's prompts.
+
+    Raises:
+        ValueError: if vLLM refuses the model or an argument.
+        RuntimeError: if the engine fails.
+    """
+    waiting = []
+    first = 0
+    for number, part in enumerate(parts(prompts)[0]):
+        if folder.written(number).exists():
+            advance(len(part))
+        else:
+            waiting.append((number, first, part))
+        first += len(part)
+    if not waiting:
+        return
+    engine = engines.writing(settings, prompts.longest)
+    with Pool(places=1) as pool, pool.engine(engine, []) as process:
+        for number, first, part in waiting:
+            _, answers = process.serve(engines.load(settings, part, first))
+            written = [
+                {"prompt": list(prompt), "answer": list(answer)}
+                | engines.sampling(settings, first + place)
+                for place, (prompt, answer) in enumerate(zip(part, answers, strict=True))
+            ]
+            write_json(folder.written(number), written)
+            advance(len(part))
+
+
+def samples(folder: Folder, part: int) -> list[Sample]:
+    """Read a part."""
+    return [
+        Sample(tuple(each["prompt"]), tuple(each["answer"]), each["temperature"], each["seed"])
+        for each in json.loads(folder.written(part).read_text())
+    ]
