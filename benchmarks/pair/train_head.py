@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.pair import evaluate, train
 from benchmarks.pair.build import EVALUATION_PROMPTS, describe
 from dyntree_plugin.pair import corpus, models, provenance
+from dyntree_plugin.tune import head as tune
 from dyntree_plugin.tune.eagle import (
     Head,
+    OfTarget,
     head_config,
     load_head,
     new_head,
@@ -105,7 +106,7 @@ def train_head(
     teacher = models.in_dtype(target, torch.bfloat16)
     config = head_config(target.config, recipe.head, recipe.layers, recipe.vocabulary)
     kept = frequent_tokens(tokens, written, recipe, target.config.vocab_size)
-    head = new_head(config, kept, target, recipe.text.seed + 2)
+    head = new_head(config, kept, OfTarget.of(target), recipe.text.seed + 2)
 
     def loss(head: Head, batch: Batch) -> tuple[torch.Tensor, float]:
         text = batch["rows"][:, :-1]
@@ -125,15 +126,11 @@ def unrolled_loss(
     one there: where the target most likely writes something else, there is less to gain.
     """
     states, embedded, logits = read_target(teacher, text, head.layers)
-    wanted = log_softmax(logits.float(), -1)[..., head.tokens]
-    total = torch.zeros(())
-    weights = 0.0
-    for step, given in zip(count(1), head.unrolled(states, embedded, steps), strict=False):
-        p = wanted[:, step:]
-        divergence = (p.exp() * (p - log_softmax(given.float(), -1))).sum(-1).mean()
-        total = total + step_weight ** (step - 1) * divergence
-        weights += step_weight ** (step - 1)
-    return total / weights
+    log_probs = log_softmax(logits.float(), -1)[..., head.tokens]
+    tokens = torch.arange(len(head.tokens)).expand_as(log_probs)
+    return tune.unrolled_loss(
+        head, states, embedded, (tokens, log_probs), torch.ones(text.shape), steps, step_weight
+    )
 
 
 def frequent_tokens(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -211,9 +211,24 @@ def _shape(config: Any) -> Shape:
     )
 
 
-def new_head(
-    config: LlamaConfig, tokens: torch.Tensor, target: LlamaForCausalLM, seed: int
-) -> Head:
+class OfTarget(NamedTuple):
+    """A target's weights that a head needs: `embedding` and `head` [V, H], and `norm` [H].
+
+    A head reads the embedding; the other two it begins with.
+    """
+
+    embedding: torch.Tensor
+    head: torch.Tensor
+    norm: torch.Tensor
+
+    @classmethod
+    def of(cls, target: Any) -> OfTarget:
+        """Return those of a model of transformers."""
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        return cls(*(each.weight.detach() for each in (embedding, head, target.base_model.norm)))
+
+
+def new_head(config: LlamaConfig, tokens: torch.Tensor, target: OfTarget, seed: int) -> Head:
     """A head with fresh fp32 weights, but with the rows of the target's own head for `tokens`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -221,8 +236,8 @@ def new_head(
         for weight in head.parameters():
             if weight.dim() == 2:
                 weight.data.normal_(std=config.initializer_range)
-    head.lm_head.weight.data.copy_(target.lm_head.weight[tokens])
-    head.norm.weight.data.copy_(target.model.norm.weight)
+    head.lm_head.weight.data.copy_(target.head[tokens])
+    head.norm.weight.data.copy_(target.norm)
     return head
 
 

@@ -15,6 +15,7 @@ from dyntree_plugin.tune.optimize import (
     Batch,
     Checkpoint,
     Loss,
+    Optimizers,
     Report,
     Schedule,
     adamw,
@@ -88,6 +89,7 @@ def fit(
     machine: Machine,
     *,
     seed: int,
+    optimizers: Optimizers = adamw,
     checkpoint: Checkpoint | None = None,
     report: Report = lambda model, step, average: None,
 ) -> Model:
@@ -98,7 +100,7 @@ def fit(
         loss,
         schedule,
         copies=working_copies(model, machine.dtype, machine.devices),
-        optimizers=adamw,
+        optimizers=optimizers,
         checkpoint=checkpoint,
         report=report,
     )

@@ -67,6 +67,7 @@ class Shards:
 
     def __init__(self, files: Sequence[Path], weights: Sequence[Path] = ()) -> None:
         """``weights``: for each shard a file with float32 [P]; without any, all weigh 1."""
+        self._files = files
         self._shards: list[Any] = [safe_open(file, "pt") for file in files]
         self._weights = [load_file(file)[WEIGHTS] for file in weights]
         self._places = [
@@ -77,6 +78,10 @@ class Shards:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def weighed(self, weights: Sequence[Path]) -> Shards:
+        """Return the same texts with other weights."""
+        return Shards(self._files, weights)
 
     @property
     def lengths(self) -> list[int]:

@@ -21,7 +21,7 @@ def laws(
     """Return the tensors of a shard of these samples, as `Shards` explains them.
 
     ``layers`` are those whose input streams become ``states`` [P, layers * hidden], side by side,
-    in the type of the model.
+    in bfloat16.
     """
     found: list[dict[str, torch.Tensor]] = [{} for _ in samples]
     for numbers in _batches([len(sample.tokens) for sample in samples]):
@@ -39,7 +39,7 @@ def laws(
             }
             if layers:
                 streams = [read.hidden_states[layer][row, :length] for layer in layers]
-                found[number]["states"] = torch.cat(streams, -1).cpu()
+                found[number]["states"] = torch.cat(streams, -1).to(torch.bfloat16).cpu()
     whole = {name: torch.cat([each[name] for each in found]).contiguous() for name in found[0]}
     return whole | {"lengths": torch.tensor([len(sample.tokens) for sample in samples])}
 

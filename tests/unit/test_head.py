@@ -35,7 +35,7 @@ def target() -> LlamaForCausalLM:
 def head(target: LlamaForCausalLM) -> eagle.Head:
     tokens = torch.randperm(97, generator=torch.Generator().manual_seed(2))[:40].sort().values
     config = eagle.head_config(target.config, SHAPE, LAYERS, len(tokens))
-    return _spread(eagle.new_head(config, tokens, target, seed=3), seed=4)
+    return _spread(eagle.new_head(config, tokens, eagle.OfTarget.of(target), seed=3), seed=4)
 
 
 def _spread(model: models.Model, seed: int) -> models.Model:

@@ -157,7 +157,10 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = dataclasses.replace(SMALL, layers=1)
     config = eagle.head_config(of_target.config, shape, (0, 1), 40)
     folder = tmp_path_factory.mktemp("head")
-    eagle.save_head(eagle.new_head(config, torch.arange(1, 80, 2)[:40], of_target, seed=0), folder)
+    eagle.save_head(
+        eagle.new_head(config, torch.arange(1, 80, 2)[:40], eagle.OfTarget.of(of_target), seed=0),
+        folder,
+    )
     return folder
 
 

@@ -31,6 +31,10 @@ Head = Annotated[
     Literal["eagle3"] | None,
     typer.Option(help="Fit an EAGLE-3 head of the target, instead of a draft model."),
 ]
+HeadVocabulary = Annotated[
+    int,
+    typer.Option(min=1, help="Most tokens that a new head drafts: the most frequent ones."),
+]
 Adapter = Annotated[
     int | None,
     typer.Option(min=1, metavar="RANK", help="Train low-rank adapters, and merge them at the end."),

@@ -60,6 +60,6 @@ def _load(settings: Settings, prompts: Prompts, temperature: float) -> Load:
     return engines.load(at, prompts.held_out, 0)
 
 
-def gain(before: Steps, after: Steps) -> float:
-    """Return the mean ratio of tokens per step."""
-    return geometric_mean(after[place] / before[place] for place in before)
+def gain(before: Steps | None, after: Steps) -> float:
+    """Return the mean ratio of tokens per step; a step without speculation makes one."""
+    return geometric_mean(n / (1.0 if before is None else before[at]) for at, n in after.items())

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from dyntree_plugin.commands.tune import models
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import samples
 from dyntree_plugin.tune import boost, fit, teach
 from dyntree_plugin.tune.fit import Machine
-from dyntree_plugin.tune.optimize import Checkpoint, Loss, Schedule
+from dyntree_plugin.tune.optimize import Checkpoint, Loss, Optimizers, Schedule, adamw
 from dyntree_plugin.tune.shards import WEIGHTS, Shards, save_tensors
 
 MEASURED = 20
@@ -37,13 +38,19 @@ def taught(
     parts: int,
     layers: Sequence[int],
     advance: Callable[[int], None],
+    keep: Callable[[PreTrainedModel], None] | None = None,
 ) -> None:
-    """Make the shard of every part that has none; ``layers`` as in `teach.laws`."""
+    """Make the shard of every part that has none; ``layers`` as in `teach.laws`.
+
+    ``keep`` gets the target, which is loaded only if there is something to do.
+    """
     waiting = [part for part in range(parts) if not folder.shard(part).exists()]
     advance(parts - len(waiting))
     if not waiting:
         return
     target = models.target_of(settings.target, settings.dtype, machine)
+    if keep is not None:
+        keep(target)
     for part in waiting:
         save_tensors(teach.laws(target, samples(folder, part), layers), folder.shard(part))
         advance(1)
@@ -60,10 +67,10 @@ class Lessons:
     def learn(self, weighed_for: int | None = None) -> Shards:
         """Return what is learned; for a later member of a pool with weights of its positions."""
         numbers = range(self.held_out_parts, self.parts)
-        shards = [self.folder.shard(n) for n in numbers]
+        shards = Shards([self.folder.shard(n) for n in numbers])
         if weighed_for is None:
-            return Shards(shards)
-        return Shards(shards, [self.folder.weights(weighed_for, n) for n in numbers])
+            return shards
+        return shards.weighed([self.folder.weights(weighed_for, n) for n in numbers])
 
     def held_out(self) -> Shards:
         return Shards([self.folder.shard(n) for n in range(self.held_out_parts)])
@@ -106,6 +113,7 @@ def train(
     model: torch.nn.Module,
     loss: Loss[Any],
     note: Note,
+    optimizers: Optimizers = adamw,
 ) -> None:
     """Train a model on the lessons, and keep the curve of its losses."""
     folder = lessons.folder
@@ -131,6 +139,7 @@ def train(
     fit.fit(
         model, shards, loss, plan, machine,
         seed=settings.seed + member,
+        optimizers=optimizers,
         checkpoint=Checkpoint(folder.checkpoint(member), every),
         report=report,
     )  # fmt: skip

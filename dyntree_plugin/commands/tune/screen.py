@@ -39,6 +39,18 @@ def stage(console: Console, name: str, total: int) -> Iterator[Update]:
         yield lambda done, note: progress.update(bar, completed=done, note=note)
 
 
+class Counter:
+    """Counts what is done, and shows it."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self._done = 0
+
+    def __call__(self, more: int = 1) -> None:
+        self._done += more
+        self._update(self._done, "")
+
+
 def steps_table(found: Mapping[str, Steps]) -> Table:
     """Return tokens per step by temperature and nodes, and ratios to the first engine."""
     table = Table(title="tokens per step, on prompts that were held out", title_justify="left")

@@ -15,9 +15,10 @@ Boost = Literal["positions", "samples"]
 class Settings:
     """Everything that determines the result, given the models.
 
-    ``draft`` is None for a new ``head``. ``adapter``: rank of low-rank adapters; None to train all
-    weights. ``pool``: number of drafts. ``temperatures``: the prompts take turns with them.
-    ``tokens``: most tokens that the target writes behind a prompt. ``rows``: texts per step.
+    ``draft`` is None for a new ``head``, which drafts ``head_vocabulary`` tokens. ``adapter``: rank
+    of low-rank adapters; None to train all weights. ``pool``: number of drafts.
+    ``temperatures``: the prompts take turns with them. ``tokens``: most tokens that the target
+    writes behind a prompt. ``rows``: texts per step.
     ``held_out``: prompts that are not learned. ``nodes``: sizes of the trees that are compared.
     ``digest``: of the prompts.
     """
@@ -25,6 +26,7 @@ class Settings:
     target: str
     draft: str | None
     head: str | None
+    head_vocabulary: int
     adapter: int | None
     pool: int
     boost: Boost
@@ -65,6 +67,11 @@ class Folder:
     @property
     def curve(self) -> Path:
         return self.work / "curve.png"
+
+    @property
+    def of_target(self) -> Path:
+        """The target's weights that a head needs."""
+        return self.work / "of-target.safetensors"
 
     def written(self, part: int) -> Path:
         """The texts of a part of the prompts."""

@@ -1,0 +1,90 @@
+"""Stage 3 of a tuning for EAGLE-3 heads: fit a new head, or go on with one that there is."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from safetensors.torch import load_file
+from transformers import AutoConfig, LlamaConfig
+
+from dyntree_plugin.commands.tune import learn, models
+from dyntree_plugin.commands.tune.learn import Lessons, Note
+from dyntree_plugin.commands.tune.settings import Folder, Settings
+from dyntree_plugin.pair.models import Shape
+from dyntree_plugin.tune import eagle, optimize
+from dyntree_plugin.tune.eagle import OfTarget
+from dyntree_plugin.tune.fit import Machine
+from dyntree_plugin.tune.head import default_layers, frequent_tokens, head_loss
+from dyntree_plugin.tune.shards import save_tensors
+
+
+def config_of(settings: Settings) -> Any:
+    """Return the configuration of the head.
+
+    Raises:
+        ValueError: if the head there is reads layers or a width that the target does not have, or
+            the target has no weights of the form that a head needs.
+    """
+    target = AutoConfig.from_pretrained(settings.target).get_text_config()
+    for name in ("rms_norm_eps", "rope_parameters", "num_key_value_heads"):
+        if getattr(target, name, None) is None:
+            raise ValueError(
+                f"--head eagle3: TARGET {settings.target!r} must be a model like Llama; its "
+                f"configuration has no {name}"
+            )
+    if settings.draft is not None:
+        config = LlamaConfig.from_pretrained(models.folder_of(settings.draft))
+        if config.vocab_size != target.vocab_size or config.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"DRAFT {settings.draft!r} must be a head of TARGET {settings.target!r}: it has "
+                f"another vocabulary or width"
+            )
+        return config
+    heads = target.num_attention_heads
+    shape = Shape(
+        target.hidden_size,
+        target.intermediate_size,
+        1,
+        heads,
+        target.num_key_value_heads,
+        getattr(target, "head_dim", None) or target.hidden_size // heads,
+    )
+    layers = default_layers(target.num_hidden_layers)
+    vocabulary = min(settings.head_vocabulary, target.vocab_size)
+    return eagle.head_config(target, shape, layers, vocabulary)
+
+
+def layers_of(settings: Settings) -> tuple[int, ...]:
+    """Return the target's layers whose input streams the head reads."""
+    return tuple(config_of(settings).eagle_aux_hidden_state_layer_ids)
+
+
+def keep_of_target(folder: Folder, target: Any) -> None:
+    """Store the target's weights that the head needs."""
+    # Clones, since a file may not hold a tensor twice, as a tied embedding would be.
+    weights = {name: each.cpu().clone() for name, each in OfTarget.of(target)._asdict().items()}
+    save_tensors(weights, folder.of_target)
+
+
+def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -> None:
+    """Fit the head and store it, unless it is there."""
+    folder = lessons.folder
+    if folder.fitted(1).exists():
+        return
+    of_target = OfTarget(**load_file(folder.of_target))
+    if settings.draft is None:
+        config = config_of(settings)
+        shards = lessons.learn()
+        tokens = frequent_tokens(shards, config.draft_vocab_size, config.vocab_size)
+        head = eagle.new_head(config, tokens, of_target, settings.seed)
+        optimizers = optimize.muon_and_adamw
+    else:
+        head = eagle.load_head(models.folder_of(settings.draft))
+        optimizers = optimize.adamw
+    loss = head_loss(of_target.embedding.float(), head.tokens)
+    head = head.to(machine.main)
+    learn.train(lessons, settings, machine, 1, head, loss, note, optimizers)
+    save = functools.partial(eagle.save_head, head.to("cpu"))
+    models.whole_folder(folder.fitted(1), save)
+    folder.checkpoint(1).unlink(missing_ok=True)

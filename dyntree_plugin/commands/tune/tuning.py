@@ -1,0 +1,141 @@
+"""Run the stages of a tuning that are left, and judge the result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from dyntree_plugin.commands.tune import check, heads, learn, picture, screen
+from dyntree_plugin.commands.tune.prompts import Prompts
+from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
+from dyntree_plugin.commands.tune.write import parts, write
+from dyntree_plugin.provenance import provenance
+from dyntree_plugin.tune.fit import Machine
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A run of all stages."""
+
+    console: Console
+    folder: Folder
+    settings: Settings
+    prompts: Prompts
+    machine: Machine
+
+    def run(self) -> bool:
+        """Run the stages that are left; return whether the result is better.
+
+        Raises:
+            ValueError: if the folder, a model or an argument of vLLM does not fit.
+            RuntimeError: if an engine fails.
+        """
+        if self.folder.begin(self.settings):
+            self.console.print("going on with the run that is in the folder", style="dim")
+        for note in self.prompts.notes:
+            self.console.print(f"note: {note}", style="yellow")
+        lessons = self._lessons()
+        self._fit(lessons)
+        return self._check()
+
+    def _lessons(self) -> learn.Lessons:
+        """Write and teach."""
+        every, held_out = parts(self.prompts)
+        with screen.stage(self.console, "write", sum(map(len, every))) as update:
+            write(self.folder, self.settings, self.prompts, screen.Counter(update))
+        layers: tuple[int, ...] = ()
+        keep: Any = None
+        if self.settings.head is not None:
+            layers = heads.layers_of(self.settings)
+            keep = partial(heads.keep_of_target, self.folder)
+        with screen.stage(self.console, "teach", len(every)) as update:
+            advance = screen.Counter(update)
+            learn.taught(
+                self.folder, self.settings, self.machine, len(every), layers, advance, keep
+            )
+        return learn.Lessons(self.folder, len(every), held_out)
+
+    def _fit(self, lessons: learn.Lessons) -> None:
+        shards = lessons.learn()
+        steps = learn.schedule(self.settings, len(shards)).steps
+        self.console.print(
+            f"{len(shards)} texts of {shards.positions()} tokens, {steps} steps", style="dim"
+        )
+        for member in self._members:
+            name = "fit" if self.settings.pool == 1 else f"fit {member}"
+            with screen.stage(self.console, name, steps) as update:
+                if self.settings.head is None:
+                    learn.fitted(lessons, self.settings, self.machine, member, update)
+                else:
+                    heads.fitted(lessons, self.settings, self.machine, update)
+        curves = {
+            f"{self._what} {n}": learn.read_curve(self.folder.losses(n)) for n in self._members
+        }
+        picture.draw(curves, self.folder.curve)
+
+    def _check(self) -> bool:
+        made = [str(self.folder.fitted(member)) for member in self._members]
+        began = self.settings.draft
+        drafts = ({} if began is None else {"before": [began]}) | {"after": made[:1]}
+        if len(made) > 1:
+            drafts["pool"] = made
+        total = len(drafts) * len(self.settings.nodes) * len(self.settings.temperatures)
+        with screen.stage(self.console, "check", total) as update:
+            found = check.measure(self.settings, self.prompts, drafts, screen.Counter(update))
+        result = [*found.values()][-1]
+        gain = check.gain(None if began is None else found["before"], result)
+        self._report(found, gain)
+        self.console.print(screen.steps_table(found))
+        if gain <= 1:
+            self.console.print(
+                f"Not better: {gain - 1:+.1%} tokens per step in the mean. The result stays in "
+                f"{self.folder.work}.",
+                soft_wrap=True,
+            )
+            return False
+        self._place()
+        self.console.print(
+            f"Better: {gain - 1:+.1%} tokens per step in the mean. The losses are drawn in "
+            f"{self.folder.curve}. To serve it:\n{self._serve()}",
+            soft_wrap=True,
+        )
+        return True
+
+    @property
+    def _members(self) -> range:
+        return range(1, self.settings.pool + 1)
+
+    @property
+    def _what(self) -> str:
+        return "draft" if self.settings.head is None else "head"
+
+    def _report(self, found: dict[str, dict[check.Place, float]], gain: float) -> None:
+        cells = [
+            {"drafts": name, "temperature": place[0], "nodes": place[1], "tokens_per_step": n}
+            for name, places in found.items()
+            for place, n in places.items()
+        ]
+        about = {"provenance": provenance(), "settings": asdict(self.settings)}
+        write_json(self.folder.report, about | {"cells": cells, "gain": gain})
+
+    def _place(self) -> None:
+        """Copy the result to where it belongs."""
+        for member in self._members:
+            to = self.folder.result(member, self.settings.pool)
+            shutil.copytree(self.folder.fitted(member), to, dirs_exist_ok=True)
+
+    def _serve(self) -> str:
+        """Return the command that serves the result."""
+        first, *others = (str(self.folder.result(n, self.settings.pool)) for n in self._members)
+        method = self.settings.head or "draft_model"
+        speculation = {"method": method, "model": first, "num_speculative_tokens": 16}
+        options = {"drafts": others} if others else {}
+        return (
+            f"dyntree serve {self.settings.target} --speculative-config "
+            f"'{json.dumps(speculation)}' --dyntree '{json.dumps(options)}'"
+        )
