@@ -28,7 +28,12 @@ SOURCES = ("code", "prose", "edit", "retrieval", "conversation")
 
 
 def _acceptance(name: str) -> str:
-    return report.markdown_table(json.loads((RESULTS / f"{name}.json").read_text()))
+    return report.markdown_table(_result(name))
+
+
+def _result(name: str) -> report.Result:
+    loaded: report.Result = json.loads((RESULTS / f"{name}.json").read_text())
+    return loaded
 
 
 def _tokens_per_step(name: str) -> str:
@@ -71,6 +76,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": names.markdown_table,
     "rules": pairs.markdown_table,
     "acceptance": lambda: _acceptance("acceptance-cpu"),
+    "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
     "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),

@@ -21,7 +21,7 @@ Workload = Annotated[
     ),
 ]
 Calibration = Annotated[
-    int, typer.Option(min=1, help="Further prompts: for Sequoia's P and our values.")
+    int, typer.Option(min=1, help="Further prompts: for Sequoia's P, our values and beta.")
 ]
 Budgets = Annotated[str, typer.Option(help="Nodes per tree.")]
 Temperatures = Annotated[str, typer.Option(help="0 is greedy.")]

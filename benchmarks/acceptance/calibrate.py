@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 from benchmarks.acceptance.drafting import Grown
 from benchmarks.acceptance.looking_up import LookUps
 from benchmarks.acceptance.methods import MOST_CHILDREN, Method, Setting
-from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.noise import perturb_on
 from benchmarks.acceptance.simulate import simulate
-from benchmarks.acceptance.texts import Prompts
+from benchmarks.acceptance.texts import Prompts, logits_along
 from benchmarks.acceptance.verifying import Replay
 from dyntree_plugin.tree.children import ChildPicker, sampled_children
 from dyntree_plugin.tree.noise import DRAFT, stream
@@ -38,7 +37,7 @@ def positional_acceptance(
     chance is exact for each draw: no acceptance is sampled. It never rises with the child's place
     (what does, by noise, is levelled), as the dynamic programme assumes, and ends before it is 0.
     """
-    wanted, given = (_behind(model, prompts, text) for model in (target, draft))
+    wanted, given = (logits_along(model, prompts, text) for model in (target, draft))
     count = min(MOST_CHILDREN, given.shape[1])
     if temperature == 0:
         ranks = given.topk(count, 1).indices == wanted.argmax(1, keepdim=True)
@@ -57,15 +56,6 @@ def positional_acceptance(
         chances = (accept * refused).mean(0)
     levelled = chances.cummin(0).values
     return tuple(levelled[levelled > 0].tolist())
-
-
-def _behind(model: PreTrainedModel, prompts: Prompts, text: torch.Tensor) -> torch.Tensor:
-    """Logits [R x T, V] that foretell each token of ``text``."""
-    requests, length = text.shape
-    decoder = Decoder(model, requests, prompts.longest + length)
-    first = decoder.append(prompts.tokens, prompts.lengths)
-    rest = decoder.read(text[:, :-1], torch.full_like(prompts.lengths, length - 1))
-    return torch.cat([first[:, None], rest.view(requests, length - 1, -1)], 1).flatten(0, 1)
 
 
 def learn_values(

@@ -143,6 +143,7 @@ def run(
         prompts=trial.prompts.part(slice(SWEEP_PROMPTS)),
         methods=[*sweep, METHODS["dynamic_threshold"]] if sweep else [],
         budgets=[max(trial.budgets)],
+        posterior=False,
     )
     others = Laboratory(pair, thresholds)
     laboratory.check()
@@ -171,6 +172,7 @@ def run(
             }
             for temperature, lesson in laboratory.lessons.items()
         ],
+        "posterior": [vars(each) for each in laboratory.posteriors],
         "cells": cells,
         "threshold_sweep": swept,
     }

@@ -16,6 +16,7 @@ from benchmarks.acceptance.calibrate import learn_values, look_ups, positional_a
 from benchmarks.acceptance.drafting import Pick
 from benchmarks.acceptance.methods import Method, Setting
 from benchmarks.acceptance.noise import perturb_on
+from benchmarks.acceptance.posterior import Posterior, fitted_beta, measure
 from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import Prompts, write
@@ -79,7 +80,8 @@ class Pair:
 @dataclass(frozen=True)
 class Trial:
     """What is tried. ``tokens``: of each prompt's continuation. ``calibration``: prompts that only
-    Sequoia's P and the values are measured on."""
+    Sequoia's P, the values and the posterior's beta are measured on. ``posterior``: whether what
+    the first draft leaves unknown is measured."""
 
     prompts: Texts
     calibration: Texts
@@ -89,6 +91,7 @@ class Trial:
     tokens: int
     max_depth: int
     seed: int
+    posterior: bool = True
 
 
 @dataclass
@@ -96,6 +99,7 @@ class Lesson:
     """What the calibration prompts told of one temperature."""
 
     acceptance: tuple[float, ...] = ()
+    beta: float | None = None
     values: dict[str, AcceptanceEstimate] = field(default_factory=dict)
 
 
@@ -143,6 +147,7 @@ class Laboratory:
     trial: Trial
     report: Report = lambda _: None
     lessons: dict[float, Lesson] = field(default_factory=dict)
+    posteriors: list[Posterior] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         trial = self.trial
@@ -182,7 +187,10 @@ class Laboratory:
                 written = pool.submit(self._write, self._prompts, given, temperature)
                 lesson = pool.submit(self._learn, temperature).result()
                 self.lessons[temperature] = lesson
-                cell = partial(self._cell, written.result(), lesson)
+                text = written.result()
+                if lesson.beta is not None:
+                    self.posteriors.append(self._posterior(text, temperature, lesson.beta))
+                cell = partial(self._cell, text, lesson)
                 places = list(self._pairs(temperature))
                 settings = [self._setting(budget, temperature, lesson) for budget, _ in places]
                 yield from pool.map(cell, [method for _, method in places], settings)
@@ -210,15 +218,25 @@ class Laboratory:
         names = {method.name for method in self.trial.methods}
         lesson = Lesson()
         learning = [method for method in self.trial.methods if method.name in _LEARNING]
+        if not (learning or "sequoia" in names or self.trial.posterior):
+            return lesson
+        text = self._write(prompts, self.trial.calibration.given, temperature)
+        along = text[:, : self.trial.tokens]
         if learning or "sequoia" in names:
-            text = self._write(prompts, self.trial.calibration.given, temperature)
             lesson.acceptance = positional_acceptance(
-                pair.target, pair.draft, prompts, text[:, : self.trial.tokens], temperature
+                pair.target, pair.draft, prompts, along, temperature
             )
+        if self.trial.posterior:
+            lesson.beta = fitted_beta(pair.draft, prompts, along, temperature)
         for method in learning:
             setting = self._setting(LEARNING_BUDGET, temperature, lesson)
             lesson.values[method.name] = learn_values(pair.drafts, prompts, text, method, setting)
         return lesson
+
+    def _posterior(self, text: torch.Tensor, temperature: float, beta: float) -> Posterior:
+        self.report(f"T = {temperature:g}: posterior entropy")
+        along = text[:, : self.trial.tokens]
+        return measure(self.pair.draft, self._prompts, along, temperature, beta)
 
     def _cell(self, text: torch.Tensor, lesson: Lesson, method: Method, setting: Setting) -> Cell:
         self.report(f"T = {setting.temperature:g}, {setting.budget} nodes: {method.label}")

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.acceptance.paper import REPORTED
+from benchmarks.acceptance.posterior import Posterior
 
 Result = dict[str, Any]
 Cell = dict[str, Any]
@@ -18,6 +19,9 @@ FILLED = 0.95
 """Share of the budget that a dynamic threshold should fill."""
 MORE_DRAFTING = 1.5
 """Most draft forwards it may take, of the fixed threshold's that accepts most."""
+
+
+POSTERIOR_COLUMNS = ("T", "h, bits", "beta", "nodes", "foretold", "measured", "measured / foretold")
 
 
 def required_ratio(temperature: float) -> float:
@@ -37,6 +41,8 @@ def show(console: Console, result: Result) -> None:
         console.print(_cells_table(result, title, key, form))
     console.print(Text(modelled_note(result), style="dim"))
     console.print(ratio_table(result))
+    if result["posterior"]:
+        console.print(posterior_table(result))
     if result["threshold_sweep"]:
         console.print(threshold_table(result))
     console.print(paper_table(result))
@@ -117,6 +123,47 @@ def ratio_table(result: Result) -> Table:
         row.insert(4, f"{goal:.2f}×")
         table.add_row(*row)
     return table
+
+
+def posterior_rows(result: Result) -> list[tuple[str, ...]]:
+    """What the posterior entropy foretells of each temperature and budget, beside the tokens per
+    step of the trees that the law is of: with learned values, and candidates of the first draft
+    alone."""
+    rows = []
+    for found in (Posterior(**each) for each in result["posterior"]):
+        what = (f"{found.temperature:g}", f"{found.bits:.2f}", f"{found.beta:.2f}")
+        for budget in (budget for t, budget in places(result) if t == found.temperature):
+            foretold = found.tokens_per_step(budget)
+            cell = find(result["cells"], "calibrated", found.temperature, budget)
+            measured = None if cell is None else float(cell["tokens_per_step"])
+            ratio = None if foretold is None or measured is None else measured / foretold
+            told = ("–" if x is None else f"{x:.2f}" for x in (foretold, measured, ratio))
+            rows.append((*what, str(budget), *told))
+    return rows
+
+
+def posterior_table(result: Result) -> Table:
+    """What the posterior entropy foretells, beside what was measured."""
+    table = Table(
+        title="tokens per step, foretold by the posterior entropy h and measured",
+        title_justify="left",
+    )
+    for name in POSTERIOR_COLUMNS:
+        table.add_column(name, justify="right")
+    for row in posterior_rows(result):
+        table.add_row(*row)
+    return table
+
+
+def posterior_markdown(result: Result) -> str:
+    """Return the table of the posterior entropy for a page; below it what was run."""
+    lines = [POSTERIOR_COLUMNS, ["---:"] * len(POSTERIOR_COLUMNS), *posterior_rows(result)]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    s = result["settings"]
+    return f"{table}\n\n" + (
+        f"{s['prompts']} prompts × {s['tokens']} tokens; no tree is deeper than {s['max_depth']} "
+        f"nodes. beta was fitted on {s['calibration']} other prompts."
+    )
 
 
 def threshold_table(result: Result) -> Table:

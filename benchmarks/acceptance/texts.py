@@ -1,4 +1,4 @@
-"""The prompts, and what the target writes behind them."""
+"""The prompts, what the target writes behind them, and what a model foretells there."""
 
 from __future__ import annotations
 
@@ -63,3 +63,13 @@ def write(
         written.append(scores.argmax(1))
         fresh, sizes = written[-1][:, None], torch.ones_like(sizes)
     return torch.stack(written, 1)
+
+
+@torch.inference_mode()
+def logits_along(model: PreTrainedModel, prompts: Prompts, text: torch.Tensor) -> torch.Tensor:
+    """Return a model's logits [R x T, V] for each token of ``text`` [R, T] behind the prompts."""
+    requests, length = text.shape
+    decoder = Decoder(model, requests, prompts.longest + length)
+    first = decoder.append(prompts.tokens, prompts.lengths)
+    rest = decoder.read(text[:, :-1], torch.full_like(prompts.lengths, length - 1))
+    return torch.cat([first[:, None], rest.view(requests, length - 1, -1)], 1).flatten(0, 1)

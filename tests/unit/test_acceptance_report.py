@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from dyntree_plugin.commands.bench import pictures
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS = 6
 
+KNOWN = {"beta": 0.5, "bits": 1.0, "second_moment": 2.0}
+"""A posterior of which the law is easily told."""
 
 FILES = ("prompts.jsonl", "result.json")
 
@@ -59,6 +62,7 @@ def result(folders: dict[str, Path]) -> dict[str, Any]:
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "over Sequoia" in done.output
+    assert "foretold" in done.output
     loaded: dict[str, Any] = json.loads(folders["result.json"].read_text())
     return loaded
 
@@ -123,6 +127,28 @@ def test_the_markdown_table_holds_every_figure_and_the_ratios(result: dict[str, 
         ratio = best["tokens_per_step"] / sequoia["tokens_per_step"]
         assert by_label["our best / Sequoia"][place] == f"{ratio:.2f}×"
     assert by_label["coupled"][:2] == ["–", "–"]
+
+
+def test_what_the_posterior_entropy_foretells_stands_beside_what_was_measured(
+    result: dict[str, Any],
+) -> None:
+    assert [found["temperature"] for found in result["posterior"]] == [0.0, 0.8]
+    assert all(found["positions"] == 4 * 12 for found in result["posterior"])
+    changed = result | {"posterior": [found | KNOWN for found in result["posterior"]]}
+    head, _, *rows = report.posterior_markdown(changed).split("\n\n")[0].splitlines()
+    assert head == "| " + " | ".join(report.POSTERIOR_COLUMNS) + " |"
+    shown = printed(report.posterior_table(changed))
+    for row, place in zip(rows, report.places(result), strict=True):
+        cell = report.find(result["cells"], "calibrated", *place)
+        assert cell is not None
+        tokens = cell["tokens_per_step"]
+        foretold = math.log2(place[1] * math.log(2)) + 1
+        told = [f"{place[0]:g}", "1.00", "0.50", str(place[1]), f"{foretold:.2f}"]
+        told += [f"{tokens:.2f}", f"{tokens / foretold:.2f}"]
+        assert row == "| " + " | ".join(told) + " |"
+        assert all(each in shown for each in told)
+    alone = changed | {"cells": [c for c in result["cells"] if c["method"] == "chain"]}
+    assert all(row[5:] == ("–", "–") for row in report.posterior_rows(alone))
 
 
 def test_cells_that_fall_short_are_red(result: dict[str, Any]) -> None:
