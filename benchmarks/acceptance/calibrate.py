@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from benchmarks.acceptance.drafting import Grown
 from benchmarks.acceptance.looking_up import LookUps
 from benchmarks.acceptance.methods import MOST_CHILDREN, Method, Setting
-from benchmarks.acceptance.noise import perturb_on
 from benchmarks.acceptance.simulate import simulate
 from benchmarks.acceptance.texts import Prompts, logits_along
 from benchmarks.acceptance.verifying import Replay
 from dyntree_plugin.tree.children import ChildPicker, sampled_children
 from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.papers.without_replacement import WITHOUT_REPLACEMENT
+from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes, temperature_class

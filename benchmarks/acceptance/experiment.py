@@ -15,8 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.acceptance.calibrate import learn_values, look_ups, positional_acceptance
 from benchmarks.acceptance.drafting import Pick
 from benchmarks.acceptance.methods import Method, Setting
-from benchmarks.acceptance.noise import perturb_on
-from benchmarks.acceptance.posterior import Posterior, fitted_beta, measure
+from benchmarks.acceptance.posterior import fitted_beta, measure
 from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import Prompts, write
@@ -25,7 +24,9 @@ from benchmarks.acceptance.workloads import Texts
 from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.tree.judged import Asked
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
+from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.plan import TreePlan
+from dyntree_plugin.tree.posterior import Posterior
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 LEARNING_BUDGET = 64

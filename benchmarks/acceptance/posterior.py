@@ -1,75 +1,15 @@
-"""How much of the target's next token a draft leaves unknown, and the tokens per step it allows.
-
-A draft's scores s are its logits / temperature + the noise of the target's sampler. If the target's
-scores are s + independent Gumbel errors of scale beta, its token has the distribution
-pi = softmax(s / beta). A single beta is fitted, so pi is an estimate for other errors.
-
-Let xi = -log2 pi(token) be the surprise of the target's token. Its mean h in bits is the posterior
-entropy. A tree of the n most likely paths has the paths of at least some chance theta. If the xi
-of successive tokens are independent, the renewal theorem with its second term (Feller, "An
-Introduction to Probability Theory and Its Applications", volume 2, section XI.3) says of small
-theta:
-
-    accepted nodes = log2(1 / theta) / h + E[xi^2] / (2 h^2) - 1
-    n              = 1 / (theta h ln 2)
-
-With the token that the target adds, and without theta, these are
-
-    tokens per step = log2(n h ln 2) / h + E[xi^2] / (2 h^2)
-"""
+"""What a draft leaves unknown of the texts in a trial."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.acceptance.noise import perturb_on
 from benchmarks.acceptance.texts import Prompts, logits_along
+from dyntree_plugin.tree.perturb import perturb_on
+from dyntree_plugin.tree.posterior import Posterior, likeliest_beta, surprises
 
-MOST_BITS = 32.0
-"""The largest surprise that is counted: no tree holds a path of so small a chance."""
-
-BETAS = (2.0**-14, 2.0**8)
-"""The least and the largest beta that is fitted."""
-
-_HALVINGS = 24
 _PROMPTS_AT_ONCE = 32
-
-
-@dataclass(frozen=True)
-class Posterior:
-    """The surprise of the target's tokens at one ``temperature``.
-
-    ``bits``: its mean h. ``second_moment``: the mean of its square, in bits squared. Both are of
-    ``positions`` tokens.
-    """
-
-    temperature: float
-    beta: float
-    bits: float
-    second_moment: float
-    positions: int
-
-    @classmethod
-    def of(cls, temperature: float, beta: float, surprises: torch.Tensor) -> Posterior:
-        """Return the moments of ``surprises`` [M] in bits."""
-        found = surprises.double().clamp(max=MOST_BITS)
-        moments = (float(found.mean()), float(found.square().mean()))
-        return cls(temperature, beta, *moments, len(found))
-
-    def tokens_per_step(self, nodes: int) -> float | None:
-        """Return what the law foretells of trees of so many ``nodes``, the bonus token included.
-
-        None where it says nothing: it is of trees that branch, and at so small an entropy the
-        best tree is a chain.
-        """
-        inverse_chance = nodes * self.bits * math.log(2)
-        if inverse_chance <= 1:
-            return None
-        return math.log2(inverse_chance) / self.bits + self.second_moment / (2 * self.bits**2)
 
 
 @torch.inference_mode()
@@ -91,27 +31,6 @@ def measure(
         scores = _scores(draft, prompts.part(rows), text[rows], temperature)
         found.append(surprises(scores, text[rows].flatten(), beta))
     return Posterior.of(temperature, beta, torch.cat(found))
-
-
-def surprises(scores: torch.Tensor, tokens: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return -log2 of the chance of ``tokens`` [M] by ``scores`` [M, V], float [M]."""
-    log_chances = (scores / beta).log_softmax(1).gather(1, tokens[:, None])[:, 0]
-    return log_chances / -math.log(2)
-
-
-def likeliest_beta(scores: torch.Tensor, tokens: torch.Tensor) -> float:
-    """Return the beta of the least mean surprise of ``tokens`` [M] by ``scores`` [M, V].
-
-    The mean is convex in 1 / beta, so its slope has one sign on each side of the least.
-    """
-    taken = scores.gather(1, tokens[:, None])[:, 0]
-    low, high = map(math.log, BETAS)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        chances = (scores / math.exp(middle)).softmax(1)
-        slope = ((chances * scores).sum(1) - taken).double().mean()
-        low, high = (middle, high) if slope > 0 else (low, middle)
-    return math.exp((low + high) / 2)
 
 
 def _scores(

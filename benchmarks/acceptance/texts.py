@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.acceptance.models import Decoder
-from benchmarks.acceptance.noise import perturb_on
+from dyntree_plugin.tree.perturb import perturb_on
 
 
 @dataclass(frozen=True)

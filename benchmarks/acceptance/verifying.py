@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.acceptance.drafting import Grown
 from benchmarks.acceptance.models import Decoder
-from benchmarks.acceptance.noise import perturb_on
 from benchmarks.acceptance.texts import Prompts
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import DrawnRule, draw
+from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.token_tree import Accepted
 
 

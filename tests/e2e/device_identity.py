@@ -26,7 +26,7 @@ from engine_process import START_AND_WORK_SECONDS, Result, Run, serve
 from identity_report import Broken, Record, Row, report
 from margins import MARGINS, Place, Scores, places, scores_of, scoring, verdict
 
-from benchmarks.acceptance.noise import perturb_on
+from dyntree_plugin.tree.perturb import perturb_on
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")

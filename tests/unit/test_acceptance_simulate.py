@@ -14,7 +14,6 @@ from benchmarks.acceptance.calibrate import learn_values, positional_acceptance
 from benchmarks.acceptance.drafting import Grown, Requests, grow
 from benchmarks.acceptance.methods import METHODS, Setting, scaled_expansion
 from benchmarks.acceptance.models import Decoder
-from benchmarks.acceptance.noise import perturb_on
 from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import write
@@ -22,6 +21,7 @@ from benchmarks.acceptance.verifying import Replay, Walk
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
+from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate
 

@@ -10,7 +10,6 @@ from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
 
 from benchmarks.acceptance.drafting import Grown, Requests, grow
 from benchmarks.acceptance.models import Decoder
-from benchmarks.acceptance.noise import perturb_on
 from benchmarks.acceptance.texts import Prompts, write
 from benchmarks.acceptance.verifying import Replay, Verifier, Walk
 from dyntree_plugin.options import DynTreeOptions
@@ -18,6 +17,7 @@ from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
+from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Accepted, Draws
 from dyntree_plugin.tree.value import AcceptanceEstimate

@@ -6,12 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import geometric_mean
 
+from safetensors.torch import load_file
+
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.commands.tune import engines
+from dyntree_plugin.commands.tune.learn import Lessons
+from dyntree_plugin.commands.tune.models import folder_of, reader_of
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Settings
+from dyntree_plugin.tree.posterior import Posterior
+from dyntree_plugin.tune import unknown as unknown_of
+from dyntree_plugin.tune.eagle import OfTarget, load_head
+from dyntree_plugin.tune.fit import Machine
+from dyntree_plugin.tune.unknown import Logits
 
 Place = tuple[float, int]
 """A temperature, and a number of nodes."""
@@ -58,6 +67,34 @@ def _of_engine(
 def _load(settings: Settings, prompts: Prompts, temperature: float) -> Load:
     at = replace(settings, temperatures=[temperature])
     return engines.load(at, prompts.held_out, 0)
+
+
+def unknown(
+    lessons: Lessons, settings: Settings, machine: Machine, drafts: Drafts
+) -> dict[str, Mapping[float, Posterior]]:
+    """Return what each draft leaves unknown of the held-out texts, by temperature.
+
+    A pool is left out: it has no logits of its own.
+    """
+    shards = lessons.held_out()
+    texts = [
+        text for part in range(lessons.held_out_parts) for text in samples(lessons.folder, part)
+    ]
+    return {
+        name: unknown_of.posteriors(
+            _logits(lessons, settings, machine, models[0]), shards, texts, machine.main
+        )
+        for name, models in drafts.items()
+        if len(models) == 1
+    }
+
+
+def _logits(lessons: Lessons, settings: Settings, machine: Machine, model: str) -> Logits:
+    if settings.head is None:
+        return unknown_of.of_draft(reader_of(folder_of(model), machine))
+    embedding = OfTarget(**load_file(lessons.folder.of_target)).embedding.float()
+    head = load_head(folder_of(model)).to(machine.main)
+    return unknown_of.of_head(head, embedding.to(machine.main))
 
 
 def gain(before: Steps | None, after: Steps) -> float:

@@ -18,7 +18,7 @@ from dyntree_plugin.commands.tune.write import samples
 from dyntree_plugin.tune import boost, fit, teach
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.optimize import Checkpoint, Loss, Optimizers, Schedule, adamw
-from dyntree_plugin.tune.shards import WEIGHTS, Shards, save_tensors
+from dyntree_plugin.tune.shards import WEIGHTS, Sample, Shards, save_tensors
 
 MEASURED = 20
 """How often the loss of held-out texts is measured, and the state of a training is kept."""
@@ -74,6 +74,10 @@ class Lessons:
 
     def held_out(self) -> Shards:
         return Shards([self.folder.shard(n) for n in range(self.held_out_parts)])
+
+    def held_out_texts(self) -> list[Sample]:
+        """Return the texts of `held_out`, in the same order."""
+        return [text for n in range(self.held_out_parts) for text in samples(self.folder, n)]
 
 
 def schedule(settings: Settings, texts: int) -> Schedule:

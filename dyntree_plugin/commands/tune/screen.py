@@ -17,6 +17,7 @@ from rich.progress import (
 from rich.table import Table
 
 from dyntree_plugin.commands.tune.check import Steps
+from dyntree_plugin.tree.posterior import Posterior
 
 Update = Callable[[int, str], None]
 """Gets how much is done, and a line about it."""
@@ -49,6 +50,22 @@ class Counter:
     def __call__(self, more: int = 1) -> None:
         self._done += more
         self._update(self._done, "")
+
+
+def unknown_table(found: Mapping[str, Mapping[float, Posterior]]) -> Table:
+    """Return the bits per token that drafts leave unknown, by temperature."""
+    title = "bits per token that the draft leaves unknown, on the same prompts"
+    table = Table(title=title, title_justify="left")
+    for heading in ("temperature", "tokens", *found):
+        table.add_column(heading, justify="right")
+    first, *others = found.values()
+    for temperature, begun in first.items():
+        shown = [f"{begun.bits:.3f}"]
+        for each in others:
+            bits = each[temperature].bits
+            shown.append(f"{bits:.3f} ({bits / begun.bits - 1:+.1%})")
+        table.add_row(f"{temperature:g}", str(begun.positions), *shown)
+    return table
 
 
 def steps_table(found: Mapping[str, Steps]) -> Table:

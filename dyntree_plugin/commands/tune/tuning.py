@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import parts, write
 from dyntree_plugin.provenance import provenance
+from dyntree_plugin.tree.posterior import Posterior
 from dyntree_plugin.tune.fit import Machine
 
 
@@ -41,7 +43,7 @@ class Tuning:
             self.console.print(f"note: {note}", style="yellow")
         lessons = self._lessons()
         self._fit(lessons)
-        return self._check()
+        return self._check(lessons)
 
     def _lessons(self) -> learn.Lessons:
         """Write and teach."""
@@ -78,7 +80,7 @@ class Tuning:
         }
         picture.draw(curves, self.folder.curve)
 
-    def _check(self) -> bool:
+    def _check(self, lessons: learn.Lessons) -> bool:
         made = [str(self.folder.fitted(member)) for member in self._members]
         began = self.settings.draft
         drafts = ({} if began is None else {"before": [began]}) | {"after": made[:1]}
@@ -89,8 +91,10 @@ class Tuning:
             found = check.measure(self.settings, self.prompts, drafts, screen.Counter(update))
         result = [*found.values()][-1]
         gain = check.gain(None if began is None else found["before"], result)
-        self._report(found, gain)
+        unknown = check.unknown(lessons, self.settings, self.machine, drafts)
+        self._report(found, unknown, gain)
         self.console.print(screen.steps_table(found))
+        self.console.print(screen.unknown_table(unknown))
         if gain <= 1:
             self.console.print(
                 f"Not better: {gain - 1:+.1%} tokens per step in the mean. The result stays in "
@@ -114,14 +118,24 @@ class Tuning:
     def _what(self) -> str:
         return "draft" if self.settings.head is None else "head"
 
-    def _report(self, found: dict[str, dict[check.Place, float]], gain: float) -> None:
+    def _report(
+        self,
+        found: Mapping[str, check.Steps],
+        unknown: Mapping[str, Mapping[float, Posterior]],
+        gain: float,
+    ) -> None:
         cells = [
             {"drafts": name, "temperature": place[0], "nodes": place[1], "tokens_per_step": n}
             for name, places in found.items()
             for place, n in places.items()
         ]
+        left = [
+            {"drafts": name} | asdict(posterior)
+            for name, of_name in unknown.items()
+            for posterior in of_name.values()
+        ]
         about = {"provenance": provenance(), "settings": asdict(self.settings)}
-        write_json(self.folder.report, about | {"cells": cells, "gain": gain})
+        write_json(self.folder.report, about | {"cells": cells, "unknown": left, "gain": gain})
 
     def _place(self) -> None:
         """Copy the result to where it belongs."""
