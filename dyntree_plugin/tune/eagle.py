@@ -75,6 +75,9 @@ def head_config(
     )
 
 
+_NUMBERS = ("d2t", "t2d")
+
+
 class Head(nn.Module):
     """One layer over the target's hidden states and the embeddings of its tokens.
 
@@ -262,6 +265,8 @@ def save_head(head: Head, directory: Path) -> None:
     weights = {
         name: weight.to(torch.bfloat16).contiguous() if weight.is_floating_point() else weight
         for name, weight in head.state_dict().items()
+        # vLLM takes no numbers of tokens from a head that drafts all of them.
+        if name not in _NUMBERS or len(head.d2t) < head.config.vocab_size
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)
@@ -270,8 +275,8 @@ def save_head(head: Head, directory: Path) -> None:
 def load_head(directory: Path) -> Head:
     """The stored head in fp32, for evaluation."""
     weights = load_file(directory / "model.safetensors")
-    head = Head(
-        LlamaConfig.from_pretrained(directory), weights["d2t"] + torch.arange(len(weights["d2t"]))
-    )
-    head.load_state_dict(weights)
+    config = LlamaConfig.from_pretrained(directory)
+    own = torch.arange(config.draft_vocab_size)
+    head = Head(config, weights["d2t"] + own if "d2t" in weights else own)
+    head.load_state_dict({name: head.state_dict()[name] for name in _NUMBERS} | weights)
     return head.float()

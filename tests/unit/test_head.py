@@ -297,3 +297,15 @@ def test_a_toy_head_is_added_to_a_pair(tmp_path: Path) -> None:
     assert len(said["agreement_on_held_out_prompts"]["top1_by_step"]) == 6
     assert pair.provenance(folder) == json.loads(json.dumps(first | {"eagle3": said}))
     assert str(tmp_path) not in (folder / "provenance.json").read_text()
+
+
+def test_a_head_of_all_tokens_is_stored_without_their_numbers(
+    target: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    config = eagle.head_config(target.config, SHAPE, LAYERS, 97)
+    every = eagle.new_head(config, torch.arange(97), eagle.OfTarget.of(target), seed=3)
+    eagle.save_head(every, tmp_path)
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "model.safetensors").keys()
+    again = eagle.load_head(tmp_path)
+    assert torch.equal(again.tokens, torch.arange(97))
+    assert bool(again.t2d.all())

@@ -77,9 +77,7 @@ def unknown(
     A pool is left out: it has no logits of its own.
     """
     shards = lessons.held_out()
-    texts = [
-        text for part in range(lessons.held_out_parts) for text in samples(lessons.folder, part)
-    ]
+    texts = lessons.held_out_texts()
     return {
         name: unknown_of.posteriors(
             _logits(lessons, settings, machine, models[0]), shards, texts, machine.main

@@ -1,0 +1,211 @@
+"""`dyntree tune` refuses what cannot serve before a model loads, and keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from dyntree_plugin import pair
+from dyntree_plugin.commands.tune import check, command, prompts, tuning
+from dyntree_plugin.commands.tune.screen import steps_table
+from dyntree_plugin.commands.tune.write import PART, parts
+from dyntree_plugin.pair import held_out_prompts
+
+TARGET, DRAFT = map(str, pair.target_and_draft())
+
+Tune = Callable[..., Result]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuning.Tuning]:
+    """Return the runs that pass all checks; none of them computes anything."""
+    found: list[tuning.Tuning] = []
+
+    def run(self: tuning.Tuning) -> bool:
+        found.append(self)
+        self.folder.begin(self.settings)
+        return True
+
+    monkeypatch.setattr(tuning.Tuning, "run", run)
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Return a file of 40 prompts."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in held_out_prompts(40)))
+    return path
+
+
+@pytest.fixture
+def tune(tmp_path: Path, file: Path, ran: list[tuning.Tuning]) -> Tune:
+    def tuned(*words: str, models: tuple[str, ...] = (TARGET, DRAFT)) -> Result:
+        given = [*models, "--prompts", str(file), "--output", str(tmp_path / "out")]
+        return CliRunner().invoke(command.app, [*given, "--held-out", "8", *words])
+
+    return tuned
+
+
+def refused(result: Result) -> str:
+    """Return the line that the user sees."""
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("dyntree tune: ")]
+    assert len(lines) == 1, result.output
+    assert "Traceback" not in result.output
+    return lines[0]
+
+
+def test_good_prompts_are_held_out_or_learned(tune: Tune, ran: list[tuning.Tuning]) -> None:
+    assert tune().exit_code == 0
+    found = ran[0].prompts
+    assert (len(found.held_out), len(found.learn)) == (8, 32)
+    assert not {*map(tuple, found.held_out)} & {*map(tuple, found.learn)}
+    assert found.notes == []
+    assert ran[0].settings.temperatures == [0.0, 0.6, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "has 0 prompts: it must have at least 8, and 8 more to hold out"),
+        (b"\n\n", "has 0 prompts"),
+        (b"just text\n" * 30, "is not JSON"),
+        (b'{"other": 1}\n' * 30, "must have its prompt as text in one of prompt"),
+        (b'{"prompt": 5}\n' * 30, "must have its prompt as text"),
+        ('{"prompt": "größe"}\n'.encode("latin-1") * 30, "is not UTF-8"),
+        (b'{"prompt": ""}\n' * 30, "prompt 1 has 0 tokens"),
+        (
+            b'{"prompt": "a"}\n' * 30 + b'{"prompt": "' + b"some words " * 95000 + b'"}\n',
+            "prompt 31 has",
+        ),
+    ],
+)
+def test_a_file_that_cannot_serve_is_refused(
+    content: bytes, said: str, tune: Tune, file: Path, ran: list[tuning.Tuning], tmp_path: Path
+) -> None:
+    file.write_bytes(content)
+    line = refused(tune())
+    assert said in line
+    assert str(file) in line
+    assert not ran
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_file_is_refused(tune: Tune, file: Path) -> None:
+    file.unlink()
+    assert "must be a JSONL file that exists" in refused(tune())
+
+
+def test_a_long_prompt_names_the_most_tokens(tune: Tune, file: Path) -> None:
+    # The target's context is 2048; 256 tokens are written, and trees of 16 come last.
+    longest = 2048 - 256 - 16 - 1
+    text = "=" + " x" * (2 * longest)
+    with file.open("a") as more:
+        more.write(json.dumps({"prompt": text}) + "\n")
+    assert f"may have 1 to {longest}" in refused(tune())
+
+
+def test_text_that_the_tokenizer_hardly_knows_is_noted(
+    tune: Tune, file: Path, ran: list[tuning.Tuning]
+) -> None:
+    file.write_text(
+        "".join(json.dumps({"prompt": "漢字仮名交じり文" * 3 + str(n)}) + "\n" for n in range(40))
+    )
+    assert tune().exit_code == 0
+    assert "hardly knows their language" in ran[0].prompts.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--head", "eagle3", "--pool", "2"], "--head goes without --pool"),
+        (["--head", "eagle3", "--adapter", "4"], "--head goes without --pool and --adapter"),
+        (["--chat"], "must have a chat template"),
+        (["--engine-arguments", "[1]"], "must be a JSON object"),
+        (["--engine-arguments", "{"], "--engine-arguments"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(words: list[str], said: str, tune: Tune) -> None:
+    assert said in refused(tune(*words))
+
+
+def test_a_draft_is_needed_but_for_a_new_head(tune: Tune, ran: list[tuning.Tuning]) -> None:
+    assert "DRAFT is missing" in refused(tune(models=(TARGET,)))
+    assert tune("--head", "eagle3", models=(TARGET,)).exit_code == 0
+    assert ran[0].settings.draft is None
+
+
+def test_a_draft_model_is_no_head(tune: Tune) -> None:
+    assert "must be a head of TARGET" in refused(tune("--head", "eagle3"))
+
+
+def test_a_quantised_draft_is_refused(tune: Tune, tmp_path: Path) -> None:
+    quantised = tmp_path / "quantised"
+    shutil.copytree(DRAFT, quantised)
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (quantised / "config.json").write_text(json.dumps(config))
+    assert "is quantised (awq)" in refused(tune(models=(TARGET, str(quantised))))
+
+
+def test_a_draft_of_another_vocabulary_is_refused(tune: Tune, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(DRAFT, other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    ids = sorted(vocabulary.values(), reverse=True)
+    content["model"]["vocab"] = dict(zip(vocabulary, ids, strict=True))
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert "must have the vocabulary of TARGET" in refused(tune(models=(TARGET, str(other))))
+
+
+def test_a_model_that_is_not_there_is_refused(tune: Tune, tmp_path: Path) -> None:
+    refused(tune(models=(TARGET, str(tmp_path / "nothing"))))
+
+
+def test_the_same_command_goes_on_and_another_is_refused(tune: Tune, file: Path) -> None:
+    assert tune().exit_code == 0
+    assert tune().exit_code == 0
+    line = refused(tune("--epochs", "3"))
+    assert "holds a run with another --epochs, 2.0 and not 3.0" in line
+    with file.open("a") as more:
+        more.write('{"prompt": "one more"}\n')
+    assert "another content of --prompts" in refused(tune())
+
+
+def test_a_folder_of_something_else_is_refused(tune: Tune, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kept.txt").write_text("mine")
+    assert "must be a new or an empty folder" in refused(tune())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.txt"]
+
+
+def test_parts_hold_every_prompt_once_and_begin_with_those_held_out() -> None:
+    held_out, learn = [[n] for n in range(10)], [[n] for n in range(10, 300)]
+    cut, first = parts(prompts.Prompts(held_out, learn, "", []))
+    assert first == 1
+    assert [each for part in cut for each in part] == held_out + learn
+    assert max(map(len, cut)) == PART
+
+
+def test_a_gain_is_the_mean_ratio_over_all_places() -> None:
+    before = {(0.0, 16): 4.0, (1.0, 16): 2.0}
+    assert check.gain(before, {(0.0, 16): 4.0, (1.0, 16): 2.0}) == pytest.approx(1)
+    assert check.gain(before, {(0.0, 16): 2.0, (1.0, 16): 4.0}) == pytest.approx(1)
+    assert check.gain(before, {(0.0, 16): 5.0, (1.0, 16): 2.5}) == pytest.approx(1.25)
+    # A new head is compared with one token per step.
+    assert check.gain(None, {(0.0, 16): 4.0, (1.0, 16): 1.0}) == pytest.approx(2)
+
+
+def test_the_table_shows_ratios_to_what_was_before() -> None:
+    table = steps_table({"before": {(1.0, 16): 2.0}, "after": {(1.0, 16): 2.5}})
+    assert [list(column.cells) for column in table.columns] == [
+        ["1"], ["16"], ["2.000"], ["2.500 (+25.0%)"]
+    ]  # fmt: skip
