@@ -126,6 +126,12 @@ class DynTreeOptions(BaseModel):
         "score, and value nodes by that. The output is the same either way; off takes the draft's "
         "probability.",
     )
+    adapt: Switch = Field(
+        default="off",
+        description="For growth topk: learn while serving which tokens the draft says too often "
+        "or too seldom after each token, and correct its logits by that. The output is the same "
+        "either way. What is learned from one request changes the speed of others.",
+    )
     min_value: float | None = Field(
         default=None,
         gt=0,
@@ -206,7 +212,7 @@ class DynTreeOptions(BaseModel):
             raise ValueError(f"must be {' or '.join(known)}")
         return value
 
-    @field_validator("coupling", "calibration", "lookup", mode="before")
+    @field_validator("coupling", "calibration", "adapt", "lookup", mode="before")
     @classmethod
     def _switch_from_bool(cls, value: object) -> object:
         # YAML reads a bare `on` or `off` in a --config file as a boolean.
@@ -353,7 +359,8 @@ class DynTreeOptions(BaseModel):
             # Some growths stop before max_depth, whatever the draft says.
             shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
         rule = self.rule or default_rule(growing.sampling)
-        return TreePlan(shape, growth, rule, self.calibration == "on", budget)
+        calibration, adapt = self.calibration == "on", self.adapt == "on"
+        return TreePlan(shape, growth, rule, calibration, budget, adapt)
 
 
 def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth
+from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.draft import Drafter, Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.ops import Graphs, TreeOps
@@ -29,7 +30,8 @@ class Drafting:
     ``chained`` bool [slots + 1]: requests whose trees must be chains; the last entry is for
     padding. ``tries``: candidates that need no forward; None without any. ``requests``: the most
     requests of a step. ``last_position``: the longest text's. ``ranking``: makes what the requests'
-    sampling parameters do to a draft's logits, once there is a sampler.
+    sampling parameters do to a draft's logits, once there is a sampler. ``correction``: of the
+    draft's logits; None to take them as they are.
     """
 
     driver: StepDriver
@@ -42,17 +44,25 @@ class Drafting:
     requests: int
     last_position: int
     ranking: Callable[[], Ranking]
+    correction: DraftCorrection | None = None
     _drafter: Drafter | None = field(default=None, init=False)
 
     def compose(
-        self, source: NodeSource | None, buffers: RowBuffers, stored_at: torch.Tensor
+        self,
+        source: NodeSource | None,
+        buffers: RowBuffers,
+        stored_at: torch.Tensor,
+        proposed: torch.Tensor | None = None,
     ) -> None:
         """Put the stages together, whenever there is new memory for a draft model's rows.
 
         ``source``: the draft model; None without one. ``stored_at``: as in `DraftStages`.
+        ``proposed`` int64: ids of the tokens that the source can propose; None for all.
         """
         plan, ops = self.trees.plan, self.ops
         growth = self._growth(buffers)
+        if self.correction is not None:
+            self.correction.limit(proposed)
         self.stages = DraftStages(
             source,
             self.tries,
@@ -62,6 +72,7 @@ class Drafting:
             self.chained,
             ops.pays,
             plan.shape.max_depth,
+            self.correction,
         )
         # Rules that read draws know the law that they were drawn from, which must stay the draft's.
         ranked = source is not None and not plan.reads_draws

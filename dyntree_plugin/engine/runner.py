@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
+from dyntree_kernels.residuals import Texts
 from dyntree_plugin.engine.adapters import AdapterRows
 from dyntree_plugin.engine.attention.metadata import WithTreeMask
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS
@@ -39,6 +40,7 @@ from dyntree_plugin.engine.head_speculator import HeadSpeculator
 from dyntree_plugin.engine.limits import wrap_seeds
 from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeProposals, TreeSpeculator
 from dyntree_plugin.engine.step.clock import StageTimes
+from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.draft import Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
@@ -109,6 +111,7 @@ class TreeRunnerMixin(AdapterRows):
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
         self.driver = StepDriver(self.trees, self.ops, self._sampling_states)
+        self.correction = self._correction(plan) if plan.adapt else None
         drafting = Drafting(
             self.driver,
             self.trees,
@@ -120,6 +123,7 @@ class TreeRunnerMixin(AdapterRows):
             self.max_num_reqs,
             self.max_model_len - 1,
             self._ranking,
+            self.correction,
         )
         self.speculator: TreeProposals = _speculator_for(plan)(vllm_config, device, drafting)
         self.trace: TreeTrace | None = None
@@ -143,6 +147,17 @@ class TreeRunnerMixin(AdapterRows):
             found if self.grammars is None else GrammarTries(found, self.grammars, shape.max_depth)
         )
 
+    def _correction(self, plan: TreePlan) -> DraftCorrection:
+        """Make what corrects the draft's logits."""
+        states = self.req_states
+        texts = Texts(states.last_sampled_tokens.view(-1), states.total_len.gpu)
+        found = DraftCorrection(self.ops.residuals, plan, texts, self.trees.vocabulary)
+        logger.info_once(
+            "adapt=on: a table in %.1f MiB corrects the draft's logits, and learns from all texts.",
+            found.memory / 2**20,
+        )
+        return found
+
     def place_texts(self, states: RequestState) -> None:
         """Place the requests' texts where look-up can read them fast; there are no requests yet."""
 
@@ -162,6 +177,7 @@ class TreeRunnerMixin(AdapterRows):
             self.ops,
             self.graphs,
             processors.copies,
+            self.correction,
         )
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = RejectionSampler(self.driver, self.verifier)
@@ -233,6 +249,8 @@ class TreeRunnerMixin(AdapterRows):
             self._plain_steps = PlainSteps(measure(self, agree))
             if uses_adaptive_budget(self.vllm_config):
                 self.take_row_cost(measure_rows(self, agree))
+        if self.correction is not None:
+            self.correction.reset()  # What was measured are no texts.
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 
@@ -255,6 +273,8 @@ class TreeRunnerMixin(AdapterRows):
             dtype=torch.int64,
         )
         self.trees.clear(slots)
+        if self.correction is not None:
+            self.correction.clear(slots)
 
     def prepare_attn(
         self, input_batch: InputBatch

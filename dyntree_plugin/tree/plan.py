@@ -17,11 +17,12 @@ class TreePlan:
     """The form, growth and verification of an engine's trees.
 
     With ``calibration``, node values are learned from what the target accepts. ``budget`` says
-    whether trees are cut to the nodes whose verification pays.
+    whether trees are cut to the nodes whose verification pays. With ``adapt``, a table corrects the
+    draft's logits.
 
     Raises:
         ValueError: if the growth does not fit the shape, the rule is biased with the growth, or
-            the budget does not go with them.
+            the budget or the table does not go with them.
     """
 
     shape: TreeShape
@@ -29,6 +30,7 @@ class TreePlan:
     rule: str
     calibration: bool
     budget: Budget = "fixed"
+    adapt: bool = False
 
     def __post_init__(self) -> None:
         check_pair(self.growth.name, self.growing.sampling, self.rule)
@@ -42,6 +44,20 @@ class TreePlan:
             raise ValueError(
                 f"budget=adaptive is for growth={fitting}, not {self.growth.name}: other trees do "
                 "not stand in the order of their nodes' values; use budget=fixed"
+            )
+        if self.adapt:
+            self._check_adapt()
+
+    def _check_adapt(self) -> None:
+        if not self.has_draft:
+            raise ValueError(
+                "adapt=on corrects a draft's logits, and look-up alone has none; use a draft model "
+                "or adapt=off"
+            )
+        if self.growth.name != "topk" or self.reads_draws:
+            raise ValueError(
+                f"adapt=on is for growth=topk with rule=match, not growth={self.growth.name} with "
+                f"rule={self.rule}; use adapt=off"
             )
 
     @property
@@ -94,6 +110,7 @@ class TreePlan:
             "lookup": self.shape.grafts > 0,
             "coupling": self.coupled,
             "calibration": self.calibrated,
+            "adapt": self.adapt,
             "budget": self.budget,
             **({spec.parameter: own} if spec.parameter and own is not None else {}),
         }

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
+from dyntree_kernels.cpu import residuals
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.kv_move import KVMover
@@ -36,6 +37,7 @@ class CPUOps:
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
     paths = KERNELS
+    residuals = residuals.KERNELS
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:

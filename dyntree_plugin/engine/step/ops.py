@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dyntree_kernels.contracts import GrowthSettings, Learn, StepGrowth, Walk, Walked
     from dyntree_kernels.paths import PathKernels
+    from dyntree_kernels.residuals import ResidualKernels
     from dyntree_kernels.tries import LookUp
     from dyntree_plugin.engine.step.clock import Clock
     from dyntree_plugin.engine.step.records import Emitted, TargetStates
@@ -51,6 +52,9 @@ class TreeOps(Protocol):
 
     @property
     def paths(self) -> PathKernels: ...
+
+    @property
+    def residuals(self) -> ResidualKernels: ...
 
     @property
     def clock(self) -> Clock: ...

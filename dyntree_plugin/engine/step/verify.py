@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_kernels.contracts import BatchRows, Walked, room_for
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
+from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.drawn import DrawnWalk
 from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
 from dyntree_plugin.engine.step.requests import Requests
@@ -34,10 +35,12 @@ class TreeVerifier:
         ops: TreeOps,
         graphs: Graphs,
         copies: int = 1,
+        correction: DraftCorrection | None = None,
     ) -> None:
         """``buffers``: those that every batch is a part of. ``movers``: for each KV cache group of
         target layers, the cache slots of a batch's rows and what moves rows there. ``copies``: how
-        often the sampler copies a row of logits at most."""
+        often the sampler copies a row of logits at most. ``correction``: learns from the target's
+        logits; None without one."""
         self.sampler = sampler
         self.trees = trees
         self.buffers = buffers
@@ -46,6 +49,7 @@ class TreeVerifier:
         self._ops = ops
         self._graphs = graphs
         self.copies = copies
+        self._correction = correction
         self._walk_draws = DrawnWalk(trees, buffers, ops.perturb)
 
     def run(
@@ -64,6 +68,11 @@ class TreeVerifier:
         sampled, processed = self._sample(logits, batch, wanted is not None)
         with self._ops.clock("verify"):
             walked = self.verify(packed, sampled, processed, invalid_drafts)
+            if self._correction is not None:
+                # The sampler has left them as they were. They have no address that lasts, so no
+                # graph can read them.
+                on_device = packed.to(logits.device, non_blocking=True)
+                self._correction.learn(on_device, logits, walked)
         logprobs = None
         if wanted is not None:
             of_processed = self.sampler.logprobs_mode.startswith("processed")

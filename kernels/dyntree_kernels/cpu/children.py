@@ -84,7 +84,7 @@ def _sum_exp(scores, top):
 
 
 @compiled
-def _best_scores(logits, temperature, noisy, seed, position, best, tokens):
+def best_scores(logits, temperature, noisy, seed, position, best, tokens):
     """Fill best and tokens [K], and return the logsumexp of all scores.
 
     Returns NaN if a score is NaN, or if all are -inf.
@@ -154,7 +154,7 @@ def pick_children(
         if bases[r, e] == _NONE:
             continue
         best, found = np.empty(kept, np.float32), np.empty(kept, np.int64)
-        logsumexp = _best_scores(
+        logsumexp = best_scores(
             logits[row * step : row * step + vocab], temperatures[r], noisy, seeds[r],
             positions[r, e], best, found,
         )  # fmt: skip

@@ -1,0 +1,113 @@
+"""A table that corrects a draft's logits after each token, learned while serving.
+
+A draft errs in much the same way after the same token: it does not know the text that is being
+served, or its weights are rounded. So a bias per pair of tokens is added to its logits:
+
+    l'[t] = l[t] + B[c][t]
+
+where c is the token that the row of logits runs on. Every node that the target visits and that the
+draft had expanded gives both laws at one place: p, of the target, and q, of the corrected logits,
+both at temperature 1. The gradient of KL(p || q) with respect to B[c] is q - p. The steps are those
+of Adagrad (Duchi et al., "Adaptive Subgradient Methods", 2011, figure 1):
+
+    S[c][t] += (q[t] - p[t])^2,   B[c][t] -= RATE * (q[t] - p[t]) / sqrt(S[c][t])
+
+Memory is bounded. A bucket has biases of a few tokens, and a new token takes the place of the least
+bias if its own is larger. A node teaches of the best tokens of both laws. Of a token that is not
+among the draft's best, q is known to be at most that of the last of these; this bound stands for
+it, and a token whose p is below it is left alone, so that flat tails teach nothing. What is not
+visited again stays, and every visit of a bucket shrinks its biases and its sums a little: what is
+not true any more fades, and steps never become too short to follow.
+
+Nothing here can change the output: verification never looks at a draft's logits.
+
+`dyntree_kernels.residuals` describes the arrays and has the constants. The functions here are the
+reference of its kernels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dyntree_kernels.residuals import (
+    FIRST_SUM,
+    KEPT,
+    MOST_BIAS,
+    RATE,
+    Fading,
+    ResidualTable,
+)
+
+FADING = Fading(biases=1 - 2**-12, sums=1 - 2**-9)
+
+MOST_BUCKETS = 131072
+
+
+def buckets_of(vocabulary: int) -> int:
+    """Return the buckets for so many tokens: one each, or else tokens share them."""
+    return min(vocabulary, MOST_BUCKETS)
+
+
+def corrected(table: ResidualTable, logits: torch.Tensor, reads: torch.Tensor) -> torch.Tensor:
+    """Return ``logits`` [M, V] of rows that run on the tokens ``reads`` int64 [M], corrected."""
+    found = logits.clone()
+    for row, bucket in zip(found, (reads % len(table.tokens)).tolist(), strict=True):
+        tokens, biases = table.tokens[bucket].long(), table.biases[bucket]
+        sound = (tokens >= 0) & (tokens < len(row)) & (biases.abs() <= MOST_BIAS)
+        row[tokens[sound]] += biases[sound].to(row.dtype)
+    return found
+
+
+def best_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best tokens of ``logits`` [V], [KEPT], and their log softmax, -inf for none."""
+    log_probs = torch.nn.functional.pad(logits.float().log_softmax(0), (0, KEPT), value=-torch.inf)
+    best = log_probs.sort(descending=True, stable=True)
+    return best.indices[:KEPT], best.values[:KEPT]
+
+
+def teach(
+    table: ResidualTable,
+    read: int,
+    target: torch.Tensor,
+    drafted: tuple[torch.Tensor, torch.Tensor],
+    fading: Fading = FADING,
+) -> None:
+    """Update the bucket of the token ``read`` from what the target and the draft said after it.
+
+    ``target``: the target's logits [V]. ``drafted``: the draft's best tokens, as of `best_of`.
+    """
+    if not target.float().isfinite().all():
+        return
+    bucket = read % len(table.tokens)
+    table.biases[bucket] *= fading.biases
+    table.sums[bucket] *= fading.sums
+    chances = target.float().softmax(0)
+    likely, _ = best_of(target)
+    tokens, log_draft = drafted
+    known = {int(t): float(q) for t, q in zip(tokens, log_draft, strict=True) if q > -torch.inf}
+    for token, log_chance in known.items():
+        _step(table, bucket, token, math.exp(log_chance) - float(chances[token]))
+    bound = math.exp(float(log_draft[-1]))
+    for token in likely.tolist():
+        if token >= len(target) or token in known or not table.proposed[token]:
+            continue
+        if chances[token] > bound:
+            _step(table, bucket, token, bound - float(chances[token]))
+    if not (table.biases[bucket].isfinite().all() and table.sums[bucket].isfinite().all()):
+        table.tokens[bucket], table.biases[bucket], table.sums[bucket] = -1, 0.0, 0.0
+
+
+def _step(table: ResidualTable, bucket: int, token: int, gradient: float) -> None:
+    """Take a step of Adagrad for one ``token`` of a bucket."""
+    tokens, biases, sums = (each[bucket] for each in table[:3])
+    at = (tokens == token).nonzero()[:, 0]
+    known = len(at) > 0
+    worth = torch.where(tokens < 0, -1.0, biases.abs())
+    place = int(at[-1]) if known else int(worth.argmin())
+    total = (float(sums[place]) if known else FIRST_SUM) + gradient**2
+    bias = (float(biases[place]) if known else 0.0) - RATE * gradient / math.sqrt(total)
+    if known or abs(bias) > worth[place]:
+        tokens[place], sums[place] = token, total
+        biases[place] = max(-MOST_BIAS, min(MOST_BIAS, bias))
