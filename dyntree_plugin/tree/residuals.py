@@ -56,7 +56,8 @@ def corrected(table: ResidualTable, logits: torch.Tensor, reads: torch.Tensor) -
     for row, bucket in zip(found, (reads % len(table.tokens)).tolist(), strict=True):
         tokens, biases = table.tokens[bucket].long(), table.biases[bucket]
         sound = (tokens >= 0) & (tokens < len(row)) & (biases.abs() <= MOST_BIAS)
-        row[tokens[sound]] += biases[sound].to(row.dtype)
+        at = tokens[sound]
+        row[at] = (row[at].float() + biases[sound]).to(row.dtype)
     return found
 
 

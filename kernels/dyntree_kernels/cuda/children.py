@@ -25,7 +25,7 @@ def warps_for(elements: int) -> int:
 
 
 @triton.jit
-def _log_sum(SUMS, blocks, BLOCKS: tl.constexpr):
+def log_sum_of(SUMS, blocks, BLOCKS: tl.constexpr):
     block = tl.arange(0, BLOCKS)
     sums = tl.load(SUMS + block, mask=block < blocks, other=float("-inf"))
     top = tl.max(sums, 0)
@@ -34,7 +34,7 @@ def _log_sum(SUMS, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _best_of(SCORES, entries, KEPT: tl.constexpr, RANKS: tl.constexpr, ENTRIES: tl.constexpr):
+def best_of(SCORES, entries, KEPT: tl.constexpr, RANKS: tl.constexpr, ENTRIES: tl.constexpr):
     """The KEPT best scores and where they are; of equals the first, which is the lowest token."""
     entry, rank = tl.arange(0, ENTRIES), tl.arange(0, RANKS)
     scores = tl.load(SCORES + entry, mask=entry < entries, other=float("-inf"))
@@ -77,8 +77,8 @@ def _merge(
     request = row // width
     expansion = request * expansions + first + row % width
     entries, rank = blocks * KEPT, tl.arange(0, RANKS)
-    log_sum = _log_sum(SUMS + row * blocks, blocks, BLOCKS)
-    best, found = _best_of(SCORES + row * entries, entries, KEPT, RANKS, ENTRIES)
+    log_sum = log_sum_of(SUMS + row * blocks, blocks, BLOCKS)
+    best, found = best_of(SCORES + row * entries, entries, KEPT, RANKS, ENTRIES)
     child = rank < K
     # Among NaN, what is found may lie behind the entries, and need not be a token.
     tokens = tl.load(BEST + row * entries + found, mask=child & (found < entries), other=0)
