@@ -14,6 +14,7 @@ FIGURE = "figure"
 """Name of the report property that holds a test's measured figures."""
 
 SHARING_ENGINES = (
+    "test_adapt",
     "test_asynchronous",
     "test_drafting",
     "test_drawn_rules",

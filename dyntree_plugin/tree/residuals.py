@@ -82,6 +82,9 @@ def teach(
     if not target.float().isfinite().all():
         return
     bucket = read % len(table.tokens)
+    if not _is_sound(table, bucket):
+        _begin_anew(table, bucket)
+        return
     table.biases[bucket] *= fading.biases
     table.sums[bucket] *= fading.sums
     chances = target.float().softmax(0)
@@ -96,8 +99,18 @@ def teach(
             continue
         if chances[token] > bound:
             _step(table, bucket, token, bound - float(chances[token]))
-    if not (table.biases[bucket].isfinite().all() and table.sums[bucket].isfinite().all()):
-        table.tokens[bucket], table.biases[bucket], table.sums[bucket] = -1, 0.0, 0.0
+    if not _is_sound(table, bucket):
+        _begin_anew(table, bucket)
+
+
+def _is_sound(table: ResidualTable, bucket: int) -> bool:
+    biases, sums = table.biases[bucket], table.sums[bucket]
+    bounded = (biases.abs() <= MOST_BIAS) & (sums >= 0) & (sums < torch.inf)
+    return bool(bounded.all())
+
+
+def _begin_anew(table: ResidualTable, bucket: int) -> None:
+    table.tokens[bucket], table.biases[bucket], table.sums[bucket] = -1, 0.0, 0.0
 
 
 def _step(table: ResidualTable, bucket: int, token: int, gradient: float) -> None:

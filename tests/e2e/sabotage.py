@@ -14,11 +14,9 @@ from unittest import mock
 
 import adapters
 import numpy as np
+import sabotage_of_paths
+import sabotage_of_tables
 import torch
-from sabotage_of_paths import not_unrolled as not_unrolled
-from sabotage_of_paths import rows_as_paths as rows_as_paths
-from sabotage_of_paths import unfollowed as unfollowed
-from sabotage_of_paths import without_paths as without_paths
 
 NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
 OF_HEADS = ("broken_head", "other_rows", "other_parents")
@@ -26,7 +24,8 @@ OF_HEADS = ("broken_head", "other_rows", "other_parents")
 OF_PATHS = ("without_paths", "rows_as_paths")
 """These break what sampling parameters read on a tree's rows."""
 
-globals().update({each.__name__: each for each in adapters.BROKEN})
+_OTHERS = (*adapters.BROKEN, *sabotage_of_paths.BROKEN, *sabotage_of_tables.BROKEN)
+globals().update({each.__name__: each for each in _OTHERS})
 
 
 @contextmanager

@@ -66,3 +66,6 @@ def unfollowed(runner: Any) -> Iterator[None]:
 
     with mock.patch.object(runner.grammars, "followers", followers):
         yield
+
+
+BROKEN = (without_paths, rows_as_paths, not_unrolled, unfollowed)

@@ -299,7 +299,30 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }
 """Engines with the embedded EAGLE-3 head."""
 
-SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS}
+_LEARNING: dict[str, Run] = {
+    "acceptance": ACCEPTANCE,
+    "again": ACCEPTANCE,
+    "a third time": ACCEPTANCE,
+    "forgotten": Run(ACCEPTANCE.requests, sabotage="forgotten"),
+    "sample": SAMPLE,
+    "batches of 4": TREE_RUNS["batches of 4"],
+    "captured": TREE_RUNS["captured"],
+    "tensors": FIXED_RUNS["tensors"],
+    "garbage": Run(EVERYTHING[::4], sabotage="garbage_biases"),
+    "sound": Run(EVERYTHING[::4]),
+    "wrong_child": FIXED_RUNS["wrong_child"],
+}
+
+ADAPTED: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
+    "adapted": (tree(adapt="on", lookup="off"), _LEARNING),
+    "adapted head": (
+        with_head(pair.paths()["eagle3"], budget="fixed", adapt="on"),
+        _LEARNING,
+    ),
+}
+"""Engines with a table that corrects the draft."""
+
+SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS, **ADAPTED}
 """Engines whose tokens are those without trees."""
 
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {

@@ -190,8 +190,19 @@ def _update(tokens, biases, sums, token, gradient):
         if tokens[least] >= 0 and abs(bias) <= abs(biases[least]):
             return
         at = least
-    tokens[at], sums[at] = token, total
-    biases[at] = min(max(bias, np.float32(-MOST_BIAS)), np.float32(MOST_BIAS))
+    tokens[at], sums[at], biases[at] = token, total, bias
+    if abs(bias) > MOST_BIAS:
+        biases[at] = MOST_BIAS if bias > _ZERO else -MOST_BIAS
+
+
+@compiled(error_model="numpy")
+def _is_sound(tokens, biases, sums):
+    """Return whether a bucket has finite numbers within their bounds; else empty it."""
+    for i in range(tokens.shape[0]):
+        if not (abs(biases[i]) <= MOST_BIAS and 0 <= sums[i] < np.inf):
+            tokens[:], biases[:], sums[:] = -1, _ZERO, _ZERO
+            return False
+    return True
 
 
 @compiled(error_model="numpy")
@@ -204,6 +215,8 @@ def _teach(
     logits [V] of the target, with their logsumexp, best tokens and log softmax [KEPT]. drafted,
     log_draft [KEPT]: the draft's.
     """
+    if not _is_sound(tokens, biases, sums):
+        return
     for i in range(tokens.shape[0]):
         biases[i] *= fading[0]
         sums[i] *= fading[1]
@@ -221,10 +234,7 @@ def _teach(
         chance = math.exp(log_target[k])
         if missing and chance > bound and proposed[token]:
             _update(tokens, biases, sums, token, np.float32(bound - chance))
-    for i in range(tokens.shape[0]):
-        if not (math.isfinite(biases[i]) and math.isfinite(sums[i])):
-            tokens[:], biases[:], sums[:] = -1, _ZERO, _ZERO
-            break
+    _is_sound(tokens, biases, sums)
 
 
 @compiled(error_model="numpy")

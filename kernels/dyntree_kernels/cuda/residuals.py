@@ -225,11 +225,19 @@ def _step(tokens, biases, sums, token, gradient, wanted):
 
 
 @triton.jit
+def _is_sound(biases, sums):
+    """Return whether a bucket has finite numbers within their bounds."""
+    bounded = (tl.abs(biases) <= _MOST_BIAS) & (sums >= 0) & (sums < float("inf"))
+    return tl.min(bounded.to(tl.int32), 0) > 0
+
+
+@triton.jit
 def _teach(
     tokens, biases, sums, VISITS, LOGITS, KEPT_TOKENS, KEPT_LOGS, PROPOSED, TOKENS, SCORES, SUMS,
-    visit, vocab, blocks, s_logits, ENTRIES: tl.constexpr, BLOCKS: tl.constexpr,
+    visit, taught, vocab, blocks, s_logits, ENTRIES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Update one bucket by the tokens that the draft and the target held likely at a visit."""
+    """Update one bucket by the tokens that the draft and the target held likely at a visit, if it
+    is to be `taught`."""
     rank = tl.arange(0, _KEPT)
     kept = tl.load(VISITS + visit * 2) * _KEPT + rank
     row = LOGITS + tl.load(VISITS + visit * 2 + 1) * s_logits
@@ -245,7 +253,6 @@ def _teach(
     missing = (tl.max(same.to(tl.int32), 1) == 0) & (log_target > float("-inf"))
     missing = missing & (chances > bound)
     missing = missing & (tl.load(PROPOSED + likely, mask=missing, other=0) != 0)
-    sound = (log_sum > float("-inf")) & (log_sum < float("inf"))  # NaN is neither
     for k in range(2 * _KEPT):
         own, other = rank == k, rank == k - _KEPT
         of_draft = tl.sum(tl.where(own, drafted, 0), 0)
@@ -253,8 +260,8 @@ def _teach(
         gradient = tl.sum(tl.where(own, gradients, tl.where(other, bound - chances, 0.0)), 0)
         wanted = tl.max(((own & has) | (other & missing)).to(tl.int32), 0) > 0
         token = tl.where(k < _KEPT, of_draft, of_target)
-        tokens, biases, sums = _step(tokens, biases, sums, token, gradient, wanted & sound)
-    return tokens, biases, sums, sound
+        tokens, biases, sums = _step(tokens, biases, sums, token, gradient, wanted & taught)
+    return tokens, biases, sums
 
 
 @triton.jit
@@ -278,15 +285,17 @@ def _learn(
     visit = own
     while visit < ALL:
         log_sum = log_sum_of(SUMS + visit.to(tl.int64) * blocks, blocks, BLOCKS)
-        sound = (log_sum > float("-inf")) & (log_sum < float("inf"))
-        biases = tl.where(sound, biases * fade_biases, biases)
-        sums = tl.where(sound, sums * fade_sums, sums)
-        tokens, biases, sums, sound = _teach(
+        wanted = (log_sum > float("-inf")) & (log_sum < float("inf"))
+        whole = _is_sound(biases, sums)
+        taught = wanted & whole
+        biases = tl.where(taught, biases * fade_biases, biases)
+        sums = tl.where(taught, sums * fade_sums, sums)
+        tokens, biases, sums = _teach(
             tokens, biases, sums, VISITS, LOGITS, KEPT_TOKENS, KEPT_LOGS, PROPOSED, TOKENS, SCORES,
-            SUMS, visit.to(tl.int64), vocab, blocks, s_logits, ENTRIES, BLOCKS,
+            SUMS, visit.to(tl.int64), taught, vocab, blocks, s_logits, ENTRIES, BLOCKS,
         )  # fmt: skip
-        finite = (tl.abs(biases) < float("inf")) & (tl.abs(sums) < float("inf"))
-        broken = sound & (tl.min(finite.to(tl.int32), 0) == 0)
+        whole = whole & _is_sound(biases, sums)
+        broken = wanted & (whole == 0)
         tokens = tl.where(broken, -1, tokens)
         biases, sums = tl.where(broken, 0.0, biases), tl.where(broken, 0.0, sums)
         visit = tl.min(tl.where(mine & (each > visit), each, ALL), 0)
