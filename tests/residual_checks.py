@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
+from reference.residuals import best_of, corrected, teach
 
 from dyntree_kernels.residuals import (
     BIASES,
@@ -18,7 +19,6 @@ from dyntree_kernels.residuals import (
     Texts,
     Visits,
 )
-from dyntree_plugin.tree.residuals import best_of, corrected, teach
 
 SLOTS, WIDTH, FORWARDS, DEPTH = 6, 3, 3, 4
 EXPANSIONS = 1 + WIDTH * FORWARDS

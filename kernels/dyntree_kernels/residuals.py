@@ -1,7 +1,7 @@
 """A table that corrects a draft's logits after each token: what its kernels share.
 
 Kernels on the CPU and on CUDA fulfil `ResidualKernels`; `tree/residuals.py` of the plugin has the
-same in plain torch, and says where it comes from.
+formulas, and says where they come from.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ OWN: dict[str, dict[str, Any]] = {
     # vLLM's own profiling is enough warm-up.
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
-OWN["head"] = OWN["fixed"]
-"""Arguments of the emulated engines, by budget; and of the one whose trees a head drafts."""
+OWN["head"] = OWN["adapted"] = OWN["fixed"]
+"""Arguments of the emulated engines, by budget; of that with a head, and of that whose table
+corrects the draft."""
 
 
 def _short(*requests: Request) -> list[Request]:
@@ -80,7 +81,16 @@ RUNS = {
     **{name: Run(BROKEN, sabotage=name) for name in CONTROLS},
 }
 OF_HEAD = {"noisy": Run(NOISY, batch=3)}
-EMULATED = {"fixed": RUNS, "adaptive": {"mixed": Run(MIXED[:5])}, "head": OF_HEAD}
+ADAPTED = {
+    "mixed": Run(MIXED[:5]),
+    "garbage": Run(MIXED[:5], sabotage="garbage_biases"),
+}
+EMULATED = {
+    "fixed": RUNS,
+    "adaptive": {"mixed": Run(MIXED[:5])},
+    "head": OF_HEAD,
+    "adapted": ADAPTED,
+}
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
@@ -106,7 +116,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         if name == "head":
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
             return {**engine, **LIMITS, "model": target}
-        engine = workload.with_options(NODES, budget=name, **TREE)
+        own = {"budget": "fixed", "adapt": "on"} if name == "adapted" else {"budget": name}
+        engine = workload.with_options(NODES, **own, **TREE)
         speculation = {**engine["speculative_config"], "model": draft}
         return {**engine, **LIMITS, "model": target, "speculative_config": speculation}
 
@@ -170,12 +181,20 @@ def test_structured_output_is_drafted_with_trees(runs: Served) -> None:
     assert metrics["vllm:dyntree_grammar_seconds_count"] > 0
 
 
+def test_garbage_in_the_table_costs_acceptance_alone(runs: Served) -> None:
+    found = runs.emulated["adapted"]
+    garbage = found["garbage"].result
+    assert mismatches(ADAPTED["garbage"], garbage, runs.plain) == []
+    assert accepted(garbage) < 0.9 * accepted(found["mixed"].result)
+
+
 def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
     assert accepted(runs.emulated["adaptive"]["mixed"].result) > 0
 
 
 @pytest.mark.parametrize(
-    ("budget", "name"), [("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy")]
+    ("budget", "name"),
+    [("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy"), ("adapted", "mixed")],
 )
 def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
     emulated = runs.emulated[budget][name]

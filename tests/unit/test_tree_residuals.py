@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference.residuals import best_of, corrected, teach
 
 from dyntree_kernels.residuals import BIASES, MOST_BIAS, Fading, ResidualTable
 from dyntree_plugin.options import DynTreeOptions
-from dyntree_plugin.tree.residuals import FADING, best_of, buckets_of, corrected, teach
+from dyntree_plugin.tree.residuals import FADING, buckets_of
 
 CPU = torch.device("cpu")
 NEVER = Fading(1.0, 1.0)
