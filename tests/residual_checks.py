@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -69,9 +70,9 @@ class Trees(NamedTuple):
 
 
 class ResidualChecks:
-    """Tests of ``kernels`` on ``device``."""
+    """Tests of ``kernels``, a class, on ``device``."""
 
-    kernels: ClassVar[ResidualKernels]
+    kernels: ClassVar[Callable[[Residuals], ResidualKernels]]
     device: ClassVar[torch.device] = torch.device("cpu")
     rounds: ClassVar[int] = 12
 
@@ -95,13 +96,13 @@ class ResidualChecks:
         own = self.columns(slots)[0]
         found = logits.to(self.device, copy=True)
         rows = found[:, 0].clone()
-        self.kernels.correct_roots(of, rows, own, texts)
+        self.kernels(of).correct_roots(rows, own, texts)
         found[:, 0] = rows
         for first in range(1, EXPANSIONS, WIDTH):
             rows = found[:, first : first + WIDTH].flatten(0, 1).clone()
             ids = trees.reads[:, first : first + WIDTH].clamp(min=0).flatten().int()
             bits = trees.bits(first).to(self.device)
-            self.kernels.correct_rows(of, rows, own, ForwardRows(ids.to(self.device), bits, first))
+            self.kernels(of).correct_rows(rows, own, ForwardRows(ids.to(self.device), bits, first))
             found[:, first : first + WIDTH] = rows.view(len(slots), WIDTH, -1)
         return found.cpu()
 
@@ -121,7 +122,7 @@ class ResidualChecks:
         visits = Visits(
             own, first, prompts, positions, path.to(self.device), tokens.to(self.device)
         )
-        self.kernels.learn(of, target.flatten(0, 1).to(self.device), visits)
+        self.kernels(of).learn(target.flatten(0, 1).to(self.device), visits)
 
     def round(
         self, of: Residuals, wanted: ResidualTable, slots: torch.Tensor, g: torch.Generator,

@@ -132,11 +132,12 @@ class Residuals:
 
 
 class ResidualKernels(Protocol):
-    """Corrects a draft's logits, and learns from what the target said. Nothing waits."""
+    """Corrects a draft's logits by a table, and learns it from what the target said.
 
-    def correct_roots(
-        self, of: Residuals, logits: torch.Tensor, slots: torch.Tensor, texts: Texts
-    ) -> None:
+    It is made of `Residuals`, whose tensors stay where they are. Nothing waits.
+    """
+
+    def correct_roots(self, logits: torch.Tensor, slots: torch.Tensor, texts: Texts) -> None:
         """Correct the logits after the roots, and begin new records with them.
 
         ``logits`` [R, V] in dense rows are written. ``slots`` int64 [R]: -1 for padding, whose rows
@@ -144,13 +145,11 @@ class ResidualKernels(Protocol):
         """
         ...
 
-    def correct_rows(
-        self, of: Residuals, logits: torch.Tensor, slots: torch.Tensor, rows: ForwardRows
-    ) -> None:
+    def correct_rows(self, logits: torch.Tensor, slots: torch.Tensor, rows: ForwardRows) -> None:
         """Correct the logits of a forward's ``rows``, [R * W, V], and record them."""
         ...
 
-    def learn(self, of: Residuals, logits: torch.Tensor, visits: Visits) -> None:
+    def learn(self, logits: torch.Tensor, visits: Visits) -> None:
         """Learn at the roots and accepted nodes that the draft had expanded, and drop the records.
 
         ``logits`` [L, V]: the target's. A row with a logit of -inf, NaN or +inf teaches nothing: a

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dyntree_kernels.contracts import Walked, room_for
-from dyntree_kernels.cpu.residuals import KERNELS
+from dyntree_kernels.cpu.residuals import CompiledResiduals
 from dyntree_kernels.residuals import Texts
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
@@ -22,7 +22,7 @@ PLAN = DynTreeOptions.parse({"adapt": "on", "node_budget": 4}).resolve(4)
 @pytest.fixture
 def correction() -> DraftCorrection:
     texts = Texts(torch.arange(SLOTS), torch.full((SLOTS,), ROOT + 1, dtype=torch.int32))
-    return DraftCorrection(KERNELS, PLAN, texts, VOCABULARY)
+    return DraftCorrection(CompiledResiduals, PLAN, texts, VOCABULARY)
 
 
 def packed(*slots: int) -> torch.Tensor:

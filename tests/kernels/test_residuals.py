@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from residual_checks import ResidualChecks
 
-from dyntree_kernels.cpu.residuals import KERNELS
+from dyntree_kernels.cpu.residuals import CompiledResiduals
 
 
 class TestCompiledResiduals(ResidualChecks):
-    kernels = KERNELS
+    kernels = CompiledResiduals

@@ -10,14 +10,15 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
-from dyntree_kernels.cpu import residuals
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.look_up import look_up
 from dyntree_kernels.cpu.paths import KERNELS
+from dyntree_kernels.cpu.residuals import CompiledResiduals
 from dyntree_kernels.cpu.walk import walk
+from dyntree_kernels.residuals import ResidualKernels, Residuals
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kv import PathMover
@@ -37,7 +38,6 @@ class CPUOps:
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
     paths = KERNELS
-    residuals = residuals.KERNELS
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:
@@ -49,6 +49,9 @@ class CPUOps:
         self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return place(batch, trees, prefill_len)
+
+    def residuals(self, of: Residuals) -> ResidualKernels:
+        return CompiledResiduals(of)
 
     def mover(self, layers: Sequence[Attention]) -> Move:
         isas: set[Any] = {layer.isa for layer in layers}

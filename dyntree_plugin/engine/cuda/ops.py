@@ -9,7 +9,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
-from dyntree_kernels.cuda import residuals
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
 from dyntree_kernels.cuda.growth import MOST_CANDIDATES, DeviceGrowth
 from dyntree_kernels.cuda.gumbel import perturbed_logits
@@ -18,7 +17,9 @@ from dyntree_kernels.cuda.learn import learn
 from dyntree_kernels.cuda.look_up import look_up
 from dyntree_kernels.cuda.paths import KERNELS
 from dyntree_kernels.cuda.place import place
+from dyntree_kernels.cuda.residuals import DeviceResiduals
 from dyntree_kernels.cuda.walk import walk
+from dyntree_kernels.residuals import ResidualKernels, Residuals
 from dyntree_plugin.engine.cuda.clock import EventClock
 from dyntree_plugin.engine.step.clock import Clock
 from dyntree_plugin.engine.step.ops import Move
@@ -37,7 +38,6 @@ class CUDAOps:
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
     paths = KERNELS
-    residuals = residuals.KERNELS
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()
@@ -58,6 +58,9 @@ class CUDAOps:
             trees.ancestors,
             batch.num_tokens,
         )
+
+    def residuals(self, of: Residuals) -> ResidualKernels:
+        return DeviceResiduals(of)
 
     def mover(self, layers: Sequence[Attention]) -> Move:
         return KVMover([layer.kv_cache for layer in layers])

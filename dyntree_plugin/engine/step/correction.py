@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dyntree_kernels.contracts import Walked
@@ -30,7 +32,7 @@ class DraftCorrection:
 
     def __init__(
         self,
-        kernels: ResidualKernels,
+        kernels: Callable[[Residuals], ResidualKernels],
         plan: TreePlan,
         texts: Texts,
         vocabulary: int,
@@ -38,11 +40,11 @@ class DraftCorrection:
         """``texts``: the ends of all slots' texts, which the engine keeps at fixed addresses.
         ``vocabulary``: the target's."""
         device, slots = texts.last.device, len(texts.last)
-        self._kernels = kernels
         self._texts = texts
         table = ResidualTable.room(buckets_of(vocabulary), vocabulary, device)
         expansions = Expansions.room(slots, 1 + plan.scratch_slots, device)
         self.residuals = Residuals(table, expansions, FADING)
+        self._kernels = kernels(self.residuals)
 
     @property
     def memory(self) -> int:
@@ -59,18 +61,18 @@ class DraftCorrection:
 
     def roots(self, requests: Requests, logits: torch.Tensor) -> None:
         """Correct the logits after the roots, [R, V]."""
-        self._kernels.correct_roots(self.residuals, logits, requests.index, self._texts)
+        self._kernels.correct_roots(logits, requests.index, self._texts)
 
     def rows(self, requests: Requests, logits: torch.Tensor, rows: TreeRows, first: int) -> None:
         """Correct the logits of a forward, [R * W, V]; ``first`` as in `NodeSource.forward`."""
         found = ForwardRows(rows.ids, rows.ancestor_bits, first)
-        self._kernels.correct_rows(self.residuals, logits, requests.index, found)
+        self._kernels.correct_rows(logits, requests.index, found)
 
     def learn(self, packed: torch.Tensor, logits: torch.Tensor, walked: Walked) -> None:
         """Learn from the target's ``logits`` of the ``packed`` requests' rows, as it gave them."""
         slots, first, prompts = (packed[:, column] for column in (0, 1, 4))
         found = Visits(slots, first, prompts, walked.positions, walked.path, walked.tokens)
-        self._kernels.learn(self.residuals, logits, found)
+        self._kernels.learn(logits, found)
 
     def clear(self, slots: torch.Tensor) -> None:
         """Forget the records at ``slots`` int64, which new requests take."""

@@ -254,82 +254,86 @@ def _learn(
             )  # fmt: skip
 
 
+@compiled
+def _correct_roots(
+    logits, step, vocab, slots, last, lengths, roots, buckets, biases, kept_reads, kept_tokens,
+    log_probs,
+):  # fmt: skip
+    """Begin records, then correct the logits after the roots. See `_begin` and `_correct`."""
+    reads = np.empty(slots.shape[0], np.int64)
+    _begin(slots, last, lengths, roots, kept_reads, reads)
+    _correct(
+        logits, step, vocab, buckets, biases, slots, reads, 1, 0, kept_reads, kept_tokens, log_probs
+    )
+
+
+@compiled
+def _correct_rows(
+    logits, step, vocab, slots, ids, bits, first, width, above, buckets, biases, kept_reads,
+    kept_tokens, log_probs,
+):  # fmt: skip
+    """Record what rows run on, then correct their logits. See `_place` and `_correct`."""
+    reads = np.empty(slots.shape[0] * width, np.int64)
+    _place(slots, ids, bits, first, width, kept_reads, above, reads)
+    _correct(
+        logits, step, vocab, buckets, biases, slots, reads, width, first, kept_reads, kept_tokens,
+        log_probs,
+    )  # fmt: skip
+
+
 class CompiledResiduals:
     """The `ResidualKernels` of the CPU."""
 
-    def correct_roots(
-        self, of: Residuals, logits: torch.Tensor, slots: torch.Tensor, texts: Texts
-    ) -> None:
-        kept, reads = of.expansions, np.empty(len(slots), np.int64)
-        _begin(
-            slots.numpy(), texts.last.numpy(), texts.lengths.numpy(), kept.roots.numpy(),
-            kept.reads.numpy(), reads,
-        )  # fmt: skip
-        self._correct(of, logits, slots, reads, 0)
+    def __init__(self, of: Residuals) -> None:
+        kept = of.expansions
+        self._fading = np.array(of.fading, np.float32)
+        self._table = tuple(each.numpy() for each in of.table)
+        self._tree = tuple(each.numpy() for each in kept[:3])
+        self._records = tuple(each.numpy() for each in (kept.reads, kept.tokens, kept.log_probs))
+        self._corrected = (*self._table[:2], *self._records)
 
-    def correct_rows(
-        self, of: Residuals, logits: torch.Tensor, slots: torch.Tensor, rows: ForwardRows
-    ) -> None:
-        kept, reads = of.expansions, np.empty(len(logits), np.int64)
+    def correct_roots(self, logits: torch.Tensor, slots: torch.Tensor, texts: Texts) -> None:
+        use_torch_threads(_NANOSECONDS * logits.numel())
+        _correct_roots(
+            as_numpy(flat(logits)), logits.stride(0), logits.shape[1], slots.numpy(),
+            texts.last.numpy(), texts.lengths.numpy(), self._tree[0], *self._corrected,
+        )  # fmt: skip
+
+    def correct_rows(self, logits: torch.Tensor, slots: torch.Tensor, rows: ForwardRows) -> None:
+        use_torch_threads(_NANOSECONDS * logits.numel())
         width = len(logits) // max(1, len(slots))
-        _place(
-            slots.numpy(), rows.ids.numpy(), rows.bits.view(torch.uint32).numpy(), rows.first,
-            width, kept.reads.numpy(), kept.above.numpy(), reads,
+        _correct_rows(
+            as_numpy(flat(logits)), logits.stride(0), logits.shape[1], slots.numpy(),
+            rows.ids.numpy(), rows.bits.view(torch.uint32).numpy(), rows.first, width,
+            self._tree[2], *self._corrected,
         )  # fmt: skip
-        self._correct(of, logits, slots, reads, rows.first)
 
-    def learn(self, of: Residuals, logits: torch.Tensor, visits: Visits) -> None:
-        kept, table = of.expansions, of.table
+    def learn(self, logits: torch.Tensor, visits: Visits) -> None:
         requests, levels = visits.path.shape
         found = np.empty((requests * (levels + 1), 3), np.int64)
-        count = _follow(
-            *(each.numpy() for each in (*visits, kept.roots, kept.reads, kept.above)), found
-        )
+        count = _follow(*(each.numpy() for each in visits), *self._tree, found)
         memory, step, vocab = as_numpy(flat(logits)), logits.stride(0), logits.shape[1]
         best, likely = np.empty((count, KEPT), np.float32), np.empty((count, KEPT), np.int64)
         logsumexps = np.empty(count)
         use_torch_threads(_NANOSECONDS * count * vocab)
         _laws(memory, step, vocab, found, best, likely, logsumexps)
-        of_records = (each.numpy() for each in (kept.reads, kept.tokens, kept.log_probs))
-        fading = np.array(of.fading, np.float32)
         _learn(
-            memory, step, vocab, found, logsumexps, likely, best, *of_records,
-            *(each.numpy() for each in table), fading,
+            memory, step, vocab, found, logsumexps, likely, best, *self._records, *self._table,
+            self._fading,
         )  # fmt: skip
-
-    def _correct(
-        self,
-        of: Residuals,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        reads: np.ndarray,
-        first: int,
-    ) -> None:
-        """Correct and record the rows that run on the tokens ``reads`` [R * W]."""
-        kept, (rows, vocab) = of.expansions, logits.shape
-        width = rows // max(1, len(slots))
-        use_torch_threads(_NANOSECONDS * rows * vocab)
-        _correct(
-            as_numpy(flat(logits)), logits.stride(0), vocab, of.table.tokens.numpy(),
-            of.table.biases.numpy(), slots.numpy(), reads, width, first, kept.reads.numpy(),
-            kept.tokens.numpy(), kept.log_probs.numpy(),
-        )  # fmt: skip
-
-
-KERNELS = CompiledResiduals()
 
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernels for logits of `dtype`, or load them from disk."""
     device = torch.device("cpu")
     table, kept = ResidualTable.room(1, 2, device), Expansions.room(1, 2, device)
-    of = Residuals(table, kept, Fading(1.0, 1.0))
+    kernels = CompiledResiduals(Residuals(table, kept, Fading(1.0, 1.0)))
     # These are columns of one array, as in the engine: numba compiles per memory layout.
     slots, first, prompts = torch.zeros(1, 3, dtype=torch.int64).unbind(1)
     one = torch.zeros(1, 1, dtype=torch.int64)
     logits = torch.zeros(1, 2, dtype=dtype)
     texts = Texts(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int32))
-    KERNELS.correct_roots(of, logits, slots, texts)
-    KERNELS.correct_rows(of, logits, slots, ForwardRows(one[0].int(), one.int(), 1))
+    kernels.correct_roots(logits, slots, texts)
+    kernels.correct_rows(logits, slots, ForwardRows(one[0].int(), one.int(), 1))
     path, tokens = one - 1, torch.zeros(1, 2, dtype=torch.int64)
-    KERNELS.learn(of, logits, Visits(slots, first, prompts, one[0], path, tokens))
+    kernels.learn(logits, Visits(slots, first, prompts, one[0], path, tokens))

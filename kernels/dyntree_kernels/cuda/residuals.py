@@ -325,10 +325,11 @@ class _Best:
 class DeviceResiduals:
     """The `ResidualKernels` of CUDA."""
 
-    def correct_roots(
-        self, of: Residuals, logits: torch.Tensor, slots: torch.Tensor, texts: Texts
-    ) -> None:
-        requests, kept = len(slots), of.expansions
+    def __init__(self, of: Residuals) -> None:
+        self._of = of
+
+    def correct_roots(self, logits: torch.Tensor, slots: torch.Tensor, texts: Texts) -> None:
+        requests, kept = len(slots), self._of.expansions
         reads = torch.empty(requests, dtype=torch.int64, device=logits.device)
         expansions = kept.reads.shape[1]
         if requests:
@@ -336,12 +337,10 @@ class DeviceResiduals:
                 slots, *texts, kept.roots, kept.reads, reads, slots.stride(0), expansions,
                 E=triton.next_power_of_2(expansions),
             )  # fmt: skip
-            self._correct(of, logits, slots, reads, 0)
+            self._correct(logits, slots, reads, 0)
 
-    def correct_rows(
-        self, of: Residuals, logits: torch.Tensor, slots: torch.Tensor, rows: ForwardRows
-    ) -> None:
-        count, kept = len(logits), of.expansions
+    def correct_rows(self, logits: torch.Tensor, slots: torch.Tensor, rows: ForwardRows) -> None:
+        count, kept = len(logits), self._of.expansions
         reads = torch.empty(count, dtype=torch.int64, device=logits.device)
         if count:
             _place[(count,)](
@@ -349,10 +348,10 @@ class DeviceResiduals:
                 rows.bits.stride(0), rows.first, count // len(slots), kept.reads.shape[1],
                 WORDS=triton.next_power_of_2(rows.bits.shape[1]),
             )  # fmt: skip
-            self._correct(of, logits, slots, reads, rows.first)
+            self._correct(logits, slots, reads, rows.first)
 
-    def learn(self, of: Residuals, logits: torch.Tensor, visits: Visits) -> None:
-        kept, table, (requests, levels) = of.expansions, of.table, visits.path.shape
+    def learn(self, logits: torch.Tensor, visits: Visits) -> None:
+        kept, table, (requests, levels) = self._of.expansions, self._of.table, visits.path.shape
         count, vocab, device = requests * (levels + 1), logits.shape[1], logits.device
         if not count:
             return
@@ -371,26 +370,24 @@ class DeviceResiduals:
         )  # fmt: skip
         _learn[(count,)](
             found, buckets, logits, kept.tokens, kept.log_probs, *table, *best.arrays, count,
-            vocab, best.blocks, logits.stride(0), *of.fading, ALL=triton.next_power_of_2(count),
-            ENTRIES=best.entries, BLOCKS=best.lanes, num_warps=warps_for(best.entries),
+            vocab, best.blocks, logits.stride(0), *self._of.fading,
+            ALL=triton.next_power_of_2(count), ENTRIES=best.entries, BLOCKS=best.lanes,
+            num_warps=warps_for(best.entries),
         )  # fmt: skip
 
     def _correct(
-        self, of: Residuals, logits: torch.Tensor, slots: torch.Tensor, reads: torch.Tensor,
+        self, logits: torch.Tensor, slots: torch.Tensor, reads: torch.Tensor,
         first: int,
     ) -> None:  # fmt: skip
         """Correct and record the rows that run on the tokens ``reads`` [R * W]."""
-        (rows, vocab), kept = logits.shape, of.expansions
+        (rows, vocab), kept = logits.shape, self._of.expansions
         best = _Best(rows, vocab, logits.device)
         _correct[(rows, best.blocks)](
-            *best.arrays, logits, reads, *of.table[:2], vocab, best.blocks, logits.stride(0),
-            len(of.table.tokens), BLOCK=best.block, num_warps=8,
+            *best.arrays, logits, reads, *self._of.table[:2], vocab, best.blocks, logits.stride(0),
+            len(self._of.table.tokens), BLOCK=best.block, num_warps=8,
         )  # fmt: skip
         _record[(rows,)](
             kept.reads, kept.tokens, kept.log_probs, reads, slots, *best.arrays, slots.stride(0),
             first, rows // len(slots), kept.reads.shape[1], best.blocks, ENTRIES=best.entries,
             BLOCKS=best.lanes, num_warps=warps_for(best.entries),
         )  # fmt: skip
-
-
-KERNELS = DeviceResiduals()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from paged_cases import DEVICE
 from residual_checks import ResidualChecks
 
-from dyntree_kernels.cuda.residuals import KERNELS
+from dyntree_kernels.cuda.residuals import DeviceResiduals
 
 
 class TestResidualsInAFewLaunches(ResidualChecks):
-    kernels = KERNELS
+    kernels = DeviceResiduals
     device = DEVICE
     rounds = 5
