@@ -25,6 +25,7 @@ _SHOWN = (
     "children",
     "coupling",
     "calibration",
+    "adapt",
     "rule",
 )
 
