@@ -26,8 +26,8 @@ from dyntree_plugin.tree.judged import Asked
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.posterior import Posterior
 from dyntree_plugin.tree.value import AcceptanceEstimate
+from dyntree_plugin.tune.posterior import Posterior
 
 LEARNING_BUDGET = 64
 _LEARNING = ("calibrated", "with_look_up", "pool", "pool_with_look_up", "look_up")

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.acceptance.texts import Prompts, logits_along
 from dyntree_plugin.tree.perturb import perturb_on
-from dyntree_plugin.tree.posterior import Posterior, likeliest_beta, surprises
+from dyntree_plugin.tune.posterior import Posterior, likeliest_beta, surprises
 
 _PROMPTS_AT_ONCE = 32
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.acceptance.paper import REPORTED
-from dyntree_plugin.tree.posterior import Posterior
+from dyntree_plugin.tune.posterior import Posterior
 
 Result = dict[str, Any]
 Cell = dict[str, Any]

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from dyntree_plugin.tree.perturb import perturb_on
-from dyntree_plugin.tree.posterior import Posterior, likeliest_beta, surprises
 from dyntree_plugin.tune.eagle import Head
 from dyntree_plugin.tune.optimize import Batch
+from dyntree_plugin.tune.posterior import Posterior, likeliest_beta, surprises
 from dyntree_plugin.tune.shards import WEIGHTS, Sample, Shards
 
 Logits = Callable[[Batch], torch.Tensor]

@@ -12,7 +12,7 @@ from acceptance_models import VOCABULARY, in_rows, some_prompts
 
 from benchmarks.acceptance.posterior import fitted_beta, measure
 from benchmarks.acceptance.texts import Prompts, write
-from dyntree_plugin.tree.posterior import MOST_BITS, Posterior, likeliest_beta, surprises
+from dyntree_plugin.tune.posterior import MOST_BITS, Posterior, likeliest_beta, surprises
 
 PROMPTS = some_prompts(*[5, 9, 3] * 14)
 """More than are measured at once."""

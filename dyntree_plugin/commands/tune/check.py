@@ -16,10 +16,10 @@ from dyntree_plugin.commands.tune.learn import Lessons
 from dyntree_plugin.commands.tune.models import folder_of, reader_of
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Settings
-from dyntree_plugin.tree.posterior import Posterior
 from dyntree_plugin.tune import unknown as unknown_of
 from dyntree_plugin.tune.eagle import OfTarget, load_head
 from dyntree_plugin.tune.fit import Machine
+from dyntree_plugin.tune.posterior import Posterior
 from dyntree_plugin.tune.unknown import Logits
 
 Place = tuple[float, int]

@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.table import Table
 
 from dyntree_plugin.commands.tune.check import Steps
-from dyntree_plugin.tree.posterior import Posterior
+from dyntree_plugin.tune.posterior import Posterior
 
 Update = Callable[[int, str], None]
 """Gets how much is done, and a line about it."""

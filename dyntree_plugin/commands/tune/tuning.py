@@ -16,8 +16,8 @@ from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import parts, write
 from dyntree_plugin.provenance import provenance
-from dyntree_plugin.tree.posterior import Posterior
 from dyntree_plugin.tune.fit import Machine
+from dyntree_plugin.tune.posterior import Posterior
 
 
 @dataclass(frozen=True)
