@@ -123,12 +123,14 @@ def test_a_damaged_file_is_compiled_anew(
 ) -> None:
     sources = write(tmp_path / "kernels")
     start(sources)(1)
-    whole = [path.read_bytes() for path in files(cache)]
-    for path in files(cache):
-        path.write_bytes(damage(path.read_bytes()))
+    damaged = {path: damage(path.read_bytes()) for path in files(cache)}
+    for path, content in damaged.items():
+        path.write_bytes(content)
     twice = start(sources)
     assert (twice(1), loaded(twice)) == (3, 0)
-    assert [len(path.read_bytes()) for path in files(cache)] == [*map(len, whole)]
+    # How long a file is depends on which equal objects numba happens to share.
+    assert {*files(cache)} == damaged.keys()
+    assert all(path.read_bytes() != content for path, content in damaged.items())
     twice = start(sources)
     assert (twice(1), loaded(twice)) == (3, 1)
 
