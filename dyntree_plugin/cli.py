@@ -100,6 +100,8 @@ def show(context: typer.Context) -> None:
 @app.command(context_settings=_VLLM_ARGUMENTS)
 def tune(context: typer.Context) -> None:
     """Fit a draft, a pool of drafts or an EAGLE-3 head to its target, on prompts of its users."""
+    # Intel's OpenMP reads this when it starts; else it says that numba calls a deprecated function.
+    os.environ.setdefault("KMP_WARNINGS", "0")
     ready_for_engine(context.args)
     import_module("dyntree_plugin.commands.tune.command").main(context.args)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,8 +37,6 @@ def main(words: Sequence[str]) -> None:
     Exit status: 0 if the result is better than what it began with, 1 if not, 2 if the arguments,
     the prompts or the models are refused.
     """
-    # Intel's OpenMP would tell users that numba calls a deprecated function.
-    os.environ.setdefault("KMP_WARNINGS", "0")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     app(list(words), prog_name="dyntree tune")
 
