@@ -20,6 +20,21 @@ def from_json(text: str) -> Any:
         raise ValueError(f"{text[:20]!r}… is nested too deeply") from None
 
 
+def object_of(option: str, value: str) -> dict[str, Any]:
+    """Read the JSON object that an option was given.
+
+    Raises:
+        ValueError: naming the option, if it is no JSON object.
+    """
+    try:
+        found = from_json(value)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} {value!r} must be a JSON object")
+    return found
+
+
 def _single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:

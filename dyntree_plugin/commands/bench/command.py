@@ -25,7 +25,7 @@ from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
 from dyntree_plugin.commands.bench.session import Contest, Done, Settings, of_engines, of_servers
 from dyntree_plugin.commands.loads.runs import Engine, Run
-from dyntree_plugin.strict_json import from_json
+from dyntree_plugin.strict_json import object_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -76,7 +76,7 @@ def serve(
     console = Console(highlight=False)
     loads = prompt_sets or [prompts.CODE], temperatures or [0.0], batches or [1, 4]
     try:
-        further_sampling = [_json("--sampling", each) for each in samplings or ["{}"]]
+        further_sampling = [object_of("--sampling", each) for each in samplings or ["{}"]]
         settings = Settings(*loads, requests, max_tokens, rounds, seed, further_sampling)
         check_plots(plot_folder)
         if base_urls:
@@ -85,7 +85,7 @@ def serve(
             measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
         else:
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
-            further = _json("--engine-arguments", engine_arguments)
+            further = object_of("--engine-arguments", engine_arguments)
             models, remarks = _models(target, draft, method, target_shape, dtype, further)
             contest = Contest(
                 models,
@@ -180,7 +180,7 @@ def _models(
 
 def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
     """Return the best static trees of the budgets, followed by the dynamic ones."""
-    options = [_json("--tree", one) for one in given or ()] or arguments.TREES
+    options = [object_of("--tree", one) for one in given or ()] or arguments.TREES
     dynamic = plan.named_trees(options)
     if static_rates is None:
         return dynamic
@@ -190,16 +190,6 @@ def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
         raise ValueError(f"--static {static_rates!r} must be numbers, such as 0.6,0.2") from None
     budgets = sorted({nodes for nodes, _ in dynamic.values()})
     return plan.named_trees(static.trees(rates, budgets)) | dynamic
-
-
-def _json(option: str, value: str) -> dict[str, Any]:
-    try:
-        found = from_json(value)
-    except ValueError as error:
-        raise ValueError(f"{option} {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{option} {value!r} must be a JSON object")
-    return found
 
 
 @contextmanager

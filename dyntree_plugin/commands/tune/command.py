@@ -22,7 +22,7 @@ from dyntree_plugin.commands.tune import (
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings
 from dyntree_plugin.commands.tune.tuning import Tuning
-from dyntree_plugin.strict_json import from_json
+from dyntree_plugin.strict_json import object_of
 from dyntree_plugin.tune.fit import Machine
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -83,7 +83,7 @@ def tune(
     console = Console(highlight=False)
     with reasons.exit_on_mistake("dyntree tune"):
         _check_packages(settings)
-        given = _engine_arguments(engine_arguments)
+        given = object_of("--engine-arguments", engine_arguments)
         settings = replace(settings, engine_arguments=given)
         found = _prompts(settings, prompt_file, chat=chat)
         settings = replace(settings, digest=found.digest)
@@ -118,16 +118,6 @@ def _check_packages(settings: Settings) -> None:
         raise ValueError(f"tune needs {', '.join(missing)}: pip install 'dyntree[tune]'")
 
 
-def _engine_arguments(given: str) -> dict[str, object]:
-    try:
-        found = from_json(given)
-    except ValueError as error:
-        raise ValueError(f"--engine-arguments {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--engine-arguments {given!r} must be a JSON object")
-    return found
-
-
 def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
     """Read the prompts, and check what can be checked without weights."""
     context = models.context_of(settings.target)
@@ -141,5 +131,10 @@ def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
         models.check(settings.target, settings.draft)
         context = min(context, models.context_of(settings.draft))
     most = context - settings.tokens - max(settings.nodes) - 1
+    if most < 1:
+        raise ValueError(
+            f"--tokens {settings.tokens} and --nodes {max(settings.nodes)} leave no room for a "
+            f"prompt: the models read at most {context} tokens"
+        )
     tokenizer = models.tokenizer_of(settings.target)
     return prompts.read(file, tokenizer, most, settings.held_out, settings.seed, chat=chat)

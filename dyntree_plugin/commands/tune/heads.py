@@ -38,8 +38,14 @@ def config_of(settings: Settings) -> Any:
         if config.vocab_size != target.vocab_size or config.hidden_size != target.hidden_size:
             raise ValueError(
                 f"DRAFT {settings.draft!r} must be a head of TARGET {settings.target!r}: it has "
-                f"another vocabulary or width"
+                "another vocabulary or width"
             )
+        for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids"):
+            if getattr(config, name, None) is None:
+                raise ValueError(
+                    f"DRAFT {settings.draft!r} must be an EAGLE-3 head whose configuration says "
+                    f"what it reads and drafts; it has no {name}"
+                )
         return config
     heads = target.num_attention_heads
     shape = Shape(
