@@ -4,12 +4,12 @@ each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import workload
 from comparison import Outputs, by_request, explain, mismatches
 from engine_process import PARALLEL, Result, serve
+from engine_queue import EngineQueue
 from serving import server as serving_server
 
 Served = Callable[[str], Mapping[str, Result]]
@@ -33,24 +33,15 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         **workload.DRAWN,
     }
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = {spec.params.get("engine") for spec in parameters if spec is not None}
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        started: dict[str, Future[dict[str, Result]]] = {}
+    asked = dict.fromkeys(spec.params.get("engine") for spec in parameters if spec is not None)
+    wanted = [PLAIN, *(engine for engine in asked if engine in jobs and engine != PLAIN)]
 
-        def start(engine: str) -> None:
-            threads = workload.THREADS.get(engine, 1)
-            started[engine] = pool.submit(serve, *jobs[engine], threads=threads)
+    def results(engine: str) -> Mapping[str, Result]:
+        return serve(*jobs[engine], threads=workload.THREADS.get(engine, 1))
 
-        def results(engine: str) -> dict[str, Result]:
-            if engine not in started:
-                start(engine)
-            return started[engine].result()
-
-        for engine in jobs:
-            if engine in wanted or (engine == PLAIN and wanted - {None}):
-                start(engine)
-        yield results
-        pool.shutdown(cancel_futures=True)
+    queue = EngineQueue(results, wanted if len(wanted) > 1 else [], PARALLEL)
+    yield queue.results
+    queue.close()
 
 
 @pytest.fixture(scope="session")
