@@ -314,7 +314,7 @@ _LEARNING: dict[str, Run] = {
 }
 
 ADAPTED: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
-    "adapted": (tree(adapt="on", lookup="off"), _LEARNING),
+    "adapted": (tree(adapt="on", lookup="off"), _LEARNING | {"mixed": TREE_RUNS["mixed"]}),
     "adapted head": (
         with_head(pair.paths()["eagle3"], budget="fixed", adapt="on"),
         _LEARNING,
