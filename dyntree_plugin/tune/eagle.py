@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from dyntree_plugin.pair.models import CONTEXT, Shape
+from dyntree_plugin.pair.models import Shape
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines (1, rows, head_dim) of the position encoding."""
@@ -66,7 +66,7 @@ def head_config(
         head_dim=shape.head_dim,
         rms_norm_eps=target.rms_norm_eps,
         rope_parameters=target.rope_parameters,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=target.max_position_embeddings,
         tie_word_embeddings=False,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,

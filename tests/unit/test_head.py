@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import shutil
@@ -198,6 +199,13 @@ def test_a_stored_head_is_read_back(head: eagle.Head, tmp_path: Path) -> None:
     assert again.layers == LAYERS
     for name, weight in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
+
+
+def test_a_head_reads_texts_as_long_as_the_target_does(target: LlamaForCausalLM) -> None:
+    longer = copy.deepcopy(target.config)
+    longer.max_position_embeddings = 131072
+    config = eagle.head_config(longer, SHAPE, LAYERS, 40)
+    assert config.max_position_embeddings == 131072
 
 
 @pytest.mark.parametrize("layers", [(1, 4), (3, 1), (1, 1), (-1, 2)])
