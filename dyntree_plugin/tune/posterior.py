@@ -39,7 +39,7 @@ class Posterior:
     """The surprise of the target's tokens at one ``temperature``.
 
     ``bits``: its mean h. ``second_moment``: the mean of its square, in bits squared. Both are of
-    ``positions`` tokens.
+    ``positions`` tokens. ``unreachable``: share of further tokens, which the draft cannot draft.
     """
 
     temperature: float
@@ -47,13 +47,16 @@ class Posterior:
     bits: float
     second_moment: float
     positions: int
+    unreachable: float = 0.0
 
     @classmethod
-    def of(cls, temperature: float, beta: float, surprises: torch.Tensor) -> Posterior:
+    def of(
+        cls, temperature: float, beta: float, surprises: torch.Tensor, unreachable: float = 0.0
+    ) -> Posterior:
         """Return the moments of ``surprises`` [M] in bits."""
         found = surprises.double().clamp(max=MOST_BITS)
         moments = (float(found.mean()), float(found.square().mean()))
-        return cls(temperature, beta, *moments, len(found))
+        return cls(temperature, beta, *moments, len(found), unreachable)
 
     def tokens_per_step(self, nodes: int) -> float | None:
         """Return what the law foretells of trees of so many ``nodes``, the bonus token included.
@@ -76,8 +79,10 @@ def surprises(scores: torch.Tensor, tokens: torch.Tensor, beta: float) -> torch.
 def likeliest_beta(scores: torch.Tensor, tokens: torch.Tensor) -> float:
     """Return the beta of the least mean surprise of ``tokens`` [M] by ``scores`` [M, V].
 
-    The mean is convex in 1 / beta, so its slope has one sign on each side of the least.
+    The mean is convex in 1 / beta, so its slope has one sign on each side of the least. Scores of
+    -inf are of tokens that cannot be drafted, and none of ``tokens`` has one.
     """
+    scores = scores.clamp(min=torch.finfo(scores.dtype).min)  # a chance of 0 times -inf is NaN
     taken = scores.gather(1, tokens[:, None])[:, 0]
     low, high = map(math.log, BETAS)
     for _ in range(_HALVINGS):

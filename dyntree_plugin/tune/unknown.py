@@ -25,15 +25,19 @@ def posteriors(
     """Return the posterior of every temperature at which the samples were written.
 
     ``shards`` are those of the ``samples``, one by one. Beta, a single number, is fitted to the
-    same texts.
+    same texts. Tokens that the draft cannot draft are left out, and their share is told.
     """
     found = {}
     for temperature in sorted({sample.temperature for sample in samples}):
         numbers = [n for n, sample in enumerate(samples) if sample.temperature == temperature]
         rows = [_of_sample(logits, shards, n, samples[n], device) for n in numbers]
         scores, tokens = (torch.cat(each) for each in zip(*rows, strict=True))
+        reached = scores.gather(1, tokens[:, None])[:, 0] > -torch.inf
+        unreachable = 1 - float(reached.float().mean())
+        scores, tokens = scores[reached], tokens[reached]
         beta = likeliest_beta(scores, tokens)
-        found[temperature] = Posterior.of(temperature, beta, surprises(scores, tokens, beta))
+        of_reached = surprises(scores, tokens, beta)
+        found[temperature] = Posterior.of(temperature, beta, of_reached, unreachable)
     return found
 
 

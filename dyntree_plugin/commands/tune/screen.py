@@ -59,11 +59,16 @@ def unknown_table(found: Mapping[str, Mapping[float, Posterior]]) -> Table:
     for heading in ("temperature", "tokens", *found):
         table.add_column(heading, justify="right")
     first, *others = found.values()
+    beyond = any(each.unreachable for of_one in found.values() for each in of_one.values())
+    if beyond:
+        table.add_column("cannot be drafted", justify="right")
     for temperature, begun in first.items():
         shown = [f"{begun.bits:.3f}"]
         for each in others:
             bits = each[temperature].bits
             shown.append(f"{bits:.3f} ({bits / begun.bits - 1:+.1%})")
+        if beyond:
+            shown.append(f"{begun.unreachable:.1%} of tokens")
         table.add_row(f"{temperature:g}", str(begun.positions), *shown)
     return table
 
