@@ -39,7 +39,7 @@ class Posterior:
     """The surprise of the target's tokens at one ``temperature``.
 
     ``bits``: its mean h. ``second_moment``: the mean of its square, in bits squared. Both are of
-    ``positions`` tokens. ``unreachable``: share of further tokens, which the draft cannot draft.
+    ``positions`` tokens, all that the draft can draft. ``unreachable``: the share of the others.
     """
 
     temperature: float
