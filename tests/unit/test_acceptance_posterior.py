@@ -115,3 +115,13 @@ def test_of_trees_that_do_not_branch_the_law_says_nothing() -> None:
     assert Posterior(0.0, 0.1, 0.0, 0.0, 100).tokens_per_step(64) is None
     assert Posterior(0.0, 0.1, 0.01, 0.01, 100).tokens_per_step(64) is None
     assert Posterior(0.0, 0.1, 0.1, 0.1, 100).tokens_per_step(64) is not None
+
+
+def test_a_token_that_cannot_be_drafted_changes_no_beta() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = 2 * torch.randn(500, 20, generator=generator)
+    tokens = (scores / 0.7).softmax(1).multinomial(1, generator=generator)[:, 0]
+    without = likeliest_beta(scores, tokens)
+    with_one = likeliest_beta(torch.nn.functional.pad(scores, (0, 1), value=-torch.inf), tokens)
+    assert with_one == pytest.approx(without)
+    assert 0.3 < without < 1.5
