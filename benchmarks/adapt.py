@@ -109,15 +109,19 @@ def _loads(prompts: Sequence[list[int]], count: int, tokens: int) -> dict[str, L
     return found
 
 
-def _engine(draft: Path, nodes: int, adapt: str, loads: dict[str, Load]) -> Engine:
-    longest = max(len(each.prompt) for load in loads.values() for each in load.requests)
-    length = longest + loads[LEARNING].max_tokens + nodes + 1
-    arguments = {
-        "model": str(pair.paths()["target"]),
+def engine_arguments(
+    target: Path, draft: Path, nodes: int, adapt: str, requests: int, length: int
+) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` for whole trees without look-up.
+
+    ``requests``: most at a time. ``length``: most tokens of one.
+    """
+    return {
+        "model": str(target),
         "dtype": "float32",
         "max_model_len": length,
-        "max_num_batched_tokens": BATCH * (nodes + 1) + length,
-        "max_num_seqs": BATCH,
+        "max_num_batched_tokens": requests * (nodes + 1) + length,
+        "max_num_seqs": requests,
         "kv_cache_memory_bytes": 1 << 29,
         "enable_prefix_caching": False,
         "disable_log_stats": False,
@@ -128,6 +132,12 @@ def _engine(draft: Path, nodes: int, adapt: str, loads: dict[str, Load]) -> Engi
         },
         "additional_config": {NAMESPACE: {"budget": "fixed", "lookup": "off", "adapt": adapt}},
     }
+
+
+def _engine(draft: Path, nodes: int, adapt: str, loads: dict[str, Load]) -> Engine:
+    longest = max(len(each.prompt) for load in loads.values() for each in load.requests)
+    length = longest + loads[LEARNING].max_tokens + nodes + 1
+    arguments = engine_arguments(pair.paths()["target"], draft, nodes, adapt, BATCH, length)
     return Engine(name=f"adapt {adapt}", kind="dynamic tree", budget=nodes, arguments=arguments)
 
 

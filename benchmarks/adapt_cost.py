@@ -1,8 +1,8 @@
 """What the option `adapt` costs: python -m benchmarks.adapt_cost [--help]
 
-An engine completes held-out code with it. The time of its calls is compared with the time of the
-steps that they are a part of, so a machine that changes its speed matters little. On a CPU, where
-calls end when they return.
+An engine with it completes held-out code. The time of the calls that correct and learn is divided
+by the time of the steps that they are a part of, so a machine that changes its speed matters
+little. This is for a CPU, where a call has ended when it returns.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.adapt import engine_arguments
 from dyntree_plugin import openmp, pair
 from dyntree_plugin.engine.step.correction import DraftCorrection
-from dyntree_plugin.options import NAMESPACE
 from dyntree_plugin.pair import shapes
 from dyntree_plugin.provenance import provenance
 
@@ -39,12 +39,12 @@ def measure(
     batch: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1 and 4.")] = None,
     nodes: Annotated[int, typer.Option(min=1)] = 16,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Batches that are measured.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each batch is served.")] = 8,
     output: Annotated[Path | None, typer.Option(help="Where the result goes, as JSON.")] = None,
 ) -> None:
     batches = batch or [1, 4]
     engine = _engine(shape, max(batches), nodes, tokens)
-    _serve(engine, max(batches), tokens, -1)  # what is compiled and measured first
+    _serve(engine, max(batches), tokens, -1)  # compiles, and allocates
     cells = []
     for size in batches:
         with _timed() as seconds:
@@ -67,22 +67,8 @@ def _engine(shape: str | None, requests: int, nodes: int, tokens: int) -> Any:
     models = pair.paths()
     target = models["target"] if shape is None else shapes.grown_target(shape, models["target"])
     length = 256 + tokens + nodes + 1
-    return LLM(
-        model=str(target),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=length,
-        max_num_batched_tokens=requests * length,
-        max_num_seqs=requests,
-        kv_cache_memory_bytes=1 << 29,
-        enable_prefix_caching=False,
-        speculative_config={
-            "method": "draft_model",
-            "model": str(models["draft"]),
-            "num_speculative_tokens": nodes,
-        },
-        additional_config={NAMESPACE: {"budget": "fixed", "lookup": "off", "adapt": "on"}},
-    ).llm_engine
+    arguments = engine_arguments(target, models["draft"], nodes, "on", requests, length)
+    return LLM(**arguments, enforce_eager=True).llm_engine
 
 
 def _serve(engine: Any, requests: int, tokens: int, number: int) -> list[float]:
