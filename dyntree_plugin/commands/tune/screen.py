@@ -58,19 +58,21 @@ def unknown_table(found: Mapping[str, Mapping[float, Posterior]]) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in ("temperature", "tokens", *found):
         table.add_column(heading, justify="right")
-    first, *others = found.values()
-    beyond = any(each.unreachable for of_one in found.values() for each in of_one.values())
-    if beyond:
-        table.add_column("cannot be drafted", justify="right")
+    first = next(iter(found.values()))
     for temperature, begun in first.items():
-        shown = [f"{begun.bits:.3f}"]
-        for each in others:
-            bits = each[temperature].bits
-            shown.append(f"{bits:.3f} ({bits / begun.bits - 1:+.1%})")
-        if beyond:
-            shown.append(f"{begun.unreachable:.1%} of tokens")
+        shown = [_bits(each[temperature], begun) for each in found.values()]
         table.add_row(f"{temperature:g}", str(begun.positions), *shown)
     return table
+
+
+def _bits(own: Posterior, begun: Posterior) -> str:
+    """Return the bits of a draft, and their ratio to those of the first if they are comparable."""
+    shown = f"{own.bits:.3f}"
+    if own is not begun and own.unreachable == begun.unreachable:
+        shown += f" ({own.bits / begun.bits - 1:+.1%})"
+    if own.unreachable:
+        shown += f", {own.unreachable:.1%} of tokens left out"
+    return shown
 
 
 def steps_table(found: Mapping[str, Steps]) -> Table:

@@ -103,8 +103,9 @@ class Tuning:
             )
             return False
         self._place()
+        than = " than without a draft" if began is None else ""
         self.console.print(
-            f"Better: {gain - 1:+.1%} tokens per step in the mean. The losses are drawn in "
+            f"Better{than}: {gain - 1:+.1%} tokens per step in the mean. The losses are drawn in "
             f"{self.folder.curve}. To serve it:\n{self._serve()}",
             soft_wrap=True,
         )
