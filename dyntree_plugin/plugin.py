@@ -76,6 +76,7 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
     from dyntree_plugin.engine import configuration
 
     if vllm_config.parallel_config.worker_cls in configuration.WORKERS.values():
+        configuration.schedule_pipeline(vllm_config)
         configuration.choose_scheduler(vllm_config)
         configuration.size_trees_by_step(vllm_config, device_type)
 

@@ -124,6 +124,15 @@ def further_drafts(speculative_config: Any) -> tuple[SpeculativeConfig, ...]:
     return found
 
 
+def schedule_pipeline(vllm_config: VllmConfig) -> None:
+    """Schedule the steps of a pipeline asynchronously, on a CPU too, where vLLM never does.
+
+    vLLM's synchronous scheduler asks for a step's drafts before it knows the step's tokens.
+    """
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        vllm_config.scheduler_config.async_scheduling = True
+
+
 def choose_scheduler(vllm_config: VllmConfig) -> None:
     """Set the scheduler that counts trees. Call it after vLLM has decided on async scheduling."""
     scheduler = vllm_config.scheduler_config

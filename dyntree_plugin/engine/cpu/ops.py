@@ -24,10 +24,9 @@ from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kv import PathMover
 from dyntree_plugin.engine.step.clock import Clock, StageClock
 from dyntree_plugin.engine.step.ops import Move
-from dyntree_plugin.engine.step.place import place
+from dyntree_plugin.engine.step.place import PlacedTrees, place
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows
 from dyntree_plugin.engine.step.transfer import at_hand
-from dyntree_plugin.engine.step.trees import TreeStore
 
 
 class CPUOps:
@@ -46,7 +45,7 @@ class CPUOps:
         self._budget = budget
 
     def place(
-        self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return place(batch, trees, prefill_len)
 

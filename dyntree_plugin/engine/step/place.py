@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.attention.metadata import TreeMask
-from dyntree_plugin.engine.step.ops import TreeOps
-from dyntree_plugin.engine.step.trees import TreeStore
+
+if TYPE_CHECKING:
+    from dyntree_plugin.engine.step.ops import TreeOps
+
+
+class PlacedTrees(Protocol):
+    """The part of the trees that places their nodes, as in `TreeStore`."""
+
+    words: int
+    depths: torch.Tensor
+    ancestors: torch.Tensor
 
 
 def place_nodes(
-    batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor, ops: TreeOps
+    batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor, ops: TreeOps
 ) -> TreeMask:
     """Turn the linear positions of a batch with drafts into those of tree nodes; make the mask."""
     drafts = batch.num_draft_tokens_per_req
@@ -24,7 +35,7 @@ def place_nodes(
 
 
 def place(
-    batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+    batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Change the batch's positions in place; return ``ctx_lens`` and ``ancestor_bits`` of TreeMask.
 
