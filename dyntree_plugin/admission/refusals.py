@@ -164,7 +164,7 @@ ENGINE_REFUSALS = (
         "target",
     ),
     Refusal(
-        "async_scheduling (pipeline_parallel_size)",
+        "async_scheduling, pipeline_parallel_size",
         lambda c: (
             c.scheduler_config.async_scheduling,
             c.parallel_config.pipeline_parallel_size,

@@ -29,7 +29,7 @@ from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
-from dyntree_plugin.engine.grammar.drafts import TreeDrafts
+from dyntree_plugin.engine.grammar.drafts import RecentDrafts
 from dyntree_plugin.engine.grammar.tries import GrammarTries
 from dyntree_plugin.engine.head_speculator import HeadSpeculator
 from dyntree_plugin.engine.limits import wrap_seeds
@@ -45,7 +45,6 @@ from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs
 from dyntree_plugin.engine.step.parameters import TreeParameters
 from dyntree_plugin.engine.step.processors import ProcessorsOnTrees, custom_processors, read_paths
 from dyntree_plugin.engine.step.ranking import TargetRanking
-from dyntree_plugin.engine.step.transfer import Arrival
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecord, StepTimes
@@ -106,7 +105,7 @@ class TreeRunnerMixin(TreeStage):
             self.correction,
         )
         self.speculator: TreeProposals = _speculator_for(plan)(vllm_config, device, drafting)
-        self._parents: Arrival | None = None
+        self.recent_drafts = RecentDrafts(self.stages, device)
         self._step_times = StepTimes()
         self._plain_steps: PlainSteps | None = None
         self._row_cost: RowCost | None = None
@@ -263,6 +262,7 @@ class TreeRunnerMixin(TreeStage):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample, then draft by way of the speculator; attach the step's counts to the output."""
         state = self.execute_model_state
+        self.draft_tokens_handler = self.recent_drafts.next_step()
         output = super().sample_tokens(grammar_output)
         if state is None:
             return output
@@ -272,7 +272,9 @@ class TreeRunnerMixin(TreeStage):
             self.relay.send(batch, None if walked is None else walked.path, self.trees)
         # With structured output vLLM hands the drafts to the scheduler, and it needs trees.
         outline = batch.has_structured_output_reqs
-        self._parents = self.ops.send(self.trees.parents_of(batch.idx_mapping)) if outline else None
+        if outline:
+            parents = self.trees.parents_of(batch.idx_mapping)
+            self.recent_drafts.add_parents(self.ops.send(parents))
         record, self._record = self._record, self._new_record()
         times = self.clock.split()
         record.ended(self.driver.step.drafted.forwards, times)
@@ -281,12 +283,7 @@ class TreeRunnerMixin(TreeStage):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Hand the last drafts to the scheduler, with parents if it has sent for tokens."""
-        drafts = super().take_draft_token_ids()
-        if drafts is None or self._parents is None:
-            return drafts
-        rows = self._parents().tolist()  # sync: it has arrived
-        parents = [row[1 : 1 + row[0]] for row in rows]
-        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, parents)
+        return self.recent_drafts.take()
 
     def step_ended(self, batch: InputBatch, times: StageTimes) -> None:
         """Learn from a step; ``times`` may not be known yet."""

@@ -11,6 +11,8 @@ from comparison import Outputs, accepted_per_step, explain, mismatches
 from engine_process import Result, Run
 from stages import BROKEN, serve_in_stages
 
+from dyntree_plugin import pair
+
 pytestmark = pytest.mark.e2e
 
 REQUESTS = workload.each_kind(range(48))
@@ -77,6 +79,7 @@ def test_a_small_cache_preempts_requests_of_a_pipeline(tight: Mapping[str, Resul
 OTHERS: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     "look-up alone": (workload.without_draft(method="ngram_gpu", budget="fixed"), {}),
     "a pool": (workload.POOLS["pool"][0], {}),
+    "a head": (workload.with_head(pair.paths()["eagle3"], budget="fixed"), {}),
     "three stages": (workload.tree(), {"stages": 3}),
     "two ranks per stage": (workload.tree(), {"tensor_parallel_size": 2}),
 }
