@@ -89,7 +89,7 @@ class TreeRunnerMixin(TreeStage):
         # One more, for the trees' spare slot.
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
-        self.driver = StepDriver(self.trees, self.ops, self._sampling_states, self.stages)
+        self.driver = StepDriver(self.trees, self.ops, self._sampling_states, self.pipeline_stages)
         self.correction = self._correction(plan) if plan.adapt else None
         drafting = Drafting(
             self.driver,
@@ -105,7 +105,7 @@ class TreeRunnerMixin(TreeStage):
             self.correction,
         )
         self.speculator: TreeProposals = _speculator_for(plan)(vllm_config, device, drafting)
-        self.recent_drafts = RecentDrafts(self.stages, device)
+        self.recent_drafts = RecentDrafts(self.pipeline_stages, device)
         self._step_times = StepTimes()
         self._plain_steps: PlainSteps | None = None
         self._row_cost: RowCost | None = None

@@ -53,10 +53,10 @@ class TreeStage(AdapterRows):
         self.ops = self.make_ops()
         self.clock = self.ops.clock
         self.trace: TreeTrace | None = None
-        self.stages = get_pp_group().world_size
+        self.pipeline_stages = get_pp_group().world_size
         self.relay: TreeRelay | None = None
         if self.pp_handler is not None:
-            self.relay = TreeRelay(self.pp_handler, plan.shape, self.stages)
+            self.relay = TreeRelay(self.pp_handler, plan.shape, self.pipeline_stages)
         self._movers: list[tuple[int, Move]] = []
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

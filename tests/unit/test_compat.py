@@ -226,7 +226,7 @@ def test_the_engine_does_not_start_with(
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_pipeline_is_scheduled_asynchronously(build: Build, stages: int) -> None:
-    """vLLM never does that on a CPU. It derives the draft's configuration, of one stage, from it."""
+    """vLLM never does that on a CPU, and derives the configuration of the draft, of one stage."""
     from vllm.config import replace
 
     config = build(pipeline_parallel_size=stages)
