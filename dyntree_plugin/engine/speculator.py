@@ -105,9 +105,17 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
             self.further = load_further_drafts(self.vllm_config)
         return first
 
-    def _run_model(self, *args: Any) -> torch.Tensor:
+    def _run_model(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> torch.Tensor:
+        rows = input_ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp
         with as_one_stage():
-            return super()._run_model(*args)
+            return super()._run_model(*rows)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)

@@ -18,6 +18,7 @@ if current_platform.is_cpu():
 
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",
+    "cuda.runner.EarlierGPUStage",
     "cuda.worker.TreeGPUWorker",
     *[
         f"attention.cuda.Tree{backend}Attention{part}"
@@ -25,7 +26,7 @@ CUDA = [
         for part in ("Backend", "Impl", "MetadataBuilder")
     ],
 ]
-CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker"]
+CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.runner.EarlierCPUStage", "cpu.worker.TreeCPUWorker"]
 SHARED = [
     "speculator.TreeSpeculator",
     "speculator.LookUpSpeculator",

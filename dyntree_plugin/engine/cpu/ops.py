@@ -24,9 +24,10 @@ from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kv import PathMover
 from dyntree_plugin.engine.step.clock import Clock, StageClock
 from dyntree_plugin.engine.step.ops import Move
-from dyntree_plugin.engine.step.place import PlacedTrees, place
+from dyntree_plugin.engine.step.place import place
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows
 from dyntree_plugin.engine.step.transfer import at_hand
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 class CPUOps:

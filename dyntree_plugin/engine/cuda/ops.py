@@ -23,11 +23,11 @@ from dyntree_kernels.residuals import ResidualKernels, Residuals
 from dyntree_plugin.engine.cuda.clock import EventClock
 from dyntree_plugin.engine.step.clock import Clock
 from dyntree_plugin.engine.step.ops import Move
-from dyntree_plugin.engine.step.place import PlacedTrees
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows, TreeRows
 from dyntree_plugin.engine.step.transfer import Send
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 class CUDAOps:

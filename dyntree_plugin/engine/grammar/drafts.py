@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from vllm.v1.outputs import DraftTokenIds
@@ -23,7 +23,7 @@ class TreeDrafts(DraftTokenIds):
     parents: list[list[int]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sent:
     tokens: DraftTokensHandler
     parents: Arrival | None = None
@@ -42,12 +42,13 @@ class RecentDrafts:
     def next_step(self) -> DraftTokensHandler:
         """Return what takes the tokens of a new step; the oldest step is forgotten."""
         self._sent.rotate(-1)
-        self._sent[-1].parents = None
+        self.add_parents(None)
         return self._sent[-1].tokens
 
-    def add_parents(self, parents: Arrival) -> None:
-        """Note the parents of this step's nodes, after their number, int64 [R, 1 + N]."""
-        self._sent[-1].parents = parents
+    def add_parents(self, parents: Arrival | None) -> None:
+        """Note the parents of this step's nodes, after their number, int64 [R, 1 + N]; None if the
+        scheduler needs none."""
+        self._sent[-1] = replace(self._sent[-1], parents=parents)
 
     def take(self) -> DraftTokenIds | None:
         """Return the drafts of all steps whose parents were noted, of each request the last;

@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler, compute_need_sampled_mask
 
-from dyntree_plugin.engine.step.place import PlacedTrees
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 class StageTrees:

@@ -13,9 +13,10 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.step.draft import Drafter
 from dyntree_plugin.engine.step.ops import TreeOps
-from dyntree_plugin.engine.step.place import PlacedTrees, place_nodes
+from dyntree_plugin.engine.step.place import place_nodes
 from dyntree_plugin.engine.step.records import Sampled, Step
 from dyntree_plugin.engine.step.requests import pack
+from dyntree_plugin.engine.step.trees import PlacedTrees
 from dyntree_plugin.engine.step.verify import TreeVerifier
 
 

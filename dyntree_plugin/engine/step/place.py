@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.attention.metadata import TreeMask
-
-if TYPE_CHECKING:
-    from dyntree_plugin.engine.step.ops import TreeOps
-
-
-class PlacedTrees(Protocol):
-    """The part of the trees that places their nodes, as in `TreeStore`."""
-
-    words: int
-    depths: torch.Tensor
-    ancestors: torch.Tensor
+from dyntree_plugin.engine.step.ops import TreeOps
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 def place_nodes(
