@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -20,14 +21,19 @@ BROKEN = ("without_paths_of_earlier_stages", "without_trees_of_earlier_stages")
 
 
 def serve_in_stages(
-    engine: Mapping[str, Any], runs: Mapping[str, Run], stages: int = 2, **arguments: Any
+    engine: Mapping[str, Any],
+    runs: Mapping[str, Run],
+    stages: int = 2,
+    program: str = __file__,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **arguments: Any,
 ) -> dict[str, Result]:
     """Start an engine of so many stages and work through the runs; a run's sabotage is in force on
     every stage but the last."""
     arguments = {**engine, "pipeline_parallel_size": stages, **arguments}
     # vLLM binds each rank to a NUMA node, and there may be fewer nodes than ranks.
-    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    found = answered(__file__, arguments, runs, threads=1, fresh=True, **unbound)
+    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **variables}
+    found = answered(program, arguments, runs, threads=1, fresh=True, **unbound)
     return {name: result_of(one) for name, one in found.items()}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -18,6 +19,7 @@ from vllm_cpu_runner import install  # noqa: E402
 install()
 
 from vllm.config import CUDAGraphMode, VllmConfig  # noqa: E402
+from vllm.distributed.parallel_state import GroupCoordinator  # noqa: E402
 from vllm.v1.worker import gpu_worker  # noqa: E402
 from vllm.v1.worker.cpu import model_runner  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
@@ -26,7 +28,7 @@ from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 from dyntree_plugin import plugin  # noqa: E402
 from dyntree_plugin.engine import configuration  # noqa: E402
-from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner  # noqa: E402
+from dyntree_plugin.engine.cuda.runner import make_runner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 
 
@@ -51,7 +53,7 @@ class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
     }
 
     def init_device(self) -> None:
-        with mock.patch.object(model_runner, "CPUModelRunner", TreeGPUModelRunner):
+        with mock.patch.object(model_runner, "CPUModelRunner", make_runner):
             super().init_device()
         init_workspace_manager(torch.device("cpu"))
 
@@ -70,6 +72,12 @@ def _zeroing(stock: Any) -> Any:
     )
 
 
+@contextmanager
+def _graph_capture(self: Any, context: Any = None) -> Iterator[Any]:
+    """Capture without the group's communicator, which is no CUDA one here."""
+    yield context
+
+
 def configure() -> None:
     """Configure engines with trees as on CUDA, with asynchronous scheduling and graphs."""
     stand_in()
@@ -77,6 +85,8 @@ def configure() -> None:
     gpu_worker.kernel_warmup = lambda worker: None  # type: ignore[assignment]
     tables: Any = BlockTables
     tables.gather_block_tables = _zeroing(tables.gather_block_tables)
+    groups: Any = GroupCoordinator
+    groups.graph_capture = _graph_capture
     configuration.WORKERS["cuda"] = f"{__name__}.EmulatedWorker"
     module: Any = plugin
     admit, configure_scheduler = plugin.admit, plugin.configure_scheduler
