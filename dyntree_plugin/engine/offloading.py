@@ -1,0 +1,24 @@
+"""Drafts stay on the device while vLLM offloads the target's weights to the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Load models outside of vLLM's offloader, which is back afterwards.
+
+    vLLM offers the layers of every model to one offloader. `PrefetchOffloader` fails an assertion
+    at the second model. `UVAOffloader` moves the draft with what the target leaves of
+    ``cpu_offload_gb``, so that each draft forward reads its weights over the bus.
+    """
+    engines = get_offloader()
+    set_offloader(NoopOffloader())
+    try:
+        yield
+    finally:
+        set_offloader(engines)
