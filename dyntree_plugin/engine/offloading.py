@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 
@@ -22,3 +23,13 @@ def on_device() -> Iterator[None]:
         yield
     finally:
         set_offloader(engines)
+
+
+def keep_draft_on_device(runner: Any) -> None:
+    """Have vLLM's own speculator load its draft so, if the ``runner`` has one.
+
+    Chains that trees are compared with then start, and draft as fast.
+    """
+    speculator = runner.speculator
+    if hasattr(speculator, "load_draft_model"):
+        speculator.load_draft_model = on_device()(speculator.load_draft_model)

@@ -19,13 +19,18 @@ if current_platform.is_cpu():
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",
     "cuda.worker.TreeGPUWorker",
+    "cuda.worker.ChainGPUWorker",
     *[
         f"attention.cuda.Tree{backend}Attention{part}"
         for backend in ("Flash", "Triton")
         for part in ("Backend", "Impl", "MetadataBuilder")
     ],
 ]
-CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.worker.TreeCPUWorker"]
+CPU = [
+    "cpu.runner.TreeCPUModelRunner",
+    "cpu.worker.TreeCPUWorker",
+    "cpu.worker.PlainCPUWorker",
+]
 SHARED = [
     "speculator.TreeSpeculator",
     "speculator.LookUpSpeculator",

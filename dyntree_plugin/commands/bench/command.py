@@ -56,6 +56,7 @@ def serve(
     look_ups: arguments.LookUps = None,
     trees: arguments.Trees = None,
     static_rates: arguments.StaticTrees = None,
+    weights_at: arguments.WeightsAt = None,
     rounds: arguments.Rounds = 3,
     side_by_side: arguments.SideBySide = None,
     time_limit: arguments.TimeLimit = None,
@@ -95,6 +96,7 @@ def serve(
                 ngrams or (),
                 look_ups or (),
                 probabilistic_chains or (),
+                _speed(weights_at),
             )
             engines = contest.engines
             measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
@@ -121,6 +123,17 @@ def _refuse(context: typer.Context, panel: str, reason: str) -> None:
             given.append("/".join([*option.opts, *option.secondary_opts]))
     if given:
         raise ValueError(f"{', '.join(given)} must not be given: {reason}")
+
+
+def _speed(weights_at: float | None) -> float | None:
+    """Return the speed of the virtual link.
+
+    Raises:
+        ValueError: if nothing would ever arrive.
+    """
+    if weights_at is not None and not 0 < weights_at < math.inf:
+        raise ValueError(f"--weights-at {weights_at:g} must be above 0, in GB per second")
+    return weights_at
 
 
 def _until(limit: float | None) -> Callable[[], float]:
