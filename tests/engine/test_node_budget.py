@@ -40,14 +40,14 @@ def test_every_number_of_rows_is_measured_where_trees_are_small() -> None:
     assert all(after <= before * 1.13 + 1 for before, after in pairwise(numbers))
 
 
-def fake_runner(now: list[float], per_row: float, ran: list[int]) -> Any:
-    """Steps take 10 ms and ``per_row``; ``ran`` gets their rows, ``now`` is their clock."""
+def fake_runner(now: list[float], per_row: float, ran: list[int], forward: float = 0.01) -> Any:
+    """Steps take ``forward`` and ``per_row``; ``ran`` gets their rows, ``now`` is their clock."""
     clock = StageClock()
 
     def dummy_run(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         ran.append(rows)
         clock.start("target")
-        now[0] += 0.01 + per_row * rows
+        now[0] += forward + per_row * rows
         clock.stop()
         hidden = torch.zeros(rows, 1)
         return hidden, hidden
@@ -92,6 +92,19 @@ def test_a_slow_model_is_measured_at_few_rows_and_the_others_lie_behind(
     assert max(ran) == 4 * (1 + NODES)
     assert (len(set(ran)) < 6) == (per_row > 0.1)
     assert seconds[1:] == pytest.approx(0.01 + per_row * np.arange(1, len(seconds)))
+
+
+@pytest.mark.parametrize("per_row", [1e-3, 0.5])
+def test_offloaded_weights_are_measured_in_two_or_three_steps(
+    per_row: float, monkeypatch: Any
+) -> None:
+    """The rows of one tree are among them, so that rows that cost much are not taken for free."""
+    now, ran = [0.0], list[int]()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    seconds = measure_rows(fake_runner(now, per_row, ran, forward=5.6), alone).seconds()
+    most = 4 * (1 + NODES)
+    assert ran == [1, 1 + NODES, most] if per_row < 0.1 else [1, 1 + NODES]
+    assert seconds[1:] == pytest.approx(5.6 + per_row * np.arange(1, most + 1))
 
 
 def test_ranks_measure_the_same_steps_whatever_their_clocks_say(monkeypatch: Any) -> None:

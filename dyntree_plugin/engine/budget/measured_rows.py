@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 from dyntree_plugin.engine.budget.timed_steps import (
+    SLOW_STEP,
     Agree,
     TimedRunner,
     most_rows,
+    over_few_rows,
     seconds_of,
     without_drafting,
 )
@@ -25,6 +27,18 @@ def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
 
     Call it after the KV cache is allocated and before the first request: the steps write into it.
     """
+    with without_drafting(runner):
+        one = _seconds(runner, 1)
+        if agree(one) > SLOW_STEP:
+            best = over_few_rows(runner, agree, one, lambda rows: _seconds(runner, rows))
+        else:
+            best = _over_many_rows(runner, agree)
+    measured = sorted(best)
+    return RowCost(tuple(measured), tuple(best[rows] for rows in measured), most_rows(runner))
+
+
+def _over_many_rows(runner: TimedRunner, agree: Agree) -> dict[int, float]:
+    """Return seconds by rows, of as many steps as there is time for."""
     most = most_rows(runner)
     best: dict[int, float] = {}
     began = time.perf_counter()
@@ -42,29 +56,27 @@ def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
 
     numbers = row_numbers(most)
     powers = [rows for rows in numbers if rows.bit_count() == 1]
-    with without_drafting(runner):
-        for rows in powers:
-            # Twice the rows take twice the time at most, and are run twice.
-            if best and agree(4 * best[rows // 2]) > left(0.5):
-                break
+    for rows in powers:
+        # Twice the rows take twice the time at most, and are run twice.
+        if best and agree(4 * best[rows // 2]) > left(0.5):
+            break
+        measure_first(rows)
+    # The slope must be known, however slow the target is: rows of one tree, and of four.
+    tree = 1 + runner.trees.shape.node_budget
+    for rows in sorted({min(most, tree), min(most, 4 * tree)}):
+        if rows > max(best):
+            measure(rows)
+    for rows in numbers:
+        if rows > max(best) or left() < 0:
+            break
+        if rows not in best:
             measure_first(rows)
-        # The slope must be known, however slow the target is: rows of one tree, and of four.
-        tree = 1 + runner.trees.shape.node_budget
-        for rows in sorted({min(most, tree), min(most, 4 * tree)}):
-            if rows > max(best):
-                measure(rows)
-        for rows in numbers:
-            if rows > max(best) or left() < 0:
+    for _ in range(PASSES - 1):
+        for rows in sorted(best):
+            if left() < 0:
                 break
-            if rows not in best:
-                measure_first(rows)
-        for _ in range(PASSES - 1):
-            for rows in sorted(best):
-                if left() < 0:
-                    break
-                measure(rows)
-    measured = sorted(best)
-    return RowCost(tuple(measured), tuple(best[rows] for rows in measured), most)
+            measure(rows)
+    return best
 
 
 def row_numbers(most: int) -> list[int]:
