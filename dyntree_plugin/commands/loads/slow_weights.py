@@ -8,6 +8,7 @@ copied, so what is computed stays the same.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,13 @@ from typing import Any
 from torch import nn
 from vllm.model_executor import offloader
 from vllm.model_executor.offloader import BaseOffloader
+
+_MAKERS = (
+    offloader.__name__,
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_model_runner",
+)
+"""Modules of vLLM with a ``create_offloader``: where it comes from, and both runners."""
 
 
 class VirtualLink:
@@ -53,8 +61,8 @@ class LinkedWeights(BaseOffloader):
 
     def __init__(self, link: VirtualLink, slots: int) -> None:
         self.link = link
-        self.models: list[list[nn.Module]] = []
-        """The layers of each model that vLLM offered."""
+        self.models: list[list[int]] = []
+        """Bytes of the layers of each model that vLLM offered."""
         self._slots = slots
         self._first: list[Callable[[], None]] = []
 
@@ -62,10 +70,10 @@ class LinkedWeights(BaseOffloader):
         self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
     ) -> list[nn.Module]:
         layers = list(modules_generator)
-        self.models.append(layers)
         slots = min(self._slots, len(layers))
         # At this point no kernel has packed the weights yet.
         sizes = [_bytes_of(layer) for layer in layers]
+        self.models.append(sizes)
         arrivals = [0.0] * len(layers)
 
         def send(number: int) -> None:
@@ -93,7 +101,7 @@ def linked(gb_per_second: float | None) -> Iterator[None]:
     """Have an engine that starts in this process get its layers over a link of this speed.
 
     The engine's ``offload_prefetch_step`` is the number of layers that the device has room for.
-    Call it before vLLM's runner is imported. None changes nothing.
+    None changes nothing.
 
     Raises:
         ValueError: for an engine whose weights no link of this process can delay.
@@ -113,17 +121,24 @@ def linked(gb_per_second: float | None) -> Iterator[None]:
         link = VirtualLink(gb_per_second * 1e9)
         return LinkedWeights(link, offload_config.prefetch.offload_prefetch_step)
 
-    module: Any = offloader
-    stock, module.create_offloader = module.create_offloader, create
+    stock = offloader.create_offloader
+    _set_maker(create)
     try:
         yield
     finally:
-        module.create_offloader = stock
+        _set_maker(stock)
     if not isinstance(offloader.get_offloader(), LinkedWeights):
         raise ValueError(
             "--weights-at is for engines of one process: leave tensor_parallel_size and the like "
             "out of --engine-arguments"
         )
+
+
+def _set_maker(create: Callable[[Any], BaseOffloader]) -> None:
+    """Set what vLLM's runners make offloaders with, be they imported already or not."""
+    for name in _MAKERS:
+        if name in sys.modules:
+            vars(sys.modules[name])["create_offloader"] = create
 
 
 def _between(
