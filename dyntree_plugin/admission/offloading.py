@@ -55,15 +55,19 @@ def placed(vllm_config: VllmConfig) -> Offloading | None:
     found = None if backend is None else weights.read(vllm_config.model_config)
     if backend is None or found is None or not found.layers:
         return None
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    layers = [size // ranks for size in found.layers]
-    target = found.total // ranks
+    parallel = vllm_config.parallel_config
+    layers = [size // parallel.tensor_parallel_size for size in found.layers]
+    # A stage of a pipeline has about an even share of the layers.
+    stages = parallel.pipeline_parallel_size
+    most = sum(layers) // stages
+    target = found.total // parallel.tensor_parallel_size // stages
     if backend == "uva":
         limit = int(vllm_config.offload_config.uva.cpu_offload_gb * 2**30)
-        return Offloading(backend, target, min(limit, sum(layers)), sum(layers), 0)
+        return Offloading(backend, target, min(limit, most), most, 0)
     chosen = _prefetched(vllm_config.offload_config.prefetch, layers)
     slots = min(vllm_config.offload_config.prefetch.offload_prefetch_step, len(chosen))
-    return Offloading(backend, target, sum(chosen), sum(layers), slots * max(chosen, default=0))
+    buffers = slots * max(chosen, default=0)
+    return Offloading(backend, target, sum(chosen) // stages, most, buffers)
 
 
 def _prefetched(prefetch: Any, layers: list[int]) -> list[int]:
@@ -85,7 +89,7 @@ def refusals(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
     found = None if device_type == "cpu" else placed(vllm_config)
     if found is None:
         return
-    wanted = found.moved * vllm_config.parallel_config.tensor_parallel_size
+    wanted = found.moved * _ranks_of_host(vllm_config.parallel_config)
     if wanted > (memory := _host_memory().total):
         yield (
             f"{_named(vllm_config, found.backend)} moves {gib(wanted)} of the target's weights to "
@@ -127,7 +131,7 @@ def _unlike_wanted(vllm_config: VllmConfig, found: Offloading, named: str) -> It
             f"{named} is more than the {gib(found.most)} of the target's layers: all of them are "
             "offloaded, and the draft is not."
         )
-    wanted = found.moved * vllm_config.parallel_config.tensor_parallel_size
+    wanted = found.moved * _ranks_of_host(vllm_config.parallel_config)
     free = _host_memory().available
     if wanted > free:
         yield f"{named} needs {gib(wanted)} of the host's memory, of which {gib(free)} are free."
@@ -135,6 +139,14 @@ def _unlike_wanted(vllm_config: VllmConfig, found: Offloading, named: str) -> It
 
 def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+def _ranks_of_host(parallel: Any) -> int:
+    """Return how many ranks of a model share this host's memory, at least."""
+    if parallel.distributed_executor_backend == "ray":
+        return 1  # It may place each rank on another host.
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return max(1, int(ranks // parallel.nnodes))
 
 
 def _named(vllm_config: VllmConfig, backend: Backend) -> str:

@@ -157,6 +157,18 @@ def test_every_rank_of_a_host_needs_its_own(config: Any, host: Any) -> None:
     assert list(offloading.refusals(wanted, "cuda")) == []
     host.total -= 1
     assert list(offloading.refusals(wanted, "cuda"))
+    for path, value in (("nnodes", 2), ("distributed_executor_backend", "ray")):
+        elsewhere = changed(wanted, f"parallel_config.{path}", value)
+        assert list(offloading.refusals(elsewhere, "cuda")) == []
+
+
+def test_a_stage_of_a_pipeline_has_its_share(config: Any, host: Any) -> None:
+    found = offloading.placed(
+        changed(prefetching(config, 1), "parallel_config.pipeline_parallel_size", 2)
+    )
+    assert found is not None
+    assert (found.moved, found.buffers) == (LAYERS * OF_LAYER // 2, OF_LAYER)
+    assert found.target == (LAYERS * OF_LAYER + REST) // 2
 
 
 def test_groups_that_are_larger_than_the_model_offload_nothing(config: Any, host: Any) -> None:
