@@ -86,6 +86,7 @@ def serve(
             measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
         else:
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
+            link = _speed(weights_at)
             further = object_of("--engine-arguments", engine_arguments)
             models, remarks = _models(target, draft, method, target_shape, dtype, further)
             contest = Contest(
@@ -96,7 +97,7 @@ def serve(
                 ngrams or (),
                 look_ups or (),
                 probabilistic_chains or (),
-                _speed(weights_at),
+                link,
             )
             engines = contest.engines
             measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
