@@ -75,6 +75,7 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
     """Set up what depends on the platform's own choices: the scheduler, and the sizes of trees."""
     from dyntree_plugin.engine import configuration
 
+    configuration.schedule_pipeline(vllm_config)
     if vllm_config.parallel_config.worker_cls in configuration.WORKERS.values():
         configuration.choose_scheduler(vllm_config)
         configuration.size_trees_by_step(vllm_config, device_type)

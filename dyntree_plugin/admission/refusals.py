@@ -164,10 +164,14 @@ ENGINE_REFUSALS = (
         "target",
     ),
     Refusal(
-        "pipeline_parallel_size",
-        lambda c: c.parallel_config.pipeline_parallel_size,
-        _above_one,
-        "only the last stage knows the tree; set it to 1",
+        "async_scheduling, pipeline_parallel_size",
+        lambda c: (
+            c.scheduler_config.async_scheduling,
+            c.parallel_config.pipeline_parallel_size,
+        ),
+        lambda found: found[1] > 1 and found[0] is False,
+        "in a pipeline, trees are drafted while the scheduler goes on; leave it out, and draft "
+        "without a model by method 'ngram_gpu'",
     ),
     Refusal(
         "decode_context_parallel_size",

@@ -128,6 +128,20 @@ def further_drafts(speculative_config: Any) -> tuple[SpeculativeConfig, ...]:
     return found
 
 
+def schedule_pipeline(vllm_config: VllmConfig) -> None:
+    """Schedule the steps of a pipeline asynchronously, on a CPU too, where vLLM never does.
+
+    vLLM's synchronous scheduler asks for a step's drafts before it knows the step's tokens. The
+    configuration may be one that vLLM derives for the draft, which shares the scheduler's part and
+    has a pipeline of one stage.
+    """
+    speculation = vllm_config.speculative_config
+    if speculation is None or not is_marked(speculation):
+        return
+    if speculation.target_parallel_config.pipeline_parallel_size > 1:
+        vllm_config.scheduler_config.async_scheduling = True
+
+
 def choose_scheduler(vllm_config: VllmConfig) -> None:
     """Set the scheduler that counts trees. Call it after vLLM has decided on async scheduling."""
     scheduler = vllm_config.scheduler_config

@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from dyntree_plugin.engine.configuration import further_drafts
+from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 
 
 class FurtherDraft:
@@ -33,7 +34,8 @@ class FurtherDraft:
     def _run_model(self, *args: Any) -> torch.Tensor:
         """Run a forward; the arguments are those of ``StandaloneARSpeculator._run_model``."""
         # It reads nothing of the speculator but the model and the configuration.
-        return StandaloneARSpeculator._run_model(cast(StandaloneARSpeculator, self), *args)
+        with as_one_stage():
+            return StandaloneARSpeculator._run_model(cast(StandaloneARSpeculator, self), *args)
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         return StandaloneARSpeculator.compute_draft_logits(

@@ -1,22 +1,20 @@
-"""vLLM's V2 model runner with trees: vLLM's hooks, in the order in which a step calls them."""
+"""vLLM's V2 model runner with trees: vLLM's hooks, in the order in which a step calls them.
+
+The hooks that a pipeline's earlier stages have, too, are in `stage`.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -25,35 +23,31 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_kernels.residuals import Texts
-from dyntree_plugin.engine.adapters import AdapterRows
-from dyntree_plugin.engine.attention.metadata import WithTreeMask
-from dyntree_plugin.engine.budget.by_schedule import FORWARDS
 from dyntree_plugin.engine.budget.measured_rows import measure_rows
 from dyntree_plugin.engine.budget.plain_cost import measure
-from dyntree_plugin.engine.configuration import tree_plan, uses_adaptive_budget
+from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
-from dyntree_plugin.engine.grammar.drafts import TreeDrafts
+from dyntree_plugin.engine.grammar.drafts import RecentDrafts
 from dyntree_plugin.engine.grammar.tries import GrammarTries
 from dyntree_plugin.engine.head_speculator import HeadSpeculator
 from dyntree_plugin.engine.limits import wrap_seeds
 from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeProposals, TreeSpeculator
+from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.draft import Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.look_up import TextLookUp
-from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs, TreeOps
+from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs
 from dyntree_plugin.engine.step.parameters import TreeParameters
 from dyntree_plugin.engine.step.processors import ProcessorsOnTrees, custom_processors, read_paths
 from dyntree_plugin.engine.step.ranking import TargetRanking
-from dyntree_plugin.engine.step.transfer import Arrival
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecord, StepTimes
-from dyntree_plugin.engine.telemetry.trace import TreeTrace
 from dyntree_plugin.tree.budget.plain_steps import PlainSteps
 from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.plan import TreePlan
@@ -64,17 +58,11 @@ from dyntree_plugin.tree.value import AcceptanceEstimate
 logger = init_logger("vllm.dyntree")
 
 
-class TreeRunnerMixin(AdapterRows):
+class TreeRunnerMixin(TreeStage):
     """Runs the stages of a step from vLLM's hooks; the rest is the stock runner's.
 
-    vLLM lays a request's drafts out in consecutive rows and cache slots. Node ``j`` takes row and
-    slot ``root + 1 + j``, but the position ``root + depth``: for its RoPE, and for the sampler's
-    noise.
+    In a pipeline it is the last stage, which drafts and verifies.
     """
-
-    def make_ops(self) -> TreeOps:
-        """Make what the platform brings to a step."""
-        raise NotImplementedError
 
     def make_graphs(self) -> Graphs:
         """Make what replays stages from graphs."""
@@ -84,10 +72,6 @@ class TreeRunnerMixin(AdapterRows):
         """Make what keeps drafts within grammars; None where the host knows no texts in a step."""
         return None
 
-    def warm_up_kernels(self) -> None:
-        """Compile what the steps run; the model is loaded, the KV cache is not there."""
-        raise NotImplementedError
-
     def lift_limits(self, sampler: Sampler) -> None:
         """Let the states of the ``sampler`` hold longer lists than vLLM's kernels support."""
 
@@ -95,14 +79,9 @@ class TreeRunnerMixin(AdapterRows):
         """Delay the device, so that the host runs ahead and timed steps never wait for it."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        with _no_speculator():
-            super().__init__(vllm_config, device)
-        plan = tree_plan(vllm_config)
-        if plan is None:
-            raise RuntimeError("the tree runner was chosen for an engine without dyntree options")
-        self.ops = self.make_ops()
+        super().__init__(vllm_config, device)
+        plan = self.plan
         self.graphs = self.make_graphs()
-        self.clock = self.ops.clock
         vocabulary = self.model_config.get_vocab_size()
         self.trees = TreeStore(self.max_num_reqs, plan, vocabulary, device)
         self.estimate = AcceptanceEstimate(device)
@@ -110,7 +89,7 @@ class TreeRunnerMixin(AdapterRows):
         # One more, for the trees' spare slot.
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
-        self.driver = StepDriver(self.trees, self.ops, self._sampling_states)
+        self.driver = StepDriver(self.trees, self.ops, self._sampling_states, self.pipeline_stages)
         self.correction = self._correction(plan) if plan.adapt else None
         drafting = Drafting(
             self.driver,
@@ -126,9 +105,7 @@ class TreeRunnerMixin(AdapterRows):
             self.correction,
         )
         self.speculator: TreeProposals = _speculator_for(plan)(vllm_config, device, drafting)
-        self.trace: TreeTrace | None = None
-        self._movers: list[tuple[int, Move]] = []
-        self._parents: Arrival | None = None
+        self.recent_drafts = RecentDrafts(self.pipeline_stages, device)
         self._step_times = StepTimes()
         self._plain_steps: PlainSteps | None = None
         self._row_cost: RowCost | None = None
@@ -167,7 +144,6 @@ class TreeRunnerMixin(AdapterRows):
             raise RuntimeError("vLLM made no sampler for a generating model")
         wrap_seeds(self.sampler)
         processors = self._read_paths(self.sampler)
-        self.warm_up_kernels()
         self.verifier = TreeVerifier(
             self.sampler,
             self.trees,
@@ -181,10 +157,6 @@ class TreeRunnerMixin(AdapterRows):
         )
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = RejectionSampler(self.driver, self.verifier)
-        # vLLM offers no hook by which a runner adds to the metadata of the target's attention.
-        self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
-            self.model_state.prepare_attn, self.driver.take_mask, self.clock
-        )
 
     def _read_paths(self, sampler: Sampler) -> ProcessorsOnTrees:
         """Have sampling parameters on the rows of trees read the rows' paths."""
@@ -218,20 +190,6 @@ class TreeRunnerMixin(AdapterRows):
         """Pair each group's cache slots of the batch's rows with what moves rows there."""
         return [(self.block_tables.slot_mappings[group], move) for group, move in self._movers]
 
-    def initialize_kv_cache(
-        self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kw: Any
-    ) -> None:
-        super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kw)
-        if is_profiling:
-            return  # This cache is thrown away; movers would keep it.
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        drafts: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
-        self._movers = []
-        for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            own = [layers[name] for name in group.layer_names if name not in drafts]
-            if own:
-                self._movers.append((index, self.ops.mover(own)))
-
     def shutdown(self) -> None:
         """Release the KV cache of the further drafts, too, which vLLM does not know."""
         if isinstance(self.speculator, TreeSpeculator):
@@ -259,9 +217,8 @@ class TreeRunnerMixin(AdapterRows):
         self._row_cost = cost
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Begin a step; vLLM calls it in every one, whether or not a request is new."""
+        """Begin a step, and forget what was known of the slots that new requests take."""
         super().add_requests(scheduler_output)
-        self.driver.begin(getattr(scheduler_output, FORWARDS, None))
         new = scheduler_output.scheduled_new_reqs
         if self.grammars is not None:
             self.grammars.begin_step(new)
@@ -275,14 +232,6 @@ class TreeRunnerMixin(AdapterRows):
         self.trees.clear(slots)
         if self.correction is not None:
             self.correction.clear(slots)
-
-    def prepare_attn(
-        self, input_batch: InputBatch
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Place the nodes; vLLM then prepares the attention metadata and runs the target."""
-        found = super().prepare_attn(input_batch)
-        self.driver.place(input_batch, self.req_states.prefill_len.gpu)
-        return found
 
     def sample(
         self,
@@ -313,13 +262,19 @@ class TreeRunnerMixin(AdapterRows):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample, then draft by way of the speculator; attach the step's counts to the output."""
         state = self.execute_model_state
+        self.draft_tokens_handler = self.recent_drafts.next_step()
         output = super().sample_tokens(grammar_output)
         if state is None:
             return output
         batch = state.input_batch
+        if self.relay is not None:
+            walked = self.driver.step.verified
+            self.relay.send(batch, None if walked is None else walked.path, self.trees)
         # With structured output vLLM hands the drafts to the scheduler, and it needs trees.
         outline = batch.has_structured_output_reqs
-        self._parents = self.ops.send(self.trees.parents_of(batch.idx_mapping)) if outline else None
+        if outline:
+            parents = self.trees.parents_of(batch.idx_mapping)
+            self.recent_drafts.add_parents(self.ops.send(parents))
         record, self._record = self._record, self._new_record()
         times = self.clock.split()
         record.ended(self.driver.step.drafted.forwards, times)
@@ -328,12 +283,7 @@ class TreeRunnerMixin(AdapterRows):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Hand the last drafts to the scheduler, with parents if it has sent for tokens."""
-        drafts = super().take_draft_token_ids()
-        if drafts is None or self._parents is None:
-            return drafts
-        rows = self._parents().tolist()  # sync: it has arrived
-        parents = [row[1 : 1 + row[0]] for row in rows]
-        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, parents)
+        return self.recent_drafts.take()
 
     def step_ended(self, batch: InputBatch, times: StageTimes) -> None:
         """Learn from a step; ``times`` may not be known yet."""
@@ -353,21 +303,6 @@ def _speculator_for(
     if not plan.has_draft:
         return LookUpSpeculator
     return HeadSpeculator if plan.shape.head else TreeSpeculator
-
-
-@contextmanager
-def _no_speculator() -> Iterator[None]:
-    """Keep vLLM's runner from making a stock speculator.
-
-    vLLM has no registry of speculators, and its n-gram speculator refuses a CPU.
-    """
-    module: Any = model_runner
-    stock = module.init_speculator
-    module.init_speculator = lambda *args: None
-    try:
-        yield
-    finally:
-        module.init_speculator = stock
 
 
 class RejectionSampler:

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_drafts
 from dyntree_plugin.engine.offloading import on_device
+from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 from dyntree_plugin.engine.step.forwards import DraftModels, LoadedModel
 from dyntree_plugin.engine.step.records import Sampled
 from dyntree_plugin.engine.step.rows import RowMemory, no_rows
@@ -101,9 +102,22 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
         """Load the draft, and further ones, whose layers vLLM then takes for the draft's own."""
-        first = super().load_draft_model(target_model, target_attn_layer_names)
-        self.further = load_further_drafts(self.vllm_config)
+        with as_one_stage():
+            first = super().load_draft_model(target_model, target_attn_layer_names)
+            self.further = load_further_drafts(self.vllm_config)
         return first
+
+    def _run_model(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> torch.Tensor:
+        rows = input_ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp
+        with as_one_stage():
+            return super()._run_model(*rows)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)

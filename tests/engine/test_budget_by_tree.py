@@ -16,7 +16,7 @@ install()  # the runner's modules need it before they are imported
 
 from dyntree_plugin.engine.budget.by_tree import TreeBudget  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.cpu.runner import CPUModelRunner, TreeCPUModelRunner  # noqa: E402
+from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner  # noqa: E402
 from dyntree_plugin.engine.step.clock import Measured  # noqa: E402
 from dyntree_plugin.engine.step.records import Drafted, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests  # noqa: E402
@@ -151,15 +151,12 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
 
 
 @pytest.mark.parametrize(("of_trees", "offered"), [(True, 2), (False, 5)])
-def test_the_runner_offers_the_scheduler_the_nodes_that_pay(
-    of_trees: bool, offered: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offered: int) -> None:
     """Control: a runner that does not size single trees offers the whole tree, without padding."""
     drafts = DraftTokenIds(["a"], [list(range(NODES))])
-    monkeypatch.setattr(CPUModelRunner, "take_draft_token_ids", lambda self: drafts)
     runner = object.__new__(TreeCPUModelRunner)
     runner._budget = TreeBudget() if of_trees else None
-    runner._parents = None
+    runner.recent_drafts = SimpleNamespace(take=lambda: drafts)  # type: ignore[assignment]
     runner._node_limits = torch.full((2,), NODES)
     runner.scheduler_config = SimpleNamespace(async_scheduling=False)  # type: ignore[assignment]
     runner.trees = TreeStore(2, DynTreeOptions().resolve(NODES), 8, torch.device("cpu"))

@@ -18,6 +18,7 @@ if current_platform.is_cpu():
 
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",
+    "cuda.runner.EarlierGPUStage",
     "cuda.worker.TreeGPUWorker",
     "cuda.worker.ChainGPUWorker",
     *[
@@ -28,6 +29,7 @@ CUDA = [
 ]
 CPU = [
     "cpu.runner.TreeCPUModelRunner",
+    "cpu.runner.EarlierCPUStage",
     "cpu.worker.TreeCPUWorker",
     "cpu.worker.PlainCPUWorker",
 ]

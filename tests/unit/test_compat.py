@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ENGINE: dict[str, tuple[str, Any]] = {
-    "pipeline_parallel_size": ("parallel_config.pipeline_parallel_size", 2),
     "decode_context_parallel_size": ("parallel_config.decode_context_parallel_size", 2),
     "prefill_context_parallel_size": ("parallel_config.prefill_context_parallel_size", 2),
     "enable_dbo": ("parallel_config.enable_dbo", True),
@@ -109,7 +108,11 @@ def test_one_change_is_refused_with_its_option_and_advice(
 
 
 def test_every_refusal_of_the_tables_is_tested() -> None:
-    apart = {"VLLM_USE_V2_MODEL_RUNNER", "data_parallel_size (ranks, target)"}
+    apart = {
+        "VLLM_USE_V2_MODEL_RUNNER",
+        "data_parallel_size (ranks, target)",
+        "async_scheduling, pipeline_parallel_size",
+    }
     assert {r.option for r in refusals.ENGINE_REFUSALS} == ENGINE.keys() | apart
     of_speculation = (*refusals.SPECULATION_REFUSALS, *refusals.DRAFT_REFUSALS)
     assert {r.option for r in of_speculation} == SPECULATION.keys()
@@ -170,7 +173,17 @@ def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_
         ),
         ({"worker_cls": "my.Worker"}, "worker_cls='my.Worker'"),
         ({"scheduler_cls": "my.Scheduler"}, "scheduler_cls='my.Scheduler'"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        (
+            {"pipeline_parallel_size": 2, "async_scheduling": False},
+            "async_scheduling, pipeline_parallel_size=(False, 2) is not supported",
+        ),
+        (
+            {
+                "pipeline_parallel_size": 2,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+            },
+            "draft without a model by method 'ngram_gpu'",
+        ),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype (cache, model)=('fp8', 'float32')"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True"),
         ({"enable_trace_replay": True}, "enable_trace_replay=True"),
@@ -209,6 +222,19 @@ def test_the_engine_does_not_start_with(
     with pytest.raises(ValueError) as error:
         build(**arguments)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pipeline_is_scheduled_asynchronously(build: Build, stages: int) -> None:
+    """vLLM never does that on a CPU, and derives the configuration of the draft, of one stage."""
+    from vllm.config import replace
+
+    config = build(pipeline_parallel_size=stages)
+    speculation = config.speculative_config
+    assert speculation is not None
+    draft = replace(config, parallel_config=speculation.draft_parallel_config)
+    for each in (config, draft):
+        assert each.scheduler_config.async_scheduling == (stages > 1)
 
 
 def test_adapters_are_admitted_where_the_trees_of_all_requests_fit(build: Build) -> None:

@@ -186,7 +186,7 @@ def errors(log: str) -> list[str]:
     return [line.partition("dyntree: ")[2] for line in log.splitlines() if "ERROR" in line]
 
 
-TWO_REASONS = {"pipeline_parallel_size": 2, "kv_cache_dtype": "fp8"}
+TWO_REASONS = {"enable_prompt_embeds": True, "kv_cache_dtype": "fp8"}
 
 
 def test_every_reason_is_a_logged_line_unless_the_command_shows_them(
@@ -196,8 +196,8 @@ def test_every_reason_is_a_logged_line_unless_the_command_shows_them(
         build(**TWO_REASONS)
     told = errors(logged())
     assert [line.partition("=")[0] for line in told] == [
-        "pipeline_parallel_size",
         "kv_cache_dtype (cache, model)",
+        "enable_prompt_embeds",
     ]
     with pytest.raises(ValueError), reasons.not_logged():
         build(**TWO_REASONS)
@@ -217,7 +217,7 @@ def test_a_command_tells_each_reason_on_a_line_and_ends_with_status_2(
         build(**TWO_REASONS)
     assert ended.value.code == 2
     lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("dyntree serve: ")]
-    assert ["pipeline_parallel_size=2" in lines[0], "kv_cache_dtype" in lines[1]] == [True, True]
+    assert ["kv_cache_dtype" in lines[0], "enable_prompt_embeds=True" in lines[1]] == [True, True]
     assert len(lines) == 2
 
 

@@ -27,7 +27,7 @@ from dyntree_plugin.engine.step.ops import Move
 from dyntree_plugin.engine.step.place import place
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows
 from dyntree_plugin.engine.step.transfer import at_hand
-from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 class CPUOps:
@@ -46,7 +46,7 @@ class CPUOps:
         self._budget = budget
 
     def place(
-        self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return place(batch, trees, prefill_len)
 

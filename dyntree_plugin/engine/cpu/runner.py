@@ -6,9 +6,11 @@ from __future__ import annotations
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 from dataclasses import replace
+from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
@@ -25,12 +27,23 @@ from dyntree_plugin.engine.grammar.compiling import GrammarCompiler
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars
 from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU
 from dyntree_plugin.engine.node_limit import node_limit
+from dyntree_plugin.engine.pipeline.earlier import EarlierStage
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.token_tree import NO_VALUE
 from vllm_cpu_runner.long_lists import lift_limits
+
+
+class EarlierCPUStage(EarlierStage, CPUModelRunner):
+    """A stage of a pipeline before the last."""
+
+    def make_ops(self) -> TreeOps:
+        return CPUOps()
+
+    def warm_up_kernels(self) -> None:
+        _warm_up(self.dtype)
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
@@ -62,8 +75,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         return DraftGrammars(compiler, self.req_states, mask_rows, _least_of_ranks)
 
     def warm_up_kernels(self) -> None:
-        vllm_cpu_runner.warm_up()
-        warm_up(self.dtype)  # type: ignore[arg-type]  # vLLM has resolved its name by now
+        _warm_up(self.dtype)
 
     def take_row_cost(self, cost: RowCost) -> None:
         if self._budget is None:
@@ -97,6 +109,17 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         offered = counts.tolist()  # sync: host memory on the CPU
         cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, offered, strict=True)]
         return replace(drafts, draft_token_ids=cut)
+
+
+def make_runner(vllm_config: VllmConfig, device: torch.device) -> CPUModelRunner:
+    """Make the runner of this process's stage of the pipeline."""
+    last = get_pp_group().is_last_rank
+    return (TreeCPUModelRunner if last else EarlierCPUStage)(vllm_config, device)
+
+
+def _warm_up(dtype: Any) -> None:
+    vllm_cpu_runner.warm_up()
+    warm_up(dtype)
 
 
 def _least_of_ranks(numbers: list[int]) -> list[int]:

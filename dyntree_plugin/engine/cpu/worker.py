@@ -28,11 +28,11 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
     def init_device(self) -> None:
         vllm_cpu_runner.install()
         vllm_cpu_runner.mend_adapters()
-        from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner
+        from dyntree_plugin.engine.cpu.runner import make_runner
 
         # The stock method names the runner's class in its body.
         module: Any = model_runner
-        module.CPUModelRunner, stock = TreeCPUModelRunner, model_runner.CPUModelRunner
+        module.CPUModelRunner, stock = make_runner, model_runner.CPUModelRunner
         try:
             super().init_device()  # type: ignore[no-untyped-call]
         finally:
@@ -60,6 +60,7 @@ class PlainCPUWorker(CPUWorker):
         keep_draft_on_device(self.model_runner)
         super().load_model(*args, **kwargs)
         runner: Any = self.model_runner
-        lift_limits(runner.sampler, runner.vocab_size, WORD_TOKENS_ON_CPU)
-        wrap_seeds(runner.sampler)
+        if runner.sampler is not None:  # Only the last stage of a pipeline samples.
+            lift_limits(runner.sampler, runner.vocab_size, WORD_TOKENS_ON_CPU)
+            wrap_seeds(runner.sampler)
         vllm_cpu_runner.warm_up()

@@ -27,7 +27,7 @@ from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows, TreeRows
 from dyntree_plugin.engine.step.transfer import Send
-from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 class CUDAOps:
@@ -44,7 +44,7 @@ class CUDAOps:
         self.send = send
 
     def place(
-        self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         requests = batch.num_reqs
         return place(

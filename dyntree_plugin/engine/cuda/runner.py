@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import graph_capture
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, graph_capture
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.states import RequestState
@@ -20,7 +21,9 @@ from dyntree_plugin.engine.cuda.ops import CUDAOps
 from dyntree_plugin.engine.cuda.target_graphs import offer_larger, thin_out
 from dyntree_plugin.engine.cuda.transfer import StreamSend
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
+from dyntree_plugin.engine.pipeline.earlier import EarlierStage
 from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.look_up import MOST_TEXT_BYTES, move_texts_to_device
 from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.engine.step.stages import DraftStages
@@ -32,14 +35,40 @@ HEAD_START_CYCLES = 40_000_000
 """20 ms at 2 GHz: about what launching an eager step of a large model takes."""
 
 
-class TreeGPUModelRunner(TreeRunnerMixin):
-    """Adds graphs of the stages, and what CUDA must know about memory and streams."""
-
-    graphs: CapturedStages
+class GPUStage(TreeStage):
+    """What CUDA adds to every stage of a pipeline."""
 
     def make_ops(self) -> TreeOps:
         # The main stream is the one that is current when it is first asked for.
         return CUDAOps(StreamSend(lambda: self.main_stream, self.output_copy_stream))
+
+    def warm_up_kernels(self) -> None:
+        """Do nothing: Triton's kernels compile when vLLM rehearses steps."""
+
+    def warm_up_attention(self) -> None:
+        """Compile the target's attention for batches that no rehearsal had; needs the KV cache."""
+        layers = self.compilation_config.static_forward_context
+        for index, groups in enumerate(self.attn_groups):
+            table = self.block_tables.input_block_tables[index]
+            for group in groups:
+                kv_cache = layers[group.layer_names[0]].kv_cache
+                builder: Any = group.get_metadata_builder(0)
+                builder.warm_up(kv_cache, self.dtype, table)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        thin_out(self.cudagraph_manager)
+        offer_larger(self.cudagraph_manager)
+
+
+class EarlierGPUStage(GPUStage, EarlierStage):
+    """A stage of a pipeline before the last."""
+
+
+class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
+    """Adds graphs of the stages, and what CUDA must know about memory and streams."""
+
+    graphs: CapturedStages
 
     def make_graphs(self) -> CapturedStages:
         return CapturedStages(self._captured_drafting, self._recording)
@@ -74,19 +103,6 @@ class TreeGPUModelRunner(TreeRunnerMixin):
         # not captured whole, and their launches would be counted as cost.
         torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
 
-    def warm_up_kernels(self) -> None:
-        """Do nothing: Triton's kernels compile when vLLM rehearses steps."""
-
-    def warm_up_attention(self) -> None:
-        """Compile the target's attention for batches that no rehearsal had; needs the KV cache."""
-        layers = self.compilation_config.static_forward_context
-        for index, groups in enumerate(self.attn_groups):
-            table = self.block_tables.input_block_tables[index]
-            for group in groups:
-                kv_cache = layers[group.layer_names[0]].kv_cache
-                builder: Any = group.get_metadata_builder(0)
-                builder.warm_up(kv_cache, self.dtype, table)
-
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Profile memory with the rows of trees, too; vLLM's profile has a row per request."""
         requests, node_budget = len(hidden_states), self.trees.shape.node_budget
@@ -105,8 +121,6 @@ class TreeGPUModelRunner(TreeRunnerMixin):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         self.graphs.drop_verification()
         super().initialize_kv_cache(*args, **kwargs)
-        thin_out(self.cudagraph_manager)
-        offer_larger(self.cudagraph_manager)
 
     @torch.inference_mode()
     def capture_model(self, *, profile_only: bool = False) -> int:
@@ -127,3 +141,11 @@ class TreeGPUModelRunner(TreeRunnerMixin):
             raise RuntimeError("vLLM made no sampler for a generating model")
         # FlashInfer's sampler draws noise of its own, which drafting could not be coupled with.
         self.sampler.use_flashinfer = False
+
+
+def make_runner(
+    vllm_config: VllmConfig, device: torch.device
+) -> TreeGPUModelRunner | EarlierGPUStage:
+    """Make the runner of this process's stage of the pipeline."""
+    last = get_pp_group().is_last_rank
+    return (TreeGPUModelRunner if last else EarlierGPUStage)(vllm_config, device)

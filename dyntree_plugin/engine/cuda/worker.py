@@ -22,11 +22,11 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
     }
 
     def _make_model_runner(self) -> Any:
-        from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner
+        from dyntree_plugin.engine.cuda.runner import make_runner
 
         if self.device is None:
             raise RuntimeError("vLLM makes the runner before it knows the device")
-        return TreeGPUModelRunner(self.vllm_config, self.device)
+        return make_runner(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

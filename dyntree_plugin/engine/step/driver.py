@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.engine.step.place import place_nodes
 from dyntree_plugin.engine.step.records import Sampled, Step
 from dyntree_plugin.engine.step.requests import pack
-from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.step.trees import PlacedTrees
 from dyntree_plugin.engine.step.verify import TreeVerifier
 
 
@@ -23,18 +24,28 @@ class StepDriver:
     """Runs the stages of a decode step. vLLM's hooks call the methods in this order."""
 
     def __init__(
-        self, trees: TreeStore, ops: TreeOps, states: Callable[[], SamplingStates]
+        self,
+        trees: PlacedTrees,
+        ops: TreeOps,
+        states: Callable[[], SamplingStates],
+        stages: int = 1,
     ) -> None:
-        """``states``: gives the sampler's states, once there is a sampler."""
+        """``states``: gives the sampler's states, once there is a sampler. ``stages``: of the
+        pipeline, in which as many steps are under way."""
         self._trees = trees
         self._ops = ops
         self._states = states
         self.step = Step()
-        self.previous = Step()
-        """The step before, which drafted the trees of this one."""
+        self._earlier = deque([Step()], maxlen=stages)
+
+    @property
+    def previous(self) -> Step:
+        """The step that drafted the trees of this one: the last one of the same requests."""
+        return self._earlier[0]
 
     def begin(self, most_forwards: int | None) -> None:
-        self.previous, self.step = self.step, Step(most_forwards)
+        self._earlier.append(self.step)
+        self.step = Step(most_forwards)
 
     def place(self, batch: InputBatch, prefill_len: torch.Tensor) -> None:
         """Before the target's forward: rows of nodes get positions, and the batch a mask."""

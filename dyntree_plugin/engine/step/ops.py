@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
     from dyntree_plugin.engine.step.stages import DraftStages, Rank
     from dyntree_plugin.engine.step.transfer import Send
-    from dyntree_plugin.engine.step.trees import TreeStore
+    from dyntree_plugin.engine.step.trees import PlacedTrees
     from dyntree_plugin.tree.children import Perturb
 
 Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -60,7 +60,7 @@ class TreeOps(Protocol):
     def send(self) -> Send: ...
 
     def place(
-        self, batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+        self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what `place.place` does."""
         ...

@@ -7,11 +7,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.step.ops import TreeOps
-from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 def place_nodes(
-    batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor, ops: TreeOps
+    batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor, ops: TreeOps
 ) -> TreeMask:
     """Turn the linear positions of a batch with drafts into those of tree nodes; make the mask."""
     drafts = batch.num_draft_tokens_per_req
@@ -24,7 +24,7 @@ def place_nodes(
 
 
 def place(
-    batch: InputBatch, trees: TreeStore, prefill_len: torch.Tensor
+    batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Change the batch's positions in place; return ``ctx_lens`` and ``ancestor_bits`` of TreeMask.
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, TreeArrays
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 from dyntree_plugin.tree.value import FEATURES
+
+
+class PlacedTrees(Protocol):
+    """The part of a `TreeStore` that places the nodes of trees, by request slot."""
+
+    words: int
+    depths: torch.Tensor
+    ancestors: torch.Tensor
 
 
 class TreeStore:

@@ -1,0 +1,110 @@
+"""What every stage of a pipeline does with trees; an engine without a pipeline has one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dyntree_plugin.engine.adapters import AdapterRows
+from dyntree_plugin.engine.attention.metadata import WithTreeMask
+from dyntree_plugin.engine.budget.by_schedule import FORWARDS
+from dyntree_plugin.engine.configuration import tree_plan
+from dyntree_plugin.engine.pipeline.relay import TreeRelay
+from dyntree_plugin.engine.step.driver import StepDriver
+from dyntree_plugin.engine.step.ops import Move, TreeOps
+from dyntree_plugin.engine.telemetry.trace import TreeTrace
+
+
+class TreeStage(AdapterRows):
+    """Places nodes before the target's forward, and knows how to move KV rows.
+
+    vLLM lays a request's drafts out in consecutive rows and cache slots. Node ``j`` takes row and
+    slot ``root + 1 + j``, but the position ``root + depth``: for its RoPE, and for the sampler's
+    noise.
+    """
+
+    driver: StepDriver
+
+    def make_ops(self) -> TreeOps:
+        """Make what the platform brings to a step."""
+        raise NotImplementedError
+
+    def warm_up_kernels(self) -> None:
+        """Compile what the steps run; the model is loaded, the KV cache is not there."""
+        raise NotImplementedError
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        with _no_speculator():
+            super().__init__(vllm_config, device)
+        plan = tree_plan(vllm_config)
+        if plan is None:
+            raise RuntimeError("the tree runner was chosen for an engine without dyntree options")
+        self.plan = plan
+        self.ops = self.make_ops()
+        self.clock = self.ops.clock
+        self.trace: TreeTrace | None = None
+        self.pipeline_stages = get_pp_group().world_size
+        self.relay: TreeRelay | None = None
+        if self.pp_handler is not None:
+            self.relay = TreeRelay(self.pp_handler, plan.shape, self.pipeline_stages)
+        self._movers: list[tuple[int, Move]] = []
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.warm_up_kernels()
+        # vLLM offers no hook by which a runner adds to the metadata of the target's attention.
+        self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
+            self.model_state.prepare_attn, self.driver.take_mask, self.clock
+        )
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kw: Any
+    ) -> None:
+        super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kw)
+        if is_profiling:
+            return  # This cache is thrown away; movers would keep it.
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        drafts: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
+        self._movers = []
+        for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            own = [layers[name] for name in group.layer_names if name not in drafts]
+            if own:
+                self._movers.append((index, self.ops.mover(own)))
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Begin a step; vLLM calls it in every one, whether or not a request is new."""
+        super().add_requests(scheduler_output)
+        self.driver.begin(getattr(scheduler_output, FORWARDS, None))
+
+    def prepare_attn(
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Place the nodes; vLLM then prepares the attention metadata and runs the target."""
+        found = super().prepare_attn(input_batch)
+        self.driver.place(input_batch, self.req_states.prefill_len.gpu)
+        return found
+
+
+@contextmanager
+def _no_speculator() -> Iterator[None]:
+    """Keep vLLM's runner from making a stock speculator.
+
+    vLLM has no registry of speculators, and its n-gram speculator refuses a CPU.
+    """
+    module: Any = model_runner
+    stock = module.init_speculator
+    module.init_speculator = lambda *args: None
+    try:
+        yield
+    finally:
+        module.init_speculator = stock

@@ -1,0 +1,91 @@
+"""A pipeline whose stages are processes of their own, and ways to break one of them.
+
+As a program, this takes the files of a job and of its results, as engine_process.py does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from engine_process import Engine, Result, Run, answered, result_of, run_of
+
+BROKEN = ("without_paths_of_earlier_stages", "without_trees_of_earlier_stages")
+
+
+def serve_in_stages(
+    engine: Mapping[str, Any], runs: Mapping[str, Run], stages: int = 2, **arguments: Any
+) -> dict[str, Result]:
+    """Start an engine of so many stages and work through the runs; a run's sabotage is in force on
+    every stage but the last."""
+    arguments = {**engine, "pipeline_parallel_size": stages, **arguments}
+    # vLLM binds each rank to a NUMA node, and there may be fewer nodes than ranks.
+    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    found = answered(__file__, arguments, runs, threads=1, fresh=True, **unbound)
+    return {name: result_of(one) for name, one in found.items()}
+
+
+@contextmanager
+def without_paths_of_earlier_stages(runner: Any) -> Iterator[None]:
+    """Lose the accepted paths on their way: no KV is moved."""
+    stock = runner.follow
+
+    def follow(decided: Any) -> None:
+        stock(replace(decided, path=decided.path.fill_(-1)))
+
+    with mock.patch.object(runner, "follow", follow):
+        yield
+
+
+@contextmanager
+def without_trees_of_earlier_stages(runner: Any) -> Iterator[None]:
+    """Lose the trees on their way: nodes are placed as in the tree that was there before."""
+    with mock.patch.object(runner.trees, "put"):
+        yield
+
+
+class StagedEngine(Engine):
+    """An engine whose workers are processes of their own."""
+
+    runner = None
+
+    def _layout(self) -> str:
+        return "of its stages"
+
+    def broken(self, run: Run) -> Result:
+        if run.sabotage is not None:
+            self.llm.collective_rpc(_break, args=(run.sabotage,))
+        result = self.work(run)
+        if run.sabotage is not None:
+            self.llm.collective_rpc(_mend)
+            self.llm.reset_prefix_cache()
+        return result
+
+
+def _break(worker: Any, name: str) -> None:
+    import stages
+
+    worker.broken = ExitStack()
+    if not worker.model_runner.is_last_pp_rank:
+        worker.broken.enter_context(getattr(stages, name)(worker.model_runner))
+
+
+def _mend(worker: Any) -> None:
+    worker.broken.close()
+
+
+def main(job_path: str, results_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    engine = StagedEngine(job["engine"])
+    found = {name: asdict(engine.broken(run_of(run))) for name, run in job["runs"].items()}
+    Path(results_path).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,98 @@
+"""In a pipeline every stage follows the same trees, and the tokens stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import workload
+from comparison import Outputs, accepted_per_step, explain, mismatches
+from engine_process import Result, Run
+from stages import BROKEN, serve_in_stages
+
+from dyntree_plugin import pair
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = workload.each_kind(range(48))
+TREES = {
+    "trees": Run(REQUESTS),
+    "batches of 4": workload.TREE_RUNS["batches of 4"],
+    **{name: workload.TREE_RUNS[name] for name in ("mixed", "warm", "continued", "aborted")},
+    "cold again": workload.TREE_RUNS["cold"],
+    "after the aborted": workload.TREE_RUNS["after the aborted"],
+    **{name: Run(REQUESTS, sabotage=name) for name in BROKEN},
+    "after the sabotage": Run(REQUESTS),
+}
+TIGHT = {
+    "demanding": Run(workload.DEMANDING),
+    "long prompts": Run(workload.LONG_PROMPTS),
+    "sample": workload.SAMPLE,
+}
+SAME = [name for name in TREES if name not in BROKEN]
+
+
+@pytest.fixture(scope="module")
+def piped() -> Mapping[str, Result]:
+    return serve_in_stages(workload.tree(), TREES)
+
+
+@pytest.fixture(scope="module")
+def tight() -> Mapping[str, Result]:
+    """A pipeline with a cache so small that requests are preempted, and an adaptive budget."""
+    small = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24}
+    return serve_in_stages(workload.with_options() | small, TIGHT)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_pipeline_gives_the_tokens_of_one_stage_without_trees(
+    name: str, piped: Mapping[str, Result], plain: Outputs
+) -> None:
+    found = mismatches(TREES[name], piped[name], plain)
+    assert not found, explain(found)
+
+
+def test_a_pipeline_accepts_what_trees_of_one_stage_do(piped: Mapping[str, Result]) -> None:
+    assert accepted_per_step(piped["trees"]) > 2
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_stage_that_misses_what_the_last_one_decided_changes_tokens(
+    name: str, piped: Mapping[str, Result], plain: Outputs
+) -> None:
+    assert mismatches(TREES[name], piped[name], plain)
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_preempted_requests_of_a_pipeline_keep_their_tokens(
+    name: str, tight: Mapping[str, Result], plain: Outputs
+) -> None:
+    found = mismatches(TIGHT[name], tight[name], plain)
+    assert not found, explain(found)
+
+
+def test_a_small_cache_preempts_requests_of_a_pipeline(tight: Mapping[str, Result]) -> None:
+    assert tight["demanding"].metrics["vllm:num_preemptions_total"] > 0
+
+
+OTHERS: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
+    "look-up alone": (workload.without_draft(method="ngram_gpu", budget="fixed"), {}),
+    "a pool": (workload.POOLS["pool"][0], {}),
+    "a head": (workload.with_head(pair.paths()["eagle3"], budget="fixed"), {}),
+    "three stages": (workload.tree(), {"stages": 3}),
+    "two ranks per stage": (workload.tree(), {"tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_pipelines_give_the_tokens_of_one_stage_without_trees(
+    name: str, plain: Outputs
+) -> None:
+    engine, arguments = OTHERS[name]
+    run = Run(REQUESTS)
+    result = serve_in_stages(engine, {"trees": run}, **arguments)["trees"]
+    found = mismatches(run, result, plain)
+    assert not found, explain(found)
+    assert accepted_per_step(result) > 0.5
