@@ -96,7 +96,7 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
     """Log the options in force, and advice on the rest of the configuration."""
     from vllm.logger import init_logger
 
-    from dyntree_plugin.admission import check
+    from dyntree_plugin.admission import check, offloading
     from dyntree_plugin.engine.configuration import further_drafts
     from dyntree_plugin.engine.fallback import default_chain_reasons
 
@@ -108,6 +108,8 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
         logger.info("%s", line)
     if advice := check.token_budget_advice(vllm_config):
         logger.info("%s", advice)
+    for line in offloading.advice(vllm_config, device_type):
+        logger.warning("%s", line)
     if unseen := check.head_advice(vllm_config):
         logger.warning("%s", unseen)
     if padding := check.padding_advice(vllm_config):

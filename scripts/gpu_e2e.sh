@@ -9,13 +9,15 @@
 #            launches   what a decode step starts on the device, by function
 #            speed-1b   no speculation, vLLM's chains and trees, a target of Llama-3.2-1B's shape
 #            speed-8b   the same with the shape of Llama-3.1-8B
+#            offload    no speculation, a chain of 5 and a tree of 64, with all layers of a target of
+#                       Llama-3.1-8B's shape in the host's memory: 3 times 14 GB of it
 #   PYTHON   the Python to use; else .venv's, else python3
 #   OUT      where results go; else benchmarks/results
 #   LIMIT    seconds that all of it may take; 480, and 360 of the first part
 #   MODELS   where grown targets and compiled code are kept; else the user's cache
 #   DYNTREE_COMMIT   the commit that results name where there is no repository
-#   CHAINS, BUDGETS   of speed: lengths of vLLM's chains, and nodes of trees, separated by blanks
-#   ARGS     of speed: further arguments of `dyntree bench serve`
+#   CHAINS, BUDGETS   of speed and offload: lengths of vLLM's chains, and nodes of trees, separated by blanks
+#   ARGS     of speed and offload: further arguments of `dyntree bench serve`
 #
 # Results are written as soon as they are known. A part goes on where the files in OUT end, if they are
 # of the same commit, packages and machine: engines that were judged, tests that passed and whole
@@ -27,10 +29,10 @@ part=${PART:-}
 limit=${LIMIT:-480}
 case $part in
     first) limit=${LIMIT:-360} ;;
-    identity-bf16 | identity-fp32 | tests | launches | speed-1b | speed-8b) ;;
+    identity-bf16 | identity-fp32 | tests | launches | speed-1b | speed-8b | offload) ;;
     *)
-        echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, tests, launches, speed-1b or" \
-            "speed-8b; it was '$part'" >&2
+        echo "make gpu-e2e needs PART=first, identity-bf16, identity-fp32, tests, launches, speed-1b," \
+            "speed-8b or offload; it was '$part'" >&2
         exit 2
         ;;
 esac
@@ -151,6 +153,9 @@ launches() {
 
 declare -A depths=([8]=6 [16]=8 [32]=8 [64]=10)
 
+# Further arguments of the engines that `speed` measures.
+offloading=
+
 # Shape, bytes of KV cache, lengths of chains, budgets of trees; then arguments of `bench serve`. All
 # engines run side by side.
 speed() {
@@ -162,10 +167,11 @@ speed() {
     for budget in $budgets; do
         local kind=', "budget": "fixed"'
         [[ $budget != "${budgets##* }" ]] || kind=
-        engines+=(--tree "{\"node_budget\": $budget, \"max_depth\": ${depths[$budget]:-8}$kind}")
+        local depth=${depths[$budget]-8}
+        engines+=(--tree "{\"node_budget\": $budget${depth:+, \"max_depth\": $depth}$kind}")
     done
     # vLLM wants its share of the memory free; what an engine takes is its weights and the cache.
-    local arguments="{\"kv_cache_memory_bytes\": $cache, \"gpu_memory_utilization\": 0.05}"
+    local arguments="{\"kv_cache_memory_bytes\": $cache, \"gpu_memory_utilization\": 0.05$offloading}"
     if ! with_tests "$python" tests/e2e/gpu_results.py whole "$out/$name.json"; then
         # shellcheck disable=SC2086  # ARGS are several
         timeout -k 20 $((limit - SECONDS)) "$python" -m dyntree_plugin.cli bench serve \
@@ -182,6 +188,7 @@ speed() {
 
 loads=(--temperature 0 --temperature 1 --batch 1 --batch 4 --batch 16 --batch 64
     --requests 4 --max-tokens 128 --rounds 3)
+offloaded_loads=(--temperature 0 --batch 1 --requests 2 --max-tokens 48 --rounds 2)
 few_loads=(--temperature 0 --batch 1 --batch 8 --requests 8 --max-tokens 96 --rounds 3)
 
 # Kernels and tokens at the same time; only what is measured has the device to itself.
@@ -208,6 +215,14 @@ grown_target("llama-1b", Path(pair.paths()["target"]))' &
     ((kernels_code == 0 && tokens_code == 0 && code == 0))
 }
 
+# Every layer comes over the bus in every step; two have room on the device. Trees have the default
+# depth, as forwards of the draft are cheap beside that.
+offload() {
+    depths[64]=
+    offloading=', "offload_group_size": 1, "offload_num_in_group": 1, "offload_prefetch_step": 2'
+    speed llama-8b $((1 << 30)) 5 64 "${offloaded_loads[@]}"
+}
+
 case $part in
     first) first ;;
     identity-bf16) identity bf16 $((limit - SECONDS - 25)) --dtype bfloat16 ;;
@@ -217,6 +232,7 @@ case $part in
     speed-1b) speed llama-1b $((3 << 29)) "1 2 3 5 8" "8 16 32 64" "${loads[@]}" ;;
     # With 14 GB of weights and 4 GB of cache each, five engines leave a third of 140 GB.
     speed-8b) speed llama-8b $((7 << 29)) "3 5" "8 32" "${loads[@]}" ;;
+    offload) offload ;;
 esac
 code=$?
 echo "$part exited with $code; results are in $out"

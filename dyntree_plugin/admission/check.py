@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.admission import vocabularies
+from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.refusals import (
     CUDA_BACKENDS,
     CUDA_REFUSALS,
@@ -179,6 +179,7 @@ def _refusals(
     )
     yield from filter(None, others)
     yield from _vocabulary_refusals(vllm_config, speculation)
+    yield from offloading.refusals(vllm_config, device_type)
     try:
         plan = options.plan_for(speculation)
     except ValueError as error:

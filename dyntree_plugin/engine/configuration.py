@@ -24,6 +24,10 @@ PLAIN_WORKER = "dyntree_plugin.engine.cpu.worker.PlainCPUWorker"
 """Worker class for ``worker_cls`` that runs vLLM's V2 runner on a CPU without trees. Trees are
 compared with it."""
 
+CHAIN_WORKER = "dyntree_plugin.engine.cuda.worker.ChainGPUWorker"
+"""Worker class for ``worker_cls`` that runs vLLM's chains on CUDA, with the draft on the device.
+Trees are compared with it where the target's weights are offloaded."""
+
 _MARK = "_dyntree_plan"
 _FURTHER = "_dyntree_further_drafts"
 

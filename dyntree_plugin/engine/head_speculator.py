@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_plugin.engine.drafting import Drafting
+from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.speculator import TreeProposals, row_memory
 from dyntree_plugin.engine.step.head import HeadStates, TargetHead
 
@@ -35,6 +36,7 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
             device,
         )
 
+    @on_device()
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_drafts
+from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 from dyntree_plugin.engine.step.forwards import DraftModels, LoadedModel
 from dyntree_plugin.engine.step.records import Sampled
@@ -96,6 +97,7 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         self.drafting = drafting
         self.further: list[FurtherDraft] = []
 
+    @on_device()
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:

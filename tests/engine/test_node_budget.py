@@ -40,14 +40,17 @@ def test_every_number_of_rows_is_measured_where_trees_are_small() -> None:
     assert all(after <= before * 1.13 + 1 for before, after in pairwise(numbers))
 
 
-def fake_runner(now: list[float], per_row: float, ran: list[int]) -> Any:
-    """Steps take 10 ms and ``per_row``; ``ran`` gets their rows, ``now`` is their clock."""
+def fake_runner(
+    now: list[float], per_row: float, ran: list[int], forward: float = 0.01, least: float = 0.0
+) -> Any:
+    """Steps take ``forward`` and ``per_row``, or ``least``; ``ran`` gets their rows, ``now`` is
+    their clock."""
     clock = StageClock()
 
     def dummy_run(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         ran.append(rows)
         clock.start("target")
-        now[0] += 0.01 + per_row * rows
+        now[0] += max(forward + per_row * rows, least)
         clock.stop()
         hidden = torch.zeros(rows, 1)
         return hidden, hidden
@@ -94,7 +97,39 @@ def test_a_slow_model_is_measured_at_few_rows_and_the_others_lie_behind(
     assert seconds[1:] == pytest.approx(0.01 + per_row * np.arange(1, len(seconds)))
 
 
-def test_ranks_measure_the_same_steps_whatever_their_clocks_say(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("per_row", [1e-3, 0.5])
+def test_offloaded_weights_are_measured_in_two_or_three_steps(
+    per_row: float, monkeypatch: Any
+) -> None:
+    """The rows of one tree are among them, so that rows that cost much are not taken for free."""
+    now, ran = [0.0], list[int]()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    seconds = measure_rows(fake_runner(now, per_row, ran, forward=5.6), alone).seconds()
+    most = 4 * (1 + NODES)
+    assert ran == [1, 1 + NODES, most] if per_row < 0.1 else [1, 1 + NODES]
+    assert seconds[1:] == pytest.approx(5.6 + per_row * np.arange(1, most + 1))
+
+
+@pytest.mark.parametrize("free", [5, 11, 30])
+def test_where_rows_begin_to_cost_beside_a_transfer_is_found(free: int, monkeypatch: Any) -> None:
+    """A step takes a transfer of 0.5 s, or longer for its arithmetic. The control is the line from
+    one row to the most."""
+    now, ran = [0.0], list[int]()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    runner = fake_runner(now, 0.5 / free, ran, forward=0.0, least=0.5)
+    seconds = measure_rows(runner, alone).seconds()[1:]
+    assert now[0] < 1.5 * LONGEST_SECONDS + max(seconds)
+    assert len(ran) == len(set(ran))
+    rows = np.arange(1, len(seconds) + 1)
+    true = np.maximum(0.5, rows * 0.5 / free)
+    line = np.interp(rows, rows[[0, -1]], true[[0, -1]])
+    assert abs(seconds / true - 1).max() < 0.25 * abs(line / true - 1).max() + 0.05
+
+
+@pytest.mark.parametrize("slow", [0.05, 0.4])
+def test_ranks_measure_the_same_steps_whatever_their_clocks_say(
+    slow: float, monkeypatch: Any
+) -> None:
     """The control: a rank that goes by its own clock measures others."""
     now, told = [0.0], list[float]()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -104,7 +139,7 @@ def test_ranks_measure_the_same_steps_whatever_their_clocks_say(monkeypatch: Any
         return seconds
 
     steps: list[list[int]] = [[], [], []]
-    measure_rows(fake_runner(now, 0.05, steps[0]), first)
+    measure_rows(fake_runner(now, slow, steps[0]), first)
     others = iter(told)
     measure_rows(fake_runner(now, 0.01, steps[1]), lambda _: next(others))
     measure_rows(fake_runner(now, 0.01, steps[2]), alone)

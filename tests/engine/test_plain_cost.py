@@ -36,7 +36,7 @@ class Runner:
         self.trees = SimpleNamespace(shape=SimpleNamespace(node_budget=NODES))
         self.forwards: list[int] = []
         self.steps: list[tuple[int, int]] = []
-        self._slow = slow
+        self._slow, self.of_row = slow, 0.0
         self.greedy = 0
 
     def queue_delay(self) -> None:
@@ -48,7 +48,7 @@ class Runner:
         else:
             self.steps.append((rows, context_len))
         of_tokens = rows * (1 + (context_len or 0)) * 1e-6
-        self.clock.spent["target"] = 1e-3 + of_tokens + self._slow
+        self.clock.spent["target"] = 1e-3 + of_tokens + self._slow + rows * self.of_row
         self.clock.now += self._slow
         return "hidden", "hidden"
 
@@ -122,12 +122,28 @@ def test_no_forward_has_more_rows_of_a_request_than_its_context_holds(clock: Clo
 
 
 def test_slow_forwards_are_measured_over_few_rows(clock: Clock) -> None:
-    """At least the smallest number of rows is measured."""
-    for slow, rows in ((plain_cost.FORWARD_SECONDS / 13, (1, 4, 16)), (plain_cost.SECONDS, (1,))):
-        runner: Any = Runner(clock, slow)
-        cost = plain_cost.measure(runner, alone)
-        assert cost.rows == rows
-        assert {*runner.forwards} == {*rows}
+    runner: Any = Runner(clock, plain_cost.FORWARD_SECONDS / 13)
+    cost = plain_cost.measure(runner, alone)
+    assert cost.rows == (1, 4, 16)
+    assert {*runner.forwards} == {1, 4, 16}
+
+
+def test_offloaded_weights_are_measured_in_a_few_steps(clock: Clock) -> None:
+    """At 5.6 s per step, which a 70B target takes over PCIe 4."""
+    runner: Any = Runner(clock, 5.6)
+    cost = plain_cost.measure(runner, alone)
+    assert clock.now < 9 * 5.6
+    assert cost.requests == (1, 100)
+    assert cost.rows == (1, 1 + NODES, 100 * (1 + NODES))
+    assert cost.seconds(1, 0) == pytest.approx(5.6, abs=0.01)
+    assert cost.forwards == pytest.approx([5.6] * 3, abs=0.01)
+
+
+def test_a_slow_forward_whose_rows_cost_much_is_not_made_over_the_most_rows(clock: Clock) -> None:
+    runner: Any = Runner(clock, 5.6)
+    runner.of_row = 0.5
+    cost = plain_cost.measure(runner, alone)
+    assert cost.rows == (1, 1 + NODES)
 
 
 def test_several_ranks_run_the_same_forwards_as_the_first_tells_them(clock: Clock) -> None:
@@ -149,20 +165,29 @@ def test_several_ranks_run_the_same_forwards_as_the_first_tells_them(clock: Cloc
 def test_slow_steps_are_measured_once_when_time_is_up(clock: Clock) -> None:
     quick: Any = Runner(clock, 0.0)
     plain_cost.measure(quick, alone)
-    slow: Any = Runner(clock, plain_cost.SECONDS / 2)
+    slow: Any = Runner(clock, 0.8 * timed_steps.SLOW_STEP)
     plain_cost.measure(slow, alone)
     assert len(quick.steps) == 1 + 2 * 8 * plain_cost.REPETITIONS
     assert {*slow.steps} == {*quick.steps}
-    assert len(slow.steps) == 1 + 2 * 8
+    assert 1 + 2 * 8 < len(slow.steps) < 1 + 2 * 8 + plain_cost.SECONDS / 0.8
 
 
-def test_several_ranks_run_the_same_steps_whatever_their_clocks_say(clock: Clock) -> None:
-    runs = []
-    for slow in (0.0, plain_cost.SECONDS / 2):
-        runner: Any = Runner(clock, slow, ranks=2)
-        plain_cost.measure(runner, alone)
-        runs.append(runner.steps)
-    assert runs[0] == runs[1]
+@pytest.mark.parametrize("slow", [0.8 * timed_steps.SLOW_STEP, 2 * timed_steps.SLOW_STEP])
+def test_several_ranks_run_the_same_steps_whatever_their_clocks_say(
+    slow: float, clock: Clock
+) -> None:
+    told: list[float] = []
+
+    def first(seconds: float) -> float:
+        told.append(seconds)
+        return seconds
+
+    ranks: list[Any] = [Runner(clock, seconds, ranks=2) for seconds in (slow, 0.0)]
+    plain_cost.measure(ranks[0], first)
+    answers = iter(told)
+    plain_cost.measure(ranks[1], lambda _: next(answers))
+    assert ranks[0].steps == ranks[1].steps
+    assert ranks[0].forwards == ranks[1].forwards
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 100, 128, 256, 1000, 4096])

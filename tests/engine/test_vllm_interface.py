@@ -20,13 +20,19 @@ CUDA = [
     "cuda.runner.TreeGPUModelRunner",
     "cuda.runner.EarlierGPUStage",
     "cuda.worker.TreeGPUWorker",
+    "cuda.worker.ChainGPUWorker",
     *[
         f"attention.cuda.Tree{backend}Attention{part}"
         for backend in ("Flash", "Triton")
         for part in ("Backend", "Impl", "MetadataBuilder")
     ],
 ]
-CPU = ["cpu.runner.TreeCPUModelRunner", "cpu.runner.EarlierCPUStage", "cpu.worker.TreeCPUWorker"]
+CPU = [
+    "cpu.runner.TreeCPUModelRunner",
+    "cpu.runner.EarlierCPUStage",
+    "cpu.worker.TreeCPUWorker",
+    "cpu.worker.PlainCPUWorker",
+]
 SHARED = [
     "speculator.TreeSpeculator",
     "speculator.LookUpSpeculator",

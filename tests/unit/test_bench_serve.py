@@ -284,6 +284,9 @@ def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine
         (["--base-url", "http://h:1", "--side-by-side", "2"], "--side-by-side must not be given"),
         (["--base-url", "http://h:1", "--engine-arguments", "{}"], "--engine-arguments must not"),
         (["--endpoint", "chat"], "--endpoint must not be given: without a --base-url"),
+        (["--base-url", "http://h:1", "--weights-at", "4"], "--weights-at must not be given"),
+        (["--weights-at", "0"], "--weights-at 0 must be above 0, in GB per second"),
+        (["--weights-at", "inf"], "--weights-at inf must be above 0"),
         (["--base-url", "h:1"], "must be http://HOST:PORT"),
         (["--base-url", "http://h:1", "--prompts", "none.jsonl"], "a JSONL file that exists"),
     ],
@@ -293,6 +296,15 @@ def test_mistakes_are_named_before_anything_starts(arguments: list[str], message
     assert ended.exit_code == 2
     assert message in ended.stderr
     assert "Traceback" not in ended.output
+
+
+def test_a_result_says_that_a_link_is_virtual_and_how_much_room_the_device_has() -> None:
+    for arguments, room in (({}, 1), ({"offload_prefetch_step": 3}, 3)):
+        shown = Engine(name="no speculation", kind="plain", budget=0, arguments=arguments)
+        note = session._of_link(0.5, shown)
+        assert "a virtual link of 0.5 GB/s" in note
+        assert f"room for {room} of them" in note
+        assert "Nothing is copied" in note
 
 
 def test_trees_are_named_by_what_tells_them_apart() -> None:

@@ -17,7 +17,10 @@ import torch
 from dyntree_plugin.pair import shapes
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-PARTS = ("first", "identity-bf16", "identity-fp32", "tests", "launches", "speed-1b", "speed-8b")
+PARTS = (
+    *("first", "identity-bf16", "identity-fp32", "tests", "launches"),
+    *("speed-1b", "speed-8b", "offload"),
+)
 H200 = 139 << 30  # bytes of memory
 
 PYTHON = r"""#!/bin/bash
@@ -209,7 +212,7 @@ def test_launches_are_counted_once_for_the_same_code(machine: Machine) -> None:
     assert len(machine.calls("launches.py")) == 4
 
 
-@pytest.mark.parametrize("part", ["speed-1b", "speed-8b"])
+@pytest.mark.parametrize("part", ["speed-1b", "speed-8b", "offload"])
 def test_a_whole_measurement_is_not_made_again(part: str, machine: Machine) -> None:
     machine.run(PART=part)
     (machine.folder / "whole").touch()
@@ -240,6 +243,20 @@ def memory(call: list[str]) -> int:
     weights = 2 * shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
     cache = json.loads(option(call, "--engine-arguments"))["kv_cache_memory_bytes"]
     return int(option(call, "--side-by-side")) * (weights + cache + (2 << 30))
+
+
+def test_offloading_moves_every_layer_in_three_engines_and_in_no_others(machine: Machine) -> None:
+    machine.run(PART="offload")
+    (call,) = machine.calls("bench serve")
+    assert (option(call, "--side-by-side"), options(call, "--chain")) == ("3", ["5"])
+    (tree,) = options(call, "--tree")
+    assert json.loads(tree) == {"node_budget": 64}
+    given = json.loads(option(call, "--engine-arguments"))
+    assert (given["offload_group_size"], given["offload_num_in_group"]) == (1, 1)
+    assert option(call, "--json") == str(machine.out / "serve-gpu-offload.json")
+    machine.run(PART="speed-8b")
+    (_, other) = machine.calls("bench serve")
+    assert not any("offload" in name for name in json.loads(option(other, "--engine-arguments")))
 
 
 @pytest.mark.parametrize("there", [True, False])

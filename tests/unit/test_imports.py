@@ -44,6 +44,7 @@ LAYERS = (
         "dyntree_plugin.engine.flag",
         "dyntree_plugin.engine.limits",
         "dyntree_plugin.engine.node_limit",
+        "dyntree_plugin.engine.offloading",
         "dyntree_plugin.engine.attention",
     ),
     ("dyntree_plugin.engine.step",),

@@ -134,6 +134,15 @@ StaticTrees = Annotated[
         rich_help_panel=OF_ENGINES,
     ),
 ]
+WeightsAt = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GB_PER_S",
+        help="Simulate offloaded weights on a CPU: a virtual link of this speed delivers the "
+        "target's layers in every step, to all engines, as vLLM's prefetching does.",
+        rich_help_panel=OF_ENGINES,
+    ),
+]
 Rounds = Annotated[
     int, typer.Option(min=1, help="Number of rounds; each measures everything once.")
 ]

@@ -56,6 +56,7 @@ def serve(
     look_ups: arguments.LookUps = None,
     trees: arguments.Trees = None,
     static_rates: arguments.StaticTrees = None,
+    weights_at: arguments.WeightsAt = None,
     rounds: arguments.Rounds = 3,
     side_by_side: arguments.SideBySide = None,
     time_limit: arguments.TimeLimit = None,
@@ -85,6 +86,7 @@ def serve(
             measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
         else:
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
+            link = _speed(weights_at)
             further = object_of("--engine-arguments", engine_arguments)
             models, remarks = _models(target, draft, method, target_shape, dtype, further)
             contest = Contest(
@@ -95,6 +97,7 @@ def serve(
                 ngrams or (),
                 look_ups or (),
                 probabilistic_chains or (),
+                link,
             )
             engines = contest.engines
             measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
@@ -121,6 +124,17 @@ def _refuse(context: typer.Context, panel: str, reason: str) -> None:
             given.append("/".join([*option.opts, *option.secondary_opts]))
     if given:
         raise ValueError(f"{', '.join(given)} must not be given: {reason}")
+
+
+def _speed(weights_at: float | None) -> float | None:
+    """Return the speed of the virtual link.
+
+    Raises:
+        ValueError: if nothing would ever arrive.
+    """
+    if weights_at is not None and not 0 < weights_at < math.inf:
+        raise ValueError(f"--weights-at {weights_at:g} must be above 0, in GB per second")
+    return weights_at
 
 
 def _until(limit: float | None) -> Callable[[], float]:

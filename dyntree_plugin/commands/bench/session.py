@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,7 @@ from dyntree_plugin.commands.bench.measure import Server, measure, warm_ups
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.loads.load import Load
-from dyntree_plugin.commands.loads.pool import Pool
+from dyntree_plugin.commands.loads.pool import EngineProcess, Pool
 from dyntree_plugin.commands.loads.requests import (
     Parameters,
     Request,
@@ -96,7 +97,8 @@ class Contest:
     """The engines to compare: vLLM's ``chains`` by length, and ``trees``.
 
     ``ngrams``: lengths of chains of vLLM's n-gram. ``look_ups``: nodes of trees without a draft.
-    ``probabilistic``: lengths of chains whose drafts are drawn.
+    ``probabilistic``: lengths of chains whose drafts are drawn. ``weights_at``: GB per second at
+    which a virtual link delivers the target's layers to every engine; None: without one.
     ``places`` is the number of engines kept at a time; None: as many as fit. If there are places
     for all, they start together, and all of them serve a load before the next load.
     """
@@ -108,6 +110,7 @@ class Contest:
     ngrams: Sequence[int] = ()
     look_ups: Sequence[int] = ()
     probabilistic: Sequence[int] = ()
+    weights_at: float | None = None
 
     @property
     def engines(self) -> int:
@@ -160,7 +163,10 @@ def of_engines(
     settings.check(sets, engine_verifies(engines[0].arguments, tokenizer))
     notes = [*notes, *([f"{longer} prompts were too long and were left out."] if longer else [])]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
-    with Pool(contest.places) as pool:
+    if contest.weights_at is not None:
+        notes = [_of_link(contest.weights_at, engines[0]), *notes]
+    start = partial(EngineProcess, weights_at=contest.weights_at)
+    with Pool(contest.places, start) as pool:
         if together := pool.holds(len(engines)):
             pool.start(engines, warm_ups(list(loads.values())))
         for series in measure(
@@ -168,6 +174,17 @@ def of_engines(
             by_cell=together, seconds_left=seconds_left,
         ):  # fmt: skip
             yield _result(settings, shown, series, [*notes, *_left_out(settings, loads, series)])
+
+
+def _of_link(gb_per_second: float, engine: Engine) -> str:
+    """Say what the link is, and what it is not."""
+    slots = engine.arguments.get("offload_prefetch_step", 1)
+    return (
+        f"Offloaded weights are simulated: in every step of every engine a virtual link of "
+        f"{gb_per_second:g} GB/s delivers the target's layers, with room for {slots} of them at a "
+        "time, by the rules of vLLM's prefetching (--offload-group-size 1). Nothing is copied; "
+        "layers wait. The draft, the embeddings and the output layer are on the device."
+    )
 
 
 def of_servers(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from dyntree_plugin.admission import check, reasons
-from dyntree_plugin.commands.doctor import kernels
+from dyntree_plugin.commands.doctor import kernels, offloading
 from dyntree_plugin.commands.doctor.checks import device_type, memory
 from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.configuration import further_drafts, measured_kernels, plan_in_force
@@ -86,6 +86,7 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
         yield Check("draft", "warn", unseen)
     for line in check.look_up_advice(config, device_type()):
         yield Check("look-up", "ok", line)
+    yield from offloading.checks(config)
     models = [("target", config.model_config)]
     if plan.has_draft:
         models.append(("draft", speculation.draft_model_config))

@@ -26,12 +26,20 @@ READY, REFUSED, FAILED, SERVED = "ready", "refused", "failed", "served"
 Answers = list[list[int]]
 
 
-def main(connection: Connection, arguments: Mapping[str, Any], log: Path) -> None:
-    """Start the engine, and answer every load with (Run, Answers) until a None arrives."""
+def main(
+    connection: Connection,
+    arguments: Mapping[str, Any],
+    log: Path,
+    weights_at: float | None = None,
+) -> None:
+    """Start the engine, and answer every load with (Run, Answers) until a None arrives.
+
+    ``weights_at``: GB per second at which a virtual link delivers the target's layers.
+    """
     _die_with_parent()
     _redirect(log)
     try:
-        served = Served(arguments)
+        served = Served(arguments, weights_at)
     except ValueError as error:
         connection.send((REFUSED, str(error)))
         return
@@ -87,11 +95,12 @@ class _Step:
 class Served:
     """An engine that serves loads step by step."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any], weights_at: float | None = None) -> None:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        from dyntree_plugin.engine.configuration import PLAIN_WORKER
+        from dyntree_plugin.commands.loads.slow_weights import linked
+        from dyntree_plugin.engine.configuration import CHAIN_WORKER, PLAIN_WORKER
 
         arguments = dict(arguments)
         on_cpu = current_platform.is_cpu()
@@ -99,13 +108,19 @@ class Served:
             # Forwards are timed where they run. On a GPU the engine has a process of its own, as is
             # vLLM's default: work on a step's output then overlaps with the next step.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        stock_ngram = arguments.get("speculative_config", {}).get("method") == "ngram"
-        if on_cpu and "additional_config" not in arguments and not stock_ngram:
+        speculation = arguments.get("speculative_config", {})
+        stock = "additional_config" not in arguments
+        stock_ngram = speculation.get("method") == "ngram"
+        if on_cpu and stock and not stock_ngram:
             # Trees run on the V2 runner; so does what they are compared with. vLLM's n-gram runs on
             # a CPU with its V1 runner only.
             arguments["worker_cls"] = PLAIN_WORKER
+        elif not on_cpu and stock and speculation and "offload_group_size" in arguments:
+            # With a draft, vLLM's own engine ends at an assertion.
+            arguments["worker_cls"] = CHAIN_WORKER
         arguments.setdefault("enforce_eager", on_cpu)
-        self._llm = LLM(**arguments)
+        with linked(weights_at):
+            self._llm = LLM(**arguments)
         self._take_stages = _stages_of(self._llm) if on_cpu else dict
         self._begun = 0
 

@@ -27,14 +27,17 @@ _END_SECONDS = 15.0
 class EngineProcess:
     """A started engine. Its process is stopped between loads, so that its threads do not spin."""
 
-    def __init__(self, engine: Engine, log: Path) -> None:
-        """Begin to start the engine; call `wait` before using it."""
+    def __init__(self, engine: Engine, log: Path, *, weights_at: float | None = None) -> None:
+        """Begin to start the engine; call `wait` before using it.
+
+        ``weights_at``: GB per second at which a virtual link delivers the target's layers.
+        """
         self._name, self._log = engine.name, log
         context = multiprocessing.get_context("spawn")
         self._connection: Connection
         self._connection, theirs = context.Pipe()
         self._process: SpawnProcess = context.Process(
-            target=main, args=(theirs, engine.arguments, log), name=engine.name
+            target=main, args=(theirs, engine.arguments, log, weights_at), name=engine.name
         )
         self._process.start()
         theirs.close()

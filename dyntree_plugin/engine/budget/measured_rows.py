@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
+from itertools import pairwise
 from typing import Any
 
 from dyntree_plugin.engine.budget.timed_steps import (
     Agree,
     TimedRunner,
     most_rows,
+    over_few_rows,
     seconds_of,
     without_drafting,
 )
@@ -18,6 +21,10 @@ LONGEST_SECONDS = 4.0
 """About the longest time of the measurement. Slow models are measured at fewer sizes, of which the
 rows of one tree and of four are always two."""
 PASSES = 5
+SLOW_STEP = LONGEST_SECONDS / 16
+"""Seconds of a step from which each number of rows is run once, where it tells most."""
+BEND = 1.1
+"""Ratio of two times, from which it matters where between them the rows begin to cost."""
 
 
 def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
@@ -25,6 +32,41 @@ def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
 
     Call it after the KV cache is allocated and before the first request: the steps write into it.
     """
+    with without_drafting(runner):
+        one = agree(_seconds(runner, 1))
+        if one > SLOW_STEP:
+            best = _where_they_bend(runner, agree, one)
+        else:
+            best = _over_many_rows(runner, agree)
+    measured = sorted(best)
+    return RowCost(tuple(measured), tuple(best[rows] for rows in measured), most_rows(runner))
+
+
+def _where_they_bend(runner: TimedRunner, agree: Agree, one: float) -> dict[int, float]:
+    """Return seconds by rows, of slow steps: few where the seconds hardly rise.
+
+    A step over offloaded weights takes their transfer or its arithmetic, whichever is longer. So
+    the seconds are level up to some number of rows, which lies where they rise most.
+    """
+
+    def seconds(rows: int) -> float:
+        return agree(_seconds(runner, rows))
+
+    began = time.perf_counter()
+    best = over_few_rows(runner, agree, one, seconds)
+    while True:
+        spans = [(low, high) for low, high in pairwise(sorted(best)) if high > low + 1]
+        low, high = max(spans, key=lambda span: best[span[1]] - best[span[0]], default=(1, 1))
+        # A step between the two takes as long as the longer one at most.
+        left = LONGEST_SECONDS - (time.perf_counter() - began) - best[high]
+        if agree(left) < 0 or best[high] < BEND * best[low]:
+            return best
+        rows = min(max(round(math.sqrt(low * high)), low + 1), high - 1)
+        best[rows] = seconds(rows)
+
+
+def _over_many_rows(runner: TimedRunner, agree: Agree) -> dict[int, float]:
+    """Return seconds by rows, of as many steps as there is time for."""
     most = most_rows(runner)
     best: dict[int, float] = {}
     began = time.perf_counter()
@@ -42,29 +84,27 @@ def measure_rows(runner: TimedRunner, agree: Agree) -> RowCost:
 
     numbers = row_numbers(most)
     powers = [rows for rows in numbers if rows.bit_count() == 1]
-    with without_drafting(runner):
-        for rows in powers:
-            # Twice the rows take twice the time at most, and are run twice.
-            if best and agree(4 * best[rows // 2]) > left(0.5):
-                break
+    for rows in powers:
+        # Twice the rows take twice the time at most, and are run twice.
+        if best and agree(4 * best[rows // 2]) > left(0.5):
+            break
+        measure_first(rows)
+    # The slope must be known, however slow the target is: rows of one tree, and of four.
+    tree = 1 + runner.trees.shape.node_budget
+    for rows in sorted({min(most, tree), min(most, 4 * tree)}):
+        if rows > max(best):
+            measure(rows)
+    for rows in numbers:
+        if rows > max(best) or left() < 0:
+            break
+        if rows not in best:
             measure_first(rows)
-        # The slope must be known, however slow the target is: rows of one tree, and of four.
-        tree = 1 + runner.trees.shape.node_budget
-        for rows in sorted({min(most, tree), min(most, 4 * tree)}):
-            if rows > max(best):
-                measure(rows)
-        for rows in numbers:
-            if rows > max(best) or left() < 0:
+    for _ in range(PASSES - 1):
+        for rows in sorted(best):
+            if left() < 0:
                 break
-            if rows not in best:
-                measure_first(rows)
-        for _ in range(PASSES - 1):
-            for rows in sorted(best):
-                if left() < 0:
-                    break
-                measure(rows)
-    measured = sorted(best)
-    return RowCost(tuple(measured), tuple(best[rows] for rows in measured), most)
+            measure(rows)
+    return best
 
 
 def row_numbers(most: int) -> list[int]:

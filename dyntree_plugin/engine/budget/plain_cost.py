@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 
 from dyntree_plugin.engine.budget.timed_steps import (
+    SLOW_STEP,
     Agree,
     TimedRunner,
     most_rows,
+    over_few_rows,
     sample_greedily,
     sample_plain,
     seconds_of,
@@ -29,23 +31,26 @@ FORWARD_SECONDS = 8.0
 def measure(runner: TimedRunner, agree: Agree) -> PlainCost:
     """Time plain decode steps of 1, 2, 4, … requests, and forwards over the rows of trees.
 
-    If the engine takes many requests at once, the batch sizes are 1, 4, 16, …. Call it after the
-    KV cache is allocated and before the first request: the steps write into it.
+    If the engine takes many requests at once, the batch sizes are 1, 4, 16, …; if steps are slow,
+    they are 1 and the most. Call it after the KV cache is allocated and before the first request:
+    the steps write into it.
     """
     most = min(runner.max_num_reqs, runner.max_num_tokens)
-    sizes = sizes_up_to(most)
     # Ranks run every step together, and their clocks would not end it at the same one.
     together = runner.parallel_config.world_size_across_dp > 1
     deadline = 0.0 if together else time.monotonic() + SECONDS
     context = max(1, min(CONTEXT, runner.max_model_len - 1))
     with without_drafting(runner):
         sample_greedily(runner, most)
-        _step(runner, most, context)
+        slow = agree(_step(runner, most, context)) > SLOW_STEP
+        sizes = sorted({1, most}) if slow else sizes_up_to(most)
+        if slow:
+            deadline = 0.0
         alone, behind = (
             tuple(_least(runner, size, length, deadline) for size in sizes)
             for length in (0, context)
         )
-        forwards = _forwards(runner, agree)
+        forwards = _slow_forwards(runner, agree) if slow else _forwards(runner, agree)
     return PlainCost(
         tuple(sizes), context, alone, behind, tuple(forwards), tuple(forwards.values())
     )
@@ -71,6 +76,11 @@ def _forwards(runner: TimedRunner, agree: Agree) -> dict[int, float]:
         for size in best:
             best[size] = min(best[size], _forward(runner, size))
     return best
+
+
+def _slow_forwards(runner: TimedRunner, agree: Agree) -> dict[int, float]:
+    one = _forward(runner, 1)
+    return over_few_rows(runner, agree, one, lambda rows: _forward(runner, rows))
 
 
 def sizes_up_to(most: int) -> list[int]:

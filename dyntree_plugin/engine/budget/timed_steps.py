@@ -36,11 +36,36 @@ class TimedRunner(Protocol):
 Agree = Callable[[float], float]
 """Return the first rank's number on every rank: all ranks must run the same steps."""
 
+SLOW_STEP = 1.0
+"""Seconds of a step from which few are run at start-up, and each once. Offloaded weights take that
+long, and noise is small then."""
+
 
 def most_rows(runner: TimedRunner) -> int:
     """Return the rows of the largest decode step: a request's rows fit into its context."""
     of_request = min(runner.trees.shape.node_budget + 1, runner.max_model_len)
     return min(runner.max_num_reqs * of_request, runner.max_num_tokens)
+
+
+def over_few_rows(
+    runner: TimedRunner, agree: Agree, one: float, seconds: Callable[[int], float]
+) -> dict[int, float]:
+    """Return seconds by rows, ascending, from as few slow steps as tell what rows cost.
+
+    They are those of one row, which took ``one``, of one tree, and of the most that a step has,
+    unless that would probably take more than twice as long as one row. Then the line through the
+    first two has to do.
+    """
+    most = most_rows(runner)
+    tree = min(most, 1 + runner.trees.shape.node_budget)
+    found = {1: one}
+    if tree > 1:
+        found[tree] = seconds(tree)
+    if most > tree:
+        per_row = max(found[tree] - one, 0.0) / max(tree - 1, 1)
+        if agree(2 * one - found[tree] - per_row * (most - tree)) >= 0:
+            found[most] = seconds(most)
+    return found
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 import vllm_cpu_runner
 from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU, wrap_seeds
+from dyntree_plugin.engine.offloading import keep_draft_on_device
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 from vllm_cpu_runner.long_lists import lift_limits
 
@@ -56,6 +57,7 @@ class PlainCPUWorker(CPUWorker):
         super().init_device()  # type: ignore[no-untyped-call]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        keep_draft_on_device(self.model_runner)
         super().load_model(*args, **kwargs)
         runner: Any = self.model_runner
         if runner.sampler is not None:  # Only the last stage of a pipeline samples.

@@ -1,4 +1,4 @@
-"""The worker that vLLM starts on CUDA for an engine with trees."""
+"""The workers that vLLM starts on CUDA, with trees and for chains to compare with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from dyntree_plugin.engine.offloading import keep_draft_on_device
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 
 _BACKENDS = "dyntree_plugin.engine.attention.cuda"
@@ -37,3 +38,14 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
 
     def _maybe_activate_jit_monitor(self) -> None:
         """vLLM does it when its own kernels are compiled, and then reports every other."""
+
+
+class ChainGPUWorker(Worker):
+    """vLLM's GPU worker with chains, whose draft stays on the device if the target is offloaded.
+
+    Trees are then compared with it: vLLM's own engine does not start where layers are prefetched.
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        keep_draft_on_device(self.model_runner)
+        super().load_model(*args, **kwargs)

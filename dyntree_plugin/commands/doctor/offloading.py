@@ -1,0 +1,86 @@
+"""Say what fits on the device where the target's weights are offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from dyntree_plugin.admission import offloading, weights
+from dyntree_plugin.admission.offloading import Offloading, gib
+from dyntree_plugin.commands.doctor.checks import device_type
+from dyntree_plugin.commands.doctor.report import Check
+from dyntree_plugin.engine.configuration import further_drafts
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+
+NAME = "offloading"
+
+
+def checks(config: VllmConfig) -> Iterator[Check]:
+    """Check an admitted configuration; nothing if it offloads nothing."""
+    if offloading.backend_of(config.offload_config) is None:
+        return
+    kind = device_type()
+    for line in offloading.advice(config, kind):
+        yield Check(NAME, "warn", line)
+    if kind == "cpu":
+        return
+    found = offloading.placed(config)
+    if found is None:
+        unknown = f"the weights of {config.model_config.model} are not on this machine"
+        yield Check(NAME, "ok", f"{unknown}, so that what fits is not known")
+        return
+    from vllm.platforms import current_platform
+
+    yield fit(config, found, current_platform.get_device_total_memory())
+
+
+def fit(config: VllmConfig, found: Offloading, memory: int) -> Check:
+    """Say what is left of a device with so many bytes of ``memory`` for the KV cache."""
+    usable = int(memory * config.cache_config.gpu_memory_utilization)
+    drafts = sum(_drafts(config))
+    stays = found.target - found.moved
+    left = usable - stays - found.buffers - drafts
+    tokens = max(left, 0) // _kv_bytes(config)
+    says = (
+        f"{found.backend}: {gib(found.moved)} of the target's {gib(found.target)} are in the "
+        f"host's memory. Of {gib(usable)} on the device, {gib(stays)} of the target, "
+        f"{gib(found.buffers)} of buffers and {gib(drafts)} of drafts leave {gib(left)} for "
+        f"activations and the KV cache: at most {tokens} tokens"
+    )
+    longest = config.model_config.max_model_len
+    if tokens >= longest:
+        return Check(NAME, "ok", says)
+    advice = f"a request may have max_model_len={longest} tokens: offload more, or lower it"
+    return Check(NAME, "warn", says, advice)
+
+
+def _drafts(config: VllmConfig) -> Iterator[int]:
+    """Yield the bytes of every draft that has files of its own, on one device."""
+    for speculation in _speculations(config):
+        draft = speculation.draft_model_config
+        if speculation.method != "mtp" and (found := weights.read(draft)) is not None:
+            yield found.total // config.parallel_config.tensor_parallel_size
+
+
+def _speculations(config: VllmConfig) -> Iterator[SpeculativeConfig]:
+    own = config.speculative_config
+    if own is None or own.method in ("ngram", "ngram_gpu"):
+        return
+    yield own
+    yield from further_drafts(own)
+
+
+def _kv_bytes(config: VllmConfig) -> int:
+    """Return the bytes of one token in the KV caches of target and drafts."""
+    models = [config.model_config, *(each.draft_model_config for each in _speculations(config))]
+    return sum(_kv_bytes_of(model, config.parallel_config) for model in models)
+
+
+def _kv_bytes_of(model: ModelConfig, parallel: ParallelConfig) -> int:
+    element = getattr(torch, str(model.dtype).removeprefix("torch.")).itemsize
+    heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
+    return int(2 * layers * heads * model.get_head_size() * element)

@@ -1,0 +1,237 @@
+"""What offloading options of an engine do, are refused for, and leave on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from configurations import WIDTH, Build, changed
+from safetensors.torch import save_file
+
+from dyntree_plugin.admission import check, offloading, weights
+from dyntree_plugin.commands.doctor import offloading as doctor
+from dyntree_plugin.engine.configuration import WORKERS
+from dyntree_plugin.options import DynTreeOptions
+
+LAYERS, OF_LAYER, REST, OF_DRAFT = 4, 3 << 20, 1 << 20, 1 << 20
+"""Layers of the target; bytes of one, of what is outside of them, and of the draft, in float32."""
+
+
+def tensor(size: int) -> torch.Tensor:
+    """Return a tensor in bfloat16 that has so many bytes in float32."""
+    return torch.zeros(size // 4, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def config(
+    build: Build, tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[..., str]
+) -> Callable[..., Any]:
+    """Return a function that builds the configuration of a pair with weights."""
+    folder = tmp_path_factory.mktemp("weights")
+    models = {}
+    for name, layers in (("target", LAYERS), ("draft", 1)):
+        models[name] = folder / name
+        source = Path(model_folder(f"{name} of {layers}", num_hidden_layers=layers))
+        models[name].symlink_to(source)
+        if name == "draft":
+            save_file({"model.layers.0.a.weight": tensor(OF_DRAFT)}, source / "model.safetensors")
+            continue
+        named = {f"model.layers.{n}.mlp.weight": tensor(OF_LAYER) for n in range(LAYERS)}
+        tower = {f"visual.blocks.{n}.weight": tensor(4) for n in range(LAYERS)}
+        save_file(
+            {**named, **tower, "lm_head.weight": tensor(REST - 4 * LAYERS)},
+            source / "model.safetensors",
+        )
+
+    def make(**arguments: Any) -> Any:
+        found = build(
+            model=str(models["target"]),
+            speculative={"model": str(models["draft"])},
+            **arguments,
+        )
+        found = changed(found, "scheduler_config.scheduler_cls", None)
+        return changed(found, "parallel_config.worker_cls", "auto")
+
+    return make
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return the host's memory, to change."""
+    memory = SimpleNamespace(total=1 << 30, available=1 << 30)
+    monkeypatch.setattr(offloading, "_host_memory", lambda: memory)
+    return memory
+
+
+def refused(config: Any, device: str = "cuda") -> str:
+    with pytest.raises(ValueError) as error:
+        check.refuse_unserved(config, DynTreeOptions(), device, WORKERS)
+    return str(error.value)
+
+
+def told(config: Any, device: str = "cuda") -> str:
+    check.refuse_unserved(config, DynTreeOptions(), device, WORKERS)
+    return " ".join(offloading.advice(config, device))
+
+
+def prefetching(config: Callable[..., Any], group: int, last: int = 1, step: int = 1) -> Any:
+    """Build what the options of prefetching ask for; a CPU's own check refuses them."""
+    prefetch = SimpleNamespace(
+        offload_group_size=group, offload_num_in_group=last, offload_prefetch_step=step
+    )
+    return changed(config(), "offload_config.prefetch", prefetch)
+
+
+def test_sizes_come_from_the_heads_of_the_files_in_the_type_that_is_loaded(config: Any) -> None:
+    """The other stack of as many layers, a vision tower, is none of the decoder's."""
+    found = weights.read(config().model_config)
+    assert found == weights.Weights((OF_LAYER,) * LAYERS, REST)
+    half = weights.read(changed(config().model_config, "dtype", torch.bfloat16))
+    assert half == weights.Weights((OF_LAYER // 2,) * LAYERS, REST // 2)
+
+
+def test_of_a_model_without_files_nothing_is_known(build: Build) -> None:
+    assert weights.read(build().model_config) is None
+    missing = changed(build().model_config, "model", "not/here")
+    assert weights.read(missing) is None
+    assert offloading.placed(build(cpu_offload_gb=1)) is None
+
+
+def test_without_offloading_there_is_nothing_to_say(config: Any, host: Any) -> None:
+    assert offloading.placed(config()) is None
+    assert told(config()) == ""
+    assert list(doctor.checks(config())) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "last", "step", "moved", "slots"),
+    [(1, 1, 1, 4, 1), (2, 1, 1, 2, 1), (2, 2, 3, 4, 3), (4, 1, 2, 1, 1), (3, 1, 1, 1, 1)],
+)
+def test_prefetching_moves_the_last_layers_of_every_group(
+    group: int, last: int, step: int, moved: int, slots: int, config: Any, host: Any
+) -> None:
+    found = offloading.placed(prefetching(config, group, last, step))
+    assert found is not None
+    assert (found.backend, found.moved, found.buffers) == (
+        "prefetch", moved * OF_LAYER, slots * OF_LAYER,
+    )  # fmt: skip
+    assert found.target == LAYERS * OF_LAYER + REST
+
+
+def test_uva_moves_as_much_as_it_may_and_no_more_than_there_is(config: Any, host: Any) -> None:
+    some = config(cpu_offload_gb=5 / 1024)
+    found = offloading.placed(some)
+    assert found is not None
+    assert (found.backend, found.moved, found.buffers) == ("uva", 5 << 20, 0)
+    assert told(some) == ""
+    all_of_it = config(cpu_offload_gb=1)
+    found = offloading.placed(all_of_it)
+    assert found is not None
+    assert found.moved == LAYERS * OF_LAYER
+    assert "cpu_offload_gb=1 is more than the 0.0 GiB of the target's layers" in told(all_of_it)
+
+
+def test_more_than_the_host_has_is_refused_and_more_than_is_free_is_told(
+    config: Any, host: Any
+) -> None:
+    wanted = prefetching(config, 1)
+    assert told(wanted) == ""
+    host.available = LAYERS * OF_LAYER - 1
+    assert "of which 0.0 GiB are free" in told(wanted)
+    host.total = LAYERS * OF_LAYER - 1
+    reason = refused(wanted)
+    assert "offload_group_size=1 moves" in reason
+    assert "offload less" in reason
+
+
+def test_every_rank_of_a_host_needs_its_own(config: Any, host: Any) -> None:
+    wanted = changed(prefetching(config, 1), "parallel_config.tensor_parallel_size", 2)
+    host.total = LAYERS * OF_LAYER
+    found = offloading.placed(wanted)
+    assert found is not None
+    assert found.moved == LAYERS * OF_LAYER // 2
+    assert list(offloading.refusals(wanted, "cuda")) == []
+    host.total -= 1
+    assert list(offloading.refusals(wanted, "cuda"))
+    for path, value in (("nnodes", 2), ("distributed_executor_backend", "ray")):
+        elsewhere = changed(wanted, f"parallel_config.{path}", value)
+        assert list(offloading.refusals(elsewhere, "cuda")) == []
+
+
+def test_a_stage_of_a_pipeline_has_its_share(config: Any, host: Any) -> None:
+    found = offloading.placed(
+        changed(prefetching(config, 1), "parallel_config.pipeline_parallel_size", 2)
+    )
+    assert found is not None
+    assert (found.moved, found.buffers) == (LAYERS * OF_LAYER // 2, OF_LAYER)
+    assert found.target == (LAYERS * OF_LAYER + REST) // 2
+
+
+def test_groups_that_are_larger_than_the_model_offload_nothing(config: Any, host: Any) -> None:
+    assert "offload_group_size=5 offloads nothing: the target has 4 layers" in told(
+        prefetching(config, 5)
+    )
+
+
+def test_trees_beyond_a_tile_of_rows_are_advised_to_prefetch(config: Any, host: Any) -> None:
+    small = config(cpu_offload_gb=5 / 1024)
+    assert told(small) == ""
+    large = changed(small, "speculative_config.num_speculative_tokens", 256)
+    assert "a step of 257 rows may read the offloaded weights up to 5 times" in told(large)
+    prefetch = changed(prefetching(config, 1), "speculative_config.num_speculative_tokens", 256)
+    assert told(prefetch) == ""
+
+
+def test_on_a_cpu_prefetching_is_refused_and_uva_does_nothing(config: Any, host: Any) -> None:
+    assert "offload_group_size=1 is for a GPU" in refused(prefetching(config, 1), "cpu")
+    assert told(config(cpu_offload_gb=1), "cpu") == (
+        "cpu_offload_gb=1 does nothing on a CPU: the weights are in the host's memory already."
+    )
+
+
+def test_the_backend_is_the_one_that_vllm_chooses(config: Any) -> None:
+    from vllm.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+
+    both: dict[str, Any] = {
+        "uva": UVAOffloadConfig(cpu_offload_gb=1),
+        "prefetch": PrefetchOffloadConfig(offload_group_size=2),
+    }
+    chosen = {
+        "auto": "prefetch",
+        "uva": "uva",
+        "prefetch": "prefetch",
+    }
+    for backend, expected in chosen.items():
+        with pytest.warns(UserWarning, match="offload"):
+            given = OffloadConfig(offload_backend=backend, **both)  # type: ignore[arg-type]
+        assert offloading.backend_of(given) == expected
+    assert offloading.backend_of(OffloadConfig()) is None
+    assert offloading.backend_of(OffloadConfig(offload_backend="uva")) is None
+
+
+KV = 2 * 1 * 32 * 4 * (LAYERS + 1)
+"""Bytes of a token in both caches: 1 head of 32 channels in each layer."""
+
+
+def test_what_is_left_of_the_device_is_room_for_tokens_of_target_and_draft(
+    config: Any, host: Any
+) -> None:
+    own = prefetching(config, 2)
+    found = offloading.placed(own)
+    assert found is not None
+    taken = 3 * OF_LAYER + REST + OF_DRAFT  # two layers, a buffer, the rest, the draft
+    longest = own.model_config.max_model_len
+    whole = changed(own, "cache_config.gpu_memory_utilization", 1.0)
+    fits = doctor.fit(whole, found, taken + longest * KV)
+    assert fits.status == "ok"
+    assert fits.found.endswith(f"at most {longest} tokens")
+    short = doctor.fit(whole, found, taken + longest * KV - 1)
+    assert short.status == "warn"
+    assert f"max_model_len={longest}" in short.advice
+    none = doctor.fit(whole, found, taken - 1)
+    assert none.found.endswith("at most 0 tokens")
+    assert own.num_speculative_tokens == WIDTH
