@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import workload
 from comparison import Outputs, by_request, mismatches
 from emulated.models import make_head, make_pair
 from emulated_engine import Emulated, serve_emulated
+from emulated_stages import serve_emulated_in_stages
 from engine_process import Request, Result, Run, serve
 from features import PHRASES
 from workload import ask, long
@@ -200,3 +202,21 @@ def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
     emulated = runs.emulated[budget][name]
     assert emulated.replays.keys() == {"target", "verification", "drafting"}
     assert min(emulated.replays.values()) >= len(emulated.result.seconds) / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_a_pipeline_of_two_stages_gives_the_tokens_of_one_without_trees(
+    eager: bool, tmp_path: Path
+) -> None:
+    target, draft = make_pair(tmp_path)
+    engine = workload.with_options(NODES, budget="fixed", **TREE)
+    speculation = {**engine["speculative_config"], "model": draft}
+    engine = {**engine, **LIMITS, "model": target, "speculative_config": speculation}
+    if not eager:
+        engine = {**engine, "enforce_eager": False, **OWN["fixed"]}
+    run = Run([*MIXED, *BROKEN])
+    plain = serve({**workload.without_tree(model=target), **LIMITS}, {"": run}, 1)[""]
+    found = serve_emulated_in_stages(engine, {"": run})[""]
+    assert mismatches(run, found, by_request(run, plain)) == []
+    assert accepted(found) > sum(request.params["max_tokens"] for request in run.requests) / 3

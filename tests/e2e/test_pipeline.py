@@ -86,6 +86,13 @@ OTHERS: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
+def test_stages_without_trees_give_the_tokens_of_one(plain: Outputs) -> None:
+    run = Run(REQUESTS)
+    found = mismatches(run, serve_in_stages(workload.without_tree(), {"": run})[""], plain)
+    assert not found, explain(found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_pipelines_give_the_tokens_of_one_stage_without_trees(
     name: str, plain: Outputs
