@@ -86,6 +86,15 @@ OTHERS: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
+def test_vllms_own_chains_do_not_run_in_a_pipeline() -> None:
+    """If this fails, vLLM makes draft models whole, and `as_one_stage` can go."""
+    chain = workload.with_options()["speculative_config"] | {"num_speculative_tokens": 3}
+    engine = workload.without_tree(speculative_config=chain)
+    with pytest.raises(RuntimeError, match="failed"):
+        serve_in_stages(engine, {"": Run(REQUESTS[:2])})
+
+
+@pytest.mark.slow
 def test_stages_without_trees_give_the_tokens_of_one(plain: Outputs) -> None:
     run = Run(REQUESTS)
     found = mismatches(run, serve_in_stages(workload.without_tree(), {"": run})[""], plain)
