@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from benchmarks import fleet, offload_model
 from benchmarks.acceptance import report
 from dyntree_plugin import option_pages
 from dyntree_plugin.commands.bench import table
@@ -84,6 +85,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_head_1b": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-eagle3.json")),
     "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
     "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
+    "offload_model": offload_model.model_table,
+    "offload_papers": offload_model.paper_table,
+    "fleet_assumptions": fleet.assumptions_table,
+    "fleet_requests": fleet.batch_table,
+    "fleet_levels": fleet.fleet_table,
+    "fleet_sensitivity": fleet.sensitivity_table,
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
 
