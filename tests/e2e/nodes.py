@@ -69,19 +69,18 @@ def namespaces() -> Iterator[Nodes]:
     addresses = [f"{subnet}.1", f"{subnet}.2"]
     try:
         _ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces: {error.stderr.decode().strip()}")
+    try:
         _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1], "netns", name)
         for at, end, address in zip(([], ["-n", name]), ends, addresses, strict=True):
             _ip(*at, "addr", "add", f"{address}/24", "dev", end)
             _ip(*at, "link", "set", end, "up")
         _ip("-n", name, "link", "set", "lo", "up")
-    except subprocess.CalledProcessError as error:
-        _remove(name)
-        pytest.skip(f"no network namespaces: {error.stderr.decode().strip()}")
-    first, second = (
-        {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": end}
-        for end, address in zip(ends, addresses, strict=True)
-    )
-    try:
+        first, second = (
+            {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": end}
+            for end, address in zip(ends, addresses, strict=True)
+        )
         yield Nodes(
             Node((), first),
             Node(("ip", "netns", "exec", name), second),
@@ -89,16 +88,14 @@ def namespaces() -> Iterator[Nodes]:
             lambda: _ip("link", "set", ends[0], "down"),
         )
     finally:
-        _remove(name)
+        with suppress(subprocess.CalledProcessError):
+            # Without the namespace it would go, too, but later.
+            _ip("link", "del", ends[0])
+        _ip("netns", "del", name)
 
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-def _remove(name: str) -> None:
-    with suppress(subprocess.CalledProcessError):
-        _ip("netns", "del", name)  # and with it the link
 
 
 LINKS: Mapping[str, Callable[[], Any]] = {"loopback": loopback, "namespaces": namespaces}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 from vllm.platforms import current_platform
@@ -41,6 +42,14 @@ class RayOnCPU(ray_executor_v2.RayExecutorV2):
             mock.patch.object(module, "RayWorkerProc", CPURayWorkerProc),
         ):
             super()._init_executor()
+
+
+def kill_an_actor() -> None:
+    """Kill the process of a rank in a `cluster` that this process runs."""
+    running = f"ray::{CPURayWorkerProc.__name__}"
+    processes = psutil.Process().children(recursive=True)
+    actors = [p for p in processes if " ".join(p.cmdline()).startswith(running)]
+    actors[-1].kill()
 
 
 @contextmanager
