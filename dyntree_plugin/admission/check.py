@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.refusals import (
+    CPU_REFUSALS,
     CUDA_BACKENDS,
     CUDA_REFUSALS,
     DRAFT_REFUSALS,
@@ -169,8 +170,8 @@ def _refusals(
             (refusals, speculation, "speculative_config."),
             (MODEL_REFUSALS, speculation.draft_model_config, "draft model: "),
         ]
-    if device_type == "cuda":
-        checked.append((CUDA_REFUSALS, vllm_config, ""))
+    of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}
+    checked.append((of_device.get(device_type, ()), vllm_config, ""))
     for table, config, prefix in checked:
         yield from filter(None, (refusal(config, prefix) for refusal in table))
     others = (

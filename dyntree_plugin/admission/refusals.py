@@ -260,6 +260,26 @@ ENGINE_REFUSALS = (
 )
 """Checks of ``VllmConfig``."""
 
+_WITHOUT_RAY = (
+    "vLLM's CPU build does not run on Ray; leave it at 'mp', with --nnodes for several nodes"
+)
+
+CPU_REFUSALS = (
+    Refusal(
+        "distributed_executor_backend",
+        lambda c: c.parallel_config.distributed_executor_backend,
+        lambda backend: backend == "ray",
+        _WITHOUT_RAY,
+    ),
+    Refusal(
+        "data_parallel_backend",
+        lambda c: c.parallel_config.data_parallel_backend,
+        lambda backend: backend == "ray",
+        _WITHOUT_RAY,
+    ),
+)
+"""Checks of ``VllmConfig`` on a CPU."""
+
 CUDA_REFUSALS = (
     Refusal(
         "attention_backend",

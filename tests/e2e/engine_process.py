@@ -29,6 +29,18 @@ START_AND_WORK_SECONDS = 1100
 PARALLEL = max(1, min(os.cpu_count() or 1, 4) // int(os.getenv("PYTEST_XDIST_WORKER_COUNT", "1")))
 """Most engines that one process of pytest runs at a time."""
 
+DEFAULTS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 1024,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 64 << 20,
+    "disable_log_stats": False,
+}
+"""Arguments of ``LLM`` for every engine that does not have its own."""
+
 Metrics = dict[str, float]
 """Values by series, as in ``name{depth=1}``. The labels of model and engine are left out."""
 
@@ -214,17 +226,7 @@ class Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
-        defaults = {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 512,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 1024,
-            "block_size": 32,
-            "kv_cache_memory_bytes": 64 << 20,
-            "disable_log_stats": False,
-        }
-        self.llm = LLM(**defaults | arguments)
+        self.llm = LLM(**DEFAULTS | arguments)
         self._tokenizer = self.llm.get_tokenizer()
         self._begun = 0
         self._stages: list[dict[str, float]] = []

@@ -16,6 +16,9 @@ from unittest import mock
 
 from engine_process import Engine, Result, Run, answered, result_of, run_of
 
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""vLLM binds each rank to a NUMA node, and there may be fewer nodes than ranks."""
+
 Trace = list[dict[str, Any]]
 """The fields of `TreeStep`, in order of verification."""
 
@@ -29,14 +32,12 @@ class Ranked:
 
 
 def serve_on_ranks(
-    engine: Mapping[str, Any], runs: Mapping[str, Run], ranks: int = 2
+    engine: Mapping[str, Any], runs: Mapping[str, Run], ranks: int = 2, **variables: str
 ) -> dict[str, Ranked]:
     """Start an engine of ``ranks`` ranks and work through the runs. A run's sabotage is in force on
-    the last rank alone."""
-    arguments = {**engine, "tensor_parallel_size": ranks}
-    # vLLM binds each rank to a NUMA node, and there may be fewer nodes than ranks.
-    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    found = answered(__file__, arguments, runs, threads=1, fresh=True, **unbound)
+    the last rank alone. ``variables`` extend the environment."""
+    arguments = {"tensor_parallel_size": ranks, **engine}
+    found = answered(__file__, arguments, runs, threads=1, fresh=True, **UNBOUND | variables)
     return {name: Ranked(result_of(one["result"]), one["traces"]) for name, one in found.items()}
 
 

@@ -39,6 +39,10 @@ ENGINE: dict[str, tuple[str, Any]] = {
     "enable_return_routed_experts": ("aux_output_config", SimpleNamespace(enabled=True)),
     "watermark_config": ("watermark_config", SimpleNamespace()),
 }
+CPU: dict[str, tuple[str, Any]] = {
+    "distributed_executor_backend": ("parallel_config.distributed_executor_backend", "ray"),
+    "data_parallel_backend": ("parallel_config.data_parallel_backend", "ray"),
+}
 SPECULATION: dict[str, tuple[str, Any]] = {
     "use_heterogeneous_vocab": ("use_heterogeneous_vocab", True),
     "parallel_drafting": ("parallel_drafting", True),
@@ -64,7 +68,7 @@ MODEL: dict[str, tuple[str, Any]] = {
     "dtype": ("dtype", torch.float64),
 }
 CHANGES = [
-    *((option, path, value) for option, (path, value) in ENGINE.items()),
+    *((option, path, value) for option, (path, value) in (ENGINE | CPU).items()),
     *((option, f"speculative_config.{p}", v) for option, (p, v) in SPECULATION.items()),
     *((option, f"model_config.{p}", v) for option, (p, v) in MODEL.items()),
     *(
@@ -76,6 +80,7 @@ CHANGES = [
 
 TABLES = (
     refusals.ENGINE_REFUSALS,
+    refusals.CPU_REFUSALS,
     refusals.SPECULATION_REFUSALS,
     refusals.DRAFT_REFUSALS,
     refusals.MODEL_REFUSALS,
@@ -114,6 +119,7 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
         "async_scheduling, pipeline_parallel_size",
     }
     assert {r.option for r in refusals.ENGINE_REFUSALS} == ENGINE.keys() | apart
+    assert {r.option for r in refusals.CPU_REFUSALS} == CPU.keys()
     of_speculation = (*refusals.SPECULATION_REFUSALS, *refusals.DRAFT_REFUSALS)
     assert {r.option for r in of_speculation} == SPECULATION.keys()
     assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()

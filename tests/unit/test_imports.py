@@ -55,6 +55,7 @@ LAYERS = (
     ),
     (
         "dyntree_plugin.engine.adapters",
+        "dyntree_plugin.engine.agreement",
         "dyntree_plugin.engine.drafting",
         "dyntree_plugin.engine.further_drafts",
         "dyntree_plugin.engine.head_speculator",

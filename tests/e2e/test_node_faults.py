@@ -1,0 +1,227 @@
+"""If a rank or a node dies, the server ends with an error, with trees as without.
+
+Most tests measure both. vLLM takes a few seconds; the bound only tells a server that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import psutil
+import pytest
+import workload
+from engine_process import DEFAULTS
+from nodes import LINKS, Node, Nodes, headless, kill_session, serving, session_of, started
+from serving import START_SECONDS, fetch, free_port, wait_until
+
+from dyntree_plugin import pair
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+END_SECONDS = 120
+TIMEOUT_SECONDS = 20
+"""How long vLLM waits for a step, in the test whose nodes are parted; by default it is 300."""
+LONG = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
+IMPORTABLE = {"PYTHONPATH": str(Path(__file__).parent)}
+PLAIN = {"model": str(pair.paths()["target"])}
+ENGINES = {"without trees": PLAIN, "with trees": workload.tree()}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server: the first process on its first node, whose clients' address it is."""
+
+    address: str
+    process: psutil.Popen
+    log: Path
+
+
+@contextmanager
+def on_two_nodes(
+    nodes: Nodes,
+    folder: Path,
+    engine: Mapping[str, Any],
+    second: Mapping[str, Any] | None = None,
+    **variables: str,
+) -> Iterator[tuple[Served, psutil.Popen]]:
+    """Start a server on two nodes and do not wait for it; yield it and the second's process.
+
+    ``second``: arguments of the second node, if they are others.
+    """
+    master, port = free_port(), free_port()
+    both = DEFAULTS | {"tensor_parallel_size": 2}
+    command = serving(both | engine | nodes.arguments(0, master) | {"port": port})
+    other_command = headless(both | (second or engine) | nodes.arguments(1, master))
+    folder.mkdir()
+    log = folder / "first.log"
+    variables = IMPORTABLE | variables
+    with (
+        started(nodes.first, command, log, **variables) as process,
+        started(nodes.second, other_command, folder / "second.log", **variables) as other,
+    ):
+        yield Served(f"http://127.0.0.1:{port}", process, log), other
+
+
+def answer_of(server: Served, streaming: Event) -> str:
+    """Wait for a server, and return the received part of a long answer, however it ended.
+
+    ``streaming`` is set when its first part has come.
+    """
+
+    def healthy() -> bool:
+        if server.process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{server.log.read_text()[-8000:]}")
+        return fetch(f"{server.address}/health") is not None
+
+    wait_until(healthy, START_SECONDS, "a healthy server")
+    request = {"model": PLAIN["model"], "prompt": "def f(", "stream": True, **LONG}
+    call = urllib.request.Request(
+        f"{server.address}/v1/completions",
+        json.dumps(request).encode(),
+        {"Content-Type": "application/json"},
+    )
+    received = b""
+    try:
+        with urllib.request.urlopen(call, timeout=START_SECONDS) as response:
+            for line in response:
+                received += line
+                streaming.set()
+    except OSError as error:
+        received += f"cut off: {error}".encode()
+    return received.decode()
+
+
+def seconds_to_end(
+    server: Served, kill: Callable[[], object], ended: Callable[[psutil.Popen], bool]
+) -> float:
+    """Kill something while an answer is streamed; return the seconds until the server has ended.
+
+    The answer must end with an error.
+    """
+    streaming = Event()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(answer_of, server, streaming)
+        while not streaming.wait(0.2):
+            if answer.done():
+                answer.result()
+        began = time.monotonic()
+        kill()
+        received = answer.result(END_SECONDS)
+    assert '"code": 500' in received or "cut off" in received, received[-500:]
+    return wait_for_end(server, began, ended)
+
+
+def wait_for_end(server: Served, began: float, ended: Callable[[psutil.Popen], bool]) -> float:
+    wait_until(partial(ended, server.process), END_SECONDS, "the end of the server")
+    return time.monotonic() - began
+
+
+def all_have_ended(process: psutil.Popen) -> bool:
+    """Return whether a process and all that it has started have ended."""
+    return not session_of(process.pid)
+
+
+def has_ended(process: psutil.Popen) -> bool:
+    return process.poll() is not None
+
+
+def compared(tell: Callable[[str], None], what: str, seconds: Mapping[str, float]) -> None:
+    for engine, found in seconds.items():
+        tell(f"{what}, {engine}: the server ended after {found:.1f} s")
+
+
+def test_if_the_second_node_dies_the_server_ends(
+    tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    seconds = {}
+    for name, engine in ENGINES.items():
+        with (
+            LINKS["loopback"]() as nodes,
+            on_two_nodes(nodes, tmp_path / name, engine) as (server, second),
+        ):
+            seconds[name] = seconds_to_end(
+                server, partial(kill_session, second.pid), all_have_ended
+            )
+    compared(tell, "the second node dies", seconds)
+
+
+def test_if_the_nodes_are_parted_the_server_ends_after_vllms_timeout(
+    tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    """vLLM leaves its rank on the first node behind, which waits in gloo."""
+    seconds = {}
+    timeout = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
+    for name, engine in ENGINES.items():
+        with (
+            LINKS["namespaces"]() as nodes,
+            on_two_nodes(nodes, tmp_path / name, engine, **timeout) as (server, _),
+        ):
+            seconds[name] = seconds_to_end(server, nodes.cut, has_ended)
+    compared(tell, f"the nodes are parted, with a timeout of {TIMEOUT_SECONDS} s", seconds)
+
+
+def test_if_a_rank_dies_while_steps_are_measured_the_server_ends(
+    tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    """Without trees vLLM may wait forever: the first node waits for an answer of every rank, and
+    does not watch those of other nodes. The steps that are measured end with an error."""
+    engine = workload.tree() | {"worker_extension_cls": "dies_while_measuring.Extension"}
+    with (
+        LINKS["loopback"]() as nodes,
+        on_two_nodes(nodes, tmp_path / "nodes", engine) as (server, second),
+    ):
+        wait_until(partial(all_have_ended, second), START_SECONDS, "the end of the second node")
+        seconds = wait_for_end(server, time.monotonic(), all_have_ended)
+        assert "died unexpectedly" in (tmp_path / "nodes" / "second.log").read_text()
+    compared(tell, "a rank dies at start-up", {"with trees": seconds})
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (
+            workload.tree(8, slots=16),
+            "the ranks of this engine differ in node_budget (rank 0: 16, rank 1: 8)",
+        ),
+        (PLAIN, "a rank of this engine ended or has no trees"),
+    ],
+    ids=["other trees", "no trees"],
+)
+def test_a_server_whose_nodes_have_different_trees_says_so_and_ends(
+    second: Mapping[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with (
+        LINKS["loopback"]() as nodes,
+        on_two_nodes(nodes, tmp_path / "nodes", workload.tree(), second) as (server, _),
+    ):
+        wait_until(partial(all_have_ended, server.process), START_SECONDS, "the end of the server")
+        assert f"dyntree: {reason}" in server.log.read_text()
+
+
+def test_if_an_actor_of_ray_dies_the_server_ends(
+    tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    import ray_on_cpu
+
+    seconds = {}
+    for name, engine in ENGINES.items():
+        log, port = tmp_path / f"{name}.log", free_port()
+        of_ray = {"tensor_parallel_size": 2, "distributed_executor_backend": ray_on_cpu.EXECUTOR}
+        command = serving(DEFAULTS | engine | of_ray | {"port": port})
+        with ray_on_cpu.cluster(2) as address:
+            variables = IMPORTABLE | {"RAY_ADDRESS": address}
+            with started(Node(), command, log, **variables) as process:
+                server = Served(f"http://127.0.0.1:{port}", process, log)
+                seconds[name] = seconds_to_end(server, ray_on_cpu.kill_an_actor, all_have_ended)
+    compared(tell, "an actor of Ray dies", seconds)
