@@ -154,6 +154,16 @@ def _ranks_of_experts(config: Any) -> tuple[int, str]:
     return parallel.data_parallel_size, "dense" if parallel.is_moe_model is False else "experts"
 
 
+def _stages_over_rays_first(config: Any) -> tuple[str, int] | None:
+    """Return the value of the variable and the stages, if vLLM's first executor for Ray has any."""
+    parallel = config.parallel_config
+    value = os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
+    first = value.lower() in ("0", "false")
+    stages = parallel.pipeline_parallel_size
+    chosen = first and parallel.distributed_executor_backend == "ray" and stages > 1
+    return (value, stages) if chosen else None
+
+
 ENGINE_REFUSALS = (
     Refusal(
         "data_parallel_size (ranks, target)",
@@ -172,6 +182,13 @@ ENGINE_REFUSALS = (
         lambda found: found[1] > 1 and found[0] is False,
         "in a pipeline, trees are drafted while the scheduler goes on; leave it out, and draft "
         "without a model by method 'ngram_gpu'",
+    ),
+    Refusal(
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, pipeline_parallel_size",
+        _stages_over_rays_first,
+        lambda found: found is not None,
+        "vLLM's first executor for Ray runs the stages of a pipeline in a way of its own, which "
+        "trees were not made for; unset it",
     ),
     Refusal(
         "decode_context_parallel_size",

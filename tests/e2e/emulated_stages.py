@@ -15,8 +15,7 @@ def serve_emulated_in_stages(
     engine: Mapping[str, Any], runs: Mapping[str, Run]
 ) -> dict[str, Result]:
     """Start a pipeline as on CUDA, and work through the runs."""
-    interpreted = {"TRITON_INTERPRET": "1"}
-    return stages.serve_in_stages(engine, runs, program=__file__, variables=interpreted)
+    return stages.serve_in_stages(engine, runs, program=__file__, TRITON_INTERPRET="1")
 
 
 def configure() -> None:

@@ -225,8 +225,13 @@ class Engine:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.utils.import_utils import resolve_obj_by_qualname
 
-        self.llm = LLM(**DEFAULTS | arguments)
+        arguments = DEFAULTS | arguments
+        executor = arguments.get("distributed_executor_backend", "")
+        if "." in executor:  # vLLM asks a class whether it runs pipelines, and not its name.
+            arguments["distributed_executor_backend"] = resolve_obj_by_qualname(executor)
+        self.llm = LLM(**arguments)
         self._tokenizer = self.llm.get_tokenizer()
         self._begun = 0
         self._stages: list[dict[str, float]] = []

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 from engine_process import DEFAULTS, Run
-from ranks import UNBOUND, Ranked, serve_on_ranks
+from ranks import UNBOUND
 from serving import free_port
 
 
@@ -101,18 +101,26 @@ def _ip(*arguments: str) -> None:
 LINKS: Mapping[str, Callable[[], Any]] = {"loopback": loopback, "namespaces": namespaces}
 
 
+Served = TypeVar("Served")
+
+
 def serve_on_nodes(
-    nodes: Nodes, engine: Mapping[str, Any], runs: Mapping[str, Run], folder: Path
-) -> dict[str, Ranked]:
+    nodes: Nodes,
+    engine: Mapping[str, Any],
+    runs: Mapping[str, Run],
+    folder: Path,
+    serve: Callable[..., Served],
+) -> Served:
     """Work through the runs on an engine whose ranks are on two nodes; the client is on the first.
 
-    The second node's log goes to ``folder``.
+    The second node's log goes to ``folder``. ``serve`` starts the first node's part, as
+    `ranks.serve_on_ranks` does.
     """
     port = free_port()
     command = headless(DEFAULTS | engine | nodes.arguments(1, port))
     path = {"PYTHONPATH": str(Path(__file__).parent)}  # where sabotage.py is
     with started(nodes.second, command, folder / "second.log", **path):
-        return serve_on_ranks(engine | nodes.arguments(0, port), runs, **nodes.first.environment)
+        return serve(engine | nodes.arguments(0, port), runs, **nodes.first.environment)
 
 
 def headless(arguments: Mapping[str, Any]) -> list[str]:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 from engine_process import Engine, Result, Run, answered, result_of, run_of
+from ranks import UNBOUND
 
 BROKEN = ("without_paths_of_earlier_stages", "without_trees_of_earlier_stages")
 
@@ -25,15 +25,12 @@ def serve_in_stages(
     runs: Mapping[str, Run],
     stages: int = 2,
     program: str = __file__,
-    variables: Mapping[str, str] = MappingProxyType({}),
-    **arguments: Any,
+    **variables: str,
 ) -> dict[str, Result]:
     """Start an engine of so many stages and work through the runs; a run's sabotage is in force on
-    every stage but the last."""
-    arguments = {**engine, "pipeline_parallel_size": stages, **arguments}
-    # vLLM binds each rank to a NUMA node, and there may be fewer nodes than ranks.
-    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **variables}
-    found = answered(program, arguments, runs, threads=1, fresh=True, **unbound)
+    every stage but the last. ``variables`` extend the environment."""
+    arguments = {"pipeline_parallel_size": stages, **engine}
+    found = answered(program, arguments, runs, threads=1, fresh=True, **UNBOUND | variables)
     return {name: result_of(one) for name, one in found.items()}
 
 

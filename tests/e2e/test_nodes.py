@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import workload
-from comparison import Outputs, by_request, explain, mismatches
-from engine_process import Run, serve
+from comparison import Outputs, accepted_per_step, by_request, explain, mismatches
+from engine_process import Result, Run, serve
 from nodes import LINKS, serve_on_nodes
 from ranks import Ranked, serve_on_ranks
+from stages import serve_in_stages
+
+BROKEN_STAGE = "without_paths_of_earlier_stages"
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 REQUESTS = workload.each_kind(range(24))
 RUNS = {"trees": Run(REQUESTS), "without_kv_move": Run(REQUESTS, sabotage="without_kv_move")}
-SHAPES = [(2, 1)]
-"""Sizes of tensor and of pipeline parallelism; one rank on each node."""
+STAGES = {
+    "trees": Run(REQUESTS),
+    BROKEN_STAGE: Run(REQUESTS, sabotage=BROKEN_STAGE),
+}
+HOW = (*LINKS, "ray")
 
 
 @pytest.fixture(scope="module")
@@ -25,31 +33,43 @@ def plain_tokens() -> Outputs:
     return by_request(run, serve(workload.without_tree(), {"all": run}, threads=1)["all"])
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(how, shape) for how in (*LINKS, "ray") for shape in SHAPES],
-    ids=lambda of: f"{of[0]}-tensor{of[1][0]}-pipeline{of[1][1]}",
-)
-def ranked(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Ranked]:
-    how, (tensor, pipeline) = request.param
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-    engine = workload.tree() | sizes
+def _on_two_nodes(
+    how: str, engine: Mapping[str, Any], runs: Mapping[str, Run], folder: Path, start: Any
+) -> Any:
+    """Work through the runs with one rank on each node; ``start`` as in `serve_on_nodes`."""
     if how == "ray":
-        return _over_ray(engine)
+        return _over_ray(engine, runs, start)
     with LINKS[how]() as nodes:
-        return serve_on_nodes(nodes, engine, RUNS, tmp_path_factory.mktemp(how))
+        return serve_on_nodes(nodes, engine, runs, folder, start)
 
 
-def _over_ray(engine: dict[str, object]) -> dict[str, Ranked]:
+def _over_ray(engine: Mapping[str, Any], runs: Mapping[str, Run], start: Any) -> Any:
     pytest.importorskip("ray", reason="ray is not installed")
     import ray_on_cpu
 
     path = {"PYTHONPATH": str(Path(__file__).parent)}
     executor = {"distributed_executor_backend": ray_on_cpu.EXECUTOR}
     with ray_on_cpu.cluster(2) as address:
-        return serve_on_ranks(engine | executor, RUNS, RAY_ADDRESS=address, **path)
+        return start({**engine, **executor}, runs, RAY_ADDRESS=address, **path)
+
+
+@pytest.fixture(scope="module", params=HOW)
+def ranked(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Ranked]:
+    engine, folder = workload.tree() | {"tensor_parallel_size": 2}, tmp_path_factory.mktemp("ranks")
+    found: dict[str, Ranked] = _on_two_nodes(request.param, engine, RUNS, folder, serve_on_ranks)
+    return found
+
+
+@pytest.fixture(scope="module", params=HOW)
+def piped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
+    engine = workload.tree() | {"pipeline_parallel_size": 2}
+    folder = tmp_path_factory.mktemp("stages")
+    found: dict[str, Result] = _on_two_nodes(request.param, engine, STAGES, folder, serve_in_stages)
+    return found
 
 
 def test_ranks_on_two_nodes_give_the_tokens_of_one_without_trees(
@@ -70,3 +90,17 @@ def test_without_moves_of_kv_on_the_second_node_the_tokens_differ(
     ranked: dict[str, Ranked], plain_tokens: Outputs
 ) -> None:
     assert mismatches(RUNS["without_kv_move"], ranked["without_kv_move"].result, plain_tokens)
+
+
+def test_stages_on_two_nodes_give_the_tokens_of_one_without_trees(
+    piped: dict[str, Result], plain_tokens: Outputs
+) -> None:
+    found = mismatches(STAGES["trees"], piped["trees"], plain_tokens)
+    assert not found, explain(found)
+    assert accepted_per_step(piped["trees"]) > 2
+
+
+def test_a_stage_on_another_node_that_misses_the_paths_changes_tokens(
+    piped: dict[str, Result], plain_tokens: Outputs
+) -> None:
+    assert mismatches(STAGES[BROKEN_STAGE], piped[BROKEN_STAGE], plain_tokens)

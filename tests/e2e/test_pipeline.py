@@ -76,13 +76,14 @@ def test_a_small_cache_preempts_requests_of_a_pipeline(tight: Mapping[str, Resul
     assert tight["demanding"].metrics["vllm:num_preemptions_total"] > 0
 
 
-OTHERS: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
-    "look-up alone": (workload.without_draft(method="ngram_gpu", budget="fixed"), {}),
-    "a pool": (workload.POOLS["pool"][0], {}),
-    "a head": (workload.with_head(pair.paths()["eagle3"], budget="fixed"), {}),
-    "three stages": (workload.tree(), {"stages": 3}),
-    "two ranks per stage": (workload.tree(), {"tensor_parallel_size": 2}),
+OTHERS: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "look-up alone": (workload.without_draft(method="ngram_gpu", budget="fixed"), 2),
+    "a pool": (workload.POOLS["pool"][0], 2),
+    "a head": (workload.with_head(pair.paths()["eagle3"], budget="fixed"), 2),
+    "three stages": (workload.tree(), 3),
+    "two ranks per stage": (workload.tree() | {"tensor_parallel_size": 2}, 2),
 }
+"""Arguments of engines, and their number of stages."""
 
 
 @pytest.mark.slow
@@ -106,9 +107,9 @@ def test_stages_without_trees_give_the_tokens_of_one(plain: Outputs) -> None:
 def test_other_pipelines_give_the_tokens_of_one_stage_without_trees(
     name: str, plain: Outputs
 ) -> None:
-    engine, arguments = OTHERS[name]
+    engine, stages = OTHERS[name]
     run = Run(REQUESTS)
-    result = serve_in_stages(engine, {"trees": run}, **arguments)["trees"]
+    result = serve_in_stages(engine, {"trees": run}, stages)["trees"]
     found = mismatches(run, result, plain)
     assert not found, explain(found)
     assert accepted_per_step(result) > 0.5

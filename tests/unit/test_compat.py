@@ -117,6 +117,7 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
         "VLLM_USE_V2_MODEL_RUNNER",
         "data_parallel_size (ranks, target)",
         "async_scheduling, pipeline_parallel_size",
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, pipeline_parallel_size",
     }
     assert {r.option for r in refusals.ENGINE_REFUSALS} == ENGINE.keys() | apart
     assert {r.option for r in refusals.CPU_REFUSALS} == CPU.keys()
@@ -369,3 +370,15 @@ def test_only_the_supported_versions_of_vllm_are_served(
         check.refuse_unserved(admitted, DynTreeOptions(), "cpu", WORKERS)
     else:
         assert f"vllm={version} is not supported" in refusal_of(admitted)
+
+
+def test_a_pipeline_over_vllms_first_executor_for_ray_is_refused(
+    admitted: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_ray = changed(admitted, "parallel_config.distributed_executor_backend", "ray")
+    piped = changed(over_ray, "parallel_config.pipeline_parallel_size", 2)
+    named = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, pipeline_parallel_size=('0', 2)"
+    assert named not in refusal_of(piped)  # Ray is refused on a CPU.
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    assert named in refusal_of(piped)
+    assert named not in refusal_of(over_ray)
