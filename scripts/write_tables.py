@@ -84,6 +84,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_head_1b": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-eagle3.json")),
     "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
     "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
+    "serve_offload": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-offload.json")),
+    "tokens_offload_1b": lambda: _tokens_per_step("tokens-llama-1b-offload"),
+    "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
 
