@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from dyntree_plugin.commands.loads.slow_weights import LinkedWeights, VirtualLink, linked
+from dyntree_plugin.commands.loads.slow_weights import (
+    LinkedWeights,
+    VirtualLink,
+    following,
+    linked,
+)
 
 
 class Time:
@@ -83,6 +88,16 @@ def test_the_first_layers_of_the_next_step_arrive_while_the_engine_drafts() -> N
 def test_with_room_for_all_layers_each_still_comes_once_a_step() -> None:
     model = Model(layers=4, slots=9, computing=0.0)
     assert [model.step() for _ in range(3)] == pytest.approx([4.0, 4.0, 4.0])
+
+
+def test_layers_take_their_slots_in_the_order_of_vllms_prefetching() -> None:
+    from vllm.model_executor.offloader.prefetch import _get_next_prefetch_index
+
+    for layers in range(2, 40):
+        for slots in range(1, layers):
+            assert [following(layer, slots, layers) for layer in range(layers)] == [
+                _get_next_prefetch_index(layer, slots, layers) for layer in range(layers)
+            ]
 
 
 def test_waiting_is_sleep() -> None:

@@ -83,10 +83,8 @@ class LinkedWeights(BaseOffloader):
             self.link.wait(arrivals[number])
 
         for number, layer in enumerate(layers):
-            following = number + slots if number + slots < len(layers) else number % slots
-            layer.forward = _between(
-                functools.partial(wait, number), layer.forward, functools.partial(send, following)
-            )
+            after = functools.partial(send, following(number, slots, len(layers)))
+            layer.forward = _between(functools.partial(wait, number), layer.forward, after)
         self._first += [functools.partial(send, number) for number in range(slots)]
         return layers
 
@@ -94,6 +92,11 @@ class LinkedWeights(BaseOffloader):
         """Begin with the first layers; vLLM calls it when the engine's models are loaded."""
         for send in self._first:
             send()
+
+
+def following(layer: int, slots: int, layers: int) -> int:
+    """Return the layer that comes next into the slot of a layer that has run."""
+    return layer + slots if layer + slots < layers else layer % slots
 
 
 @contextmanager
