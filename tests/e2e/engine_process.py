@@ -41,6 +41,8 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Arguments of ``LLM`` for every engine that does not have its own."""
 
+EXECUTOR = "distributed_executor_backend"
+
 Metrics = dict[str, float]
 """Values by series, as in ``name{depth=1}``. The labels of model and engine are left out."""
 
@@ -227,11 +229,10 @@ class Engine:
         from vllm import LLM
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
-        arguments = DEFAULTS | arguments
-        executor = arguments.get("distributed_executor_backend", "")
-        if "." in executor:  # vLLM asks a class whether it runs pipelines, and not its name.
-            arguments["distributed_executor_backend"] = resolve_obj_by_qualname(executor)
-        self.llm = LLM(**arguments)
+        if "." in (executor := arguments.get(EXECUTOR, "")):
+            # vLLM asks a class whether it runs pipelines, and not its name.
+            arguments = arguments | {EXECUTOR: resolve_obj_by_qualname(executor)}
+        self.llm = LLM(**DEFAULTS | arguments)
         self._tokenizer = self.llm.get_tokenizer()
         self._begun = 0
         self._stages: list[dict[str, float]] = []
