@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-FILES = ("acceptance-small-cpu.json", "acceptance-cpu.json")
+FILES = ("small-trees-cpu.json", "acceptance-cpu.json")
 """Results of ``python -m benchmarks.acceptance`` with few nodes and with many."""
 
 TREE, CHAIN = "calibrated", "chain"

@@ -42,7 +42,6 @@ DEFAULTS: Mapping[str, Any] = {
 """Arguments of ``LLM`` for every engine that does not have its own."""
 
 EXECUTOR = "distributed_executor_backend"
-
 Metrics = dict[str, float]
 """Values by series, as in ``name{depth=1}``. The labels of model and engine are left out."""
 
@@ -229,8 +228,7 @@ class Engine:
         from vllm import LLM
         from vllm.utils.import_utils import resolve_obj_by_qualname
 
-        if "." in (executor := arguments.get(EXECUTOR, "")):
-            # vLLM asks a class whether it runs pipelines, and not its name.
+        if "." in (executor := arguments.get(EXECUTOR, "")):  # vLLM asks it about pipelines
             arguments = arguments | {EXECUTOR: resolve_obj_by_qualname(executor)}
         self.llm = LLM(**DEFAULTS | arguments)
         self._tokenizer = self.llm.get_tokenizer()

@@ -14,41 +14,49 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.worker.gpu_worker import Worker
 
+from dyntree_plugin.engine import worker
 from dyntree_plugin.engine.cpu.worker import TreeCPUWorker
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
 
 WORKERS = [TreeCPUWorker, TreeGPUWorker]
 
 
-def paths(worker: Any) -> dict[str, str]:
-    return {name: AttentionBackendEnum[name].get_path() for name in worker.attention_backends}
+def paths(of: Any) -> dict[str, str]:
+    return {name: AttentionBackendEnum[name].get_path() for name in of.attention_backends}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the workers of these tests ranks of no engine."""
+    monkeypatch.setattr(worker, "check_ranks", lambda config: None)
+    monkeypatch.setattr(worker.TreeWorkerMixin, "vllm_config", None, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
-    before = {worker.__name__: paths(worker) for worker in WORKERS}
+    before = {each.__name__: paths(each) for each in WORKERS}
     yield
-    assert {worker.__name__: paths(worker) for worker in WORKERS} == before
+    assert {each.__name__: paths(each) for each in WORKERS} == before
 
 
-@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("tree_worker", WORKERS)
 @pytest.mark.parametrize("fails", [False, True])
-def test_ours_are_registered_while_the_model_loads(worker: Any, fails: bool) -> None:
+def test_ours_are_registered_while_the_model_loads(tree_worker: Any, fails: bool) -> None:
     seen = {}
 
     def load(self: Any) -> None:
-        seen.update(paths(worker))
+        seen.update(paths(tree_worker))
         if fails:
             raise ValueError("no weights")
 
-    before = paths(worker)
+    before = paths(tree_worker)
     with mock.patch.object(Worker, "load_model", load):
         try:
-            worker.load_model(object.__new__(worker))
+            tree_worker.load_model(object.__new__(tree_worker))
         except ValueError:
             assert fails
-    assert seen == worker.attention_backends
-    assert paths(worker) == before
+    assert seen == tree_worker.attention_backends
+    assert paths(tree_worker) == before
     assert not set(seen.values()) & set(before.values())
 
 
