@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("small-trees-cpu.json", "acceptance-cpu.json")
@@ -43,7 +45,7 @@ def measured(method: str, temperature: float) -> list[Drafted]:
     """
     found: dict[int, Drafted] = {}
     for name in FILES:
-        for cell in json.loads((RESULTS / name).read_text())["cells"]:
+        for cell in _cells(name):
             if cell["method"] == method and cell["temperature"] == temperature:
                 found[cell["budget"]] = Drafted(
                     cell["nodes_per_step"],
@@ -54,3 +56,9 @@ def measured(method: str, temperature: float) -> list[Drafted]:
     if not found:
         raise ValueError(f"no result has method {method} at temperature {temperature:g}")
     return [found[budget] for budget in sorted(found)]
+
+
+@cache
+def _cells(name: str) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads((RESULTS / name).read_text())["cells"]
+    return cells
