@@ -86,7 +86,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
     "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
     "serve_offload": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-offload.json")),
-    "tokens_offload_1b": lambda: _tokens_per_step("tokens-llama-1b-offload"),
     "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
     "offload_model": offload_model.model_table,
     "offload_papers": offload_model.paper_table,
