@@ -282,7 +282,7 @@ class TreeRunnerMixin(TreeStage):
         return CountedOutput(output, record, self._step_times)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Hand the last drafts to the scheduler, with parents if it has sent for tokens."""
+        """Hand the drafts of the last steps to the scheduler."""
         return self.recent_drafts.take()
 
     def step_ended(self, batch: InputBatch, times: StageTimes) -> None:

@@ -12,6 +12,7 @@ from dyntree_plugin.admission.offloading import Offloading, gib
 from dyntree_plugin.commands.doctor.checks import device_type
 from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.configuration import further_drafts
+from dyntree_plugin.options import WITHOUT_DRAFT
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
@@ -68,7 +69,7 @@ def _drafts(config: VllmConfig) -> Iterator[int]:
 
 def _speculations(config: VllmConfig) -> Iterator[SpeculativeConfig]:
     own = config.speculative_config
-    if own is None or own.method in ("ngram", "ngram_gpu"):
+    if own is None or own.method in WITHOUT_DRAFT:
         return
     yield own
     yield from further_drafts(own)
