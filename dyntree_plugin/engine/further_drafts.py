@@ -31,11 +31,11 @@ class FurtherDraft:
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
 
+    @as_one_stage()
     def _run_model(self, *args: Any) -> torch.Tensor:
         """Run a forward; the arguments are those of ``StandaloneARSpeculator._run_model``."""
         # It reads nothing of the speculator but the model and the configuration.
-        with as_one_stage():
-            return StandaloneARSpeculator._run_model(cast(StandaloneARSpeculator, self), *args)
+        return StandaloneARSpeculator._run_model(cast(StandaloneARSpeculator, self), *args)
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         return StandaloneARSpeculator.compute_draft_logits(

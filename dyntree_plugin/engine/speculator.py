@@ -97,27 +97,17 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         self.drafting = drafting
         self.further: list[FurtherDraft] = []
 
+    _run_model = as_one_stage()(StandaloneARSpeculator._run_model)
+
     @on_device()
+    @as_one_stage()
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
         """Load the draft, and further ones, whose layers vLLM then takes for the draft's own."""
-        with as_one_stage():
-            first = super().load_draft_model(target_model, target_attn_layer_names)
-            self.further = load_further_drafts(self.vllm_config)
+        first = super().load_draft_model(target_model, target_attn_layer_names)
+        self.further = load_further_drafts(self.vllm_config)
         return first
-
-    def _run_model(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-        num_tokens_across_dp: torch.Tensor | None,
-    ) -> torch.Tensor:
-        rows = input_ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp
-        with as_one_stage():
-            return super()._run_model(*rows)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)

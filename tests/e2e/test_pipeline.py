@@ -87,6 +87,15 @@ OTHERS: Mapping[str, tuple[Mapping[str, Any], int]] = {
 
 
 @pytest.mark.slow
+def test_stages_may_have_other_numbers_of_layers(plain: Outputs) -> None:
+    run, shares = Run(REQUESTS), {"VLLM_PP_LAYER_PARTITION": "4,2"}
+    result = serve_in_stages(workload.tree(), {"": run}, **shares)[""]
+    found = mismatches(run, result, plain)
+    assert not found, explain(found)
+    assert accepted_per_step(result) > 2
+
+
+@pytest.mark.slow
 def test_vllms_own_chains_do_not_run_in_a_pipeline() -> None:
     """If this fails, vLLM makes draft models whole, and `as_one_stage` can go."""
     chain = workload.with_options()["speculative_config"] | {"num_speculative_tokens": 3}

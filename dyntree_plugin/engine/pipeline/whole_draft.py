@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+from vllm import envs
 from vllm.distributed import parallel_state
+
+_PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,18 @@ def as_one_stage() -> Iterator[None]:
 
     vLLM's models ask ``get_pp_group`` which of their layers they hold, and whether they embed
     tokens or take hidden states. A draft model on the last stage of a pipeline would be made
-    without its first layers (``make_layers``), and without embeddings.
+    without its first layers (``make_layers``), and without embeddings. ``VLLM_PP_LAYER_PARTITION``
+    is about the target's layers alone.
     """
     if parallel_state.get_pp_group().world_size == 1:
         yield
         return
-    state: Any = parallel_state
-    stock, state._PP = state._PP, OneStage()
+    state, variables = vars(parallel_state), vars(envs)
+    stock, state["_PP"] = state["_PP"], OneStage()
+    # A variable is a name in the module only while it is replaced.
+    variables[_PARTITION] = None
     try:
         yield
     finally:
-        state._PP = stock
+        state["_PP"] = stock
+        del variables[_PARTITION]
