@@ -49,7 +49,7 @@ def without_paths_of_earlier_stages(runner: Any) -> Iterator[None]:
 @contextmanager
 def without_trees_of_earlier_stages(runner: Any) -> Iterator[None]:
     """Lose the trees on their way: nodes are placed as in the tree that was there before."""
-    with mock.patch.object(runner.trees, "put"):
+    with mock.patch.object(runner.trees, "put_places"):
         yield
 
 

@@ -16,7 +16,8 @@ from vllm_cpu_runner import install
 install()  # the runner's modules need it before they are imported
 
 from dyntree_plugin.engine.pipeline import relay as relays  # noqa: E402
-from dyntree_plugin.engine.pipeline.relay import Decided, Rows, StageTrees, TreeRelay  # noqa: E402
+from dyntree_plugin.engine.pipeline.relay import Decided, Rows, TreeRelay  # noqa: E402
+from dyntree_plugin.engine.step.trees import PlacedTrees  # noqa: E402
 
 SLOTS, NODES, DEPTH, STAGES = 4, 40, 5, 2
 SHAPE = SimpleNamespace(node_budget=NODES, max_depth=DEPTH)
@@ -78,7 +79,7 @@ def batch(slots: list[int], wanted: list[bool] | None = None) -> Any:
 def decided(slots: list[int]) -> tuple[torch.Tensor, Any]:
     """A path of each request, and trees of every slot, with the highest bit of a word set."""
     path = torch.tensor([[slot, slot + 1, -1, -1, -1] for slot in slots])
-    trees = StageTrees(SLOTS, NODES, torch.device("cpu"))
+    trees = PlacedTrees(SLOTS, NODES, torch.device("cpu"))
     trees.depths.copy_(torch.randint(1, DEPTH, trees.depths.shape))
     trees.ancestors.copy_(torch.randint(-(2**31), 2**31, trees.ancestors.shape))
     return path, trees

@@ -9,9 +9,10 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from dyntree_plugin.engine.pipeline.relay import Decided, Rows, StageTrees
+from dyntree_plugin.engine.pipeline.relay import Decided, Rows
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.driver import StepDriver
+from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
 class EarlierStage(TreeStage):
@@ -24,7 +25,7 @@ class EarlierStage(TreeStage):
         super().__init__(vllm_config, device)
         if self.relay is None:
             raise RuntimeError("an engine of one stage has no earlier one")
-        self.trees = StageTrees(self.max_num_reqs, self.plan.shape.node_budget, device)
+        self.trees = PlacedTrees(self.max_num_reqs, self.plan.shape.node_budget, device)
         self.driver = StepDriver(self.trees, self.ops, _no_sampler)
 
     def measure_costs(self) -> None:
@@ -43,7 +44,7 @@ class EarlierStage(TreeStage):
         """Move the KV of accepted paths in this stage's layers, and take the next trees."""
         for group, move in self._movers:
             move(decided.path, decided.rows.roots, decided.rows.slots[group])
-        self.trees.put(decided.slots, decided.depths, decided.ancestors)
+        self.trees.put_places(decided.slots, decided.depths, decided.ancestors)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Begin to receive the tokens, the paths and the trees of the step."""

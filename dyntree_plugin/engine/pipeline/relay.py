@@ -15,28 +15,6 @@ from vllm.v1.worker.gpu.pp_utils import PPHandler, compute_need_sampled_mask
 from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
-class StageTrees:
-    """What an earlier stage knows of the trees: the part that places nodes, by request slot.
-
-    ``depths`` int64 [slots + 1, N] and ``ancestors`` int32 [slots + 1, N + 1, words] are those of
-    `TreeStore`; the last slot, ``spare``, takes what belongs to no request.
-    """
-
-    def __init__(self, num_slots: int, nodes: int, device: torch.device) -> None:
-        self.spare = num_slots
-        self.words = -(-(nodes + 1) // 32)
-        self.depths = torch.ones(num_slots + 1, nodes, dtype=torch.int64, device=device)
-        self.ancestors = torch.zeros(
-            num_slots + 1, nodes + 1, self.words, dtype=torch.int32, device=device
-        )
-        self.ancestors[:, 0, 0] = 1  # A root sees itself.
-
-    def put(self, slots: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor) -> None:
-        """Store the trees of R requests at ``slots`` int64 [R]."""
-        self.depths[slots] = depths
-        self.ancestors[slots] = ancestors
-
-
 @dataclass(frozen=True)
 class Message:
     """What a step decided for its R requests, in one tensor int32 [R, columns].

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, TreeArrays
@@ -12,15 +10,32 @@ from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
 from dyntree_plugin.tree.value import FEATURES
 
 
-class PlacedTrees(Protocol):
-    """The part of a `TreeStore` that places the nodes of trees, by request slot."""
+class PlacedTrees:
+    """The part of the trees that places their nodes, by request slot.
 
-    words: int
-    depths: torch.Tensor
-    ancestors: torch.Tensor
+    ``depths`` int64 [slots + 1, N]; ``ancestors`` int32 [slots + 1, N + 1, words]. The last slot,
+    ``spare``, is for padding requests.
+    """
+
+    def __init__(self, num_slots: int, nodes: int, device: torch.device) -> None:
+        self.spare = num_slots
+        self.words = -(-(nodes + 1) // 32)
+        self.depths = torch.ones(num_slots + 1, nodes, dtype=torch.int64, device=device)
+        self.ancestors = torch.zeros(
+            num_slots + 1, nodes + 1, self.words, dtype=torch.int32, device=device
+        )
+        # A slot that never had a tree has one without nodes, whose root sees itself.
+        self.ancestors[:, 0, 0] = 1
+
+    def put_places(
+        self, slots: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor
+    ) -> None:
+        """Store this part of the trees of R requests at ``slots`` int64 [R]."""
+        self.depths[slots] = depths
+        self.ancestors[slots] = ancestors
 
 
-class TreeStore:
+class TreeStore(PlacedTrees):
     """Trees by request slot. A cleared slot holds padding only.
 
     Node tokens are not here: vLLM keeps them in ``req_states.draft_tokens``, and verification
@@ -30,29 +45,19 @@ class TreeStore:
     def __init__(
         self, num_slots: int, plan: TreePlan, vocabulary: int, device: torch.device
     ) -> None:
-        """``vocabulary``: entries of the draft's distributions, which some rules read.
-
-        There is one more slot, ``spare``, for padding requests.
-        """
+        """``vocabulary``: entries of the draft's distributions, which some rules read."""
         nodes = plan.shape.node_budget
-        self.spare = num_slots
+        super().__init__(num_slots, nodes, device)
         num_slots += 1
         self.plan = plan
         self.vocabulary = vocabulary
         self.shape = plan.shape
-        self.words = -(-(nodes + 1) // 32)
         self.parents = torch.full((num_slots, nodes), -1, dtype=torch.int64, device=device)
-        self.depths = torch.ones_like(self.parents)
         self.values = torch.full((num_slots, nodes), NO_VALUE, device=device)
         self.counts = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.grown = torch.zeros_like(self.counts)
         # Nodes that the scheduler is offered. Verification does not read it.
         self.admitted = torch.zeros_like(self.counts)
-        self.ancestors = torch.zeros(
-            num_slots, nodes + 1, self.words, dtype=torch.int32, device=device
-        )
-        # A slot that never had a tree has one without nodes, whose root sees itself.
-        self.ancestors[:, 0, 0] = 1
         self.features = torch.zeros(
             num_slots, nodes if plan.calibrated else 0, FEATURES, device=device
         )
@@ -82,12 +87,11 @@ class TreeStore:
         the candidates that the tree was grown from. Without ``kinds`` the draft proposed all.
         """
         self.parents[slots] = tree.parents
-        self.depths[slots] = tree.depths
         self.values[slots] = tree.values
         self.counts[slots] = tree.counts
         self.admitted[slots] = tree.counts
         self.grown[slots] = tree.counts if tree.grown is None else tree.grown
-        self.ancestors[slots] = tree.ancestors()
+        self.put_places(slots, tree.depths, tree.ancestors())
         if kinds is None or tree.candidates is None:
             self.kinds.index_fill_(0, slots, DRAFT)
         else:
