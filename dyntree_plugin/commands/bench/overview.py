@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dyntree_plugin.commands.bench.results import Result, read
+from dyntree_plugin.commands.bench.results import Cell, Result, read
 from dyntree_plugin.commands.bench.summary import rows
 
 
@@ -23,7 +23,7 @@ def show(console: Console, result: Result) -> None:
     several = len({cell.prompts for cell in cells}) > 1
     for cell in cells:
         prompts = f"{cell.prompts} " if several else ""
-        table.add_column(f"{prompts}T {cell.temperature:g} B {cell.batch}", justify="right")
+        table.add_column(f"{prompts}T {cell.temperature:g} {_pace(cell)}", justify="right")
     ratios = {
         cell: {row.series.engine: row.over_first.median for row in rows(result, cell)}
         for cell in cells
@@ -31,6 +31,10 @@ def show(console: Console, result: Result) -> None:
     for engine in result.engines:
         table.add_row(engine.name, *(_ratio(ratios[cell], engine.name) for cell in cells))
     console.print(table)
+
+
+def _pace(cell: Cell) -> str:
+    return f"B {cell.batch}" if cell.request_rate is None else f"{cell.request_rate:g}/s"
 
 
 def _ratio(ratios: dict[str, float], engine: str) -> str:

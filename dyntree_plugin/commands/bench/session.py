@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from dyntree_plugin.commands.bench import plan, prompts, server
+from dyntree_plugin.commands.bench import plan, prompts
 from dyntree_plugin.commands.bench.measure import Server, measure, warm_ups
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
@@ -44,11 +44,18 @@ class Settings:
     rounds: int
     seed: int
     samplings: Sequence[Parameters] = ({},)
+    request_rates: Sequence[float] = ()
+    burstiness: float = 1.0
 
     @property
     def prompts(self) -> int:
         """Number of prompts per set: as requested, and enough for the largest batch."""
-        return max(self.requests, *self.batches)
+        return max([self.requests, *self.batches])
+
+    @property
+    def paces(self) -> list[tuple[int, float | None]]:
+        """Every batch size, and every rate of requests, for which the batch is 0."""
+        return [*((batch, None) for batch in self.batches), *((0, r) for r in self.request_rates)]
 
     def loads(self, sets: Mapping[str, Sequence[Request]]) -> dict[Cell, Load]:
         """Return every load by its cell.
@@ -57,20 +64,21 @@ class Settings:
             ValueError: if a set has too few prompts for a batch.
         """
         found = {}
-        for (name, own), sampling, temperature, batch in product(
-            sets.items(), self.samplings, self.temperatures, self.batches
+        for (name, own), sampling, temperature, (batch, rate) in product(
+            sets.items(), self.samplings, self.temperatures, self.paces
         ):
             if len(own) < batch:
                 raise ValueError(
                     f"--batch {batch} needs as many prompts, and {name!r} has {len(own)}"
                 )
             shown = ", ".join(filter(None, [name, title(sampling)]))
-            cell = Cell(prompts=shown, temperature=temperature, batch=batch)
+            cell = Cell(prompts=shown, temperature=temperature, batch=batch, request_rate=rate)
             asked = [
                 replace(request, sampling={**sampling, **request.sampling})
                 for request in own[: max(self.requests, batch)]
             ]
-            found[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed)
+            arrivals = math.inf if rate is None else rate, self.burstiness
+            found[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed, *arrivals)
         return found
 
     def check(self, sets: Mapping[str, Sequence[Request]], verify: Verify) -> None:
@@ -189,22 +197,21 @@ def _of_link(gb_per_second: float, engine: Engine) -> str:
 
 def of_servers(
     settings: Settings,
-    addresses: Sequence[str],
+    engines: Sequence[Engine],
+    client: Callable[[str], Server],
     notes: Sequence[str],
-    chat: bool,
     done: Done,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Result]:
     """Measure running servers; all of them serve a load before the next load comes.
 
-    Yields the result so far after each round. ``chat`` asks for chat completions. ``seconds_left``
-    is as in `of_engines`.
+    Yields the result so far after each round. ``client`` makes the client of an address.
+    ``seconds_left`` is as in `of_engines`.
 
     Raises:
-        ValueError: if an address or a set of prompts is invalid.
-        OSError: if a server does not answer.
+        ValueError: if a set of prompts is invalid, or a server refuses a request.
+        RuntimeError: if a server does not answer.
     """
-    engines = server.engines(addresses)
     sets = prompts.read_all(settings.sets, settings.prompts, None, settings.seed)
     loads = settings.loads(sets)
     settings.check(sets, lambda _: None)
@@ -212,17 +219,22 @@ def of_servers(
 
     @contextmanager
     def opened(engine: Engine, warm_up: list[Load]) -> Iterator[Server]:
-        client = server.Client(engine.arguments["base_url"], chat=chat)
+        own = client(engine.arguments["base_url"])
         for load in warm_up if engine.name not in warm else []:
-            client.serve(load)
+            own.serve(load)
         warm.add(engine.name)
-        yield client
+        yield own
 
     remarks = [
         "Acceptance is from each server's /metrics. If it has other clients, they count too, as do "
         "tokens after the end of an answer.",
         "Prompts repeat from round to round, so a prefix cache shortens their prefill.",
     ]
+    if settings.request_rates:
+        remarks.append(
+            "At a request rate, a server that keeps up has the tokens per second that the rate "
+            "asks for."
+        )
     for series in measure(
         engines, loads, settings.rounds, opened, done, by_cell=True, seconds_left=seconds_left
     ):
@@ -237,14 +249,14 @@ def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series
         rounds[one.cell] = len(one.runs)
     if min(rounds.values()) < settings.rounds:
         counts = ", ".join(
-            f"{n} at temperature {cell.temperature:g} with batch {cell.batch} ({cell.prompts})"
+            f"{n} at temperature {cell.temperature:g} with {cell.pace} ({cell.prompts})"
             for cell, n in rounds.items()
         )
         yield f"Rounds measured, of {settings.rounds}: {counts}."
 
 
 def _result(
-    settings: Settings, engines: list[Engine], series: list[Any], notes: Sequence[str]
+    settings: Settings, engines: Sequence[Engine], series: list[Any], notes: Sequence[str]
 ) -> Result:
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
     return Result(
@@ -256,7 +268,7 @@ def _result(
             "first engine's, at temperature 0.",
             *notes,
         ],
-        engines=engines,
+        engines=list(engines),
         series=series,
     )
 

@@ -68,7 +68,7 @@ def _columns(result: Result) -> tuple[str, ...]:
 
 def _title(cell: Cell) -> str:
     drawing = "greedy" if cell.temperature == 0 else f"temperature {cell.temperature:g}"
-    return f"{cell.prompts}, {drawing}, batch {cell.batch}"
+    return f"{cell.prompts}, {drawing}, {cell.pace}"
 
 
 def _has_trees(result: Result, row: Row) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,11 @@ from dyntree_plugin.commands.loads.requests import Request
 
 @dataclass(frozen=True)
 class Load:
-    """The ``requests`` of one run, ``concurrency`` of them at a time.
+    """The ``requests`` of one run, ``concurrency`` of them at a time; 0: without a limit.
 
     Their prompts are lists of tokens, or texts for a server. Request ``i`` has the seed
-    ``seed + i``.
+    ``seed + i``. A server gets ``rate`` requests per second, with gaps drawn from a gamma
+    distribution of shape ``burstiness``: 1 is a Poisson process, more is more even.
     """
 
     requests: Sequence[Request]
@@ -22,6 +24,8 @@ class Load:
     temperature: float
     max_tokens: int
     seed: int = 0
+    rate: float = math.inf
+    burstiness: float = 1.0
 
     def sampling(self, number: int) -> dict[str, Any]:
         """Return all sampling parameters of a request by the names of vLLM's ``SamplingParams``.

@@ -43,6 +43,19 @@ class Fallbacks(Record):
     by_reason: dict[str, int] = Field(default_factory=dict)
 
 
+class Percentile(Record):
+    """One percentile of the times of a server's run, defined as in ``vllm bench serve``.
+
+    ``ttft_ms``: a request's time to its first token; ``tpot_ms``: its time per later token;
+    ``itl_ms``: the time between two pieces of a stream, which may have several tokens each.
+    """
+
+    percent: float
+    ttft_ms: float
+    tpot_ms: float
+    itl_ms: float
+
+
 class Run(Record):
     """One engine's work on one cell in one round.
 
@@ -68,6 +81,7 @@ class Run(Record):
     request_steps: int = 0
     speculation: Speculation = Speculation()
     fallbacks: Fallbacks = Fallbacks()
+    percentiles: list[Percentile] = Field(default_factory=list)
 
 
 def latencies_ms(

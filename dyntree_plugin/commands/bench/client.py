@@ -1,0 +1,221 @@
+"""Measure a server that runs elsewhere, with the client of ``vllm bench serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+import aiohttp
+import numpy as np
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.benchmarks.datasets import SampleRequest
+from vllm.benchmarks.lib.endpoint_request_func import (
+    ASYNC_REQUEST_FUNCS,
+    RequestFuncInput,
+    RequestFuncOutput,
+)
+from vllm.benchmarks.serve import calculate_metrics, get_request
+
+from dyntree_plugin.commands.loads import counts
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.runs import Percentile, Run, latencies_ms
+
+PERCENTS = (50.0, 99.0)
+_SILENT_SECONDS = 600.0
+"""A server that sends nothing for so long does not answer."""
+
+
+class Client:
+    """Sends loads to a server. The answers are texts.
+
+    ``model`` is the name to ask for; None: the first that the server lists. ``headers`` go with
+    every request.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        chat: bool,
+        model: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._address, self._chat, self._model = address, chat, model
+        self._headers = dict(headers or {})
+
+    def serve(self, load: Load) -> tuple[Run, list[str]]:
+        """Send every request of the load.
+
+        Raises:
+            ValueError: if the server refuses a request.
+            RuntimeError: if it does not answer, or an answer is incomplete.
+        """
+        before, outputs, seconds, after = asyncio.run(self._measure(load))
+        tokens = sum(output.output_tokens for output in outputs)
+        tpot, ttft = latencies_ms([(0.0, o.ttft, o.latency, o.output_tokens) for o in outputs])
+        run = Run(
+            round=0,
+            requests=len(outputs),
+            seconds=seconds,
+            output_tokens=tokens,
+            tpot_ms=tpot,
+            ttft_ms=ttft,
+            request_steps=counts.request_steps(before, after, tokens),
+            speculation=counts.growth(counts.read(before), counts.read(after)),
+            fallbacks=counts.growth_of_fallbacks(counts.fallbacks(before), counts.fallbacks(after)),
+            percentiles=percentiles(outputs, seconds),
+        )
+        return run, [output.generated_text for output in outputs]
+
+    async def _measure(
+        self, load: Load
+    ) -> tuple[list[Metric], list[RequestFuncOutput], float, list[Metric]]:
+        """Return the metrics before, the outputs, the seconds that they took, and the metrics."""
+        refusals: list[Exception] = []
+
+        async def note(response: aiohttp.ClientResponse) -> None:
+            # vLLM's client keeps the status of a refusal, and drops what the server says.
+            if not response.ok:
+                refusals.append(_refusal(response, await response.text()))
+
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=self._headers,
+            raise_for_status=note,
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENT_SECONDS),
+            trust_env=True,
+        ) as session:
+            try:
+                before = await self._metrics(session)
+                model = self._model or await self._first_model(session)
+                start = time.perf_counter()
+                outputs = await self._send(session, load, model)
+                seconds = time.perf_counter() - start
+                return before, outputs, seconds, await self._metrics(session)
+            except (OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
+                if refusals:
+                    raise refusals[0] from None
+                raise RuntimeError(f"{self._address}: {error}") from error
+
+    async def _send(
+        self, session: aiohttp.ClientSession, load: Load, model: str
+    ) -> list[RequestFuncOutput]:
+        """Send the requests as they are due, and return their outputs in the same order."""
+        room = asyncio.Semaphore(load.concurrency or len(load.requests))
+
+        async def one(request: SampleRequest) -> RequestFuncOutput:
+            async with room:
+                return await self._stream(session, model, request)
+
+        # vLLM draws the arrivals from this generator: all servers get the same ones.
+        np.random.seed(load.seed % 2**32)
+        tasks = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request, _ in get_request(_requests(load), load.rate, load.burstiness):
+                    tasks.append(group.create_task(one(request)))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _stream(
+        self, session: aiohttp.ClientSession, model: str, request: SampleRequest
+    ) -> RequestFuncOutput:
+        path, backend = "completions", "openai"
+        if self._chat:
+            path, backend = "chat/completions", "openai-chat"
+        asked = RequestFuncInput(
+            prompt=request.prompt,
+            chat_messages=request.chat_messages,
+            api_url=f"{self._address}/v1/{path}",
+            prompt_len=request.prompt_len,
+            output_len=request.expected_output_len,
+            model=model,
+            extra_headers=self._headers,
+            extra_body=request.request_overrides,
+        )
+        output = await ASYNC_REQUEST_FUNCS[backend](asked, session)
+        if not output.success:
+            lines = output.error.strip().splitlines() or ["no answer"]
+            raise RuntimeError(lines[-1])
+        if not output.output_tokens:
+            raise RuntimeError("a stream has ended without its number of tokens")
+        return output
+
+    async def _metrics(self, session: aiohttp.ClientSession) -> list[Metric]:
+        page = await self._page(session, "/metrics")
+        try:
+            return list(text_string_to_metric_families(page))
+        except ValueError as error:
+            raise ValueError(f"/metrics is not a page of metrics: {error}") from None
+
+    async def _first_model(self, session: aiohttp.ClientSession) -> str:
+        page = await self._page(session, "/v1/models")
+        try:
+            return str(json.loads(page)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise ValueError("/v1/models lists no model; give a --model") from None
+
+    async def _page(self, session: aiohttp.ClientSession, path: str) -> str:
+        async with session.get(self._address + path) as response:
+            if not response.ok:
+                raise ValueError(f"{path} is not there")
+            return await response.text()
+
+
+def _requests(load: Load) -> list[SampleRequest]:
+    return [
+        SampleRequest(
+            prompt=request.prompt if isinstance(request.prompt, str) else list(request.prompt),
+            prompt_len=0,  # the server counts it
+            expected_output_len=load.max_tokens,
+            chat_messages=[{"role": "user", "content": request.prompt}],
+            request_overrides=load.sampling(number),
+        )
+        for number, request in enumerate(load.requests)
+    ]
+
+
+def percentiles(outputs: Sequence[RequestFuncOutput], seconds: float) -> list[Percentile]:
+    """Compute percentiles as ``vllm bench serve`` does."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints hints
+        metrics, _ = calculate_metrics([], list(outputs), seconds, None, list(PERCENTS), {})
+    columns = zip(
+        metrics.percentiles_ttft_ms,
+        metrics.percentiles_tpot_ms,
+        metrics.percentiles_itl_ms,
+        strict=True,
+    )
+    return [
+        Percentile(percent=percent, ttft_ms=float(ttft), tpot_ms=float(tpot), itl_ms=float(itl))
+        for (percent, ttft), (_, tpot), (_, itl) in columns
+    ]
+
+
+def _refusal(response: aiohttp.ClientResponse, text: str) -> Exception:
+    """Return the error for an answer that is none, with the server's own words.
+
+    A status of 400 to 499 is the user's mistake.
+    """
+    said = _message(text) or response.reason or ""
+    told = f"{response.url} answers {response.status}: {said}"
+    if response.status in (401, 403):
+        told += "; OPENAI_API_KEY or --header Authorization='Bearer KEY' gives a key"
+    return ValueError(told) if response.status < 500 else RuntimeError(told)
+
+
+def _message(text: str) -> str:
+    """Return the message of an error in JSON, or the first line of a text."""
+    try:
+        body = json.loads(text)
+        found = body.get("error", body)
+        if isinstance(found, Mapping):
+            found = found.get("message") or found.get("detail")
+        return str(found or "")
+    except (ValueError, AttributeError):
+        return next(iter(text.strip().splitlines()), "")[:200]
