@@ -19,9 +19,7 @@ def show(console: Console, result: Result) -> None:
     if not any(cells.values()):
         return
     for cell, rows in cells.items():
-        table = Table(
-            title=f"{cell.title}: ms, percentiles", title_justify="left", title_style="bold"
-        )
+        table = Table(title=f"{cell.title}, in ms", title_justify="left", title_style="bold")
         table.add_column()
         columns = list(dict.fromkeys(column for _, values in rows for column in values))
         for time, percent in columns:
@@ -30,8 +28,8 @@ def show(console: Console, result: Result) -> None:
             table.add_row(engine, *(f"{values[column]:.1f}" for column in columns))
         console.print(table)
     console.print(
-        "TTFT: time to the first token. TPOT: time per later token of a request. ITL: time between "
-        "two pieces of a stream; a piece may have several tokens.",
+        "Percentiles. TTFT: time to the first token. TPOT: time per later token of a request. "
+        "ITL: time between two pieces of a stream; a piece may have several tokens.",
         style="dim",
     )
 
@@ -41,7 +39,8 @@ def _rows(result: Result, cell: Cell) -> Iterator[tuple[str, dict[tuple[str, flo
     for engine, series in result.of(cell).items():
         found: dict[tuple[str, float], list[float]] = {}
         for name, field in TIMES.items():
-            for one in (one for run in series.runs for one in run.percentiles):
-                found.setdefault((name, one.percent), []).append(getattr(one, field))
+            for run in series.runs:
+                for one in run.percentiles:
+                    found.setdefault((name, one.percent), []).append(getattr(one, field))
         if found:
             yield engine, {column: median(values) for column, values in found.items()}
