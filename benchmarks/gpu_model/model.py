@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Literal
 
 from benchmarks import laboratory, roofline
 from benchmarks.laboratory import CHAIN, PLAIN, TREE, Drafted
@@ -28,8 +29,8 @@ class Assumed:
     ``host``: seconds of a step outside of forwards, for every engine. ``captured``: seconds of a
     small kernel within a graph. ``outside``: of an operation outside of graphs, and of the replay
     of a graph. ``launches`` multiplies the least time of a layer. ``share``: of the laboratory's
-    draft tokens that are accepted. ``added``: further seconds of a step with a tree. ``block``
-    multiplies the tokens of drawn chains.
+    draft tokens that are accepted. ``tree`` and ``chain``: further seconds of a step with one.
+    ``block`` multiplies the tokens of drawn chains.
     """
 
     host: float = 0.5e-3
@@ -37,7 +38,8 @@ class Assumed:
     outside: float = 8e-6
     launches: float = 1.0
     share: float = 1.0
-    added: float = 0.0
+    tree: float = 0.0
+    chain: float = 0.0
     block: float = 1.0
 
 
@@ -90,7 +92,7 @@ class Step:
     width: int = 0
     kernels: float = 0
     operations: float = 0
-    tree: bool = False
+    kind: Literal["none", "tree", "chain"] = "none"
 
     @property
     def forwards(self) -> int:
@@ -101,16 +103,16 @@ def tree_step(drafted: Drafted, width: int, head: bool) -> Step:
     """Return a step of dyntree, with the launches that were counted on a stand-in for CUDA."""
     later = max(round(drafted.forwards) - 1, 0)
     if not drafted.nodes:
-        return Step(drafted, width, 3, 31 + 2, tree=True)
+        return Step(drafted, width, 3, 31 + 2, "tree")
     growing, walking, looking_up = 7 + 3 * later, 3, 3
     of_head = 7 + 2 * later if head else 0
     kernels = growing + walking + looking_up + of_head
-    return Step(drafted, width, kernels, 26 + 5 + later, tree=True)
+    return Step(drafted, width, kernels, 26 + 5 + later, "tree")
 
 
 def chain_step(drafted: Drafted) -> Step:
     """Return a step of a chain that is drafted in one graph, which is better than vLLM's own."""
-    return Step(drafted, 1, 3 * drafted.forwards + 3, 10 + 2)
+    return Step(drafted, 1, 3 * drafted.forwards + 3, 10 + 2, "chain")
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def point(pairing: Pairing, step: Step, load: Load, assumed: Assumed = ASSUMED) 
         seconds += forward(pairing.draft, 1 + min(drafted.nodes, drafted.forwards))
         seconds += (step.forwards - 1) * forward(pairing.draft, step.width)
     seconds += step.kernels * assumed.captured + step.operations * assumed.outside
-    seconds += assumed.added if step.tree else 0.0
+    seconds += {"none": 0.0, "tree": assumed.tree, "chain": assumed.chain}[step.kind]
     return Point(step, seconds, load.requests * drafted.tokens / seconds)
 
 
