@@ -11,6 +11,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 FILES = ("small-trees-cpu.json", "acceptance-cpu.json")
 """Results of ``python -m benchmarks.acceptance`` with few nodes and with many."""
+DEPTHS = "depths-cpu.json"
 
 TREE, CHAIN = "calibrated", "chain"
 """The method that dyntree serves with, and a chain of the same draft. The chain is greedy at
@@ -56,6 +57,28 @@ def measured(method: str, temperature: float) -> list[Drafted]:
     if not found:
         raise ValueError(f"no result has method {method} at temperature {temperature:g}")
     return [found[budget] for budget in sorted(found)]
+
+
+def by_depth(method: str, temperature: float) -> list[Drafted]:
+    """Return what ``python -m benchmarks.depths`` measured of trees of every size and depth, or of
+    chains. A step makes all forwards of its depth, as it does where the host cannot see the tree.
+
+    Raises:
+        ValueError: if the method was not measured at that temperature.
+    """
+    found = [
+        Drafted(
+            cell["nodes_per_step"],
+            cell["tokens_per_step"],
+            cell["depth"],
+            cell["draft_rows_per_step"],
+        )
+        for cell in _cells(DEPTHS)
+        if cell["method"] == method and cell["temperature"] == temperature
+    ]
+    if not found:
+        raise ValueError(f"{DEPTHS} lacks method {method} at temperature {temperature:g}")
+    return found
 
 
 @cache

@@ -64,12 +64,15 @@ class Gpu:
 LLAMA_1B = Shape("Llama-3.2-1B", 1.24e9, 16, 2048, 2 * 8 * 64, 128256)
 LLAMA_8B = Shape("Llama-3.1-8B", 8.03e9, 32, 4096, 2 * 8 * 128, 128256)
 LLAMA_70B = Shape("Llama-3.1-70B", 70.6e9, 80, 8192, 2 * 8 * 128, 128256)
+EAGLE_3_8B = Shape("EAGLE-3 head of 8B", 0.425e9, 1, 4096, 2 * 8 * 128, 32000)
+"""One layer that reads two hidden states, a matrix that joins three, and 32000 tokens."""
 LLAMA_2_7B = Shape("Llama-2-7B", 6.74e9, 32, 4096, 2 * 32 * 128, 32000)
 LLAMA_2_70B = Shape("Llama-2-70B", 69.0e9, 80, 8192, 2 * 8 * 128, 32000)
 OPT_125M = Shape("OPT-125M", 0.125e9, 12, 768, 2 * 768, 50272)
 OPT_13B = Shape("OPT-13B", 12.9e9, 40, 5120, 2 * 5120, 50272)
 OPT_30B = Shape("OPT-30B", 30.0e9, 48, 7168, 2 * 7168, 50272)
 
+H100 = Gpu("H100", 80e9, 3.35e12, 989e12, 450e9)
 H200 = Gpu("H200", 141e9, 4.8e12, 989e12, 450e9)
 A100_40 = Gpu("A100 40 GB", 40e9, 1.555e12, 312e12)
 A10 = Gpu("A10", 24e9, 0.6e12, 125e12)
@@ -79,7 +82,12 @@ RTX_5090 = Gpu("RTX 5090", 32e9, 1.792e12, 209e12)
 
 
 def forward_seconds(
-    shape: Shape, gpu: Gpu, rows: float, cached: float = 0.0, gpus: int = 1
+    shape: Shape,
+    gpu: Gpu,
+    rows: float,
+    cached: float = 0.0,
+    gpus: int = 1,
+    attended: float = 0.0,
 ) -> float:
     """Seconds of one forward.
 
@@ -88,15 +96,23 @@ def forward_seconds(
         cached: tokens of KV that it reads, of all requests together. The rows of a request share
             one reading.
         gpus: GPUs that share the weights and the KV by tensor parallelism.
+        attended: cached tokens that a row attends to, summed over the rows. Their operations
+            matter in long contexts.
     """
-    return max(
-        _reading_seconds(shape, gpu, rows, cached, gpus), computing_seconds(shape, gpu, rows, gpus)
-    ) + _waiting_seconds(shape, gpu, rows, gpus)
+    computing = computing_seconds(shape, gpu, rows, gpus)
+    computing += _attending_seconds(shape, gpu, attended, gpus)
+    reading = _reading_seconds(shape, gpu, rows, cached, gpus)
+    return max(reading, computing) + _waiting_seconds(shape, gpu, rows, gpus)
 
 
 def computing_seconds(shape: Shape, gpu: Gpu, rows: float, gpus: int = 1) -> float:
     """Seconds of the operations alone: two for each parameter and row."""
     return 2 * shape.parameters * rows / (gpus * REACHED_OPERATIONS * gpu.operations)
+
+
+def _attending_seconds(shape: Shape, gpu: Gpu, attended: float, gpus: int) -> float:
+    """Two operations for each number of a query, with a key and with a value."""
+    return 4 * shape.layers * shape.hidden * attended / (gpus * REACHED_OPERATIONS * gpu.operations)
 
 
 def _reading_seconds(shape: Shape, gpu: Gpu, rows: float, cached: float, gpus: int) -> float:

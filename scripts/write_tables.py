@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import fleet, offload_model
 from benchmarks.acceptance import report
+from benchmarks.gpu_model import tables as gpu_model
 from dyntree_plugin import option_pages
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import read
@@ -93,6 +94,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fleet_requests": fleet.batch_table,
     "fleet_levels": fleet.fleet_table,
     "fleet_sensitivity": fleet.sensitivity_table,
+    **gpu_model.TABLES,
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
 
