@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from case_table import SEEDS, TEMPERATURES, Results, case, int32, int64
 
-VOCAB, DRAFTS, TRIALS = 9000, 4, 6
+VOCAB, DRAFTS, TRIALS = 9000, 4, 4
 ROWS = (5, 5, 1, 3, 5, 2)
 """Rows of six requests, each one more than its drafts; the third one has none."""
 STATES = int64(2, 0, 1, 3, 4, 5)
