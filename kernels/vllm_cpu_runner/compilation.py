@@ -194,10 +194,11 @@ def _target_dependent() -> None:
 
 
 def _rejection() -> None:
-    for draft_logits, rates in (
-        (None, None),
-        (torch.zeros(1, 1, _VOCAB), None),
-        (None, torch.ones(1)),
+    for draft_logits, rates, block in (
+        (None, None, False),
+        (torch.zeros(1, 1, _VOCAB), None, False),
+        (None, torch.ones(1), False),
+        (None, None, True),
     ):
         rejection_sampler_utils.rejection_sample(
             torch.zeros(2, _VOCAB),
@@ -212,4 +213,5 @@ def _rejection() -> None:
             _int64(0),
             1,
             rates,
+            use_block_verification=block,
         )

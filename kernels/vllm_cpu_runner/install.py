@@ -10,12 +10,14 @@ logger = init_logger(__name__)
 
 _MODULES = (
     "block_tables",
+    "block_verification",
     "constraints",
     "drafting",
     "inputs",
     "logprobs",
     "penalties",
     "rejection",
+    "rejection_stats",
     "sampling",
     "target_dependent",
     "thinking",

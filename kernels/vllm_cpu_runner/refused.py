@@ -4,7 +4,6 @@ from __future__ import annotations
 
 _MTP = "spec_decode.multi_module_mtp.speculator."
 _ESTIMATOR = "spec_decode.acceptance_estimator."
-_REJECTION = "spec_decode.rejection_sampler_utils."
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "decode context parallelism": ("cp_utils._dcp_local_seq_lens_kernel",),
@@ -50,9 +49,5 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "an n-gram drafter": (
         "spec_decode.ngram.speculator._ngram_scan_kernel",
         "spec_decode.ngram.speculator._ngram_finalize_kernel",
-    ),
-    "rejection_sample_method='block'": (
-        _REJECTION + "_compute_cumulative_log_p_kernel",
-        _REJECTION + "_compute_local_residual_mass_kernel",
     ),
 }

@@ -1,13 +1,12 @@
 """Kernels for vLLM's own rejection sampling of draft chains.
 
-They exchange statistics per block of the vocabulary. Block verification and watermarks are refused.
+They verify drafts one by one or, with the kernels of `block_verification`, as a block. Watermarks
+are refused.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,10 +14,9 @@ import torch
 from dyntree_kernels.cpu import gumbel
 from dyntree_kernels.cpu.compiled import compiled
 from vllm_cpu_runner.arrays import optional
+from vllm_cpu_runner.block_verification import block_length, log_ratios_before, residual_masses
 from vllm_cpu_runner.registry import implements
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from vllm_cpu_runner.rejection_stats import Sums, drafted_log_probs, log_sum
 
 _NEG_INF = np.float32(-np.inf)
 _SMALLEST_UNIFORM = np.float32(4.6566127342e-10)  # _TL_RAND_MIN of vLLM's gumbel.py
@@ -44,75 +42,6 @@ def _uniform(seed, offset):
     return max(np.float32(~word if word < 0 else word) * _UNIFORM_SCALE, _SMALLEST_UNIFORM)
 
 
-def _blocks(logits: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
-    return (logits[:, first : first + block] for first in range(0, logits.shape[1], block))
-
-
-def _max_and_sumexp(
-    logits: torch.Tensor, block: int, rows: torch.Tensor, maximum: torch.Tensor, sum_: torch.Tensor
-) -> None:
-    for column, part in enumerate(_blocks(logits, block)):
-        top = part.amax(1)
-        total = (part - top.unsqueeze(1)).exp_().sum(1)
-        maximum[rows, column] = top
-        sum_[rows, column] = total.masked_fill_(top.isneginf(), 0)
-
-
-@implements("spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel")
-def local_logits_stats(
-    target_local_argmax_ptr: torch.Tensor,
-    target_local_argmax_stride: int,
-    target_local_max_ptr: torch.Tensor,
-    target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor,
-    target_local_sumexp_stride: int,
-    draft_local_max_ptr: torch.Tensor,
-    draft_local_max_stride: int,
-    draft_local_sumexp_ptr: torch.Tensor,
-    draft_local_sumexp_stride: int,
-    target_logits_ptr: torch.Tensor,
-    target_logits_stride: int,
-    draft_logits_ptr: torch.Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
-    vocab_size: int,
-    num_speculative_steps: int,
-    BLOCK_SIZE: int,
-    HAS_DRAFT_LOGITS: bool,
-) -> None:
-    is_draft = expanded_local_pos_ptr < num_speculative_steps
-    is_greedy = temp_ptr[expanded_idx_mapping_ptr] == 0
-    greedy = (is_draft & is_greedy).nonzero().view(-1)
-    if greedy.numel():
-        for column, part in enumerate(_blocks(target_logits_ptr[greedy, :vocab_size], BLOCK_SIZE)):
-            top, token = part.to(torch.float32).max(1)
-            target_local_max_ptr[greedy, column] = top
-            target_local_argmax_ptr[greedy, column] = token + column * BLOCK_SIZE
-    rows = (is_draft & ~is_greedy).nonzero().view(-1)
-    if rows.numel():
-        target = target_logits_ptr[rows, :vocab_size].to(torch.float32)
-        _max_and_sumexp(target, BLOCK_SIZE, rows, target_local_max_ptr, target_local_sumexp_ptr)
-        if draft_logits_ptr is not None:
-            requests = expanded_idx_mapping_ptr[rows]
-            draft = draft_logits_ptr[requests, expanded_local_pos_ptr[rows].long(), :vocab_size]
-            draft = draft.to(torch.float32) / temp_ptr[requests].unsqueeze(1)
-            _max_and_sumexp(draft, BLOCK_SIZE, rows, draft_local_max_ptr, draft_local_sumexp_ptr)
-
-
-@compiled
-def _log_sum(maxima, sums):
-    top = _NEG_INF
-    for value in maxima:
-        top = max(top, value)
-    total = np.float32(0)
-    for i in range(maxima.shape[0]):
-        total += sums[i] * np.exp(maxima[i] - top)
-    return top + np.log(total)
-
-
 @compiled
 def _first_maximum(values):
     best, best_value = 0, _NEG_INF
@@ -123,59 +52,89 @@ def _first_maximum(values):
 
 
 @compiled
+def _uniforms(seed, positions):
+    uniforms = np.empty(positions.shape[0], np.float32)
+    for row in range(positions.shape[0]):
+        uniforms[row] = _uniform(seed, positions[row])
+    return uniforms
+
+
+@compiled
+def _greedy_length(drafts, best, uniforms, rates):
+    for step in range(drafts.shape[0]):
+        passed = uniforms[step] < rates[step] if rates.size else drafts[step] == best[step]
+        if drafts[step] < 0 or not passed:
+            return step
+    return drafts.shape[0]
+
+
+@compiled
+def _standard_length(drafts, target_log_probs, draft_log_probs, uniforms, rates):
+    for step in range(drafts.shape[0]):
+        if drafts[step] < 0:
+            return step
+        if rates.size:
+            passed = uniforms[step] < rates[step]
+        else:
+            passed = target_log_probs[step] > np.log(uniforms[step]) + draft_log_probs[step]
+        if not passed:
+            return step
+    return drafts.shape[0]
+
+
+@compiled
 def _reject(
     sampled,
     accepted_lengths,
-    target_lse_out,
-    draft_lse_out,
-    target_logits,
-    draft_logits,
+    target_lse,
+    draft_lse,
     target_argmax,
     target_max,
     target_sum,
-    drafts,
     draft_max,
     draft_sum,
+    drafts,
     cu_num_logits,
     requests,
     temperatures,
     seeds,
     positions,
     rates,
+    target_log_probs,
+    draft_log_probs,
+    log_ratios,
+    masses,
 ):
-    """Accept the drafts of each request before the first rejected one.
+    """Accept drafts of each request, and prepare the sampling of the token after them.
 
-    target_logits and draft_logits [rows] are the logits of the draft that each row verifies.
+    target_log_probs and draft_log_probs [rows] are those of the draft that each row verifies.
+    log_ratios and masses [rows] are empty unless drafts are verified as a block.
     """
     for i in range(requests.shape[0]):
-        request, first = requests[i], cu_num_logits[i]
-        temperature, accepted_length = temperatures[request], 0
-        target_lse = draft_lse = np.float32(0)
-        for step in range(cu_num_logits[i + 1] - first - 1):
-            row, token = first + step, drafts[first + step + 1]
-            u = _uniform(seeds[request], positions[row])
-            if temperature == 0:
-                best = target_argmax[row, _first_maximum(target_max[row])]
-                accepted = token >= 0 and (u < rates[step] if rates.size else best == token)
-                sampled[i, step] = token if accepted else best
-            elif token < 0:
-                accepted = False
-            else:
-                target_lse = _log_sum(target_max[row], target_sum[row])
-                draft_logprob = np.float32(0)
-                if draft_logits.size:
-                    draft_lse = _log_sum(draft_max[row], draft_sum[row])
-                    draft_logprob = draft_logits[row] / temperature - draft_lse
-                if rates.size:
-                    accepted = u < rates[step]
-                else:
-                    accepted = target_logits[row] - target_lse > np.log(u) + draft_logprob
-                sampled[i, step] = token
-            if not accepted:
-                break
-            accepted_length += 1
-        accepted_lengths[i] = accepted_length
-        target_lse_out[i], draft_lse_out[i] = target_lse, draft_lse
+        request, first, bonus = requests[i], cu_num_logits[i], cu_num_logits[i + 1] - 1
+        chain = drafts[first + 1 : bonus + 1]
+        uniforms = _uniforms(seeds[request], positions[first:bonus])
+        best = np.empty(bonus - first, np.int64)
+        if temperatures[request] == 0:
+            for row in range(first, bonus):
+                best[row - first] = target_argmax[row, _first_maximum(target_max[row])]
+            length = _greedy_length(chain, best, uniforms, rates)
+        elif log_ratios.size:
+            length = block_length(chain, log_ratios[first:bonus], masses[first:bonus], uniforms)
+        else:
+            of_target, of_draft = target_log_probs[first:bonus], draft_log_probs[first:bonus]
+            length = _standard_length(chain, of_target, of_draft, uniforms, rates)
+        accepted_lengths[i] = length
+        sampled[i, :length] = chain[:length]
+        rejected = first + length
+        if rejected == bonus:
+            continue
+        if temperatures[request] == 0:
+            sampled[i, length] = best[length]
+        else:
+            target_lse[i] = log_sum(target_max[rejected], target_sum[rejected])
+            # Without logits of the draft this has no meaning and is not read.
+            draft_lse[i] = log_sum(draft_max[rejected], draft_sum[rejected])
 
 
 @implements("spec_decode.rejection_sampler_utils._rejection_kernel")
@@ -216,35 +175,39 @@ def rejection(
     SYNTHETIC_MODE: bool,
     USE_BLOCK_VERIFICATION: bool,
 ) -> None:
-    tokens = draft_sampled_ptr.roll(-1).clamp_(min=0).long()
-    target_logits = target_logits_ptr.gather(1, tokens.unsqueeze(1)).view(-1).to(torch.float32)
-    draft_logits = None
-    if draft_logits_ptr is not None:
-        counts = cu_num_logits_ptr.diff()
-        steps = torch.arange(tokens.shape[0]) - cu_num_logits_ptr[:-1].repeat_interleave(counts)
-        # Only a bonus row, which verifies no draft, can be at a step beyond the last.
-        steps.clamp_(max=draft_logits_ptr.shape[1] - 1)
-        owners = idx_mapping_ptr.repeat_interleave(counts)
-        draft_logits = draft_logits_ptr[owners, steps, tokens].to(torch.float32)
+    sums = Sums(
+        target_local_max_ptr, target_local_sumexp_ptr, draft_local_max_ptr, draft_local_sumexp_ptr
+    )
+    of_target, of_draft = drafted_log_probs(
+        target_logits_ptr,
+        draft_logits_ptr,
+        sums,
+        draft_sampled_ptr,
+        cu_num_logits_ptr,
+        idx_mapping_ptr,
+        temp_ptr,
+    )
+    masses = None
+    if cumulative_log_p_ptr is not None:
+        masses = residual_masses(cumulative_log_p_ptr, of_target, local_residual_mass_ptr)
     _reject(
         sampled_ptr.numpy(),
         rejected_steps_ptr.numpy(),
         target_rejected_logsumexp_ptr.numpy(),
         draft_rejected_logsumexp_ptr.numpy(),
-        target_logits.numpy(),
-        optional(draft_logits, np.float32),
         target_local_argmax_ptr.numpy(),
-        target_local_max_ptr.numpy(),
-        target_local_sumexp_ptr.numpy(),
+        *(each.numpy() for each in sums),
         draft_sampled_ptr.numpy(),
-        draft_local_max_ptr.numpy(),
-        draft_local_sumexp_ptr.numpy(),
         cu_num_logits_ptr.numpy(),
         idx_mapping_ptr.numpy(),
         temp_ptr.numpy(),
         seed_ptr.numpy(),
         pos_ptr.numpy(),
         optional(synthetic_conditional_rates_ptr, np.float32),
+        of_target.numpy(),
+        of_draft.numpy(),
+        optional(cumulative_log_p_ptr, np.float32),
+        optional(masses, np.float32),
     )
 
 
@@ -304,6 +267,8 @@ def resample(
         draft = draft / temp_ptr[owners].unsqueeze(1)
         draft -= draft_rejected_logsumexp_ptr[rejected].unsqueeze(1)
         target = residual[rejected] - target_rejected_logsumexp_ptr[rejected].unsqueeze(1)
+        if cumulative_log_p_ptr is not None:
+            target += log_ratios_before(cumulative_log_p_ptr, rows[rejected], steps[rejected])
         ratio = (draft - target).exp_()
         log_residual = target + torch.log1p(-ratio)
         residual[rejected] = log_residual.masked_fill_(~(ratio < 1), float("-inf"))

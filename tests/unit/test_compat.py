@@ -141,7 +141,6 @@ UNSERVED = {
     "a hybrid state-space model": "is_hybrid",
     "a prompt given as embeddings": "enable_prompt_embeds",
     "adaptive verification": "enable_adaptive_verification",
-    "rejection_sample_method='block'": "rejection_sample_method",
 }
 """Features without kernels on the CPU, and vLLM's options that ask for them."""
 

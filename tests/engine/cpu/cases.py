@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import block_cases  # noqa: F401
 import drafting_cases  # noqa: F401
 import input_cases  # noqa: F401
 import numpy as np

@@ -84,10 +84,15 @@ def run_v2() -> dict[str, Any]:
         "alone": [decode(llm, [p], s)[0] for p, s in zip(PROMPTS, mixed, strict=True)],
     }
     chain = {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}
-    for method in ("greedy", "probabilistic"):
+    for drafts, rejection in (
+        ("greedy", "standard"),
+        ("probabilistic", "standard"),
+        ("probabilistic", "block"),
+    ):
         del llm
-        llm = engine(speculative_config=chain | {"draft_sample_method": method})
-        results[f"chain {method}"] = decode(llm, PROMPTS, sampling(temperature=0))
+        methods = {"draft_sample_method": drafts, "rejection_sample_method": rejection}
+        llm = engine(speculative_config=chain | methods)
+        results[f"chain {drafts} {rejection}"] = decode(llm, PROMPTS, sampling(temperature=0))
         decode(llm, PROMPTS, sampling(temperature=1.0, seed=3, presence_penalty=0.1))
     after = compiled_signatures()
     results["compiled late"] = [name for name in after if after[name] != before.get(name)]

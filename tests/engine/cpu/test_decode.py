@@ -72,9 +72,11 @@ def test_a_seeded_request_gets_the_same_tokens_alone_as_in_a_batch(v2: dict[str,
     assert v2["mixed"][0] == v2["greedy"][0]
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_vllms_own_draft_chain_keeps_the_greedy_tokens(method: str, v2: dict[str, Any]) -> None:
-    assert v2[f"chain {method}"] == v2["greedy"]
+@pytest.mark.parametrize(
+    "methods", ["greedy standard", "probabilistic standard", "probabilistic block"]
+)
+def test_vllms_own_draft_chain_keeps_the_greedy_tokens(methods: str, v2: dict[str, Any]) -> None:
+    assert v2[f"chain {methods}"] == v2["greedy"]
 
 
 def test_no_request_waits_for_a_compilation(v2: dict[str, Any]) -> None:

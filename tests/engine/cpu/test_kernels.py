@@ -89,3 +89,11 @@ def test_the_comparison_notices_noise_at_a_wrong_position(
     # Only draws of drafts are wrong; the names are "trial, drafting, scale".
     assert found
     assert all(" True " in line.split(":")[0] for line in found)
+
+
+def test_blocks_are_accepted_to_every_length(
+    interpreted: dict[str, cases.Results],
+) -> None:
+    found = [r for name, r in interpreted.items() if name.startswith("block_verification")]
+    counts = torch.cat([each for r in found for name, each in r.items() if "count" in name])
+    assert set(counts.tolist()) == {1, 2, 3, 4, 5}
