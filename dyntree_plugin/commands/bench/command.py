@@ -19,7 +19,16 @@ from typer.core import TyperOption
 
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, embedded
-from dyntree_plugin.commands.bench import arguments, overview, plan, plots, prompts, static, table
+from dyntree_plugin.commands.bench import (
+    arguments,
+    overview,
+    plan,
+    plots,
+    prompts,
+    static,
+    terminal,
+)
+from dyntree_plugin.commands.bench.chains import chosen
 from dyntree_plugin.commands.bench.pictures import check_plots
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
@@ -52,6 +61,7 @@ def serve(
     temperatures: arguments.Temperatures = None,
     chains: arguments.Chains = None,
     probabilistic_chains: arguments.ProbabilisticChains = None,
+    block_chains: arguments.BlockChains = None,
     ngrams: arguments.NGrams = None,
     look_ups: arguments.LookUps = None,
     trees: arguments.Trees = None,
@@ -82,26 +92,27 @@ def serve(
         check_plots(plot_folder)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
-            engines = len(base_urls)
+            runs = settings.runs(lambda _: len(base_urls))
             measured = partial(of_servers, settings, base_urls, notes or (), endpoint == "chat")
         else:
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
             link = _speed(weights_at)
             further = object_of("--engine-arguments", engine_arguments)
             models, remarks = _models(target, draft, method, target_shape, dtype, further)
-            contest = Contest(
-                models,
-                chains or plan.CHAINS,
-                _trees(trees, static_rates),
-                side_by_side,
-                ngrams or (),
-                look_ups or (),
-                probabilistic_chains or (),
-                link,
+            lengths, left_out = chosen(
+                {
+                    "greedy": chains,
+                    "probabilistic": probabilistic_chains,
+                    "block": block_chains,
+                    "n-gram": ngrams,
+                },
+                settings.temperatures,
             )
-            engines = contest.engines
-            measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
-        with _progress(console, settings, engines) as done:
+            of_trees = _trees(trees, static_rates)
+            contest = Contest(models, lengths, of_trees, side_by_side, look_ups or (), link)
+            runs = settings.runs(contest.engines)
+            measured = partial(of_engines, settings, contest, [*remarks, *left_out, *(notes or ())])
+        with _progress(console, runs) as done:
             result = _last(measured(done=done, seconds_left=seconds_left), result_file)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"dyntree bench serve: {error}", file=sys.stderr)  # noqa: T201
@@ -144,7 +155,7 @@ def _until(limit: float | None) -> Callable[[], float]:
 
 
 def _show(console: Console, result: Result, plot_folder: Path | None) -> None:
-    table.show(console, result)
+    terminal.show(console, result)
     if len(list(result.cells())) > 1:
         overview.show(console, result)
     for path in plots.draw(result, plot_folder) if plot_folder is not None else ():
@@ -207,13 +218,11 @@ def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
 
 
 @contextmanager
-def _progress(console: Console, settings: Settings, engines: int) -> Iterator[Done]:
+def _progress(console: Console, runs: int) -> Iterator[Done]:
     """Show the result of each run above a progress bar."""
-    loads = settings.sets, settings.samplings, settings.temperatures, settings.batches
-    cells = math.prod(map(len, loads))
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=settings.rounds * engines * cells)
+        task = bar.add_task("", total=runs)
 
         def done(engine: Engine, cell: Cell, run: Run) -> None:
             bar.advance(task)
