@@ -143,7 +143,7 @@ def test_the_tables_name_the_best_chain_and_compare_tokens_with_the_first_engine
     last = last.model_copy(update={"differing_requests": 1, "differing_tokens": 7})
     texts = last.model_copy(update={"differing_requests": 2, "differing_tokens": None})
     for series, said in (
-        (differing.series, "All have the tokens of no speculation."),
+        (differing.series, "All answers are those of no speculation."),
         ([*others, last], "than those of no speculation: dynamic tree of 64 in 7 of 100."),
         ([*others, texts], "than those of no speculation: dynamic tree of 64 in 2 texts."),
     ):
@@ -181,6 +181,10 @@ def test_of_servers_the_first_is_what_the_others_are_compared_with() -> None:
     text = table.markdown_table(result(**servers))
     assert "× a" in text
     assert re.search(r"\| b \|.* 2\.00 \|", text)
+    # In the terminal a column that nothing is known for is left out.
+    printed = " ".join(" ".join(shown(result(**servers), 80)).split())
+    assert "speed-up" in printed
+    assert "× best chain" not in printed.partition("tokens/step: of")[0]
 
 
 def test_pictures_are_drawn_of_what_the_result_has(tmp_path: Path) -> None:

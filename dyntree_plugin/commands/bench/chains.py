@@ -90,7 +90,7 @@ def chosen(
         if lengths is not None and reason:
             raise ValueError(f"{kind.option} {lengths[0]}: {reason}")
         if reason:
-            notes.append(f"Not measured: {kind.name}s. {reason[0].upper()}{reason[1:]}.")
+            notes.append(f"Not measured: {kind.name}s ({reason}).")
         found[name] = () if reason else tuple(dict.fromkeys(lengths or kind.lengths))
     if 0 in temperatures and any(found[name] for name in found if KINDS[name].is_drawn):
         notes.append("At temperature 0 drawn drafts are the greedy ones, and are not measured.")

@@ -227,7 +227,7 @@ def _progress(console: Console, runs: int) -> Iterator[Done]:
         def done(engine: Engine, cell: Cell, run: Run) -> None:
             bar.advance(task)
             bar.console.print(
-                f"round {run.round + 1}  {engine.name:<20} {cell.prompts}, temperature "
+                f"round {run.round + 1}  {engine.name:<25} {cell.prompts}, temperature "
                 f"{cell.temperature:g}, batch {cell.batch}: {run.tpot_ms:.2f} ms per token",
                 style="dim",
                 soft_wrap=True,

@@ -76,15 +76,16 @@ def _table(result: Result, cell: Cell, layout: _Layout) -> Table:
         show_edge=False, padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     table.add_column()
-    columns = dict(_columns(result, layout))
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows(result, cell):
-        table.add_row(
-            _name(row.series.engine, layout.name),
-            *(value(row) for value in columns.values()),
-            style="bold" if has_trees(result, row) else None,
-        )
+    found = rows(result, cell)
+    columns: list[list[Text]] = []
+    for heading, value in _columns(result, layout):
+        texts = [value(row) for row in found]
+        if any(text.plain != NONE for text in texts):
+            table.add_column(heading, justify="right", no_wrap=True)
+            columns.append(texts)
+    for row, *values in zip(found, *columns, strict=True):
+        name = _name(row.series.engine, layout.name)
+        table.add_row(name, *values, style="bold" if has_trees(result, row) else None)
     return table
 
 
@@ -134,7 +135,7 @@ def _other_tokens(result: Result, cell: Cell) -> Iterator[str]:
     if differing:
         yield f"Other tokens than those of {first}: {', '.join(differing)}."
     elif len(found) > 1:
-        yield f"All have the tokens of {first}."
+        yield f"All answers are those of {first}."
 
 
 def _legend(result: Result) -> str:
