@@ -8,7 +8,7 @@
 #            tests      the tests for GPUs: no step waits for the device
 #            launches   what a decode step starts on the device, by function
 #            speed-1b   no speculation, vLLM's chains and trees, a target of Llama-3.2-1B's shape
-#            speed-8b   the same with the shape of Llama-3.1-8B
+#            speed-8b   the same with the shape of Llama-3.1-8B, and no drawn chains: they have no room
 #            offload    no speculation, a chain of 5 and a tree of 64, with all layers of a target of
 #                       Llama-3.1-8B's shape in the host's memory: 3 times 14 GB of it
 #   PYTHON   the Python to use; else .venv's, else python3
@@ -16,7 +16,9 @@
 #   LIMIT    seconds that all of it may take; 480, and 360 of the first part
 #   MODELS   where grown targets and compiled code are kept; else the user's cache
 #   DYNTREE_COMMIT   the commit that results name where there is no repository
-#   CHAINS, BUDGETS   of speed and offload: lengths of vLLM's chains, and nodes of trees, separated by blanks
+#   CHAINS, DRAWN, BUDGETS   of speed and offload, separated by blanks: lengths of vLLM's chains with greedy
+#            drafts, lengths of those with drawn ones (0: none), and nodes of trees. Drawn drafts are verified
+#            one by one and as a block, above temperature 0
 #   ARGS     of speed and offload: further arguments of `dyntree bench serve`
 #
 # Results are written as soon as they are known. A part goes on where the files in OUT end, if they are
@@ -156,13 +158,20 @@ declare -A depths=([8]=6 [16]=8 [32]=8 [64]=10)
 # Further arguments of the engines that `speed` measures.
 offloading=
 
-# Shape, bytes of KV cache, lengths of chains, budgets of trees; then arguments of `bench serve`. All
-# engines run side by side.
+# Shape, bytes of KV cache, lengths of greedy and of drawn chains, budgets of trees; then arguments of
+# `bench serve`. All engines run side by side.
 speed() {
-    local shape=$1 cache=$2 chains=${CHAINS:-$3} budgets=${BUDGETS:-$4}
-    local name=serve-gpu-${part#speed-} engines=() length budget code=0
-    shift 4
+    local shape=$1 cache=$2 chains=${CHAINS:-$3} drawn=${DRAWN:-$4} budgets=${BUDGETS:-$5}
+    local name=serve-gpu-${part#speed-} engines=() none=(--ngram 0) length budget code=0
+    shift 5
     for length in $chains; do engines+=(--chain "$length"); done
+    if [[ $drawn == 0 ]]; then
+        none+=(--probabilistic-chain 0 --block-chain 0)
+    else
+        for length in $drawn; do
+            engines+=(--probabilistic-chain "$length" --block-chain "$length")
+        done
+    fi
     # The last is cut to what pays, as it is by default; the others show what whole trees do.
     for budget in $budgets; do
         local kind=', "budget": "fixed"'
@@ -177,7 +186,7 @@ speed() {
         timeout -k 20 $((limit - SECONDS)) "$python" -m dyntree_plugin.cli bench serve \
             --target-shape "$shape" "$@" \
             --side-by-side $((1 + ${#engines[@]} / 2)) --time-limit $((limit - SECONDS - 30)) \
-            --engine-arguments "$arguments" --note "$note" "${engines[@]}" --json "$out/$name.json" \
+            --engine-arguments "$arguments" --note "$note" "${none[@]}" "${engines[@]}" --json "$out/$name.json" \
             ${ARGS:-} >"$out/$name.txt" 2>&1
         code=$?
         ((code == 0)) || tail -n 60 "$out/$name.txt"
@@ -209,7 +218,7 @@ grown_target("llama-1b", Path(pair.paths()["target"]))' &
     echo "== tokens" && cat "$scratch/tokens"
     wait "$grown"
     echo "== speed"
-    speed llama-1b $((3 << 29)) "3 5" 16 "${few_loads[@]}"
+    speed llama-1b $((3 << 29)) "3 5" 0 16 "${few_loads[@]}"
     code=$?
     echo "kernels exited with $kernels_code, tokens with $tokens_code, speed with $code"
     ((kernels_code == 0 && tokens_code == 0 && code == 0))
@@ -220,7 +229,7 @@ grown_target("llama-1b", Path(pair.paths()["target"]))' &
 offload() {
     depths[64]=
     offloading=', "offload_group_size": 1, "offload_num_in_group": 1, "offload_prefetch_step": 2'
-    speed llama-8b $((1 << 30)) 5 64 "${offloaded_loads[@]}"
+    speed llama-8b $((1 << 30)) 5 0 64 "${offloaded_loads[@]}"
 }
 
 case $part in
@@ -229,9 +238,9 @@ case $part in
     identity-fp32) identity fp32 $((limit - SECONDS - 25)) --dtype float32 ;;
     tests) gpu_tests ;;
     launches) launches ;;
-    speed-1b) speed llama-1b $((3 << 29)) "1 2 3 5 8" "8 16 32 64" "${loads[@]}" ;;
+    speed-1b) speed llama-1b $((3 << 29)) "1 2 3 5 8" "3 5 8" "8 16 32 64" "${loads[@]}" ;;
     # With 14 GB of weights and 4 GB of cache each, five engines leave a third of 140 GB.
-    speed-8b) speed llama-8b $((7 << 29)) "3 5" "8 32" "${loads[@]}" ;;
+    speed-8b) speed llama-8b $((7 << 29)) "3 5" 0 "8 32" "${loads[@]}" ;;
     offload) offload ;;
 esac
 code=$?

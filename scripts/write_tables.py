@@ -49,8 +49,9 @@ def _tokens_per_step(name: str) -> str:
         line = f"| {engine.name} |"
         for cell in cells:
             found = {row.series.engine: row.tokens_per_step or 0.0 for row in rows(result, cell)}
-            best = max(found[e.name] for e in result.engines if e.kind == "chain")
-            line += f" {found[engine.name]:.2f} | {found[engine.name] / best:.2f} |"
+            best = max(found.get(e.name, 0.0) for e in result.engines if e.kind == "chain")
+            own = found.get(engine.name)
+            line += " – | – |" if own is None else f" {own:.2f} | {own / best:.2f} |"
         lines.append(line)
     return "\n".join(lines)
 
@@ -65,9 +66,9 @@ def _by_requests(*files: str) -> str:
             lines.append("|---|---|" + "---:|" * (1 + len(engines)))
         for cell in dict.fromkeys(series.cell for series in result.series):
             found = {row.series.engine: row.tokens_per_step or 0.0 for row in rows(result, cell)}
-            best = max(found[e.name] for e in engines if e.kind == "chain")
+            best = max(found.get(e.name, 0.0) for e in engines if e.kind == "chain")
             tree = next(found[e.name] for e in engines if e.kind == "dynamic tree")
-            values = " | ".join(f"{found[e.name]:.2f}" for e in engines)
+            values = " | ".join(f"{found[e.name]:.2f}" if e.name in found else "–" for e in engines)
             name = f"{cell.prompts} | {cell.temperature:g}"
             lines.append(f"| {name} | {values} | {tree / best:.2f} |")
     return "\n".join(lines)

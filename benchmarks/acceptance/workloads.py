@@ -6,18 +6,15 @@ So the workloads that copy come with the text that a model would write there, at
 
 from __future__ import annotations
 
-import ast
 import keyword
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from dyntree_plugin.pair import held_out_prompts
-from dyntree_plugin.pair.corpus import held_out_sources
-
-_SHORTEST = 150
+from dyntree_plugin.pair.corpus import held_out_docstrings
 
 
 @dataclass(frozen=True)
@@ -88,18 +85,12 @@ WORKLOADS: dict[str, Callable[[int], Texts]] = {
 
 
 def _passages(count: int) -> list[str]:
-    """Return docstrings of held-out modules, of at least `_SHORTEST` characters.
+    """Return docstrings of held-out modules, of some length.
 
     Raises:
         ValueError: if there are fewer.
     """
-    found = []
-    for source in held_out_sources():
-        for node in ast.walk(ast.parse(source.text)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                text = ast.get_docstring(node) or ""
-                if len(text) >= _SHORTEST:
-                    found.append(text)
+    found = list(chain.from_iterable(held_out_docstrings()))
     if len(found) < count:
         raise ValueError(
             f"the workload has {len(found)} prompts; --prompts and --calibration ask for {count}"

@@ -11,11 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dyntree_plugin.pair.corpus import HELD_OUT, held_out_prompts
+from dyntree_plugin.pair.corpus import HELD_OUT, held_out_prompts, held_out_prose
 
 __all__ = [
     "HELD_OUT",
     "held_out_prompts",
+    "held_out_prose",
     "packaged_directory",
     "paths",
     "provenance",

@@ -6,9 +6,11 @@ measure the models and supply the prompts of demonstrations and benchmarks.
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,9 @@ HELD_OUT: tuple[str, ...] = (
     "shlex", "statistics", "tabnanny", "textwrap", "timeit", "trace", "wave", "zipapp",
 )  # fmt: skip
 """Modules of every CPython from 3.10 to 3.13, present also in installations without tests."""
+
+SHORTEST_DOCSTRING = 150
+"""Fewest characters of a docstring that is long enough to be gone on with."""
 
 # Not library code: packages installed beside it, tables of code points, generated help text.
 _SKIPPED_DIRECTORIES = frozenset(
@@ -89,8 +94,6 @@ def held_out_prompts(
 
     `characters` bounds the length: the default is 30 to 200 tokens of the pair's tokenizer.
     """
-    if count < 0:
-        raise ValueError(f"count={count} must not be negative")
     low, high = characters
     if not 1 <= low <= high:
         raise ValueError(f"characters={characters} must be an ascending pair of positive lengths")
@@ -100,11 +103,50 @@ def held_out_prompts(
         found = _spans(source.text, low, high, generator)
         generator.shuffle(found)
         spans.append(found)
-    longest = max(len(found) for found in spans)
-    prompts = [found[turn] for turn in range(longest) for found in spans if turn < len(found)]
-    if count > len(prompts):
-        raise ValueError(f"count={count} exceeds the {len(prompts)} held-out prompts there are")
+    return _in_turns(spans, count)
+
+
+def held_out_docstrings(root: Path | None = None) -> list[list[str]]:
+    """Return the docstrings of at least `SHORTEST_DOCSTRING` characters, by held-out module."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    return [
+        [
+            text
+            for node in ast.walk(ast.parse(source.text))
+            if isinstance(node, documented)
+            and len(text := ast.get_docstring(node) or "") >= SHORTEST_DOCSTRING
+        ]
+        for source in held_out_sources(root)
+    ]
+
+
+def held_out_prose(
+    count: int, *, seed: int = 0, characters: int = 300, root: Path | None = None
+) -> list[str]:
+    """Return the beginnings of held-out docstrings, as prompts for prose.
+
+    They have whole words and at most this number of `characters`. Modules take turns, and the
+    `seed` works as it does for `held_out_prompts`.
+    """
+    docstrings = held_out_docstrings(root)
+    for number, found in enumerate(docstrings):
+        random.Random(f"{seed} {number}").shuffle(found)
+    begun = [[_whole_words(text, characters) for text in found] for found in docstrings]
+    return _in_turns(begun, count)
+
+
+def _in_turns(by_module: Sequence[Sequence[str]], count: int) -> list[str]:
+    """Return the first `count` prompts if modules take turns."""
+    longest = max(map(len, by_module))
+    prompts = [found[turn] for turn in range(longest) for found in by_module if turn < len(found)]
+    if not 0 <= count <= len(prompts):
+        raise ValueError(f"count={count} must be 0 to {len(prompts)}: there are so many prompts")
     return prompts[:count]
+
+
+def _whole_words(text: str, most: int) -> str:
+    """Return the text up to the last word that ends within `most` characters."""
+    return text if len(text) <= most else text[: most + 1].rsplit(maxsplit=1)[0]
 
 
 def _spans(text: str, low: int, high: int, generator: random.Random) -> list[str]:

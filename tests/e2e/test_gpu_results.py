@@ -39,6 +39,14 @@ def test_a_measurement_stands_that_lacks_nothing(tmp_path: Path) -> None:
     assert gpu_results.whole(tmp_path / "result.json")
 
 
+def test_chains_with_drawn_drafts_lack_no_load_at_temperature_0(tmp_path: Path) -> None:
+    own = {"speculative_config": {"draft_sample_method": "probabilistic"}}
+    drawn = Engine(name="probabilistic chain of 2", kind="chain", budget=2, arguments=own)
+    made = result().model_copy(update={"engines": [*ENGINES, drawn]})
+    write(made, tmp_path / "result.json")
+    assert gpu_results.whole(tmp_path / "result.json")
+
+
 @pytest.mark.parametrize("made", [result(lacking=1), result(cells=1)], ids=["round", "load"])
 def test_one_that_broke_off_does_not(made: Result, tmp_path: Path) -> None:
     write(made, tmp_path / "result.json")

@@ -24,13 +24,14 @@ CELL = Cell(prompts="code", temperature=0.0, batch=2)
 EMBEDDED = {name: Path("/pair") / name for name in ("target", "draft", "second_draft")}
 WITH_HEAD = EMBEDDED | {"eagle3": Path("/pair/eagle3")}
 GROWN = Path("/grown")
+KIND = "probabilistic "
 
 Asked = Callable[..., tuple[Contest, list[str]]]
 
 
 def speculation(models: Models, **lengths: Any) -> dict[str, dict[str, Any]]:
     """Return the engines' configurations of speculation by name."""
-    lengths = {"chains": (2,), "trees": {"tree": (8, {"max_depth": 4})}} | lengths
+    lengths = {"chains": {"greedy": (2,)}, "trees": {"tree": (8, {"max_depth": 4})}} | lengths
     found = plan.engines(models, [CELL], 9, **lengths)
     return {each.name: each.arguments.get("speculative_config", {}) for each in found}
 
@@ -60,47 +61,53 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle", "mtp"])
 def test_chains_and_trees_draft_with_the_method(method: Method) -> None:
-    found = speculation(Models("T", "D", "bfloat16", method=method), look_ups=(4,), ngrams=(3,))
+    chains = {"greedy": (2,), "n-gram": (3,)}
+    models = Models("T", "D", "bfloat16", method=method)
+    found = speculation(models, look_ups=(4,), chains=chains)
     own = {"method": method, "model": "D"}
     assert found["no speculation"] == {}
     assert found["chain of 2"] == own | {"num_speculative_tokens": 2}
     assert found["tree"] == own | {"num_speculative_tokens": 8}
-    assert {found[name]["method"] for name in ("look-up tree of 4", "n-gram of 3")} == {"ngram"}
+    for name in ("look-up tree of 4", "n-gram of 3"):
+        assert found[name]["method"] == "ngram"
+        assert "model" not in found[name]
 
 
 def test_a_target_that_holds_its_head_names_no_draft() -> None:
     models = Models("/t", None, "bfloat16", method="mtp")
     found = speculation(models)
     assert found["chain of 2"] == {"method": "mtp", "num_speculative_tokens": 2}
-    (_, chain, _) = plan.engines(models, [CELL], 9, chains=(2,), trees={"tree": (8, {})})
+    (_, chain, _) = plan.engines(
+        models, [CELL], 9, chains={"greedy": (2,)}, trees={"tree": (8, {})}
+    )
     assert plan.labelled(chain, {"/t": "target"}).arguments["model"] == "target"
 
 
-def test_drafts_of_a_probabilistic_chain_are_drawn() -> None:
-    found = speculation(Models("T", "D", "bfloat16"), probabilistic=(3, 20))
-    assert [name for name in found if "probabilistic" in name] == [
-        "probabilistic chain of 3", "probabilistic chain of 20",
+def test_drafts_of_probabilistic_and_block_chains_are_drawn() -> None:
+    models = Models("T", "D", "bfloat16")
+    chains = {"greedy": (2,), "probabilistic": (3, 20), "block": (3,)}
+    found = speculation(models, chains=chains)
+    assert list(found)[1:5] == [
+        "chain of 2", "probabilistic chain of 3", "probabilistic chain of 20", "block chain of 3",
     ]  # fmt: skip
-    drawn = found["probabilistic chain of 3"]
-    assert drawn.pop("draft_sample_method") == "probabilistic"
-    assert drawn == found["chain of 2"] | {"num_speculative_tokens": 3}
-    engines = plan.engines(
-        Models("T", "D", "bfloat16"), [CELL], 9, chains=(2,), trees={}, probabilistic=(20,)
+    plain, drawn, block = (
+        found[f"{n}chain of {k}"] for n, k in (("", 2), (KIND, 3), ("block ", 3))
     )
+    assert drawn == plain | {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    assert block == drawn | {"rejection_sample_method": "block"}
+    engines = plan.engines(models, [CELL], 9, chains=chains, trees={})
     assert {each.arguments["max_model_len"] for each in engines} == {9 + 20 + 1}
-    assert engines[-1].kind == "chain"
-
-
-def test_the_engines_of_a_contest_are_counted() -> None:
-    contest = Contest(Models("T", "D", "bfloat16"), (1, 2), {}, None, (3,), (4,), (5, 6))
-    assert (contest.engines, contest.lengths) == (7, [1, 2, 5, 6, 3])
+    assert {each.kind for each in engines[1:]} == {"chain"}
 
 
 def test_the_embedded_head_drafts_for_eagle3(asked: Asked) -> None:
-    contest, notes = asked("--method", "eagle3", "--probabilistic-chain", "4")
+    contest, notes = asked(
+        *("--method", "eagle3", "--probabilistic-chain", "4", "--temperature", "1"),
+        *("--block-chain", "0"),
+    )
     models = contest.models
     assert (models.target, models.draft) == ("/pair/target", "/pair/eagle3")
-    assert (models.method, contest.probabilistic) == ("eagle3", [4])
+    assert (models.method, contest.chains["probabilistic"]) == ("eagle3", (4,))
     assert models.labels["/pair/eagle3"] == "the embedded EAGLE-3 head"
     assert notes == ["The embedded target and its EAGLE-3 head, bfloat16."]
 
@@ -109,7 +116,7 @@ def test_by_default_the_embedded_draft_drafts(asked: Asked) -> None:
     contest, notes = asked()
     assert (contest.models.draft, contest.models.method) == ("/pair/draft", "draft_model")
     assert contest.models.labels["/pair/draft"] == "the embedded draft"
-    assert notes == ["The embedded pair, bfloat16."]
+    assert notes[0] == "The embedded pair, bfloat16."
 
 
 def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +154,7 @@ def test_own_models_are_used_as_given(asked: Asked) -> None:
         (("--method", "mtp", "--draft", "D"), "--target and --draft go together"),
         (("--base-url", "http://h:1", "--method", "eagle3"), "--method must not be given"),
         (("--base-url", "http://h:1", "--probabilistic-chain", "2"), "must not be given"),
+        (("--base-url", "http://h:1", "--block-chain", "2"), "--block-chain must not be given"),
     ],
 )
 def test_what_is_missing_is_named(words: tuple[str, ...], message: str, asked: Asked) -> None:

@@ -41,7 +41,9 @@ def test_a_file_that_holds_no_prompts_is_refused(text: str, message: str, tmp_pa
 
 
 def test_a_set_that_does_not_exist_is_refused_with_what_there_is() -> None:
-    message = "must be 'code', 'json', 'tools', 'regex', 'mixed', a JSONL file that exists, or 'vl"
+    message = (
+        "must be 'code', 'prose', 'json', 'tools', 'regex', 'mixed', a JSONL file that exists, or "
+    )
     with pytest.raises(ValueError, match=message):
         prompts.read("nothing.jsonl", 1, None)
 
@@ -52,7 +54,8 @@ def test_two_sets_of_one_name_are_refused(tmp_path: Path) -> None:
         path.parent.mkdir()
         path.write_text(json.dumps({"prompt": path.parent.name}))
     one, other = map(str, files)
-    assert prompts.read_all(["code", one], 1, None).keys() == {"held-out code", "asked"}
+    found = prompts.read_all(["code", "prose", one], 1, None)
+    assert found.keys() == {"held-out code", "held-out prose", "asked"}
     with pytest.raises(ValueError, match=r"--prompts '.*other.*' has the name .* 'asked'"):
         prompts.read_all([one, other], 1, None)
 

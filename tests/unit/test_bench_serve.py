@@ -196,10 +196,12 @@ def test_engines_that_all_have_a_place_start_together_and_warm_up_alone(
     with Pool(2, FakeProcess) as pool:  # type: ignore[arg-type]
         assert pool.holds(2)
         assert not pool.holds(3)
-        pool.start([engine("a"), engine("b")], [Load([Request([1])], 1, 0.0, 4)])
+        load = Load([Request([1])], 1, 0.0, 4)
+        pool.start([(engine("a"), [load, load]), (engine("b"), [load])])
         use(pool, "a", "b")
-    assert started[:6] == ["start a", "start b", "wait a", "wait b", "warm a", "warm b"]
-    assert sorted(started[6:]) == ["end a", "end b"]
+    assert started[:4] == ["start a", "start b", "wait a", "wait b"]
+    assert started[4:7] == ["warm a", "warm a", "warm b"]
+    assert sorted(started[7:]) == ["end a", "end b"]
 
 
 def test_where_not_all_engines_fit_the_last_place_is_taken_in_turns(started: list[str]) -> None:
@@ -233,7 +235,7 @@ def test_engines_differ_in_their_speculation_alone() -> None:
         Models("T", "D", "bfloat16", {"swap_space": 0}),
         [CELL, Cell(prompts="code", temperature=1.0, batch=8)],
         100,
-        chains=(2, 5),
+        chains={"greedy": (2, 5)},
         trees={
             "dynamic tree of 16": (16, {"max_depth": 4}),
             "static tree of 16": (16, {"growth": "sequoia", "acceptance": [0.6, 0.15, 0.05]}),
@@ -254,7 +256,9 @@ def test_engines_differ_in_their_speculation_alone() -> None:
 
 
 def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine() -> None:
-    found = plan.engines(Models("/t", "/d", "float32"), [CELL], 9, chains=(2,), trees={})
+    found = plan.engines(
+        Models("/t", "/d", "float32"), [CELL], 9, chains={"greedy": (2,)}, trees={}
+    )
     for engine in found:
         shown = plan.labelled(engine, {"/t": "target", "/d": "draft"})
         assert "/t" not in shown.model_dump_json()
@@ -287,6 +291,8 @@ def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine
         (["--base-url", "http://h:1", "--weights-at", "4"], "--weights-at must not be given"),
         (["--weights-at", "0"], "--weights-at 0 must be above 0, in GB per second"),
         (["--weights-at", "inf"], "--weights-at inf must be above 0"),
+        (["--ngram", "0", "--ngram", "4"], "--ngram 0 leaves these chains out: give it alone"),
+        (["--chain", "-1"], "--chain"),
         (["--base-url", "h:1"], "must be http://HOST:PORT"),
         (["--base-url", "http://h:1", "--prompts", "none.jsonl"], "a JSONL file that exists"),
     ],
@@ -386,4 +392,4 @@ vllm:dyntree_stage_seconds_count{engine="0",stage="draft"} 4
 def test_the_prompts_of_a_measurement_suffice_for_its_largest_batch() -> None:
     assert settings(requests=2, batches=[1, 16]).prompts == 16
     assert settings(requests=32, batches=[1]).prompts == 32
-    assert Contest(Models("T", "D", "bfloat16"), (), {}).places is None
+    assert Contest(Models("T", "D", "bfloat16"), {}, {}).places is None

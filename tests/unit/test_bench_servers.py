@@ -284,7 +284,8 @@ def test_a_rate_is_a_load_of_its_own_that_one_request_warms_up() -> None:
 def measured(address: str, file: Path, *more: str) -> Result:
     line = ["--base-url", f"a={address}", "--base-url", f"b={address}/v1", "--json", str(file)]
     small = ["--requests", "1", "--max-tokens", "6", "--rounds", "2", "--batch", "1"]
-    done = CliRunner().invoke(command.app, [*line, *small, *more])
+    greedy = ["--temperature", "0"]
+    done = CliRunner().invoke(command.app, [*line, *small, *greedy, *more])
     assert done.exit_code == 0, done.output
     return read(file)
 
@@ -323,7 +324,7 @@ def test_rates_and_percentiles_are_in_the_result_and_no_key(
 
 def test_a_rate_takes_the_place_of_the_default_batches(address: str, tmp_path: Path) -> None:
     line = ["--base-url", address, "--request-rate", "100", "--json", str(tmp_path / "r.json")]
-    small = ["--requests", "2", "--max-tokens", "6", "--rounds", "1"]
+    small = ["--requests", "2", "--max-tokens", "6", "--rounds", "1", "--temperature", "0"]
     done = CliRunner().invoke(command.app, [*line, *small])
     assert done.exit_code == 0, done.output
     assert [cell.pace for cell in read(tmp_path / "r.json").cells()] == ["100 requests/s"]

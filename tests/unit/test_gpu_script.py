@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dyntree_plugin.commands.bench.chains import KINDS
 from dyntree_plugin.pair import shapes
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -220,6 +221,19 @@ def test_a_whole_measurement_is_not_made_again(part: str, machine: Machine) -> N
     assert len(machine.calls("bench serve")) == 1
 
 
+@pytest.mark.parametrize("part", ["first", "speed-1b", "speed-8b", "offload"])
+def test_no_engines_but_those_that_a_part_names_are_measured(part: str, machine: Machine) -> None:
+    machine.run(PART=part)
+    (call,) = machine.calls("bench serve")
+    of = {kind.option: options(call, kind.option) for kind in KINDS.values()}
+    assert of["--ngram"] == ["0"]
+    drawn = ["3", "5", "8"] if part == "speed-1b" else ["0"]
+    assert of["--probabilistic-chain"] == of["--block-chain"] == drawn
+    named = [each for lengths in of.values() for each in lengths if each != "0"]
+    together = 1 + len(named) + len(options(call, "--tree"))
+    assert option(call, "--side-by-side") == str(together)
+
+
 @pytest.mark.parametrize("part", ["first", "speed-1b", "speed-8b"])
 def test_the_engines_that_stand_side_by_side_leave_memory(part: str, machine: Machine) -> None:
     machine.run(PART=part)
@@ -232,6 +246,13 @@ def test_seven_engines_of_8b_would_not_leave_it(machine: Machine) -> None:
     (call,) = machine.calls("bench serve")
     assert option(call, "--side-by-side") == "7"
     assert memory(call) > 0.9 * H200
+
+
+def test_one_engine_of_8b_of_each_kind_leaves_it(machine: Machine) -> None:
+    machine.run(PART="speed-8b", CHAINS="5", DRAWN="5", BUDGETS="32")
+    (call,) = machine.calls("bench serve")
+    assert options(call, "--block-chain") == options(call, "--chain") == ["5"]
+    assert memory(call) < 0.8 * H200
 
 
 def memory(call: list[str]) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -228,11 +229,26 @@ def test_prompts_are_deterministic_disjoint_and_of_useful_length(
     assert len({next(i for i, t in enumerate(held_out) if p in t) for p in prompts[:25]}) > 20
 
 
+def test_prose_is_of_docstrings_that_end_with_whole_words() -> None:
+    prompts = corpus.held_out_prose(60, seed=3)
+    assert prompts == corpus.held_out_prose(80, seed=3)[:60]
+    assert prompts != corpus.held_out_prose(60, seed=4)
+    docstrings = [set(found) for found in corpus.held_out_docstrings()]
+    for prompt in prompts:
+        assert len(prompt) <= 300
+        assert any(re.match(rf"{re.escape(prompt)}(\s|$)", t) for own in docstrings for t in own)
+    with_some = [own for own in docstrings if own]
+    first = prompts[: len(with_some)]
+    assert all(any(t.startswith(p) for p in first for t in own) for own in with_some)
+    with pytest.raises(ValueError, match="count=1000 must be 0 to"):
+        corpus.held_out_prose(1000)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"count": -1}, "count=-1"),
-        ({"count": 10**6}, "held-out prompts there are"),
+        ({"count": 10**6}, "count=1000000 must be 0 to"),
         ({"count": 1, "characters": (9, 3)}, "characters="),
     ],
 )

@@ -1,7 +1,8 @@
 """Compare the speed of no speculation, vLLM's chains, and static and dynamic trees in one run.
 
-`plan` lists the engines and `prompts` reads the prompts; `measure` orders the runs. `engine` runs
-one engine in a process of its own, `pool` keeps several of them, and `server` drives a server that
-runs elsewhere. `results` defines the file, `summary` computes figures from it, and `table` and
-`plots` show them.
+`chains` says which of vLLM's chains are measured, `plan` lists all engines, and `prompts` reads the
+prompts; `measure` orders the runs. `server` drives a server that runs elsewhere; other engines run
+in processes of their own (`commands.loads`). `results` defines the file, and `summary` computes
+figures from it. `terminal` and `overview` show them, `table` writes them in Markdown, and `plots`
+and `speed_up` draw them.
 """

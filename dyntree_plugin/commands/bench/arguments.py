@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dyntree_plugin.commands.arguments import Method as DraftMethod
+from dyntree_plugin.commands.bench.chains import KINDS, OFF
 from dyntree_plugin.commands.loads.requests import ALLOWED
 
 OF_ENGINES = "For engines on this machine"
@@ -50,8 +51,9 @@ PromptSets = Annotated[
     typer.Option(
         "--prompts",
         metavar="SET",
-        help="'code' (held-out Python); questions about such code that are answered as 'json' by "
-        "schema, with calls of 'tools' or by 'regex'; 'mixed', where penalties, JSON, bad words, "
+        help="'code' (held-out Python); 'prose' (docstrings, from which there is less to copy); "
+        "questions about held-out code that are answered as 'json' by schema, "
+        "with calls of 'tools' or by 'regex'; 'mixed', where penalties, JSON, bad words, "
         "tool calls, least lengths and ordinary requests take turns; a JSONL file, whose lines "
         "may bring parameters in a field sampling; or 'vllm:' with flags for one of vLLM's data "
         "sets. Repeatable.",
@@ -73,36 +75,46 @@ Batches = Annotated[
     list[int] | None, typer.Option("--batch", min=1, help="Concurrent requests. Repeatable.")
 ]
 Temperatures = Annotated[
-    list[float] | None, typer.Option("--temperature", min=0, help="0 is greedy. Repeatable.")
+    list[float] | None,
+    typer.Option("--temperature", min=0, help="0 is greedy; default: 0 and 1. Repeatable."),
 ]
+
+
+def _lengths(name: str, what: str) -> Any:
+    """Return the option for the lengths of a kind of chains."""
+    kind = KINDS[name]
+    return typer.Option(
+        kind.option,
+        min=OFF,
+        help=f"Length of {what}. Default: {', '.join(map(str, kind.lengths))}; {OFF} leaves them "
+        "out. Repeatable.",
+        rich_help_panel=OF_ENGINES,
+    )
+
+
 Chains = Annotated[
     list[int] | None,
-    typer.Option(
-        "--chain",
-        min=1,
-        help="Length of one of vLLM's draft chains. Repeatable.",
-        rich_help_panel=OF_ENGINES,
-    ),
+    _lengths("greedy", "one of vLLM's draft chains, whose drafts are the most likely tokens"),
 ]
 ProbabilisticChains = Annotated[
     list[int] | None,
-    typer.Option(
-        "--probabilistic-chain",
-        min=1,
-        help="Length of one of vLLM's chains whose drafts are drawn from the draft's law, instead "
-        "of the most likely ones. Repeatable.",
-        rich_help_panel=OF_ENGINES,
+    _lengths(
+        "probabilistic",
+        "one of vLLM's chains whose drafts are drawn from the draft's law "
+        "(draft_sample_method). At temperature 0 these are greedy ones, and are not measured",
+    ),
+]
+BlockChains = Annotated[
+    list[int] | None,
+    _lengths(
+        "block",
+        "one of vLLM's chains whose drafts are drawn and verified as a block "
+        "(rejection_sample_method), above temperature 0",
     ),
 ]
 NGrams = Annotated[
     list[int] | None,
-    typer.Option(
-        "--ngram",
-        min=1,
-        help="Length of one of the chains of vLLM's n-gram, with matches of 1 to 5 tokens. "
-        "Repeatable.",
-        rich_help_panel=OF_ENGINES,
-    ),
+    _lengths("n-gram", "one of the chains of vLLM's n-gram, with matches of 1 to 5 tokens"),
 ]
 LookUps = Annotated[
     list[int] | None,

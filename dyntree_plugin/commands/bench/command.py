@@ -29,8 +29,9 @@ from dyntree_plugin.commands.bench import (
     prompts,
     server,
     static,
-    table,
+    terminal,
 )
+from dyntree_plugin.commands.bench.chains import chosen
 from dyntree_plugin.commands.bench.pictures import check_plots
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
@@ -63,6 +64,7 @@ def serve(
     temperatures: arguments.Temperatures = None,
     chains: arguments.Chains = None,
     probabilistic_chains: arguments.ProbabilisticChains = None,
+    block_chains: arguments.BlockChains = None,
     ngrams: arguments.NGrams = None,
     look_ups: arguments.LookUps = None,
     trees: arguments.Trees = None,
@@ -91,7 +93,7 @@ def serve(
     seconds_left = _until(time_limit)
     console = Console(highlight=False)
     paces = batches or ([] if request_rates else [1, 4])
-    loads = prompt_sets or [prompts.CODE], temperatures or [0.0], paces
+    loads = prompt_sets or [prompts.CODE], temperatures or [0.0, 1.0], paces
     try:
         further_sampling = [object_of("--sampling", each) for each in samplings or ["{}"]]
         settings = Settings(*loads, requests, max_tokens, rounds, seed, further_sampling)
@@ -103,26 +105,27 @@ def serve(
             client = server.clients(
                 chat=endpoint == "chat", model=model, headers=server.headers(headers or ())
             )
-            engines = len(servers)
+            runs = settings.runs(lambda _: len(servers))
             measured = partial(of_servers, settings, servers, client, notes or ())
         else:
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
             link = _speed(weights_at)
             further = object_of("--engine-arguments", engine_arguments)
             models, remarks = _models(target, draft, method, target_shape, dtype, further)
-            contest = Contest(
-                models,
-                chains or plan.CHAINS,
-                _trees(trees, static_rates),
-                side_by_side,
-                ngrams or (),
-                look_ups or (),
-                probabilistic_chains or (),
-                link,
+            lengths, left_out = chosen(
+                {
+                    "greedy": chains,
+                    "probabilistic": probabilistic_chains,
+                    "block": block_chains,
+                    "n-gram": ngrams,
+                },
+                settings.temperatures,
             )
-            engines = contest.engines
-            measured = partial(of_engines, settings, contest, [*remarks, *(notes or ())])
-        with _progress(console, settings, engines) as done:
+            of_trees = _trees(trees, static_rates)
+            contest = Contest(models, lengths, of_trees, side_by_side, look_ups or (), link)
+            runs = settings.runs(contest.engines)
+            measured = partial(of_engines, settings, contest, [*remarks, *left_out, *(notes or ())])
+        with _progress(console, runs) as done:
             result = _last(measured(done=done, seconds_left=seconds_left), result_file)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"dyntree bench serve: {error}", file=sys.stderr)  # noqa: T201
@@ -185,7 +188,7 @@ def _until(limit: float | None) -> Callable[[], float]:
 
 
 def _show(console: Console, result: Result, plot_folder: Path | None) -> None:
-    table.show(console, result)
+    terminal.show(console, result)
     percentiles.show(console, result)
     if len(list(result.cells())) > 1:
         overview.show(console, result)
@@ -249,18 +252,16 @@ def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
 
 
 @contextmanager
-def _progress(console: Console, settings: Settings, engines: int) -> Iterator[Done]:
+def _progress(console: Console, runs: int) -> Iterator[Done]:
     """Show the result of each run above a progress bar."""
-    loads = settings.sets, settings.samplings, settings.temperatures, settings.paces
-    cells = math.prod(map(len, loads))
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=settings.rounds * engines * cells)
+        task = bar.add_task("", total=runs)
 
         def done(engine: Engine, cell: Cell, run: Run) -> None:
             bar.advance(task)
             bar.console.print(
-                f"round {run.round + 1}  {engine.name:<20} {cell.title}: "
+                f"round {run.round + 1}  {engine.name:<25} {cell.title}: "
                 f"{run.tpot_ms:.2f} ms per token",
                 style="dim",
                 soft_wrap=True,

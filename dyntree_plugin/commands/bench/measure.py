@@ -35,6 +35,7 @@ def measure(
     done: Callable[[Engine, Cell, Run], None] = lambda *_: None,
     *,
     by_cell: bool = False,
+    serves: Callable[[Engine, float], bool] = lambda *_: True,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[list[Series]]:
     """Let every engine serve every load in each round, so that drift affects all of them alike.
@@ -45,10 +46,11 @@ def measure(
     With ``by_cell``, which needs all engines running, all of them serve a load before the next load
     comes. Engines are compared over a group of loads: a whole round, or one load with ``by_cell``.
     A group is left out if the slowest one so far would not end within ``seconds_left``.
+
+    ``serves`` says whether an engine is measured at a temperature; the first engine always is.
     """
     runs: dict[tuple[str, Cell], list[Run]] = {}
     answers: dict[tuple[str, Cell], Answers] = {}
-    warm_up = warm_ups(list(loads.values()))
     groups = [[cell] for cell in loads] if by_cell else [list(loads)]
     slowest = 0.0
     for number in range(rounds):
@@ -58,8 +60,11 @@ def measure(
                 return
             began = time.monotonic()
             for engine in engines if number % 2 == 0 else list(reversed(engines)):
-                with opened(engine, warm_up) as server:
-                    for cell in group:
+                own = served(engine, loads, serves)
+                if own.keys().isdisjoint(group):
+                    continue
+                with opened(engine, warm_ups(list(own.values()))) as server:
+                    for cell in filter(own.__contains__, group):
                         run, answers[engine.name, cell] = server.serve(loads[cell])
                         run = run.model_copy(update={"round": number})
                         # A new list: those that were yielded must not grow.
@@ -88,6 +93,13 @@ def _all_series(
         for engine in engines
         if (engine.name, cell) in runs
     ]
+
+
+def served(
+    engine: Engine, loads: Mapping[Cell, Load], serves: Callable[[Engine, float], bool]
+) -> dict[Cell, Load]:
+    """Return the loads that an engine is to serve."""
+    return {cell: load for cell, load in loads.items() if serves(engine, cell.temperature)}
 
 
 def warm_ups(loads: Sequence[Load]) -> list[Load]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,14 +17,18 @@ from dyntree_plugin.commands.bench.summary import rows
 
 
 def show(console: Console, result: Result) -> None:
-    """Return a table of the median speed-ups over the first engine; the best of a cell is bold."""
+    """Show a table of the median speed-ups over the first engine; the best of a cell is bold."""
     cells = list(result.cells())
-    table = Table(title=f"× {result.engines[0].name}", title_justify="left", title_style="bold")
-    table.add_column(no_wrap=True)
+    table = Table(
+        title=f"Speed-up over {result.engines[0].name} (T: temperature, B: batch)",
+        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
+        padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    table.add_column()
     several = len({cell.prompts for cell in cells}) > 1
     for cell in cells:
-        prompts = f"{cell.prompts} " if several else ""
-        table.add_column(f"{prompts}T {cell.temperature:g} {_pace(cell)}", justify="right")
+        words = [*(cell.prompts.split() if several else ()), f"T {cell.temperature:g}"]
+        table.add_column("\n".join([*words, _pace(cell)]), justify="right", no_wrap=True)
     ratios = {
         cell: {row.series.engine: row.over_first.median for row in rows(result, cell)}
         for cell in cells

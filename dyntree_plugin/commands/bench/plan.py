@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from dyntree_plugin.commands.arguments import Method
+from dyntree_plugin.commands.bench.chains import Chains, listed
 from dyntree_plugin.commands.bench.results import Cell
-from dyntree_plugin.commands.loads.runs import Engine
+from dyntree_plugin.commands.loads.runs import Engine, Kind
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
-
-CHAINS = (1, 2, 3, 5, 8, 12)
-"""Default lengths of vLLM's chains. Trees are compared with the best of them."""
 
 _SHOWN = (
     "budget",
@@ -52,11 +51,16 @@ class Models:
     labels: Mapping[str, str] = field(default_factory=dict)
     method: Method = "draft_model"
 
-    def speculation(self, tokens: int, **options: str) -> dict[str, Any]:
-        """Return the arguments of ``LLM`` for drafts of ``tokens`` tokens."""
-        model = {} if self.draft is None else {"model": self.draft}
+    def speculation(
+        self, tokens: int, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """Return the arguments of ``LLM`` for drafts of ``tokens`` tokens.
+
+        A method among the ``options`` takes the place of the draft.
+        """
+        model = {} if self.draft is None or "method" in options else {"model": self.draft}
         speculation = {"method": self.method, **model, "num_speculative_tokens": tokens}
-        return {"speculative_config": speculation | options}
+        return {"speculative_config": {**speculation, **options}}
 
 
 def engines(
@@ -64,63 +68,49 @@ def engines(
     cells: Sequence[Cell],
     longest: int,
     *,
-    chains: Sequence[int],
+    chains: Chains,
     trees: Trees,
-    ngrams: Sequence[int] = (),
     look_ups: Sequence[int] = (),
-    probabilistic: Sequence[int] = (),
 ) -> list[Engine]:
     """Return every engine to measure: without speculation, with chains, and with trees.
 
-    ``longest`` is the number of tokens of the longest prompt with its answer. ``ngrams``: lengths
-    of chains of vLLM's n-gram. ``look_ups``: nodes of trees without a draft model.
-    ``probabilistic``: lengths of chains whose drafts are drawn.
+    ``longest`` is the number of tokens of the longest prompt with its answer. ``look_ups``: nodes
+    of trees without a draft model.
     """
+    of_chains = list(listed(chains))
     nodes_of_trees = [nodes for nodes, _ in trees.values()]
-    budget = max([*chains, *probabilistic, *nodes_of_trees, *ngrams, *look_ups], default=0)
+    budget = max([*(tokens for _, tokens, _ in of_chains), *nodes_of_trees, *look_ups], default=0)
     shared = _shared_arguments(
         models, max(cell.batch for cell in cells), longest + budget + 1, budget
     )
-    found = [Engine(name="no speculation", kind="plain", budget=0, arguments=shared)]
+
+    def engine(name: str, kind: Kind, tokens: int, own: Mapping[str, Any]) -> Engine:
+        return Engine(name=name, kind=kind, budget=tokens, arguments={**shared, **own})
+
+    found = [engine("no speculation", "plain", 0, {})]
     found += [
-        Engine(name=name, kind="chain", budget=tokens, arguments=shared | speculation)
-        for name, tokens, speculation in _chains(models, chains, probabilistic, ngrams)
+        engine(name, "chain", tokens, models.speculation(tokens, own))
+        for name, tokens, own in of_chains
     ]
     found += [
-        Engine(
-            name=f"look-up tree of {nodes}",
-            kind="dynamic tree",
-            budget=nodes,
-            arguments=shared | _ngram(nodes) | {"additional_config": {NAMESPACE: {}}},
+        engine(
+            f"look-up tree of {nodes}",
+            "dynamic tree",
+            nodes,
+            models.speculation(nodes, {"method": "ngram"}) | {"additional_config": {NAMESPACE: {}}},
         )
         for nodes in look_ups
     ]
-    for name, (nodes, options) in trees.items():
-        found.append(
-            Engine(
-                name=name,
-                kind="static tree" if is_static(options) else "dynamic tree",
-                budget=nodes,
-                arguments=shared
-                | models.speculation(nodes)
-                | {"additional_config": {NAMESPACE: dict(options)}},
-            )
+    found += [
+        engine(
+            name,
+            "static tree" if is_static(options) else "dynamic tree",
+            nodes,
+            models.speculation(nodes) | {"additional_config": {NAMESPACE: dict(options)}},
         )
+        for name, (nodes, options) in trees.items()
+    ]
     return found
-
-
-def _chains(
-    models: Models, chains: Sequence[int], probabilistic: Sequence[int], ngrams: Sequence[int]
-) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield the name of every chain of vLLM, its length, and its arguments of ``LLM``."""
-    for tokens in chains:
-        yield f"chain of {tokens}", tokens, models.speculation(tokens)
-    for tokens in probabilistic:
-        drawn = models.speculation(tokens, draft_sample_method="probabilistic")
-        yield f"probabilistic chain of {tokens}", tokens, drawn
-    for tokens in ngrams:
-        of_matches = _ngram(tokens, prompt_lookup_min=1, prompt_lookup_max=5)
-        yield f"n-gram of {tokens}", tokens, of_matches
 
 
 def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
@@ -179,7 +169,3 @@ def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:
 def is_static(options: Mapping[str, Any]) -> bool:
     """Return whether these options give every tree the same shape."""
     return options.get("growth") in ("expansion", "sequoia")
-
-
-def _ngram(tokens: int, **options: int) -> dict[str, Any]:
-    return {"speculative_config": {"method": "ngram", "num_speculative_tokens": tokens, **options}}

@@ -8,21 +8,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from dyntree_plugin.commands.bench import speed_up
+from dyntree_plugin.commands.bench.colours import colour, group_of
 from dyntree_plugin.commands.bench.results import Cell, Result
-from dyntree_plugin.commands.bench.summary import Row, best_chain, rows
+from dyntree_plugin.commands.bench.summary import Row, best_chain, best_tree, rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {
-    "plain": "0.5", "chain": "tab:blue", "static tree": "tab:orange", "dynamic tree": "tab:green",
-    "server": "tab:purple",
-}  # fmt: skip
-MARKERS = "osD^vP*X"
-"""Markers of the engines of one kind, which share a colour."""
-_STAGES = ("target", "draft", "catch_up", "verify", "sample", "place")
-"""Stages of a bar from bottom to top."""
-_OTHER = "scheduler and the rest"
+STAGES = ("target", "draft", "catch_up", "verify", "sample", "place")
+"""Stages of a bar from left to right. Others that a result has come after them."""
+_OTHER = "the rest"
+_MOST_TREES = 2
+_LEAST_SHARE = 0.06
+"""Share of the longest bar that a stage needs for its number to be written into it."""
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
@@ -38,122 +37,120 @@ def draw(result: Result, folder: Path) -> list[Path]:
 def _figures(result: Result) -> Iterator[tuple[str, Figure]]:
     budgets = [engine.budget for engine in result.engines]
     if any(engine.kind == "plain" for engine in result.engines):
-        yield "speed_up_over_batch", speed_up_over_batch(result)
+        yield "speed_up", speed_up.figure(result)
     if any(budgets):
         yield "tokens_per_step_over_budget", tokens_over_budget(result)
     if any(run.stages_ms for series in result.series for run in series.runs):
         yield "time_per_stage", time_per_stage(result)
 
 
-def speed_up_over_batch(result: Result) -> Figure:
-    """Draw every engine's speed-up over no speculation. Below the line at 1 it is slower."""
-    groups = _by_load(result)
-    figure, axes = _axes(len(groups))
-    for axis, ((prompts, temperature), cells) in zip(axes, groups.items(), strict=True):
-        lines: dict[str, list[tuple[int, Row]]] = {}
-        for cell in cells:
-            for row in rows(result, cell):
-                lines.setdefault(row.series.engine, []).append((cell.batch, row))
-        for name, points in lines.items():
-            ratios = [row.over_first for _, row in points]
-            middle = [ratio.median for ratio in ratios]
-            errors = [
-                [ratio.median - ratio.low for ratio in ratios],
-                [ratio.high - ratio.median for ratio in ratios],
-            ]
-            kind = result.engine(name).kind
-            of_kind = [engine.name for engine in result.engines if engine.kind == kind]
-            axis.errorbar(
-                [batch for batch, _ in points], middle, errors, label=name,
-                marker=MARKERS[of_kind.index(name) % len(MARKERS)], color=COLOURS[kind],
-                linestyle="--" if kind == "chain" else "-", capsize=3,
-            )  # fmt: skip
-        axis.axhline(1, color="black", linewidth=0.8)
-        batches = sorted({cell.batch for cell in cells})
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(batches, [str(batch) for batch in batches])
-        axis.set(title=_load_title(prompts, temperature), xlabel="batch")
-    axes[0].set_ylabel("speed-up over no speculation")
-    figure.legend(
-        *axes[-1].get_legend_handles_labels(), fontsize="small", loc="outside right center"
-    )
-    return figure
-
-
 def tokens_over_budget(result: Result) -> Figure:
     """Draw tokens per target step over verified draft tokens, at the smallest batch."""
-    groups = _by_load(result)
-    figure, axes = _axes(len(groups))
-    for axis, ((prompts, temperature), cells) in zip(axes, groups.items(), strict=True):
+
+    def load(cell: Cell) -> tuple[str, float]:
+        return cell.prompts, cell.temperature
+
+    groups = {key: list(own) for key, own in groupby(sorted(result.cells(), key=load), load)}
+    figure, axes = _axes(1, len(groups), 5.5, 4)
+    for axis, cells in zip(axes, groups.values(), strict=True):
         cell = min(cells, key=lambda cell: cell.batch)
         points: dict[str, list[tuple[int, float]]] = {}
+        colours = {}
         for row in rows(result, cell):
             engine = result.engine(row.series.engine)
             if engine.budget and row.tokens_per_step is not None:
-                points.setdefault(engine.kind, []).append((engine.budget, row.tokens_per_step))
-        for kind, of_kind in points.items():
-            budgets, tokens = zip(*sorted(of_kind), strict=True)
-            axis.plot(budgets, tokens, marker="o", label=kind, color=COLOURS[kind])
-        axis.set(
-            title=f"{_load_title(prompts, temperature)}, batch {cell.batch}",
-            xlabel="draft tokens per step",
-        )
+                group = group_of(engine)
+                points.setdefault(group, []).append((engine.budget, row.tokens_per_step))
+                colours[group] = colour(engine)
+        for group, own in points.items():
+            lengths, tokens = zip(*sorted(own), strict=True)
+            axis.plot(lengths, tokens, marker="o", label=group, color=colours[group])
+        axis.set(title=f"{speed_up.load_title(cell)}, batch {cell.batch}")
+        axis.set_xlabel("draft tokens per step")
         axis.set_ylim(bottom=1)
+        axis.legend(fontsize="small")
     axes[0].set_ylabel("tokens per target step")
-    figure.legend(
-        *axes[-1].get_legend_handles_labels(), fontsize="small", loc="outside right center"
-    )
     return figure
 
 
 def time_per_stage(result: Result) -> Figure:
-    """Draw a step's milliseconds by stage: no speculation, the best chain, and every tree."""
-    cells = list(result.cells())
-    figure, axes = _axes(len(cells))
-    for axis, cell in zip(axes, cells, strict=True):
-        chosen = [row for row in rows(result, cell) if _is_shown(result, cell, row)]
-        names = [row.series.engine for row in chosen]
-        reached = [0.0] * len(chosen)
-        for stage in (*_STAGES, _OTHER):
-            heights = [_stage_ms(row, stage) for row in chosen]
-            axis.barh(names, heights, left=reached, label=stage)
-            reached = [sum(ends) for ends in zip(reached, heights, strict=True)]
-        axis.set_title(f"{_load_title(cell.prompts, cell.temperature)}, batch {cell.batch}")
-        axis.set_xlabel("ms per step")
-        axis.invert_yaxis()
+    """Draw a step's milliseconds by stage, at the smallest and the largest batch.
+
+    The bars are no speculation, the best chain, and the best trees.
+    """
+    batches = [cell.batch for cell in result.cells()]
+    shown = [cell for cell in result.cells() if cell.batch in (min(batches), max(batches))]
+    columns = len({cell.batch for cell in shown})
+    stages = [*dict.fromkeys([*STAGES, *_stages(result)]), _OTHER]
+    figure, axes = _axes(-(-len(shown) // columns), columns, 6.5, 2.6)
+    for axis, cell in zip(axes, shown, strict=False):
+        _draw_stages(axis, chosen(result, cell), stages)
+        axis.set_title(f"{speed_up.load_title(cell)}, batch {cell.batch}", fontsize=13)
+    for axis in axes[-columns:]:
+        axis.set_xlabel("ms per step, and tokens of each request", fontsize=12)
+    handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
-        *axes[-1].get_legend_handles_labels(), fontsize="small", loc="outside right center"
+        handles, labels, fontsize=12, ncols=len(labels), loc="outside upper center", frameon=False
     )
     return figure
 
 
-def _is_shown(result: Result, cell: Cell, row: Row) -> bool:
-    best = best_chain(result, cell)
-    is_chain = result.engine(row.series.engine).kind == "chain"
-    return not is_chain or (best is not None and best.engine == row.series.engine)
+def _draw_stages(axis: Any, bars: list[Row], stages: list[str]) -> None:
+    from matplotlib import colormaps
+
+    names = [row.series.engine.replace(", ", ",\n") for row in bars]
+    longest = max(row_ms(row) for row in bars)
+    reached = [0.0] * len(bars)
+    for number, stage in enumerate(stages):
+        widths = [stage_ms(row, stage) for row in bars]
+        shade: Any = "0.6" if stage == _OTHER else colormaps["tab10"](number % 10)
+        if any(widths):
+            drawn = axis.barh(names, widths, left=reached, label=stage, color=shade, height=0.8)
+            texts = [f"{ms:.0f}" if ms > _LEAST_SHARE * longest else "" for ms in widths]
+            axis.bar_label(
+                drawn, texts, label_type="center", fontsize=12, color="white", fontweight="bold"
+            )
+        reached = [sum(ends) for ends in zip(reached, widths, strict=True)]
+    for place, (end, row) in enumerate(zip(reached, bars, strict=True)):
+        tokens = "" if row.tokens_per_step is None else f" for {row.tokens_per_step:.1f} tokens"
+        axis.text(end, place, f" {end:.0f} ms{tokens}", va="center", fontsize=12)
+    axis.set_xlim(right=1.5 * longest)
+    axis.tick_params(labelsize=12)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.invert_yaxis()
 
 
-def _stage_ms(row: Row, stage: str) -> float:
+def chosen(result: Result, cell: Cell) -> list[Row]:
+    """Return the rows of no speculation, of the best chain, and of the best trees."""
+    found = rows(result, cell)
+    first, chain, tree = found[0], best_chain(result, cell), best_tree(result, cell)
+    trees = [row for row in found if "tree" in result.engine(row.series.engine).kind]
+    trees = sorted(trees, key=lambda row: row.tpot_ms.median)[:_MOST_TREES]
+    names = {row.series.engine for row in (first, *trees)}
+    names |= {series.engine for series in (chain, tree) if series is not None}
+    return [row for row in found if row.series.engine in names]
+
+
+def row_ms(row: Row) -> float:
+    return fmean(run.step_ms for run in row.series.runs)
+
+
+def stage_ms(row: Row, stage: str) -> float:
+    """Return the mean milliseconds of a stage in a step."""
     runs = row.series.runs
     if stage == _OTHER:
-        whole = fmean(run.step_ms for run in runs)
-        return whole - sum(_stage_ms(row, each) for each in _STAGES)
+        return row_ms(row) - sum(sum(run.stages_ms.values()) for run in runs) / len(runs)
     return sum(run.stages_ms.get(stage, 0.0) for run in runs) / len(runs)
 
 
-def _by_load(result: Result) -> dict[tuple[str, float], list[Cell]]:
-    def load(cell: Cell) -> tuple[str, float]:
-        return cell.prompts, cell.temperature
-
-    return {key: list(cells) for key, cells in groupby(sorted(result.cells(), key=load), load)}
-
-
-def _load_title(prompts: str, temperature: float) -> str:
-    return f"{prompts}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
+def _stages(result: Result) -> Iterator[str]:
+    for series in result.series:
+        for run in series.runs:
+            yield from run.stages_ms
 
 
-def _axes(count: int) -> tuple[Figure, list[Any]]:
+def _axes(down: int, across: int, width: float, height: float) -> tuple[Figure, list[Any]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * count + 2, 4), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+    figure = Figure(figsize=(width * across, height * down + 0.5), layout="constrained")
+    return figure, list(figure.subplots(down, across, squeeze=False).flat)

@@ -13,9 +13,13 @@ from typing import Any, NoReturn
 from dyntree_plugin.commands.bench import sets
 from dyntree_plugin.commands.loads.prompt_file import lines
 from dyntree_plugin.commands.loads.requests import Request
+from dyntree_plugin.pair import held_out_prompts, held_out_prose
 
 CODE = "code"
 """Python code that was held out when the embedded pair was trained."""
+
+PROSE = "prose"
+"""Docstrings of the same modules."""
 
 VLLM = "vllm:"
 """Prefix of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
@@ -44,15 +48,15 @@ def read_all(
 def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[Request]]:
     """Return a set's name and up to ``count`` of its requests; the ``seed`` determines which.
 
-    ``source`` is `CODE`, one of `sets.NAMES`, a JSONL file, or `VLLM` with flags, which need the
-    target's tokenizer. The prompts are texts.
+    ``source`` is `CODE`, `PROSE`, one of `sets.NAMES`, a JSONL file, or `VLLM` with flags, which
+    need the target's tokenizer. The prompts are texts.
 
     Raises:
         ValueError: if it is none of them or has no prompts.
     """
+    if source == PROSE:
+        return "held-out prose", [Request(text) for text in held_out_prose(count, seed=seed)]
     if source == CODE or source in sets.NAMES:
-        from dyntree_plugin.pair import held_out_prompts
-
         codes = held_out_prompts(count, seed=seed)
         if source in sets.NAMES:
             return sets.read(source, codes)
@@ -63,7 +67,7 @@ def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, l
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"--prompts {source!r} must be {', '.join(map(repr, (CODE, *sets.NAMES)))}, "
+            f"--prompts {source!r} must be {', '.join(map(repr, (CODE, PROSE, *sets.NAMES)))}, "
             "a JSONL file that exists, or "
             f"'{VLLM}--dataset-name spec_bench --dataset-path FILE' with flags of vLLM's data sets"
         )

@@ -13,7 +13,8 @@ from itertools import product
 from typing import Any
 
 from dyntree_plugin.commands.bench import plan, prompts
-from dyntree_plugin.commands.bench.measure import Server, measure, warm_ups
+from dyntree_plugin.commands.bench.chains import KINDS, Chains, listed, serves
+from dyntree_plugin.commands.bench.measure import Server, measure, served, warm_ups
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.loads.load import Load
@@ -56,6 +57,11 @@ class Settings:
     def paces(self) -> list[tuple[int, float | None]]:
         """Every batch size, and every rate of requests, for which the batch is 0."""
         return [*((batch, None) for batch in self.batches), *((0, r) for r in self.request_rates)]
+
+    def runs(self, engines: Callable[[float], int]) -> int:
+        """Return the number of runs if so many engines are measured at a temperature."""
+        cells = len(self.sets) * len(self.samplings) * len(self.paces)
+        return self.rounds * cells * sum(map(engines, self.temperatures))
 
     def loads(self, sets: Mapping[str, Sequence[Request]]) -> dict[Cell, Load]:
         """Return every load by its cell.
@@ -102,33 +108,31 @@ class Settings:
 
 @dataclass(frozen=True)
 class Contest:
-    """The engines to compare: vLLM's ``chains`` by length, and ``trees``.
+    """The engines to compare: vLLM's ``chains``, and ``trees``.
 
-    ``ngrams``: lengths of chains of vLLM's n-gram. ``look_ups``: nodes of trees without a draft.
-    ``probabilistic``: lengths of chains whose drafts are drawn. ``weights_at``: GB per second at
-    which a virtual link delivers the target's layers to every engine; None: without one.
-    ``places`` is the number of engines kept at a time; None: as many as fit. If there are places
-    for all, they start together, and all of them serve a load before the next load.
+    ``look_ups``: nodes of trees without a draft. ``weights_at``: GB per second at which a virtual
+    link delivers the target's layers to every engine; None: without one. ``places`` is the number
+    of engines kept at a time; None: as many as fit. If there are places for all, they start
+    together, and all of them serve a load before the next load.
     """
 
     models: Models
-    chains: Sequence[int]
+    chains: Chains
     trees: plan.Trees
     places: int | None = None
-    ngrams: Sequence[int] = ()
     look_ups: Sequence[int] = ()
-    probabilistic: Sequence[int] = ()
     weights_at: float | None = None
 
     @property
-    def engines(self) -> int:
-        """Number of engines; the first has no speculation."""
-        return 1 + len(self.trees) + len(self.look_ups) + len(self.lengths)
+    def budgets(self) -> list[int]:
+        """The draft tokens per step of every engine but the first, which has no speculation."""
+        lengths = (tokens for _, tokens, _ in listed(self.chains))
+        return [*lengths, *(nodes for nodes, _ in self.trees.values()), *self.look_ups]
 
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of all chains."""
-        return [*self.chains, *self.probabilistic, *self.ngrams]
+    def engines(self, temperature: float) -> int:
+        """Return the number of engines that are measured at a temperature."""
+        drawn = sum(len(own) for name, own in self.chains.items() if KINDS[name].is_drawn)
+        return 1 + len(self.budgets) - (0 if temperature else drawn)
 
 
 def of_engines(
@@ -150,7 +154,7 @@ def of_engines(
 
     tokenizer = AutoTokenizer.from_pretrained(contest.models.target)
     context = AutoConfig.from_pretrained(contest.models.target).max_position_embeddings
-    most = context - settings.max_tokens - max([0, *contest.lengths, *_nodes(contest)]) - 1
+    most = context - settings.max_tokens - max([0, *contest.budgets]) - 1
     sets, longer = {}, 0
     given = prompts.read_all(settings.sets, settings.prompts, tokenizer, settings.seed)
     for name, read in given.items():
@@ -164,9 +168,7 @@ def of_engines(
         longest,
         chains=contest.chains,
         trees=contest.trees,
-        ngrams=contest.ngrams,
         look_ups=contest.look_ups,
-        probabilistic=contest.probabilistic,
     )
     settings.check(sets, engine_verifies(engines[0].arguments, tokenizer))
     notes = [*notes, *([f"{longer} prompts were too long and were left out."] if longer else [])]
@@ -176,10 +178,10 @@ def of_engines(
     start = partial(EngineProcess, weights_at=contest.weights_at)
     with Pool(contest.places, start) as pool:
         if together := pool.holds(len(engines)):
-            pool.start(engines, warm_ups(list(loads.values())))
+            pool.start([(e, warm_ups(list(served(e, loads, serves).values()))) for e in engines])
         for series in measure(
             engines, loads, settings.rounds, pool.engine, done,
-            by_cell=together, seconds_left=seconds_left,
+            by_cell=together, serves=serves, seconds_left=seconds_left,
         ):  # fmt: skip
             yield _result(settings, shown, series, [*notes, *_left_out(settings, loads, series)])
 
@@ -271,8 +273,3 @@ def _result(
         engines=list(engines),
         series=series,
     )
-
-
-def _nodes(contest: Contest) -> Iterator[int]:
-    yield from (nodes for nodes, _ in contest.trees.values())
-    yield from contest.look_ups

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
+from dyntree_plugin.commands.bench.chains import kind_of
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.loads.runs import Run
 
@@ -62,8 +63,16 @@ def rows(result: Result, cell: Cell) -> list[Row]:
 
 def best_chain(result: Result, cell: Cell) -> Series | None:
     """Return the chain with the least time per token."""
-    chains = [s for name, s in result.of(cell).items() if result.engine(name).kind == "chain"]
-    return min(chains, key=lambda s: median(run.tpot_ms for run in s.runs), default=None)
+    return _fastest(s for name, s in result.of(cell).items() if result.engine(name).kind == "chain")
+
+
+def best_tree(result: Result, cell: Cell) -> Series | None:
+    """Return the tree with the least time per token."""
+    return _fastest(s for name, s in result.of(cell).items() if "tree" in result.engine(name).kind)
+
+
+def _fastest(series: Iterable[Series]) -> Series | None:
+    return min(series, key=lambda s: median(run.tpot_ms for run in s.runs), default=None)
 
 
 def speed_up(series: Series, reference: Series) -> Spread:
@@ -98,11 +107,11 @@ def fallback_shares(series: Series) -> dict[str, float]:
     return {reason: count / steps for reason, count in ordered}
 
 
-def longest_chain_is_best(result: Result, cell: Cell) -> bool:
-    """Return whether a longer chain than the measured ones may be better."""
-    best = best_chain(result, cell)
-    budgets = [engine.budget for engine in result.engines if engine.kind == "chain"]
-    return best is not None and result.engine(best.engine).budget == max(budgets)
+def is_longest(result: Result, chain: Series) -> bool:
+    """Return whether a longer chain of its kind than the measured ones may be better."""
+    own = result.engine(chain.engine)
+    of_kind = [e for e in result.engines if e.kind == "chain" and kind_of(e) == kind_of(own)]
+    return own.budget == max(engine.budget for engine in of_kind)
 
 
 def _spread(series: Series, value: Callable[[Run], float]) -> Spread:

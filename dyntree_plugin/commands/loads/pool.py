@@ -131,18 +131,21 @@ class Pool:
         if engine.name not in self._running:
             while self._running and not self._has_room():
                 self._end_last()
-            self.start([engine], warm_up)
+            self.start([(engine, warm_up)])
         yield self._running[engine.name]
 
-    def start(self, engines: Sequence[Engine], warm_up: Sequence[Load]) -> None:
-        """Start all of these engines at once, however many places there are, and warm up each."""
-        for engine in engines:
+    def start(self, engines: Sequence[tuple[Engine, Sequence[Load]]]) -> None:
+        """Start all of these engines at once, however many places there are.
+
+        Then warm up each with its loads.
+        """
+        for engine, _ in engines:
             log = Path(self._logs.name) / f"{self._started}.log"
             self._started += 1
             self._running[engine.name] = self._start(engine, log)
-        for engine in engines:
+        for engine, _ in engines:
             self._running[engine.name].wait()
-        for engine in engines:
+        for engine, warm_up in engines:
             for load in warm_up:
                 self._running[engine.name].serve(load)
 

@@ -1,0 +1,121 @@
+"""The kinds of vLLM's chains: what each of them drafts with, and which a measurement has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dyntree_plugin.commands.loads.runs import Engine
+
+Chains = Mapping[str, Sequence[int]]
+"""Lengths of the chains to measure, by the name of their kind in `KINDS`."""
+
+_DRAWN = {"draft_sample_method": "probabilistic"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Chains that differ in their length alone.
+
+    ``option`` is the command's, and ``lengths`` is its default. An engine is called ``name`` and
+    its length. ``speculation`` is its part of vLLM's ``speculative_config``; a method in there
+    takes the place of the draft.
+    """
+
+    option: str
+    name: str
+    lengths: tuple[int, ...]
+    speculation: Mapping[str, Any]
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its drafts are drawn from the draft's law."""
+        return _DRAWN.items() <= self.speculation.items()
+
+
+KINDS: Mapping[str, Kind] = {
+    "greedy": Kind("--chain", "chain", (1, 2, 3, 5, 8, 12), {}),
+    "probabilistic": Kind("--probabilistic-chain", "probabilistic chain", (2, 3, 5, 8, 12), _DRAWN),
+    # Block verification accepts greedy drafts with the probabilities of the standard one, so it is
+    # measured with drawn drafts alone.
+    "block": Kind(
+        "--block-chain",
+        "block chain",
+        (2, 3, 5, 8, 12),
+        {**_DRAWN, "rejection_sample_method": "block"},
+    ),
+    "n-gram": Kind(
+        "--ngram",
+        "n-gram",
+        (4, 8, 16),
+        {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 5},
+    ),
+}
+"""Every kind of chain that vLLM has for a draft, and its n-gram. Trees are compared with the best
+of all of them."""
+
+OFF = 0
+"""The length that leaves out a kind."""
+
+
+def chosen(
+    given: Mapping[str, Sequence[int] | None], temperatures: Sequence[float]
+) -> tuple[Chains, list[str]]:
+    """Return the chains to measure, and notes on those that are left out.
+
+    ``given`` has the lengths of every kind; None stands for the defaults that can be measured.
+
+    Raises:
+        ValueError: if given chains cannot be measured.
+    """
+    found: dict[str, Sequence[int]] = {}
+    notes = []
+    for name, lengths in given.items():
+        kind = KINDS[name]
+        if lengths is not None and OFF in lengths:
+            if len(lengths) > 1:
+                raise ValueError(f"{kind.option} {OFF} leaves these chains out: give it alone")
+            found[name] = ()
+            continue
+        reason = _reason_against(name, temperatures)
+        if lengths is not None and reason:
+            raise ValueError(f"{kind.option} {lengths[0]}: {reason}")
+        if reason:
+            notes.append(f"Not measured: {kind.name}s ({reason}).")
+        found[name] = () if reason else tuple(dict.fromkeys(lengths or kind.lengths))
+    if 0 in temperatures and any(found[name] for name in found if KINDS[name].is_drawn):
+        notes.append("At temperature 0 drawn drafts are the greedy ones, and are not measured.")
+    return found, notes
+
+
+def _reason_against(name: str, temperatures: Sequence[float]) -> str:
+    """Return why no chain of a kind can be measured; empty if it can."""
+    if KINDS[name].is_drawn and not any(temperatures):
+        return "at temperature 0 these drafts are the greedy ones; give --temperature 1 to draw"
+    return ""
+
+
+def listed(chains: Chains) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Yield every chain's name, length, and part of vLLM's ``speculative_config``."""
+    for name, lengths in chains.items():
+        for tokens in lengths:
+            yield f"{KINDS[name].name} of {tokens}", tokens, KINDS[name].speculation
+
+
+def kind_of(engine: Engine) -> str:
+    """Return the name of the kind of a chain."""
+    own = engine.arguments.get("speculative_config", {})
+
+    def agrees(kind: Kind) -> bool:
+        return all(own.get(key) == value for key, value in kind.speculation.items())
+
+    return [name for name, kind in KINDS.items() if agrees(kind)][-1]
+
+
+def serves(engine: Engine, temperature: float) -> bool:
+    """Return whether an engine is measured at a temperature.
+
+    At 0 a drawn draft is the greedy one, and both verifications accept the same tokens.
+    """
+    return temperature > 0 or engine.kind != "chain" or not KINDS[kind_of(engine)].is_drawn

@@ -1,0 +1,126 @@
+"""Which of vLLM's chains a measurement has, and the loads that each of them serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dyntree_plugin.commands.bench import chains, plan
+from dyntree_plugin.commands.bench.chains import KINDS, chosen, kind_of, serves
+from dyntree_plugin.commands.bench.measure import measure
+from dyntree_plugin.commands.bench.plan import Models
+from dyntree_plugin.commands.bench.results import Cell
+from dyntree_plugin.commands.bench.session import Contest, Settings
+from dyntree_plugin.commands.loads.load import Load
+from dyntree_plugin.commands.loads.requests import Request
+from dyntree_plugin.commands.loads.runs import Engine, Run
+
+COLD, WARM = (Cell(prompts="code", temperature=t, batch=1) for t in (0.0, 1.0))
+MODELS = Models("T", "D", "bfloat16")
+
+
+def ask(*temperatures: float, **given: Sequence[int]) -> tuple[chains.Chains, list[str]]:
+    named = {name.replace("_", "-"): lengths for name, lengths in given.items()}
+    return chosen(dict.fromkeys(KINDS) | named, temperatures)
+
+
+def test_by_default_every_kind_that_can_be_told_apart_is_measured() -> None:
+    found, notes = ask(0.0, 1.0)
+    assert all(found.values())
+    assert any("At temperature 0 drawn drafts are the greedy ones" in note for note in notes)
+    assert not [note for note in ask(1.0)[1] if "At temperature 0" in note]
+
+
+def test_at_temperature_0_alone_no_drawn_chain_is_measured() -> None:
+    found, notes = ask(0.0)
+    assert [name for name, lengths in found.items() if lengths] == ["greedy", "n-gram"]
+    assert len(notes) == 2
+    assert all(note.startswith("Not measured: ") for note in notes)
+
+
+def test_given_lengths_take_the_place_of_the_defaults_of_their_kind() -> None:
+    found, _ = ask(1.0, greedy=[7, 7, 3], n_gram=[0], block=[0])
+    assert (found["greedy"], found["n-gram"], found["block"]) == ((7, 3), (), ())
+    assert found["probabilistic"] == KINDS["probabilistic"].lengths
+    assert ask(1.0, block=[0])[1] == []
+
+
+def test_chains_that_cannot_be_measured_are_refused_if_they_are_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"--probabilistic-chain 4: at temperature 0"):
+        ask(0.0, probabilistic=[4])
+    with pytest.raises(ValueError, match=r"--block-chain 4: at temperature 0"):
+        ask(0.0, block=[4])
+    with pytest.raises(ValueError, match="--chain 0 leaves these chains out: give it alone"):
+        ask(0.0, greedy=[0, 3])
+
+
+def all_kinds() -> list[Engine]:
+    lengths = dict.fromkeys(KINDS, (4,))
+    return plan.engines(MODELS, [COLD, WARM], 9, chains=lengths, trees={"tree": (8, {})})
+
+
+def test_a_chains_kind_is_read_from_its_arguments() -> None:
+    of_chains = [engine for engine in all_kinds() if engine.kind == "chain"]
+    assert [kind_of(engine) for engine in of_chains] == list(KINDS)
+    assert [engine.name for engine in of_chains] == [f"{kind.name} of 4" for kind in KINDS.values()]
+    assert kind_of(Engine(name="c", kind="chain", budget=1, arguments={})) == "greedy"
+
+
+class Server:
+    def __init__(self, log: list[tuple[str, float]], name: str) -> None:
+        self.log, self.name = log, name
+
+    def serve(self, load: Load) -> tuple[Run, list[list[int]]]:
+        self.log.append((self.name, load.temperature))
+        run = Run(round=0, requests=1, seconds=1.0, output_tokens=1, tpot_ms=1.0, ttft_ms=1.0)
+        return run, [[1] for _ in load.requests]
+
+
+@pytest.mark.parametrize("by_cell", [True, False])
+def test_drawn_chains_are_measured_and_warmed_up_above_temperature_0_alone(by_cell: bool) -> None:
+    served: list[tuple[str, float]] = []
+    warmed: dict[str, set[float]] = {}
+
+    @contextmanager
+    def opened(engine: Engine, warm_up: list[Load]) -> Iterator[Any]:
+        warmed[engine.name] = {load.temperature for load in warm_up}
+        yield Server(served, engine.name)
+
+    engines = all_kinds()
+    loads = {cell: Load([Request([1])], 1, cell.temperature, 8) for cell in (COLD, WARM)}
+    (found,) = measure(engines, loads, 1, opened, by_cell=by_cell, serves=serves)
+    drawn = {"probabilistic chain of 4", "block chain of 4"}
+    for engine in engines:
+        wanted = {1.0} if engine.name in drawn else {0.0, 1.0}
+        assert {temperature for name, temperature in served if name == engine.name} == wanted
+        assert warmed[engine.name] == wanted
+    assert len(found) == len(served) == 2 * len(engines) - 2
+    assert {s.engine for s in found if s.cell == COLD} == {e.name for e in engines} - drawn
+
+
+@pytest.mark.parametrize("by_cell", [True, False])
+def test_an_engine_without_a_load_is_not_started(by_cell: bool) -> None:
+    started = []
+
+    @contextmanager
+    def opened(engine: Engine, _: list[Load]) -> Iterator[Any]:
+        started.append(engine.name)
+        yield Server([], engine.name)
+
+    loads = {COLD: Load([Request([1])], 1, 0.0, 8)}
+    list(measure(all_kinds(), loads, 1, opened, by_cell=by_cell, serves=serves))
+    assert started == ["no speculation", "chain of 4", "n-gram of 4", "tree"]
+
+
+def test_the_runs_of_a_contest_are_those_that_are_served() -> None:
+    lengths = {"greedy": (1, 2), "probabilistic": (5, 6), "block": (7,), "n-gram": (3,)}
+    contest = Contest(MODELS, lengths, {"tree": (8, {})}, None, (4,))
+    assert sorted(contest.budgets) == list(range(1, 9))
+    settings = Settings(["code"], [0.0, 1.0], [1, 4], 1, 8, rounds=3, seed=0)
+    cells = list(settings.loads({"code": [Request([1])] * 4}))
+    engines = plan.engines(MODELS, cells, 9, chains=lengths, trees=contest.trees, look_ups=(4,))
+    served = [(e, c) for e in engines for c in cells if serves(e, c.temperature)]
+    assert settings.runs(contest.engines) == 3 * len(served)
