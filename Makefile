@@ -11,7 +11,7 @@ help: ## Shows the targets.
 demo: .venv/installed ## Completes code with and without the tree, and draws a tree.
 	@$(BIN)/dyntree demo $(ARGS)
 
-FAST := not e2e and not gpu and not monitoring
+FAST := not e2e and not gpu and not monitoring and not slow
 
 test: .venv/installed ## Checks style and types and runs the tests, but for those marked slow.
 	@failed=; for group in lint test-fast test-e2e test-quiet; do \
@@ -23,7 +23,7 @@ test-fast: .venv/installed ## Runs the tests that start no engine.
 	$(BIN)/pytest -m "$(FAST)" -n auto --maxprocesses 4 $(ARGS)
 
 test-e2e: .venv/installed ## Runs the tests that start engines, but for those marked slow.
-	$(BIN)/pytest -m "not ($(FAST)) and not quiet and not slow" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -m "(e2e or gpu or monitoring) and not quiet and not slow" -n 2 --dist loadfile $(ARGS)
 
 test-quiet: .venv/installed ## Runs the tests that measure time, which need the machine for themselves.
 	$(BIN)/pytest -m quiet $(ARGS)

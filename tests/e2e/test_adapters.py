@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import adapters
@@ -12,7 +12,8 @@ import features
 import pytest
 import workload
 from comparison import Outputs, accepted_per_step, by_request, mismatches
-from engine_process import PARALLEL, Request, Result, Run, serve
+from engine_process import Request, Result, Run, serve
+from slow import marked
 from workload import ask
 
 from dyntree_plugin import pair
@@ -38,6 +39,7 @@ IDENTICAL = (
     *(("tight", name) for name in ("demanding", "long prompts")),
     ("adaptive", "by fours"),
 )
+SLOW_ENGINES = {"adaptive", "head", "look-up"}
 FOLDERS = ("layers", "output")
 
 Served = Callable[[str], Mapping[str, Result]]
@@ -97,15 +99,16 @@ def every(engines: Engines) -> Run:
 
 
 @pytest.fixture(scope="module")
-def served(engines: Engines, every: Run) -> Iterator[Served]:
+def served(engines: Engines, every: Run) -> Served:
     """Return a function that gives the results of an engine with trees, or of "plain"."""
-    plain = workload.without_tree(), {"all": every}
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        started: dict[str, Future[dict[str, Result]]] = {
-            name: pool.submit(serve, adapters.LORA | arguments, runs, threads=1)
-            for name, (arguments, runs) in {"plain": plain, **engines}.items()
-        }
-        yield lambda name: started[name].result()
+    jobs = {"plain": (workload.without_tree(), {"all": every}), **engines}
+
+    @cache
+    def results(name: str) -> Mapping[str, Result]:
+        arguments, runs = jobs[name]
+        return serve(adapters.LORA | arguments, runs, threads=1)
+
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +117,7 @@ def plain(every: Run, served: Served) -> Outputs:
     return by_request(every, served("plain")["all"])
 
 
-@pytest.mark.parametrize(("engine", "name"), IDENTICAL)
+@pytest.mark.parametrize(("engine", "name"), marked(IDENTICAL, SLOW_ENGINES))
 def test_the_tokens_are_those_without_trees(
     engine: str, name: str, engines: Engines, served: Served, plain: Outputs
 ) -> None:
@@ -144,7 +147,7 @@ def test_the_base_models_draft_serves_adapters(name: str, served: Served) -> Non
     assert sum(fallbacks) == 0
 
 
-@pytest.mark.parametrize("engine", ["fixed", "head"])
+@pytest.mark.parametrize("engine", marked(["fixed", "head"], SLOW_ENGINES))
 def test_the_prefix_cache_keeps_adapters_apart(
     engine: str, engines: Engines, served: Served
 ) -> None:

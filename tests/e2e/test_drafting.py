@@ -8,6 +8,7 @@ import pytest
 import workload
 from comparison import accepted_per_step
 from engine_process import Result
+from slow import marked
 
 pytestmark = pytest.mark.e2e
 
@@ -16,7 +17,10 @@ Served = Callable[[str], Mapping[str, Result]]
 
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [(e, name) for e in ("twin", "tight twin") for name in workload.ENGINES[e][1]],
+    marked(
+        [(e, name) for e in ("twin", "tight twin") for name in workload.ENGINES[e][1]],
+        workload.SLOW_ENGINES,
+    ),
 )
 def test_a_draft_that_is_the_target_is_accepted_to_the_last_level(
     engine: str, name: str, served: Served
@@ -29,6 +33,7 @@ def test_a_draft_that_is_the_target_is_accepted_to_the_last_level(
     assert reached >= 0.99 * deepest
 
 
+@pytest.mark.slow
 def test_coupled_drafting_gains_accepted_tokens_at_temperature_1(
     served: Served, tell: Callable[[str], None]
 ) -> None:

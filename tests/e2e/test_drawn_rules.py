@@ -10,11 +10,12 @@ import workload
 from comparison import Outputs, mismatches
 from engine_process import Result
 from scipy.stats import chi2_contingency
+from slow import marked
 
 pytestmark = pytest.mark.e2e
 
 Served = Callable[[str], Mapping[str, Result]]
-ENGINES = list(workload.DRAWN)
+ENGINES = marked(workload.DRAWN, workload.SLOW_ENGINES)
 FREQUENT = 12  # prefixes counted one by one; the others are pooled
 
 

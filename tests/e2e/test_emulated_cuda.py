@@ -6,9 +6,9 @@ emulated/__init__.py says what is emulated, and what that cannot show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from emulated_engine import Emulated, serve_emulated
 from emulated_stages import serve_emulated_in_stages
 from engine_process import Request, Result, Run, serve
 from features import PHRASES
+from slow import marked
 from workload import ask, long
 
 pytestmark = pytest.mark.e2e
@@ -93,6 +94,7 @@ EMULATED = {
     "head": OF_HEAD,
     "adapted": ADAPTED,
 }
+SLOW_ENGINES = {"head", "adapted"}
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
@@ -102,13 +104,15 @@ ON_CPU = {
 
 @dataclass(frozen=True)
 class Served:
+    """Outputs without trees; and the runs of an engine with trees, on a CPU and emulated."""
+
     plain: Outputs
-    on_cpu: Mapping[str, Mapping[str, Result]]
-    emulated: Mapping[str, Mapping[str, Emulated]]
+    on_cpu: Callable[[str], Mapping[str, Result]]
+    emulated: Callable[[str], Mapping[str, Emulated]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
     target, draft = make_pair(tmp_path_factory.mktemp("pair"))
     plain = {**workload.without_tree(model=target), **LIMITS}
     head = make_head(tmp_path_factory.mktemp("headed"))
@@ -126,18 +130,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     def as_on_cuda(name: str) -> dict[str, Any]:
         return {**trees(name), "enforce_eager": False, **OWN[name]}
 
-    with ThreadPoolExecutor(2) as pool:
-        emulated: dict[str, Future[dict[str, Emulated]]] = {
-            name: pool.submit(serve_emulated, as_on_cuda(name), runs)
-            for name, runs in EMULATED.items()
-        }
-        without = pool.submit(serve, plain, {"every": every}, 1)
-        on_cpu = {name: pool.submit(serve, trees(name), runs, 1) for name, runs in ON_CPU.items()}
-        yield Served(
-            by_request(every, without.result()["every"]),
-            {name: future.result() for name, future in on_cpu.items()},
-            {name: future.result() for name, future in emulated.items()},
-        )
+    return Served(
+        by_request(every, serve(plain, {"every": every}, 1)["every"]),
+        cache(lambda name: serve(trees(name), ON_CPU[name], 1)),
+        cache(lambda name: serve_emulated(as_on_cuda(name), EMULATED[name])),
+    )
 
 
 def accepted(result: Result) -> float:
@@ -146,60 +143,68 @@ def accepted(result: Result) -> float:
 
 @pytest.mark.parametrize(
     ("budget", "name"),
-    [
-        (budget, name)
-        for budget, runs in EMULATED.items()
-        for name, run in runs.items()
-        if run.sabotage is None
-    ],
+    marked(
+        [
+            (budget, name)
+            for budget, runs in EMULATED.items()
+            for name, run in runs.items()
+            if run.sabotage is None
+        ],
+        SLOW_ENGINES,
+    ),
 )
 def test_the_tokens_are_those_without_trees(budget: str, name: str, runs: Served) -> None:
-    result = runs.emulated[budget][name].result
+    result = runs.emulated(budget)[name].result
     found = mismatches(EMULATED[budget][name], result, runs.plain)
     assert not [(request.params, mine.tokens, other.tokens) for request, mine, other in found]
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_what_is_broken_changes_tokens(name: str, runs: Served) -> None:
-    assert mismatches(RUNS[name], runs.emulated["fixed"][name].result, runs.plain)
+    assert mismatches(RUNS[name], runs.emulated("fixed")[name].result, runs.plain)
 
 
 def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
-    found = runs.emulated["fixed"]["mixed"].result
-    assert accepted(found) == pytest.approx(accepted(runs.on_cpu["fixed"]["mixed"]), rel=0.1)
+    found = runs.emulated("fixed")["mixed"].result
+    assert accepted(found) == pytest.approx(accepted(runs.on_cpu("fixed")["mixed"]), rel=0.1)
     assert accepted(found) > sum(request.params["max_tokens"] for request in MIXED) / 3
     assert found.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
 
 
+@pytest.mark.slow
 def test_a_heads_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
-    found = accepted(runs.emulated["head"]["noisy"].result)
-    assert found == pytest.approx(accepted(runs.on_cpu["head"]["noisy"]), rel=0.1)
+    found = accepted(runs.emulated("head")["noisy"].result)
+    assert found == pytest.approx(accepted(runs.on_cpu("head")["noisy"]), rel=0.1)
     # Control: a head that does not read the target's states guesses less.
-    assert accepted(runs.on_cpu["head"]["without states"]) < 0.8 * found
+    assert accepted(runs.on_cpu("head")["without states"]) < 0.8 * found
 
 
 def test_structured_output_is_drafted_with_trees(runs: Served) -> None:
-    metrics = runs.emulated["fixed"]["mixed"].result.metrics
+    metrics = runs.emulated("fixed")["mixed"].result.metrics
     assert metrics["vllm:dyntree_grammar_seconds_count"] > 0
 
 
+@pytest.mark.slow
 def test_garbage_in_the_table_costs_acceptance_alone(runs: Served) -> None:
-    found = runs.emulated["adapted"]
+    found = runs.emulated("adapted")
     garbage = found["garbage"].result
     assert mismatches(ADAPTED["garbage"], garbage, runs.plain) == []
     assert accepted(garbage) < 0.9 * accepted(found["mixed"].result)
 
 
 def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
-    assert accepted(runs.emulated["adaptive"]["mixed"].result) > 0
+    assert accepted(runs.emulated("adaptive")["mixed"].result) > 0
 
 
 @pytest.mark.parametrize(
     ("budget", "name"),
-    [("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy"), ("adapted", "mixed")],
+    marked(
+        [("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy"), ("adapted", "mixed")],
+        SLOW_ENGINES,
+    ),
 )
 def test_the_steps_were_replayed(budget: str, name: str, runs: Served) -> None:
-    emulated = runs.emulated[budget][name]
+    emulated = runs.emulated(budget)[name]
     assert emulated.replays.keys() == {"target", "verification", "drafting"}
     assert min(emulated.replays.values()) >= len(emulated.result.seconds) / 3
 

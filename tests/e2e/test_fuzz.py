@@ -48,7 +48,13 @@ def _roomy() -> Options:
     return Options({**trees, "max_model_len": fuzz.MAX_MODEL_LEN, "block_size": 32})
 
 
-@pytest.mark.parametrize("options", [_tight(), _roomy()], ids=["tight", "roomy"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(_tight(), id="tight"),
+        pytest.param(_roomy(), id="roomy", marks=pytest.mark.slow),
+    ],
+)
 def test_random_requests_get_what_they_get_without_trees(
     options: Options, plain: Plain, tell: Callable[[str], None]
 ) -> None:

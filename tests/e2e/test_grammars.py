@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import workload
 from comparison import Outputs, accepted_per_step, by_request, explain, mismatches
-from engine_process import PARALLEL, Request, Run
+from engine_process import Request, Run
 from grammars import ASYNCHRONOUS, Served, serve_grammars
+from slow import marked
 from workload import ask, each_kind, long_each_kind
 
 from dyntree_plugin.metrics.names import LOGITS_PROCESSORS, PREFIX
@@ -100,6 +101,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "look-up": (workload.without_draft(budget="fixed"), {"mixed": Run(MIXED)}),
     "tight": (workload.tree(10, slots=16, width=3, max_depth=4, children=3) | TIGHT, SCARCE),
 }
+SLOW_ENGINES = {"adaptive", "asynchronous and tight", "look-up"}
 REASONING = {
     "structured_outputs_config": {
         "reasoning_parser": "first_line",
@@ -115,7 +117,7 @@ Found = Callable[[str], Mapping[str, Served]]
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[Found]:
+def found() -> Found:
     """Return a function that gives an engine's runs by name; "plain" are those without trees."""
     jobs: dict[str, tuple[dict[str, Any], dict[str, Run]]] = {
         "plain": (workload.without_tree(), {"all": PLAIN}),
@@ -125,12 +127,7 @@ def found() -> Iterator[Found]:
         "guidance": (workload.tree() | GUIDANCE, {"all": GUIDED}),
         **ENGINES,
     }
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        started: dict[str, Future[dict[str, Served]]] = {
-            name: pool.submit(serve_grammars, *job) for name, job in jobs.items()
-        }
-        yield lambda name: started[name].result()
-        pool.shutdown(cancel_futures=True)
+    return cache(lambda name: serve_grammars(*jobs[name]))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +148,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "name"), EXACT)
+@pytest.mark.parametrize(("engine", "name"), marked(EXACT, SLOW_ENGINES))
 def test_the_tokens_are_those_without_trees(
     engine: str, name: str, found: Found, plain: Outputs
 ) -> None:
@@ -161,6 +158,7 @@ def test_the_tokens_are_those_without_trees(
     assert served.errors == []
 
 
+@pytest.mark.slow
 def test_the_tokens_of_guidance_are_those_without_trees(found: Found) -> None:
     """Some of them stand behind the end of the text, in one step with it."""
     served, without = (found(name)["all"] for name in ("guidance", "plain guidance"))
@@ -169,6 +167,7 @@ def test_the_tokens_of_guidance_are_those_without_trees(found: Found) -> None:
     assert served.errors == without.errors == []
 
 
+@pytest.mark.slow
 def test_a_grammar_starts_behind_the_thought(found: Found, plain_thoughts: Outputs) -> None:
     served = found("thoughts")["mixed"]
     assert not mismatches(THOUGHTS["mixed"], served.result, plain_thoughts)
@@ -185,7 +184,10 @@ def test_a_grammar_starts_behind_the_thought(found: Found, plain_thoughts: Outpu
 
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [*(("trees", name) for name in CONTROLS), ("asynchronous and tight", "list_order")],
+    marked(
+        [*(("trees", name) for name in CONTROLS), ("asynchronous and tight", "list_order")],
+        SLOW_ENGINES,
+    ),
 )
 def test_masks_of_other_nodes_would_change_tokens(
     engine: str, name: str, found: Found, plain: Outputs
@@ -193,6 +195,7 @@ def test_masks_of_other_nodes_would_change_tokens(
     assert mismatches(ENGINES[engine][1][name], found(engine)[name].result, plain)
 
 
+@pytest.mark.slow
 def test_a_thought_that_ended_on_another_path_would_change_tokens(
     found: Found, plain_thoughts: Outputs
 ) -> None:
@@ -237,7 +240,8 @@ def test_a_parenthesis_holds_a_number(found: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "name"), [each for each in EXACT if each[1] not in ("bad words", "everything")]
+    ("engine", "name"),
+    marked([each for each in EXACT if each[1] not in ("bad words", "everything")], SLOW_ENGINES),
 )
 def test_every_tree_may_branch(engine: str, name: str, found: Found) -> None:
     metrics = found(engine)[name].result.metrics
@@ -246,7 +250,9 @@ def test_every_tree_may_branch(engine: str, name: str, found: Found) -> None:
         assert metrics[f"{PREFIX}kv_moved_tokens_total"] > 0
 
 
-@pytest.mark.parametrize("engine", ["trees", "adaptive", "asynchronous", "look-up"])
+@pytest.mark.parametrize(
+    "engine", marked(["trees", "adaptive", "asynchronous", "look-up"], SLOW_ENGINES)
+)
 def test_drafts_are_accepted_and_counted(engine: str, found: Found) -> None:
     name = "everything" if engine == "asynchronous" else "mixed"
     metrics = found(engine)[name].result.metrics
@@ -266,6 +272,6 @@ def test_drafts_that_follow_the_grammar_are_accepted_more_often(
     assert accepted_per_step(served["after the sabotage"].result) > accepted_per_step(unfollowed)
 
 
-@pytest.mark.parametrize("engine", ["tight", "asynchronous and tight"])
+@pytest.mark.parametrize("engine", marked(["tight", "asynchronous and tight"], SLOW_ENGINES))
 def test_requests_were_preempted(engine: str, found: Found) -> None:
     assert found(engine)["demanding"].result.metrics["vllm:num_preemptions_total"] > 0

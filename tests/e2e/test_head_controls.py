@@ -29,6 +29,7 @@ def test_what_a_head_reads_matters(name: str, served: Served) -> None:
     assert broken < 0.97 * sound
 
 
+@pytest.mark.slow
 def test_a_tiny_cache_preempts_requests_whose_trees_a_head_drafts(served: Served) -> None:
     metrics = served("tight head")["demanding"].metrics
     assert metrics["vllm:num_preemptions_total"] > 0
@@ -44,6 +45,7 @@ def test_a_prefix_hit_leaves_out_the_last_block(served: Served) -> None:
     assert 0 < sum(cached["head"]) < sum(cached["tree"])
 
 
+@pytest.mark.slow
 def test_a_head_is_accepted(served: Served, tell: Callable[[str], None]) -> None:
     head, alone, draft = (
         accepted_per_step(served(engine)["acceptance"])

@@ -10,6 +10,7 @@ import sabotage
 import workload
 from comparison import Outputs, by_request, mismatches
 from engine_process import Result, serve
+from slow import marked
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +34,7 @@ def fallbacks(metrics: Mapping[str, float]) -> set[str]:
     return {name.removeprefix(FALLBACKS).removesuffix("}") for name in found}
 
 
-@pytest.mark.parametrize(("engine", "name"), RUNS)
+@pytest.mark.parametrize(("engine", "name"), marked(RUNS, workload.SLOW_ENGINES))
 def test_the_tokens_are_those_without_trees(engine: str, name: str, differing: Differing) -> None:
     assert not (difference := differing(engine, name)), difference
 

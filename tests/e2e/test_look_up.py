@@ -9,6 +9,7 @@ import sabotage
 import workload
 from comparison import Outputs, accepted_per_step, mismatches
 from engine_process import Result
+from slow import marked
 
 pytestmark = pytest.mark.e2e
 
@@ -24,14 +25,15 @@ def test_a_broken_mechanism_changes_tokens_of_look_up_alone(
     assert any(output.tokens != without.tokens for _, output, without in found)
 
 
-def test_no_draft_forward_is_made_without_a_draft_model(served: Served) -> None:
+@pytest.mark.parametrize("engine", marked(workload.LOOK_UP, workload.SLOW_ENGINES))
+def test_no_draft_forward_is_made_without_a_draft_model(engine: str, served: Served) -> None:
     """Control: with one there are some."""
     forwards = "vllm:dyntree_draft_forwards_total"
-    for engine in workload.LOOK_UP:
-        assert served(engine)["sample"].metrics[forwards] == 0
+    assert served(engine)["sample"].metrics[forwards] == 0
     assert served("fixed")["sample"].metrics[forwards] > 0
 
 
+@pytest.mark.slow
 def test_a_tiny_cache_preempts_requests_that_look_up(served: Served) -> None:
     """The texts of preempted requests are written anew when they come back."""
     metrics = served("tight look-up")["demanding"].metrics
@@ -39,6 +41,7 @@ def test_a_tiny_cache_preempts_requests_that_look_up(served: Served) -> None:
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_looked_up_is_accepted(served: Served, tell: Callable[[str], None]) -> None:
     """Control: guesses are hardly ever."""
     looked_up = served("look-up")

@@ -9,6 +9,7 @@ import workload
 from comparison import Outputs
 from engine_process import Result, Run, serve
 from limited import check_tokens, limited
+from slow import marked
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +29,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=marked(ENGINES, {"head"}))
 def results(request: pytest.FixtureRequest) -> dict[str, Result]:
     return serve(ENGINES[request.param], RUNS, threads=1)
 

@@ -28,7 +28,7 @@ NO_KERNEL = (
     "_C::static_scaled_fp8_quant() expected at most 0",
 )
 """What vLLM says if the processor or the build has no kernel for a form."""
-USUAL = ("awq", "compressed int8")
+USUAL = ("awq",)
 SLOW = "compressed fp8"
 """A CPU makes these products in plain torch, which takes minutes for an engine."""
 NAMES = [

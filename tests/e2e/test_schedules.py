@@ -7,14 +7,15 @@ request that is resumed, a prompt of one token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import pytest
 import workload
 from comparison import Outputs, by_request, explain, mismatches
-from engine_process import PARALLEL, Request, Run, serve
+from engine_process import Request, Run, serve
 from schedules import Scheduled, serve_watched
+from slow import marked
 
 pytestmark = pytest.mark.e2e
 
@@ -72,10 +73,10 @@ PROCESSES = (
     },
     {
         "fixed": (workload.tree(), ALL | FORGOTTEN | BROKEN),
-        "dyspec": (workload.tree(growth="dyspec", rule="match"), FEW),
-        "chain": (workload.tree(growth="chain"), FEW),
     },
     {
+        "dyspec": (workload.tree(growth="dyspec", rule="match"), FEW),
+        "chain": (workload.tree(growth="chain"), FEW),
         "threshold": (workload.tree(growth="threshold", rule="match"), FEW),
         "dynamic_threshold": (workload.tree(growth="dynamic_threshold", rule="match"), FEW),
         "expansion": (workload.tree(growth="expansion", expansion=[2, 2, 1], rule="match"), FEW),
@@ -84,22 +85,24 @@ PROCESSES = (
 )
 ENGINES = {name: engine for process in PROCESSES for name, engine in process.items()}
 RUNS = [(engine, name) for engine, (_, runs) in ENGINES.items() for name in runs]
+SLOW_ENGINES = PROCESSES[-1].keys()
 
 Served = Callable[[str], Mapping[str, Scheduled]]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        started: dict[str, Future[dict[str, dict[str, Scheduled]]]] = {}
-        for process in PROCESSES:
-            engines = {
+def served() -> Served:
+    @cache
+    def process(number: int) -> dict[str, dict[str, Scheduled]]:
+        return serve_watched(
+            {
                 name: (arguments | {"block_size": BLOCK}, runs)
-                for name, (arguments, runs) in process.items()
+                for name, (arguments, runs) in PROCESSES[number].items()
             }
-            started |= dict.fromkeys(process, pool.submit(serve_watched, engines))
-        yield lambda engine: started[engine].result()[engine]
-        pool.shutdown(cancel_futures=True)
+        )
+
+    numbers = {name: number for number, engines in enumerate(PROCESSES) for name in engines}
+    return lambda engine: process(numbers[engine])[engine]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +112,9 @@ def plain() -> Outputs:
     return by_request(run, serve(workload.without_tree(), {"all": run}, threads=1)["all"])
 
 
-@pytest.mark.parametrize(("engine", "name"), [(e, n) for e, n in RUNS if n not in BROKEN])
+@pytest.mark.parametrize(
+    ("engine", "name"), marked([(e, n) for e, n in RUNS if n not in BROKEN], SLOW_ENGINES)
+)
 def test_tokens_and_logprobs_are_those_without_trees(
     engine: str, name: str, served: Served, plain: Outputs
 ) -> None:
@@ -123,7 +128,7 @@ def test_tokens_and_logprobs_are_those_without_trees(
                 assert token == pytest.approx(wanted_token, abs=1e-4)
 
 
-@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "scarce"])
+@pytest.mark.parametrize("engine", marked([e for e in ENGINES if e != "scarce"], SLOW_ENGINES))
 def test_requests_were_filled_up(engine: str, served: Served) -> None:
     results = served(engine)
     assert results["copies"].filled_up

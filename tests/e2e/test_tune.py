@@ -69,6 +69,7 @@ def whole(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_each_stage_ends_at_the_same_weights(
     whole: Path, prompts: Path, tmp_path: Path
 ) -> None:

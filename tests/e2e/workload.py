@@ -331,6 +331,14 @@ DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }
 """Engines with the papers' rules. Their output follows the target's law, but has other tokens."""
 
+SLOW_ENGINES = {
+    *("draft alone", "uncoupled", "chain", "wide", "tight twin", "adaptive look-up"),
+    *("tight look-up", "merged", "head alone", "adaptive head", "tight head", "adapted head"),
+    "expansion",
+}
+"""Each differs from an engine that `make test` runs in a setting that the tests without engines
+cover. `make test-slow` runs them."""
+
 THREADS: Mapping[str, int | None] = {"wide": None}
 """Number of OpenMP threads of engines that do not have one; None lets vLLM choose."""
 

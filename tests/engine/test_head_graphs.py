@@ -199,6 +199,7 @@ def test_interpreted_kernels_without_a_shift_are_seen(name: str, by_kernels: Mak
     assert differing(made, steps=3) != []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
 def test_the_kernels_do_what_the_tensors_do() -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")

@@ -123,6 +123,7 @@ def test_interpreted_kernels_do_as_well(
     assert differing(pair, steps=5) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="starts the process in which kernels are interpreted")
 def test_in_a_process_of_its_own() -> None:
     done = pytest_interpreted(__file__, "-k", "interpreted")

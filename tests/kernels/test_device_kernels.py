@@ -13,10 +13,16 @@ import torch
 from interpreted import pytest_interpreted
 
 DEVICE = Path(__file__).parent / "device"
+CHECKS = sorted(path.stem for path in DEVICE.glob("check_*.py"))
+SLOW = {"check_grafts", "check_growth_cases", "check_learn"}
+"""A minute and more of the interpreter. The drafting and the steps that others run include them."""
 NO_TESTS = 5  # pytest's exit status if a whole file is skipped
 
 
-@pytest.mark.parametrize("checks", sorted(path.stem for path in DEVICE.glob("check_*.py")))
+@pytest.mark.parametrize(
+    "checks",
+    [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in CHECKS],
+)
 def test_checks_pass(checks: str) -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
     done = pytest_interpreted(DEVICE / f"{checks}.py", interpret=not torch.cuda.is_available())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GROUPS = ("ruff check", "mypy", "pytest -m not e2e", "pytest -m not (not e2e", "pytest -m quiet")
+GROUPS = ("ruff check", "mypy", "pytest -m not e2e", "pytest -m (e2e or gpu", "pytest -m quiet")
 
 PROGRAM = """#!/bin/bash
 asked="$(basename "$0") $*"
