@@ -64,8 +64,13 @@ class TreeStage(AdapterRows):
         self.warm_up_kernels()
         # vLLM offers no hook by which a runner adds to the metadata of the target's attention.
         self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
-            self.model_state.prepare_attn, self.driver.take_mask, self.clock
+            self.model_state.prepare_attn, self.driver.take_mask, self.clock, self._draft_layers
         )
+
+    @property
+    def _draft_layers(self) -> frozenset[str]:
+        """Names of the attention layers of a loaded draft; none without one."""
+        return frozenset(getattr(self.speculator, "draft_attn_layer_names", ()))
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, *args: Any, **kw: Any
@@ -74,10 +79,9 @@ class TreeStage(AdapterRows):
         if is_profiling:
             return  # This cache is thrown away; movers would keep it.
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        drafts: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
         self._movers = []
         for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            own = [layers[name] for name in group.layer_names if name not in drafts]
+            own = [layers[name] for name in group.layer_names if name not in self._draft_layers]
             if own:
                 self._movers.append((index, self.ops.mover(own)))
 

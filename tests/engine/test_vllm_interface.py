@@ -125,6 +125,18 @@ def test_verification_takes_the_rejection_samplers_arguments() -> None:
     assert differing(signature(own), signature(stock)) == []
 
 
+def test_the_targets_metadata_take_the_arguments_of_vllms() -> None:
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    from dyntree_plugin.engine.attention.metadata import WithTreeMask
+
+    own, stock = WithTreeMask.__call__, DefaultModelState.prepare_attn
+    assert differing(signature(own), signature(stock)) == []
+    # The runner passes the groups by place.
+    places = [[*signature(each).parameters].index("attn_groups") for each in (own, stock)]
+    assert places[0] == places[1]
+
+
 def test_what_is_replaced_at_start_up_takes_what_it_took() -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,7 +49,8 @@ class _Clock(Protocol):
 class WithTreeMask:
     """Replaces `ModelState.prepare_attn`: adds the step's mask to vLLM's arguments.
 
-    The target's forward follows, so the call also starts that stage on the clock.
+    Layers of the draft get no metadata here, since the target's forward does not run them; drafting
+    builds its own. The target's forward follows, so the call also starts that stage on the clock.
     """
 
     def __init__(
@@ -57,17 +58,35 @@ class WithTreeMask:
         prepare_attn: Callable[..., dict[str, Any]],
         take_mask: Callable[[], TreeMask | None],
         clock: _Clock,
+        draft_layers: frozenset[str],
     ) -> None:
-        """``prepare_attn`` is the stock method; ``take_mask`` gives the mask once per step."""
+        """``prepare_attn`` is the stock method; ``take_mask`` gives the mask once per step.
+        ``draft_layers``: names of the draft's attention layers."""
         self._prepare_attn = prepare_attn
         self._take_mask = take_mask
         self._clock = clock
+        self._draft_layers = draft_layers
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def __call__(
+        self,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: Any,
+        attn_groups: Sequence[Sequence[Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         mask = self._take_mask()
         if mask is not None:
             kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(mask)
-        metadata = self._prepare_attn(*args, **kwargs)
+        of_target = [
+            [each for each in groups if not self._draft_layers.issuperset(each.layer_names)]
+            for groups in attn_groups
+        ]
+        metadata = self._prepare_attn(
+            input_batch, cudagraph_mode, block_tables, slot_mappings, of_target, *args, **kwargs
+        )
         self._clock.start("target")
         return metadata
 
