@@ -115,7 +115,10 @@ def captured() -> Iterator[dict[str, list[Counter[tuple[str, str, str]]]]]:
     counts: dict[str, list[Counter[tuple[str, str, str]]]] = {}
     stock = RequestGraphs.capture
 
-    def capture(graphs: Any, record: Any) -> None:
+    def capture(graphs: Any, record: Any, *places: slice) -> None:
+        if places:  # vLLM's profile of memory, which captures large batches alone
+            stock(graphs, record, *places)
+            return
         function = getattr(graphs._function, "func", graphs._function)
         of_sizes = []
 

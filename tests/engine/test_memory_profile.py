@@ -1,7 +1,9 @@
-"""vLLM's memory profile runs with what steps with trees hold: their logits and a head's states."""
+"""vLLM's memory profile runs with what steps with trees hold: their logits, a head's states, and
+what their graphs take."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -133,3 +135,39 @@ def test_every_row_of_the_trees_is_profiled(
     )
     runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
     assert seen == [expected, REQUESTS]
+
+
+def test_graphs_that_the_profile_does_not_capture_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton", reason="the runner on CUDA needs it")
+    from dyntree_plugin.engine.cuda import runner as of_cuda
+    from dyntree_plugin.engine.cuda.captured import CapturedStages
+    from dyntree_plugin.engine.cuda.graphs import Input, RequestGraphs
+
+    sizes: list[int] = []
+
+    def record(run: Any) -> Any:
+        sizes.append(len(run()[0]))
+        return None, ()
+
+    graphs = RequestGraphs(lambda x: (x,), [Input(torch.zeros(8))], (1, 2, 4, 8))
+    drafting: Any = SimpleNamespace(stages=[graphs], capture=graphs.capture)
+    verified: list[int] = []
+    captured: Any = CapturedStages(lambda _: drafting, lambda: nullcontext(record))
+    captured.capture_verification = lambda _, most: verified.append(most)
+    captured.prepare(object())
+
+    def stock(runner: Any, profile_only: bool = False) -> int:
+        captured.capture()
+        return 100 * len(sizes)
+
+    monkeypatch.setattr(of_cuda, "free_memory", lambda: -100 * len(sizes))
+    monkeypatch.setattr(GPUModelRunner, "capture_model", stock)
+    runner: Any = object.__new__(of_cuda.TreeGPUModelRunner)
+    vars(runner).update(graphs=captured, max_num_reqs=8, verifier=None)
+    estimate = runner.capture_model(profile_only=True)
+    assert (sizes, verified) == ([8, 4], [])
+    sizes.clear()
+    assert runner.capture_model() == estimate == 400
+    assert (sizes, verified) == ([8, 4, 2, 1], [8])

@@ -91,10 +91,11 @@ def test_what_has_no_graph_has_run_before_it_serves(
     captured = made[1].drafting.logits
     assert captured is not None
     picked.clear()
-    captured._compile()
+    captured.compile()
     assert made[1].plan.growing.widths == (2, 2, 2)
     once = [((rows, VOCAB), torch.float32) for rows in (1, 2, 2, 2)]
     assert picked == once
     picked.clear()
-    captured.capture(lambda run: (lambda: None, run()))
-    assert picked == once
+    with torch.inference_mode():
+        made[1].drafting.capture(lambda run: (lambda: None, run()))
+    assert picked[-len(once) :] == once

@@ -7,9 +7,51 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Replay, RequestGraphs, Tensors, request_sizes
 
 MOST = 8
+
+
+class Device:
+    """A device on which a graph takes ``OWN`` bytes, and 1000 of each request from memory that all
+    graphs share."""
+
+    OWN = 7
+
+    def __init__(self) -> None:
+        self.shared = self.graphs = 0
+
+    def free(self) -> int:
+        return -self.shared - self.OWN * self.graphs
+
+    def record(self, run: Callable[[], Tensors]) -> tuple[Replay, Tensors]:
+        values = run()
+        self.shared = max(self.shared, 1000 * len(values[0]))
+        self.graphs += 1
+        return (lambda: None), values
+
+
+@pytest.mark.parametrize(
+    ("sizes", "captured"),
+    [
+        ([(1, 2, 4, 8)] * 5, 10),
+        ([(1, 2, 4, 8), (1, 2), (1,), (1, 2, 4)], 7),
+        ([(1,)] * 3, 3),
+        ([(1, 2, 4, 8), ()], 2),
+    ],
+)
+def test_the_memory_of_all_graphs_is_estimated_from_two_of_each_stage(
+    sizes: list[tuple[int, ...]], captured: int
+) -> None:
+    stages = [RequestGraphs(lambda each: (each,), [Input(torch.zeros(MOST))], own) for own in sizes]
+    few, every = Device(), Device()
+    memory = GraphMemory(few.free)
+    memory.capture(stages, few.record)
+    for graphs in stages:
+        graphs.capture(every.record)
+    assert few.graphs == captured
+    assert few.free() - memory.left_out == every.free()
 
 
 class Recorder:

@@ -25,3 +25,10 @@ def recorder(vllm_config: VllmConfig) -> Record:
         return graph.replay, values
 
     return record
+
+
+def free_memory() -> int:
+    """Return the device's free bytes once it has done its work."""
+    torch.accelerator.synchronize()  # sync: while vLLM profiles memory
+    free, _ = torch.accelerator.get_memory_info()
+    return free

@@ -8,8 +8,8 @@ lies at fixed addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +17,7 @@ import torch
 
 from dyntree_kernels.contracts import Walked
 from dyntree_plugin.engine.cuda.captured_logits import CapturedLogits
+from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
 from dyntree_plugin.engine.step.ops import Player
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
@@ -43,6 +44,7 @@ class CapturedStages:
         self._recording = recording
         self._drafting: CapturedDrafting | None = None
         self._verification: CapturedVerification | None = None
+        self._memory: GraphMemory | None = None
 
     @property
     def fewest_forwards(self) -> int:
@@ -57,9 +59,22 @@ class CapturedStages:
         self._drafting = None if stages is None else self._make(stages)
 
     def capture(self) -> None:
-        if self._drafting is not None:
-            with self._recording() as record:
+        if self._drafting is None:
+            return
+        with self._recording() as record:
+            if self._memory is None:
                 self._drafting.capture(record)
+            else:
+                self._memory.capture(self._drafting.stages, record)
+
+    @contextmanager
+    def profiled(self, memory: GraphMemory) -> Iterator[None]:
+        """Let ``memory`` choose what `capture` captures, for graphs that are never replayed."""
+        self._memory = memory
+        try:
+            yield
+        finally:
+            self._memory = None
 
     def capture_verification(self, verifier: TreeVerifier, most: int) -> None:
         """Capture batches of up to ``most`` requests; the KV cache must be there."""
@@ -160,12 +175,18 @@ class CapturedDrafting:
     def fewest_forwards(self) -> int:
         return 0 if self.whole is None else len(self._stages.widths)
 
-    def capture(self, record: Record) -> None:
+    @property
+    def stages(self) -> list[RequestGraphs]:
+        """The graphs of every stage, those that end with logits at the end."""
         growth = [graphs for graphs in (self.root, self.whole) if graphs is not None]
-        for graphs in (*self.catch_up.values(), *growth, *self.forwards, *self.finish):
+        ranked = () if self.logits is None else self.logits.stages
+        return [*self.catch_up.values(), *growth, *self.forwards, *self.finish, *ranked]
+
+    def capture(self, record: Record) -> None:
+        for graphs in self.stages:
             graphs.capture(record)
         if self.logits is not None:
-            self.logits.capture(record)
+            self.logits.compile()
 
     def receive(self, emitted: Emitted, target: TargetStates) -> None:
         """Copy what the catch-up's graphs read of the target."""

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from dyntree_kernels.paths import Paths
-from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors
+from dyntree_plugin.engine.cuda.graphs import Input, RequestGraphs, Tensors
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.stages import DraftStages, Rank
 
@@ -49,11 +49,10 @@ class CapturedLogits:
             for number in range(len(stages.widths))
         ]
 
-    def capture(self, record: Record) -> None:
-        for graphs in (self._root, *self._forwards):
-            graphs.capture(record)
-        if self._root.sizes:
-            self._compile()
+    @property
+    def stages(self) -> tuple[RequestGraphs, ...]:
+        """The graphs to capture, before `compile`."""
+        return self._root, *self._forwards
 
     def serves(self, requests: int) -> bool:
         """Return whether a batch of so many requests was captured."""
@@ -76,8 +75,10 @@ class CapturedLogits:
         paths = Paths(tokens.flatten(0, 1), lengths.flatten())
         self._stages.pick(requests, logits, paths, rank)
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
         """Pick all children once: kernels that choose them run without a graph."""
+        if not self._root.sizes:
+            return
         requests = self._requests_of(self._packed[:1])
         for forwards, width in enumerate(self._widths):
             self._stages.resume(requests, forwards)

@@ -57,10 +57,13 @@ class RequestGraphs:
         self.sizes = tuple(sizes)
         self._captured: dict[int, tuple[Replay, Tensors]] = {}
 
-    def capture(self, record: Record) -> None:
-        """Capture every size; the largest first, whose memory the others then share."""
+    def capture(self, record: Record, places: slice = slice(None)) -> None:
+        """Capture every size; the largest first, whose memory the others then share.
+
+        ``places``: of the sizes to capture, counted from the largest.
+        """
         self.fill(())
-        for size in reversed(self.sizes):
+        for size in self.sizes[::-1][places]:
             arguments = [each.buffer[: size * each.rows] for each in self._inputs]
             self._captured[size] = record(partial(self._function, *arguments))
 

@@ -14,8 +14,9 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.states import RequestState
 
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
-from dyntree_plugin.engine.cuda.capture import recorder
+from dyntree_plugin.engine.cuda.capture import free_memory, recorder
 from dyntree_plugin.engine.cuda.captured import MOST_REQUESTS, CapturedDrafting, CapturedStages
+from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Record
 from dyntree_plugin.engine.cuda.ops import CUDAOps
 from dyntree_plugin.engine.cuda.target_graphs import offer_larger, thin_out
@@ -124,7 +125,15 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
 
     @torch.inference_mode()
     def capture_model(self, *, profile_only: bool = False) -> int:
-        taken: int = super().capture_model(profile_only=profile_only)
+        """Capture all graphs; return the bytes that they take.
+
+        With ``profile_only``, few are captured and none is replayed, and the bytes are an estimate.
+        """
+        if profile_only:
+            memory = GraphMemory(free_memory)
+            with self.graphs.profiled(memory):
+                return int(super().capture_model(profile_only=True)) + memory.left_out
+        taken: int = super().capture_model()
         if self.graphs.has_drafting:
             most = min(self.max_num_reqs, MOST_REQUESTS)
             self.graphs.capture_verification(self.verifier, most)
