@@ -31,6 +31,7 @@ from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors  # n
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
 from dyntree_plugin.engine.step.driver import StepDriver  # noqa: E402
 from dyntree_plugin.engine.step.ops import Move  # noqa: E402
+from dyntree_plugin.engine.step.records import Drafted  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
@@ -131,8 +132,10 @@ class Engine:
         self.graphs.capture_verification(self.verifier, MOST)
 
     def verify(self, invalid: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Verify; return the results and all changed state."""
-        walked = self.verifier.verify(self.packed, self.sampled, self.sampled, invalid)
+        """Verify and learn; return the results and all changed state."""
+        walked, learning = self.verifier.verify(self.packed, self.sampled, self.sampled, invalid)
+        assert learning is not None
+        learning()
         learned = [self.estimate.weights, self.estimate.information]
         return [each.clone() for each in (*walked, self.cache, *learned)]
 
@@ -185,6 +188,42 @@ def test_a_batch_is_packed_once_in_a_step_and_anew_in_each() -> None:
         first = driver._packed(batch_of(requests))
         assert torch.equal(first, packed(requests))
         assert driver._packed(batch_of(requests)) is first
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_learning_waits_for_drafting_and_comes_before_growth(captured: bool) -> None:
+    """The output leaves for the host between verification and drafting."""
+    engine, at_once = Engine(5), Engine(5)
+    if captured:
+        engine.capture(replayed)
+    grown_with: list[torch.Tensor] = []
+
+    def run(*_: Any) -> Any:
+        sampled = engine.sampled
+        return None, *engine.verifier.verify(engine.packed, sampled, sampled, None)
+
+    def draft(*_: Any, **__: Any) -> Drafted:
+        grown_with.append(engine.estimate.weights.clone())
+        return Drafted(None, 0, None)
+
+    ops: Any = SimpleNamespace(clock=StageClock())
+    verifier: Any = SimpleNamespace(run=run)
+    drafter: Any = SimpleNamespace(draft=draft)
+    unused: Any = None
+    driver = StepDriver(engine.trees, ops, lambda: STATES)
+    for _ in range(2):
+        before = at_once.estimate.weights.clone()
+        at_once.verify()
+        driver.begin(None)
+        driver.verify(verifier, unused, batch_of(5), None)
+        assert torch.equal(engine.estimate.weights, before)
+        driver.draft(drafter, batch_of(5), unused, grows=True)
+        assert torch.equal(grown_with[-1], at_once.estimate.weights)
+        assert not torch.equal(grown_with[-1], before)
+    # A step that verifies nothing learns nothing.
+    driver.begin(None)
+    driver.draft(drafter, batch_of(5), unused, grows=True)
+    assert torch.equal(grown_with[-1], at_once.estimate.weights)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dyntree_plugin.engine.cuda.captured_logits import CapturedLogits
 from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
 from dyntree_plugin.engine.step.ops import Player
-from dyntree_plugin.engine.step.records import Emitted, TargetStates
+from dyntree_plugin.engine.step.records import Emitted, Learning, TargetStates
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
 from dyntree_plugin.engine.step.stages import DraftStages, Eager, Rank
 from dyntree_plugin.engine.step.verify import TreeVerifier
@@ -87,7 +87,9 @@ class CapturedStages:
         """Forget graphs that move rows in a KV cache that is about to go."""
         self._verification = None
 
-    def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
+    def verification(
+        self, packed: torch.Tensor, sampled: torch.Tensor
+    ) -> tuple[Walked, Learning | None] | None:
         return None if self._verification is None else self._verification(packed, sampled)
 
     def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
@@ -95,32 +97,52 @@ class CapturedStages:
 
 
 class CapturedVerification:
-    """Walk, move and learning in one graph."""
+    """Walk and move in one graph, and learning in another."""
 
     def __init__(self, verifier: TreeVerifier, most: int) -> None:
         device, rows = verifier.buffers.device, verifier.trees.shape.node_budget + 1
         packed = torch.zeros(most, COLUMNS, dtype=torch.int64, device=device)
         sampled = torch.zeros(most * rows, dtype=torch.int64, device=device)
-        inputs = [Input(packed, PADDING), Input(sampled, rows=rows)]
+        requests, sizes = Input(packed, PADDING), request_sizes(most)
         self._verifier = verifier
         # Results are copied to the host while graphs of drafting run. Memory of this graph's pool
         # could belong to those as well.
         self._room = verifier.room_for(most)
-        self._graphs = RequestGraphs(self._run, inputs, request_sizes(most))
+        inputs = [requests, Input(sampled, rows=rows)]
+        self._walk = RequestGraphs(self._run_walk, inputs, sizes)
+        self._learn: RequestGraphs | None = None
+        if verifier.learns:
+            self._learn = RequestGraphs(self._run_learn, [requests], sizes)
 
     def capture(self, record: Record) -> None:
-        self._graphs.capture(record)
+        self._walk.capture(record)
+        if self._learn is not None:
+            self._learn.capture(record)
 
-    def __call__(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
-        values = self._graphs(packed, sampled)
-        return None if values is None else Walked(*values)
+    def __call__(
+        self, packed: torch.Tensor, sampled: torch.Tensor
+    ) -> tuple[Walked, Learning | None] | None:
+        values = self._walk(packed, sampled)
+        if values is None:
+            return None
+        learning = None if self._learn is None else partial(self._learn.replay, len(packed))
+        return Walked(*values), learning
 
-    def _run(self, packed: torch.Tensor, sampled: torch.Tensor) -> Tensors:
-        walked = Walked(*(each[: len(packed)] for each in self._room))
-        requests = Requests(packed, self._verifier.trees.spare)
-        self._verifier.walk(requests, sampled, None, walked)
-        self._verifier.move_and_learn(requests, walked)
+    def _run_walk(self, packed: torch.Tensor, sampled: torch.Tensor) -> Tensors:
+        walked = self._room_of(packed)
+        self._verifier.walk(self._requests(packed), sampled, None, walked)
+        self._verifier.move(walked)
         return tuple(walked)
+
+    def _run_learn(self, packed: torch.Tensor) -> Tensors:
+        self._verifier.learn(self._requests(packed), self._room_of(packed))
+        return ()
+
+    def _requests(self, packed: torch.Tensor) -> Requests:
+        return Requests(packed, self._verifier.trees.spare)
+
+    def _room_of(self, packed: torch.Tensor) -> Walked:
+        return Walked(*(each[: len(packed)] for each in self._room))
 
 
 class CapturedDrafting:

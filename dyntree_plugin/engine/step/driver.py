@@ -65,9 +65,9 @@ class StepDriver:
         batch: InputBatch,
         invalid_drafts: torch.Tensor | None,
     ) -> SamplerOutput:
-        """After the target's forward: accept a path of each tree, move its KV, learn."""
-        packed = self._packed(batch)
-        output, self.step.verified = verifier.run(packed, logits, batch, invalid_drafts)
+        """After the target's forward: accept a path of each tree, and move its KV."""
+        packed, step = self._packed(batch), self.step
+        output, step.verified, step.learning = verifier.run(packed, logits, batch, invalid_drafts)
         return output
 
     def draft(
@@ -78,8 +78,12 @@ class StepDriver:
         *,
         grows: bool,
     ) -> torch.Tensor | None:
-        """While the output travels to the host: catch the draft up, and grow the next trees."""
+        """While the output travels to the host: learn from what was accepted, catch the draft up,
+        and grow the next trees."""
         packed = self._packed(batch)
+        if self.step.learning is not None:
+            with self._ops.clock("verify"):
+                self.step.learning()
         self.step.drafted = drafter.draft(self.step, packed, batch, sampled, grows=grows)
         return self.step.drafted.tokens
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dyntree_kernels.residuals import ResidualKernels, Residuals
     from dyntree_kernels.tries import LookUp
     from dyntree_plugin.engine.step.clock import Clock
-    from dyntree_plugin.engine.step.records import Emitted, TargetStates
+    from dyntree_plugin.engine.step.records import Emitted, Learning, TargetStates
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
     from dyntree_plugin.engine.step.stages import DraftStages, Rank
     from dyntree_plugin.engine.step.transfer import Send
@@ -117,8 +117,11 @@ class Graphs(Protocol):
         """Capture the stages that `prepare` got."""
         ...
 
-    def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
-        """Replay walk, move and learning; None if they were not captured for this batch."""
+    def verification(
+        self, packed: torch.Tensor, sampled: torch.Tensor
+    ) -> tuple[Walked, Learning | None] | None:
+        """Replay walk and move; also return what replays learning, if anything is learned. None if
+        they were not captured for this batch."""
         ...
 
     def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
@@ -141,7 +144,9 @@ class NoGraphs:
     def capture(self) -> None:
         pass
 
-    def verification(self, packed: torch.Tensor, sampled: torch.Tensor) -> Walked | None:
+    def verification(
+        self, packed: torch.Tensor, sampled: torch.Tensor
+    ) -> tuple[Walked, Learning | None] | None:
         return None
 
     def drafting(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,9 @@ import torch
 if TYPE_CHECKING:
     from dyntree_kernels.contracts import Walked
     from dyntree_plugin.engine.attention.metadata import TreeMask
+
+Learning = Callable[[], object]
+"""Learns from the paths that a step accepted."""
 
 
 @dataclass
@@ -20,13 +24,15 @@ class Step:
     without a limit. ``mask`` (place): which rows the target's rows see; None without trees.
     ``packed`` (verify, or draft where nothing is verified): the batch's requests, as `pack` makes
     them. ``verified`` (verify): the accepted paths; None if no request had drafts.
-    ``drafted`` (draft): the next trees.
+    ``learning`` (verify): what drafting calls first; None if nothing is learned. ``drafted``
+    (draft): the next trees.
     """
 
     most_forwards: int | None = None
     mask: TreeMask | None = None
     packed: torch.Tensor | None = None
     verified: Walked | None = None
+    learning: Learning | None = None
     drafted: Drafted = field(default_factory=lambda: Drafted(None, 0, None))
 
 

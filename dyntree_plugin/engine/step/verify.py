@@ -1,8 +1,12 @@
-"""Stage 3, verify: sample the target at every row, accept a path per tree, move its KV, learn."""
+"""Stage 3, verify: sample the target at every row, accept a path per tree, move its KV.
+
+The calibration learns from the paths later, so that the output does not wait for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from vllm.v1.outputs import LogprobsTensors
@@ -17,6 +21,7 @@ from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.drawn import DrawnWalk
 from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
+from dyntree_plugin.engine.step.records import Learning
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.value import AcceptanceEstimate
@@ -58,16 +63,17 @@ class TreeVerifier:
         logits: torch.Tensor,
         batch: InputBatch,
         invalid_drafts: torch.Tensor | None,
-    ) -> tuple[SamplerOutput, Walked]:
+    ) -> tuple[SamplerOutput, Walked, Learning | None]:
         """Verify the ``packed`` requests by the target's ``logits`` of their rows.
 
-        ``invalid_drafts`` bool [rows]: nodes that a grammar forbids; None where there is none.
+        ``invalid_drafts`` bool [rows]: nodes that a grammar forbids; None where there is none. The
+        last value is what learns from the result, as in `verify`.
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         wanted = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
         sampled, processed = self._sample(logits, batch, wanted is not None)
         with self._ops.clock("verify"):
-            walked = self.verify(packed, sampled, processed, invalid_drafts)
+            walked, learning = self.verify(packed, sampled, processed, invalid_drafts)
             if self._correction is not None:
                 # The sampler has left them as they were. They have no address that lasts, so no
                 # graph can read them.
@@ -85,7 +91,7 @@ class TreeVerifier:
             num_sampled=walked.emitted,
             num_rejected=walked.rejected,
         )
-        return output, walked
+        return output, walked, learning
 
     def verify(
         self,
@@ -93,20 +99,23 @@ class TreeVerifier:
         sampled: torch.Tensor,
         processed: torch.Tensor,
         invalid_drafts: torch.Tensor | None,
-    ) -> Walked:
-        """Walk, move and learn: from a graph, or eagerly."""
+    ) -> tuple[Walked, Learning | None]:
+        """Walk and move, from a graph or eagerly; also return what learns, None if nothing does.
+
+        Learning must come before the next verification, and before the next trees are stored.
+        """
         if invalid_drafts is None and not self.trees.plan.reads_draws:
-            walked = self._graphs.verification(packed, sampled)
-            if walked is not None:
-                return walked
+            replayed = self._graphs.verification(packed, sampled)
+            if replayed is not None:
+                return replayed
         requests = Requests(packed.to(sampled.device, non_blocking=True), self.trees.spare)
         if self.trees.plan.reads_draws:
             walked = self._walk_draws(requests, processed, invalid_drafts)
         else:
             walked = self.room_for(len(packed))
             self.walk(requests, sampled, invalid_drafts, walked)
-        self.move_and_learn(requests, walked)
-        return walked
+        self.move(walked)
+        return walked, partial(self.learn, requests, walked) if self.learns else None
 
     def walk(
         self,
@@ -122,21 +131,28 @@ class TreeVerifier:
             BatchRows(requests.packed, *rows), self.trees.arrays, walked, ranked=self._ranked
         )
 
-    def move_and_learn(self, requests: Requests, walked: Walked) -> None:
-        """Move the accepted paths' KV, and learn from what was accepted."""
+    def move(self, walked: Walked) -> None:
+        """Move the accepted paths' KV."""
         for slots, move in self._movers():
             move(walked.path, walked.roots, slots)
-        if self.trees.plan.calibrated:
-            self._ops.learn(
-                self._estimate.regression,
-                self.trees.features,
-                self.trees.kinds,
-                self.trees.parents,
-                walked.path,
-                walked.counts,
-                requests.index,
-                requests.classes,
-            )
+
+    @property
+    def learns(self) -> bool:
+        """Whether anything is learned from what was accepted."""
+        return self.trees.plan.calibrated
+
+    def learn(self, requests: Requests, walked: Walked) -> None:
+        """Learn from what was accepted how likely nodes are."""
+        self._ops.learn(
+            self._estimate.regression,
+            self.trees.features,
+            self.trees.kinds,
+            self.trees.parents,
+            walked.path,
+            walked.counts,
+            requests.index,
+            requests.classes,
+        )
 
     def room_for(self, requests: int) -> Walked:
         """Allocate the result for so many requests."""
