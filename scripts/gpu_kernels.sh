@@ -43,9 +43,9 @@ timeout -s INT -k 20 220 "$python" -m pytest -q -o addopts= -p no:cacheprovider 
 checks=${PIPESTATUS[0]}
 
 echo "== times"
-left=$((limit - SECONDS)) # the parts after the shapes take about 40 s
+left=$((limit - SECONDS)) # the parts after the shapes take about 80 s
 timeout "$left" "$python" -m benchmarks.kernels --out "$out/kernels.json" \
-    --seconds $((left > 60 ? left - 50 : 10)) \
+    --seconds $((left > 100 ? left - 90 : 10)) \
     --flash-attention "$flash" | tee "$out/kernels.txt"
 times=${PIPESTATUS[0]}
 

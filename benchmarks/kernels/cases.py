@@ -14,7 +14,7 @@ import torch
 from benchmarks.kernels.two_pass import two_pass_attention
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.contracts import BatchRows, TreeArrays
-from dyntree_kernels.cuda.attention import tree_attention
+from dyntree_kernels.cuda.attention import Tiling, tree_attention
 from dyntree_kernels.reference import masked_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, LAYERS = 32, 8, 128, 16, 32
@@ -132,8 +132,9 @@ def make_batch(rows: int, context: int) -> Batch:
     )
 
 
-def triton(b: Batch) -> Runner:
-    return Runner(lambda layer: tree_attention(*b.arguments(layer), SCALE))
+def triton(b: Batch, tiles: Tiling | None = None) -> Runner:
+    """The kernel that is served, in the tiles that it chooses or in others."""
+    return Runner(lambda layer: tree_attention(*b.arguments(layer), SCALE, tiles=tiles))
 
 
 def triton_unmasked(b: Batch) -> Runner:

@@ -11,6 +11,7 @@ import operator
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from benchmarks.kernels import cases, timing
 from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
 from dyntree_kernels.contracts import room_for
 from dyntree_kernels.cuda.ancestors import ancestor_bits
-from dyntree_kernels.cuda.attention import Tiling, tree_attention
+from dyntree_kernels.cuda.attention import Tiling, half_tiling, tiling, tree_attention
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.walk import walk
 
 ROWS, CONTEXTS = (16, 64, 256, 512, 1024), (4096, 16384)
+UNEVEN = (17, 33, 65)
+"""Rows of usual trees with their root: those of a head group fill no tile."""
 TREES = (64, 128, 256, 512, 1024, 2048)
 TOLERANCE = 2e-2  # of bfloat16 outputs against the float64 oracle
 KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, TritonError)
@@ -41,6 +44,7 @@ class Benchmark:
         self.limits = timing.ceilings(cases.DTYPE)
         self.device = torch.cuda.get_device_name()
         self.attention: list[dict[str, Any]] = []
+        self.tilings: list[dict[str, Any]] = []
         self.left_out: list[dict[str, Any]] = []
 
     def runners(self) -> dict[str, Callable[[cases.Batch], cases.Runner]]:
@@ -73,15 +77,41 @@ class Benchmark:
                 if time.monotonic() > self._deadline:
                     self.left_out.append({**entry, "reason": "out of time"})
                     continue
-                try:
-                    times = self._times(batch, make(batch))
-                # A kernel that fails must not take the others' results with it.
-                except KERNEL_ERRORS as error:
-                    self.left_out.append({**entry, "reason": f"{type(error).__name__}: {error}"})
-                else:
-                    self.attention.append(entry | times)
+                self._add(self.attention, entry, batch, make)
         del batch
         torch.cuda.empty_cache()
+
+    def measure_tilings(self) -> None:
+        """Time our kernel on trees that fill no tile, in the tiles that it chooses and in others.
+
+        The fastest should be what `tiling` chooses, which was estimated without a GPU.
+        """
+        for rows in UNEVEN:
+            chosen = tiling(cases.HEAD_SIZE, rows * cases.GROUP, cases.DTYPE.itemsize)
+            for context in CONTEXTS:
+                batch = cases.make_batch(rows, context)
+                for tiles in (half_tiling(64), half_tiling(128)):
+                    entry = {
+                        "implementation": f"triton, {tiles.block_m} rows a tile",
+                        "rows": rows, "context": context, "chosen": tiles == chosen,
+                    }  # fmt: skip
+                    self._add(self.tilings, entry, batch, partial(cases.triton, tiles=tiles))
+
+    def _add(
+        self,
+        entries: list[dict[str, Any]],
+        entry: dict[str, Any],
+        batch: cases.Batch,
+        make: Callable[[cases.Batch], cases.Runner],
+    ) -> None:
+        """Add an ``entry`` with its times; if the kernel cannot run, note that it is left out."""
+        try:
+            times = self._times(batch, make(batch))
+        # A kernel that fails must not take the others' results with it.
+        except KERNEL_ERRORS as error:
+            self.left_out.append({**entry, "reason": f"{type(error).__name__}: {error}"})
+        else:
+            entries.append(entry | times)
 
     def _times(self, batch: cases.Batch, runner: cases.Runner) -> dict[str, Any]:
         batch.out.fill_(torch.nan)
@@ -196,6 +226,11 @@ def write_table(result: dict[str, Any]) -> None:
             f"{e['terabytes_per_second']:7.2f}{e['teraflops']:9.0f}{e['efficiency']:9.0%}"
             f"{error:>10}{plan:>9}\n"
         )
+    for entry in result["tilings"]:
+        write(
+            f"{entry['implementation']}, {entry['rows']} rows after {entry['context']}: "
+            f"{entry['microseconds']:.1f} µs{', as chosen' if entry['chosen'] else ''}\n"
+        )
     for entry in result["tiles"]:
         orders = (
             f"{name} {entry[name]['tiles']} tiles {entry[name]['microseconds']:.1f} µs"
@@ -249,12 +284,14 @@ def main(arguments: list[str] | None = None) -> None:
         "provenance": timing.provenance(),
         "ceilings": benchmark.limits,
         "attention": benchmark.attention,
+        "tilings": benchmark.tilings,
         "tiles": [],
         "small": {},
         "left_out": benchmark.left_out,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for section in (benchmark.measure_all, lambda: result.update(small=small_kernels()),
+    for section in (benchmark.measure_all, benchmark.measure_tilings,
+                    lambda: result.update(small=small_kernels()),
                     lambda: result.update(tiles=sparse_tiles())):  # fmt: skip
         # After every section: a kernel that breaks the CUDA context ends the process.
         try:

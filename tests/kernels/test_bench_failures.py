@@ -80,3 +80,23 @@ def test_nothing_is_measured_when_time_is_up(benchmark: Benchmark) -> None:
     run.measure(16, 4096)
     assert run.attention == []
     assert [e["reason"] for e in run.left_out] == ["out of time"] * 2
+
+
+def test_tiles_are_compared_apart_from_the_times_that_choose_a_kernel(
+    benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def triton(batch: Any, tiles: Any) -> Any:
+        if tiles.block_m == 64:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return 7.0
+
+    run = benchmark(RuntimeError("not reached"), -1)
+    monkeypatch.setattr(bench.cases, "triton", triton)
+    run.measure_tilings()
+    shapes = [(rows, context) for rows in bench.UNEVEN for context in bench.CONTEXTS]
+    assert [(e["rows"], e["context"]) for e in run.tilings] == shapes
+    assert [(e["rows"], e["context"]) for e in run.left_out] == shapes
+    assert {e["microseconds"] for e in run.tilings} == {7.0}
+    chosen = {e["rows"]: e["chosen"] for e in run.tilings}
+    assert chosen == {e["rows"]: not e["chosen"] for e in run.left_out}
+    assert run.attention == []

@@ -21,6 +21,11 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 MAX_TILES = 64
 """Tree tiles per request, one bit of an int64 each."""
+TILE_ROWS = (128, 64, 32, 16)
+READING = 32
+"""Rows that a tile multiplies in the time that it waits for keys and values. It is an estimate: an
+H100's L2 cache delivers them in the time of 50 to 90 rows, and the pipeline hides a part of that.
+`benchmarks.kernels` measures what it decides."""
 
 
 @triton.jit
@@ -232,14 +237,23 @@ class Tiling:
 def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
     """Tiles for `rows` packed rows per request and KV head.
 
-    With 16-bit caches and head groups of a power of two they do not spill on sm_90.
+    Every tile multiplies its padding, too, and reads the whole context. So few tiles are best, but
+    three of 64 rows are better than two of 128 that are a third empty. With 16-bit caches and head
+    groups of a power of two they do not spill on sm_90.
     """
     padded = triton.next_power_of_2(head_size)
     if element_size == 4 or padded > 128:
         return Tiling(32 if rows <= 32 else 64, 32, 4 if rows <= 32 else 8, 2)
-    if rows <= 32:
-        return Tiling(max(16, triton.next_power_of_2(rows)), 64, 4, 3)
-    return Tiling(64, 64, 4, 3) if rows <= 64 else Tiling(128, 64, 8, 3)
+
+    def cost(size: int) -> int:
+        return triton.cdiv(rows, size) * (size + READING)
+
+    return half_tiling(min(TILE_ROWS, key=cost))
+
+
+def half_tiling(block_m: int) -> Tiling:
+    """A tile of so many rows, one of `TILE_ROWS`, of 16-bit caches and head sizes up to 128."""
+    return Tiling(block_m, 64, 8 if block_m == 128 else 4, 3)
 
 
 def nodes_per_tile(block_m: int, group: int) -> int:

@@ -14,7 +14,7 @@ from paged_cases import DEVICE, LAYOUTS, Case, make_case
 from tree_shapes import chain, random_tree, star
 
 from benchmarks.kernels.two_pass import two_pass_attention
-from dyntree_kernels.cuda.attention import Tiling, tree_attention
+from dyntree_kernels.cuda.attention import Tiling, tiling, tree_attention
 from dyntree_kernels.reference import path_attention
 
 ON_GPU = DEVICE.type == "cuda"
@@ -103,6 +103,17 @@ def test_served_shapes(heads: int, kv_heads: int, head_size: int, dtype: torch.d
         head_size=head_size, dtype=dtype,
     )  # fmt: skip
     assert_matches(case)
+
+
+@pytest.mark.parametrize("group", [4, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
+def test_a_tree_in_three_tiles(group: int, dtype: torch.dtype) -> None:
+    nodes = 33
+    tile = tiling(32, nodes * group, dtype.itemsize).block_m
+    assert -(-nodes * group // tile) == 3
+    assert_matches(
+        make_case(tree_batch(nodes, 1, 9), [20, 0, 33], group=group, kv_heads=1, dtype=dtype)
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
