@@ -92,12 +92,14 @@ def server(
     trees: bool = True,
     options: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
+    target: Path | None = None,
 ) -> Iterator[Server]:
-    """Run a server of the embedded target, with trees of the embedded draft.
+    """Run a server of a target, by default the embedded one, with trees of the embedded draft.
 
     ``options``: those of dyntree, by default none.
     """
     models = pair.paths()
+    target = target or models["target"]
     speculation = {
         "method": "draft_model",
         "model": str(models["draft"]),
@@ -107,7 +109,7 @@ def server(
     with_trees += ("--dyntree", json.dumps(options or {}))
     address = f"http://127.0.0.1:{free_port()}"
     command = [
-        *(sys.executable, "-m", "dyntree_plugin.cli", "serve", str(models["target"])),
+        *(sys.executable, "-m", "dyntree_plugin.cli", "serve", str(target)),
         *("--port", address.rpartition(":")[2]),
         *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "16"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--gpu-memory-utilization", "0.3"),

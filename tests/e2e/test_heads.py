@@ -14,6 +14,7 @@ import pytest
 import torch
 import workload
 from engine_process import answered
+from slow import marked
 from transformers import AutoTokenizer
 
 from dyntree_plugin import pair
@@ -30,6 +31,7 @@ HEADS = {
 METHODS = {"EAGLE's first mirror": "eagle", "MTP mirror": "mtp"}
 MIRRORS = [name for name in HEADS if "mirror" in name]
 OF_EAGLE3 = ("random", "mirror")
+SLOW_HEADS = {"mirror", "EAGLE's first mirror"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def wanted(head: Path, notes: list[pooled.Note]) -> torch.Tensor:
     return torch.stack([plain.logits(text, path) for text, path, _ in notes])
 
 
-@pytest.mark.parametrize("name", OF_EAGLE3)
+@pytest.mark.parametrize("name", marked(OF_EAGLE3, SLOW_HEADS))
 def test_every_row_says_what_the_head_says_alone(name: str, engine: Engine) -> None:
     """At the roots, after prompts in chunks and after accepted paths, and at expanded nodes."""
     run = engine(name)
@@ -83,7 +85,7 @@ def test_every_row_says_what_the_head_says_alone(name: str, engine: Engine) -> N
     assert max(len(path) for _, path, _ in notes) > 2
 
 
-@pytest.mark.parametrize("name", OF_EAGLE3)
+@pytest.mark.parametrize("name", marked(OF_EAGLE3, SLOW_HEADS))
 def test_a_state_of_another_place_is_seen(name: str, engine: Engine) -> None:
     """Control: without the text's last token the head says something else."""
     run = engine(name)
@@ -94,7 +96,7 @@ def test_a_state_of_another_place_is_seen(name: str, engine: Engine) -> None:
     assert float((found[reached] - shifted[reached]).abs().mean()) > 0.1
 
 
-@pytest.mark.parametrize("name", MIRRORS)
+@pytest.mark.parametrize("name", marked(MIRRORS, SLOW_HEADS))
 def test_a_mirror_repeats_the_last_token(name: str, engine: Engine) -> None:
     """The target's own state before the root makes the root's token the head's choice."""
     run = engine(name)
@@ -109,7 +111,7 @@ def test_a_mirror_repeats_the_last_token(name: str, engine: Engine) -> None:
     assert all(int(logits[0].argmax()) == text[-1] for text, _, logits in written)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", marked(HEADS, SLOW_HEADS))
 def test_a_head_changes_no_output(name: str, engine: Engine) -> None:
     run = engine(name)
     target = models.load(pair.paths()["target"])

@@ -12,6 +12,7 @@ import workload
 from comparison import accepted_per_step, by_request, explain, mismatches
 from engine_process import Request, Result, Run, serve
 from padded_models import padded
+from slow import marked
 
 from dyntree_plugin import pair
 
@@ -53,6 +54,8 @@ RUNS = {"exact": EXACT, "sample": SAMPLE}
 """The first one finds an engine that has learned nothing yet."""
 WRONG = {"wrong_child": replace(SAMPLE, sabotage="wrong_child")}
 DRAWN = {"greedy": Run([ask(n, "greedy") for n in range(14)]), "again": SAMPLE}
+
+SLOW_ENGINES = {"narrow draft alone", "pool of two sizes", "merged", "drawn"}
 
 Serve = Callable[[str], Mapping[str, Result]]
 
@@ -108,7 +111,7 @@ SAME_TOKENS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "without", "run"), SAME_TOKENS)
+@pytest.mark.parametrize(("name", "without", "run"), marked(SAME_TOKENS, SLOW_ENGINES))
 def test_the_tokens_are_those_without_trees(
     name: str, without: str, run: str, engine: Serve
 ) -> None:
@@ -137,9 +140,13 @@ COUNTS = (
 )
 
 
-@pytest.mark.parametrize(("name", "of_one_size"), [("wide draft", "pair"),
-                                                   ("narrow draft alone", "pair"),
-                                                   ("pool of two sizes", "pool")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "of_one_size"),
+    marked(
+        [("wide draft", "pair"), ("narrow draft alone", "pair"), ("pool of two sizes", "pool")],
+        SLOW_ENGINES,
+    ),
+)
 def test_the_target_accepts_what_it_accepts_of_an_unpadded_pair(
     name: str, of_one_size: str, engine: Serve
 ) -> None:
@@ -161,6 +168,7 @@ def test_tokens_beyond_the_drafts_embedding_were_read(engine: Serve) -> None:
     assert engine("narrow draft")["beyond"].metrics[COUNTS[0]] > 0
 
 
+@pytest.mark.slow
 def test_a_drawn_rule_gives_the_same_tokens_again_and_accepts(engine: Serve) -> None:
     result = engine("drawn")["again"]
     greedy = by_request(DRAWN["greedy"], engine("drawn")["greedy"])

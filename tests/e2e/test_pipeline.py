@@ -64,6 +64,7 @@ def test_a_stage_that_misses_what_the_last_one_decided_changes_tokens(
     assert mismatches(TREES[name], piped[name], plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIGHT)
 def test_preempted_requests_of_a_pipeline_keep_their_tokens(
     name: str, tight: Mapping[str, Result], plain: Outputs
@@ -72,6 +73,7 @@ def test_preempted_requests_of_a_pipeline_keep_their_tokens(
     assert not found, explain(found)
 
 
+@pytest.mark.slow
 def test_a_small_cache_preempts_requests_of_a_pipeline(tight: Mapping[str, Result]) -> None:
     assert tight["demanding"].metrics["vllm:num_preemptions_total"] > 0
 

@@ -28,16 +28,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         *("--batch", "1", "--batch", "2"),
         *("--chain", "2", "--ngram", "0", "--rounds", "2"),
         *("--tree", '{"node_budget": 8, "budget": "fixed"}'),
-        *(
-            "--static",
-            "0.6,0.15,0.08,0.04",
-            "--side-by-side",
-            "4",
-            "--time-limit",
-            "400",
-            "--note",
-            "A note.",
-        ),
+        *("--static", "0.6,0.15,0.08,0.04", "--side-by-side", "4", "--temperature", "0"),
+        *("--time-limit", "400", "--note", "A note."),
         *("--json", str(folder / "result.json"), "--plots", str(folder / "plots")),
     ]
     done = subprocess.run(
@@ -114,7 +106,7 @@ def test_a_server_is_measured_at_a_concurrency_and_at_a_rate(server: str, tmp_pa
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve"),
         *("--base-url", f"a={server}", "--base-url", f"b={server}/v1", "--json", str(path)),
         *("--requests", "4", "--max-tokens", "16", "--batch", "2", "--request-rate", "4"),
-        *("--rounds", "1"),
+        *("--rounds", "1", "--temperature", "0"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-8000:]

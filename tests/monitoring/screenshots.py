@@ -1,7 +1,8 @@
 """Make the README's pictures of a served pair: `dyntree top`, and a dashboard of Prometheus' data.
 
-The argument is the output folder. The server, its traffic and Prometheus are real and run for about
-a minute. Each panel shows the answer to its query. The pictures name commit and hardware.
+The argument is the output folder. The server, its traffic and Prometheus are real and run for some
+minutes. The target is the embedded one, enlarged to the cost of `SHAPE`. Each panel shows the
+answer to its query. The pictures name commit and hardware.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from stack import GRAFANA, Prometheus
 
+from dyntree_plugin import pair
 from dyntree_plugin.commands.top.figures import figures
 from dyntree_plugin.commands.top.page import read
 from dyntree_plugin.commands.top.screen import screen
+from dyntree_plugin.pair.shapes import grown_target
 from dyntree_plugin.provenance import provenance
 
 BOARD = "tree_at_a_glance"
-SECONDS = 75.0
+SHAPE = "llama-1b"
+SECONDS = 150.0
 STEP = 1.0
 INCHES_PER_COLUMN, INCHES_PER_ROW = 0.62, 0.32
 HEADER_ROWS = 2
@@ -40,7 +44,9 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        stack.server(Path(scratch)) as server,
+        stack.server(
+            Path(scratch), "--dtype", "bfloat16", target=grown_target(SHAPE, pair.paths()["target"])
+        ) as server,
         stack.prometheus(Path(scratch), server.address) as prometheus,
     ):
         address = server.address
@@ -59,10 +65,10 @@ def main(folder: Path) -> None:
 
 
 def _ask(address: str, until: float) -> None:
-    """Send requests in waves of 1 to 16 at once; some need chains."""
+    """Send requests in waves of 1, 2 and 4 at once; some are structured."""
     wave = 0
     while time.monotonic() < until:
-        count = 1 << wave % 5
+        count = 1 << wave % 3
         structured = traffic.STRUCTURED if wave % 4 == 3 else []
         stack.complete(address, [*traffic.free(count, max_tokens=120), *structured])
         wave += 1
@@ -85,7 +91,8 @@ def picture_of_board(path: Path, prometheus: Prometheus) -> None:
             _panel(figure, rows, panel, prometheus)
         made = provenance(["make", "screenshots"])
         figure.text(0.01, 1 - 0.5 / rows, board["title"], fontsize=14, va="top", weight="bold")
-        origin = f"embedded pair on {made['cpu']}, {made['cores']} cores · {made['utc']}"
+        where = f"{made['cpu']}, {made['cores']} cores · {made['utc']}"
+        origin = f"embedded pair, its target as {SHAPE}, on {where}"
         figure.text(0.99, 1 - 0.5 / rows, origin, fontsize=8, va="top", ha="right", color="gray")
         figure.savefig(path, metadata={"Description": json.dumps(made)})
 
