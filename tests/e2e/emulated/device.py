@@ -92,11 +92,13 @@ def _capturing() -> str:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedVerification
+    from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 
     kinds = {
         CudaGraphManager: "target",
         CapturedVerification: "verification",
         CapturedDrafting: "drafting",
+        GraphMemory: "drafting",
     }
     frame = sys._getframe()
     while frame.f_back is not None:
