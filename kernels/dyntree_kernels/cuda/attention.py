@@ -246,7 +246,8 @@ def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
         return Tiling(32 if rows <= 32 else 64, 32, 4 if rows <= 32 else 8, 2)
 
     def cost(size: int) -> int:
-        return triton.cdiv(rows, size) * (size + READING)
+        tiles: int = triton.cdiv(rows, size)
+        return tiles * (size + READING)
 
     return half_tiling(min(TILE_ROWS, key=cost))
 
