@@ -66,8 +66,10 @@ class StepDriver:
         invalid_drafts: torch.Tensor | None,
     ) -> SamplerOutput:
         """After the target's forward: accept a path of each tree, and move its KV."""
-        packed, step = self._packed(batch), self.step
-        output, step.verified, step.learning = verifier.run(packed, logits, batch, invalid_drafts)
+        packed = self._packed(batch)
+        output, self.step.verified, self.step.learning = verifier.run(
+            packed, logits, batch, invalid_drafts
+        )
         return output
 
     def draft(
