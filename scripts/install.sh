@@ -55,7 +55,7 @@ install_with() {
     echo "Making $venv with $("$1" --version)"
     rm -rf "$venv" "$log"
     "$1" -m venv "$venv" || exit 1
-    echo "Installing vLLM's $engine build and the tools of the tests, 1 GB to fetch; this takes minutes"
+    echo "Installing vLLM's $engine build and the tools of the tests; this takes minutes"
     if [[ $engine == cpu ]]; then
         # For "torch>=2.9" pip would fetch the newest PyTorch, for CUDA, so the engine's comes first.
         of_engine >"$wanted" || exit 1

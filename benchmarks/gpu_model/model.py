@@ -100,14 +100,17 @@ class Step:
 
 
 def tree_step(drafted: Drafted, width: int, head: bool) -> Step:
-    """Return a step of dyntree, with the launches that were counted on a stand-in for CUDA."""
+    """Return a step of dyntree, with the launches that were counted on a stand-in for CUDA.
+
+    Learning was a part of verification's graph then; its own replay is added.
+    """
     later = max(round(drafted.forwards) - 1, 0)
     if not drafted.nodes:
-        return Step(drafted, width, 3, 31 + 2, "tree")
+        return Step(drafted, width, 3, 31 + 2 + 1, "tree")
     growing, walking, looking_up = 7 + 3 * later, 3, 3
     of_head = 7 + 2 * later if head else 0
     kernels = growing + walking + looking_up + of_head
-    return Step(drafted, width, kernels, 26 + 5 + later, "tree")
+    return Step(drafted, width, kernels, 26 + 5 + 1 + later, "tree")
 
 
 def chain_step(drafted: Drafted) -> Step:

@@ -62,7 +62,7 @@ def assumptions() -> str:
             "7 + 3 (f − 1) for growing, 3 for walking, moving and learning, 3 for look-up; "
             "7 + 2 (f − 1) more for a head"
         ),
-        "operations and replays outside": "30 + f",
+        "operations and replays outside": "31 + f",
         "the same of a chain of f tokens": (
             "3 f + 3 kernels and 12 operations, as if all of its drafting were one graph"
         ),

@@ -22,7 +22,7 @@ from benchmarks.kernels import cases, timing
 from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
 from dyntree_kernels.contracts import room_for
 from dyntree_kernels.cuda.ancestors import ancestor_bits
-from dyntree_kernels.cuda.attention import Tiling, half_tiling, tiling, tree_attention
+from dyntree_kernels.cuda.attention import Tiling, half_precision_tiling, tiling, tree_attention
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.walk import walk
 
@@ -90,7 +90,7 @@ class Benchmark:
             chosen = tiling(cases.HEAD_SIZE, rows * cases.GROUP, cases.DTYPE.itemsize)
             for context in CONTEXTS:
                 batch = cases.make_batch(rows, context)
-                for tiles in (half_tiling(64), half_tiling(128)):
+                for tiles in (half_precision_tiling(64), half_precision_tiling(128)):
                     entry = {
                         "implementation": f"triton, {tiles.block_m} rows a tile",
                         "rows": rows, "context": context, "chosen": tiles == chosen,

@@ -14,7 +14,7 @@ import torch
 
 from dyntree_kernels.cpu.compiled import compiled
 from vllm_cpu_runner.registry import implements
-from vllm_cpu_runner.rejection_stats import Sums, blocks, drafted_log_probs, log_sums
+from vllm_cpu_runner.rejection_stats import Sums, blocks, drafted_log_probs, log_sums, scaled_draft
 
 _F0, _F1 = np.float32(0), np.float32(1)
 
@@ -121,8 +121,7 @@ def local_residual_mass(
     requests, steps = expanded_idx_mapping_ptr[rows], expanded_local_pos_ptr[rows].long()
     target = target_logits_ptr[rows, :vocab_size].to(torch.float32)
     target -= log_sums(target_local_max_ptr, target_local_sumexp_ptr, rows)
-    draft = draft_logits_ptr[requests, steps, :vocab_size].to(torch.float32)
-    draft = draft / temp_ptr[requests].unsqueeze(1)
+    draft = scaled_draft(draft_logits_ptr[..., :vocab_size], requests, steps, temp_ptr)
     draft -= log_sums(draft_local_max_ptr, draft_local_sumexp_ptr, rows)
     ratios = cumulative_log_p_ptr[rows - 1].exp().unsqueeze(1)
     residual = target.exp_().mul_(ratios).sub_(draft.exp_()).clamp_(min=0)

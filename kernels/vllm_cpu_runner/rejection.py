@@ -16,7 +16,7 @@ from dyntree_kernels.cpu.compiled import compiled
 from vllm_cpu_runner.arrays import optional
 from vllm_cpu_runner.block_verification import block_length, log_ratios_before, residual_masses
 from vllm_cpu_runner.registry import implements
-from vllm_cpu_runner.rejection_stats import Sums, drafted_log_probs, log_sum
+from vllm_cpu_runner.rejection_stats import Sums, drafted_log_probs, log_sum, scaled_draft
 
 _NEG_INF = np.float32(-np.inf)
 _SMALLEST_UNIFORM = np.float32(4.6566127342e-10)  # _TL_RAND_MIN of vLLM's gumbel.py
@@ -262,9 +262,9 @@ def resample(
     if rejected.numel() and draft_logits_ptr is None:
         residual[rejected, token[rejected]] = float("-inf")
     elif rejected.numel() and draft_logits_ptr is not None:
-        owners = requests[rejected]
-        draft = draft_logits_ptr[owners, steps[rejected], :vocab_size].to(torch.float32)
-        draft = draft / temp_ptr[owners].unsqueeze(1)
+        draft = scaled_draft(
+            draft_logits_ptr[..., :vocab_size], requests[rejected], steps[rejected], temp_ptr
+        )
         draft -= draft_rejected_logsumexp_ptr[rejected].unsqueeze(1)
         target = residual[rejected] - target_rejected_logsumexp_ptr[rejected].unsqueeze(1)
         if cumulative_log_p_ptr is not None:

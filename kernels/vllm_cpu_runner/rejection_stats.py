@@ -37,6 +37,20 @@ def _max_and_sumexp(
         sum_[rows, column] = total.masked_fill_(top.isneginf(), 0)
 
 
+def scaled_draft(
+    draft_logits: torch.Tensor,
+    requests: torch.Tensor,
+    steps: torch.Tensor,
+    temperatures: torch.Tensor,
+) -> torch.Tensor:
+    """Return the draft's logits, float32 [R, vocabulary], over the temperature of each request.
+
+    ``draft_logits`` [requests, steps, vocabulary]; ``requests`` and ``steps`` [R].
+    """
+    logits = draft_logits[requests, steps].to(torch.float32)
+    return logits / temperatures[requests].unsqueeze(1)
+
+
 @implements("spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel")
 def local_logits_stats(
     target_local_argmax_ptr: torch.Tensor,
@@ -75,9 +89,8 @@ def local_logits_stats(
         target = target_logits_ptr[rows, :vocab_size].to(torch.float32)
         _max_and_sumexp(target, BLOCK_SIZE, rows, target_local_max_ptr, target_local_sumexp_ptr)
         if draft_logits_ptr is not None:
-            requests = expanded_idx_mapping_ptr[rows]
-            draft = draft_logits_ptr[requests, expanded_local_pos_ptr[rows].long(), :vocab_size]
-            draft = draft.to(torch.float32) / temp_ptr[requests].unsqueeze(1)
+            requests, steps = expanded_idx_mapping_ptr[rows], expanded_local_pos_ptr[rows].long()
+            draft = scaled_draft(draft_logits_ptr[..., :vocab_size], requests, steps, temp_ptr)
             _max_and_sumexp(draft, BLOCK_SIZE, rows, draft_local_max_ptr, draft_local_sumexp_ptr)
 
 

@@ -43,7 +43,7 @@ def test_a_step_takes_its_forwards_and_its_launches() -> None:
     catch_up, later = (
         forward_seconds(SMALL.draft, H200, rows, 1000, 1, rows * 1000) for rows in (9, 4)
     )
-    launches = (7 + 3 * 7 + 3 + 3) * ASSUMED.captured + (26 + 12) * ASSUMED.outside
+    launches = (7 + 3 * 7 + 3 + 3) * ASSUMED.captured + (26 + 5 + 1 + 7) * ASSUMED.outside
     expected = target + catch_up + 7 * later + launches + ASSUMED.host
     assert point(SMALL, step, ALONE).seconds == pytest.approx(expected)
 

@@ -100,7 +100,7 @@ def serve(
         check_plots(plot_folder)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
-            settings = _open(settings, request_rates or (), burstiness, plot_folder)
+            settings = _with_rates(settings, request_rates or (), burstiness, plot_folder)
             servers = server.engines(base_urls)
             client = server.clients(
                 chat=endpoint == "chat", model=model, headers=server.headers(headers or ())
@@ -150,7 +150,7 @@ def _refuse(context: typer.Context, panel: str, reason: str) -> None:
         raise ValueError(f"{', '.join(given)} must not be given: {reason}")
 
 
-def _open(
+def _with_rates(
     settings: Settings, rates: Sequence[float], burstiness: float, plot_folder: Path | None
 ) -> Settings:
     """Return the settings with these rates of requests.

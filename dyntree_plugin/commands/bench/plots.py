@@ -65,7 +65,7 @@ def tokens_over_budget(result: Result) -> Figure:
         for group, own in points.items():
             lengths, tokens = zip(*sorted(own), strict=True)
             axis.plot(lengths, tokens, marker="o", label=group, color=colours[group])
-        axis.set(title=f"{speed_up.load_title(cell)}, batch {cell.batch}")
+        axis.set(title=cell.title)
         axis.set_xlabel("draft tokens per step")
         axis.set_ylim(bottom=1)
         axis.legend(fontsize="small")
@@ -85,7 +85,7 @@ def time_per_stage(result: Result) -> Figure:
     figure, axes = _axes(-(-len(shown) // columns), columns, 6.5, 2.6)
     for axis, cell in zip(axes, shown, strict=False):
         _draw_stages(axis, chosen(result, cell), stages)
-        axis.set_title(f"{speed_up.load_title(cell)}, batch {cell.batch}", fontsize=13)
+        axis.set_title(cell.title, fontsize=13)
     for axis in axes[-columns:]:
         axis.set_xlabel("ms per step, and tokens of each request", fontsize=12)
     handles, labels = axes[0].get_legend_handles_labels()

@@ -23,7 +23,8 @@ class Cell(Record):
 
     @property
     def title(self) -> str:
-        return f"{self.prompts}, temperature {self.temperature:g}, {self.pace}"
+        drawing = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        return f"{self.prompts}, {drawing}, {self.pace}"
 
     @property
     def pace(self) -> str:

@@ -42,7 +42,8 @@ def engines(addresses: Sequence[str]) -> list[Engine]:
 def headers(given: Sequence[str]) -> dict[str, str]:
     """Return the headers of all requests, from ``KEY=VALUE``.
 
-    As in ``vllm bench serve``, OPENAI_API_KEY gives a key, and the headers prevail.
+    As in ``vllm bench serve``, OPENAI_API_KEY gives a key, and the headers prevail. Names are
+    written as vLLM's client writes its own, since it would send both of two spellings.
 
     Raises:
         ValueError: if a header is invalid.
@@ -54,7 +55,7 @@ def headers(given: Sequence[str]) -> dict[str, str]:
         if not (name and separator):
             # The text itself may be a key.
             raise ValueError("--header must be KEY=VALUE, such as x-user=tests")
-        found[name] = value
+        found[name.title()] = value
     return found
 
 

@@ -46,7 +46,7 @@ def figure(result: Result) -> Figure:
             axis.set_visible(False)
         for axis, cell in zip(row, own, strict=False):
             _draw(axis, result, cell, bands)
-            axis.set_title(f"{load_title(cell)}, batch {cell.batch}", fontsize=13, loc="left")
+            axis.set_title(cell.title, fontsize=13, loc="left")
         for axis in row[1:]:
             axis.tick_params(labelleft=False)
     for axis in panels[-1]:
@@ -54,11 +54,6 @@ def figure(result: Result) -> Figure:
     highest = max(row.over_first.high for cell in result.cells() for row in rows(result, cell))
     panels[0][0].set_xlim(0, _ROOM * highest)
     return drawn
-
-
-def load_title(cell: Cell) -> str:
-    drawing = "greedy" if cell.temperature == 0 else f"temperature {cell.temperature:g}"
-    return f"{cell.prompts}, {drawing}"
 
 
 def _bands(result: Result, cells: Sequence[Cell]) -> dict[str, list[str]]:

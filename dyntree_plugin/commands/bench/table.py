@@ -23,7 +23,7 @@ def markdown_table(result: Result) -> str:
     for cell in result.cells():
         columns = _columns(result)
         lines += [
-            f"**{title(cell)}**",
+            f"**{cell.title}**",
             "",
             f"| | {' | '.join(columns)} |",
             "|---|" + "---:|" * len(columns),
@@ -41,11 +41,6 @@ def _columns(result: Result) -> tuple[str, ...]:
         "tokens /step", "ms /step", "ms /token", "tokens /s", f"× {result.engines[0].name}",
         "× best chain", "other tokens",
     )  # fmt: skip
-
-
-def title(cell: Cell) -> str:
-    drawing = "greedy" if cell.temperature == 0 else f"temperature {cell.temperature:g}"
-    return f"{cell.prompts}, {drawing}, {cell.pace}"
 
 
 def has_trees(result: Result, row: Row) -> bool:

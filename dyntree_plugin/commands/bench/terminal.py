@@ -19,7 +19,6 @@ from dyntree_plugin.commands.bench.table import (
     has_trees,
     loses,
     remarks,
-    title,
     with_spread,
 )
 
@@ -72,7 +71,7 @@ def _fitting(console: Console, result: Result, cells: list[Cell]) -> _Layout:
 
 def _table(result: Result, cell: Cell, layout: _Layout) -> Table:
     table = Table(
-        title=title(cell), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        title=cell.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         show_edge=False, padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     table.add_column()

@@ -249,10 +249,10 @@ def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
         tiles: int = triton.cdiv(rows, size)
         return tiles * (size + READING)
 
-    return half_tiling(min(TILE_ROWS, key=cost))
+    return half_precision_tiling(min(TILE_ROWS, key=cost))
 
 
-def half_tiling(block_m: int) -> Tiling:
+def half_precision_tiling(block_m: int) -> Tiling:
     """A tile of so many rows, one of `TILE_ROWS`, of 16-bit caches and head sizes up to 128."""
     return Tiling(block_m, 64, 8 if block_m == 128 else 4, 3)
 
