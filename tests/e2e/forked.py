@@ -22,6 +22,8 @@ from unittest import mock
 IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"]
 THREADS = 1
 """Number of OpenMP threads, which OpenMP reads from the environment when it is loaded."""
+ON_EVERY_CORE = {"KMP_AFFINITY": "none"}
+"""Without it, Intel's OpenMP binds every fork of a process to the first core."""
 
 _lock = threading.Lock()
 
@@ -38,7 +40,7 @@ def run(
     ``log`` gets what it prints. All its child processes end with it.
     """
     context = multiprocessing.get_context("forkserver")
-    with _lock, mock.patch.dict(os.environ, environment):
+    with _lock, mock.patch.dict(os.environ, {**environment, **ON_EVERY_CORE}):
         context.set_forkserver_preload(IMPORTED)
         forkserver.ensure_running()
     process = context.Process(target=_become, args=(program, arguments, dict(environment), log))

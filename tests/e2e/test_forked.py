@@ -11,6 +11,8 @@ import forked
 import psutil
 import pytest
 
+from dyntree_plugin import openmp
+
 pytestmark = pytest.mark.e2e
 
 TELLING = """
@@ -24,6 +26,7 @@ if __name__ == "__main__":
         "variable": os.environ.get("A_VARIABLE"),
         "threads": len(os.listdir("/proc/self/task")),
         "leads": os.getsid(0) == os.getpid(),
+        "cores": sorted(os.sched_getaffinity(0)),
         "imported": "vllm" in sys.modules,
     }
     Path(sys.argv[1]).write_text(json.dumps(told))
@@ -46,11 +49,13 @@ def run(folder: Path, code: str, seconds: float = 300) -> tuple[int | None, str,
     program.write_text(code)
     log.touch()
     environment = os.environ | {"A_VARIABLE": str(folder)}
+    if (library := openmp.library()) is not None:
+        environment["LD_PRELOAD"] = str(library)
     status = forked.run(str(program), [str(written)], environment, log, seconds)
     return status, log.read_text(), written.read_text() if written.exists() else ""
 
 
-def test_it_finds_its_arguments_its_environment_and_vllm_and_no_thread(tmp_path: Path) -> None:
+def test_it_finds_its_environment_vllm_every_core_and_no_thread(tmp_path: Path) -> None:
     status, printed, told = run(tmp_path, TELLING)
     assert (status, printed) == (0, "told\n"), printed
     assert json.loads(told) == {
@@ -59,6 +64,7 @@ def test_it_finds_its_arguments_its_environment_and_vllm_and_no_thread(tmp_path:
         "variable": str(tmp_path),
         "threads": 1,
         "leads": True,
+        "cores": sorted(os.sched_getaffinity(0)),
         "imported": True,
     }
 
