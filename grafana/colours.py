@@ -13,7 +13,6 @@ COLOURS = {
     # What becomes of nodes.
     "accepted": "green",
     "rejected": "red",
-    "expected": "blue",
     "budget": "purple",
     names.BUDGET: "purple",
     names.SCHEDULER: "orange",
