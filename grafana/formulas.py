@@ -36,12 +36,29 @@ def ratio(part: str, whole: str) -> str:
     return f"{part} / ({whole} > 0)"
 
 
+def quantile(s: Scope, share: float, histogram: str) -> str:
+    return f"histogram_quantile({share}, {s.per('le').rate(histogram + '_bucket')})"
+
+
+def per_depth(vector: str) -> str:
+    """The vector with depths of two digits, so that their order as text is that of the numbers.
+
+    Prometheus orders the series of a range query by their labels as text, whatever sorts them
+    within the query; and `sort_by_label` is experimental. No tree is deeper than 64.
+    """
+    return f'label_replace({vector}, "depth", "0$1", "depth", "(.)")'
+
+
 def request_steps(s: Scope) -> str:
     return s.rate(f"{PREFIX}tree_nodes_count")
 
 
 def accepted(s: Scope) -> str:
     return s.rate(f"{PREFIX}accepted_path_tokens_sum")
+
+
+def verified(s: Scope) -> str:
+    return s.rate(f"{PREFIX}tree_nodes_sum")
 
 
 def acceptance_length(s: Scope) -> str:
@@ -59,7 +76,7 @@ def speed(s: Scope) -> str:
 
 
 def node_efficiency(s: Scope) -> str:
-    return ratio(accepted(s), s.rate(f"{PREFIX}tree_nodes_sum"))
+    return ratio(accepted(s), verified(s))
 
 
 def calibration(s: Scope) -> str:
@@ -90,6 +107,12 @@ def fallback_share(s: Scope) -> str:
     """Of steps whose tree had to be a chain. That there is no node is an adaptive budget's choice
     where rows are dear."""
     return ratio(s.rate(f"{PREFIX}fallback_steps_total", 'reason!="empty_tree"'), request_steps(s))
+
+
+def fallback_by_reason(s: Scope) -> str:
+    """Of all steps of requests, which have no reason: they are summed over the same models."""
+    steps = f"scalar({request_steps(s)} > 0)"
+    return f"{s.per('reason').rate(PREFIX + 'fallback_steps_total')} / {steps}"
 
 
 def drafting_share(s: Scope) -> str:

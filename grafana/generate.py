@@ -63,7 +63,7 @@ def queries() -> Iterator[tuple[str, str]]:
     """Every query with where it stands."""
     for name, dashboard in DASHBOARDS.items():
         for panel in dashboard["panels"]:
-            for target in panel["targets"]:
+            for target in panel.get("targets", ()):
                 yield f"{name}: {panel['title']}", target["expr"]
     for name, formula in formulas.RECORDED.items():
         yield name, formula(formulas.Scope())

@@ -20,10 +20,11 @@ from typing import Any
 import matplotlib as mpl
 import stack
 import traffic
+from generated import DASHBOARDS, filled_in, legend, panels
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from stack import GRAFANA, Prometheus
+from stack import Prometheus
 
 from dyntree_plugin import pair
 from dyntree_plugin.commands.top.figures import figures
@@ -36,6 +37,7 @@ BOARD = "tree_at_a_glance"
 SHAPE = "llama-1b"
 SECONDS = 150.0
 STEP = 1.0
+WINDOW = "10s"
 INCHES_PER_COLUMN, INCHES_PER_ROW = 0.62, 0.32
 HEADER_ROWS = 2
 
@@ -82,12 +84,14 @@ def picture_of_top(path: Path, address: str, shown: Any) -> None:
 
 def picture_of_board(path: Path, prometheus: Prometheus) -> None:
     """Draw every panel of the dashboard at its place."""
-    board = json.loads((GRAFANA / "dashboards" / f"{BOARD}.json").read_text())
-    panels = board["panels"]
-    rows = HEADER_ROWS + max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels)
+    board = DASHBOARDS[BOARD]
+    rows = HEADER_ROWS + max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in board["panels"])
     with mpl.rc_context({"font.size": 8, "axes.titlesize": 9}):
         figure = Figure(figsize=(24 * INCHES_PER_COLUMN, rows * INCHES_PER_ROW), dpi=110)
-        for panel in panels:
+        for heading in (p for p in board["panels"] if p["type"] == "row"):
+            top = 1 - (HEADER_ROWS + heading["gridPos"]["y"] + 0.5) / rows
+            figure.text(0.01, top, heading["title"], fontsize=11, va="center")
+        for panel in panels(board):
             _panel(figure, rows, panel, prometheus)
         made = provenance(["make", "screenshots"])
         figure.text(0.01, 1 - 0.5 / rows, board["title"], fontsize=14, va="top", weight="bold")
@@ -106,15 +110,15 @@ def _panel(figure: Figure, rows: int, panel: dict[str, Any], prometheus: Prometh
     axes.set_title(panel["title"], loc="left")
     unit = panel["fieldConfig"]["defaults"]["unit"]
     if panel["type"] == "stat":
-        _number(axes, prometheus.value(_filled_in(panel["targets"][0]["expr"])), unit)
+        _number(axes, prometheus.value(filled_in(panel["targets"][0]["expr"], WINDOW)), unit)
         return
     top_value = 0.0
     for target in panel["targets"]:
-        found = prometheus.over_time(_filled_in(target["expr"]), SECONDS, STEP)
+        found = prometheus.over_time(filled_in(target["expr"], WINDOW), SECONDS, STEP)
         for labels, points in found.items():
             seconds = [at - points[-1][0] for at, _ in points]
             values = [value * (100 if unit == "percentunit" else 1) for _, value in points]
-            axes.plot(seconds, values, label=_legend(target["legendFormat"], json.loads(labels)))
+            axes.plot(seconds, values, label=legend(target["legendFormat"], json.loads(labels)))
             top_value = max(top_value, *values)
     axes.set_xlim(-SECONDS, 0)
     # Leave room for the legend above the lines.
@@ -129,18 +133,6 @@ def _number(axes: Axes, value: float, unit: str) -> None:
     form = "{:.1%}" if unit == "percentunit" else "{:.0f}" if value.is_integer() else "{:.2f}"
     text = "No traffic" if math.isnan(value) else form.format(value)
     axes.text(0.0, 0.35, text, fontsize=20, va="center")
-
-
-def _filled_in(expression: str) -> str:
-    for variable in ("model_name", "instance", "engine"):
-        expression = expression.replace(f"${variable}", ".+")
-    return expression.replace("$__rate_interval", "10s")
-
-
-def _legend(form: str, labels: dict[str, str]) -> str:
-    for name, value in labels.items():
-        form = form.replace(f"{{{{{name}}}}}", value)
-    return form
 
 
 if __name__ == "__main__":

@@ -31,12 +31,41 @@ def test_alerts_fire_on_bad_series_and_stay_silent_on_good_ones(path: Path, bina
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_the_tests_of_the_rules_notice_a_changed_threshold(binaries: Path, tmp_path: Path) -> None:
+CHANGES = {
+    "another threshold": ("speed:ratio5m < 1\n", "speed:ratio5m < 0.5\n", "DynTreeDoesNotPay"),
+    "silence of a server with trees": (
+        "unless on (job, instance) vllm:dyntree_config_info",
+        "",
+        "",
+    ),
+    "history": ("and on (job, instance) max_over_time(vllm:dyntree_config_info[1d])", "", ""),
+    "the end of history": ("config_info[1d]", "config_info[30d]", ""),
+    "names that were rewritten": ("vllm[:_]dyntree", "vllm:dyntree", ""),
+    "servers that do not answer": (
+        'up{dyntree="expected"}) == 1',
+        'up{dyntree="expected"}) < 2',
+        "",
+    ),
+    "the adaptive budget": ('dyntree_config_info{budget="fixed"}', "dyntree_config_info", ""),
+    "traffic": (
+        "vllm:dyntree_tree_nodes_count[5m])) > 0",
+        "vllm:dyntree_tree_nodes_count[5m]))",
+        "",
+    ),
+}
+"""What is changed in an alert; the old and the new text; and the alert, by default
+DynTreeNotActive."""
+
+
+@pytest.mark.parametrize(("old", "new", "alert"), CHANGES.values(), ids=CHANGES)
+def test_the_tests_of_the_rules_notice_a_change(
+    old: str, new: str, alert: str, binaries: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(FOLDER, tmp_path / "prometheus")
     alerts = folder / "alerts.yml"
     text = alerts.read_text()
-    assert "speed:ratio5m < 1\n" in text
-    alerts.write_text(text.replace("speed:ratio5m < 1\n", "speed:ratio5m < 0.5\n"))
-    tested = promtool(binaries, "test", "rules", folder / "tests" / "alerts_test.yml")
+    assert text.count(old) == 1
+    alerts.write_text(text.replace(old, new))
+    tested = promtool(binaries, "test", "rules", *sorted((folder / "tests").iterdir()))
     assert tested.returncode != 0
-    assert "DynTreeDoesNotPay" in tested.stdout + tested.stderr
+    assert (alert or "DynTreeNotActive") in tested.stdout + tested.stderr

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import stack
 import traffic
+from generated import DASHBOARDS, filled_in, panel_of, panels
 from prometheus_client.multiprocess import MultiProcessCollector
-from stack import GRAFANA, Prometheus, Server
+from stack import Prometheus, Server
 from traffic import Received
 
 from dyntree_plugin.metrics.names import METRICS, PREFIX
@@ -123,19 +122,12 @@ def test_a_request_is_told_its_own_acceptance(server: Server) -> None:
     assert emitted - accepted[-1] - 1 < tokens <= emitted
 
 
-def queries() -> list[Any]:
-    found = []
-    for path in sorted((GRAFANA / "dashboards").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            for target in panel["targets"]:
-                name = f"{path.stem}: {panel['title']} {target['refId']}"
-                found.append(pytest.param(target["expr"], id=name))
-    return found
-
-
-def filled_in(expression: str) -> str:
-    expression = expression.replace("$__rate_interval", WINDOW)
-    return re.sub(r"\$(model_name|instance|engine)", ".+", expression)
+QUERIES = [
+    pytest.param(target["expr"], id=f"{name}: {panel['title']} {target['refId']}")
+    for name, dashboard in DASHBOARDS.items()
+    for panel in panels(dashboard)
+    for target in panel["targets"]
+]
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +142,9 @@ def under_traffic(server: Server, prometheus: Prometheus) -> Prometheus:
     return prometheus
 
 
-@pytest.mark.parametrize("expression", queries())
+@pytest.mark.parametrize("expression", QUERIES)
 def test_a_panel_shows_finite_numbers(expression: str, under_traffic: Prometheus) -> None:
-    found = under_traffic.query(filled_in(expression))
+    found = under_traffic.query(filled_in(expression, WINDOW))
     assert found
     assert all(math.isfinite(value) for _, value in found), found
 
@@ -162,15 +154,14 @@ def test_a_panel_of_a_metric_that_is_not_exported_shows_nothing(under_traffic: P
 
 
 def test_what_panels_show_is_what_the_counters_say(under_traffic: Prometheus) -> None:
-    path = GRAFANA / "dashboards" / "per_model_and_engine.json"
-    table = json.loads(path.read_text())["panels"][0]
+    table = panel_of("per_model_and_engine", "Engines")
     shown = {target["legendFormat"]: target["expr"] for target in table["targets"]}
-    assert 1 < under_traffic.value(filled_in(shown["Acceptance length"])) < 9
-    assert 0 < under_traffic.value(filled_in(shown["Node efficiency"])) < 1
+    assert 1 < under_traffic.value(filled_in(shown["Acceptance length"], WINDOW)) < 9
+    assert 0 < under_traffic.value(filled_in(shown["Node efficiency"], WINDOW)) < 1
     # Steps without a node to verify are none, and no tree had to be a chain.
-    assert under_traffic.value(filled_in(shown["Fallback"])) == 0
-    assert under_traffic.value(filled_in(shown["Node budget"])) == 16
-    assert under_traffic.value(filled_in(shown["Speed"])) > 0
+    assert under_traffic.value(filled_in(shown["Fallback"], WINDOW)) == 0
+    assert under_traffic.value(filled_in(shown["Node budget"], WINDOW)) == 16
+    assert under_traffic.value(filled_in(shown["Speed"], WINDOW)) > 0
 
 
 def test_every_rule_is_loaded_and_every_recorded_figure_arrives(under_traffic: Prometheus) -> None:
