@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
-        ROOT / "README.md",
+        *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
         *ROOT.glob("docs/*.md"),
         *(ROOT / folder / "README.md" for folder in ("kernels", "grafana", "examples")),
     ]
