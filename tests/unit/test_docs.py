@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
-        ROOT / "README.md",
+        *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
         *ROOT.glob("docs/*.md"),
         *(ROOT / folder / "README.md" for folder in ("kernels", "grafana", "examples")),
     ]
@@ -87,3 +87,12 @@ def test_the_tables_of_the_pages_are_those_that_the_script_writes() -> None:
         named += [match[2] for match in script["MARKED"].finditer(page)]
         assert script["with_tables"](page) == page, path.name
     assert sorted(named) == sorted(script["TABLES"])
+
+
+def test_every_row_of_the_comparison_names_its_source() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    rows = re.findall(r"^\| (?!project)[^-|].*\|$", page, re.M)
+    assert len(rows) > 30
+    assert [row for row in rows if not re.search(r"\]\(\w|\]\[[\w-]+\]", row)] == []
+    used = set(re.findall(r"\]\[([\w-]+)\]", page))
+    assert used == set(re.findall(r"^\[([\w-]+)\]: https://", page, re.M))
