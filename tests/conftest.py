@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tests run side by side. With a thread for every core in each of them, threads would wait for
+    # others that do not run; and vLLM would bind them to the same cores.
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
 FIGURE = "figure"
 """Name of the report property that holds a test's measured figures."""
 
@@ -25,6 +30,7 @@ SHARING_ENGINES = (
     "test_look_up",
     "test_metrics",
     "test_node_limit",
+    "test_pipeline",
     "test_pools",
     "test_server",
     "test_tensor_parallel",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import workload
 from comparison import Outputs, by_request, explain, mismatches
-from engine_process import PARALLEL, Result, serve
+from engine_process import PARALLEL, Result, Run, serve
 from engine_queue import EngineQueue
 from serving import server as serving_server
 
@@ -18,7 +18,20 @@ PLAIN = "plain"
 
 
 @pytest.fixture(scope="session")
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+def asked(request: pytest.FixtureRequest) -> list[str]:
+    """The engines that parameters of the tests name, one of them once."""
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    named = dict.fromkeys(spec.params.get("engine") for spec in parameters if spec is not None)
+    return [name for name in named if name in workload.SAME_TOKENS or name in workload.DRAWN]
+
+
+@pytest.fixture(scope="session")
+def plain_run(asked: list[str]) -> Run:
+    return workload.plain_run(asked)
+
+
+@pytest.fixture(scope="session")
+def served(asked: list[str], plain_run: Run) -> Iterator[Served]:
     """Return a function that gives an engine's results by run name.
 
     The engine is one of `workload.SAME_TOKENS` or `workload.DRAWN`, or `PLAIN`, the one
@@ -27,14 +40,12 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     jobs = {
         PLAIN: (
             workload.without_tree(),
-            {"all": workload.PLAIN_RUN, "broken_target": workload.BROKEN_TARGET},
+            {"all": plain_run, "broken_target": workload.BROKEN_TARGET},
         ),
         **workload.SAME_TOKENS,
         **workload.DRAWN,
     }
-    parameters = [getattr(item, "callspec", None) for item in request.session.items]
-    asked = dict.fromkeys(spec.params.get("engine") for spec in parameters if spec is not None)
-    wanted = [PLAIN, *(engine for engine in asked if engine in jobs and engine != PLAIN)]
+    wanted = [PLAIN, *asked]
 
     def results(engine: str) -> Mapping[str, Result]:
         return serve(*jobs[engine], threads=workload.THREADS.get(engine, 1))
@@ -50,9 +61,9 @@ def plain_result(served: Served) -> Result:
 
 
 @pytest.fixture(scope="session")
-def plain(plain_result: Result) -> Outputs:
+def plain(plain_run: Run, plain_result: Result) -> Outputs:
     """Outputs of all requests on the engine without trees, by request key."""
-    return by_request(workload.PLAIN_RUN, plain_result)
+    return by_request(plain_run, plain_result)
 
 
 @pytest.fixture(scope="session")

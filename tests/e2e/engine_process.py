@@ -164,7 +164,9 @@ def answered(
     }
     if (library := openmp.library()) is not None:
         environment["LD_PRELOAD"] = str(library)
-    if threads is not None:
+    if threads is None:
+        environment.pop("OMP_NUM_THREADS", None)
+    else:
         environment["OMP_NUM_THREADS"] = str(threads)
     job = {"engine": engine, "runs": {name: asdict(run) for name, run in runs.items()}}
     with tempfile.TemporaryDirectory() as folder:

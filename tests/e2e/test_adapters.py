@@ -39,7 +39,7 @@ IDENTICAL = (
     *(("tight", name) for name in ("demanding", "long prompts")),
     ("adaptive", "by fours"),
 )
-SLOW_ENGINES = {"adaptive", "head", "look-up"}
+SLOW_ENGINES = {"adaptive", "tight", "head", "look-up"}
 FOLDERS = ("layers", "output")
 
 Served = Callable[[str], Mapping[str, Result]]
@@ -161,5 +161,6 @@ def test_the_prefix_cache_keeps_adapters_apart(
     assert all((tokens > 200) == is_base for is_base, tokens in cached("others'"))
 
 
+@pytest.mark.slow
 def test_a_small_cache_preempts(served: Served) -> None:
     assert served("tight")["demanding"].metrics["vllm:num_preemptions_total"] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import features
 import pytest
 import sabotage
 import workload
@@ -212,7 +211,8 @@ def test_parameters_that_read_earlier_tokens_leave_trees_free(name: str, served:
 
 def test_a_repetition_penalty_changes_tokens(served: Served, plain: Outputs) -> None:
     """Control of the identity with penalties, which would hold as well if none applied."""
-    penalized = [r for r in features.REPETITIVE if "repetition_penalty" in r.params]
+    asked = workload.TREE_RUNS["repetitive"].requests
+    penalized = [r for r in asked if "repetition_penalty" in r.params]
     greedy = [r for r in penalized if not r.params["temperature"]]
     without = {
         request.prompt: output.tokens[0]
@@ -221,7 +221,7 @@ def test_a_repetition_penalty_changes_tokens(served: Served, plain: Outputs) -> 
         )
     }
     changed = [r for r in greedy if plain[r.key].tokens[0] != without[r.prompt]]
-    assert len(changed) > len(greedy) / 2 > 20
+    assert len(changed) > len(greedy) / 2 > 5
 
 
 def test_requests_with_free_trees_are_not_counted_as_falling_back(served: Served) -> None:

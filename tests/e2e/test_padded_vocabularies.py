@@ -55,7 +55,7 @@ RUNS = {"exact": EXACT, "sample": SAMPLE}
 WRONG = {"wrong_child": replace(SAMPLE, sabotage="wrong_child")}
 DRAWN = {"greedy": Run([ask(n, "greedy") for n in range(14)]), "again": SAMPLE}
 
-SLOW_ENGINES = {"narrow draft alone", "pool of two sizes", "merged", "drawn"}
+SLOW_ENGINES = {"wide draft", "narrow draft alone", "pool of two sizes", "merged", "drawn"}
 
 Serve = Callable[[str], Mapping[str, Result]]
 
@@ -125,8 +125,10 @@ def test_the_tokens_are_those_without_trees(
     assert not found, explain(found)
 
 
-@pytest.mark.parametrize(("name", "without"), [("wide draft", "plain"),
-                                               ("narrow draft", "plain padded")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "without"),
+    marked([("wide draft", "plain"), ("narrow draft", "plain padded")], SLOW_ENGINES),
+)
 def test_a_broken_walk_changes_tokens(name: str, without: str, engine: Serve) -> None:
     plain = by_request(SAMPLE, engine(without)["sample"])
     assert mismatches(SAMPLE, engine(name)["wrong_child"], plain)
@@ -155,6 +157,7 @@ def test_the_target_accepts_what_it_accepts_of_an_unpadded_pair(
     assert found[COUNTS[0]] > 300
 
 
+@pytest.mark.slow
 def test_another_draft_is_accepted_less(engine: Serve) -> None:
     """Control: the counts tell of the draft's logits."""
     sound, broken = (engine("pair")[run] for run in ("exact", "broken"))

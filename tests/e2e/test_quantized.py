@@ -18,7 +18,7 @@ from engine_process import Result, Run, serve
 from margins import MARGINS, Verdict, places, scores_of, scoring, verdict
 from quantized_models import FORMATS, quantized
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 RUN = Run(workload.each_kind(range(36)))
 BROKEN = replace(RUN, sabotage="wrong_child")
@@ -28,14 +28,9 @@ NO_KERNEL = (
     "_C::static_scaled_fp8_quant() expected at most 0",
 )
 """What vLLM says if the processor or the build has no kernel for a form."""
-USUAL = ("awq",)
-SLOW = "compressed fp8"
+TOO_SLOW = "compressed fp8"
 """A CPU makes these products in plain torch, which takes minutes for an engine."""
-NAMES = [
-    name if name in USUAL else pytest.param(name, marks=pytest.mark.slow)
-    for name in FORMATS
-    if name != SLOW
-]
+NAMES = [name for name in FORMATS if name != TOO_SLOW]
 WITHOUT = "the target alone"
 
 

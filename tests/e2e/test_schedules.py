@@ -66,8 +66,8 @@ SCARCE = {
     "scheduling_policy": "priority",
 }
 PROCESSES = (
+    {"adaptive": (workload.with_options(), ALL | FORGOTTEN)},
     {
-        "adaptive": (workload.with_options(), ALL | FORGOTTEN),
         "chunked": (workload.tree() | CHUNKED, ALL),
         "scarce": (workload.tree(10, slots=16) | SCARCE, URGENT),
     },
@@ -85,7 +85,7 @@ PROCESSES = (
 )
 ENGINES = {name: engine for process in PROCESSES for name, engine in process.items()}
 RUNS = [(engine, name) for engine, (_, runs) in ENGINES.items() for name in runs]
-SLOW_ENGINES = PROCESSES[-1].keys()
+SLOW_ENGINES = {"adaptive", *PROCESSES[-1]}
 
 Served = Callable[[str], Mapping[str, Scheduled]]
 

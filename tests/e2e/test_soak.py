@@ -34,7 +34,11 @@ class Soak:
 @pytest.mark.parametrize(
     "asked",
     [
-        pytest.param(Soak(50, repeated=200, warm_up=20, most_growth=400), id="a minute"),
+        pytest.param(
+            Soak(50, repeated=200, warm_up=20, most_growth=400),
+            id="a minute",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Soak(170, repeated=600, warm_up=60, most_growth=250),
             id="three minutes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import sabotage
@@ -44,14 +44,14 @@ CONTINUED = Run(
 ACCEPTANCE = Run([ask(number, "full") for number in range(64)])
 
 TREE_RUNS: dict[str, Run] = {
-    **{kind: Run([ask(n, kind) for n in range(len(PROMPTS))]) for kind in KINDS},
+    **{kind: Run([ask(n, kind) for n in range(64)]) for kind in KINDS},
     "batches of 4": Run(each_kind(range(24)), batch=4),
     "batches of 1": Run(each_kind(range(6, 15)), batch=1),
     "cold": Run(long_each_kind(range(140, 152), 300)),
     "warm": Run(long_each_kind(range(140, 152), 300)),
     "continued": CONTINUED,
     **{name: Run(requests) for name, requests in FEATURES.items()},
-    "repetitive": Run(OF_PATHS["repetitive"]),
+    "repetitive": Run(OF_PATHS["repetitive"][:64]),
     "mixed": Run(EVERYTHING),
     "aborted": Run(
         each_kind(range(164, 180), max_tokens=124, ignore_eos=True),
@@ -163,6 +163,11 @@ STEADY = {STEADY_COSTS: True}
 
 ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "tree": (with_options() | STEADY, TREE_RUNS),
+    "every prompt": (
+        with_options() | STEADY,
+        {kind: Run([ask(n, kind) for n in range(len(PROMPTS))]) for kind in KINDS}
+        | {"repetitive": Run(OF_PATHS["repetitive"])},
+    ),
     "fixed": (tree(), FIXED_RUNS),
     "uncoupled": (tree(coupling="off", lookup="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
     "draft alone": (tree(lookup="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
@@ -209,6 +214,8 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }  # fmt: skip
 """Arguments and runs of the engines with trees. In a twin the target is its own draft."""
 
+_IN_TENSORS = {name: FIXED_RUNS[name] for name in ("tensors", "guesses")}
+
 LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "look-up": (
         without_draft(budget="fixed"),
@@ -220,11 +227,10 @@ LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "continued": CONTINUED,
             "max_model_len": TREE_RUNS["max_model_len"],
             "captured": TREE_RUNS["captured"],
-            "guesses": FIXED_RUNS["guesses"],
-            "tensors": FIXED_RUNS["tensors"],
             **{name: FIXED_RUNS[name] for name in sabotage.NAMES},
         },
     ),
+    "look-up in tensors": (without_draft(budget="fixed"), _IN_TENSORS),
     "adaptive look-up": (
         without_draft(method="ngram_gpu"),
         {"sample": SAMPLE, "batches of 1": TREE_RUNS["batches of 1"]},
@@ -273,8 +279,6 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "continued": CONTINUED,
             "max_model_len": TREE_RUNS["max_model_len"],
             "captured": TREE_RUNS["captured"],
-            "tensors": FIXED_RUNS["tensors"],
-            "guesses": FIXED_RUNS["guesses"],
             **{name: FIXED_RUNS[name] for name in sabotage.NAMES},
             **{
                 name: Run(each_kind(range(32), max_tokens=24), sabotage=name)
@@ -283,6 +287,7 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "after the sabotage": FIXED_RUNS["after the sabotage"],
         },
     ),
+    "head in tensors": (with_head(pair.paths()["eagle3"], budget="fixed"), _IN_TENSORS),
     "head alone": (
         with_head(pair.paths()["eagle3"], budget="fixed", lookup="off"),
         {"acceptance": ACCEPTANCE},
@@ -304,20 +309,19 @@ _LEARNING: dict[str, Run] = {
     "again": ACCEPTANCE,
     "a third time": ACCEPTANCE,
     "forgotten": Run(ACCEPTANCE.requests, sabotage="forgotten"),
-    "sample": SAMPLE,
-    "batches of 4": TREE_RUNS["batches of 4"],
     "captured": TREE_RUNS["captured"],
-    "tensors": FIXED_RUNS["tensors"],
     "garbage": Run(EVERYTHING[::4], sabotage="garbage_biases"),
     "sound": Run(EVERYTHING[::4]),
     "wrong_child": FIXED_RUNS["wrong_child"],
 }
 
 ADAPTED: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
-    "adapted": (tree(adapt="on", lookup="off"), _LEARNING | {"mixed": TREE_RUNS["mixed"]}),
+    "adapted": (tree(adapt="on", lookup="off"), _LEARNING),
     "adapted head": (
         with_head(pair.paths()["eagle3"], budget="fixed", adapt="on"),
-        _LEARNING,
+        _LEARNING
+        | {name: TREE_RUNS[name] for name in ("mixed", "batches of 4")}
+        | {"sample": SAMPLE, "tensors": FIXED_RUNS["tensors"]},
     ),
 }
 """Engines with a table that corrects the draft."""
@@ -332,25 +336,32 @@ DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 """Engines with the papers' rules. Their output follows the target's law, but has other tokens."""
 
 SLOW_ENGINES = {
-    *("draft alone", "uncoupled", "chain", "wide", "tight twin", "adaptive look-up"),
-    *("tight look-up", "merged", "head alone", "adaptive head", "tight head", "adapted head"),
-    "expansion",
+    *(
+        "every prompt",
+        "draft alone",
+        "uncoupled",
+        "chain",
+        "wide",
+        "tight twin",
+        "adaptive look-up",
+    ),
+    *("look-up in tensors", "tight look-up", "merged", "head in tensors", "head alone"),
+    *("adaptive head", "tight head", "adapted head", "expansion"),
 }
 """Each differs from an engine that `make test` runs in a setting that the tests without engines
-cover. `make test-slow` runs them."""
+cover, or in the number of requests. `make test-slow` runs them."""
 
 THREADS: Mapping[str, int | None] = {"wide": None}
 """Number of OpenMP threads of engines that do not have one; None lets vLLM choose."""
 
-PLAIN_RUN = Run(
-    list(
-        {
-            request.key: request
-            for _, runs in (*SAME_TOKENS.values(), *DRAWN.values())
-            for run in runs.values()
-            if run is not BROKEN_TARGET
-            for request in run.requests
-        }.values()
+
+def plain_run(engines: Container[str]) -> Run:
+    """Return all requests of these engines, and of those that are not slow, once each."""
+    runs = (
+        run
+        for name, (_, of_engine) in {**SAME_TOKENS, **DRAWN}.items()
+        if name in engines or name not in SLOW_ENGINES
+        for run in of_engine.values()
+        if run is not BROKEN_TARGET
     )
-)
-"""All requests of those engines, once each."""
+    return Run(list({request.key: request for run in runs for request in run.requests}.values()))
