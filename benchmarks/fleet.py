@@ -46,15 +46,18 @@ class Replica:
         return min(load.most_requests, int(free / per_request))
 
     def step_seconds(self, requests: int, step: Drafted, load: Load) -> float:
-        """Seconds of a decode step of all requests, its drafting included."""
+        """Seconds of a decode step of all requests, its drafting included.
+
+        The first draft forward reads the tokens of the last step.
+        """
         cached = requests * load.context
         seconds = load.host_seconds + self._forward(
             self.target, requests * (1 + step.nodes), cached
         )
         if step.forwards:
             rows = requests * step.expanded / step.forwards
-            seconds += step.forwards * self._forward(self.draft, rows, cached)
-            seconds += self._forward(self.draft, requests * step.tokens, cached)  # Catch-up.
+            seconds += self._forward(self.draft, requests * step.tokens, cached)
+            seconds += (step.forwards - 1) * self._forward(self.draft, rows, cached)
         return seconds
 
     def prompt_seconds(self, step: Drafted) -> float:

@@ -55,13 +55,13 @@ class Setting:
         )
 
     def drafting_seconds(self, step: Drafted) -> float:
-        """Of the forwards over nodes, and of the one that reads the tokens of the last step."""
+        """Of the forward that reads the tokens of the last step, and of those over nodes."""
         if not step.forwards:
             return 0.0
         rows = step.expanded / step.forwards
         per_forward = forward_seconds(self.draft, self.gpu, rows, cached=CONTEXT)
         catch_up = forward_seconds(self.draft, self.gpu, step.tokens, cached=CONTEXT)
-        return step.forwards * per_forward + catch_up
+        return catch_up + (step.forwards - 1) * per_forward
 
     def speed_up(self, step: Drafted) -> float:
         """Tokens per second over those of a step without speculation."""
