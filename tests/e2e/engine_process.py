@@ -164,9 +164,8 @@ def answered(
     }
     if (library := openmp.library()) is not None:
         environment["LD_PRELOAD"] = str(library)
-    if threads is None:
-        environment.pop("OMP_NUM_THREADS", None)
-    else:
+    environment.pop("OMP_NUM_THREADS", None)
+    if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     job = {"engine": engine, "runs": {name: asdict(run) for name, run in runs.items()}}
     with tempfile.TemporaryDirectory() as folder:
@@ -174,13 +173,12 @@ def answered(
         paths[0].write_text(json.dumps(job))
         log = Path(folder, "log")
         log.touch()
-        can_be_forked = threads == forked.THREADS and not fresh and not cuda.is_available()
-        run = forked.run if can_be_forked else _run
+        forks = threads == forked.THREADS and not fresh and not cuda.is_available()
+        run = forked.run if forks else _run
         status = run(program, [*map(str, paths)], environment, log, seconds)
         if status != 0:
             failure = "failed" if status else f"was ended after {seconds:.0f} s"
-            said = log.read_text()[-8000:]
-            raise RuntimeError(f"the engine {engine} {failure}:\n{said}")
+            raise RuntimeError(f"the engine {engine} {failure}:\n{log.read_text()[-8000:]}")
         found: dict[str, Any] = json.loads(paths[1].read_text())
     return found
 
