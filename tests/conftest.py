@@ -32,6 +32,8 @@ SHARING_ENGINES = (
     "test_node_limit",
     "test_pipeline",
     "test_pools",
+    "test_readme",
+    "test_serve_benchmark",
     "test_server",
     "test_tensor_parallel",
 )

@@ -67,7 +67,7 @@ MIXED = _short(
     ask(6, "greedy", max_tokens=10, ignore_eos=True, bad_words=PHRASES, thinking_token_budget=1),
 )
 """Requests with short prompts, twice as many as there are slots."""
-BROKEN = _short(*(ask(n, "full", max_tokens=14, ignore_eos=True) for n in range(10, 13)))
+BROKEN = _short(*(ask(n, "full", max_tokens=8, ignore_eos=True) for n in range(10, 13)))
 """Three requests at a time; their graph is that of four."""
 COPIES = [long(20, "full", 33, max_tokens=5, ignore_eos=True, seed=seed) for seed in range(3)]
 """Requests whose prompt is one token longer than a block of the cache. Once that block is cached,
@@ -94,7 +94,7 @@ EMULATED = {
     "head": OF_HEAD,
     "adapted": ADAPTED,
 }
-SLOW_ENGINES = {"head", "adapted"}
+SLOW_ENGINES = {"adaptive", "head", "adapted"}
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
@@ -192,6 +192,7 @@ def test_garbage_in_the_table_costs_acceptance_alone(runs: Served) -> None:
     assert accepted(garbage) < 0.9 * accepted(found["mixed"].result)
 
 
+@pytest.mark.slow
 def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
     assert accepted(runs.emulated("adaptive")["mixed"].result) > 0
 

@@ -15,11 +15,12 @@ from dyntree_plugin import pair
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = workload.each_kind(range(48))
+REQUESTS = workload.each_kind(range(24))
 TREES = {
     "trees": Run(REQUESTS),
     "batches of 4": workload.TREE_RUNS["batches of 4"],
-    **{name: workload.TREE_RUNS[name] for name in ("mixed", "warm", "continued", "aborted")},
+    "sample": workload.SAMPLE,
+    **{name: workload.TREE_RUNS[name] for name in ("warm", "continued", "aborted")},
     "cold again": workload.TREE_RUNS["cold"],
     "after the aborted": workload.TREE_RUNS["after the aborted"],
     **{name: Run(REQUESTS, sabotage=name) for name in BROKEN},

@@ -66,13 +66,13 @@ SCARCE = {
     "scheduling_policy": "priority",
 }
 PROCESSES = (
-    {"adaptive": (workload.with_options(), ALL | FORGOTTEN)},
     {
-        "chunked": (workload.tree() | CHUNKED, ALL),
+        "fixed": (workload.tree(), ALL | FORGOTTEN | BROKEN),
         "scarce": (workload.tree(10, slots=16) | SCARCE, URGENT),
     },
     {
-        "fixed": (workload.tree(), ALL | FORGOTTEN | BROKEN),
+        "adaptive": (workload.with_options(), ALL | FORGOTTEN),
+        "chunked": (workload.tree() | CHUNKED, ALL),
     },
     {
         "dyspec": (workload.tree(growth="dyspec", rule="match"), FEW),
@@ -85,7 +85,7 @@ PROCESSES = (
 )
 ENGINES = {name: engine for process in PROCESSES for name, engine in process.items()}
 RUNS = [(engine, name) for engine, (_, runs) in ENGINES.items() for name in runs]
-SLOW_ENGINES = {"adaptive", *PROCESSES[-1]}
+SLOW_ENGINES = {*PROCESSES[1], *PROCESSES[2]}
 
 Served = Callable[[str], Mapping[str, Scheduled]]
 

@@ -10,7 +10,7 @@ from ranks import Ranked, serve_on_ranks
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = workload.each_kind(range(48))
+REQUESTS = workload.each_kind(range(24))
 UNSEEDED = [workload.ask(number, "full", seed=None) for number in range(8)]
 GRAMMARS = workload.TREE_RUNS["structured_output"].requests
 RUNS = {
