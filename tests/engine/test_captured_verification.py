@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from interpreted import pytest_interpreted
+from noted_kernels import Kernel
 
 from vllm_cpu_runner import install
 
@@ -130,6 +131,11 @@ class Engine:
     def capture(self, record: Record) -> None:
         self.record = record
         self.graphs.capture_verification(self.verifier, MOST)
+
+    def walk(self, invalid: torch.Tensor | None) -> None:
+        """Walk eagerly, and drop the result."""
+        room = self.verifier.room_for(len(self.packed))
+        self.verifier.walk(Requests(self.packed, SLOTS), self.sampled, invalid, room)
 
     def verify(self, invalid: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Verify and learn; return the results and all changed state."""
@@ -300,10 +306,33 @@ def test_drafts_that_a_grammar_forbids_are_verified_eagerly(kernels: bool) -> No
     assert captured.verify()[0][0, 0] >= 0
 
 
+def test_no_grammar_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    walking = pytest.importorskip("dyntree_kernels.cuda.walk", reason="Triton is not installed")
+    noted = Kernel()
+    monkeypatch.setattr(walking, "_walk", noted)
+    engines = [Engine(requests, kernels=True) for requests in range(1, 6)]
+    # Control: vLLM's own rehearsal has trees without a grammar alone.
+    engines[0].walk(None)
+    plain = {*noted.compiled}
+    engines[0].verifier.rehearse_grammars()
+    rehearsed = {*noted.compiled}
+    assert len(rehearsed) == len(plain) + 1
+    for engine in engines:
+        engine.walk(torch.zeros(len(engine.sampled), dtype=torch.bool))
+    assert noted.compiled == rehearsed
+
+
+@pytest.mark.parametrize("kernels", [False, by_kernels()])
+def test_a_rehearsed_grammar_leaves_nothing_behind(kernels: bool) -> None:
+    engine, fresh = Engine(5, kernels), Engine(5, kernels)
+    engine.verifier.rehearse_grammars()
+    assert same(engine.verify(), fresh.verify())
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this process runs the kernels itself")
 def test_the_kernels_do_what_those_of_the_cpu_do() -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
     done = pytest_interpreted(__file__, "-k", "True or True-")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout, done.stdout
-    assert "5 passed" in done.stdout, done.stdout
+    assert "6 passed" in done.stdout, done.stdout

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from noted_kernels import Kernel
 
 from vllm_cpu_runner import install
 
@@ -23,23 +24,6 @@ from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, Triton
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 
 MOST, ROWS, PROCESSORS = 8, 200, 132
-
-
-class Kernel:
-    """Note what Triton would compile, and run nothing."""
-
-    def __init__(self) -> None:
-        self.compiled: set[Any] = set()
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self._launch
-
-    def _launch(self, *args: Any, **constants: Any) -> None:
-        of_arguments = (
-            (each == 1, each % 16 == 0) if isinstance(each, int) else getattr(each, "dtype", float)
-            for each in args
-        )
-        self.compiled.add((*of_arguments, *sorted(constants.items())))
 
 
 @pytest.fixture
@@ -93,8 +77,8 @@ def test_vllm_watches_for_compilation_when_the_rehearsals_are_over(
     monkeypatch.setattr(Worker, "_maybe_activate_jit_monitor", lambda _: done.append("watch"))
     worker: Any = object.__new__(TreeGPUWorker)
     worker.model_runner = SimpleNamespace(
-        warm_up_attention=lambda: done.append("attention"),
+        warm_up_rare_kernels=lambda: done.append("rare"),
         measure_costs=lambda: done.append("steps"),
     )
     assert worker.compile_or_warm_up_model() == "times"
-    assert done == ["vLLM's", "attention", "steps", "watch"]
+    assert done == ["vLLM's", "rare", "steps", "watch"]

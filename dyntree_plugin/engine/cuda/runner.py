@@ -46,8 +46,11 @@ class GPUStage(TreeStage):
     def warm_up_kernels(self) -> None:
         """Do nothing: Triton's kernels compile when vLLM rehearses steps."""
 
-    def warm_up_attention(self) -> None:
-        """Compile the target's attention for batches that no rehearsal had; needs the KV cache."""
+    def warm_up_rare_kernels(self) -> None:
+        """Compile what vLLM's rehearsals of steps leave out; needs the KV cache.
+
+        Here it is the target's attention for batches of other sizes.
+        """
         layers = self.compilation_config.static_forward_context
         for index, groups in enumerate(self.attn_groups):
             table = self.block_tables.input_block_tables[index]
@@ -138,6 +141,10 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
             most = min(self.max_num_reqs, MOST_REQUESTS)
             self.graphs.capture_verification(self.verifier, most)
         return taken
+
+    def warm_up_rare_kernels(self) -> None:
+        super().warm_up_rare_kernels()
+        self.verifier.rehearse_grammars()
 
     def sample(self, *args: Any) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         # Verification writes where its last output may still be copied from.

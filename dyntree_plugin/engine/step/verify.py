@@ -22,7 +22,7 @@ from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.drawn import DrawnWalk
 from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
 from dyntree_plugin.engine.step.records import Learning
-from dyntree_plugin.engine.step.requests import Requests
+from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
@@ -130,6 +130,19 @@ class TreeVerifier:
         self._ops.walk(
             BatchRows(requests.packed, *rows), self.trees.arrays, walked, ranked=self._ranked
         )
+
+    def rehearse_grammars(self) -> None:
+        """Walk a batch of padding with nodes that a grammar may forbid; it changes nothing.
+
+        Of structured output vLLM rehearses prompts alone, which have no nodes.
+        """
+        if self.trees.plan.reads_draws:
+            return  # Their walk has no kernel of its own.
+        device, rows = self.buffers.device, self.trees.shape.node_budget + 1
+        nobody = torch.full((1, COLUMNS), PADDING, device=device)
+        sampled = torch.zeros(rows, dtype=torch.int64, device=device)
+        requests = Requests(nobody, self.trees.spare)
+        self.walk(requests, sampled, sampled.bool(), self.room_for(1))
 
     def move(self, walked: Walked) -> None:
         """Move the accepted paths' KV."""
