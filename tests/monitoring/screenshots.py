@@ -40,6 +40,15 @@ STEP = 1.0
 WINDOW = "10s"
 INCHES_PER_COLUMN, INCHES_PER_ROW = 0.62, 0.32
 HEADER_ROWS = 2
+TOP_SECONDS = 10.0
+COLOURS = {
+    "green": "#73BF69",
+    "orange": "#FF9830",
+    "red": "#F2495C",
+    "blue": "#5794F2",
+    "purple": "#B877D9",
+}
+"""Grafana's colours of these names."""
 
 
 def main(folder: Path) -> None:
@@ -54,9 +63,10 @@ def main(folder: Path) -> None:
         address = server.address
         client = threading.Thread(target=_ask, args=(address, time.monotonic() + SECONDS))
         client.start()
-        time.sleep(SECONDS - 5)
+        time.sleep(SECONDS / 2)
+        _await_requests(address, 4)
         before = read(address)
-        time.sleep(2)
+        time.sleep(TOP_SECONDS)
         now = read(address)
         picture_of_top(
             folder / "top.svg", address, screen(address, figures(now), figures(now, before))
@@ -74,6 +84,14 @@ def _ask(address: str, until: float) -> None:
         structured = traffic.STRUCTURED if wave % 4 == 3 else []
         stack.complete(address, [*traffic.free(count, max_tokens=120), *structured])
         wave += 1
+
+
+def _await_requests(address: str, count: int) -> None:
+    deadline = time.monotonic() + SECONDS / 2 - TOP_SECONDS
+    while sum(engine.running for engine in figures(read(address))) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{address}: {count} requests never ran at once")
+        time.sleep(0.2)
 
 
 def picture_of_top(path: Path, address: str, shown: Any) -> None:
@@ -112,13 +130,15 @@ def _panel(figure: Figure, rows: int, panel: dict[str, Any], prometheus: Prometh
     if panel["type"] == "stat":
         _number(axes, prometheus.value(filled_in(panel["targets"][0]["expr"], WINDOW)), unit)
         return
+    colours = _fixed_colours(panel)
     top_value = 0.0
     for target in panel["targets"]:
         found = prometheus.over_time(filled_in(target["expr"], WINDOW), SECONDS, STEP)
         for labels, points in found.items():
             seconds = [at - points[-1][0] for at, _ in points]
             values = [value * (100 if unit == "percentunit" else 1) for _, value in points]
-            axes.plot(seconds, values, label=legend(target["legendFormat"], json.loads(labels)))
+            name = legend(target["legendFormat"], json.loads(labels))
+            axes.plot(seconds, values, label=name, color=colours.get(name))
             top_value = max(top_value, *values)
     axes.set_xlim(-SECONDS, 0)
     # Leave room for the legend above the lines.
@@ -126,6 +146,18 @@ def _panel(figure: Figure, rows: int, panel: dict[str, Any], prometheus: Prometh
     axes.grid(alpha=0.3)
     axes.set_ylabel("%" if unit == "percentunit" else "" if unit == "short" else unit)
     axes.legend(loc="upper left", fontsize=7, framealpha=0.6, ncols=3)
+
+
+def _fixed_colours(panel: dict[str, Any]) -> dict[str, str]:
+    """Return the colour of each series whose meaning has one."""
+    return {
+        override["matcher"]["options"]: COLOURS.get(
+            made["value"]["fixedColor"], made["value"]["fixedColor"]
+        )
+        for override in panel["fieldConfig"]["overrides"]
+        for made in override["properties"]
+        if made["id"] == "color"
+    }
 
 
 def _number(axes: Axes, value: float, unit: str) -> None:
