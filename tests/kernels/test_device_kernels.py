@@ -1,7 +1,7 @@
 """Run the checks of the Triton kernels: on the GPU if there is one, else in the interpreter.
 
-Each file of checks has a process of its own, because the interpreter is chosen when triton is
-imported.
+The interpreter is chosen when triton is imported, so the checks have processes of their own. One
+process runs many files, because its imports take as long as most of them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from interpreted import pytest_interpreted
 
 DEVICE = Path(__file__).parent / "device"
 CHECKS = sorted(path.stem for path in DEVICE.glob("check_*.py"))
+ATTENTION = {"check_attention"}
+"""Takes as long as the others together."""
 SLOW = {"check_grafts", "check_growth_cases", "check_learn"}
 """A minute and more of the interpreter. The drafting and the steps that others run include them."""
-NO_TESTS = 5  # pytest's exit status if a whole file is skipped
 
 
 @pytest.mark.parametrize(
     "checks",
-    [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in CHECKS],
+    [
+        pytest.param([*ATTENTION], id="attention"),
+        pytest.param([name for name in CHECKS if name not in ATTENTION | SLOW], id="others"),
+        pytest.param([*SLOW], id="slow", marks=pytest.mark.slow),
+    ],
 )
-def test_checks_pass(checks: str) -> None:
+def test_checks_pass(checks: list[str]) -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
-    done = pytest_interpreted(DEVICE / f"{checks}.py", interpret=not torch.cuda.is_available())
-    if done.returncode == NO_TESTS and "SKIPPED" in done.stdout:
-        pytest.skip(done.stdout.partition("SKIPPED")[2].splitlines()[0])
+    files = [DEVICE / f"{name}.py" for name in checks]
+    done = pytest_interpreted(*files, interpret=not torch.cuda.is_available())
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

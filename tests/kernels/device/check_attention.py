@@ -161,7 +161,9 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(
     contexts, nodes = [50, 0], (40, 9)
     case = make_case(tree_batch(*nodes), contexts, kv_heads=1)
     whole = run(case, splits=splits, tiles=SMALL)
-    for request, position in ((0, 50), (0, 67), (0, 89), (1, 0), (1, 4), (0, 13)):
+    places = [(0, 50), (0, 67), (0, 89), (1, 0), (1, 4), (0, 13)]
+    # A run takes the interpreter half a second; together the parameters have every place.
+    for request, position in places if ON_GPU else places[splits // 3 :: 2]:
         cache, node = case.kv_cache.clone(), position - contexts[request]
         block = case.block_table[request, position // 16]
         cache[block, :, position % 16, 32 * part + 3] = broken
