@@ -61,7 +61,7 @@ def test_the_help_of_serve_says_that_vllm_is_missing(bare: Environment) -> None:
         ["serve", "target"],
         ["demo"],
         ["show", "def f("],
-        ["tune", "target", "draft", "--prompts", "p.jsonl", "--output", "o"],
+        ["tune", "--prompts", "p.jsonl", "--output", "o"],
         ["bench", "serve"],
     ],
     ids=" ".join,
