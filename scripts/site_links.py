@@ -54,7 +54,7 @@ def in_repository(link: str, source: str) -> tuple[str, str] | None:
     return normpath(join(dirname(source), name)), anchor
 
 
-def on_forge(path: str, repo_url: str, ref: str) -> str | None:
+def forge_address(path: str, repo_url: str, ref: str) -> str | None:
     """Return the address of a file at a branch or tag, or None if no repository is known."""
     if not repo_url:
         return None
@@ -73,7 +73,7 @@ def place(link: str, source: str, repo_url: str) -> str | None:
         return PAGES[path] + anchor
     if path.startswith("docs/"):
         return path.removeprefix("docs/") + anchor
-    to = on_forge(path, repo_url, BRANCH)
+    to = forge_address(path, repo_url, BRANCH)
     return to and to + anchor
 
 
@@ -138,7 +138,7 @@ def anywhere(page: str, source: str, repo_url: str, ref: str) -> str:
         found = in_repository(link, source)
         if found is None:
             return None if link.startswith("#") else link
-        to = on_forge(found[0], repo_url, ref)
+        to = forge_address(found[0], repo_url, ref)
         return to and to + found[1]
 
     return "\n".join(outside_code(page.split("\n"), partial(with_links, placed=placed)))
