@@ -38,7 +38,7 @@ def ready_for_engine(arguments: Sequence[str] = ()) -> None:
     missing = versions.absence()
     if missing and not _STARTS_NO_ENGINE & {word.partition("=")[0] for word in arguments}:
         typer.echo(missing, err=True)
-        raise typer.Exit(1)
+        raise SystemExit(1)  # typer.Exit is a RuntimeError, which commands catch from engines
     openmp.restart_with_library()
 
 
