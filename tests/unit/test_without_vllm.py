@@ -29,7 +29,9 @@ COMMANDS = [[], *([name] for name in get_command(cli.app).commands), ["bench", "
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return Environment(tmp_path_factory.mktemp("bare"))
+    made = Environment(tmp_path_factory.mktemp("bare"))
+    (made.folder / "p.jsonl").write_text('{"prompt": "def f("}\n')
+    return made
 
 
 @pytest.mark.parametrize("module", BROUGHT_BY_VLLM)
