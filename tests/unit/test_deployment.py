@@ -292,8 +292,9 @@ def test_the_image_is_of_a_vllm_that_dyntree_serves_on() -> None:
 
 def test_the_image_is_built_from_what_the_package_needs() -> None:
     copied = [name for line in instructions("COPY") for name in line.split()[:-1]]
-    needed = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml"}
-    assert {*copied} == needed | {"dyntree_plugin", "kernels"}
+    needed = {"README.md", *PROJECT["license-files"], "pyproject.toml", "setup.py"}
+    folders = {"dyntree_plugin", "examples", "grafana", "kernels", "scripts"}
+    assert {*copied} == needed | folders
     assert all((ROOT / name).exists() for name in copied)
     let_through = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in let_through if line.startswith("!")} == {*copied}

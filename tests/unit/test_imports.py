@@ -88,7 +88,7 @@ WITHOUT_VLLM = (
     "dyntree_plugin.tune",
 )
 
-COMMANDS = ("bench", "demo", "doctor", "show", "top", "tune")
+COMMANDS = ("bench", "dashboards", "demo", "doctor", "show", "top", "tune")
 """Packages of commands. Code that several of them share lies next to them."""
 
 Sources = Mapping[str, str]

@@ -51,7 +51,7 @@ def pair(model_folder: Callable[..., str]) -> tuple[str, str]:
 
 def test_the_entry_point_is_declared() -> None:
     try:
-        metadata.distribution("dyntree")
+        metadata.distribution("vllm-dyntree")
     except metadata.PackageNotFoundError:
         pytest.skip("the package is on the path but not installed")
     (found,) = metadata.entry_points(group="vllm.general_plugins", name="dyntree")

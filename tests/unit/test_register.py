@@ -33,6 +33,8 @@ def test_where_nothing_is_installed_the_folder_has_the_entry_points(tmp_path: Pa
         for name, value in points.items()
     }
     assert {point.group for point in found.entry_points} == {"vllm.general_plugins"}
+    assert [*metadata.distributions(name=project["name"], path=[str(tmp_path)])]
+    assert [*metadata.distributions(name="vllm", path=[str(tmp_path)])] == []
 
 
 def test_where_it_is_installed_nothing_is_written(tmp_path: Path) -> None:

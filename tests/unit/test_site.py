@@ -44,6 +44,10 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(listed) == sorted([*PAGES.values(), *(p.name for p in ROOT.glob("docs/*.md"))])
 
 
+def test_functions_that_mkdocs_would_take_for_its_events_are_events() -> None:
+    assert {name for name in SITE if name.startswith("on_")} == {"on_files", "on_page_markdown"}
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_relative_link_leads_to_a_page_a_picture_or_the_repository(
     source: str, fitted: Callable[..., str]
@@ -76,6 +80,15 @@ def test_a_link_to_no_page_keeps_its_text_where_no_repository_is_known(
 ) -> None:
     text = "See [`a.json`](../benchmarks/results/gpu-model.json) and [b](gpu.md)."
     assert fitted(text, "docs/gpu_model.md", "") == "See `a.json` and [b](gpu.md)."
+
+
+def test_pages_for_readers_elsewhere_lead_to_a_version_or_keep_their_text() -> None:
+    text = "[a](docs/gpu.md#b) ![c](docs/images/show.png) [d](docs) [e](#f) [g](https://a.b/c)"
+    assert SITE["anywhere"](text, "README.md", URL, "v1") == (
+        f"[a]({URL}/blob/v1/docs/gpu.md#b) ![c]({URL}/raw/v1/docs/images/show.png) "
+        f"[d]({URL}/tree/v1/docs) e [g](https://a.b/c)"
+    )
+    assert SITE["anywhere"](text, "README.md", "", "v1") == "a  d e [g](https://a.b/c)"
 
 
 def test_code_keeps_its_links_and_lists(fitted: Callable[..., str]) -> None:

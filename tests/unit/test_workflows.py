@@ -121,11 +121,18 @@ def test_the_docs_are_built_with_what_the_extra_says() -> None:
 
 
 def test_a_release_has_the_packages_of_the_project() -> None:
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    packages = {name.removesuffix("*") for name in setup["packages"]["find"]["include"]}
-    runs = " ".join(every(named(ROOT / ".github" / "workflows" / "release.yml"), "run"))
-    (told,) = re.findall(r"--toplevel (\S+)", runs)
-    assert {*told.split(",")} == packages
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]
+    found = {name.removesuffix("*") for name in tools["setuptools"]["packages"]["find"]["include"]}
+    assert {*tools["check-wheel-contents"]["toplevel"]} == found
+
+
+def test_a_release_is_built_and_checked_with_the_tools_of_the_tests() -> None:
+    runs = [*every(named(ROOT / ".github" / "workflows" / "release.yml"), "run")]
+    tools = re.compile(r"(?:build|check-wheel-contents|twine)\b")
+    wanted = [x for x in PROJECT["optional-dependencies"]["dev"] if tools.match(x)]
+    assert " ".join(["python -m pip install", *(f'"{each}"' for each in wanted)]) in runs
+    checks = {"twine check --strict dist/*", "check-wheel-contents dist/*.whl"}
+    assert {"python -m build"} | checks <= {*runs}
 
 
 def test_the_papers_have_the_version_of_the_package() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers.utils import logging
 from typer.core import TyperOption
 
 from dyntree_plugin import pair
@@ -37,6 +36,7 @@ from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
 from dyntree_plugin.commands.bench.session import Contest, Done, Settings, of_engines, of_servers
 from dyntree_plugin.commands.loads.runs import Engine, Run
+from dyntree_plugin.commands.start import without_progress_bars
 from dyntree_plugin.strict_json import object_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -44,7 +44,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def main(words: Sequence[str]) -> None:
     """Run the command with the words after ``dyntree bench serve``, and end the process."""
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    without_progress_bars()
     app(list(words), prog_name="dyntree bench serve")
 
 

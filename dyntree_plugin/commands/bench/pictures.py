@@ -14,5 +14,5 @@ def check_plots(folder: Path | None) -> None:
     """
     if folder is not None and find_spec("matplotlib") is None:
         raise ValueError(
-            "--plots needs matplotlib: pip install 'dyntree[bench]', or leave --plots out"
+            "--plots needs matplotlib: pip install 'vllm-dyntree[bench]', or leave --plots out"
         )

@@ -20,11 +20,7 @@ def engines(addresses: Sequence[str]) -> list[Engine]:
         ValueError: if an address is invalid, two have the same name, or vLLM is missing.
     """
     if missing := versions.absence():
-        names = " or ".join(versions.DISTRIBUTIONS)
-        raise ValueError(
-            f"--base-url measures with vLLM's own client, and {missing}: install {names}, "
-            f"{versions.SUPPORTED_VLLM}"
-        )
+        raise ValueError(f"--base-url measures with vLLM's own client, and {missing}")
     found = []
     for given in addresses:
         name, separator, address = given.partition("=")

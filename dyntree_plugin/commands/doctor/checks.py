@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
+from packaging.requirements import Requirement
+
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.doctor.report import Check
@@ -38,16 +40,14 @@ def vllm() -> Check:
     found = f"{name} {version}"
     if versions.version_refusal() is None:
         return Check("vLLM", "ok", found)
-    names = " or ".join(versions.DISTRIBUTIONS)
-    advice = f"install {names} {versions.SUPPORTED_VLLM}, as docs/install.md says"
-    return Check("vLLM", "fail", found, advice)
+    return Check("vLLM", "fail", found, versions.ADVICE)
 
 
 def plugin() -> Check:
     """Check that vLLM finds the plugin and may load it."""
     group = "vllm.general_plugins"
     if NAMESPACE not in {entry.name for entry in metadata.entry_points(group=group)}:
-        advice = "install dyntree into this environment with pip"
+        advice = "install vllm-dyntree into this environment with pip"
         return Check("plugin", "fail", f"no entry point {NAMESPACE} in {group}", advice)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAMESPACE not in allowed.split(","):
@@ -87,23 +87,22 @@ def runner() -> Check:
 
 def packages(kind: str) -> Iterator[Check]:
     """Check the packages of the kernels. Packages for a GPU are not needed on a CPU."""
-    for name, distribution, of_kind in (
+    for name, requirement, of_kind in (
         ("numba", "numba", "cpu"),
         ("Triton", "triton", "cuda"),
-        ("FlashInfer", "flashinfer-python", "cuda"),
+        ("FlashInfer", versions.FLASHINFER, "cuda"),
         ("xFormers", "xformers", "cuda"),
     ):
         try:
-            yield Check(name, "ok", metadata.version(distribution))
+            yield Check(name, "ok", metadata.version(Requirement(requirement).name))
         except metadata.PackageNotFoundError:
             if kind != of_kind:
                 yield Check(name, "ok", f"not installed; only {of_kind.upper()} engines need it")
             elif name in ("numba", "Triton"):
-                yield Check(name, "fail", "not installed", f"pip install {distribution}")
+                yield Check(name, "fail", "not installed", "install vLLM again: it requires it")
             else:
-                yield Check(
-                    name, "warn", "not installed", f"to use its kernel: pip install {distribution}"
-                )
+                advice = f"to use its kernel: pip install '{requirement}'"
+                yield Check(name, "warn", "not installed", advice)
 
 
 def companions() -> Check:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from dyntree_kernels import dispatch
+from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.doctor.report import Check
 
 _ROWS = 17
@@ -116,7 +117,8 @@ def build(
         yield Check(name, "fail", "there is no CUDA device here", advice)
         return
     if find_spec("flashinfer") is None:
-        yield Check(name, "fail", "FlashInfer is not installed", "pip install flashinfer-python")
+        advice = f"pip install '{versions.FLASHINFER}'"
+        yield Check(name, "fail", "FlashInfer is not installed", advice)
         return
     from dyntree_kernels.cuda.flashinfer_variant import Variant
     from dyntree_kernels.cuda.flashinfer_variant import build as build_variant

@@ -7,23 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from transformers.utils import logging
 
 from dyntree_plugin.admission import reasons
-from dyntree_plugin.commands.tune import (
-    arguments,
-    heads,
-    models,
-    prompts,
-)
+from dyntree_plugin.commands.start import without_progress_bars
+from dyntree_plugin.commands.tune import arguments, prompts
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings
-from dyntree_plugin.commands.tune.tuning import Tuning
 from dyntree_plugin.strict_json import object_of
-from dyntree_plugin.tune.fit import Machine
+
+if TYPE_CHECKING:
+    from dyntree_plugin.commands.tune.tuning import Tuning
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -37,7 +34,7 @@ def main(words: Sequence[str]) -> None:
     Exit status: 0 if the result is better than what it began with, 1 if not, 2 if the arguments,
     the prompts or the models are refused.
     """
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    without_progress_bars()
     app(list(words), prog_name="dyntree tune")
 
 
@@ -83,6 +80,9 @@ def tune(
     console = Console(highlight=False)
     with reasons.exit_on_mistake("dyntree tune"):
         _check_packages(settings)
+        from dyntree_plugin.commands.tune.tuning import Tuning
+        from dyntree_plugin.tune.fit import Machine
+
         given = object_of("--engine-arguments", engine_arguments)
         settings = replace(settings, engine_arguments=given)
         found = _prompts(settings, prompt_file, chat=chat)
@@ -111,15 +111,19 @@ def _run(tuning: Tuning) -> bool:
 
 
 def _check_packages(settings: Settings) -> None:
+    from dyntree_plugin.tune.fit import Machine
+
     wanted = ["matplotlib", *(["peft"] if settings.adapter is not None else [])]
     wanted += ["accelerate"] if Machine.present().devices is not None else []
     missing = [name for name in wanted if find_spec(name) is None]
     if missing:
-        raise ValueError(f"tune needs {', '.join(missing)}: pip install 'dyntree[tune]'")
+        raise ValueError(f"tune needs {', '.join(missing)}: pip install 'vllm-dyntree[tune]'")
 
 
 def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
     """Read the prompts, and check what can be checked without weights."""
+    from dyntree_plugin.commands.tune import heads, models
+
     context = models.context_of(settings.target)
     if settings.head is not None:
         if settings.pool > 1 or settings.adapter is not None:

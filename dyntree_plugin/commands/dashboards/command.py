@@ -1,0 +1,41 @@
+"""Write the files into a folder, and say what to do with them."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+from dyntree_plugin.commands.dashboards import files
+
+_NEXT = """\
+{count} files are in {folder}. To start Prometheus and Grafana for a server at port 8000:
+
+    docker compose -f {quoted}/grafana/compose.yaml up
+
+With your own: add grafana/prometheus/recording.yml and alerts.yml to the rules of Prometheus,
+give its scrape job of vLLM the metric_relabel_configs of prometheus.yml, and import
+grafana/dashboards/*.json into Grafana. examples/deployment has files for Kubernetes, KEDA and the
+Prometheus Operator.
+"""
+
+
+def write(folder: Path, *, force: bool) -> str:
+    """Write the files into a folder, which is made; return what to do next.
+
+    Raises:
+        ValueError: if it is not empty. With ``force``, files of these names are replaced, and
+            others are left.
+        OSError: if it cannot be written.
+    """
+    found = files.installed()
+    if not force and folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} is not empty: name another folder, or give --force, which replaces files "
+            "of the same names and leaves others"
+        )
+    for name, source in found.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    return _NEXT.format(count=len(found), folder=folder, quoted=shlex.quote(str(folder)))

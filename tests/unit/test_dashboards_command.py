@@ -1,0 +1,80 @@
+"""`dyntree dashboards` writes what monitoring needs, and overwrites nothing unasked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from dyntree_plugin import cli
+from dyntree_plugin.commands.dashboards import files
+
+ROOT = Path(__file__).parents[2]
+
+
+def dashboards(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.app, ["dashboards", *map(str, arguments)])
+
+
+def test_the_files_are_those_of_the_repository(tmp_path: Path) -> None:
+    done = dashboards(tmp_path / "a" / "b")
+    assert done.exit_code == 0, done.output
+    written = [path for path in (tmp_path / "a" / "b").rglob("*") if path.is_file()]
+    assert f"{len(written)} files are in {tmp_path / 'a' / 'b'}." in done.output
+    for path in written:
+        assert path.read_bytes() == (ROOT / path.relative_to(tmp_path / "a" / "b")).read_bytes()
+
+
+def test_every_file_that_the_compose_file_mounts_is_written(tmp_path: Path) -> None:
+    dashboards(tmp_path / "m")
+    folder = tmp_path / "m" / "grafana"
+    services = yaml.safe_load((folder / "compose.yaml").read_text("utf-8"))["services"]
+    mounts = [mount.partition(":")[0] for each in services.values() for mount in each["volumes"]]
+    assert len(mounts) > 3
+    assert [mount for mount in mounts if not (folder / mount).exists()] == []
+    boards = {path.name for path in (ROOT / "grafana" / "dashboards").iterdir()}
+    assert {path.name for path in (folder / "dashboards").iterdir()} == boards
+
+
+def test_files_are_named_that_exist(tmp_path: Path) -> None:
+    said = dashboards(tmp_path / "m").output
+    for name in ("grafana/compose.yaml", "grafana/prometheus/recording.yml", "examples/deployment"):
+        assert name in said
+        assert (tmp_path / "m" / name).exists()
+
+
+def test_a_folder_with_other_files_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    done = dashboards(tmp_path)
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"dyntree dashboards: {tmp_path} is not empty: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_with_force_files_of_the_same_name_are_replaced_and_others_left(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "grafana").mkdir()
+    (tmp_path / "grafana" / "compose.yaml").write_text("old")
+    assert dashboards(tmp_path, "--force").exit_code == 0
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    assert "prometheus" in (tmp_path / "grafana" / "compose.yaml").read_text()
+
+
+def test_a_file_in_place_of_the_folder_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = dashboards(tmp_path / "file")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("dyntree dashboards: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_installation_without_the_files_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "a" / "b" / "c" / "files.py"))
+    done = dashboards(tmp_path / "m")
+    assert done.exit_code == 2
+    assert "reinstall it" in done.stderr
