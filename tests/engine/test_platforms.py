@@ -34,31 +34,39 @@ def run(code: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def loaded_with(modules: list[str]) -> list[str]:
-    imports = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
-    return run(imports + "print(*sys.modules)").split()
+def loaded_with(modules: list[str], worker: tuple[str, str] | None = None) -> list[str]:
+    """Return what is loaded after these modules; a ``worker`` must go before vLLM's."""
+    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
+    if worker is not None:
+        code += "from vllm.utils.import_utils import resolve_obj_by_qualname as found\n"
+        code += f"if not issubclass(*map(found, {worker!r})): sys.exit('no worker of vLLM')\n"
+    return run(code + "print(*sys.modules)").split()
 
 
 def among(strangers: tuple[str, ...], loaded: list[str]) -> list[str]:
     return [name for name in loaded if name.startswith(strangers)]
 
 
-def test_the_cpu_loads_nothing_of_cuda() -> None:
+def test_the_cpu_goes_before_vllms_worker_and_loads_nothing_of_cuda() -> None:
     # The runner loads only after install() has prepared vLLM for it.
     own = ["vllm_cpu_runner.install", "dyntree_plugin.engine.cpu.worker"]
     own += ["dyntree_plugin.engine.attention.cpu"]
-    loaded = loaded_with(own)
+    loaded = loaded_with(own, (WORKERS["cpu"], "vllm.v1.worker.cpu_worker.CPUWorker"))
     assert among(OF_CUDA, loaded) == []
     assert among(OF_CPU, loaded) != []
 
 
-def test_cuda_loads_nothing_of_the_cpu() -> None:
+def test_cuda_goes_before_vllms_worker_and_loads_nothing_of_the_cpu() -> None:
     pytest.importorskip("triton")
     own = [*modules("cuda"), "dyntree_plugin.engine.attention.cuda"]
     assert len(own) > 4
-    loaded = loaded_with(own)
+    loaded = loaded_with(own, (WORKERS["cuda"], "vllm.v1.worker.gpu_worker.Worker"))
     assert among(OF_CPU, loaded) == []
     assert among(OF_CUDA, loaded) != []
+
+
+def test_there_is_a_worker_for_every_platform_that_is_tested_here() -> None:
+    assert {"cpu", "cuda"} == WORKERS.keys()
 
 
 def test_what_platforms_share_loads_neither() -> None:
@@ -66,16 +74,3 @@ def test_what_platforms_share_loads_neither() -> None:
     own = ["vllm.v1.worker.cpu.shm", "dyntree_plugin.engine.runner", "dyntree_plugin.engine.worker"]
     own += ["dyntree_plugin.engine.attention.served"]
     assert among((*OF_CUDA, *OF_CPU[1:]), loaded_with(own)) == []
-
-
-@pytest.mark.parametrize(
-    ("device", "stock"),
-    [("cpu", "vllm.v1.worker.cpu_worker.CPUWorker"), ("cuda", "vllm.v1.worker.gpu_worker.Worker")],
-)
-def test_every_platform_has_a_worker_that_goes_before_vllms(device: str, stock: str) -> None:
-    if device == "cuda":
-        pytest.importorskip("triton")
-    resolve = "from vllm.utils.import_utils import resolve_obj_by_qualname as found\n"
-    names = (WORKERS[device], stock)
-    assert run(f"{resolve}print(issubclass(*map(found, {names!r})))") == "True"
-    assert {"cpu", "cuda"} == WORKERS.keys()

@@ -19,6 +19,7 @@ FORMS = ("awq", "gptq", "compressed int4", "compressed int8")
 NO_KERNEL = ("Failed to find a kernel", "'_C' object has no attribute")
 """What vLLM says if the processor or the build has no kernel for a form."""
 TESTS = Path(__file__).parents[1]
+HAS = {"AMX": torch.cpu._is_amx_tile_supported, "AVX-512": torch.cpu._is_avx512_supported}
 
 
 @pytest.fixture(scope="module", params=["nothing", "AMX", "AVX-512"])
@@ -26,6 +27,8 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return the differences by form, on a processor that lacks this."""
     if torch.cuda.is_available():
         pytest.skip("these are the kernels of a CPU")
+    if request.param in HAS and not HAS[request.param]():
+        pytest.skip(f"this processor has no {request.param}, and is tested as it is")
     path = [str(TESTS), *sys.path]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("quantized_rows.py")), request.param, *FORMS],
