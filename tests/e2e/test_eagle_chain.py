@@ -3,8 +3,8 @@ and its drafts are the head's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -15,8 +15,9 @@ import torch
 import workload
 from chain_engine import Chained, Drafts, serve_chain
 from comparison import Outputs, by_request, explain, mismatches
-from engine_process import PARALLEL, Request, Result, Run, serve
+from engine_process import Request, Result, Run, serve
 from safetensors.torch import load_file, save_file
+from slow import marked
 from test_drawn_rules import least_p_value, tokens_of
 
 pytestmark = pytest.mark.e2e
@@ -84,16 +85,19 @@ RUNS: dict[str, tuple[dict[str, str], dict[str, int], dict[str, Run]]] = {
 }
 """Speculation with the name of the head, further arguments, and runs of every engine."""
 
+LAWS = ("law", "forgotten")
+"""Runs whose tokens are drawn."""
+
+SLOW_ENGINES = {"probabilistic"}
+"""Its drawing and verification have tests of their own (tests/engine/cpu/test_kernels.py)."""
+
 IDENTICAL = [
-    (engine, name)
-    for engine, (_, _, runs) in RUNS.items()
-    for name in runs
-    if name not in ("law", "forgotten")
+    (engine, name) for engine, (_, _, runs) in RUNS.items() for name in runs if name not in LAWS
 ]
 
 
-Started = Mapping[str, Future[dict[str, Chained]]]
-"""Runs' results by name, of every engine by name."""
+Served = Callable[[str], dict[str, Chained]]
+"""Gives an engine's results by the names of its runs."""
 
 
 def attentive_head(folder: Path) -> Path:
@@ -113,41 +117,44 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def results(folders: Mapping[str, str]) -> Iterator[Started]:
-    """Results of every engine by name, which start at once."""
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        started = {}
-        for name, (own, further, runs) in RUNS.items():
-            speculation = {"method": "eagle3", "num_speculative_tokens": K}
-            speculation |= own | {"model": folders[own["model"]]}
-            engine = workload.without_tree(speculative_config=speculation, **further)
-            started[name] = pool.submit(serve_chain, engine, runs)
-        yield started
-        pool.shutdown(cancel_futures=True)
+def results(folders: Mapping[str, str]) -> Served:
+    """Return a function that gives an engine's results, and starts it when they are first asked
+    for."""
+
+    @functools.cache
+    def served(name: str) -> dict[str, Chained]:
+        own, further, runs = RUNS[name]
+        speculation = {"method": "eagle3", "num_speculative_tokens": K}
+        speculation |= own | {"model": folders[own["model"]]}
+        engine = workload.without_tree(speculative_config=speculation, **further)
+        return serve_chain(engine, runs)
+
+    return served
 
 
 @pytest.fixture(scope="module")
 def plain() -> Outputs:
-    """Outputs of every request without speculation, by request key."""
-    asked = [r for _, _, runs in RUNS.values() for run in runs.values() for r in run.requests]
+    """Outputs of every request but those of the law without speculation, by request key."""
+    every = [run for _, _, runs in RUNS.values() for name, run in runs.items() if name not in LAWS]
+    asked = [r for run in every for r in run.requests]
     run = Run(list({r.key: r for r in [*asked, *map(longer, GREEDY)]}.values()))
     return by_request(run, serve(workload.without_tree(), {"all": run}, threads=1)["all"])
 
 
-@pytest.mark.parametrize(("engine", "name"), IDENTICAL)
+@pytest.mark.parametrize(("engine", "name"), marked(IDENTICAL, SLOW_ENGINES))
 def test_the_tokens_are_those_without_speculation(
-    engine: str, name: str, results: Started, plain: Outputs
+    engine: str, name: str, results: Served, plain: Outputs
 ) -> None:
     run = RUNS[engine][2][name]
-    found = mismatches(run, results[engine].result()[name].result, plain)
+    found = mismatches(run, results(engine)[name].result, plain)
     assert not found, explain(found)
 
 
-@pytest.mark.parametrize("engine", RUNS)
-def test_no_request_waits_for_a_compilation(engine: str, results: Started) -> None:
-    assert {
-        name: each.compiled for name, each in results[engine].result().items()
-    } == dict.fromkeys(RUNS[engine][2], 0)
+@pytest.mark.parametrize("engine", marked(RUNS, SLOW_ENGINES))
+def test_no_request_waits_for_a_compilation(engine: str, results: Served) -> None:
+    assert {name: each.compiled for name, each in results(engine).items()} == dict.fromkeys(
+        RUNS[engine][2], 0
+    )
 
 
 def accepted(result: Result) -> list[float]:
@@ -170,14 +177,14 @@ def repeats(tokens: list[int], most: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["mirror", "probabilistic"])
+@pytest.mark.parametrize("engine", marked(["mirror", "probabilistic"], SLOW_ENGINES))
 def test_the_mirror_repeats_a_token_and_is_accepted_where_the_text_does(
-    engine: str, results: Started, plain: Outputs
+    engine: str, results: Served, plain: Outputs
 ) -> None:
     each = [repeats(plain[longer(r).key].tokens[0], r.params["max_tokens"]) for r in GREEDY]
     wanted = [sum(counts) for counts in zip(*each, strict=True)]
     assert wanted[0] > 0
-    assert accepted(results[engine].result()["greedy"].result) == wanted
+    assert accepted(results(engine)["greedy"].result) == wanted
 
 
 def unlike_the_last_token(drafts: Drafts) -> float:
@@ -187,9 +194,9 @@ def unlike_the_last_token(drafts: Drafts) -> float:
 
 
 def test_the_mirror_gets_the_hidden_state_of_the_last_token_but_one(
-    results: Started,
+    results: Served,
 ) -> None:
-    found = results["mirror"].result()
+    found = results("mirror")
     assert unlike_the_last_token(found["greedy"].drafts) == 0
     assert unlike_the_last_token(found["shifted"].drafts) > 0.5
 
@@ -223,22 +230,22 @@ def wrong_drafts(folder: str, chained: Chained) -> tuple[int, int]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["demanding", "long", "again"])
 def test_drafts_are_those_of_the_head_over_the_whole_text(
-    name: str, results: Started, folders: Mapping[str, str]
+    name: str, results: Served, folders: Mapping[str, str]
 ) -> None:
-    wrong, total = wrong_drafts(folders["random"], results["random"].result()[name])
+    wrong, total = wrong_drafts(folders["random"], results("random")[name])
     assert (wrong, total > 10) == (0, True)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_positions_that_stand_still_give_other_drafts(
-    results: Started, folders: Mapping[str, str]
+    results: Served, folders: Mapping[str, str]
 ) -> None:
-    wrong, total = wrong_drafts(folders["random"], results["random"].result()["still"])
+    wrong, total = wrong_drafts(folders["random"], results("random")["still"])
     assert wrong > 0.1 * total
 
 
-def test_the_runs_preempt_requests_and_read_the_prefix_cache(results: Started) -> None:
-    found = results["random"].result()
+def test_the_runs_preempt_requests_and_read_the_prefix_cache(results: Served) -> None:
+    found = results("random")
     assert found["demanding"].result.metrics["vllm:num_preemptions_total"] > 0
     for output in found["again"].result.outputs:
         assert output is not None
@@ -246,10 +253,12 @@ def test_the_runs_preempt_requests_and_read_the_prefix_cache(results: Started) -
         assert output.cached == len(output.prompt) // 32 * 32 - 32
 
 
-def test_probabilistic_drafts_keep_the_law(results: Started, plain: Outputs) -> None:
-    found = results["probabilistic"].result()
-    law, forgotten = (found[name].result for name in ("law", "forgotten"))
-    without = [plain[request.key].tokens[0] for request in LAW.requests]
+@pytest.mark.slow
+def test_probabilistic_drafts_keep_the_law(results: Served) -> None:
+    found = results("probabilistic")
+    law, forgotten = (found[name].result for name in LAWS)
+    plain = serve(workload.without_tree(), {"law": LAW}, threads=1)["law"]
+    without = tokens_of(plain)
     assert sum(accepted(law)) > 100
     assert least_p_value(tokens_of(law), without) > 1e-3
     assert least_p_value(tokens_of(forgotten), without) < 1e-6
