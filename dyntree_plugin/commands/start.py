@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,25 +24,22 @@ Announce = Callable[[str, int | None], AbstractContextManager[Callable[[], None]
 """Shows a task, and its number of parts if that is known. The context gives the function to call
 after each part."""
 
-_STARTS_NO_ENGINE = {"--help", "--from", "--base-url"}
 _LEVELS = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def ready_for_engine(arguments: Sequence[str] = ()) -> None:
+def ready_for_engine() -> None:
     """Make sure that vLLM is installed, and restart the process if Intel's OpenMP must be loaded.
 
-    Without vLLM the command ends with status 1, unless one of its ``arguments`` says that no
-    engine is to start.
+    Without vLLM the command ends with status 1.
     """
-    missing = versions.absence()
-    if missing and not _STARTS_NO_ENGINE & {word.partition("=")[0] for word in arguments}:
+    if missing := versions.absence():
         typer.echo(f"{missing}; `dyntree doctor` says what to install", err=True)
         raise typer.Exit(1)
     openmp.restart_with_library()
 
 
 def tree_options(value: str, nodes: int) -> dict[str, Any]:
-    """Read the dyntree options in a command's ``--options``, for trees of ``--nodes``.
+    """Read the options in a command's ``--dyntree``, for trees of ``--nodes``.
 
     Raises:
         BadParameter: for options that are refused.
@@ -50,11 +47,11 @@ def tree_options(value: str, nodes: int) -> dict[str, Any]:
     try:
         options = from_json(value)
     except ValueError as error:
-        raise typer.BadParameter(f"--options {error}") from None
+        raise typer.BadParameter(f"--dyntree {error}") from None
     try:
         DynTreeOptions.parse(options).resolve(nodes)
     except ValueError as error:
-        message = f"--options, with num_speculative_tokens set by --nodes: {error}"
+        message = f"--dyntree, with num_speculative_tokens set by --nodes: {error}"
         raise typer.BadParameter(message) from None
     return dict(options)
 

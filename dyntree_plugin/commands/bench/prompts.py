@@ -21,6 +21,9 @@ CODE = "code"
 PROSE = "prose"
 """Docstrings of the same modules."""
 
+NAMES = (CODE, PROSE, *sets.NAMES)
+"""Names of sets, as ``--prompts`` takes them."""
+
 VLLM = "vllm:"
 """Prefix of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
 
@@ -67,7 +70,7 @@ def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, l
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"--prompts {source!r} must be {', '.join(map(repr, (CODE, PROSE, *sets.NAMES)))}, "
+            f"--prompts {source!r} must be {', '.join(map(repr, NAMES))}, "
             "a JSONL file that exists, or "
             f"'{VLLM}--dataset-name spec_bench --dataset-path FILE' with flags of vLLM's data sets"
         )

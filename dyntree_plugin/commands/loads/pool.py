@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from dyntree_plugin.commands.loads.engine import FAILED, REFUSED, Answers, main
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.runs import Engine, Run
@@ -156,6 +154,8 @@ class Pool:
     def _has_room(self) -> bool:
         if self._places is not None:
             return len(self._running) < self._places
+        import torch
+
         if torch.cuda.is_available():
             return False
         largest = max(process.resident_bytes() for process in self._running.values())
