@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dyntree_plugin.commands.vocabulary import LARGEST_SEED, shared
+from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.options import HEADS, MOST_NODES
 
 Target = Annotated[str | None, shared("--target", show_default="the embedded one")]
@@ -33,7 +33,7 @@ NumPrompts = Annotated[int, shared("--num-prompts", min=1)]
 MaxTokens = Annotated[int, shared("--max-tokens", min=1)]
 Temperature = Annotated[float, shared("--temperature", min=0)]
 TopP = Annotated[float, shared("--top-p", min=0.01, max=1)]
-Seed = Annotated[int, shared("--seed", min=0, max=LARGEST_SEED)]
+Seed = Annotated[int, shared("--seed", min=0)]
 Verbose = Annotated[bool, shared("--verbose")]
 
 

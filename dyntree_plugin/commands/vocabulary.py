@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
+from typer.core import TyperOption
 
-LARGEST_SEED = 2**32 - 1
-"""The largest that numpy takes."""
+LARGEST = 2**32 - 1
+"""The largest integer of an option. It is numpy's largest seed."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ NAMES: Mapping[str, Name] = {
     "--top-p": Name("P", "Draw from the likeliest tokens that have the probability P together."),
     "--seed": Name("N", "Seed of the first prompt; each later prompt adds 1."),
     "--batch": Name("N", "Requests that are served at once."),
+    "--rounds": Name("N", "Number of rounds; each measures everything once."),
     "--output": Name("PATH", "Where the result goes."),
     "--plots": Name("FOLDER", "Draw pictures of the result into this folder."),
     "--json": Name("", "Print JSON, for programs."),
@@ -62,14 +64,16 @@ def shared(name: str, more: str = "", **settings: Any) -> Any:
 
 def option(name: str, value: str, meaning: str, **settings: Any) -> Any:
     """Return an option with the name of its ``value``, and a sentence. "" is a switch's value."""
-    return typer.Option(name, metavar=value or None, help=meaning, callback=_finite, **settings)
+    return typer.Option(name, metavar=value or None, help=meaning, callback=_bounded, **settings)
 
 
-def _finite(context: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
-    """Refuse numbers that no bound refuses: a comparison with NaN is always false."""
+def _bounded(context: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    """Refuse numbers that no bound of an option refuses."""
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, float) and not math.isfinite(each):
             raise typer.BadParameter(f"{each:g} is not a finite number.")
+        if isinstance(each, int) and each > LARGEST:
+            raise typer.BadParameter(f"{each} is too large: the largest is {LARGEST}.")
     return value
 
 
@@ -80,6 +84,20 @@ def paragraphs(text: str | None) -> str:
     """
     parts = (text or "").split("\n\n")
     return "\n\n".join(each if each.startswith(" ") else " ".join(each.split()) for each in parts)
+
+
+def of_commands(app: typer.Typer) -> dict[str, dict[str, TyperOption]]:
+    """Return the options of all commands, by the command's and the option's name."""
+    found: dict[str, dict[str, TyperOption]] = {}
+
+    def walk(command: Any, name: str) -> None:
+        options = [each for each in command.params if isinstance(each, TyperOption)]
+        found[name] = {each.opts[0]: each for each in options}
+        for below, child in getattr(command, "commands", {}).items():
+            walk(child, f"{name} {below}".strip())
+
+    walk(typer.main.get_command(app), "")
+    return found
 
 
 def markdown_table(commands: Mapping[str, list[str]]) -> str:

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a trace and a page of large trees, made by the command."""
     made: Path = tmp_path_factory.mktemp("show")
     line = [f"--nodes={NODES}", f"--max-tokens={TOKENS}", "--temperature=0.9", "--seed=3"]
-    line += ['--options={"children": 6}', "--trace", str(made / "trace.json")]
+    line += ['--dyntree={"children": 6}', "--trace", str(made / "trace.json")]
     done = subprocess.run(
         [*COMMAND, *line, "--output", str(made / "page.html")], capture_output=True, text=True
     )

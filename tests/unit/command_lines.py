@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from typer.testing import CliRunner, Result
 
 from dyntree_plugin import cli
 
 
-def ran(*words: str) -> Result:
+def ran(*words: str, env: Mapping[str, str] | None = None) -> Result:
     """Return the result of ``dyntree`` with these words."""
-    return CliRunner().invoke(cli.app, words, prog_name="dyntree")
+    return CliRunner().invoke(cli.app, words, env=env, prog_name="dyntree")
 
 
 def status(*words: str) -> int:

@@ -10,7 +10,7 @@ from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.arguments import Method as DraftMethod
 from dyntree_plugin.commands.bench.chains import KINDS, OFF
 from dyntree_plugin.commands.loads.requests import ALLOWED
-from dyntree_plugin.commands.vocabulary import LARGEST_SEED, option, shared
+from dyntree_plugin.commands.vocabulary import option, shared
 from dyntree_plugin.options import MOST_NODES
 
 OF_ENGINES = "For engines on this machine"
@@ -160,8 +160,8 @@ StaticTrees = Annotated[
         "--static",
         "RATES",
         "Add the best static tree of each size. RATES, such as 0.6,0.2, are the shares of "
-        "nodes whose first, second, … child the target accepts; in a clone of the repository "
-        "`python -m benchmarks.acceptance.positional` measures them.",
+        "nodes whose first, second, … child the target accepts. docs/options.md says at acceptance "
+        "what measures them.",
         show_default="no static tree",
         rich_help_panel=OF_ENGINES,
     ),
@@ -177,9 +177,7 @@ WeightsAt = Annotated[
         rich_help_panel=OF_ENGINES,
     ),
 ]
-Rounds = Annotated[
-    int, option("--rounds", "N", "Number of rounds; each measures everything once.", min=1)
-]
+Rounds = Annotated[int, shared("--rounds", min=1)]
 SideBySide = Annotated[
     int | None,
     option(
@@ -268,7 +266,7 @@ Burstiness = Annotated[
         rich_help_panel=OF_SERVERS,
     ),
 ]
-Seed = Annotated[int, shared("--seed", "It also chooses the prompts.", min=0, max=LARGEST_SEED)]
+Seed = Annotated[int, shared("--seed", "It also chooses the prompts.", min=0)]
 ResultFile = Annotated[
     Path | None, shared("--output", "A JSON file.", show_default="the terminal alone")
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from dyntree_plugin.commands.arguments import DtypeName
-from dyntree_plugin.commands.vocabulary import LARGEST_SEED, option, shared
+from dyntree_plugin.commands.vocabulary import option, shared
 from dyntree_plugin.options import MOST_NODES
 
 Target = Annotated[str, shared("--target")]
@@ -106,6 +106,6 @@ Batch = Annotated[int, shared("--batch", min=1)]
 Chat = Annotated[
     bool, option("--chat", "", "Write each prompt as a message in the target's chat template.")
 ]
-Seed = Annotated[int, shared("--seed", min=0, max=LARGEST_SEED)]
+Seed = Annotated[int, shared("--seed", min=0)]
 EngineArguments = Annotated[str, shared("--engine-arguments", "They are for the target.")]
 Dtype = Annotated[DtypeName, shared("--dtype")]
