@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from dyntree_plugin.commands.paths import check_model
 from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.options import HEADS, MOST_NODES
 
@@ -52,6 +53,16 @@ def both_or_neither(target: str | None, draft: str | None, method: Method = "dra
         return
     if (target is None) != (draft is None):
         raise typer.BadParameter("--target and --draft go together: give both or neither")
+
+
+def check_models(target: str | None, draft: str | None) -> None:
+    """Refuse what can be no model, before vLLM is loaded.
+
+    Raises:
+        ValueError: naming the option and the value.
+    """
+    check_model("--target", target)
+    check_model("--draft", draft)
 
 
 def drafter(method: str) -> Literal["draft", "head"]:

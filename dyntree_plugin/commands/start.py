@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
+from dyntree_plugin.commands.paths import check_model
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
@@ -50,6 +51,8 @@ def tree_options(value: str, nodes: int) -> dict[str, Any]:
         raise typer.BadParameter(f"--dyntree {error}") from None
     try:
         DynTreeOptions.parse(options).resolve(nodes)
+        for each in options.get("drafts", ()):
+            check_model("dyntree.drafts", each)
     except ValueError as error:
         message = f"--dyntree, with num_speculative_tokens set by --nodes: {error}"
         raise typer.BadParameter(message) from None
@@ -57,11 +60,22 @@ def tree_options(value: str, nodes: int) -> dict[str, Any]:
 
 
 def fetch(model: str) -> None:
-    """Download a model unless it is a folder. Hugging Face shows its own progress bars."""
-    if not Path(model).is_dir():
-        from huggingface_hub import snapshot_download
+    """Download a model unless it is a folder. Hugging Face shows its own progress bars.
 
+    Raises:
+        ValueError: if it cannot be downloaded.
+    """
+    if Path(model).is_dir():
+        return
+    from huggingface_hub import snapshot_download
+
+    try:
         snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(
+            f"model {model!r} is no folder here, and cannot be downloaded: {reason}"
+        ) from None
 
 
 @contextmanager

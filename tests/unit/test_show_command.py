@@ -125,6 +125,7 @@ def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
     asked: list[Any], tmp_path: Path
 ) -> None:
     (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
     own = ["--target", str(tmp_path / "a"), "--draft", str(tmp_path / "a"), "text"]
     run("text")
     run(*own)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperOption
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, embedded
+from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, check_models, embedded
 from dyntree_plugin.commands.bench import (
     arguments,
     overview,
@@ -36,6 +36,7 @@ from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
 from dyntree_plugin.commands.bench.session import Contest, Done, Settings, of_engines, of_servers
 from dyntree_plugin.commands.loads.runs import Engine, Run
+from dyntree_plugin.commands.paths import check_new_file
 from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.strict_json import object_of
 
@@ -89,6 +90,7 @@ def serve(
     try:
         further_sampling = [object_of("--sampling", each) for each in samplings or ["{}"]]
         settings = Settings(*loads, count, max_tokens, rounds, seed, further_sampling)
+        check_new_file("--output", result_file)
         check_plots(plot_folder)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
@@ -207,6 +209,7 @@ def _models(
 ) -> tuple[Models, list[str]]:
     """Return the models, and notes on them."""
     both_or_neither(target, draft, method)
+    check_models(target, draft)
     _without_progress_bars()
     if target is not None:
         if shape is not None:
@@ -252,7 +255,11 @@ def _trees(
     except ValueError:
         raise ValueError(f"--static {static_rates!r} must be numbers, such as 0.6,0.2") from None
     budgets = sorted({nodes for nodes, _ in dynamic.values()})
-    return {**plan.named_trees(static.trees(rates, budgets), ()), **dynamic}
+    try:
+        best = plan.named_trees(static.trees(rates, budgets), ())
+    except ValueError as error:
+        raise ValueError(f"--static {static_rates}: {error}") from None
+    return {**best, **dynamic}
 
 
 @contextmanager

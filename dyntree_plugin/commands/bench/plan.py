@@ -147,7 +147,10 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> T
         others = [] if is_static(each) else [f"{k} {v}" for k, v in each.items() if k in _SHOWN]
         name = ", ".join([name, *others])
         if name in found:
-            raise ValueError(f"--dyntree: two have the name {name!r}, which shows {_SHOWN}")
+            raise ValueError(
+                f"--dyntree and --nodes: two have the name {name!r}; what tells them apart is "
+                f"{', '.join(_SHOWN)}"
+            )
         found[name] = size, each
     return found
 

@@ -25,6 +25,7 @@ from dyntree_plugin.commands.arguments import (
     TopP,
     Verbose,
     both_or_neither,
+    check_models,
     chosen_dtype,
     embedded,
 )
@@ -68,6 +69,8 @@ def demo(
     models are refused.
     """
     both_or_neither(target, draft, method)
+    with reasons.exit_on_mistake("dyntree demo"):
+        check_models(target, draft)
     ready_for_engine()
     parsed = tree_options(options, nodes)
     console = Console(highlight=False)

@@ -25,10 +25,12 @@ from dyntree_plugin.commands.arguments import (
     TopP,
     Verbose,
     both_or_neither,
+    check_models,
     chosen_dtype,
     embedded,
 )
 from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.paths import check_new_file, read_text
 from dyntree_plugin.commands.show import arguments, page
 from dyntree_plugin.commands.show.arguments import Format
 from dyntree_plugin.commands.show.generation import Generation, load, save
@@ -80,6 +82,10 @@ def show(
     asked = (prompt, file, target, draft, trace)
     if saved is not None and any(value is not None for value in asked):
         raise typer.BadParameter("--from draws a saved trace: give no prompt, model or --trace")
+    with reasons.exit_on_mistake("dyntree show"):
+        check_new_file("--output", output)
+        check_new_file("--trace", trace)
+        check_models(target, draft)
     if saved is None:
         both_or_neither(target, draft, method)
         ready_for_engine()
@@ -102,7 +108,7 @@ def _prompt(prompt: str | None, file: str | None, *, own_models: bool) -> str | 
     if prompt is not None and file is not None:
         raise typer.BadParameter("a prompt is given twice, as text and with --file: give it once")
     if file is not None:
-        prompt = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        prompt = sys.stdin.read() if file == "-" else read_text("--file", Path(file))
     if prompt is None and own_models:
         raise typer.BadParameter("give a prompt for these models, as text or with --file")
     if prompt == "":

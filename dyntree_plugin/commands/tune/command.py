@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 
 from dyntree_plugin.admission import reasons
+from dyntree_plugin.commands.arguments import check_models
+from dyntree_plugin.commands.paths import check_new_folder
 from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.commands.tune import arguments
 from dyntree_plugin.commands.tune.settings import Settings
@@ -62,6 +64,10 @@ def tune(
             dtype, seed, engine_arguments=given,
         )  # fmt: skip
         _check(settings)
+        check_new_folder("--output", output)
+        check_models(target, draft)
+        if not prompt_file.is_file():
+            raise ValueError(f"--prompts {str(prompt_file)!r} must be a JSONL file that exists")
         ready_for_engine()
         from dyntree_plugin.commands.tune.run import run
 

@@ -41,8 +41,6 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
         ValueError: if the file or a line of it cannot serve. A prompt must have 1 to ``most``
             tokens.
     """
-    if not path.is_file():
-        raise ValueError(f"--prompts {str(path)!r} must be a JSONL file that exists")
     texts = [str(request.prompt) for request in lines(path)]
     if len(texts) < FEWEST + held_out:
         raise ValueError(
