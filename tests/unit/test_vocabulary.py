@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -196,7 +197,10 @@ def ran_in(shell: str) -> subprocess.CompletedProcess[str]:
     words = ["--show-completion"]
     environment = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     return subprocess.run(
-        [sys.executable, "-c", code, *words, shell], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code, *words, shell],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
     )
 
 
