@@ -86,7 +86,7 @@ show text --trace nowhere/t.json → --trace 'nowhere/t.json': there is no folde
 top ftp://host → has the scheme 'ftp', which must be http or https
 top host:port → 'host:port' is invalid
 top ::1 → an IPv6 address is written in brackets, [::1]:8000
-top localhost:1 → http://localhost:1/metrics cannot be read: refused
+top localhost:1 → http://localhost:1/metrics cannot be read: Connection refused
 top WEB → is not a page of metrics
 top PLAIN → this server decodes without dyntree
 top SSH → cannot be read
