@@ -27,6 +27,7 @@ from dyntree_plugin.commands.loads.pool import EngineProcess, Pool
 from dyntree_plugin.commands.loads.prompt_file import lines
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine
+from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.options import NAMESPACE
 from dyntree_plugin.provenance import provenance
 
@@ -39,15 +40,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command(help=__doc__)
 def measure(
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL; otherwise held-out Python code.")
+        Path | None,
+        shared("--prompts", "A JSONL file.", show_default="held-out Python code"),
     ] = None,
-    count: Annotated[int, typer.Option(min=3, help="Prompts of each third.")] = 160,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 64,
-    nodes: Annotated[list[int] | None, typer.Option(help="Repeatable; default 16 and 64.")] = None,
+    count: Annotated[int, shared("--num-prompts", "Of each third.", min=3)] = 160,
+    tokens: Annotated[int, shared("--max-tokens", min=2)] = 64,
+    nodes: Annotated[
+        list[int] | None, shared("--nodes", "Repeatable.", show_default="16 and 64")
+    ] = None,
     bits: Annotated[
         int | None, typer.Option(min=2, max=8, help="Round the draft's weights to so many bits.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the result goes, as JSON.")] = None,
+    output: Annotated[Path | None, shared("--output", "A JSON file.")] = None,
 ) -> None:
     loads = _loads(_texts(prompts, 3 * count), count, tokens)
     cells: list[dict[str, Any]] = []

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.adapt import engine_arguments
 from dyntree_plugin import openmp, pair
+from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.pair import shapes
 from dyntree_plugin.provenance import provenance
@@ -36,11 +37,13 @@ def measure(
     shape: Annotated[
         str | None, typer.Option(help=f"Of the target: {', '.join(shapes.SHAPES)}.")
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Repeatable; default 1 and 4.")] = None,
-    nodes: Annotated[int, typer.Option(min=1)] = 16,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each batch is served.")] = 8,
-    output: Annotated[Path | None, typer.Option(help="Where the result goes, as JSON.")] = None,
+    batch: Annotated[
+        list[int] | None, shared("--batch", "Repeatable.", show_default="1 and 4")
+    ] = None,
+    nodes: Annotated[int, shared("--nodes", min=1)] = 16,
+    tokens: Annotated[int, shared("--max-tokens", min=2)] = 64,
+    rounds: Annotated[int, shared("--rounds", min=1)] = 8,
+    output: Annotated[Path | None, shared("--output", "A JSON file.")] = None,
 ) -> None:
     batches = batch or [1, 4]
     engine = _engine(shape, max(batches), nodes, tokens)

@@ -23,6 +23,7 @@ from benchmarks.acceptance.models import load
 from benchmarks.acceptance.workloads import WORKLOADS
 from benchmarks.laboratory import CHAIN, TREE
 from dyntree_plugin import pair as embedded
+from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.provenance import provenance
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -71,9 +72,11 @@ def cells(prompts: int, tokens: int) -> Iterator[dict[str, Any]]:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Where the result goes, as JSON.")],
-    prompts: Annotated[int, typer.Option(min=4, help="A quarter as many more calibrate.")] = 64,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 64,
+    output: Annotated[Path, shared("--output", "A JSON file.")],
+    prompts: Annotated[
+        int, shared("--num-prompts", "A quarter as many more calibrate.", min=4)
+    ] = 64,
+    tokens: Annotated[int, shared("--max-tokens", min=2)] = 64,
 ) -> None:
     """Measure trees by nodes and depth, and chains by length."""
     found = []

@@ -17,6 +17,7 @@ import typer
 from benchmarks import laboratory, roofline
 from benchmarks.laboratory import CHAIN, PLAIN, TREE, Drafted
 from benchmarks.roofline import H200, Gpu, Shape, computing_seconds, forward_seconds
+from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.provenance import provenance
 
 SECONDS_PER_DAY = 86400
@@ -305,7 +306,7 @@ def sensitivity_table() -> str:
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="Where the result goes, as JSON.")] = None,
+    output: Annotated[Path | None, shared("--output", "A JSON file.")] = None,
 ) -> None:
     """Estimate what a fleet makes with and without trees."""
     print("\n\n".join((assumptions_table(), batch_table(), fleet_table(), sensitivity_table())))  # noqa: T201

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from benchmarks import laboratory, roofline
 from benchmarks.laboratory import CHAIN, TREE, Drafted
 from benchmarks.roofline import Gpu, Shape, forward_seconds
+from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.provenance import provenance
 
 LINKS = {"PCIe 4": 25e9, "PCIe 5": 50e9}
@@ -272,7 +273,7 @@ def _points(panel: Axes) -> None:
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="Where the result goes, as JSON.")] = None,
+    output: Annotated[Path | None, shared("--output", "A JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where the picture goes.")] = None,
 ) -> None:
     """Model the speed-up of trees over a target whose weights lie in the CPU's memory."""

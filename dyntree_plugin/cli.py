@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import shlex
@@ -18,17 +19,21 @@ import typer
 
 from dyntree_plugin import __version__
 from dyntree_plugin.admission import reasons, versions
-from dyntree_plugin.commands.bench.cli import app as bench
+from dyntree_plugin.commands.bench.command import serve as bench_serve
+from dyntree_plugin.commands.demo.command import demo
+from dyntree_plugin.commands.show.command import show
 from dyntree_plugin.commands.start import ready_for_engine
+from dyntree_plugin.commands.tune.command import tune
+from dyntree_plugin.commands.vocabulary import option, paragraphs, shared
+from dyntree_plugin.options import DynTreeOptions
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Speculative decoding with a dynamic token tree, for vLLM.",
 )
 
-app.add_typer(bench, name="bench")
+bench = typer.Typer(no_args_is_help=True, help="Measure speed, and write JSON with provenance.")
 
 _VLLM_ARGUMENTS = {
     "allow_extra_args": True,
@@ -47,20 +52,47 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of dyntree and vLLM, and exit.",
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-@app.command(context_settings=_VLLM_ARGUMENTS)
-def serve(context: typer.Context) -> None:
-    """Serve a model. The arguments are those of `vllm serve`, with --dyntree among them.
+_SERVE_HELP = f"""Serve a model. The arguments are those of `vllm serve`, with --dyntree among them.
 
-    The exit status is 2 if vLLM or dyntree refuses them. VLLM_LOGGING_LEVEL=DEBUG shows where.
-    """
-    if (missing := versions.absence()) and "--help" in context.args:
-        typer.echo(f"{context.get_help()}\n{missing}")
+ dyntree serve TARGET --dyntree '{{}}' \\
+   --speculative-config.method draft_model --speculative-config.model DRAFT \\
+   --speculative-config.num_speculative_tokens 16
+
+--dyntree takes a JSON object of options, and {{}} asks for trees with every default. Without it
+vLLM is unchanged. The options are {", ".join(DynTreeOptions.model_fields)}.
+
+vLLM itself answers these, which takes some seconds:
+
+ dyntree serve --help=dyntree        explains the options of dyntree
+ dyntree serve --help=max-model-len  explains one argument of vLLM
+ dyntree serve --help=all            explains every argument
+
+`dyntree doctor -- ARGUMENTS` says what would be refused, and loads no weights.
+
+The exit status is 2 if vLLM or dyntree refuses the arguments. VLLM_LOGGING_LEVEL=DEBUG shows where.
+"""
+
+
+@app.command(
+    context_settings=_VLLM_ARGUMENTS,
+    options_metavar="TARGET [ARGUMENTS OF vllm serve]",
+    help=paragraphs(_SERVE_HELP),
+)
+def serve(context: typer.Context) -> None:
+    if {"--help", "-h"} & {*context.args}:
+        typer.echo("\n".join(filter(None, [context.get_help(), versions.absence()])))
         return
     ready_for_engine()
     _find_vllm_cpu()
@@ -87,41 +119,34 @@ def pair() -> None:
     typer.echo(json.dumps({name: str(path) for name, path in embedded.paths().items()}))
 
 
-@app.command(context_settings=_VLLM_ARGUMENTS)
-def demo(context: typer.Context) -> None:
-    """Complete code with and without a tree, compare the two, and draw a tree."""
-    ready_for_engine(context.args)
-    import_module("dyntree_plugin.commands.demo.command").main(context.args)
+for _command in (demo, show, tune):
+    app.command(help=paragraphs(inspect.getdoc(_command)))(_command)
 
 
-@app.command(context_settings=_VLLM_ARGUMENTS)
-def show(context: typer.Context) -> None:
-    """Show the tree of every step of a completion: in the terminal, as DOT, or as a page."""
-    ready_for_engine(context.args)
-    import_module("dyntree_plugin.commands.show.command").main(context.args)
+@bench.callback()
+def _bench() -> None:
+    pass
 
 
-@app.command(context_settings=_VLLM_ARGUMENTS)
-def tune(context: typer.Context) -> None:
-    """Fit a draft, a pool of drafts or an EAGLE-3 head to its target, on prompts of its users."""
-    # Intel's OpenMP reads this when it starts; else it says that numba calls a deprecated function.
-    os.environ.setdefault("KMP_WARNINGS", "0")
-    ready_for_engine(context.args)
-    import_module("dyntree_plugin.commands.tune.command").main(context.args)
+bench.command(help=paragraphs(inspect.getdoc(bench_serve)))(bench_serve)
+app.add_typer(bench, name="bench")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGUMENTS OF dyntree serve]", show_default=False),
+        typer.Argument(
+            metavar="[-- ARGUMENTS OF dyntree serve]",
+            help="Say what dyntree would refuse of them.",
+            show_default="check the machine alone",
+        ),
     ] = None,
     build_kernels: Annotated[
-        bool,
-        typer.Option("--build-kernels", help="Build FlashInfer's tree attention; needs nvcc."),
+        bool, option("--build-kernels", "", "Build FlashInfer's tree attention; needs nvcc.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own messages.")] = False,
+    as_json: Annotated[bool, shared("--json")] = False,
+    verbose: Annotated[bool, shared("--verbose")] = False,
 ) -> None:
     """Check this machine, and what dyntree would refuse of a command line; load no weights.
 
@@ -136,25 +161,30 @@ def doctor(
 @app.command()
 def top(
     address: Annotated[
-        str, typer.Argument(help="Address of the server, as for its clients.")
-    ] = "http://localhost:8000",
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 2.0,
+        str, typer.Argument(help="Address of the server, such as localhost:8000.")
+    ] = "localhost:8000",
+    interval: Annotated[
+        float, option("--interval", "SECONDS", "Time between two updates.", min=0.1)
+    ] = 2,
     once: Annotated[
         bool,
-        typer.Option("--once", help="Show the figures since the server's start once, and exit."),
+        option("--once", "", "Show the figures since the server's start once, and exit."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per update.")
-    ] = False,
+    as_json: Annotated[bool, shared("--json", "Each update is an object on a line.")] = False,
 ) -> None:
     """Show whether trees pay on a running server: acceptance, speed, and time per stage."""
     from rich.console import Console
 
+    from dyntree_plugin.commands.address import base_url
     from dyntree_plugin.commands.top.command import run
     from dyntree_plugin.commands.top.page import Unreadable
 
     try:
-        run(Console(), address, interval, once, as_json)
+        url = base_url(address)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="ADDRESS") from None
+    try:
+        run(Console(), url, interval, once, as_json)
     except Unreadable as error:
         raise typer.BadParameter(str(error), param_hint="ADDRESS") from None
 
@@ -162,9 +192,7 @@ def top(
 @app.command()
 def dashboards(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
-    force: Annotated[
-        bool, typer.Option("--force", help="Write into DIR though it has files.")
-    ] = False,
+    force: Annotated[bool, option("--force", "", "Write into DIR though it has files.")] = False,
 ) -> None:
     """Write Grafana's dashboards, Prometheus' rules and files for deployment into a folder."""
     from dyntree_plugin.commands.dashboards.command import write

@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default=str(own["target"]))
     parser.add_argument("--draft", default=str(own["draft"]))
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
 

@@ -1,6 +1,6 @@
 """Try a target and a draft of your own: folders, or names on Hugging Face.
 
-    python examples/own_pair.py Qwen/Qwen3-4B Qwen/Qwen3-0.6B
+    python examples/own_pair.py --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B
 
 They must share their vocabulary. This checks it without loading weights:
 
@@ -20,8 +20,8 @@ PROMPT = "def fibonacci(n):\n"
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("target")
-    parser.add_argument("draft")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--max-tokens", type=int, default=64)

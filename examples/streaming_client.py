@@ -4,7 +4,7 @@ Start the server first. Clients need to know nothing of trees:
 
     dyntree serve TARGET --port 8000 --dyntree '{}' --speculative-config \\
         '{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 16}'
-    python examples/streaming_client.py --url http://localhost:8000/v1
+    python examples/streaming_client.py --base-url http://localhost:8000/v1
 
 `dyntree pair` prints a TARGET and a DRAFT that come with dyntree.
 """
@@ -18,7 +18,7 @@ from openai import OpenAI
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--url", default="http://localhost:8000/v1")
+    parser.add_argument("--base-url", default="http://localhost:8000/v1")
     parser.add_argument("--prompt", default="def binary_search(items, wanted):\n")
     parser.add_argument("--max-tokens", type=int, default=64)
     given = parser.parse_args(arguments)

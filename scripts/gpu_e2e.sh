@@ -177,7 +177,7 @@ speed() {
         local kind=', "budget": "fixed"'
         [[ $budget != "${budgets##* }" ]] || kind=
         local depth=${depths[$budget]-8}
-        engines+=(--tree "{\"node_budget\": $budget${depth:+, \"max_depth\": $depth}$kind}")
+        engines+=(--dyntree "{\"node_budget\": $budget${depth:+, \"max_depth\": $depth}$kind}")
     done
     # vLLM wants its share of the memory free; what an engine takes is its weights and the cache.
     local arguments="{\"kv_cache_memory_bytes\": $cache, \"gpu_memory_utilization\": 0.05$offloading}"
@@ -186,7 +186,7 @@ speed() {
         timeout -k 20 $((limit - SECONDS)) "$python" -m dyntree_plugin.cli bench serve \
             --target-shape "$shape" "$@" \
             --side-by-side $((1 + ${#engines[@]} / 2)) --time-limit $((limit - SECONDS - 30)) \
-            --engine-arguments "$arguments" --note "$note" "${none[@]}" "${engines[@]}" --json "$out/$name.json" \
+            --engine-arguments "$arguments" --note "$note" "${none[@]}" "${engines[@]}" --output "$out/$name.json" \
             ${ARGS:-} >"$out/$name.txt" 2>&1
         code=$?
         ((code == 0)) || tail -n 60 "$out/$name.txt"
@@ -196,9 +196,9 @@ speed() {
 }
 
 loads=(--temperature 0 --temperature 1 --batch 1 --batch 4 --batch 16 --batch 64
-    --requests 4 --max-tokens 128 --rounds 3)
-offloaded_loads=(--temperature 0 --batch 1 --requests 2 --max-tokens 48 --rounds 2)
-few_loads=(--temperature 0 --batch 1 --batch 8 --requests 8 --max-tokens 96 --rounds 3)
+    --num-prompts 4 --max-tokens 128 --rounds 3)
+offloaded_loads=(--temperature 0 --batch 1 --num-prompts 2 --max-tokens 48 --rounds 2)
+few_loads=(--temperature 0 --batch 1 --batch 8 --num-prompts 8 --max-tokens 96 --rounds 3)
 
 # Kernels and tokens at the same time; only what is measured has the device to itself.
 first() {

@@ -44,7 +44,7 @@ checks=${PIPESTATUS[0]}
 
 echo "== times"
 left=$((limit - SECONDS)) # the parts after the shapes take about 80 s
-timeout "$left" "$python" -m benchmarks.kernels --out "$out/kernels.json" \
+timeout "$left" "$python" -m benchmarks.kernels --output "$out/kernels.json" \
     --seconds $((left > 100 ? left - 90 : 10)) \
     --flash-attention "$flash" | tee "$out/kernels.txt"
 times=${PIPESTATUS[0]}

@@ -1,6 +1,6 @@
 """What growing the trees of one step costs besides the draft forwards, for every growth.
 
-    python scripts/time_growth.py [--requests 32] [--node-budget 64] [--threads 2]
+    python scripts/time_growth.py [--batch 32] [--nodes 64] [--threads 2]
 
 Prints a Markdown table, and where it was measured.
 """
@@ -57,8 +57,8 @@ def grow(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--node-budget", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

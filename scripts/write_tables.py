@@ -14,10 +14,12 @@ from pathlib import Path
 from benchmarks import fleet, offload_model
 from benchmarks.acceptance import report
 from benchmarks.gpu_model import tables as gpu_model
-from dyntree_plugin import option_pages
+from dyntree_plugin import cli, option_pages
+from dyntree_plugin.commands import vocabulary
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import read
 from dyntree_plugin.commands.bench.summary import rows
+from dyntree_plugin.commands.vocabulary import of_commands
 from dyntree_plugin.metrics import names
 from dyntree_plugin.tree import pairs
 
@@ -76,6 +78,7 @@ def _by_requests(*files: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "options": option_pages.markdown_tables,
+    "names": lambda: vocabulary.markdown_table(_commands()),
     "metrics": names.markdown_table,
     "rules": pairs.markdown_table,
     "acceptance": lambda: _acceptance("acceptance-cpu"),
@@ -98,6 +101,15 @@ TABLES: dict[str, Callable[[], str]] = {
     **gpu_model.TABLES,
     "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
 }
+
+
+def _commands() -> dict[str, list[str]]:
+    """Return the commands that have an option, by the option's name."""
+    found: dict[str, list[str]] = {}
+    for command, options in of_commands(cli.app).items():
+        for name in options:
+            found.setdefault(name, []).append(f"`{command}`")
+    return found
 
 
 def with_tables(page: str) -> str:

@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 import typer
 
 from benchmarks.acceptance.workloads import WORKLOADS
+from dyntree_plugin.commands.vocabulary import shared
 
-Prompts = Annotated[int, typer.Option(min=1, help="How many prompts to measure on.")]
+Prompts = Annotated[int, shared("--num-prompts", min=1)]
 PromptFile = Annotated[
-    Path | None, typer.Option(help='JSONL of {"prompt": …} in place of held-out code.')
+    Path | None,
+    shared("--prompts", 'A JSONL file of {"prompt": …}.', show_default="held-out Python code"),
 ]
 Workload = Annotated[
     str,
@@ -36,17 +38,15 @@ FurtherDrafts = Annotated[
 Thresholds = Annotated[
     str, typer.Option(help="To compare the dynamic threshold with; empty for none.")
 ]
-Tokens = Annotated[int, typer.Option(min=2, help="Tokens per prompt.")]
+Tokens = Annotated[int, shared("--max-tokens", min=2)]
 MaxDepth = Annotated[int, typer.Option(min=1, max=64, help="Of every method's trees.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the first prompt; each next has one more.")]
+Seed = Annotated[int, shared("--seed", min=0)]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Dtype = Annotated[
-    Literal["float32", "bfloat16"], typer.Option(help="Weights and arithmetic of both models.")
-]
+Dtype = Annotated[Literal["float32", "bfloat16"], shared("--dtype")]
 StepTimesFile = Annotated[
     Path | None,
     typer.Option(help='{"target": {"1": ms, …}, "draft": …} to model with; else measured.'),
 ]
-Output = Annotated[Path | None, typer.Option(help="Where the result goes, as JSON.")]
-PlotFolder = Annotated[Path | None, typer.Option(help="Folder for pictures.")]
+Output = Annotated[Path | None, shared("--output", "A JSON file.")]
+PlotFolder = Annotated[Path | None, shared("--plots")]
 Quick = Annotated[bool, typer.Option("--quick", help="16 prompts × 32 tokens, 16 and 64 nodes.")]

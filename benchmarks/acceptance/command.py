@@ -209,11 +209,11 @@ def _texts(workload: str, file: Path | None, count: int) -> Texts:
         try:
             texts.append(str(json.loads(line)["prompt"]))
         except (json.JSONDecodeError, KeyError, TypeError):
-            message = f'--prompt-file {file}, line {number} must be JSON like {{"prompt": "…"}}'
+            message = f'--prompts {file}, line {number} must be JSON like {{"prompt": "…"}}'
             raise ValueError(message) from None
     if len(texts) < count:
         raise ValueError(
-            f"--prompt-file {file} has {len(texts)} prompts: --prompts and --calibration together "
+            f"--prompts {file} has {len(texts)} prompts: --num-prompts and --calibration together "
             f"must be at most that, not {count}"
         )
     return Texts(texts[:count])

@@ -72,7 +72,7 @@ class Pair:
         ids = [self.tokenizer(text)["input_ids"][:count] for text in texts]
         if min(map(len, ids)) < count:
             raise ValueError(
-                f"a text of the workload has {min(map(len, ids))} tokens, but --tokens and "
+                f"a text of the workload has {min(map(len, ids))} tokens, but --max-tokens and "
                 f"--max-depth together need {count}"
             )
         return torch.tensor(ids, device=self.target.device)

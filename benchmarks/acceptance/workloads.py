@@ -93,7 +93,8 @@ def _passages(count: int) -> list[str]:
     found = list(chain.from_iterable(held_out_docstrings()))
     if len(found) < count:
         raise ValueError(
-            f"the workload has {len(found)} prompts; --prompts and --calibration ask for {count}"
+            f"the workload has {len(found)} prompts; --num-prompts and --calibration ask for "
+            f"{count}"
         )
     return found[:count]
 

@@ -10,11 +10,12 @@ import typer
 
 from benchmarks.gpu_model.result import result
 from benchmarks.gpu_model.tables import TABLES
+from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.provenance import provenance
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="Where the result goes, as JSON.")] = None,
+    output: Annotated[Path | None, shared("--output", "A JSON file.")] = None,
 ) -> None:
     """Model what trees give on an H200, over no speculation and over chains."""
     for name, table in TABLES.items():

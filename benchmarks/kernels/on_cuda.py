@@ -269,7 +269,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("kernels.json"), help="result file")
+    parser.add_argument("--output", type=Path, default=Path("kernels.json"), help="result file")
     parser.add_argument("--plot", type=Path, help="picture of the times (needs matplotlib)")
     parser.add_argument("--seconds", type=float, default=300, help="start no measurement later")
     parser.add_argument(

@@ -8,15 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from dyntree_plugin.options import HEADS
+from dyntree_plugin.commands.paths import check_model
+from dyntree_plugin.commands.vocabulary import shared
+from dyntree_plugin.options import HEADS, MOST_NODES
 
-Target = Annotated[str | None, typer.Option(help="Target model: a folder or a name.")]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="Draft model of the same vocabulary, or the head of the target that --method names."
-    ),
-]
+Target = Annotated[str | None, shared("--target", show_default="the embedded one")]
+Draft = Annotated[str | None, shared("--draft", show_default="the embedded one")]
 Method = Literal["draft_model", "eagle3", "eagle", "mtp"]
 """vLLM's names of what drafts: a model of its own, or a head that reads the target's hidden states.
 A target with MTP holds the head itself."""
@@ -27,27 +24,18 @@ KINDS: Mapping[Method, str] = {
     "mtp": "MTP head",
 }
 """What a text calls that which drafts."""
-DraftMethod = Annotated[
-    Method,
-    typer.Option(
-        "--method",
-        help="What drafts: a model, or a head that reads the target's hidden states. With mtp the "
-        "target holds it, and no --draft is needed.",
-    ),
-]
+DraftMethod = Annotated[Method, shared("--method")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Annotated[
-    DtypeName | None,
-    typer.Option(
-        help="Type of both models' weights and arithmetic; auto: vLLM's choice for the target.",
-        show_default="auto; float32 for the embedded pair",
-    ),
+    DtypeName | None, shared("--dtype", show_default="auto; float32 for the embedded pair")
 ]
-Nodes = Annotated[int, typer.Option(min=1, max=1024, help="Number of nodes per tree.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens per completion.")]
-Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(min=0.01, max=1)]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's own messages.")]
+Nodes = Annotated[int, shared("--nodes", min=1, max=MOST_NODES)]
+NumPrompts = Annotated[int, shared("--num-prompts", min=1)]
+MaxTokens = Annotated[int, shared("--max-tokens", min=1)]
+Temperature = Annotated[float, shared("--temperature", min=0)]
+TopP = Annotated[float, shared("--top-p", min=0.01, max=1)]
+Seed = Annotated[int, shared("--seed", min=0)]
+Verbose = Annotated[bool, shared("--verbose")]
 
 
 def chosen_dtype(given: DtypeName | None, target: str | None) -> DtypeName:
@@ -65,6 +53,16 @@ def both_or_neither(target: str | None, draft: str | None, method: Method = "dra
         return
     if (target is None) != (draft is None):
         raise typer.BadParameter("--target and --draft go together: give both or neither")
+
+
+def check_models(target: str | None, draft: str | None) -> None:
+    """Refuse what can be no model, before vLLM is loaded.
+
+    Raises:
+        ValueError: naming the option and the value.
+    """
+    check_model("--target", target)
+    check_model("--draft", draft)
 
 
 def drafter(method: str) -> Literal["draft", "head"]:

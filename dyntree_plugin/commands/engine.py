@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.commands.arguments import DtypeName, Method, drafter
 from dyntree_plugin.commands.render import Detokenise
-from dyntree_plugin.engine.configuration import PLAIN_WORKER
 from dyntree_plugin.options import NAMESPACE
 
 if TYPE_CHECKING:
@@ -67,6 +66,8 @@ def engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
 def without_trees(settings: Settings) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for the target alone."""
     from vllm.platforms import current_platform
+
+    from dyntree_plugin.engine.configuration import PLAIN_WORKER
 
     worker = {"worker_cls": PLAIN_WORKER} if current_platform.is_cpu() else {}
     return _shared_arguments(settings) | worker

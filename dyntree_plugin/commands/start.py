@@ -6,9 +6,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
+from dyntree_plugin.commands.paths import check_model
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
@@ -25,25 +25,22 @@ Announce = Callable[[str, int | None], AbstractContextManager[Callable[[], None]
 """Shows a task, and its number of parts if that is known. The context gives the function to call
 after each part."""
 
-_STARTS_NO_ENGINE = {"--help", "--from", "--base-url"}
 _LEVELS = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def ready_for_engine(arguments: Sequence[str] = ()) -> None:
+def ready_for_engine() -> None:
     """Make sure that vLLM is installed, and restart the process if Intel's OpenMP must be loaded.
 
-    Without vLLM the command ends with status 1, unless one of its ``arguments`` says that no
-    engine is to start.
+    Without vLLM the command ends with status 1.
     """
-    missing = versions.absence()
-    if missing and not _STARTS_NO_ENGINE & {word.partition("=")[0] for word in arguments}:
+    if missing := versions.absence():
         typer.echo(missing, err=True)
         raise SystemExit(1)  # typer.Exit is a RuntimeError, which commands catch from engines
     openmp.restart_with_library()
 
 
 def tree_options(value: str, nodes: int) -> dict[str, Any]:
-    """Read the dyntree options in a command's ``--options``, for trees of ``--nodes``.
+    """Read the options in a command's ``--dyntree``, for trees of ``--nodes``.
 
     Raises:
         BadParameter: for options that are refused.
@@ -51,29 +48,34 @@ def tree_options(value: str, nodes: int) -> dict[str, Any]:
     try:
         options = from_json(value)
     except ValueError as error:
-        raise typer.BadParameter(f"--options {error}") from None
+        raise typer.BadParameter(f"--dyntree {error}") from None
     try:
         DynTreeOptions.parse(options).resolve(nodes)
+        for each in options.get("drafts", ()):
+            check_model("dyntree.drafts", each)
     except ValueError as error:
-        message = f"--options, with num_speculative_tokens set by --nodes: {error}"
+        message = f"--dyntree, with num_speculative_tokens set by --nodes: {error}"
         raise typer.BadParameter(message) from None
     return dict(options)
 
 
 def fetch(model: str) -> None:
-    """Download a model unless it is a folder. Hugging Face shows its own progress bars."""
-    if not Path(model).is_dir():
-        from huggingface_hub import snapshot_download
+    """Download a model unless it is a folder. Hugging Face shows its own progress bars.
 
+    Raises:
+        ValueError: if it cannot be downloaded.
+    """
+    if Path(model).is_dir():
+        return
+    from huggingface_hub import snapshot_download
+
+    try:
         snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"])
-
-
-def without_progress_bars() -> None:
-    """Keep transformers from drawing progress bars, if vLLM has brought it."""
-    if find_spec("transformers") is not None:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(
+            f"model {model!r} is no folder here, and cannot be downloaded: {reason}"
+        ) from None
 
 
 @contextmanager

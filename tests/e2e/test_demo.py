@@ -17,13 +17,13 @@ pytestmark = pytest.mark.e2e
 
 COMMAND = [
     "demo",
-    "--prompts=2",
+    "--num-prompts=2",
     "--max-tokens=48",
     "--temperature=0.8",
     "--top-p=0.95",
     "--seed=7",
 ]
-WHOLE = ["--dtype=float32", '--options={"budget": "fixed", "calibration": "off"}']
+WHOLE = ["--dtype=float32", '--dyntree={"budget": "fixed", "calibration": "off"}']
 """Arguments for whole trees without learning, so that traces and counters agree."""
 NOTING = """
 import json, sys

@@ -52,9 +52,12 @@ if __name__ == "__main__":
 """
 DRIVEN = {
     "offline.py": ["--max-tokens", "16"],
-    "metrics.py": ["--prompts", "3", "--max-tokens", "24"],
+    "metrics.py": ["--num-prompts", "3", "--max-tokens", "24"],
     "draw_trees.py": ["--max-tokens", "24", "--output", "trees"],
-    "own_pair.py": [MODELS["target"], MODELS["draft"], "--dtype=float32", "--max-tokens=24"],
+    "own_pair.py": [
+        *("--target", MODELS["target"], "--draft", MODELS["draft"]),
+        *("--dtype=float32", "--max-tokens=24"),
+    ],
 }
 TESTED = {*DRIVEN, "streaming_client.py"}
 
@@ -151,13 +154,13 @@ def test_own_pair_refuses_another_vocabulary_before_any_engine_starts(
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     main = runpy.run_path(str(EXAMPLES / "own_pair.py"))["main"]
     with pytest.raises(SystemExit, match="2 tokens differ"):
-        main([MODELS["target"], str(other)])
+        main(["--target", MODELS["target"], "--draft", str(other)])
     with pytest.raises(AssertionError, match="an engine was started"):
-        main([MODELS["target"], MODELS["draft"]])
+        main(["--target", MODELS["target"], "--draft", MODELS["draft"]])
 
 
 def test_the_client_streams_steps(server: str, folder: Path) -> None:
-    client = [sys.executable, str(EXAMPLES / "streaming_client.py"), "--url", f"{server}/v1"]
+    client = [sys.executable, str(EXAMPLES / "streaming_client.py"), "--base-url", f"{server}/v1"]
     shown = run([*client, "--max-tokens", "32"], folder)
     counts = re.search(r"(\d+) tokens in (\d+) pieces", shown)
     assert counts is not None, shown

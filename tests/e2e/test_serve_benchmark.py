@@ -24,13 +24,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bench")
     command = [
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve", "--dtype", "float32"),
-        *("--prompts", "code", "--prompts", "json", "--requests", "2", "--max-tokens", "24"),
+        *("--prompts", "code", "--prompts", "json", "--num-prompts", "2", "--max-tokens", "24"),
         *("--batch", "1", "--batch", "2"),
         *("--chain", "2", "--ngram", "0", "--rounds", "2"),
-        *("--tree", '{"node_budget": 8, "budget": "fixed"}'),
+        *("--dyntree", '{"node_budget": 8, "budget": "fixed"}'),
         *("--static", "0.6,0.15,0.08,0.04", "--side-by-side", "4", "--temperature", "0"),
         *("--time-limit", "400", "--note", "A note."),
-        *("--json", str(folder / "result.json"), "--plots", str(folder / "plots")),
+        *("--output", str(folder / "result.json"), "--plots", str(folder / "plots")),
     ]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
@@ -104,8 +104,8 @@ def test_a_server_is_measured_at_a_concurrency_and_at_a_rate(server: str, tmp_pa
     path = tmp_path / "result.json"
     command = [
         *(sys.executable, "-m", "dyntree_plugin.cli", "bench", "serve"),
-        *("--base-url", f"a={server}", "--base-url", f"b={server}/v1", "--json", str(path)),
-        *("--requests", "4", "--max-tokens", "16", "--batch", "2", "--request-rate", "4"),
+        *("--base-url", f"a={server}", "--base-url", f"b={server}/v1", "--output", str(path)),
+        *("--num-prompts", "4", "--max-tokens", "16", "--batch", "2", "--request-rate", "4"),
         *("--rounds", "1", "--temperature", "0"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a trace and a page of large trees, made by the command."""
     made: Path = tmp_path_factory.mktemp("show")
     line = [f"--nodes={NODES}", f"--max-tokens={TOKENS}", "--temperature=0.9", "--seed=3"]
-    line += ['--options={"children": 6}', "--trace", str(made / "trace.json")]
+    line += ['--dyntree={"children": 6}', "--trace", str(made / "trace.json")]
     done = subprocess.run(
         [*COMMAND, *line, "--output", str(made / "page.html")], capture_output=True, text=True
     )
@@ -62,11 +62,11 @@ def test_the_trace_is_that_of_the_completion(generation: Generation) -> None:
 
 def test_a_saved_trace_is_drawn_without_vllm(folder: Path, generation: Generation) -> None:
     code = (
-        "import sys\nfrom dyntree_plugin.commands.show import command as show\n"
-        "try: show.main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
+        "import sys\nfrom dyntree_plugin.cli import app\n"
+        "try: app(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"
         "sys.exit('vllm' in sys.modules)"
     )
-    line = ["--from", str(folder / "trace.json"), "--format", "dot"]
+    line = ["show", "--from", str(folder / "trace.json"), "--format", "dot"]
     done = subprocess.run(
         [sys.executable, "-c", code, *line], capture_output=True, text=True, check=True
     )
@@ -252,3 +252,75 @@ def test_playing_goes_through_the_steps(page: Page, generation: Generation) -> N
     page.keyboard.press("Space")
     page.clock.run_for(5 * 1600)
     assert int(page.locator("#step-number").inner_text()) == 4
+
+
+def box(page: Page, number: int) -> dict[str, float]:
+    """Return where a node of the tree is in the window."""
+    found: Any = page.locator("#tree .node.candidate").nth(number).bounding_box()
+    return dict(found)
+
+
+def label_pixels(page: Page) -> float:
+    """Return the size of the letters of a node, as they are shown."""
+    found: float = page.evaluate("""() => {
+        const label = document.querySelector("#tree .node text");
+        return parseFloat(getComputedStyle(label).fontSize) * label.getScreenCTM().a;
+    }""")
+    return found
+
+
+def test_a_large_tree_can_be_read_at_1280_by_800(page: Page, generation: Generation) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    for number, step in enumerate(generation.steps, start=1):
+        page.evaluate(f"location.hash = 'step={number}'")
+        page.wait_for_function(f"document.querySelector('#step-number').textContent == {number}")
+        assert len(step.tokens) > 16
+        assert label_pixels(page) >= 11
+
+
+def test_the_wheel_zooms_and_keeps_what_is_below_the_pointer(page: Page) -> None:
+    before, letters = box(page, 0), label_pixels(page)
+    page.mouse.move(before["x"] + 5, before["y"] + 5)
+    page.keyboard.down("Control")
+    for _ in range(4):
+        page.mouse.wheel(0, -150)
+    page.keyboard.up("Control")
+    page.wait_for_function("zoomed")
+    after = box(page, 0)
+    assert label_pixels(page) > 1.5 * letters
+    assert after["width"] > 1.5 * before["width"]
+    grown = after["width"] / before["width"]
+    # The stage cannot be scrolled beyond its beginning.
+    assert after["y"] + 5 * grown == pytest.approx(before["y"] + 5, abs=4)
+    assert after["x"] + 5 * grown >= before["x"] + 5 - 4
+
+
+def test_a_zoomed_tree_is_dragged_and_stays_zoomed_in_the_next_step(page: Page) -> None:
+    fitted = label_pixels(page)
+    for _ in range(4):
+        page.keyboard.press("+")
+    letters = label_pixels(page)
+    assert letters > 2 * fitted
+    stage: Any = page.locator("#stage").bounding_box()
+    x, y = stage["x"] + stage["width"] / 2, stage["y"] + stage["height"] / 2
+    before = box(page, 0)
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x - 60, y - 40, steps=4)
+    page.mouse.up()
+    after = box(page, 0)
+    assert (before["x"] - after["x"], before["y"] - after["y"]) == pytest.approx((60, 40), abs=2)
+    page.keyboard.press("ArrowRight")
+    assert label_pixels(page) == pytest.approx(letters, rel=1e-3)
+    page.locator("#fitted").click()
+    assert label_pixels(page) < letters
+    assert page.locator("#fitted").text_content() != "400%"
+
+
+def test_the_buttons_zoom_and_the_numbers_say_how_far(page: Page) -> None:
+    before = label_pixels(page)
+    page.locator("#larger").click()
+    assert label_pixels(page) == pytest.approx(1.25 * before, rel=1e-3)
+    page.locator("#smaller").click()
+    assert label_pixels(page) == pytest.approx(before, rel=1e-3)
+    assert page.locator("#fitted").text_content() == f"{100 * before / 14:.0f}%"

@@ -34,9 +34,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(prompts: Path, output: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "dyntree_plugin.cli", "tune", TARGET, *more),
+        *(sys.executable, "-m", "dyntree_plugin.cli", "tune", "--target", TARGET, *more),
         *("--prompts", str(prompts), "--output", str(output), "--dtype", "float32"),
-        *("--tokens", "16", "--held-out", "8", "--temperature", "0", "--temperature", "1"),
+        *("--max-tokens", "16", "--held-out", "8", "--temperature", "0", "--temperature", "1"),
         *("--nodes", "8", "--epochs", "2"),
     ]
 
@@ -65,7 +65,7 @@ def killed(words: list[str], once: Path) -> None:
 def whole(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that nothing has stopped."""
     output = tmp_path_factory.mktemp("whole")
-    finished(command(prompts, output, DRAFT))
+    finished(command(prompts, output, "--draft", DRAFT))
     return output
 
 
@@ -74,7 +74,7 @@ def test_a_run_that_is_killed_in_each_stage_ends_at_the_same_weights(
     whole: Path, prompts: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "killed"
-    words = command(prompts, output, DRAFT)
+    words = command(prompts, output, "--draft", DRAFT)
     work = output / "tune"
     for left in ("written/00000.json", "taught/00000.safetensors", "checkpoint-1.pt", "fitted-1"):
         killed(words, work / left)
@@ -111,7 +111,7 @@ def test_a_new_head_and_a_pool_are_made_and_served(prompts: Path, tmp_path: Path
     head, pool = tmp_path / "head", tmp_path / "pool"
     said = finished(command(prompts, head, "--head", "eagle3", "--head-vocabulary", "512"))
     assert '"method": "eagle3"' in said
-    finished(command(prompts, pool, DRAFT, "--pool", "2", "--adapter", "4"))
+    finished(command(prompts, pool, "--draft", DRAFT, "--pool", "2", "--adapter", "4"))
     for folder in (head, pool):
         report = json.loads((folder / "tune" / "report.json").read_text())
         assert all(cell["tokens_per_step"] > 1 for cell in report["cells"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from configurations import WIDTH, Build, changed
 
-from dyntree_plugin import plugin
+from dyntree_plugin import openmp, plugin
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,6 +24,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "restart_with_library", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -49,8 +49,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def invoke(folders: dict[str, Path], *more: str) -> Any:
     named = ["--target", str(folders["target"]), "--draft", str(folders["draft"])]
-    prompts = ["--prompt-file", str(folders["prompts.jsonl"]), "--prompts", "4"]
-    small = ["--calibration", "2", "--budgets", "8,32", "--tokens", "12", "--max-depth", "6"]
+    prompts = ["--prompts", str(folders["prompts.jsonl"]), "--num-prompts", "4"]
+    small = ["--calibration", "2", "--budgets", "8,32", "--max-tokens", "12", "--max-depth", "6"]
     return CliRunner().invoke(command.app, [*named, *prompts, *small, *more])
 
 
@@ -199,7 +199,7 @@ def test_pictures_are_drawn(result: dict[str, Any], tmp_path: Path) -> None:
         (["--budgets", "0"], "--budgets 0"),
         (["--budgets", "many"], "--budgets many"),
         (["--temperatures", "-1"], "--temperatures -1"),
-        (["--prompts", "60"], "--prompts and --calibration"),
+        (["--num-prompts", "60"], "--num-prompts and --calibration"),
         (["--step-times", "missing.json"], "--step-times missing.json"),
     ],
 )

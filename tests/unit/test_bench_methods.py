@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_lines import ran
 
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import Method
@@ -50,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         monkeypatch.setattr(command, "of_engines", of_engines)
         monkeypatch.setattr(command, "_show", lambda *_: None)
         monkeypatch.setattr(pair, "paths", lambda: pair_of)
-        ended = CliRunner().invoke(command.app, words)
+        ended = ran("bench", "serve", *words)
         assert "Traceback" not in ended.output
         if ended.exit_code:
             raise ValueError(ended.stderr)

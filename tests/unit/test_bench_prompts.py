@@ -27,10 +27,10 @@ def test_prompts_are_read_from_jsonl_in_the_fields_that_data_sets_use(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "mine.jsonl:1 is not JSON"),
+        ("{", "mine.jsonl', line 1 is not JSON"),
         ('{"prompt": 3}', "as text in one of"),
         ("", "no lines"),
-        ('{"prompt": "a", "sampling": 3}', "mine.jsonl:1 must have a JSON object in sampling"),
+        ('{"prompt": "a", "sampling": 3}', "line 1 must have a JSON object in sampling"),
     ],
 )
 def test_a_file_that_holds_no_prompts_is_refused(text: str, message: str, tmp_path: Path) -> None:

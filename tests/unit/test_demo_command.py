@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import status
 from rich.console import Console
 
 from dyntree_plugin import pair
@@ -129,19 +130,17 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--target", "a"], "--target and --draft go together"),
         (["--target", "a", "--method", "eagle3"], "--target and --draft go together"),
         (["--method", "eagle"], "the embedded target has no EAGLE head"),
-        (["--options", "{"], "is not JSON"),
-        (["--options", '{"wdith": 2}'], "width"),
-        (["--options", '{"node_budget": 32}'], "node_budget=32"),
+        (["--dyntree", "{"], "is not JSON"),
+        (["--dyntree", '{"wdith": 2}'], "width"),
+        (["--dyntree", '{"node_budget": 32}'], "node_budget=32"),
         (["--nodes", "0"], "--nodes"),
-        (["--prompts", "100000"], "count=100000"),
+        (["--num-prompts", "100000"], "--num-prompts: count=100000"),
     ],
 )
 def test_a_users_mistake_ends_with_status_2_before_any_engine_starts(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        demo.main(arguments)
-    assert ended.value.code == 2
+    assert status("demo", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -200,7 +199,7 @@ def test_a_name_that_is_no_folder_is_fetched_first(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demo, "compare", compare)
     folder = str(pair.paths()["draft"])
     with pytest.raises(Stop):
-        demo.main(["--target", "some/name", "--draft", folder, "--verbose"])
+        status("demo", "--target", "some/name", "--draft", folder, "--verbose")
     assert fetched == ["some/name"]
 
 
@@ -217,8 +216,7 @@ def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
     target, draft = pair.target_and_draft()
     own = ["--target", target, "--draft", draft]
     for line in ([], own, [*own, "--dtype", "float16"]):
-        with pytest.raises(SystemExit):
-            demo.main(line)
+        status("demo", *line)
     assert asked == ["float32", "auto", "float16"]
     assert "dtype auto, eager, greedy" in capsys.readouterr().out
 
@@ -267,8 +265,7 @@ def test_the_method_says_what_drafts(
 ) -> None:
     names = ("target", "draft", "eagle3")
     monkeypatch.setattr(pair, "paths", lambda: {name: Path("/pair") / name for name in names})
-    with pytest.raises(SystemExit):
-        demo.main(["--prompts", "1", "--nodes", "8", *arguments])
+    status("demo", "--num-prompts", "1", "--nodes", "8", *arguments)
     (settings,) = compared
     wanted = speculation | {"num_speculative_tokens": 8}
     assert with_trees(settings)["speculative_config"] == wanted

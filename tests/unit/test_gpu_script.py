@@ -44,7 +44,7 @@ case "$*" in
         echo "tests/a.py::test_two FAILED  [100%]"
         exit 1
         ;;
-    *"bench serve"*) echo measured; echo '{}' >"$(sed 's/.*--json \([^ ]*\).*/\1/' <<<"$*")" ;;
+    *"bench serve"*) echo measured; echo '{}' >"$(sed 's/.*--output \([^ ]*\).*/\1/' <<<"$*")" ;;
     *launches.py*) echo "12 operations" ;;
 esac
 """
@@ -169,7 +169,7 @@ def test_the_first_part_checks_kernels_and_tokens_and_measures_whatever_fails(
     assert options(tokens, "--engine") == ["no speculation", "tree of 16"]
     (measured,) = machine.calls("bench serve")
     assert options(measured, "--batch") == ["1", "8"]
-    assert {"--chain", "--tree"} <= {*measured}
+    assert {"--chain", "--dyntree"} <= {*measured}
     # Results that it has judged are not judged again by the next part.
     machine.run(PART="identity-bf16")
     first, second = machine.calls("device_identity")
@@ -230,7 +230,7 @@ def test_no_engines_but_those_that_a_part_names_are_measured(part: str, machine:
     drawn = ["3", "5", "8"] if part == "speed-1b" else ["0"]
     assert of["--probabilistic-chain"] == of["--block-chain"] == drawn
     named = [each for lengths in of.values() for each in lengths if each != "0"]
-    together = 1 + len(named) + len(options(call, "--tree"))
+    together = 1 + len(named) + len(options(call, "--dyntree"))
     assert option(call, "--side-by-side") == str(together)
 
 
@@ -270,11 +270,11 @@ def test_offloading_moves_every_layer_in_three_engines_and_in_no_others(machine:
     machine.run(PART="offload")
     (call,) = machine.calls("bench serve")
     assert (option(call, "--side-by-side"), options(call, "--chain")) == ("3", ["5"])
-    (tree,) = options(call, "--tree")
+    (tree,) = options(call, "--dyntree")
     assert json.loads(tree) == {"node_budget": 64}
     given = json.loads(option(call, "--engine-arguments"))
     assert (given["offload_group_size"], given["offload_num_in_group"]) == (1, 1)
-    assert option(call, "--json") == str(machine.out / "serve-gpu-offload.json")
+    assert option(call, "--output") == str(machine.out / "serve-gpu-offload.json")
     machine.run(PART="speed-8b")
     (_, other) = machine.calls("bench serve")
     assert not any("offload" in name for name in json.loads(option(other, "--engine-arguments")))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import status
 from generations import made, of_several_sources
 
 from dyntree_plugin import pair
@@ -25,9 +26,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        show.main(arguments)
-    return int(ended.value.code or 0)
+    return status("show", *arguments)
 
 
 def test_every_step_is_drawn_in_the_terminal(
@@ -117,7 +116,7 @@ def test_the_method_says_what_drafts(asked: list[Any], monkeypatch: pytest.Monke
 
 def test_trees_are_whole_unless_it_is_said_otherwise(asked: list[Any]) -> None:
     run("a")
-    run("a", "--options", '{"width": 2, "budget": "adaptive"}')
+    run("a", "--dyntree", '{"width": 2, "budget": "adaptive"}')
     assert [settings.options["budget"] for settings in asked] == ["fixed", "adaptive"]
     assert asked[1].options["width"] == 2
 
@@ -126,6 +125,7 @@ def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
     asked: list[Any], tmp_path: Path
 ) -> None:
     (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
     own = ["--target", str(tmp_path / "a"), "--draft", str(tmp_path / "a"), "text"]
     run("text")
     run(*own)
@@ -151,7 +151,7 @@ def test_the_prompt_comes_from_a_file_or_from_standard_input(
         (["--target", "a", "--draft", "b"], "give a prompt for these models"),
         (["text", "--file", "-"], "a prompt is given twice"),
         ([""], "the prompt is empty"),
-        (["--options", '{"wdith": 2}'], "width"),
+        (["--dyntree", '{"wdith": 2}'], "width"),
         (["--file", "/nowhere/prompt"], "/nowhere/prompt"),
         (["--step", "1", "--format", "html"], "--step is for"),
         (["--from", "/nowhere/trace"], "/nowhere/trace"),

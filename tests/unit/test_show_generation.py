@@ -31,7 +31,7 @@ def test_a_saved_trace_is_what_was_saved(tmp_path: Path) -> None:
 def test_another_file_is_refused_by_its_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json is not a trace") as error:
+    with pytest.raises(ValueError, match=r"other\.json' is not a trace") as error:
         load(path)
     assert message in str(error.value)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from command_lines import ran
+from typer.testing import Result
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.tune import check, command, prompts, tuning
+from dyntree_plugin.commands.tune import check, prompts, tuning
 from dyntree_plugin.commands.tune.screen import steps_table
 from dyntree_plugin.commands.tune.write import PART, parts
 from dyntree_plugin.pair import held_out_prompts
@@ -23,7 +23,7 @@ Tune = Callable[..., Result]
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuning.Tuning]:
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuning.Tuning]:
     """Return the runs that pass all checks; none of them computes anything."""
     found: list[tuning.Tuning] = []
 
@@ -45,10 +45,12 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tune(tmp_path: Path, file: Path, ran: list[tuning.Tuning]) -> Tune:
+def tune(tmp_path: Path, file: Path, begun: list[tuning.Tuning]) -> Tune:
     def tuned(*words: str, models: tuple[str, ...] = (TARGET, DRAFT)) -> Result:
-        given = [*models, "--prompts", str(file), "--output", str(tmp_path / "out")]
-        return CliRunner().invoke(command.app, [*given, "--held-out", "8", *words])
+        options = zip(("--target", "--draft"), models, strict=False)
+        given = [f"{name}={model}" for name, model in options]
+        given += ["--prompts", str(file), "--output", str(tmp_path / "out"), "--held-out", "8"]
+        return ran("tune", *given, *words)
 
     return tuned
 
@@ -62,13 +64,13 @@ def refused(result: Result) -> str:
     return lines[0]
 
 
-def test_good_prompts_are_held_out_or_learned(tune: Tune, ran: list[tuning.Tuning]) -> None:
+def test_good_prompts_are_held_out_or_learned(tune: Tune, begun: list[tuning.Tuning]) -> None:
     assert tune().exit_code == 0
-    found = ran[0].prompts
+    found = begun[0].prompts
     assert (len(found.held_out), len(found.learn)) == (8, 32)
     assert not {*map(tuple, found.held_out)} & {*map(tuple, found.learn)}
     assert found.notes == []
-    assert ran[0].settings.temperatures == [0.0, 0.6, 1.0]
+    assert begun[0].settings.temperatures == [0.0, 0.6, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -88,13 +90,13 @@ def test_good_prompts_are_held_out_or_learned(tune: Tune, ran: list[tuning.Tunin
     ],
 )
 def test_a_file_that_cannot_serve_is_refused(
-    content: bytes, said: str, tune: Tune, file: Path, ran: list[tuning.Tuning], tmp_path: Path
+    content: bytes, said: str, tune: Tune, file: Path, begun: list[tuning.Tuning], tmp_path: Path
 ) -> None:
     file.write_bytes(content)
     line = refused(tune())
     assert said in line
     assert str(file) in line
-    assert not ran
+    assert not begun
     assert not (tmp_path / "out").exists()
 
 
@@ -113,13 +115,13 @@ def test_a_long_prompt_names_the_most_tokens(tune: Tune, file: Path) -> None:
 
 
 def test_text_that_the_tokenizer_hardly_knows_is_noted(
-    tune: Tune, file: Path, ran: list[tuning.Tuning]
+    tune: Tune, file: Path, begun: list[tuning.Tuning]
 ) -> None:
     file.write_text(
         "".join(json.dumps({"prompt": "漢字仮名交じり文" * 3 + str(n)}) + "\n" for n in range(40))
     )
     assert tune().exit_code == 0
-    assert "hardly knows their language" in ran[0].prompts.notes[0]
+    assert "hardly knows their language" in begun[0].prompts.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -136,14 +138,14 @@ def test_arguments_that_do_not_fit_are_refused(words: list[str], said: str, tune
     assert said in refused(tune(*words))
 
 
-def test_a_draft_is_needed_but_for_a_new_head(tune: Tune, ran: list[tuning.Tuning]) -> None:
-    assert "DRAFT is missing" in refused(tune(models=(TARGET,)))
+def test_a_draft_is_needed_but_for_a_new_head(tune: Tune, begun: list[tuning.Tuning]) -> None:
+    assert "--draft is missing" in refused(tune(models=(TARGET,)))
     assert tune("--head", "eagle3", models=(TARGET,)).exit_code == 0
-    assert ran[0].settings.draft is None
+    assert begun[0].settings.draft is None
 
 
 def test_a_draft_model_is_no_head(tune: Tune) -> None:
-    assert "must be a head of TARGET" in refused(tune("--head", "eagle3"))
+    assert "must be a head of --target" in refused(tune("--head", "eagle3"))
 
 
 def test_a_quantised_draft_is_refused(tune: Tune, tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tune: Tune, tmp_path: Path) ->
     ids = sorted(vocabulary.values(), reverse=True)
     content["model"]["vocab"] = dict(zip(vocabulary, ids, strict=True))
     (other / "tokenizer.json").write_text(json.dumps(content))
-    assert "must have the vocabulary of TARGET" in refused(tune(models=(TARGET, str(other))))
+    assert "must have the vocabulary of --target" in refused(tune(models=(TARGET, str(other))))
 
 
 def test_a_model_that_is_not_there_is_refused(tune: Tune, tmp_path: Path) -> None:

@@ -2,92 +2,98 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
+from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.arguments import Method as DraftMethod
 from dyntree_plugin.commands.bench.chains import KINDS, OFF
 from dyntree_plugin.commands.loads.requests import ALLOWED
+from dyntree_plugin.commands.vocabulary import option, shared
+from dyntree_plugin.options import MOST_NODES
 
 OF_ENGINES = "For engines on this machine"
 OF_SERVERS = "For running servers"
 """Panels of the help. A measurement of servers refuses the options of engines, and vice versa."""
 
-TREES: list[dict[str, Any]] = [{"node_budget": 16}, {"node_budget": 16, "budget": "fixed"}]
+TREES: list[dict[str, Any]] = [{}, {"budget": "fixed"}]
 """Default dyntree options of the engines with trees."""
+NODES = 16
 
 Target = Annotated[
     str | None,
-    typer.Option(help="Target model: a folder or a name.", rich_help_panel=OF_ENGINES),
+    shared("--target", show_default="the embedded one", rich_help_panel=OF_ENGINES),
 ]
 Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="Draft model of the same vocabulary, or the head of the target that --method names.",
-        rich_help_panel=OF_ENGINES,
-    ),
+    str | None, shared("--draft", show_default="the embedded one", rich_help_panel=OF_ENGINES)
 ]
-Method = Annotated[
-    DraftMethod,
-    typer.Option(
-        help="What drafts, for chains and for trees: a model, or a head that reads the target's "
-        "hidden states. With mtp the target holds it, and no --draft is needed.",
-        rich_help_panel=OF_ENGINES,
-    ),
-]
+Method = Annotated[DraftMethod, shared("--method", rich_help_panel=OF_ENGINES)]
 TargetShape = Annotated[
-    str | None,
-    typer.Option(
-        help="Enlarge the embedded target to the cost of llama-1b, llama-3b or llama-8b.",
+    Literal["llama-1b", "llama-3b", "llama-8b"] | None,
+    option(
+        "--target-shape",
+        "SHAPE",
+        "Enlarge the embedded target to the cost of llama-1b, llama-3b or llama-8b.",
         rich_help_panel=OF_ENGINES,
     ),
 ]
-Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(rich_help_panel=OF_ENGINES)]
+Dtype = Annotated[DtypeName, shared("--dtype", rich_help_panel=OF_ENGINES)]
+
+
+def _sources(incomplete: str) -> Iterator[str]:
+    """Complete the name of a set, and leave files to the shell."""
+    from dyntree_plugin.commands.bench import prompts
+
+    yield from (each for each in prompts.NAMES if each.startswith(incomplete))
+
+
 PromptSets = Annotated[
     list[str] | None,
-    typer.Option(
+    shared(
         "--prompts",
-        metavar="SET",
-        help="'code' (held-out Python); 'prose' (docstrings, from which there is less to copy); "
-        "questions about held-out code that are answered as 'json' by schema, "
-        "with calls of 'tools' or by 'regex'; 'mixed', where penalties, JSON, bad words, "
-        "tool calls, least lengths and ordinary requests take turns; a JSONL file, whose lines "
-        "may bring parameters in a field sampling; or 'vllm:' with flags for one of vLLM's data "
-        "sets. Repeatable.",
+        "code is held-out Python, and prose is docstrings, from which there is less to copy. json, "
+        "tools and regex ask about held-out code, and the answer is JSON by schema, a call of a "
+        "tool, or text by a regular expression. In mixed, penalties, JSON, bad words, tool calls, "
+        "least lengths and ordinary requests take turns. Or a JSONL file, whose lines may bring "
+        "parameters in a field sampling; or 'vllm:' with flags for one of vLLM's data sets. "
+        "Repeatable: each is measured.",
+        show_default="code",
+        autocompletion=_sources,
     ),
 ]
 Samplings = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--sampling",
-        metavar="JSON",
-        help="Sampling parameters of all requests, such as "
-        """'{"repetition_penalty": 1.1}'. Those that a request brings prevail. Repeatable: every """
-        "set is served with each; '{}' is without. Allowed: " + ", ".join(ALLOWED) + ".",
+        "JSON",
+        """Sampling parameters of all requests, such as '{"repetition_penalty": 1.1}'. Those """
+        "that a request brings prevail. Repeatable: every set is served with each; '{}' is "
+        f"without. Allowed: {', '.join(ALLOWED)}.",
+        show_default="{}",
     ),
 ]
-Requests = Annotated[int, typer.Option(min=1, help="Prompts per set.")]
-MaxTokens = Annotated[int, typer.Option(min=2, help="Tokens per answer.")]
+NumPrompts = Annotated[int, shared("--num-prompts", "Per set; a larger --batch raises it.", min=1)]
+MaxTokens = Annotated[int, shared("--max-tokens", "Every answer has so many.", min=2)]
 Batches = Annotated[
-    list[int] | None, typer.Option("--batch", min=1, help="Concurrent requests. Repeatable.")
+    list[int] | None,
+    shared("--batch", "Repeatable: each is measured.", min=1, show_default="1 and 4"),
 ]
 Temperatures = Annotated[
     list[float] | None,
-    typer.Option("--temperature", min=0, help="0 is greedy; default: 0 and 1. Repeatable."),
+    shared("--temperature", "Repeatable: each is measured.", min=0, show_default="0 and 1"),
 ]
 
 
 def _lengths(name: str, what: str) -> Any:
     """Return the option for the lengths of a kind of chains."""
     kind = KINDS[name]
-    return typer.Option(
+    return option(
         kind.option,
+        "N",
+        f"Length of {what}. Repeatable; {OFF} leaves them out.",
         min=OFF,
-        help=f"Length of {what}. Default: {', '.join(map(str, kind.lengths))}; {OFF} leaves them "
-        "out. Repeatable.",
+        show_default=", ".join(map(str, kind.lengths)),
         rich_help_panel=OF_ENGINES,
     )
 
@@ -118,123 +124,150 @@ NGrams = Annotated[
 ]
 LookUps = Annotated[
     list[int] | None,
-    typer.Option(
+    option(
         "--look-up",
+        "N",
+        "Nodes of trees of look-up alone, without the draft. Repeatable.",
         min=1,
-        help="Nodes of trees of look-up alone, without the draft. Repeatable.",
+        max=MOST_NODES,
+        show_default="none",
+        rich_help_panel=OF_ENGINES,
+    ),
+]
+Nodes = Annotated[
+    list[int] | None,
+    shared(
+        "--nodes",
+        "Repeatable: each is measured with every --dyntree that has no node_budget.",
+        min=1,
+        max=MOST_NODES,
+        show_default=str(NODES),
         rich_help_panel=OF_ENGINES,
     ),
 ]
 Trees = Annotated[
     list[str] | None,
-    typer.Option(
-        "--tree",
-        metavar="JSON",
-        help="The dyntree options of one engine with trees; default: "
-        f"{' and '.join(map(json.dumps, TREES))}. Repeatable.",
+    shared(
+        "--dyntree",
+        "Repeatable: each is measured.",
+        show_default="""{} and {"budget": "fixed"}""",
         rich_help_panel=OF_ENGINES,
     ),
 ]
 StaticTrees = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--static",
-        metavar="RATES",
-        help="Add the best static tree of each budget. RATES, such as 0.6,0.2, are the shares of "
-        "nodes whose first, second, … child the target accepts; in a clone of the repository "
-        "`python -m benchmarks.acceptance.positional` measures them.",
+        "RATES",
+        "Add the best static tree of each size. RATES, such as 0.6,0.2, are the shares of "
+        "nodes whose first, second, … child the target accepts. docs/options.md says at acceptance "
+        "what measures them.",
+        show_default="no static tree",
         rich_help_panel=OF_ENGINES,
     ),
 ]
 WeightsAt = Annotated[
     float | None,
-    typer.Option(
-        metavar="GB_PER_S",
-        help="Simulate offloaded weights on a CPU: a virtual link of this speed delivers the "
+    option(
+        "--weights-at",
+        "GB_PER_S",
+        "Simulate offloaded weights on a CPU: a virtual link of this speed delivers the "
         "target's layers in every step, to all engines, as vLLM's prefetching does.",
+        show_default="no link",
         rich_help_panel=OF_ENGINES,
     ),
 ]
-Rounds = Annotated[
-    int, typer.Option(min=1, help="Number of rounds; each measures everything once.")
-]
+Rounds = Annotated[int, shared("--rounds", min=1)]
 SideBySide = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="Engines to keep running; default: as many as fit.", rich_help_panel=OF_ENGINES
+    option(
+        "--side-by-side",
+        "N",
+        "Engines to keep running.",
+        min=1,
+        show_default="as many as fit",
+        rich_help_panel=OF_ENGINES,
     ),
 ]
 TimeLimit = Annotated[
     float | None,
-    typer.Option(
-        min=1,
-        metavar="SECONDS",
-        help="Time from the command's start. Measurements that would end later are skipped, and "
+    option(
+        "--time-limit",
+        "SECONDS",
+        "Time from the command's start. Measurements that would end later are skipped, and "
         "the result names them. The first ones always run.",
+        min=1,
+        show_default="none",
     ),
 ]
 Notes = Annotated[
-    list[str] | None,
-    typer.Option("--note", help="A line for the result's notes. Repeatable."),
+    list[str] | None, option("--note", "TEXT", "A line for the result's notes. Repeatable.")
 ]
 EngineArguments = Annotated[
     str,
-    typer.Option(
-        metavar="JSON",
-        help="More arguments for the LLM() of every engine.",
-        rich_help_panel=OF_ENGINES,
-    ),
+    shared("--engine-arguments", "They are for every engine.", rich_help_panel=OF_ENGINES),
 ]
 BaseUrls = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--base-url",
-        metavar="[NAME=]URL",
-        help="Measure this server, and start no engine. Repeatable.",
+        "[NAME=]ADDRESS",
+        "Measure the server at this address, such as localhost:8000, and start no engine. "
+        "Repeatable.",
         rich_help_panel=OF_SERVERS,
     ),
 ]
 Endpoint = Annotated[
     Literal["completions", "chat"],
-    typer.Option(help="The endpoint to ask.", rich_help_panel=OF_SERVERS),
+    option(
+        "--endpoint",
+        "ENDPOINT",
+        "The endpoint to ask: completions or chat.",
+        rich_help_panel=OF_SERVERS,
+    ),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(
-        help="Name of the model to ask for; default: the first that the server lists.",
+    option(
+        "--model",
+        "NAME",
+        "Name of the model to ask for.",
+        show_default="the first that the server lists",
         rich_help_panel=OF_SERVERS,
     ),
 ]
 Headers = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--header",
-        metavar="KEY=VALUE",
-        help="A header of all requests. Repeatable. The environment variable OPENAI_API_KEY gives "
+        "KEY=VALUE",
+        "A header of all requests. Repeatable. The environment variable OPENAI_API_KEY gives "
         "an API key.",
         rich_help_panel=OF_SERVERS,
     ),
 ]
 RequestRates = Annotated[
     list[float] | None,
-    typer.Option(
+    option(
         "--request-rate",
-        metavar="PER_S",
-        help="Requests per second that are sent on average, however many are unanswered. "
+        "PER_S",
+        "Requests per second that are sent on average, however many are unanswered. "
         "Repeatable. Replaces the default of --batch; with a --batch both are measured.",
         rich_help_panel=OF_SERVERS,
     ),
 ]
 Burstiness = Annotated[
     float,
-    typer.Option(
-        help="How even the arrivals at a --request-rate are, as in vllm bench serve: 1 is a "
+    option(
+        "--burstiness",
+        "B",
+        "How even the arrivals at a --request-rate are, as in vllm bench serve: 1 is a "
         "Poisson process, less has more bursts, more is more even.",
         rich_help_panel=OF_SERVERS,
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0)]
-ResultFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
-PlotFolder = Annotated[
-    Path | None, typer.Option("--plots", help="Write pictures into this folder.")
+Seed = Annotated[int, shared("--seed", "It also chooses the prompts.", min=0)]
+ResultFile = Annotated[
+    Path | None, shared("--output", "A JSON file.", show_default="the terminal alone")
 ]
+PlotFolder = Annotated[Path | None, shared("--plots", show_default="no pictures")]

@@ -100,7 +100,8 @@ class Client:
             except (OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
                 if refusals:
                     raise refusals[0] from None
-                raise RuntimeError(f"{self._address}: {error}") from error
+                told = " ".join(str(error).split())
+                raise RuntimeError(f"{self._address}: {told}") from error
 
     async def _send(
         self, session: aiohttp.ClientSession, load: Load, model: str

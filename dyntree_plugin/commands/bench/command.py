@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperOption
 
 from dyntree_plugin import pair
-from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, embedded
+from dyntree_plugin.commands.arguments import KINDS, Method, both_or_neither, check_models, embedded
 from dyntree_plugin.commands.bench import (
     arguments,
     overview,
@@ -36,19 +36,11 @@ from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
 from dyntree_plugin.commands.bench.session import Contest, Done, Settings, of_engines, of_servers
 from dyntree_plugin.commands.loads.runs import Engine, Run
-from dyntree_plugin.commands.start import without_progress_bars
+from dyntree_plugin.commands.paths import check_new_file
+from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.strict_json import object_of
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-def main(words: Sequence[str]) -> None:
-    """Run the command with the words after ``dyntree bench serve``, and end the process."""
-    without_progress_bars()
-    app(list(words), prog_name="dyntree bench serve")
-
-
-@app.command()
 def serve(
     context: typer.Context,
     target: arguments.Target = None,
@@ -58,7 +50,7 @@ def serve(
     dtype: arguments.Dtype = "bfloat16",
     prompt_sets: arguments.PromptSets = None,
     samplings: arguments.Samplings = None,
-    requests: arguments.Requests = 8,
+    count: arguments.NumPrompts = 8,
     max_tokens: arguments.MaxTokens = 128,
     batches: arguments.Batches = None,
     temperatures: arguments.Temperatures = None,
@@ -67,6 +59,7 @@ def serve(
     block_chains: arguments.BlockChains = None,
     ngrams: arguments.NGrams = None,
     look_ups: arguments.LookUps = None,
+    nodes: arguments.Nodes = None,
     trees: arguments.Trees = None,
     static_rates: arguments.StaticTrees = None,
     weights_at: arguments.WeightsAt = None,
@@ -80,15 +73,15 @@ def serve(
     model: arguments.Model = None,
     headers: arguments.Headers = None,
     request_rates: arguments.RequestRates = None,
-    burstiness: arguments.Burstiness = 1.0,
+    burstiness: arguments.Burstiness = 1,
     seed: arguments.Seed = 0,
     result_file: arguments.ResultFile = None,
     plot_folder: arguments.PlotFolder = None,
 ) -> None:
-    """Compare the speed of no speculation, vLLM's chains, and static and dynamic trees in one run.
+    """Compare the speed of no speculation, vLLM's chains and trees, or of running servers.
 
     Every engine serves every load in every round, so that drift affects all of them alike. Without
-    a target and a draft, the command uses the embedded pair.
+    --target and --draft, the command uses the pair of tiny models that comes with dyntree.
     """
     seconds_left = _until(time_limit)
     console = Console(highlight=False)
@@ -96,7 +89,8 @@ def serve(
     loads = prompt_sets or [prompts.CODE], temperatures or [0.0, 1.0], paces
     try:
         further_sampling = [object_of("--sampling", each) for each in samplings or ["{}"]]
-        settings = Settings(*loads, requests, max_tokens, rounds, seed, further_sampling)
+        settings = Settings(*loads, count, max_tokens, rounds, seed, further_sampling)
+        check_new_file("--output", result_file)
         check_plots(plot_folder)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
@@ -109,9 +103,10 @@ def serve(
             measured = partial(of_servers, settings, servers, client, notes or ())
         else:
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
+            ready_for_engine()
             link = _speed(weights_at)
             further = object_of("--engine-arguments", engine_arguments)
-            models, remarks = _models(target, draft, method, target_shape, dtype, further)
+            of_trees = _trees(trees, nodes, static_rates)
             lengths, left_out = chosen(
                 {
                     "greedy": chains,
@@ -121,7 +116,7 @@ def serve(
                 },
                 settings.temperatures,
             )
-            of_trees = _trees(trees, static_rates)
+            models, remarks = _models(target, draft, method, target_shape, dtype, further)
             contest = Contest(models, lengths, of_trees, side_by_side, look_ups or (), link)
             runs = settings.runs(contest.engines)
             measured = partial(of_engines, settings, contest, [*remarks, *left_out, *(notes or ())])
@@ -159,9 +154,9 @@ def _with_rates(
         ValueError: if a number is not above 0, or the rates do not fit other options.
     """
     for rate in rates:
-        if not 0 < rate < math.inf:
+        if rate <= 0:
             raise ValueError(f"--request-rate {rate:g} must be above 0, in requests per second")
-    if not 0 < burstiness < math.inf:
+    if burstiness <= 0:
         raise ValueError(f"--burstiness {burstiness:g} must be above 0")
     if burstiness != 1 and not rates:
         raise ValueError("--burstiness must not be given: it is for a --request-rate")
@@ -176,7 +171,7 @@ def _speed(weights_at: float | None) -> float | None:
     Raises:
         ValueError: if nothing would ever arrive.
     """
-    if weights_at is not None and not 0 < weights_at < math.inf:
+    if weights_at is not None and weights_at <= 0:
         raise ValueError(f"--weights-at {weights_at:g} must be above 0, in GB per second")
     return weights_at
 
@@ -214,6 +209,8 @@ def _models(
 ) -> tuple[Models, list[str]]:
     """Return the models, and notes on them."""
     both_or_neither(target, draft, method)
+    check_models(target, draft)
+    _without_progress_bars()
     if target is not None:
         if shape is not None:
             raise ValueError("--target-shape grows the embedded target: leave out --target")
@@ -237,10 +234,20 @@ def _models(
     return Models(str(grown), str(drafting), dtype, further, labels, method), notes
 
 
-def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
-    """Return the best static trees of the budgets, followed by the dynamic ones."""
-    options = [object_of("--tree", one) for one in given or ()] or arguments.TREES
-    dynamic = plan.named_trees(options)
+def _without_progress_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _trees(
+    given: Sequence[str] | None, nodes: Sequence[int] | None, static_rates: str | None
+) -> plan.Trees:
+    """Return the best static trees of the sizes, followed by the dynamic ones."""
+    options = [object_of("--dyntree", one) for one in given or ()] or arguments.TREES
+    if nodes and all("node_budget" in each for each in options):
+        raise ValueError("--nodes must not be given: every --dyntree has its own node_budget")
+    dynamic = plan.named_trees(options, nodes or [arguments.NODES])
     if static_rates is None:
         return dynamic
     try:
@@ -248,7 +255,11 @@ def _trees(given: Sequence[str] | None, static_rates: str | None) -> plan.Trees:
     except ValueError:
         raise ValueError(f"--static {static_rates!r} must be numbers, such as 0.6,0.2") from None
     budgets = sorted({nodes for nodes, _ in dynamic.values()})
-    return plan.named_trees(static.trees(rates, budgets)) | dynamic
+    try:
+        best = plan.named_trees(static.trees(rates, budgets), ())
+    except ValueError as error:
+        raise ValueError(f"--static {static_rates}: {error}") from None
+    return {**best, **dynamic}
 
 
 @contextmanager

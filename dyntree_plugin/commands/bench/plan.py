@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -131,26 +130,37 @@ def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> d
     }
 
 
-def named_trees(options: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Mapping[str, Any]]]:
+def named_trees(options: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> Trees:
     """Return trees by names that say what their options are.
 
+    Options without a ``node_budget`` give a tree of each number of ``nodes``.
+
     Raises:
-        ValueError: if one has no ``node_budget``, or options that do not fit, or two are the same.
+        ValueError: if options do not fit, or two trees are the same.
     """
     found: dict[str, tuple[int, Mapping[str, Any]]] = {}
     for each in options:
-        parsed = DynTreeOptions.parse(each)
-        nodes = parsed.node_budget
-        if nodes is None:
-            raise ValueError(f"--tree {json.dumps(each)} must have a node_budget")
-        parsed.resolve(nodes)
-        name = f"{'static' if is_static(each) else 'dynamic'} tree of {nodes}"
+        DynTreeOptions.parse(each)
+    for size, each in _sized(options, nodes):
+        DynTreeOptions.parse(each).resolve(size)
+        name = f"{'static' if is_static(each) else 'dynamic'} tree of {size}"
         others = [] if is_static(each) else [f"{k} {v}" for k, v in each.items() if k in _SHOWN]
         name = ", ".join([name, *others])
         if name in found:
-            raise ValueError(f"--tree: two have the name {name!r}, which shows {_SHOWN}")
-        found[name] = nodes, each
+            raise ValueError(
+                f"--dyntree and --nodes: two have the name {name!r}; what tells them apart is "
+                f"{', '.join(_SHOWN)}"
+            )
+        found[name] = size, each
     return found
+
+
+def _sized(
+    options: Sequence[Mapping[str, Any]], nodes: Sequence[int]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for each in options:
+        for size in [each["node_budget"]] if "node_budget" in each else nodes:
+            yield size, {"node_budget": size, **each}
 
 
 def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:

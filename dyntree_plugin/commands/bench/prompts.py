@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,9 @@ CODE = "code"
 
 PROSE = "prose"
 """Docstrings of the same modules."""
+
+NAMES = (CODE, PROSE, *sets.NAMES)
+"""Names of sets, as ``--prompts`` takes them."""
 
 VLLM = "vllm:"
 """Prefix of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
@@ -55,19 +58,19 @@ def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, l
         ValueError: if it is none of them or has no prompts.
     """
     if source == PROSE:
-        return "held-out prose", [Request(text) for text in held_out_prose(count, seed=seed)]
+        return "held-out prose", [Request(text) for text in _held_out(held_out_prose, count, seed)]
     if source == CODE or source in sets.NAMES:
-        codes = held_out_prompts(count, seed=seed)
+        codes = _held_out(held_out_prompts, count, seed)
         if source in sets.NAMES:
             return sets.read(source, codes)
         return "held-out code", [Request(code) for code in codes]
     if source.startswith(VLLM):
-        name, texts = _of_vllm(shlex.split(source.removeprefix(VLLM)), count, tokenizer, seed)
+        name, texts = _of_vllm(_flags(source), count, tokenizer, seed)
         return name, [Request(text) for text in texts]
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"--prompts {source!r} must be {', '.join(map(repr, (CODE, PROSE, *sets.NAMES)))}, "
+            f"--prompts {source!r} must be {', '.join(map(repr, NAMES))}, "
             "a JSONL file that exists, or "
             f"'{VLLM}--dataset-name spec_bench --dataset-path FILE' with flags of vLLM's data sets"
         )
@@ -76,6 +79,20 @@ def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, l
         raise ValueError(f"--prompts {source!r} has no lines")
     random.Random(seed).shuffle(requests)
     return path.stem, requests[:count]
+
+
+def _held_out(read: Callable[..., list[str]], count: int, seed: int) -> list[str]:
+    try:
+        return read(count, seed=seed)
+    except ValueError as error:
+        raise ValueError(f"--num-prompts, or the largest --batch: {error}") from None
+
+
+def _flags(source: str) -> list[str]:
+    try:
+        return shlex.split(source.removeprefix(VLLM))
+    except ValueError as error:
+        raise ValueError(f"--prompts {source!r} cannot be split into flags: {error}") from None
 
 
 def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[str, list[str]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dyntree_plugin.admission import versions
+from dyntree_plugin.commands.address import base_url
 from dyntree_plugin.commands.loads.runs import Engine
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def engines(addresses: Sequence[str]) -> list[Engine]:
-    """Return an engine for each ``http://host:port`` or ``NAME=http://host:port``.
+    """Return an engine for each address or ``NAME=ADDRESS``.
 
     Raises:
         ValueError: if an address is invalid, two have the same name, or vLLM is missing.
@@ -26,9 +27,10 @@ def engines(addresses: Sequence[str]) -> list[Engine]:
         name, separator, address = given.partition("=")
         if not separator or "://" in name:
             name, address = given, given
-        if not address.startswith(("http://", "https://")):
-            raise ValueError(f"--base-url {given!r} must be http://HOST:PORT or NAME=http://…")
-        address = address.rstrip("/").removesuffix("/v1")
+        try:
+            address = base_url(address)
+        except ValueError as error:
+            raise ValueError(f"--base-url {error}") from None
         found.append(Engine(name=name, kind="server", budget=0, arguments={"base_url": address}))
     if len({engine.name for engine in found}) < len(found):
         raise ValueError("--base-url: two servers have the same name")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -19,56 +18,60 @@ from dyntree_plugin.commands.arguments import (
     Dtype,
     MaxTokens,
     Nodes,
+    NumPrompts,
+    Seed,
     Target,
     Temperature,
     TopP,
     Verbose,
     both_or_neither,
+    check_models,
     chosen_dtype,
     embedded,
 )
 from dyntree_plugin.commands.demo.comparison import Comparison, compare
 from dyntree_plugin.commands.demo.screen import show
 from dyntree_plugin.commands.engine import Settings
-from dyntree_plugin.commands.start import announcing, fetch, quiet, tree_options
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run the command with the arguments after ``dyntree demo``, and end the process.
-
-    Exit status: 0 if the text is the same with and without the tree, 1 if it differs, 2 if the
-    arguments or the models are refused.
-    """
-    app(list(arguments), prog_name="dyntree demo")
+from dyntree_plugin.commands.start import (
+    announcing,
+    fetch,
+    quiet,
+    ready_for_engine,
+    tree_options,
+)
+from dyntree_plugin.commands.vocabulary import shared
 
 
-@app.command()
 def demo(
     target: Target = None,
     draft: Draft = None,
     method: DraftMethod = "draft_model",
-    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to complete.")] = 4,
-    max_tokens: MaxTokens = 128,
-    nodes: Nodes = 16,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the first prompt; each later prompt adds 1.")
-    ] = 0,
     dtype: Dtype = None,
-    options: Annotated[str, typer.Option(metavar="JSON", help="More dyntree options.")] = "{}",
+    nodes: Nodes = 16,
+    options: Annotated[str, shared("--dyntree")] = "{}",
+    count: NumPrompts = 4,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0,
+    top_p: TopP = 1,
+    seed: Seed = 0,
     verbose: Verbose = False,
 ) -> None:
-    """Complete held-out Python code with the target alone and with a tree of draft tokens. Show
-    that the text is the same and where the time goes, and draw one step's tree.
+    """Complete code with and without a tree, compare the two, and draw a tree.
 
-    Without --target and --draft, the demonstration uses the pair of tiny models that comes with
-    dyntree. Both engines are eager, because compiling and capturing graphs would take longer than
-    the whole demonstration. `dyntree bench serve` measures compiled engines.
+    Held-out Python code is completed by the target alone, and with a tree of draft tokens. The
+    command shows that the text is the same, and where the time goes.
+
+    Without --target and --draft, it uses the pair of tiny models that comes with dyntree. Both
+    engines are eager, because compiling and capturing graphs would take longer than the whole
+    demonstration. `dyntree bench serve` measures compiled engines.
+
+    The exit status is 0 if the text is the same, 1 if it differs, and 2 if the arguments or the
+    models are refused.
     """
     both_or_neither(target, draft, method)
+    with reasons.exit_on_mistake("dyntree demo"):
+        check_models(target, draft)
+    ready_for_engine()
     parsed = tree_options(options, nodes)
     console = Console(highlight=False)
     used = chosen_dtype(dtype, target)
@@ -85,11 +88,23 @@ def demo(
             top_p=top_p,
             seed=seed,
             max_tokens=max_tokens,
-            prompts=pair.held_out_prompts(prompts),
+            prompts=_prompts(count),
             method=method,
         )
         comparison = _compared(console, settings, verbose=verbose)
     raise typer.Exit(show(console, settings, comparison))
+
+
+def _prompts(count: int) -> list[str]:
+    """Return held-out prompts.
+
+    Raises:
+        ValueError: if there are not so many.
+    """
+    try:
+        return pair.held_out_prompts(count)
+    except ValueError as error:
+        raise ValueError(f"--num-prompts: {error}") from None
 
 
 def _compared(console: Console, settings: Settings, *, verbose: bool) -> Comparison:

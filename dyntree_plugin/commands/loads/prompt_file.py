@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from dyntree_plugin.commands.loads.requests import Request
+from dyntree_plugin.commands.paths import read_text
 
 FIELDS = ("prompt", "text", "question", "turns")
 """Fields of a JSONL line that may hold the prompt. ``turns`` is a list, as in Spec-Bench, whose
@@ -21,13 +22,10 @@ def lines(path: Path) -> list[Request]:
     Raises:
         ValueError: if the file is not UTF-8 or a line has no request.
     """
-    try:
-        # Other characters than these end a line only for `str.splitlines`.
-        read = path.read_text("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    # Other characters than these end a line only for `str.splitlines`.
+    read = read_text("--prompts", path).split("\n")
     return [
-        _request(line, f"{path}:{number}")
+        _request(line, f"--prompts {str(path)!r}, line {number}")
         for number, line in enumerate(read, start=1)
         if line.strip()
     ]
@@ -38,6 +36,8 @@ def _request(line: str, where: str) -> Request:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object with the prompt")
     found = next((value[name] for name in FIELDS if name in value), None)
     prompt = found[0] if isinstance(found, list) and found else found
     if not isinstance(prompt, str):

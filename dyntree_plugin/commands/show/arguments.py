@@ -7,30 +7,41 @@ from typing import Annotated, Literal
 
 import typer
 
+from dyntree_plugin.commands.vocabulary import option, shared
+
 Format = Literal["terminal", "dot", "html"]
 
 Prompt = Annotated[
-    str | None, typer.Argument(help="Text to complete; by default held-out Python code.")
+    str | None, typer.Argument(help="Text to complete.", show_default="held-out Python code")
 ]
 PromptFile = Annotated[
-    str | None, typer.Option("--file", help="Read the prompt from this file; - is standard input.")
+    str | None, option("--file", "FILE", "Read the prompt from this file; - is standard input.")
 ]
-Seed = Annotated[int, typer.Option(min=0)]
-Options = Annotated[
-    str,
-    typer.Option(metavar="JSON", help="More dyntree options; budget is fixed unless they set it."),
+Options = Annotated[str, shared("--dyntree", "budget is fixed unless they set it.")]
+Trace = Annotated[
+    Path | None, option("--trace", "FILE", "Save the trees in this file as JSON, for --from.")
 ]
-Trace = Annotated[Path | None, typer.Option(help="Save the trees here, as JSON.")]
 SavedTrace = Annotated[
     Path | None,
-    typer.Option("--from", help="Draw the trees that --trace has saved; start no engine."),
+    option("--from", "FILE", "Draw the trees that --trace has saved, and start no engine."),
 ]
 GivenFormat = Annotated[
     Format | None,
-    typer.Option("--format", help="Default: what the suffix of --output says, or else terminal."),
+    option(
+        "--format",
+        "FORMAT",
+        "What to draw for: a terminal, Graphviz (dot), or a browser (html).",
+        show_default="what the suffix of --output says, or else terminal",
+    ),
 ]
-Output = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
+Output = Annotated[Path | None, shared("--output", show_default="standard output")]
 Step = Annotated[
     int | None,
-    typer.Option(min=1, help="Draw only this step, counted from 1; for terminal and dot."),
+    option(
+        "--step",
+        "N",
+        "Draw only this step, counted from 1; for terminal and dot.",
+        min=1,
+        show_default="every step",
+    ),
 ]

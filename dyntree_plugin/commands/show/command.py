@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,59 +19,61 @@ from dyntree_plugin.commands.arguments import (
     Dtype,
     MaxTokens,
     Nodes,
+    Seed,
     Target,
     Temperature,
     TopP,
     Verbose,
     both_or_neither,
+    check_models,
     chosen_dtype,
     embedded,
 )
 from dyntree_plugin.commands.engine import Settings
+from dyntree_plugin.commands.paths import check_new_file, read_text
 from dyntree_plugin.commands.show import arguments, page
 from dyntree_plugin.commands.show.arguments import Format
 from dyntree_plugin.commands.show.generation import Generation, load, save
 from dyntree_plugin.commands.show.text import as_dot, as_text
-from dyntree_plugin.commands.start import announcing, fetch, quiet, tree_options
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+from dyntree_plugin.commands.start import (
+    announcing,
+    fetch,
+    quiet,
+    ready_for_engine,
+    tree_options,
+)
 
 _BY_SUFFIX: dict[str, Format] = {".html": "html", ".htm": "html", ".dot": "dot", ".gv": "dot"}
 
 
-def main(words: Sequence[str]) -> None:
-    """Run the command with the words after ``dyntree show``, and end the process.
-
-    Exit status: 0 if the trees are shown, 2 if the arguments, models or trace are refused.
-    """
-    app(list(words), prog_name="dyntree show")
-
-
-@app.command()
 def show(
     prompt: arguments.Prompt = None,
     file: arguments.PromptFile = None,
     target: Target = None,
     draft: Draft = None,
     method: DraftMethod = "draft_model",
-    max_tokens: MaxTokens = 96,
-    nodes: Nodes = 16,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: arguments.Seed = 0,
     dtype: Dtype = None,
+    nodes: Nodes = 16,
     options: arguments.Options = "{}",
-    trace: arguments.Trace = None,
-    saved: arguments.SavedTrace = None,
+    max_tokens: MaxTokens = 96,
+    temperature: Temperature = 0,
+    top_p: TopP = 1,
+    seed: Seed = 0,
     given_format: arguments.GivenFormat = None,
     output: arguments.Output = None,
     step: arguments.Step = None,
+    trace: arguments.Trace = None,
+    saved: arguments.SavedTrace = None,
     verbose: Verbose = False,
 ) -> None:
-    """Complete a prompt, and show the tree of every step: its tokens with their estimated
-    probabilities, which of them were accepted, and the bonus token.
+    """Show the tree of every step of a completion: in the terminal, as DOT, or as a page.
+
+    A tree shows its tokens with their estimated probabilities, which of them were accepted, and
+    the bonus token.
 
     Without --target and --draft, dyntree uses the pair of tiny models that comes with it.
+
+    The exit status is 2 if the arguments, the models or the trace are refused.
     """
     suffix = output.suffix.lower() if output is not None else ""
     form = given_format or _BY_SUFFIX.get(suffix, "terminal")
@@ -81,6 +82,13 @@ def show(
     asked = (prompt, file, target, draft, trace)
     if saved is not None and any(value is not None for value in asked):
         raise typer.BadParameter("--from draws a saved trace: give no prompt, model or --trace")
+    with reasons.exit_on_mistake("dyntree show"):
+        check_new_file("--output", output)
+        check_new_file("--trace", trace)
+        check_models(target, draft)
+    if saved is None:
+        both_or_neither(target, draft, method)
+        ready_for_engine()
     settings: dict[str, Any] = {"dtype": chosen_dtype(dtype, target), "options": options}
     settings |= {"nodes": nodes, "temperature": temperature, "top_p": top_p}
     settings |= {"seed": seed, "max_tokens": max_tokens, "method": method}
@@ -100,7 +108,7 @@ def _prompt(prompt: str | None, file: str | None, *, own_models: bool) -> str | 
     if prompt is not None and file is not None:
         raise typer.BadParameter("a prompt is given twice, as text and with --file: give it once")
     if file is not None:
-        prompt = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        prompt = sys.stdin.read() if file == "-" else read_text("--file", Path(file))
     if prompt is None and own_models:
         raise typer.BadParameter("give a prompt for these models, as text or with --file")
     if prompt == "":
@@ -119,7 +127,6 @@ def _recorded(
     """Complete the prompt on an engine."""
     from dyntree_plugin.commands.show.record import record
 
-    both_or_neither(target, draft, settings["method"])
     asked = tree_options(settings["options"], settings["nodes"])
     settings["options"] = {"budget": "fixed", **asked}
     if target is None:

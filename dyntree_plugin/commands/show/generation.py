@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from dyntree_plugin.commands.paths import read_text
 from dyntree_plugin.tree.step import Source, TreeStep, sources_of
 
 
@@ -83,13 +84,13 @@ def load(path: Path) -> Generation:
 
     Raises:
         ValueError: naming the file and what is wrong with it.
-        OSError: if it cannot be read.
     """
     try:
-        return _FORM.validate_json(path.read_bytes())
+        return _FORM.validate_json(read_text("--from", path))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ValueError(
-            f"{path} is not a trace of `dyntree show --trace`: {where}: {first['msg']}"
+            f"--from {str(path)!r} is not a trace of `dyntree show --trace`: "
+            f"{where}: {first['msg']}"
         ) from None

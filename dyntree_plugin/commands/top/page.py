@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from http.client import HTTPException
+from urllib.error import URLError
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -54,7 +55,9 @@ def read(address: str) -> Page:
     try:
         text = fetch(url, TIMEOUT_SECONDS, MOST_BYTES).decode()
     except (OSError, ValueError, HTTPException) as error:
-        raise Unreadable(f"{url} cannot be read: {error}") from None
+        # The text of a URLError is that of Python: <urlopen error …>.
+        reason = error.reason if type(error) is URLError else error
+        raise Unreadable(f"{url} cannot be read: {reason}") from None
     try:
         page = parse(text)
     except (ValueError, LookupError, AttributeError) as error:  # The parser raises any of these.

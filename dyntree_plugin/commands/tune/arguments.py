@@ -5,82 +5,107 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from dyntree_plugin.commands.arguments import DtypeName
+from dyntree_plugin.commands.vocabulary import option, shared
+from dyntree_plugin.options import MOST_NODES
 
-Target = Annotated[str, typer.Argument(help="Target model: a folder or a name.")]
+Target = Annotated[str, shared("--target")]
 Draft = Annotated[
     str | None,
-    typer.Argument(
-        help="Draft model to begin with, of the target's vocabulary, or with --head a head of the "
-        "target.",
+    shared(
+        "--draft",
+        "The training begins with it; it must have the target's vocabulary.",
         show_default="none; with --head a new head",
     ),
 ]
 PromptFile = Annotated[
     Path,
-    typer.Option(
+    shared(
         "--prompts",
-        help='JSONL with prompts such as users send: {"prompt": …} on each line, or text, question '
-        "or turns.",
+        'A JSONL file with prompts such as users send: {"prompt": …} on each line, or text, '
+        "question or turns.",
     ),
 ]
 Output = Annotated[
-    Path, typer.Option(help="Folder for the result; the work of the stages is in tune/ below it.")
+    Path, shared("--output", "A folder; the work of the stages is in tune/ below it.")
 ]
 Head = Annotated[
     Literal["eagle3"] | None,
-    typer.Option(help="Fit an EAGLE-3 head of the target, instead of a draft model."),
+    option(
+        "--head", "METHOD", "Fit a head of the target, instead of a draft model: eagle3 (EAGLE-3)."
+    ),
 ]
 HeadVocabulary = Annotated[
     int,
-    typer.Option(min=1, help="Most tokens that a new head drafts: the most frequent ones."),
-]
+    option(
+        "--head-vocabulary", "N", "Most tokens that a new head drafts: the most frequent ones.",
+        min=1,
+    ),
+]  # fmt: skip
 Adapter = Annotated[
     int | None,
-    typer.Option(min=1, metavar="RANK", help="Train low-rank adapters, and merge them at the end."),
+    option(
+        "--adapter",
+        "RANK",
+        "Train low-rank adapters of this rank, and merge them at the end.",
+        min=1,
+        show_default="train all weights",
+    ),
 ]
 Pool = Annotated[
-    int, typer.Option(min=1, max=8, help="Drafts of a pool; each learns what the others lack.")
+    int,
+    option("--pool", "N", "Drafts of a pool; each learns what the others lack.", min=1, max=8),
 ]
 Boost = Annotated[
     Literal["positions", "samples"],
-    typer.Option(
-        help="How a later draft of a pool learns: each position by the share of the target's law "
-        "that the others do not hold, or, as in SpecInfer, only the pieces of text that none of "
-        "them foretells."
+    option(
+        "--boost",
+        "HOW",
+        "How a later draft of a pool learns. positions: each position by the share of the target's "
+        "law that the others do not hold; samples, as in SpecInfer: only the pieces of text that "
+        "none of them foretells.",
     ),
 ]
 Temperatures = Annotated[
     list[float] | None,
-    typer.Option(
+    shared(
         "--temperature",
+        "Repeatable: the prompts take turns with all.",
         min=0,
-        help="Temperature that is served; the prompts take turns with all. Repeatable.",
         show_default="0, 0.6 and 1",
     ),
 ]
-Tokens = Annotated[
-    int, typer.Option(min=8, help="Most tokens that the target writes behind a prompt.")
-]
-Epochs = Annotated[float, typer.Option(min=0.01, help="How often every text is learned.")]
-Rows = Annotated[int, typer.Option(min=1, help="Texts per training step.")]
-Rate = Annotated[float | None, typer.Option(min=1e-7, max=1, help="Peak learning rate.")]
-HeldOut = Annotated[int, typer.Option(min=8, help="Prompts to measure with, not learned.")]
-Nodes = Annotated[
-    list[int] | None,
-    typer.Option(
-        min=1, max=1024, help="Nodes of the trees compared. Repeatable.", show_default="16"
+MaxTokens = Annotated[int, shared("--max-tokens", min=8)]
+Epochs = Annotated[float, option("--epochs", "N", "How often every text is learned.", min=0.01)]
+Rows = Annotated[int, option("--rows", "N", "Texts per training step.", min=1)]
+Rate = Annotated[
+    float | None,
+    option(
+        "--rate",
+        "R",
+        "Peak learning rate.",
+        min=1e-7,
+        max=1,
+        show_default="0.001; 0.002 with --adapter, 0.005 for a new head",
     ),
 ]
-Batch = Annotated[int, typer.Option(min=1, help="Prompts that the target continues at once.")]
+HeldOut = Annotated[
+    int, option("--held-out", "N", "Prompts to measure with, which are not learned.", min=8)
+]
+Nodes = Annotated[
+    list[int] | None,
+    shared(
+        "--nodes",
+        "Repeatable: trees of each size are compared.",
+        min=1,
+        max=MOST_NODES,
+        show_default="16",
+    ),
+]
+Batch = Annotated[int, shared("--batch", min=1)]
 Chat = Annotated[
-    bool, typer.Option("--chat", help="Prompts are messages for the target's chat template.")
+    bool, option("--chat", "", "Write each prompt as a message in the target's chat template.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of the first prompt; each next has one more.")]
-EngineArguments = Annotated[
-    str, typer.Option(metavar="JSON", help="More arguments for vLLM's LLM() of the target.")
-]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="Type of the target's weights and arithmetic."),
-]
+Seed = Annotated[int, shared("--seed", min=0)]
+EngineArguments = Annotated[str, shared("--engine-arguments", "They are for the target.")]
+Dtype = Annotated[DtypeName, shared("--dtype")]

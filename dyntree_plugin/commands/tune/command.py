@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING
+import os
 
 import typer
 from rich.console import Console
 
 from dyntree_plugin.admission import reasons
-from dyntree_plugin.commands.start import without_progress_bars
-from dyntree_plugin.commands.tune import arguments, prompts
-from dyntree_plugin.commands.tune.prompts import Prompts
-from dyntree_plugin.commands.tune.settings import Folder, Settings
+from dyntree_plugin.commands.arguments import check_models
+from dyntree_plugin.commands.paths import check_new_folder
+from dyntree_plugin.commands.start import ready_for_engine
+from dyntree_plugin.commands.tune import arguments
+from dyntree_plugin.commands.tune.settings import Settings
 from dyntree_plugin.strict_json import object_of
-
-if TYPE_CHECKING:
-    from dyntree_plugin.commands.tune.tuning import Tuning
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 NODES = (16,)
 
 
-def main(words: Sequence[str]) -> None:
-    """Run it with its arguments; ends the process.
-
-    Exit status: 0 if the result is better than what it began with, 1 if not, 2 if the arguments,
-    the prompts or the models are refused.
-    """
-    without_progress_bars()
-    app(list(words), prog_name="dyntree tune")
-
-
-@app.command()
 def tune(
     target: arguments.Target,
     draft: arguments.Draft = None,
@@ -51,8 +31,8 @@ def tune(
     pool: arguments.Pool = 1,
     boost: arguments.Boost = "positions",
     temperatures: arguments.Temperatures = None,
-    tokens: arguments.Tokens = 256,
-    epochs: arguments.Epochs = 2.0,
+    max_tokens: arguments.MaxTokens = 256,
+    epochs: arguments.Epochs = 2,
     rows: arguments.Rows = 8,
     rate: arguments.Rate = None,
     held_out: arguments.HeldOut = 64,
@@ -63,32 +43,35 @@ def tune(
     seed: arguments.Seed = 0,
     engine_arguments: arguments.EngineArguments = "{}",
 ) -> None:
-    """Fit a draft, a pool of drafts, or an EAGLE-3 head to its target, on prompts such as users
-    send.
+    """Fit a draft, a pool of drafts or an EAGLE-3 head to its target, on prompts of its users.
 
     The target continues the prompts in vLLM (write), reads the texts once and keeps its
     probabilities (teach), the draft learns them (fit), and trees on prompts that were held out show
     what it is worth (check). A run that was stopped goes on where it was: give the same command
     again.
-    """
-    settings = Settings(
-        target, draft, head, head_vocabulary, adapter, pool, boost,
-        list(temperatures or TEMPERATURES), tokens, epochs, rows,
-        rate or _default_rate(draft, head, adapter), held_out, list(nodes or NODES), batch, dtype,
-        seed,
-    )  # fmt: skip
-    console = Console(highlight=False)
-    with reasons.exit_on_mistake("dyntree tune"):
-        _check_packages(settings)
-        from dyntree_plugin.commands.tune.tuning import Tuning
-        from dyntree_plugin.tune.fit import Machine
 
+    The exit status is 0 if the result is better than what it began with, 1 if not, and 2 if the
+    arguments, the prompts or the models are refused.
+    """
+    # Intel's OpenMP reads this when it starts; else it says that numba calls a deprecated function.
+    os.environ.setdefault("KMP_WARNINGS", "0")
+    with reasons.exit_on_mistake("dyntree tune"):
         given = object_of("--engine-arguments", engine_arguments)
-        settings = replace(settings, engine_arguments=given)
-        found = _prompts(settings, prompt_file, chat=chat)
-        settings = replace(settings, digest=found.digest)
-        tuning = Tuning(console, Folder(output), settings, found, Machine.present())
-        better = _run(tuning)
+        settings = Settings(
+            target, draft, head, head_vocabulary, adapter, pool, boost,
+            list(temperatures or TEMPERATURES), max_tokens, epochs, rows,
+            rate or _default_rate(draft, head, adapter), held_out, list(nodes or NODES), batch,
+            dtype, seed, engine_arguments=given,
+        )  # fmt: skip
+        _check(settings)
+        check_new_folder("--output", output)
+        check_models(target, draft)
+        if not prompt_file.is_file():
+            raise ValueError(f"--prompts {str(prompt_file)!r} must be a JSONL file that exists")
+        ready_for_engine()
+        from dyntree_plugin.commands.tune.run import run
+
+        better = run(Console(highlight=False), settings, prompt_file, output, chat=chat)
     raise typer.Exit(0 if better else 1)
 
 
@@ -99,46 +82,13 @@ def _default_rate(draft: str | None, head: str | None, adapter: int | None) -> f
     return 1e-3 if adapter is None else 2e-3
 
 
-def _run(tuning: Tuning) -> bool:
-    try:
-        return tuning.run()
-    except KeyboardInterrupt:
-        tuning.console.print("Stopped. The same command goes on from here.")
-        raise typer.Exit(130) from None
-    except RuntimeError as error:
-        print(f"dyntree tune: {error}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(1) from None
+def _check(settings: Settings) -> None:
+    """Refuse what no model is needed for.
 
-
-def _check_packages(settings: Settings) -> None:
-    from dyntree_plugin.tune.fit import Machine
-
-    wanted = ["matplotlib", *(["peft"] if settings.adapter is not None else [])]
-    wanted += ["accelerate"] if Machine.present().devices is not None else []
-    missing = [name for name in wanted if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"tune needs {', '.join(missing)}: pip install 'vllm-dyntree[tune]'")
-
-
-def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
-    """Read the prompts, and check what can be checked without weights."""
-    from dyntree_plugin.commands.tune import heads, models
-
-    context = models.context_of(settings.target)
-    if settings.head is not None:
-        if settings.pool > 1 or settings.adapter is not None:
-            raise ValueError("--head goes without --pool and --adapter: all of one head is trained")
-        heads.config_of(settings)
-    elif settings.draft is None:
-        raise ValueError("DRAFT is missing: give the draft model to begin with, or --head eagle3")
-    else:
-        models.check(settings.target, settings.draft)
-        context = min(context, models.context_of(settings.draft))
-    most = context - settings.tokens - max(settings.nodes) - 1
-    if most < 1:
-        raise ValueError(
-            f"--tokens {settings.tokens} and --nodes {max(settings.nodes)} leave no room for a "
-            f"prompt: the models read at most {context} tokens"
-        )
-    tokenizer = models.tokenizer_of(settings.target)
-    return prompts.read(file, tokenizer, most, settings.held_out, settings.seed, chat=chat)
+    Raises:
+        ValueError: if arguments do not go together.
+    """
+    if settings.head is None and settings.draft is None:
+        raise ValueError("--draft is missing: give the draft to begin with, or --head eagle3")
+    if settings.head is not None and (settings.pool > 1 or settings.adapter is not None):
+        raise ValueError("--head goes without --pool and --adapter: all of one head is trained")

@@ -30,20 +30,20 @@ def config_of(settings: Settings) -> Any:
     for name in ("rms_norm_eps", "rope_parameters", "num_key_value_heads"):
         if getattr(target, name, None) is None:
             raise ValueError(
-                f"--head eagle3: TARGET {settings.target!r} must be a model like Llama; its "
+                f"--head eagle3: --target {settings.target!r} must be a model like Llama; its "
                 f"configuration has no {name}"
             )
     if settings.draft is not None:
         config = LlamaConfig.from_pretrained(models.folder_of(settings.draft))
         if config.vocab_size != target.vocab_size or config.hidden_size != target.hidden_size:
             raise ValueError(
-                f"DRAFT {settings.draft!r} must be a head of TARGET {settings.target!r}: it has "
-                "another vocabulary or width"
+                f"--draft {settings.draft!r} must be a head of --target "
+                f"{settings.target!r}: it has another vocabulary or width"
             )
         for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids"):
             if getattr(config, name, None) is None:
                 raise ValueError(
-                    f"DRAFT {settings.draft!r} must be an EAGLE-3 head whose configuration says "
+                    f"--draft {settings.draft!r} must be an EAGLE-3 head whose configuration says "
                     f"what it reads and drafts; it has no {name}"
                 )
         return config

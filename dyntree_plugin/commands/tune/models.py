@@ -46,13 +46,15 @@ def check(target: str, draft: str) -> None:
     if quantised:
         method = dict(quantised).get("quant_method", "a method unknown")
         raise ValueError(
-            f"DRAFT {draft!r} is quantised ({method}), and such weights cannot be trained: give "
+            f"--draft {draft!r} is quantised ({method}), and such weights cannot be trained: give "
             "the model that it was made from"
         )
     ours, theirs = (vocabularies.tokenizer_file(model, None) for model in (target, draft))
     found = ours and theirs and vocabularies.difference(ours, theirs)
     if found and found.share >= vocabularies.UNLIKE_SHARE:
-        raise ValueError(f"DRAFT {draft!r} must have the vocabulary of TARGET {target!r}: {found}")
+        raise ValueError(
+            f"--draft {draft!r} must have the vocabulary of --target {target!r}: {found}"
+        )
 
 
 def target_of(model: str, dtype: str, machine: Machine) -> PreTrainedModel:

@@ -41,8 +41,6 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
         ValueError: if the file or a line of it cannot serve. A prompt must have 1 to ``most``
             tokens.
     """
-    if not path.is_file():
-        raise ValueError(f"--prompts {str(path)!r} must be a JSONL file that exists")
     texts = [str(request.prompt) for request in lines(path)]
     if len(texts) < FEWEST + held_out:
         raise ValueError(
@@ -54,8 +52,8 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
     for number, tokens in enumerate(encoded, start=1):
         if not 0 < len(tokens) <= most:
             raise ValueError(
-                f"--prompts {str(path)!r}: prompt {number} has {len(tokens)} tokens; with --tokens "
-                f"and the trees it may have 1 to {most}"
+                f"--prompts {str(path)!r}: prompt {number} has {len(tokens)} tokens; with "
+                f"--max-tokens and the trees it may have 1 to {most}"
             )
     digest = hashlib.sha256(json.dumps(encoded).encode()).hexdigest()
     notes = list(_notes(texts, encoded))

@@ -124,9 +124,9 @@ class Folder:
 
 
 def _option(name: str) -> str:
-    names = {"digest": "content of --prompts", "target": "TARGET", "draft": "DRAFT"}
-    singular = {"temperatures": "temperature"}
-    return names.get(name, "--" + singular.get(name, name).replace("_", "-"))
+    names = {"digest": "content of --prompts"}
+    options = {"temperatures": "temperature", "tokens": "max-tokens"}
+    return names.get(name, "--" + options.get(name, name).replace("_", "-"))
 
 
 def _shown(value: Any) -> str:

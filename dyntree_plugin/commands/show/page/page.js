@@ -11,11 +11,16 @@ const COLUMN_GAP = 46;
 const MARGIN = 22;
 const MAX_LABEL = 18;
 const TALL_ROWS = 18;
-const SCALE = { least: 0.5, most: 1.35 };
+// Fitted trees stay readable: those that are larger than the stage are scrolled.
+const FITTED = { least: 0.8, most: 1.35 };
+const ZOOM = { least: 0.2, most: 4, step: 1.25 };
 const PLAY_MILLISECONDS = 1600;
 
 let current = 0;
 let playing = null;
+let size = { width: 1, height: 1 };
+let scale = 1;
+let zoomed = false;
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElementNS(SVG, name);
@@ -44,14 +49,14 @@ function drawTree(step) {
   const drawn = new Map([[-1, makeNode(nodes, step.root, "root", step)]]);
   step.nodes.forEach((node, at) => drawn.set(at, makeNode(nodes, node, "candidate", step)));
   const bonus = makeNode(nodes, step.bonus, "bonus", step);
-  const size = place([...drawn.values(), bonus]);
+  size = place([...drawn.values(), bonus]);
 
   step.nodes.forEach((node, at) => connect(edges, drawn.get(node.parent), drawn.get(at)));
   // Accepted edges lie above the others.
   edges.append(...edges.querySelectorAll(".accepted"));
   connect(edges, drawn.get(step.bonus.parent), bonus);
-  const scale = fit(svg, size);
   const stage = $("stage");
+  resize(zoomed ? scale : fittedScale());
   const middle = ((drawn.get(-1).y + bonus.y) / 2) * scale;
   stage.scrollTo(0, middle - stage.clientHeight / 2);
 }
@@ -111,14 +116,63 @@ function connect(layer, from, to) {
   layer.append(line);
 }
 
-function fit(svg, { width, height }) {
-  const stage = $("stage");
-  const wanted = Math.min((stage.clientWidth - 2) / width, (stage.clientHeight - 2) / height);
-  const scale = Math.min(Math.max(wanted, SCALE.least), SCALE.most);
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.setAttribute("width", width * scale);
-  svg.setAttribute("height", height * scale);
-  return scale;
+const within = (value, { least, most }) => Math.min(Math.max(value, least), most);
+
+function fittedScale() {
+  const { clientWidth, clientHeight } = $("stage");
+  return within(Math.min((clientWidth - 2) / size.width, (clientHeight - 2) / size.height), FITTED);
+}
+
+function resize(to) {
+  scale = to;
+  const svg = $("tree");
+  svg.setAttribute("viewBox", `0 0 ${size.width} ${size.height}`);
+  svg.setAttribute("width", size.width * scale);
+  svg.setAttribute("height", size.height * scale);
+  $("fitted").textContent = `${Math.round(100 * scale)}%`;
+}
+
+// Keeps the point of the tree that is at (x, y) of the window where it is.
+function zoom(factor, x, y) {
+  const [stage, svg] = [$("stage"), $("tree")];
+  const before = svg.getBoundingClientRect();
+  const to = within(scale * factor, ZOOM);
+  const [right, down] = [((x - before.left) * to) / scale, ((y - before.top) * to) / scale];
+  zoomed = true;
+  hideTip();
+  resize(to);
+  const after = svg.getBoundingClientRect();
+  stage.scrollBy(after.left + right - x, after.top + down - y);
+}
+
+function zoomMiddle(factor) {
+  const { left, top, width, height } = $("stage").getBoundingClientRect();
+  zoom(factor, left + width / 2, top + height / 2);
+}
+
+function zoomBack() {
+  zoomed = false;
+  drawTree(steps[current]);
+}
+
+function makeMovable(stage) {
+  stage.addEventListener("pointerdown", (event) => {
+    if (event.button || event.pointerType === "touch") return; // A finger scrolls.
+    stage.setPointerCapture(event.pointerId);
+    stage.classList.add("moving");
+  });
+  stage.addEventListener("pointermove", (event) => {
+    if (!stage.hasPointerCapture(event.pointerId)) return;
+    hideTip();
+    stage.scrollBy(-event.movementX, -event.movementY);
+  });
+  stage.addEventListener("lostpointercapture", () => stage.classList.remove("moving"));
+  // A pinch on a touchpad is a turn of the wheel with Ctrl.
+  stage.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    zoom(Math.exp(-event.deltaY / 300), event.clientX, event.clientY);
+  }, { passive: false });
 }
 
 function describe(step) {
@@ -279,6 +333,10 @@ const KEYS = {
   End: () => choose(steps.length - 1),
   " ": () => play(playing === null),
   t: turnTheme,
+  "+": () => zoomMiddle(ZOOM.step),
+  "=": () => zoomMiddle(ZOOM.step),
+  "-": () => zoomMiddle(1 / ZOOM.step),
+  0: zoomBack,
 };
 
 function start() {
@@ -296,6 +354,10 @@ function start() {
   $("forward").addEventListener("click", () => choose(current + 1));
   $("play").addEventListener("click", () => play(playing === null));
   $("theme").addEventListener("click", turnTheme);
+  $("larger").addEventListener("click", () => zoomMiddle(ZOOM.step));
+  $("smaller").addEventListener("click", () => zoomMiddle(1 / ZOOM.step));
+  $("fitted").addEventListener("click", zoomBack);
+  makeMovable($("stage"));
   addEventListener("hashchange", () => choose(chosen()));
   addEventListener("resize", () => drawTree(steps[current]));
   addEventListener("keydown", (event) => {

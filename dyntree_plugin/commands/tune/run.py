@@ -1,0 +1,67 @@
+"""Check what a tuning is given, and run it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from transformers.utils import logging
+
+from dyntree_plugin.commands.tune import heads, models, prompts
+from dyntree_plugin.commands.tune.prompts import Prompts
+from dyntree_plugin.commands.tune.settings import Folder, Settings
+from dyntree_plugin.commands.tune.tuning import Tuning
+from dyntree_plugin.tune.fit import Machine
+
+
+def run(
+    console: Console, settings: Settings, prompt_file: Path, output: Path, *, chat: bool
+) -> bool:
+    """Return whether the result is better than what it began with.
+
+    Raises:
+        ValueError: if the prompts or the models cannot serve.
+    """
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    _check_packages(settings)
+    found = _prompts(settings, prompt_file, chat=chat)
+    settings = replace(settings, digest=found.digest)
+    tuning = Tuning(console, Folder(output), settings, found, Machine.present())
+    try:
+        return tuning.run()
+    except KeyboardInterrupt:
+        tuning.console.print("Stopped. The same command goes on from here.")
+        raise typer.Exit(130) from None
+    except RuntimeError as error:
+        print(f"dyntree tune: {error}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(1) from None
+
+
+def _check_packages(settings: Settings) -> None:
+    wanted = ["matplotlib", *(["peft"] if settings.adapter is not None else [])]
+    wanted += ["accelerate"] if Machine.present().devices is not None else []
+    missing = [name for name in wanted if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"tune needs {', '.join(missing)}: pip install 'vllm-dyntree[tune]'")
+
+
+def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
+    """Read the prompts, and check what can be checked without weights."""
+    context = models.context_of(settings.target)
+    if settings.head is not None:
+        heads.config_of(settings)
+    elif settings.draft is not None:
+        models.check(settings.target, settings.draft)
+        context = min(context, models.context_of(settings.draft))
+    most = context - settings.tokens - max(settings.nodes) - 1
+    if most < 1:
+        raise ValueError(
+            f"--max-tokens {settings.tokens} and --nodes {max(settings.nodes)} leave no room for a "
+            f"prompt: the models read at most {context} tokens"
+        )
+    tokenizer = models.tokenizer_of(settings.target)
+    return prompts.read(file, tokenizer, most, settings.held_out, settings.seed, chat=chat)

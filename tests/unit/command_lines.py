@@ -1,0 +1,23 @@
+"""Run a command line of ``dyntree`` in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from typer.testing import CliRunner, Result
+
+from dyntree_plugin import cli
+
+
+def ran(*words: str, env: Mapping[str, str] | None = None) -> Result:
+    """Return the result of ``dyntree`` with these words."""
+    return CliRunner().invoke(cli.app, words, env=env, prog_name="dyntree")
+
+
+def status(*words: str) -> int:
+    """Return the exit status of ``dyntree`` with these words; pytest captures what it writes."""
+    try:
+        cli.app(words, prog_name="dyntree")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    raise AssertionError("the command did not end the process")

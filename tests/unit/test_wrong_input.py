@@ -1,0 +1,244 @@
+"""What a new user may get wrong, in all commands: an answer of a line or two, before a model loads.
+
+Each line is one command line, and behind the arrow the words that its answer must have. The files
+that it names are in `folder`. WEB is a server that is none of vLLM's, PLAIN one without trees, and
+SSH speaks no HTTP.
+"""
+
+from __future__ import annotations
+
+import http.server
+import re
+import shlex
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_lines import ran
+
+from dyntree_plugin import pair
+
+TARGET, DRAFT = map(str, pair.target_and_draft())
+MOST_LINES = 9
+"""Lines of an answer: typer's box at 80 columns, around a sentence that lists what is allowed."""
+
+LINES = """
+serv → No such command 'serv'. Did you mean 'serve'?
+frobnicate → No such command 'frobnicate'
+--verison → No such option: --verison (Possible options: --version)
+bench serv → Did you mean 'serve'?
+pair --json → No such option: --json
+demo extra → unexpected extra argument(s) (extra)
+demo --prompts 4 → No such option: --prompts (Possible options: --num-prompts)
+demo --nodes → Option '--nodes' requires an argument
+demo --nodes 0 → '--nodes': 1
+demo --nodes 2000 → '--nodes': 1024
+demo --nodes many → '--nodes': integer
+demo --num-prompts -1 → '--num-prompts': 1
+demo --num-prompts 100000 → --num-prompts: count=100000 must be
+demo --max-tokens 0 → '--max-tokens': 1
+demo --temperature -1 → '--temperature': 0
+demo --temperature nan → '--temperature':
+demo --temperature inf → '--temperature': inf is not a finite number
+demo --top-p 2 → '--top-p': 1
+demo --seed -1 → '--seed': 0
+demo --seed 99999999999999999999 → '--seed': is too large: the largest is 4294967295
+demo --dtype int8 → '--dtype': 'int8' is not one of 'auto', 'float32'
+demo --method eagle4 → '--method': 'eagle4' is not one of 'draft_model', 'eagle3'
+demo --method mtp → --method mtp needs --target
+demo --dyntree { → --dyntree '{' is not JSON
+demo --dyntree [] → dyntree=[] must be a JSON object of options
+demo --dyntree '{"wdith": 2}' → dyntree.wdith=2 is not an option: did you mean width?
+demo --dyntree '{"width": 0}' → dyntree.width=0 must be an integer from 1 to 64
+demo --dyntree '{"width": NaN}' → dyntree.width=nan must be an integer from 1 to 64
+demo --dyntree '{"node_budget": 32}' → dyntree.node_budget=32 exceeds num_speculative_tokens=16
+demo --dyntree '{"node_budget": "8"}' → dyntree.node_budget='8' must be an integer
+demo --dyntree '{"width": 2, "width": 3}' → key 'width' is given twice, with 2 and 3
+demo --dyntree '{"growth": "bush"}' → dyntree.growth='bush' must be topk or
+demo --dyntree '{"threshold": 0.1}' → dyntree.threshold=0.1 is for growth=threshold
+demo --dyntree '{"drafts": ["a/b/c"]}' → dyntree.drafts 'a/b/c' is no folder here
+demo --target a → --target and --draft go together
+demo --target a/b/c --draft a → --target 'a/b/c' is no folder here, and no name of a model
+demo --target folder --draft folder → --target 'folder' is no model: has no config.json
+demo --target ok.jsonl --draft a → --target 'ok.jsonl' is a file: give the folder
+show "" → the prompt is empty
+show x y → unexpected extra argument(s) (y)
+show text --file empty.txt → a prompt is given twice
+show --file nowhere.txt → --file 'nowhere.txt' cannot be read: No such file
+show --file folder → --file 'folder' cannot be read: Is a directory
+show --file latin.txt → --file 'latin.txt' is not UTF-8
+show --file empty.txt → the prompt is empty
+show --from nowhere.json → --from 'nowhere.json' cannot be read: No such file
+show --from folder → --from 'folder' cannot be read: Is a directory
+show --from object.json → --from 'object.json' is not a trace of `dyntree show --trace`
+show --from latin.txt → --from 'latin.txt' is not UTF-8
+show text --from object.json → --from draws a saved trace: give no prompt
+show --step 0 → '--step': 1
+show --step 1 --format html → --step is for --format terminal or dot
+show --format pdf → '--format': 'pdf' is not one of 'terminal', 'dot', 'html'
+show --target a --draft b → give a prompt for these models
+show --method eagle text → the embedded target has no EAGLE head
+show text --output folder → --output 'folder' is a folder: give a file
+show text --output nowhere/a.html → there is no folder 'nowhere'
+show text --trace nowhere/t.json → --trace 'nowhere/t.json': there is no folder 'nowhere'
+top ftp://host → has the scheme 'ftp', which must be http or https
+top host:port → 'host:port' is invalid
+top ::1 → an IPv6 address is written in brackets, [::1]:8000
+top localhost:1 → http://localhost:1/metrics cannot be read: Connection refused
+top WEB → is not a page of metrics
+top PLAIN → this server decodes without dyntree
+top SSH → cannot be read
+top WEB --interval 0 → '--interval': 0.1
+top a b → unexpected extra argument(s) (b)
+doctor -- dyntree serve model → leave out 'dyntree serve': dyntree doctor -- model
+tune → Missing option '--target'
+tune T D --prompts ok.jsonl --output out → Missing option '--target'
+tune --target a --prompts ok.jsonl --output out → --draft is missing: give the draft to begin with
+tune MODELS --prompts nowhere.jsonl --output out → --prompts 'nowhere.jsonl' must be a JSONL file
+tune MODELS --prompts folder --output out → --prompts 'folder' must be a JSONL file that exists
+tune MODELS --prompts empty.jsonl --output out → --prompts 'empty.jsonl' has 0 prompts
+tune MODELS --prompts latin.jsonl --output out → --prompts 'latin.jsonl' is not UTF-8
+tune MODELS --prompts number.jsonl --output out → line 1 must be a JSON object
+tune MODELS --prompts ok.jsonl --output empty.txt → 'empty.txt' is a file: give a folder
+tune MODELS --prompts ok.jsonl --output out --head eagle2 → '--head': 'eagle2' is not one of
+tune MODELS --prompts ok.jsonl --output out --max-tokens 4 → '--max-tokens': 8
+tune MODELS --prompts ok.jsonl --output out --max-tokens 3000 → leave no room for a prompt
+tune MODELS --prompts ok.jsonl --output out --engine-arguments [1] → must be a JSON object
+bench serve --requests 3 → No such option: --requests
+bench serve --prompts nowhere.jsonl → --prompts 'nowhere.jsonl' must be 'code', 'prose'
+bench serve --prompts folder → --prompts 'folder' must be 'code', 'prose'
+bench serve --prompts empty.jsonl → --prompts 'empty.jsonl' has no lines
+bench serve --prompts latin.jsonl → --prompts 'latin.jsonl' is not UTF-8
+bench serve --prompts text.jsonl → --prompts 'text.jsonl', line 1 is not JSON
+bench serve --prompts number.jsonl → --prompts 'number.jsonl', line 1 must be a JSON object
+bench serve --prompts "vllm:'" → cannot be split into flags: No closing quotation
+bench serve --num-prompts 100000 → --num-prompts, or the largest --batch: count=100000
+bench serve --batch 0 → '--batch': 1
+bench serve --time-limit 0 → '--time-limit': 1
+bench serve --sampling { → --sampling '{' is not JSON
+bench serve --dyntree 16 → --dyntree '16' must be a JSON object
+bench serve --dyntree { → --dyntree '{' is not JSON
+bench serve --dyntree '{"node_budget": 16, "max_depth": 32}' → max_depth=32 cannot be reached
+bench serve --dyntree '{"node_budget": 8}' --nodes 8 → --nodes must not be given
+bench serve --nodes 4 --nodes 4 → two have the name 'dynamic tree of 4'
+bench serve --static often → --static 'often' must be numbers, such as 0.6,0.2
+bench serve --static 0.9,0.6 → --static 0.9,0.6: acceptance=
+bench serve --target-shape llama-2b → 'llama-2b' is not one of 'llama-1b'
+bench serve --target T → --target and --draft go together
+bench serve --target T --draft D --target-shape llama-1b → leave out --target
+bench serve --target folder --draft folder → --target 'folder' is no model
+bench serve --engine-arguments [] → --engine-arguments '[]' must be a JSON object
+bench serve --output nowhere/r.json → --output 'nowhere/r.json': there is no folder 'nowhere'
+bench serve --output folder → --output 'folder' is a folder: give a file
+bench serve --plots empty.txt → --plots 'empty.txt': is a file: give a folder
+bench serve --weights-at 0 → --weights-at 0 must be above 0, in GB per second
+bench serve --weights-at inf → '--weights-at': inf is not a finite number
+bench serve --chain -1 → '--chain': 0
+bench serve --ngram 0 --ngram 4 → --ngram 0 leaves these chains out: give it alone
+bench serve --endpoint chat → --endpoint must not be given: without a --base-url
+bench serve --endpoint embeddings → 'embeddings' is not one of 'completions', 'chat'
+bench serve --base-url h:p → --base-url 'h:p' is invalid
+bench serve --base-url a=h --base-url a=i → --base-url: two servers have the same name
+bench serve --base-url h --prompts nowhere.jsonl → --prompts 'nowhere.jsonl' must be 'code'
+bench serve --base-url h --chain 2 → --chain must not be given: --base-url
+bench serve --base-url h --target T --draft D → --target, --draft must not be given
+bench serve --base-url h --dtype bfloat16 → --dtype must not be given
+bench serve --base-url h --static 0.6 → --static must not be given
+bench serve --base-url h --side-by-side 2 → --side-by-side must not be given
+bench serve --base-url h --engine-arguments {} → --engine-arguments must not be given
+bench serve --base-url h --weights-at 4 → --weights-at must not be given
+bench serve --base-url h --header nothing → --header must be KEY=VALUE
+"""
+CASES = [line.split(" → ") for line in LINES.strip().splitlines()]
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        plain = self.path.startswith("/plain")
+        self.wfile.write(b"# TYPE a counter\na_total 1\n" if plain else b"<html>hello</html>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[dict[str, str]]:
+    """Run servers that are none of ours."""
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    ssh = socket.create_server(("127.0.0.1", 0))
+
+    def greet() -> None:
+        while True:
+            try:
+                with ssh.accept()[0] as connection:
+                    connection.recv(1000)
+                    connection.sendall(b"SSH-2.0-Server\r\n")
+            except OSError:
+                return
+
+    threading.Thread(target=greet, daemon=True).start()
+    at = f"127.0.0.1:{web.server_port}"
+    yield {"WEB": at, "PLAIN": f"{at}/plain", "SSH": f"127.0.0.1:{ssh.getsockname()[1]}"}
+    ssh.close()
+    web.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder with files that a user may give by mistake."""
+    contents = {
+        "ok.jsonl": b'{"prompt": "def f(x):"}\n' * 80,
+        "empty.jsonl": b"",
+        "empty.txt": b"",
+        "latin.jsonl": '{"prompt": "größe"}\n'.encode("latin-1"),
+        "latin.txt": "größe".encode("latin-1"),
+        "text.jsonl": b"just text\n",
+        "number.jsonl": b"5\n",
+        "object.json": b"{}",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def words_of(line: str, addresses: dict[str, str]) -> list[str]:
+    known = addresses | {"MODELS": f"--target {TARGET} --draft {DRAFT}"}
+    return shlex.split(re.sub(r"\b[A-Z]{3,}\b", lambda found: known.get(found[0], found[0]), line))
+
+
+@pytest.mark.parametrize(("line", "answer"), CASES, ids=[line for line, _ in CASES])
+def test_a_wrong_input_is_answered_in_a_line_or_two(
+    line: str, answer: str, folder: Path, addresses: dict[str, str]
+) -> None:
+    before = sorted(folder.iterdir())
+    done = ran(*words_of(line, addresses))
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == 2
+    # typer breaks lines within a box.
+    told = re.sub(r"[\s│]+", " ", done.stderr)
+    for part in re.split(r"(?<=:) ", answer):
+        assert part in told
+    assert "Traceback" not in done.output
+    assert len(done.stderr.strip().splitlines()) <= MOST_LINES
+    assert sorted(folder.iterdir()) == before
+
+
+def test_there_are_many() -> None:
+    assert len(CASES) > 100
+    assert {line.split()[0] for line, _ in CASES} >= {"demo", "show", "tune", "bench", "top"}
+
+
+def test_where_no_file_can_be_written_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    for line in ("show x --output a.html", "bench serve --output r.json", "bench serve --plots p"):
+        assert "cannot be written: permission denied" in ran(*line.split()).stderr
