@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         enforce_eager=True,
     )
     params = SamplingParams(temperature=0.8, seed=7, max_tokens=given.max_tokens)
-    llm.generate(pair.held_out_prompts(given.prompts), params)
+    llm.generate(pair.held_out_prompts(given.num_prompts), params)
 
     found = llm.get_metrics()
     counts = {metric.name: metric.value for metric in found if hasattr(metric, "value")}

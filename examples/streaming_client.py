@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
 
-    client = OpenAI(base_url=given.url, api_key="none")
+    client = OpenAI(base_url=given.base_url, api_key="none")
     stream = client.completions.create(
         model=client.models.list().data[0].id,
         prompt=given.prompt,

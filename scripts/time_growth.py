@@ -70,10 +70,10 @@ def main() -> None:
     for name in GROWTHS:
         # Growths that draw keep more children: unlikely draws must not use up the places.
         children = 4 if name == "topk" else 16
-        shape = TreeShape(args.node_budget, max_depth=8, width=8, children=children)
+        shape = TreeShape(args.nodes, max_depth=8, width=8, children=children)
         plan = plan_growth(GrowthConfig(name, PARAMETERS.get(name)), shape)
-        columns = torch.full((args.requests,), plan.scratch_slots)
-        made = children_of(plan, args.requests)
+        columns = torch.full((args.batch,), plan.scratch_slots)
+        made = children_of(plan, args.batch)
         nodes = float(grow(plan, columns, made).counts.double().mean())
         timer = Timer(
             "grow(plan, columns, made)",

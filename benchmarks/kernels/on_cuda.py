@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
         "small": {},
         "left_out": benchmark.left_out,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     for section in (benchmark.measure_all, benchmark.measure_tilings,
                     lambda: result.update(small=small_kernels()),
                     lambda: result.update(tiles=sparse_tiles())):  # fmt: skip
@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             section()
         finally:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         plot(result, options.plot)
     write_table(result)
