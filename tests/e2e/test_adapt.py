@@ -10,7 +10,7 @@ from comparison import Outputs, mismatches
 from engine_process import Result
 from slow import marked
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 Served = Callable[[str], Mapping[str, Result]]
 Differing = Callable[[str, str], str]

@@ -12,7 +12,7 @@ from engine_process import Result
 from scipy.stats import chi2_contingency
 from slow import marked
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 Served = Callable[[str], Mapping[str, Result]]
 ENGINES = marked(workload.DRAWN, workload.SLOW_ENGINES)

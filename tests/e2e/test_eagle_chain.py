@@ -17,10 +17,9 @@ from chain_engine import Chained, Drafts, serve_chain
 from comparison import Outputs, by_request, explain, mismatches
 from engine_process import Request, Result, Run, serve
 from safetensors.torch import load_file, save_file
-from slow import marked
 from test_drawn_rules import least_p_value, tokens_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 K = 3
 GREEDY = [workload.ask(number, "greedy", ignore_eos=True) for number in range(12)]
@@ -88,9 +87,6 @@ RUNS: dict[str, tuple[dict[str, str], dict[str, int], dict[str, Run]]] = {
 LAWS = ("law", "forgotten")
 """Runs whose tokens are drawn."""
 
-SLOW_ENGINES = {"probabilistic"}
-"""Its drawing and verification have tests of their own (tests/engine/cpu/test_kernels.py)."""
-
 IDENTICAL = [
     (engine, name) for engine, (_, _, runs) in RUNS.items() for name in runs if name not in LAWS
 ]
@@ -141,7 +137,7 @@ def plain() -> Outputs:
     return by_request(run, serve(workload.without_tree(), {"all": run}, threads=1)["all"])
 
 
-@pytest.mark.parametrize(("engine", "name"), marked(IDENTICAL, SLOW_ENGINES))
+@pytest.mark.parametrize(("engine", "name"), IDENTICAL)
 def test_the_tokens_are_those_without_speculation(
     engine: str, name: str, results: Served, plain: Outputs
 ) -> None:
@@ -150,7 +146,7 @@ def test_the_tokens_are_those_without_speculation(
     assert not found, explain(found)
 
 
-@pytest.mark.parametrize("engine", marked(RUNS, SLOW_ENGINES))
+@pytest.mark.parametrize("engine", RUNS)
 def test_no_request_waits_for_a_compilation(engine: str, results: Served) -> None:
     assert {name: each.compiled for name, each in results(engine).items()} == dict.fromkeys(
         RUNS[engine][2], 0
@@ -177,7 +173,7 @@ def repeats(tokens: list[int], most: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("engine", marked(["mirror", "probabilistic"], SLOW_ENGINES))
+@pytest.mark.parametrize("engine", ["mirror", "probabilistic"])
 def test_the_mirror_repeats_a_token_and_is_accepted_where_the_text_does(
     engine: str, results: Served, plain: Outputs
 ) -> None:
@@ -253,7 +249,6 @@ def test_the_runs_preempt_requests_and_read_the_prefix_cache(results: Served) ->
         assert output.cached == len(output.prompt) // 32 * 32 - 32
 
 
-@pytest.mark.slow
 def test_probabilistic_drafts_keep_the_law(results: Served) -> None:
     found = results("probabilistic")
     law, forgotten = (found[name].result for name in LAWS)
@@ -267,7 +262,6 @@ def test_probabilistic_drafts_keep_the_law(results: Served) -> None:
 OTHER_HEADS = {"eagle": heads.first_eagle_mirror, "mtp": heads.mtp_mirror}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", OTHER_HEADS)
 def test_other_heads_draft_chains(method: str, tmp_path: Path, plain: Outputs) -> None:
     """The first kind of EAGLE, and a module within the target."""

@@ -131,6 +131,7 @@ def test_a_server_whose_engine_is_killed_ends_its_streams_and_itself(
         assert not _ended(processes, END_SECONDS)  # the exit status is 0, as without trees
 
 
+@pytest.mark.slow
 def test_two_api_servers_count_together_and_end_when_they_are_told_to(tmp_path: Path) -> None:
     # Without a timeout, vLLM kills its engine at once, and some streams may never end.
     ends = ("--shutdown-timeout", "10")

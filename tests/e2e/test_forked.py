@@ -78,7 +78,7 @@ def test_a_program_that_fails_says_so(tmp_path: Path) -> None:
 def test_one_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
     run(tmp_path, TELLING)  # start the fork server, so that only the program is timed
     (tmp_path / "written").unlink()
-    status, _, child = run(tmp_path, HANGING, seconds=20)
+    status, _, child = run(tmp_path, HANGING, seconds=8)
     assert status is None
     end = time.monotonic() + 60
     while psutil.pid_exists(int(child)) and time.monotonic() < end:

@@ -12,7 +12,7 @@ from engine_process import Result, Run, serve
 
 from dyntree_plugin import pair
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TOKENS = 6
 RUNS = {

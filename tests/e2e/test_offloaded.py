@@ -14,7 +14,7 @@ from offloaded_engine import serve_offloaded
 
 from dyntree_plugin import pair
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 GB_PER_S = 0.2
 RUN = Run([workload.ask(number, "greedy", ignore_eos=True) for number in range(4)], batch=2)

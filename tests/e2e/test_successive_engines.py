@@ -23,6 +23,7 @@ GEMMA2 = {
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_engines_with_and_without_trees_follow_each_other_in_a_process(
     model_folder: Callable[..., str],
 ) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from dyntree_plugin import pair
 from dyntree_plugin.pair.corpus import training_sources
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TARGET, DRAFT = pair.target_and_draft()
 LIMIT = 600.0
@@ -69,7 +69,6 @@ def whole(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_in_each_stage_ends_at_the_same_weights(
     whole: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -106,7 +105,6 @@ def test_the_result_is_judged_by_trees_on_texts_that_were_held_out(whole: Path) 
     assert {path.name for path in Path(DRAFT).iterdir()} <= files
 
 
-@pytest.mark.slow
 def test_a_new_head_and_a_pool_are_made_and_served(prompts: Path, tmp_path: Path) -> None:
     head, pool = tmp_path / "head", tmp_path / "pool"
     said = finished(command(prompts, head, "--head", "eagle3", "--head-vocabulary", "512"))
