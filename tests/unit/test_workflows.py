@@ -59,7 +59,9 @@ def every(told: Any, key: str) -> Iterator[Any]:
 
 
 def test_the_files_are_found() -> None:
-    assert {"tests.yml", "slow.yml", "release.yml", "docs.yml", "vllm-watch.yml"} <= {p.name for p in WORKFLOWS}
+    assert {"tests.yml", "slow.yml", "release.yml", "docs.yml", "vllm-watch.yml"} <= {
+        p.name for p in WORKFLOWS
+    }
     assert {"bug.yml", "wrong_tokens.yml", "feature.yml", "config.yml"} == {p.name for p in FORMS}
     assert {"lint", "test-fast", "test-e2e"} <= TARGETS
 
