@@ -114,6 +114,7 @@ bench serve --prompts latin.jsonl → --prompts 'latin.jsonl' is not UTF-8
 bench serve --prompts text.jsonl → --prompts 'text.jsonl', line 1 is not JSON
 bench serve --prompts number.jsonl → --prompts 'number.jsonl', line 1 must be a JSON object
 bench serve --prompts "vllm:'" → cannot be split into flags: No closing quotation
+bench serve --prompts vllm: → flags must name a data set
 bench serve --num-prompts 100000 → --num-prompts, or the largest --batch: count=100000
 bench serve --batch 0 → '--batch': 1
 bench serve --time-limit 0 → '--time-limit': 1

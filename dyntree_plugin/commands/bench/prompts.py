@@ -90,9 +90,12 @@ def _held_out(read: Callable[..., list[str]], count: int, seed: int) -> list[str
 
 def _flags(source: str) -> list[str]:
     try:
-        return shlex.split(source.removeprefix(VLLM))
+        flags = shlex.split(source.removeprefix(VLLM))
     except ValueError as error:
         raise ValueError(f"--prompts {source!r} cannot be split into flags: {error}") from None
+    if not flags:  # vLLM would take random tokens.
+        _refuse(flags, "flags must name a data set, such as --dataset-name random")
+    return flags
 
 
 def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[str, list[str]]:
