@@ -37,7 +37,8 @@ case "$*" in
     *"gpu_results.py stamp") echo "# $(cat "$folder/commit")"; exit ;;
     *"gpu_results.py whole"*) [[ -f $folder/whole ]]; exit ;;
 esac
-printf '%s\n' CALL "$@" >>"$folder/calls"
+# Bash writes every line by itself, and the first part calls several programs at once.
+flock "$folder/lock" printf '%s\n' CALL "$@" >>"$folder/calls"
 case "$*" in
     *"-m pytest"*)
         echo "tests/a.py::test_one[x y] PASSED  [ 50%]"
