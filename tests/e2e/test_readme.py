@@ -78,7 +78,11 @@ def test_the_server_answers_what_is_asked_with_curl(server: str) -> None:
 def test_the_python_snippet_completes_its_prompt(tmp_path: Path) -> None:
     (snippet,) = blocks("python")
     (tmp_path / "snippet.py").write_text(SMALL + snippet)
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    # vLLM's further processes would only import it again.
+    environment = os.environ | {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     if (library := openmp.library()) is not None:
         environment["LD_PRELOAD"] = str(library)
     done = subprocess.run(

@@ -16,8 +16,9 @@ DEVICE = Path(__file__).parent / "device"
 CHECKS = sorted(path.stem for path in DEVICE.glob("check_*.py"))
 ATTENTION = {"check_attention"}
 """Takes as long as the others together."""
-SLOW = {"check_grafts", "check_growth_cases", "check_learn"}
-"""A minute and more of the interpreter. The drafting and the steps that others run include them."""
+SLOW = {"check_grafts", "check_growth_cases", "check_learn", "check_residuals"}
+"""Half a minute and more of the interpreter. The drafting and the steps that others run include all
+but the last, which is off by default."""
 
 
 @pytest.mark.parametrize(
