@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 from dyntree_kernels.cuda import attention  # noqa: E402
 from dyntree_plugin.engine.attention.buffers import MaskBuffers  # noqa: E402
 from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees  # noqa: E402
+from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 
 MOST, ROWS, PROCESSORS = 8, 200, 132
@@ -61,6 +62,23 @@ def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
         kernel.plan(batch)(q[:rows], cache, torch.empty_like(q[:rows]), 0.1)
     assert [{*each.compiled} for each in kernels] == rehearsed
     assert all(rehearsed)
+
+
+def test_attention_and_grammars_are_rehearsed_for_every_group_of_layers() -> None:
+    done: list[Any] = []
+    builder = SimpleNamespace(warm_up=lambda *given: done.append(given))
+    group = SimpleNamespace(layer_names=["layer"], get_metadata_builder=lambda _: builder)
+    runner: Any = object.__new__(TreeGPUModelRunner)
+    runner.dtype = torch.bfloat16
+    runner.compilation_config = SimpleNamespace(
+        static_forward_context={"layer": SimpleNamespace(kv_cache="cache")}
+    )
+    runner.attn_groups = [[group], [group]]
+    runner.block_tables = SimpleNamespace(input_block_tables=["first", "second"])
+    runner.verifier = SimpleNamespace(rehearse_grammars=lambda: done.append("grammars"))
+    runner.warm_up_rare_kernels()
+    of_groups = [("cache", torch.bfloat16, table) for table in ("first", "second")]
+    assert done == [*of_groups, "grammars"]
 
 
 def test_vllm_watches_for_compilation_when_the_rehearsals_are_over(
