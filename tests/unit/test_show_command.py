@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +90,27 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(record, "record", recorded)
     return found
+
+
+@pytest.mark.parametrize(("own", "found"), [(None, "0"), ("1", "1")])
+def test_the_engine_shares_the_process_unless_the_user_says_otherwise(
+    own: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, asked = "VLLM_ENABLE_V1_MULTIPROCESSING", []
+    monkeypatch.setenv(name, own or "")
+    if own is None:
+        monkeypatch.delenv(name)
+
+    def started(arguments: Any) -> Any:
+        asked.append(os.environ[name])
+        raise RuntimeError("no engine in this test")
+
+    monkeypatch.setattr(record, "with_trees", lambda settings: {})
+    monkeypatch.setattr(record, "engine", started)
+    settings: Any = SimpleNamespace(drafter="draft")
+    with pytest.raises(RuntimeError, match="no engine"):
+        record.record(settings, lambda *_: nullcontext(lambda: None))
+    assert asked == [found]
 
 
 def test_a_recorded_generation_is_saved_and_drawn(
