@@ -64,11 +64,12 @@ def test_with_force_files_of_the_same_name_are_replaced_and_others_left(tmp_path
 
 
 def test_a_file_in_place_of_the_folder_is_told_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = dashboards(tmp_path / "file")
+    name = str(tmp_path / "file")
+    Path(name).write_text("")
+    done = dashboards(name)
     assert done.exit_code == 2
-    assert done.stderr.startswith("dyntree dashboards: ")
-    assert done.stderr.count("\n") == 1
+    (line,) = done.stderr.splitlines()
+    assert line == f"dyntree dashboards: DIR {name!r}: {name!r} is a file: give a folder"
 
 
 def test_an_installation_without_the_files_says_so(

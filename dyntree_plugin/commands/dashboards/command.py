@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from dyntree_plugin.commands.dashboards import files
+from dyntree_plugin.commands.paths import check_new_folder
 
 _NEXT = """\
 {count} files are in {folder}. To start Prometheus and Grafana for a server at port 8000:
@@ -24,10 +25,11 @@ def write(folder: Path, *, force: bool) -> str:
     """Write the files into a folder, which is made; return what to do next.
 
     Raises:
-        ValueError: if it is not empty. With ``force``, files of these names are replaced, and
-            others are left.
-        OSError: if it cannot be written.
+        ValueError: if it cannot be written, or is not empty. With ``force``, files of these names
+            are replaced, and others are left.
+        OSError: if writing fails.
     """
+    check_new_folder("DIR", folder)
     found = files.installed()
     if not force and folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
