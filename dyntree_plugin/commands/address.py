@@ -34,7 +34,7 @@ def base_url(given: str) -> str:
 def _problem(url: str) -> str | None:
     """Return what is wrong with a URL, or None."""
     if any(each.isspace() or not each.isprintable() for each in url):
-        return "has a blank"
+        return "has a blank or a control character"
     host = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
     if host.count(":") > 1 and "[" not in host:
         return "has several colons (an IPv6 address is written in brackets, [::1]:8000)"

@@ -1,4 +1,4 @@
-"""What a new user may get wrong, in all commands: an answer of a line or two, before a model loads.
+"""What a new user may get wrong, in all commands: an answer of a sentence, before a model loads.
 
 Each line is one command line, and behind the arrow the words that its answer must have. The files
 that it names are in `folder`. WEB is a server that is none of vLLM's, PLAIN one without trees, and
@@ -216,7 +216,7 @@ def words_of(line: str, addresses: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("line", "answer"), CASES, ids=[line for line, _ in CASES])
-def test_a_wrong_input_is_answered_in_a_line_or_two(
+def test_a_wrong_input_is_answered_in_a_sentence(
     line: str, answer: str, folder: Path, addresses: dict[str, str]
 ) -> None:
     before = sorted(folder.iterdir())

@@ -160,8 +160,8 @@ StaticTrees = Annotated[
         "--static",
         "RATES",
         "Add the best static tree of each size. RATES, such as 0.6,0.2, are the shares of "
-        "nodes whose first, second, … child the target accepts. docs/options.md says at acceptance "
-        "what measures them.",
+        "nodes whose first, second, … child the target accepts. In the repository, "
+        "benchmarks/acceptance/ measures them.",
         show_default="no static tree",
         rich_help_panel=OF_ENGINES,
     ),

@@ -99,7 +99,9 @@ def packages(kind: str) -> Iterator[Check]:
             if kind != of_kind:
                 yield Check(name, "ok", f"not installed; only {of_kind.upper()} engines need it")
             elif name in ("numba", "Triton"):
-                yield Check(name, "fail", "not installed", "install vLLM again: it requires it")
+                yield Check(
+                    name, "fail", "not installed", f"install vLLM again: it requires {name}"
+                )
             else:
                 advice = f"to use its kernel: pip install '{requirement}'"
                 yield Check(name, "warn", "not installed", advice)
