@@ -17,8 +17,8 @@ CHECKS = sorted(path.stem for path in DEVICE.glob("check_*.py"))
 ATTENTION = {"check_attention"}
 """They have a process of their own, so that two can run at once."""
 SLOW = {"check_grafts", "check_growth_cases", "check_learn", "check_residuals"}
-"""Half a minute and more of the interpreter. The drafting and the steps that others run include them,
-but for check_residuals, whose kernels serve `adapt: on` alone."""
+"""Half a minute and more of the interpreter. Other checks run these kernels as parts of drafting
+and of steps, but for those of check_residuals, which serve `adapt: on` alone."""
 
 
 @pytest.mark.parametrize(
