@@ -63,28 +63,10 @@ for folder in "${folders[@]}"; do
 done
 timeout 120 "$python" -m dyntree_plugin.cli doctor | tee "$out/gpu-doctor.txt"
 
+with_tests() { PYTHONPATH=$PWD/tests:$PWD/tests/e2e:$PYTHONPATH "$@"; }
+
 # What a full installation of vLLM has and this one may not, for the notes of the results.
-missing=$("$python" - <<'PYTHON'
-import importlib.util as util
-
-parts = {
-    "FlashAttention 2": "vllm.vllm_flash_attn._vllm_fa2_C",
-    "FlashAttention 3": "vllm.vllm_flash_attn._vllm_fa3_C",
-    "FlashInfer": "flashinfer",
-    "DeepGEMM": "vllm.third_party.deep_gemm",
-}
-
-
-def there(name):
-    try:
-        return util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-print(", ".join(name for name, module in parts.items() if not there(module)))
-PYTHON
-)
+missing=$(with_tests "$python" tests/e2e/gpu_results.py missing) || missing="parts that could not be told"
 if [[ -n $missing ]]; then
     note="This installation of vLLM lacks $missing: figures will be close to a full one's, not equal."
 else
@@ -92,7 +74,6 @@ else
 fi
 echo "$note"
 
-with_tests() { PYTHONPATH=$PWD/tests:$PWD/tests/e2e:$PYTHONPATH "$@"; }
 stamp=$(with_tests "$python" tests/e2e/gpu_results.py stamp)
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
 stands() { [[ -f $1 && $(head -n 1 "$1") == "$stamp" ]]; }
@@ -195,6 +176,14 @@ speed() {
     return $code
 }
 
+# An H200 has 140 GiB, an H100 80. On the smaller device fewer engines stand side by side.
+memory=$("$python" -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory >> 30)')
+if ((memory >= 100)); then
+    of_1b=("1 2 3 5 8" "3 5 8" "8 16 32 64") of_8b=("3 5" 0 "8 32")
+else
+    of_1b=("1 3 5" "3 5" "16 32 64") of_8b=("5" 0 "32")
+fi
+
 loads=(--temperature 0 --temperature 1 --batch 1 --batch 4 --batch 16 --batch 64
     --num-prompts 4 --max-tokens 128 --rounds 3)
 offloaded_loads=(--temperature 0 --batch 1 --num-prompts 2 --max-tokens 48 --rounds 2)
@@ -202,7 +191,9 @@ few_loads=(--temperature 0 --batch 1 --batch 8 --num-prompts 8 --max-tokens 96 -
 
 # Kernels and tokens at the same time; only what is measured has the device to itself.
 first() {
-    local seconds=$((limit / 2 - SECONDS)) tokens grown kernels_code tokens_code code
+    # Tokens take three starts of an engine: trees and no trees together, then the scores.
+    local seconds=$((limit * 5 / 9 - SECONDS)) tokens grown kernels_code tokens_code code
+    ((seconds >= 30)) || seconds=30
     timeout "$seconds" "$python" -c 'from pathlib import Path
 from dyntree_plugin import pair
 from dyntree_plugin.pair.shapes import grown_target
@@ -238,9 +229,9 @@ case $part in
     identity-fp32) identity fp32 $((limit - SECONDS - 25)) --dtype float32 ;;
     tests) gpu_tests ;;
     launches) launches ;;
-    speed-1b) speed llama-1b $((3 << 29)) "1 2 3 5 8" "3 5 8" "8 16 32 64" "${loads[@]}" ;;
-    # With 14 GB of weights and 4 GB of cache each, five engines leave a third of 140 GB.
-    speed-8b) speed llama-8b $((7 << 29)) "3 5" 0 "8 32" "${loads[@]}" ;;
+    speed-1b) speed llama-1b $((3 << 29)) "${of_1b[@]}" "${loads[@]}" ;;
+    # Each engine has 14 GB of weights and 4 GB of cache.
+    speed-8b) speed llama-8b $((7 << 29)) "${of_8b[@]}" "${loads[@]}" ;;
     offload) offload ;;
 esac
 code=$?

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import statistics
@@ -94,7 +95,7 @@ def provenance() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "packages": versions,
-        "commit": _output("git", "rev-parse", "HEAD"),
+        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("DYNTREE_COMMIT"),
         "uncommitted": bool(_output("git", "status", "--porcelain")),
         "command": sys.argv,
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -141,8 +141,11 @@ def exact_products(dtype: str) -> dict[str, str]:
     return {"TRITON_F32_DEFAULT": "ieee", "TRITON_CACHE_DIR": f"{cache}-ieee"}
 
 
-def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[Row]:
-    """Return the verdicts on one engine, one row per run."""
+def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[Row | Broken]:
+    """Return the verdicts on one engine, one row per run.
+
+    If the scores fail, these are the runs without a difference, and what was not judged.
+    """
     if name == PLAIN:
         own = plain.result()
     else:
@@ -153,8 +156,15 @@ def _rows(device: Device, name: str, plain: Future[dict[str, Result]]) -> list[R
     wanted = {request.key: output for request, output in pairs if output is not None}
     runs = {key: run for key, run in _runs(name, device.dtype).items() if key != EVERY}
     found = {key: places(run, own[key], wanted) for key, run in runs.items()}
-    scores = iter(_scores(device, [p for each in found.values() for p in each if p is not None]))
-    rows = []
+    apart = [place for each in found.values() for place in each if place is not None]
+    rows: list[Row | Broken] = []
+    try:
+        scores = iter(_scores(device, apart))
+    except RuntimeError as error:
+        why = f"{len(apart)} answers differ and were not judged: {str(error).splitlines()[-1]}"
+        rows.append(Broken(device.dtype, name, why))
+        runs = {key: run for key, run in runs.items() if not any(found[key])}
+        scores = iter(())
     for key, run in runs.items():
         known = [next(scores) for place in found[key] if place is not None]
         outputs = [wanted[request.key] for request in run.requests]

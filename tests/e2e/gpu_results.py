@@ -3,13 +3,15 @@
 python gpu_results.py stamp         print a line that names code and machine
 python gpu_results.py whole FILE    exit with 0 if a result of `dyntree bench serve` is valid and
                                     complete
+python gpu_results.py missing       print what a full installation of vLLM has and this one has not
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,29 @@ from dyntree_plugin.commands.bench.results import read
 from dyntree_plugin.provenance import provenance
 
 _SAME = ("commit", "uncommitted", "packages", "python", "gpu", "cpu")
+
+
+PARTS = {
+    "FlashAttention 2": "vllm.vllm_flash_attn._vllm_fa2_C",
+    "FlashAttention 3": "vllm.vllm_flash_attn._vllm_fa3_C",
+    "FlashInfer": "flashinfer",
+    "DeepGEMM": "vllm.third_party.deep_gemm",
+}
+"""Modules of a full installation of vLLM that change its speed or its rounding."""
+
+
+def missing() -> Iterator[str]:
+    """Yield the names of the `PARTS` that cannot be found.
+
+    A package above one of them may raise any ImportError while it is looked for.
+    """
+    for name, module in PARTS.items():
+        try:
+            there = find_spec(module) is not None
+        except ImportError:
+            there = False
+        if not there:
+            yield name
 
 
 def of_this(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +70,9 @@ def whole(file: Path) -> bool:
 def main(asked: str, *files: str) -> None:
     if asked == "stamp":
         print(f"# {json.dumps(of_this(provenance()))}")  # noqa: T201
+        return
+    if asked == "missing":
+        print(", ".join(missing()))  # noqa: T201
         return
     sys.exit(not all(whole(Path(file)) for file in files))
 

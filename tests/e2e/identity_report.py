@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Broken:
-    """An engine that gave no answers, and the reason."""
+    """An engine that gave no answers, or whose answers could not all be judged, and the reason."""
 
     dtype: str
     engine: str
@@ -53,7 +53,7 @@ class Record:
     """The rows of a comparison, written to ``file`` after each engine.
 
     If the file exists and is of the same code on the same machine, it is continued: its rows stay,
-    and its failed engines are dropped, so that they run again.
+    and its failed engines are dropped with their rows, so that they run again.
     """
 
     def __init__(self, file: Path, note: str) -> None:
@@ -85,7 +85,10 @@ class Record:
         known = json.loads(self._file.read_text())
         if of_this(known["provenance"]) != of_this(self._provenance):
             return
+        failed = {(each["dtype"], each["engine"]) for each in known["failed"]}
         for run in known["runs"]:
+            if (run["dtype"], run["engine"]) in failed:
+                continue
             judged = Verdict(**{field.name: run[field.name] for field in fields(Verdict)})
             yield Row(run["dtype"], run["engine"], run["run"], run["control"], judged)
 
@@ -99,7 +102,7 @@ def report(rows: Sequence[Row | Broken]) -> str:
     for row in rows:
         if isinstance(row, Broken):
             last = row.reason.strip().splitlines()[-1]
-            lines.append(f"{row.dtype:9}{row.engine:33}FAILED to serve: {last}")
+            lines.append(f"{row.dtype:9}{row.engine:33}FAILED: {last}")
             continue
         found = row.verdict
         wanted = "must differ" if row.control else ""

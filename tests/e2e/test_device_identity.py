@@ -125,11 +125,33 @@ def test_an_engine_that_fails_is_named_and_the_others_are_judged(
     (failed,) = [row for row in rows if isinstance(row, Broken)]
     assert failed.engine == "tree of 64"
     assert not failed.passed
-    assert "FAILED to serve: out of memory" in report(rows)
+    assert "FAILED: out of memory" in report(rows)
     assert any(row.engine == "tree of 16" and row.passed for row in rows)
     written = json.loads(file.read_text())
     assert [each["engine"] for each in written["failed"]] == ["tree of 64"]
     assert written["note"] == "a note"
+
+
+def test_answers_that_do_not_differ_are_kept_if_the_others_cannot_be_judged(
+    compared: Compared, file: Path
+) -> None:
+    class NoScores(Played):
+        def __call__(self, engine: Any, runs: Mapping[str, Run], *more: Any, **named: Any) -> Any:
+            if SCORING in runs:
+                raise RuntimeError("the engine failed:\nno time left")
+            return super().__call__(engine, runs, *more, **named)
+
+    rows = compared(NoScores(), [PLAIN, "tree of 16"])
+    (failed,) = [row for row in rows if isinstance(row, Broken)]
+    controls = len(device_identity.CONTROLS)
+    assert f"{3 * controls} answers differ and were not judged" in failed.reason
+    assert failed.reason.endswith("no time left")
+    kept = {row.run for row in rows if isinstance(row, Row) and row.engine == "tree of 16"}
+    assert kept == {"batch 16", "long prompts"}
+    # The engine is served again by the next call, whole.
+    again = compared(Played(), [PLAIN, "tree of 16"])
+    assert all(row.passed for row in again)
+    assert sum(row.engine == "tree of 16" for row in again) == 2 + controls
 
 
 def test_without_the_answers_of_the_plain_engine_nothing_passes(compared: Compared) -> None:

@@ -47,6 +47,17 @@ def test_chains_with_drawn_drafts_lack_no_load_at_temperature_0(tmp_path: Path) 
     assert gpu_results.whole(tmp_path / "result.json")
 
 
+def test_what_a_full_installation_has_is_looked_for_whatever_its_packages_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising").mkdir()
+    (tmp_path / "raising" / "__init__.py").write_text("raise ImportError('no extension is there')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    parts = {"that raises": "raising.part", "that is nowhere": "nowhere.part", "json": "json.tool"}
+    monkeypatch.setattr(gpu_results, "PARTS", parts)
+    assert [*gpu_results.missing()] == ["that raises", "that is nowhere"]
+
+
 @pytest.mark.parametrize("made", [result(lacking=1), result(cells=1)], ids=["round", "load"])
 def test_one_that_broke_off_does_not(made: Result, tmp_path: Path) -> None:
     write(made, tmp_path / "result.json")

@@ -22,7 +22,7 @@ PARTS = (
     *("first", "identity-bf16", "identity-fp32", "tests", "launches"),
     *("speed-1b", "speed-8b", "offload"),
 )
-H200 = 139 << 30  # bytes of memory
+H200, H100 = 139, 79  # GiB of memory
 
 PYTHON = r"""#!/bin/bash
 # Plays Python on a GPU: notes what it is asked for, with a word per line, and answers.
@@ -33,7 +33,8 @@ case "$*" in
         exit
         ;;
     *is_available* | *register.py* | *"cli doctor"* | *compileall*) exit 0 ;;
-    -) exit 0 ;;
+    *total_memory*) cat "$folder/memory"; exit ;;
+    *"gpu_results.py missing") cat "$folder/missing"; exit ;;
     *"gpu_results.py stamp") echo "# $(cat "$folder/commit")"; exit ;;
     *"gpu_results.py whole"*) [[ -f $folder/whole ]]; exit ;;
 esac
@@ -60,6 +61,8 @@ class Machine:
         python.write_text(PYTHON)
         python.chmod(0o755)
         (folder / "commit").write_text("one")
+        (folder / "memory").write_text(f"{H200}\n")
+        (folder / "missing").touch()
 
     def run(self, script: str = "gpu_e2e.sh", **variables: str) -> subprocess.CompletedProcess[str]:
         own = {"PYTHON": str(self.folder / "python"), "PYTHONPATH": ""}
@@ -235,25 +238,44 @@ def test_no_engines_but_those_that_a_part_names_are_measured(part: str, machine:
     assert option(call, "--side-by-side") == str(together)
 
 
+@pytest.mark.parametrize("gib", [H200, H100])
 @pytest.mark.parametrize("part", ["first", "speed-1b", "speed-8b"])
-def test_the_engines_that_stand_side_by_side_leave_memory(part: str, machine: Machine) -> None:
+def test_the_engines_that_stand_side_by_side_leave_memory(
+    part: str, gib: int, machine: Machine
+) -> None:
+    (machine.folder / "memory").write_text(f"{gib}\n")
     machine.run(PART=part)
     (call,) = machine.calls("bench serve")
-    assert memory(call) < 0.8 * H200
+    assert memory(call) < 0.8 * (gib << 30)
+    assert {"--chain", "--dyntree"} <= {*call}
+
+
+def test_notes_say_what_the_installation_lacks(machine: Machine) -> None:
+    assert "vLLM is installed in full" in machine.run(PART="speed-1b").stdout
+    (machine.folder / "missing").write_text("DeepGEMM\n")
+    machine.run(PART="speed-1b")
+    _, call = machine.calls("bench serve")
+    assert "lacks DeepGEMM" in option(call, "--note")
+
+
+def test_a_first_part_that_began_late_still_gives_every_program_some_time(machine: Machine) -> None:
+    machine.run(PART="first", LIMIT="40")
+    (tokens,) = machine.calls("device_identity")
+    assert float(option(tokens, "--seconds")) == 30
 
 
 def test_seven_engines_of_8b_would_not_leave_it(machine: Machine) -> None:
     machine.run(PART="speed-8b", CHAINS="2 3 5 8")
     (call,) = machine.calls("bench serve")
     assert option(call, "--side-by-side") == "7"
-    assert memory(call) > 0.9 * H200
+    assert memory(call) > 0.9 * (H200 << 30)
 
 
 def test_one_engine_of_8b_of_each_kind_leaves_it(machine: Machine) -> None:
     machine.run(PART="speed-8b", CHAINS="5", DRAWN="5", BUDGETS="32")
     (call,) = machine.calls("bench serve")
     assert options(call, "--block-chain") == options(call, "--chain") == ["5"]
-    assert memory(call) < 0.8 * H200
+    assert memory(call) < 0.8 * (H200 << 30)
 
 
 def memory(call: list[str]) -> int:
