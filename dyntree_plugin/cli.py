@@ -164,7 +164,7 @@ def top(
         str, typer.Argument(help="Address of the server, such as localhost:8000.")
     ] = "localhost:8000",
     interval: Annotated[
-        float, option("--interval", "SECONDS", "Time between two updates.", min=0.1)
+        float, option("--interval", "SECONDS", "Time between two updates.", min=0.1, max=3600)
     ] = 2,
     once: Annotated[
         bool,

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
             for depth, count in enumerate(metric.values[:8], start=1):
                 print(f"accepted at depth {depth}: {count / drafts:4.0%} of the steps")
         elif metric.name == "vllm:dyntree_fallback_steps" and metric.value:
-            print(f"no free tree, {metric.labels['reason']}: {metric.value} steps")
+            print(f"chain or no tree, {metric.labels['reason']}: {metric.value} steps")
 
 
 if __name__ == "__main__":

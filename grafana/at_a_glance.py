@@ -60,7 +60,7 @@ def _numbers() -> list[Panel]:
             "Fallback",
             "Share of the decoding requests' steps whose tree was a chain, because sampling needs "
             "its order. Steps without a node, which an adaptive budget may choose, are shown with "
-            "the reasons, in *Steps without a free tree*.",
+            "the reasons, in *Steps with a chain or no tree*.",
             SHARE,
             Query(f.fallback_share(s)),
             lines=[(None, GOOD), (0.2, BAD)],
@@ -126,8 +126,8 @@ def _trees() -> list[Panel]:
             overrides=[alone],
         ),
         lines(
-            "Steps without a free tree",
-            "Share of the decoding requests' steps without a free tree, by reason: a chain, "
+            "Steps with a chain or no tree",
+            "Share of the decoding requests' steps with a chain or no tree, by reason: a chain, "
             "because sampling needs its order (logits_processors), or no node at all "
             "(empty_tree). An adaptive budget verifies no node where none pays, which is no fault.",
             SHARE,
@@ -140,7 +140,7 @@ def _trees() -> list[Panel]:
 
 def _load() -> list[Panel]:
     s = HERE
-    usage = f"max by (model_name) ({s.series('vllm:kv_cache_usage_perc')})"
+    usage = f"max by (model_name) ({s.gauge('vllm:kv_cache_usage_perc')})"
     return [
         lines(
             "Generated tokens per second",
@@ -154,8 +154,8 @@ def _load() -> list[Panel]:
             "Running and waiting requests. With more at once the rows of trees cost more, and an "
             "adaptive budget verifies fewer.",
             COUNT,
-            Query(f"sum({s.series('vllm:num_requests_running')})", "running"),
-            Query(f"sum({s.series('vllm:num_requests_waiting')})", "waiting"),
+            Query(f"sum({s.gauge('vllm:num_requests_running')})", "running"),
+            Query(f"sum({s.gauge('vllm:num_requests_waiting')})", "waiting"),
             width=8,
         ),
         lines(

@@ -16,7 +16,7 @@ COLOURS = {
     "budget": "purple",
     names.BUDGET: "purple",
     names.SCHEDULER: "orange",
-    # Steps of requests without a free tree. A step without a node is no fault, so it is gray.
+    # Steps of requests with a chain or no tree. A step without a node is no fault, so it is gray.
     names.LOGITS_PROCESSORS: "orange",
     names.EMPTY_TREE: "#8e8e8e",
     # Where nodes come from.

@@ -28,7 +28,17 @@ class Scope:
 
     def rate(self, metric: str, where: str = "") -> str:
         """Sum of the series' increase per second."""
-        return self.total(f"rate({self.series(metric, where)}[{self.window}])")
+        vector = f"rate({self.series(metric, where)}[{self.window}])"
+        return self.total(vector if metric.startswith(PREFIX) else self._with_trees(vector))
+
+    def gauge(self, metric: str) -> str:
+        """A gauge of vLLM's, of engines with trees."""
+        return self._with_trees(self.series(metric))
+
+    def _with_trees(self, vector: str) -> str:
+        """Only the engines that have trees: vLLM's metrics have those of the others, too."""
+        engines = self.series(f"{PREFIX}config_info")
+        return f"{vector} and on (job, instance, model_name, engine) {engines}"
 
 
 def ratio(part: str, whole: str) -> str:

@@ -65,7 +65,7 @@ def _now() -> list[Panel]:
                 "Fallback": Column(f.fallback_share(S), SHARE, chain),
                 "Node budget": Column(f"max by ({', '.join(S.by)}) ({budget})", COUNT),
                 "Tokens per second": Column(S.rate("vllm:generation_tokens_total"), COUNT),
-                "KV cache usage": Column(S.total(S.series("vllm:kv_cache_usage_perc")), SHARE),
+                "KV cache usage": Column(S.total(S.gauge("vllm:kv_cache_usage_perc")), SHARE),
             },
             links=links,
         ),
@@ -101,7 +101,7 @@ def _over_time() -> list[Panel]:
             "Requests running",
             "How the load is spread.",
             COUNT,
-            Query(S.total(S.series("vllm:num_requests_running")), LEGEND),
+            Query(S.total(S.gauge("vllm:num_requests_running")), LEGEND),
         ),
         lines(
             "Fallback",

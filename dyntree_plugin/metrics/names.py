@@ -16,6 +16,7 @@ CONFIG_LABELS = (
     *(field.name for field in dataclasses.fields(TreeShape) if field.name != "grafts"),
     "lookup",
     "calibration",
+    "adapt",
     "budget",
 )
 """Labels of the configuration: the plugin's version, and the options in force."""
@@ -110,8 +111,8 @@ METRICS = (
         PREFIX + "estimated_accepted_tokens",
         "counter",
         "estimated_by_depth",
-        "Accepted nodes at a depth that the trees' values predict: the sum of the estimated "
-        "chances of the verified nodes.",
+        "Expected number of accepted nodes at a depth: the sum, over the verified nodes, of the "
+        "estimated chance that the node is accepted.",
         labels=("depth",),
     ),
     Metric(
@@ -133,25 +134,26 @@ METRICS = (
         PREFIX + "estimated_accepted_tokens_by_source",
         "counter",
         "estimated_by_source",
-        "Accepted nodes of a source that the trees' values predict: the sum of the estimated "
-        "chances of the verified nodes.",
+        "Expected number of accepted nodes of a source: the sum, over the verified nodes, of the "
+        "estimated chance that the node is accepted.",
         labels=("source",),
     ),
     Metric(
         PREFIX + "pruned_nodes",
         "counter",
         "pruned",
-        "Nodes that were grown for a decoding request and not verified, by reason: other nodes "
-        "were worth more (budget), or the step, the context or the request's own limit had no room "
-        "(scheduler).",
+        "Nodes that were grown for a decoding request and not verified, by reason. budget: their "
+        "rows cost more than they were expected to bring. scheduler: the step, the context or the "
+        "request's own limit had no room.",
         labels=("reason",),
     ),
     Metric(
         PREFIX + "fallback_steps",
         "counter",
         "fallbacks",
-        "Steps in which a decoding request got a chain or no tree, by reason: what in its "
-        "sampling needs a chain, or that there was no node to verify (empty_tree).",
+        "Steps in which a decoding request got a chain or no tree, by reason. logits_processors: "
+        "with a tree, a custom logits processor would take too much memory. empty_tree: there was "
+        "no node to verify; an adaptive budget chooses that where no node pays.",
         labels=("reason",),
     ),
     Metric(
@@ -164,7 +166,7 @@ METRICS = (
         PREFIX + "draft_forwards",
         "counter",
         "draft_forwards",
-        "Forward passes of the draft model.",
+        "Forward passes of the draft, the catch-up included. A forward of a pool counts once.",
     ),
     Metric(
         PREFIX + "stage_seconds",
@@ -191,7 +193,8 @@ METRICS = (
         "Time of the stages of steps in which every request decoded (tree), and the time that the "
         "target alone is estimated to take for the same tokens (plain). The estimate comes from "
         "plain steps, measured before the engine serves; the forwards of later steps correct it. "
-        "Nothing is counted while forwards differ too much from the measured ones.",
+        "Nothing is counted in the first 20 steps, or while forwards differ by more than about "
+        "15 % from what the corrected measurement predicts.",
         labels=("decoding",),
     ),
     Metric(
@@ -204,7 +207,7 @@ METRICS = (
         PREFIX + "config_info",
         "gauge",
         None,
-        "1, with the plugin's version and the options in force as labels.",
+        "1, with the plugin's version and the main options in force as labels.",
         labels=CONFIG_LABELS,
     ),
 )

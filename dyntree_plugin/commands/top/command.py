@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from dyntree_plugin.commands.top.figures import Figures, figures
 from dyntree_plugin.commands.top.page import Page, Unreadable, read
-from dyntree_plugin.commands.top.screen import screen
+from dyntree_plugin.commands.top.screen import fitted, screen
 
 
 def run(console: Console, address: str, interval: float, once: bool, as_json: bool) -> None:
@@ -35,15 +36,28 @@ def run(console: Console, address: str, interval: float, once: bool, as_json: bo
                 else:
                     _write(console, {"address": address, "error": str(now)})
             return
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            live.update(screen(address, figures(page)), refresh=True)
+        with _shown(console) as show:
+            show(screen(address, figures(page)))
             for last, now in _changes(address, page, interval):
                 if isinstance(now, Page):
-                    live.update(screen(address, figures(now), figures(now, last)), refresh=True)
+                    show(screen(address, figures(now), figures(now, last)))
                 else:
-                    live.update(Text(str(now), style="red"), refresh=True)
+                    show(Text(str(now), style="red"))
     except KeyboardInterrupt:
         return
+
+
+@contextmanager
+def _shown(console: Console) -> Iterator[Callable[[RenderableType], None]]:
+    """Give a function that replaces what is on the screen.
+
+    Where the output is no terminal, such as a pipe, screens are printed one below the other.
+    """
+    if not console.is_terminal:
+        yield console.print
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        yield lambda shown: live.update(fitted(console, shown), refresh=True)
 
 
 def _changes(

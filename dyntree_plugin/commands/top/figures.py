@@ -50,13 +50,18 @@ class Figures:
 def figures(now: Page, before: Page | None = None) -> list[Figures]:
     """Return every engine's figures since ``before`` or since its start, whichever is later."""
     found = []
-    for key, series in sorted(now.engines.items()):
+    for key, series in sorted(now.engines.items(), key=lambda found: _order(*found[0])):
         earlier = {} if before is None else before.engines.get(key, {})
         if _has_restarted(series, earlier):
             earlier = {}
         seconds = None if before is None else now.seconds - before.seconds
         found.append(_engine_figures(*key, seconds, _Counters(series, earlier)))
     return found
+
+
+def _order(model_name: str, engine: str) -> tuple[str, int, str]:
+    """Return a key that puts engine 2 before engine 10."""
+    return model_name, int(engine) if engine.isdecimal() else -1, engine
 
 
 def _has_restarted(now: Series, before: Series) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.bar import Bar
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +25,17 @@ def screen(
     recent = {(one.model_name, one.engine): one for one in lately or ()}
     shown = [_engine(total, recent.get((total.model_name, total.engine))) for total in since_start]
     return Group(Text(escaped(f"dyntree top – {address}"), style="bold"), *shown)
+
+
+def fitted(console: Console, shown: RenderableType) -> RenderableType:
+    """Return the lines that the terminal has room for, the last of which says what is missing."""
+    lines = console.render_lines(shown, pad=False)
+    if len(lines) <= console.height:
+        return shown
+    kept = lines[: max(console.height - 1, 0)]
+    missing = f"… {len(lines) - len(kept)} more lines: enlarge the window, or use --once"
+    ended = [segment for line in kept for segment in (*line, Segment.line())]
+    return Group(Segments(ended), Text(missing, style="yellow"))
 
 
 def _engine(total: Figures, lately: Figures | None) -> Panel:

@@ -20,8 +20,8 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     zeros where it had no node to verify. ``nodes_by_depth``, ``accepted_by_depth``,
     ``estimated_by_depth``: nodes at depth 1, 2, …: verified, accepted, and expected to be accepted.
     ``nodes_by_source``, ``accepted_by_source``, ``estimated_by_source``: the same by source.
-    ``fallbacks``: request steps without a free tree, by reason. ``grammar_seconds``: of each step
-    that filled bitmasks. The rest is as in WorkerCounts.
+    ``fallbacks``: request steps with a chain or no tree, by reason. ``grammar_seconds``: of each
+    step that filled bitmasks. The rest is as in WorkerCounts.
     """
 
     tree_nodes: list[int] = field(default_factory=list)
