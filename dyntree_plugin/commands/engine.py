@@ -1,4 +1,4 @@
-"""An engine of vLLM in this process, for `demo` and `show`."""
+"""An engine of vLLM in this process, and what a model's configuration tells."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ class Settings:
         """Names of all models, the further drafts among the options included."""
         own = [self.target, *([] if self.draft is None else [self.draft])]
         return [*own, *self.options.get("drafts", ())]
+
+
+def context_of(model: str) -> int:
+    """Return the longest text that a model reads, in tokens."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
 
 
 @contextmanager

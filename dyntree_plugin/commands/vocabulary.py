@@ -77,6 +77,17 @@ def _bounded(context: typer.Context, param: typer.CallbackParam, value: Any) -> 
     return value
 
 
+def given(context: typer.Context) -> list[Any]:
+    """Return the parameters that the command line gives, as click has them."""
+    found = []
+    for each in context.command.params:
+        source = context.get_parameter_source(each.name or "")
+        # Compared by name: some versions of typer have an enumeration of their own for click's.
+        if source is not None and source.name == "COMMANDLINE":
+            found.append(each)
+    return found
+
+
 def paragraphs(text: str | None) -> str:
     """Return a help with each paragraph on one line, unless it begins with a blank.
 

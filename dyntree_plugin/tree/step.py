@@ -14,6 +14,10 @@ has judged the node."""
 SOURCES: tuple[Source, ...] = get_args(Source)
 
 
+_ROUNDING = 1e-3
+"""A value that is above 0 by this at most is a chance of 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeStep:
     """One request's tree in one step, and the path that the target accepted.
@@ -54,7 +58,10 @@ class TreeStep:
             if not 0 <= node < len(self.tokens) or self.parents[node] != above:
                 raise ValueError(f"accepted={self.accepted} is no path from the root")
             above = node
-        if self.emitted[:-1] != [self.tokens[node] for node in self.accepted]:
+        if not all(value <= _ROUNDING for value in self.values):
+            raise ValueError(f"values={self.values} must be logs of chances, which are at most 0")
+        path = [self.tokens[node] for node in self.accepted]
+        if len(self.emitted) != 1 + len(path) or self.emitted[:-1] != path:
             raise ValueError(
                 f"emitted={self.emitted} must be the accepted tokens and one bonus token"
             )

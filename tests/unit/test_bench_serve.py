@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import ran
 from prometheus_client.parser import text_string_to_metric_families
 
-from dyntree_plugin.commands.bench import plan, session
+from dyntree_plugin.commands.bench import command, plan, session
 from dyntree_plugin.commands.bench.arguments import NODES, TREES
 from dyntree_plugin.commands.bench.measure import differing, measure
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell
 from dyntree_plugin.commands.bench.session import Contest, Settings
+from dyntree_plugin.commands.engine import context_of
 from dyntree_plugin.commands.loads import counts
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
@@ -280,6 +283,9 @@ def test_trees_are_named_by_what_tells_them_apart() -> None:
             {"node_budget": 8},
             {"node_budget": 8, "max_depth": 4},
             {"node_budget": 8, "growth": "sequoia", "acceptance": [0.6, 0.2]},
+            {"node_budget": 8, "growth": "expansion", "expansion": [2, 3]},
+            {"node_budget": 8, "growth": "dyspec"},
+            {"node_budget": 8, "drafts": ["second/draft"]},
             {"budget": "fixed"},
         ],
         [4, 16],
@@ -288,6 +294,9 @@ def test_trees_are_named_by_what_tells_them_apart() -> None:
         "dynamic tree of 8": 8,
         "dynamic tree of 8, max_depth 4": 8,
         "static tree of 8": 8,
+        "static tree of 8, growth expansion": 8,
+        "dynamic tree of 8, growth dyspec": 8,
+        "dynamic tree of 8, drafts 2": 8,
         "dynamic tree of 4, budget fixed": 4,
         "dynamic tree of 16, budget fixed": 16,
     }
@@ -359,3 +368,27 @@ def test_the_prompts_of_a_measurement_suffice_for_its_largest_batch() -> None:
     assert settings(requests=2, batches=[1, 16]).prompts == 16
     assert settings(requests=32, batches=[1]).prompts == 32
     assert Contest(Models("T", "D", "bfloat16"), {}, {}).places is None
+
+
+def test_the_context_of_a_target_that_takes_images_is_that_of_its_text_model(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers", reason="it reads models' configurations")
+    of_text = {"model_type": "gemma3_text", "max_position_embeddings": 384}
+    config = {"model_type": "gemma3", "text_config": of_text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert context_of(str(tmp_path)) == 384
+
+
+def test_look_up_of_one_size_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def contest(*given: Any) -> Any:
+        made.append(given[4])
+        raise ValueError("enough was seen")
+
+    monkeypatch.setattr(command, "Contest", contest)
+    monkeypatch.setattr(command, "_models", lambda *_: (None, []))
+    line = ("--look-up", "4", "--look-up", "8", "--look-up", "4")
+    assert ran("bench", "serve", *line).exit_code == 2
+    assert made == [(4, 8)]

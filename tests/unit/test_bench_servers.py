@@ -292,7 +292,7 @@ def measured(address: str, file: Path, *more: str) -> Result:
 
 
 def test_what_is_asked_for_is_done_with_servers_too(address: str, tmp_path: Path) -> None:
-    asked = ["--endpoint", "chat", "--note", "Of today.", "--plots", str(tmp_path / "plots")]
+    asked = ["--endpoint", "chat", "--note", "Of today."]
     result = measured(address, tmp_path / "result.json", *asked)
     assert [engine.name for engine in result.engines] == ["a", "b"]
     assert [len(series.runs) for series in result.series] == [2, 2]
@@ -338,7 +338,6 @@ def test_a_rate_takes_the_place_of_the_default_batches(address: str, tmp_path: P
         (["--request-rate", "0"], "--request-rate 0 must be above 0"),
         (["--request-rate", "1", "--burstiness", "0"], "--burstiness 0 must be above 0"),
         (["--burstiness", "2"], "--burstiness must not be given"),
-        (["--request-rate", "1", "--plots", "p"], "--plots must not be given"),
         (["--header", "secret"], "--header must be KEY=VALUE"),
     ],
 )

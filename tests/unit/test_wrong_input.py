@@ -74,7 +74,11 @@ show --from nowhere.json → --from 'nowhere.json' cannot be read: No such file
 show --from folder → --from 'folder' cannot be read: Is a directory
 show --from object.json → --from 'object.json' is not a trace of `dyntree show --trace`
 show --from latin.txt → --from 'latin.txt' is not UTF-8
-show text --from object.json → --from draws a saved trace: give no prompt
+show text --from object.json → --from draws a saved trace: leave out prompt
+show --from trace.txt --nodes 8 --seed 1 → --from draws a saved trace: leave out --nodes, --seed
+show --from trace.txt --output trace.txt → --output 'trace.txt' would overwrite the trace of --from
+show text --trace t --output t → --output 't' would overwrite the trace of --trace
+show text --output tree.png → --output 'tree.png': the suffix must be one of .html
 show --step 0 → '--step': 1
 show --step 1 --format html → --step is for --format terminal or dot
 show --format pdf → '--format': 'pdf' is not one of 'terminal', 'dot', 'html'
@@ -91,6 +95,7 @@ top WEB → is not a page of metrics
 top PLAIN → this server decodes without dyntree
 top SSH → cannot be read
 top WEB --interval 0 → '--interval': 0.1
+top WEB --interval 1e10 → '--interval': 3600
 top a b → unexpected extra argument(s) (b)
 doctor -- dyntree serve model → leave out 'dyntree serve': dyntree doctor -- model
 tune → Missing option '--target'
@@ -147,6 +152,7 @@ bench serve --base-url h --chain 2 → --chain must not be given: --base-url
 bench serve --base-url h --target T --draft D → --target, --draft must not be given
 bench serve --base-url h --dtype bfloat16 → --dtype must not be given
 bench serve --base-url h --static 0.6 → --static must not be given
+bench serve --base-url h --plots p → --plots must not be given: --base-url
 bench serve --base-url h --side-by-side 2 → --side-by-side must not be given
 bench serve --base-url h --engine-arguments {} → --engine-arguments must not be given
 bench serve --base-url h --weights-at 4 → --weights-at must not be given
@@ -201,6 +207,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "text.jsonl": b"just text\n",
         "number.jsonl": b"5\n",
         "object.json": b"{}",
+        "trace.txt": b"{}",
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

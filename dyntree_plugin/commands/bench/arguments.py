@@ -106,7 +106,7 @@ ProbabilisticChains = Annotated[
     list[int] | None,
     _lengths(
         "probabilistic",
-        "one of vLLM's chains whose drafts are drawn from the draft's law "
+        "one of vLLM's chains whose drafts are drawn from the draft's distribution "
         "(draft_sample_method). At temperature 0 these are greedy ones, and are not measured",
     ),
 ]
@@ -270,4 +270,6 @@ Seed = Annotated[int, shared("--seed", "It also chooses the prompts.", min=0)]
 ResultFile = Annotated[
     Path | None, shared("--output", "A JSON file.", show_default="the terminal alone")
 ]
-PlotFolder = Annotated[Path | None, shared("--plots", show_default="no pictures")]
+PlotFolder = Annotated[
+    Path | None, shared("--plots", show_default="no pictures", rich_help_panel=OF_ENGINES)
+]

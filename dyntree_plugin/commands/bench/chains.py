@@ -30,7 +30,7 @@ class Kind:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether its drafts are drawn from the draft's law."""
+        """Whether its drafts are drawn from the draft's distribution."""
         return _DRAWN.items() <= self.speculation.items()
 
 

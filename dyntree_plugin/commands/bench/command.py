@@ -38,6 +38,7 @@ from dyntree_plugin.commands.bench.session import Contest, Done, Settings, of_en
 from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.commands.paths import check_new_file
 from dyntree_plugin.commands.start import ready_for_engine
+from dyntree_plugin.commands.vocabulary import given
 from dyntree_plugin.strict_json import object_of
 
 
@@ -94,7 +95,7 @@ def serve(
         check_plots(plot_folder)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
-            settings = _with_rates(settings, request_rates or (), burstiness, plot_folder)
+            settings = _with_rates(settings, request_rates or (), burstiness)
             servers = server.engines(base_urls)
             client = server.clients(
                 chat=endpoint == "chat", model=model, headers=server.headers(headers or ())
@@ -117,7 +118,8 @@ def serve(
                 settings.temperatures,
             )
             models, remarks = _models(target, draft, method, target_shape, dtype, further)
-            contest = Contest(models, lengths, of_trees, side_by_side, look_ups or (), link)
+            alone = tuple(dict.fromkeys(look_ups or ()))
+            contest = Contest(models, lengths, of_trees, side_by_side, alone, link)
             runs = settings.runs(contest.engines)
             measured = partial(of_engines, settings, contest, [*remarks, *left_out, *(notes or ())])
         with _progress(console, runs) as done:
@@ -134,20 +136,16 @@ def _refuse(context: typer.Context, panel: str, reason: str) -> None:
     Raises:
         ValueError: if one of them is given.
     """
-    given = []
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        # Compared by name: some versions of typer have an enumeration of their own for click's.
-        is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and isinstance(option, TyperOption) and option.rich_help_panel == panel:
-            given.append("/".join([*option.opts, *option.secondary_opts]))
-    if given:
-        raise ValueError(f"{', '.join(given)} must not be given: {reason}")
+    names = [
+        "/".join([*option.opts, *option.secondary_opts])
+        for option in given(context)
+        if isinstance(option, TyperOption) and option.rich_help_panel == panel
+    ]
+    if names:
+        raise ValueError(f"{', '.join(names)} must not be given: {reason}")
 
 
-def _with_rates(
-    settings: Settings, rates: Sequence[float], burstiness: float, plot_folder: Path | None
-) -> Settings:
+def _with_rates(settings: Settings, rates: Sequence[float], burstiness: float) -> Settings:
     """Return the settings with these rates of requests.
 
     Raises:
@@ -160,8 +158,6 @@ def _with_rates(
         raise ValueError(f"--burstiness {burstiness:g} must be above 0")
     if burstiness != 1 and not rates:
         raise ValueError("--burstiness must not be given: it is for a --request-rate")
-    if rates and plot_folder is not None:
-        raise ValueError("--plots must not be given: no picture shows a --request-rate")
     return replace(settings, request_rates=rates, burstiness=burstiness)
 
 

@@ -14,6 +14,9 @@ from dyntree_plugin.commands.loads.runs import Engine, Kind
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 
 _SHOWN = (
+    "growth",
+    "sampling",
+    "drafts",
     "budget",
     "min_value",
     "max_depth",
@@ -144,8 +147,7 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> T
     for size, each in _sized(options, nodes):
         DynTreeOptions.parse(each).resolve(size)
         name = f"{'static' if is_static(each) else 'dynamic'} tree of {size}"
-        others = [] if is_static(each) else [f"{k} {v}" for k, v in each.items() if k in _SHOWN]
-        name = ", ".join([name, *others])
+        name = ", ".join([name, *_told_apart(each)])
         if name in found:
             raise ValueError(
                 f"--dyntree and --nodes: two have the name {name!r}; what tells them apart is "
@@ -153,6 +155,17 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> T
             )
         found[name] = size, each
     return found
+
+
+def _told_apart(options: Mapping[str, Any]) -> list[str]:
+    """Return what the name of a tree says of its options. Sequoia's tree is the static one."""
+    if is_static(options):
+        growth = options["growth"]
+        return [] if growth == "sequoia" else [f"growth {growth}"]
+    told = {name: value for name, value in options.items() if name in _SHOWN}
+    if "drafts" in told:
+        told["drafts"] = 1 + len(told["drafts"])
+    return [f"{name} {value}" for name, value in told.items()]
 
 
 def _sized(

@@ -17,6 +17,7 @@ from dyntree_plugin.commands.bench.chains import KINDS, Chains, listed, serves
 from dyntree_plugin.commands.bench.measure import Server, measure, served, warm_ups
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
+from dyntree_plugin.commands.engine import context_of
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import EngineProcess, Pool
 from dyntree_plugin.commands.loads.requests import (
@@ -150,11 +151,10 @@ def of_engines(
         ValueError: if an option, or a model, does not fit.
         RuntimeError: if an engine fails.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(contest.models.target)
-    context = AutoConfig.from_pretrained(contest.models.target).max_position_embeddings
-    most = context - settings.max_tokens - max([0, *contest.budgets]) - 1
+    most = context_of(contest.models.target) - settings.max_tokens - max([0, *contest.budgets]) - 1
     sets, longer = {}, 0
     given = prompts.read_all(settings.sets, settings.prompts, tokenizer, settings.seed)
     for name, read in given.items():

@@ -63,7 +63,7 @@ def demo(
 
     Without --target and --draft, it uses the pair of tiny models that comes with dyntree. Both
     engines are eager, because compiling and capturing graphs would take longer than the whole
-    demonstration. `dyntree bench serve` measures compiled engines.
+    demonstration. On a GPU, `dyntree bench serve` measures compiled engines.
 
     The exit status is 0 if the text is the same, 1 if it differs, and 2 if the arguments or the
     models are refused.

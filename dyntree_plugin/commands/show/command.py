@@ -42,11 +42,22 @@ from dyntree_plugin.commands.start import (
     ready_for_engine,
     tree_options,
 )
+from dyntree_plugin.commands.vocabulary import given
 
-_BY_SUFFIX: dict[str, Format] = {".html": "html", ".htm": "html", ".dot": "dot", ".gv": "dot"}
+_BY_SUFFIX: dict[str, Format] = {
+    ".html": "html",
+    ".htm": "html",
+    ".dot": "dot",
+    ".gv": "dot",
+    ".txt": "terminal",
+    "": "terminal",
+}
+_OF_TRACES = {"saved", "given_format", "output", "step", "verbose"}
+"""Parameters of `show` that go with a saved trace."""
 
 
 def show(
+    context: typer.Context,
     prompt: arguments.Prompt = None,
     file: arguments.PromptFile = None,
     target: Target = None,
@@ -75,16 +86,16 @@ def show(
 
     The exit status is 2 if the arguments, the models or the trace are refused.
     """
-    suffix = output.suffix.lower() if output is not None else ""
-    form = given_format or _BY_SUFFIX.get(suffix, "terminal")
+    form = given_format or _form_of(output)
     if step is not None and form == "html":
         raise typer.BadParameter("--step is for --format terminal or dot: a page has all steps")
-    asked = (prompt, file, target, draft, trace)
-    if saved is not None and any(value is not None for value in asked):
-        raise typer.BadParameter("--from draws a saved trace: give no prompt, model or --trace")
+    if saved is not None:
+        _refuse_settings(context)
     with reasons.exit_on_mistake("dyntree show"):
         check_new_file("--output", output)
         check_new_file("--trace", trace)
+        _check_kept("--from", saved, output)
+        _check_kept("--trace", trace, output)
         check_models(target, draft)
     if saved is None:
         both_or_neither(target, draft, method)
@@ -101,6 +112,34 @@ def show(
         if trace is not None:
             save(generation, trace)
         _write(generation, form, output, step)
+
+
+def _form_of(output: Path | None) -> Format:
+    """Return what the suffix of a file says, and the terminal's form without a file."""
+    suffix = "" if output is None else output.suffix.lower()
+    if suffix not in _BY_SUFFIX:
+        known = ", ".join(filter(None, _BY_SUFFIX))
+        raise typer.BadParameter(
+            f"--output {str(output)!r}: the suffix must be one of {known}, unless --format is given"
+        )
+    return _BY_SUFFIX[suffix]
+
+
+def _refuse_settings(context: typer.Context) -> None:
+    """Refuse every argument that says how to complete a prompt."""
+    names = [each.opts[0] for each in given(context) if each.name not in _OF_TRACES]
+    if names:
+        raise typer.BadParameter(f"--from draws a saved trace: leave out {', '.join(names)}")
+
+
+def _check_kept(option: str, trace: Path | None, output: Path | None) -> None:
+    """Refuse to write the drawing over the trace.
+
+    Raises:
+        ValueError: if both are one file.
+    """
+    if trace is not None and output is not None and trace.resolve() == output.resolve():
+        raise ValueError(f"--output {str(output)!r} would overwrite the trace of {option}")
 
 
 def _prompt(prompt: str | None, file: str | None, *, own_models: bool) -> str | None:
@@ -146,6 +185,8 @@ def _recorded(
 
 def _write(generation: Generation, form: Format, output: Path | None, step: int | None) -> None:
     steps = generation.steps
+    if not steps:
+        raise ValueError("there is no tree to draw: the text ended before one was verified")
     if step is not None:
         if step > len(steps):
             raise ValueError(f"--step {step} does not exist: there are {len(steps)} steps")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.vocabulary import option, shared
-from dyntree_plugin.options import MOST_NODES
+from dyntree_plugin.options import MOST_FURTHER_DRAFTS, MOST_NODES
 
 Target = Annotated[str, shared("--target")]
 Draft = Annotated[
@@ -54,7 +54,13 @@ Adapter = Annotated[
 ]
 Pool = Annotated[
     int,
-    option("--pool", "N", "Drafts of a pool; each learns what the others lack.", min=1, max=8),
+    option(
+        "--pool",
+        "N",
+        "Drafts of a pool; each learns what the earlier ones lack.",
+        min=1,
+        max=1 + MOST_FURTHER_DRAFTS,
+    ),
 ]
 Boost = Annotated[
     Literal["positions", "samples"],
@@ -62,8 +68,8 @@ Boost = Annotated[
         "--boost",
         "HOW",
         "How a later draft of a pool learns. positions: each position by the share of the target's "
-        "law that the others do not hold; samples, as in SpecInfer: only the pieces of text that "
-        "none of them foretells.",
+        "distribution that the others do not cover; samples, as in SpecInfer: only the pieces of "
+        "text that none of them predicts.",
     ),
 ]
 Temperatures = Annotated[

@@ -30,11 +30,6 @@ def tokenizer_of(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
-def context_of(model: str) -> int:
-    """Return the longest text that a model reads, in tokens."""
-    return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
-
-
 def check(target: str, draft: str) -> None:
     """Check that a draft can be fitted to a target, from their configurations.
 

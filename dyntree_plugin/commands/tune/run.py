@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from transformers.utils import logging
 
+from dyntree_plugin.commands.engine import context_of
 from dyntree_plugin.commands.tune import heads, models, prompts
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings
@@ -51,12 +52,12 @@ def _check_packages(settings: Settings) -> None:
 
 def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
     """Read the prompts, and check what can be checked without weights."""
-    context = models.context_of(settings.target)
+    context = context_of(settings.target)
     if settings.head is not None:
         heads.config_of(settings)
     elif settings.draft is not None:
         models.check(settings.target, settings.draft)
-        context = min(context, models.context_of(settings.draft))
+        context = min(context, context_of(settings.draft))
     most = context - settings.tokens - max(settings.nodes) - 1
     if most < 1:
         raise ValueError(
