@@ -80,8 +80,8 @@ class DynTreeOptions(BaseModel):
         default=None,
         ge=1,
         le=MOST_DEPTH,
-        description="Most draft forwards of a step. A forward adds a level to the draft's own "
-        "candidates; those of look-up need none. At most max_depth.",
+        description="Most draft forwards of a step, the catch-up included. A forward adds a level "
+        "to the draft's own candidates; those of look-up need none. At most max_depth.",
         json_schema_extra={
             "derived": f"node_budget, at most {ADAPTIVE_FORWARDS}, with an adaptive budget; else "
             "2 log2(node_budget), rounded: 8 for 16, 12 for 64; without look-up, max_depth if that "
@@ -90,10 +90,10 @@ class DynTreeOptions(BaseModel):
     )
     lookup: Switch | None = Field(
         default=None,
-        description="For growth topk: add candidates from the request's own text, which is "
-        "searched for earlier places that end as it ends now. They need no draft forward. The "
-        "output is the same either way. With method ngram or ngram_gpu instead of a draft model, "
-        "all candidates come from there.",
+        description="For growth topk: add candidates from the request's own text. Look-up finds "
+        "earlier places where the text's last tokens occur, and proposes what followed them. This "
+        "needs no draft forward. The output is the same either way. With method ngram or ngram_gpu "
+        "instead of a draft model, all candidates come from there.",
         json_schema_extra={"derived": "on with growth topk; else only off is allowed"},
     )
     width: int | None = Field(
@@ -146,9 +146,9 @@ class DynTreeOptions(BaseModel):
         min_length=1,
         max_length=MOST_FURTHER_DRAFTS,
         description="Further draft models beside the one in --speculative-config. Trees grow from "
-        "the mixture of their distributions; growth expansion merges a tree of each. They must "
-        "meet the same conditions, and each makes every draft forward, so that it pays if they are "
-        "right where the first is wrong.",
+        "the mixture of their distributions; growth expansion merges a tree of each. Each must "
+        "meet the conditions of the first, and each runs in every draft forward. A pool pays if "
+        "the further drafts are right where the first is wrong.",
         json_schema_extra={"derived": "none: one draft"},
     )
     growth: str = Field(
