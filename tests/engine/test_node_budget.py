@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from dyntree_plugin.engine.budget.by_schedule import NodeBuckets  # noqa: E402
 from dyntree_plugin.engine.budget.measured_rows import (  # noqa: E402
     LONGEST_SECONDS,
     measure_rows,
-    row_numbers,
 )
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
 from dyntree_plugin.engine.step.count import report  # noqa: E402
@@ -33,24 +31,22 @@ from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
 NODES = 8
 
 
-def test_every_number_of_rows_is_measured_where_trees_are_small() -> None:
-    numbers = row_numbers(300)
-    assert numbers[:16] == list(range(1, 17))
-    assert numbers[-1] <= 300
-    assert all(after <= before * 1.13 + 1 for before, after in pairwise(numbers))
-
-
 def fake_runner(
-    now: list[float], per_row: float, ran: list[int], forward: float = 0.01, least: float = 0.0
+    now: list[float],
+    per_row: float,
+    ran: list[int],
+    forward: float = 0.01,
+    least: float = 0.0,
+    block: int = 1,
 ) -> Any:
-    """Steps take ``forward`` and ``per_row``, or ``least``; ``ran`` gets their rows, ``now`` is
-    their clock."""
+    """Steps take ``forward`` and ``per_row``, or ``least``. Their rows fill whole blocks. ``ran``
+    gets the rows, and ``now`` is the clock."""
     clock = StageClock()
 
     def dummy_run(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         ran.append(rows)
         clock.start("target")
-        now[0] += max(forward + per_row * rows, least)
+        now[0] += max(forward + per_row * block * -(-rows // block), least)
         clock.stop()
         hidden = torch.zeros(rows, 1)
         return hidden, hidden
@@ -95,6 +91,24 @@ def test_a_slow_model_is_measured_at_few_rows_and_the_others_lie_behind(
     assert max(ran) == 4 * (1 + NODES)
     assert (len(set(ran)) < 6) == (per_row > 0.1)
     assert seconds[1:] == pytest.approx(0.01 + per_row * np.arange(1, len(seconds)))
+
+
+@pytest.mark.parametrize(("forward", "block"), [(0.004, 5), (0.004, 16), (0.08, 8), (0.08, 16)])
+def test_one_row_behind_a_block_is_known_to_cost_the_next_block(
+    forward: float, block: int, monkeypatch: Any
+) -> None:
+    """A block costs a tenth of a step. The control is the line between powers of two."""
+    now, ran = [0.0], list[int]()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    per_row = 0.1 * forward / block
+    runner = fake_runner(now, per_row, ran, forward=forward, block=block)
+    seconds = measure_rows(runner, alone).seconds()[1:]
+    rows = np.arange(1, len(seconds) + 1)
+    true = forward + per_row * block * -(-rows // block)
+    assert seconds == pytest.approx(true, rel=0.02)
+    powers = rows[[0, 1, 3, 7, 15, 31, -1]]
+    assert abs(np.interp(rows, powers, true[powers - 1]) / true - 1).max() > 0.025
+    assert now[0] < 1.5 * LONGEST_SECONDS
 
 
 @pytest.mark.parametrize("per_row", [1e-3, 0.5])
