@@ -85,6 +85,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
     "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
+    "serve_without_amx": lambda: table.markdown_table(
+        read(RESULTS / "serve-llama-1b-without-amx.json")
+    ),
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
     "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
     "serve_head_1b": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-eagle3.json")),
