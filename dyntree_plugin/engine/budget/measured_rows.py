@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -56,14 +56,12 @@ def _where_they_bend(runner: TimedRunner, agree: Agree, one: float) -> dict[int,
 
     began = time.perf_counter()
     best = over_few_rows(runner, agree, one, seconds)
-    while True:
-        low, high = _steepest(best)
-        # A step between the two takes as long as the longer one at most.
-        left = LONGEST_SECONDS - (time.perf_counter() - began) - best[high]
-        if agree(left) < 0 or best[high] < BEND * best[low]:
-            return best
-        rows = min(max(round(math.sqrt(low * high)), low + 1), high - 1)
+
+    def measure(rows: int) -> None:
         best[rows] = seconds(rows)
+
+    _refine(best, measure, BEND, lambda: agree(LONGEST_SECONDS - (time.perf_counter() - began)))
+    return best
 
 
 def _over_many_rows(runner: TimedRunner, agree: Agree) -> dict[int, float]:
@@ -98,11 +96,7 @@ def _over_many_rows(runner: TimedRunner, agree: Agree) -> dict[int, float]:
     for rows in sorted({min(most, tree), min(most, 4 * tree)}):
         if rows > max(best):
             measure(rows)
-    while left() > 0:
-        low, high = _steepest(best)
-        if best[high] < RISE * best[low]:
-            break
-        measure_first((low + high) // 2)
+    _refine(best, measure_first, RISE, left)
     for _ in range(PASSES - 1):
         for rows in sorted(best):
             if left() < 0:
@@ -111,10 +105,23 @@ def _over_many_rows(runner: TimedRunner, agree: Agree) -> dict[int, float]:
     return best
 
 
-def _steepest(best: dict[int, float]) -> tuple[int, int]:
-    """Return the neighbours with others between them whose seconds have the largest ratio."""
-    spans = [(low, high) for low, high in pairwise(sorted(best)) if high > low + 1]
-    return max(spans, key=lambda span: best[span[1]] / best[span[0]], default=(1, 1))
+def _refine(
+    best: dict[int, float],
+    measure: Callable[[int], None],
+    ratio: float,
+    seconds_left: Callable[[], float],
+) -> None:
+    """Measure between the neighbours of ``best`` that differ most, until none differs by ``ratio``.
+
+    It ends if a step might not end within ``seconds_left``.
+    """
+    while True:
+        spans = [(low, high) for low, high in pairwise(sorted(best)) if high > low + 1]
+        low, high = max(spans, key=lambda span: best[span[1]] / best[span[0]], default=(1, 1))
+        # A step between the two takes as long as the longer one at most.
+        if best[high] < ratio * best[low] or seconds_left() < best[high]:
+            return
+        measure((low + high) // 2)
 
 
 def _seconds(runner: TimedRunner, rows: int) -> float:
