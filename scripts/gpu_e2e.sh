@@ -51,7 +51,10 @@ carried=${PYTHONPATH:-}
 export PYTHONPATH=$PWD:$PWD/kernels:$scratch${carried:+:$carried}
 mkdir -p "$out" "$XDG_CACHE_HOME"
 
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if ! memory=$("$python" -c 'import sys, torch
+if not torch.cuda.is_available():
+    sys.exit(1)
+print(torch.cuda.get_device_properties(0).total_memory >> 30)'); then
     echo "make gpu-e2e needs a CUDA device, and $python sees none" >&2
     exit 1
 fi
@@ -177,7 +180,6 @@ speed() {
 }
 
 # An H200 has 140 GiB, an H100 80. On the smaller device fewer engines stand side by side.
-memory=$("$python" -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory >> 30)')
 if ((memory >= 100)); then
     of_1b=("1 2 3 5 8" "3 5 8" "8 16 32 64") of_8b=("3 5" 0 "8 32")
 else

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import platform
-import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from dyntree_plugin.provenance import provenance as of_result
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "vllm", "xformers", "numpy")
 
@@ -79,7 +74,7 @@ def ceilings(dtype: torch.dtype) -> dict[str, float]:
 
 
 def provenance() -> dict[str, Any]:
-    """Hardware, versions, commit, command and time of a result."""
+    """Return what `dyntree_plugin.provenance` says of a result, and more of the device."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -88,23 +83,10 @@ def provenance() -> dict[str, Any]:
             versions[name] = None
     properties = torch.cuda.get_device_properties(0)
     return {
+        **of_result(),
+        "packages": versions,
         "device": properties.name,
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "processors": properties.multi_processor_count,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "packages": versions,
-        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("DYNTREE_COMMIT"),
-        "uncommitted": bool(_output("git", "status", "--porcelain")),
-        "command": sys.argv,
-        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _output(*command: str) -> str | None:
-    """What a command prints; None where it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return None
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() if done.returncode == 0 else None

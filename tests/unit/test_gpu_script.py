@@ -32,8 +32,8 @@ case "$*" in
         [[ -f $folder/has_$(sed "s/.*find_spec('\([a-z.]*\)').*/\1/" <<<"$*") ]]
         exit
         ;;
+    *is_available*total_memory*) cat "$folder/memory"; exit ;;
     *is_available* | *register.py* | *"cli doctor"* | *compileall*) exit 0 ;;
-    *total_memory*) cat "$folder/memory"; exit ;;
     *"gpu_results.py missing") cat "$folder/missing"; exit ;;
     *"gpu_results.py stamp") echo "# $(cat "$folder/commit")"; exit ;;
     *"gpu_results.py whole"*) [[ -f $folder/whole ]]; exit ;;
