@@ -1,4 +1,4 @@
-"""Metrics of two engines that are made up, as a server with trees exports them."""
+"""Made-up metrics of two engines with trees, as a server exports them, and of one without."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from dyntree_plugin.tree.step import SOURCES
 DEPTHS = 16
 LABELS = ("model_name", "engine")
 ENGINES = (("m", "0"), ("m", "1"))
+WITHOUT_TREES = ("m", "2")
+"""An engine that has vLLM's metrics alone."""
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 1.0)
 OF_VLLM = (
@@ -58,7 +60,8 @@ def label_values(metric: names.Metric) -> Sequence[tuple[str, ...]]:
 def family(metric: names.Metric, seconds: float) -> Metric:
     """Return the metric after so many seconds of steady work."""
     labels = [*LABELS, *metric.labels]
-    series = [[*engine, *own] for engine in ENGINES for own in label_values(metric)]
+    engines = [*ENGINES, WITHOUT_TREES] if metric in OF_VLLM else ENGINES
+    series = [[*engine, *own] for engine in engines for own in label_values(metric)]
     if metric.kind == "gauge":
         gauge = GaugeMetricFamily(metric.name, metric.meaning, labels=labels)
         for values in series:

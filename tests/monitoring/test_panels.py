@@ -1,9 +1,10 @@
-"""A real Prometheus answers the panels' own queries from made-up metrics of two engines."""
+"""A real Prometheus answers the panels' own queries from made-up metrics."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_every_query_has_an_answer_of_finite_numbers_with_different_names(
         named = [legend(form, labels) for labels, _ in found]
         assert len(set(named)) == len(named)
         assert not any("{{" in name for name in named)
+
+
+def test_an_engine_without_trees_counts_in_no_panel(prometheus: Prometheus) -> None:
+    """The control: vLLM's own metric has three engines."""
+    of_vllm = [each for each in TARGETS if re.search(r"\bvllm:(?!dyntree)", str(each.values[0]))]
+    assert len(of_vllm) >= 8
+    for target in of_vllm:
+        engines = {
+            labels["engine"]
+            for labels, _ in prometheus.query(filled_in(str(target.values[0]), WINDOW))
+            if "engine" in labels
+        }
+        assert engines in (set(), {engine for _, engine in made_up.ENGINES}), target.id
+    (running,) = (t for t in of_vllm if t.id == "Requests A")
+    ((_, shown),) = prometheus.query(filled_in(str(running.values[0]), WINDOW))
+    ((_, everywhere),) = prometheus.query("sum(vllm:num_requests_running)")
+    assert (shown, everywhere) == (1.0, 1.5)
 
 
 def test_some_panels_are_by_depth() -> None:

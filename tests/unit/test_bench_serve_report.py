@@ -329,6 +329,23 @@ def test_the_readme_shows_the_cells_in_which_speculation_loses() -> None:
     assert f"runs at {drawn:.2f} times that speed, and the tree of 16 at {tree:.2f}" in said
 
 
+def test_the_readme_shows_the_cell_with_amx_in_which_the_tree_loses() -> None:
+    found = read(ROOT / "benchmarks" / "results" / "serve-llama-1b.json")
+    said = (ROOT / "README.md").read_text()
+    lost = 0
+    for cell in found.cells():
+        rows = {row.series.engine: row for row in summary.rows(found, cell)}
+        tree, chain = rows["dynamic tree of 16"], summary.best_chain(found, cell)
+        assert tree.over_chain is not None
+        assert chain is not None
+        if tree.over_chain.median < 1:
+            lost += 1
+            own, best = tree.tpot_ms.median, rows[chain.engine].tpot_ms.median
+            told = f"tree of 16: {own:.1f} ms per token; vLLM's {chain.engine}: {best:.1f} |"
+            assert f"temperature {cell.temperature:g}, batch {cell.batch} | {told}" in said
+    assert lost == 1
+
+
 def test_the_overview_has_a_line_per_engine_and_a_ratio_per_cell() -> None:
     stream = io.StringIO()
     sampled = CELL.model_copy(update={"temperature": 1.0, "batch": 8})

@@ -57,6 +57,17 @@ def test_sources_are_shown_in_every_step_if_the_trace_has_several(
     assert ("look-up in the text so far" in shown) == (form == "terminal")
 
 
+@pytest.mark.parametrize("form", ["terminal", "dot", "html"])
+def test_a_trace_without_a_tree_is_told_and_not_drawn(
+    trace: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(made(steps=[]), Path(trace))
+    assert run("--from", trace, "--format", form) == 2
+    told = capsys.readouterr()
+    assert "there is no tree to draw" in told.err
+    assert not told.out
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_one_step_is_drawn_alone(trace: str, step: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--from", trace, "--format", "dot", "--step", str(step)) == 0

@@ -54,6 +54,20 @@ def test_a_broken_tree_in_a_trace_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("value", [1000.0, float("nan")])
+def test_a_value_that_is_no_chance_is_refused(value: float) -> None:
+    (step, _) = made().steps
+    with pytest.raises(ValueError, match="must be logs of chances"):
+        replace(step, values=[value, *step.values[1:]])
+
+
+def test_a_step_without_a_bonus_token_is_refused() -> None:
+    (_, step) = made().steps
+    assert not step.accepted
+    with pytest.raises(ValueError, match="accepted tokens and one bonus token"):
+        replace(step, emitted=[])
+
+
 def test_a_source_that_there_is_not_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     save(made(), path)

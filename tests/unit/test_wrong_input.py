@@ -108,6 +108,7 @@ tune MODELS --prompts latin.jsonl --output out → --prompts 'latin.jsonl' is no
 tune MODELS --prompts number.jsonl --output out → line 1 must be a JSON object
 tune MODELS --prompts ok.jsonl --output empty.txt → 'empty.txt' is a file: give a folder
 tune MODELS --prompts ok.jsonl --output out --head eagle2 → '--head': 'eagle2' is not one of
+tune MODELS --prompts ok.jsonl --output out --pool 5 → '--pool': 4
 tune MODELS --prompts ok.jsonl --output out --max-tokens 4 → '--max-tokens': 8
 tune MODELS --prompts ok.jsonl --output out --max-tokens 3000 → leave no room for a prompt
 tune MODELS --prompts ok.jsonl --output out --engine-arguments [1] → must be a JSON object
