@@ -40,6 +40,10 @@ def _result(name: str) -> report.Result:
     return loaded
 
 
+def _speed(name: str) -> str:
+    return table.markdown_table(read(RESULTS / f"{name}.json"))
+
+
 def _tokens_per_step(name: str) -> str:
     """Compare engines by their tokens per step alone, and with the chain that has the most."""
     result = read(RESULTS / f"{name}.json")
@@ -84,16 +88,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance": lambda: _acceptance("acceptance-cpu"),
     "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
-    "serve": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b.json")),
-    "serve_without_amx": lambda: table.markdown_table(
-        read(RESULTS / "serve-llama-1b-without-amx.json")
-    ),
+    "serve": lambda: _speed("serve-llama-1b"),
+    "serve_without_amx": lambda: _speed("serve-llama-1b-without-amx"),
+    "serve_eleven_chains": lambda: _speed("serve-llama-1b-eleven-chains"),
+    "tokens_block": lambda: _tokens_per_step("tokens-block"),
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
     "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
-    "serve_head_1b": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-eagle3.json")),
+    "serve_head_1b": lambda: _speed("serve-llama-1b-eagle3"),
     "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
     "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
-    "serve_offload": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-offload.json")),
+    "serve_offload": lambda: _speed("serve-llama-1b-offload"),
     "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
     "offload_model": offload_model.model_table,
     "offload_papers": offload_model.paper_table,
@@ -102,7 +106,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fleet_levels": fleet.fleet_table,
     "fleet_sensitivity": fleet.sensitivity_table,
     **gpu_model.TABLES,
-    "serve_look_up": lambda: table.markdown_table(read(RESULTS / "serve-llama-1b-look-up.json")),
+    "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
 }
 
 

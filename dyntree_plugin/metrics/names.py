@@ -142,9 +142,9 @@ METRICS = (
         PREFIX + "pruned_nodes",
         "counter",
         "pruned",
-        "Nodes that were grown for a decoding request and not verified, by reason. budget: their "
-        "rows cost more than they were expected to bring. scheduler: the step, the context or the "
-        "request's own limit had no room.",
+        "Nodes that were grown for a decoding request and not verified, by reason. budget: to "
+        "verify them was expected to cost more than it brings. scheduler: the step, the context or "
+        "the request's own limit had no room.",
         labels=("reason",),
     ),
     Metric(

@@ -158,7 +158,7 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> T
 
 
 def _told_apart(options: Mapping[str, Any]) -> list[str]:
-    """Return what the name of a tree says of its options. Sequoia's tree is the static one."""
+    """Return what the name of a tree says of its options; growth sequoia is told by "static"."""
     if is_static(options):
         growth = options["growth"]
         return [] if growth == "sequoia" else [f"growth {growth}"]
