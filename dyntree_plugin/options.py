@@ -132,6 +132,14 @@ class DynTreeOptions(BaseModel):
         "or too seldom after each token, and correct its logits by that. The output is the same "
         "either way. What is learned from one request changes the speed of others.",
     )
+    block_chains: Switch = Field(
+        default="off",
+        description="For growth topk: requests at a temperature above 0 get a chain that is drawn "
+        "from the draft and verified as a block, which emits more tokens per step where few nodes "
+        "are verified. They follow the distribution of decoding without speculation, but are other "
+        "tokens. Greedy requests get trees. Stores the draft's distributions (max_forwards times "
+        "the vocabulary, in fp32, per request slot).",
+    )
     min_value: float | None = Field(
         default=None,
         gt=0,
@@ -212,7 +220,7 @@ class DynTreeOptions(BaseModel):
             raise ValueError(f"must be {' or '.join(known)}")
         return value
 
-    @field_validator("coupling", "calibration", "adapt", "lookup", mode="before")
+    @field_validator("coupling", "calibration", "adapt", "block_chains", "lookup", mode="before")
     @classmethod
     def _switch_from_bool(cls, value: object) -> object:
         # YAML reads a bare `on` or `off` in a --config file as a boolean.
@@ -246,7 +254,7 @@ class DynTreeOptions(BaseModel):
             return value
         if not isinstance(value, Mapping):
             raise ValueError(
-                f"{NAMESPACE}={value!r} must be a JSON object of options, for example "
+                f"{NAMESPACE}={value!r} must be a JSON object of options, like "
                 f'{{"node_budget": 16}}; the options are {_known_options()}'
             )
         given = {str(name): each for name, each in value.items()}
@@ -308,9 +316,10 @@ class DynTreeOptions(BaseModel):
                     f"{given} with max_forwards={self.max_forwards} and lookup=off: leave it out"
                 )
         if self._asked_for("coupling") and not plan.coupled:
+            other = "block_chains=on" if plan.chains else f"rule={plan.rule}"
             yield (
-                f"{NAMESPACE}.coupling='on' has no effect with rule={plan.rule}, which assumes "
-                "that children and the target's draws are independent: leave it out, or use match"
+                f"{NAMESPACE}.coupling='on' has no effect with {other}, which assumes that "
+                "children and the target's draws are independent: leave it out, or use match"
             )
         if self._asked_for("calibration") and not plan.calibrated:
             yield (
@@ -360,18 +369,8 @@ class DynTreeOptions(BaseModel):
             shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
         rule = self.rule or default_rule(growing.sampling)
         calibration, adapt = self.calibration == "on", self.adapt == "on"
-        return TreePlan(shape, growth, rule, calibration, budget, adapt)
-
-
-def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the options of both; an option with two different values is a ValueError."""
-    for name in first.keys() & second.keys():
-        if first[name] != second[name]:
-            raise ValueError(
-                f"{NAMESPACE}.{name} is given twice, as {first[name]!r} and as {second[name]!r}: "
-                "give it once"
-            )
-    return {**first, **second}
+        chains = self.block_chains == "on"
+        return TreePlan(shape, growth, rule, calibration, budget, adapt, chains)
 
 
 def _nearly_ours(key: str) -> bool:

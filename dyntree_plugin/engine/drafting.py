@@ -9,6 +9,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth
+from dyntree_plugin.engine.step.chain_growth import ChainGrowth
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.draft import Drafter, Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
@@ -61,6 +62,8 @@ class Drafting:
         """
         plan, ops = self.trees.plan, self.ops
         growth = self._growth(buffers)
+        if plan.chains:
+            growth = ChainGrowth(growth, self.trees, ops.perturb)
         if self.correction is not None:
             self.correction.limit(proposed)
         self.stages = DraftStages(

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dyntree_plugin import options
 from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
@@ -53,11 +52,22 @@ def single_keys(stock: Any) -> Callable[[str], Any]:
     return read
 
 
+def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the options of both; an option with two different values is a ValueError."""
+    for name in first.keys() & second.keys():
+        if first[name] != second[name]:
+            raise ValueError(
+                f"{NAMESPACE}.{name} is given twice, as {first[name]!r} and as {second[name]!r}: "
+                "give it once"
+            )
+    return {**first, **second}
+
+
 def _merge(action: argparse.Action, first: Any, second: Any) -> Any:
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         return second
     try:
-        return options.merge_options(first, second)
+        return merge_options(first, second)
     except ValueError as error:
         raise argparse.ArgumentError(action, str(error)) from None
 

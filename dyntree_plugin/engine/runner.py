@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
@@ -185,6 +186,10 @@ class TreeRunnerMixin(TreeStage):
         if self.sampler is None:
             raise RuntimeError("trees were asked for before the sampler was made")
         return self.sampler.sampling_states
+
+    def drawn(self, slots: list[int]) -> np.ndarray | None:
+        """Return which requests have drawn chains, bool [R]; None if none can have one."""
+        return self._sampling_states().temperature.np[slots] > 0 if self.trees.plan.chains else None
 
     def _moves(self) -> list[tuple[torch.Tensor, Move]]:
         """Pair each group's cache slots of the batch's rows with what moves rows there."""

@@ -17,6 +17,7 @@ CONFIG_LABELS = (
     "lookup",
     "calibration",
     "adapt",
+    "block_chains",
     "budget",
 )
 """Labels of the configuration: the plugin's version, and the options in force."""

@@ -18,11 +18,12 @@ class TreePlan:
 
     With ``calibration``, node values are learned from what the target accepts. ``budget`` says
     whether trees are cut to the nodes whose verification pays. With ``adapt``, a table corrects the
-    draft's logits.
+    draft's logits. With ``chains``, a request at a temperature above 0 gets one chain that is drawn
+    from the draft and verified as a block.
 
     Raises:
         ValueError: if the growth does not fit the shape, the rule is biased with the growth, or
-            the budget or the table does not go with them.
+            the budget, the table or chains do not go with them.
     """
 
     shape: TreeShape
@@ -31,6 +32,7 @@ class TreePlan:
     calibration: bool
     budget: Budget = "fixed"
     adapt: bool = False
+    chains: bool = False
 
     def __post_init__(self) -> None:
         check_pair(self.growth.name, self.growing.sampling, self.rule)
@@ -47,6 +49,8 @@ class TreePlan:
             )
         if self.adapt:
             self._check_adapt()
+        if self.chains:
+            self._check_chains()
 
     def _check_adapt(self) -> None:
         if not self.has_draft:
@@ -58,6 +62,18 @@ class TreePlan:
             raise ValueError(
                 f"adapt=on is for growth=topk with rule=match, not growth={self.growth.name} with "
                 f"rule={self.rule}; use adapt=off"
+            )
+
+    def _check_chains(self) -> None:
+        if not self.has_draft:
+            raise ValueError(
+                "block_chains=on draws from a draft, and look-up alone has none; use a draft "
+                "model or block_chains=off"
+            )
+        if self.growth.name != "topk" or self.rule != "match":
+            raise ValueError(
+                f"block_chains=on is for growth=topk with rule=match, not growth="
+                f"{self.growth.name} with rule={self.rule}; use block_chains=off"
             )
 
     @property
@@ -76,10 +92,20 @@ class TreePlan:
         return RULES[self.rule].drawn is not None
 
     @property
+    def chain_depth(self) -> int:
+        """The most tokens of a drawn chain; 0 if none is drawn."""
+        return self.shape.forwards if self.chains else 0
+
+    @property
+    def reads_laws(self) -> bool:
+        """Whether verification reads the target's distributions, and not its draws alone."""
+        return self.reads_draws or self.chains
+
+    @property
     def coupled(self) -> bool:
         """Whether candidates are ranked with the target sampler's noise. They never are under a
-        rule that needs them to be independent of the target's draws."""
-        return self.shape.coupling and not self.reads_draws
+        rule that needs them to be independent of the target's draws, and nor are chains."""
+        return self.shape.coupling and not self.reads_draws and not self.chains
 
     @property
     def calibrated(self) -> bool:
@@ -111,6 +137,7 @@ class TreePlan:
             "coupling": self.coupled,
             "calibration": self.calibrated,
             "adapt": self.adapt,
+            "block_chains": self.chains,
             "budget": self.budget,
             **({spec.parameter: own} if spec.parameter and own is not None else {}),
         }

@@ -141,8 +141,11 @@ class StepGrowth(Protocol):
         """
         ...
 
-    def pick(self, logits: torch.Tensor) -> None:
+    def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
         """Take the children of the last expansions from their logits [R * W, V].
+
+        ``firsts`` int64 [R]: tokens that replace the best child of each request's first row, -1
+        for none; the child keeps its value. They are for requests that are ``chained``.
 
         Raises:
             ValueError: for a wrong number of rows.

@@ -224,10 +224,11 @@ def broken_target(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def always_accepted(runner: Any) -> Iterator[None]:
-    """Make a rule for drawn children accept every child whose chance is above 0."""
-    from dyntree_plugin.engine.step import drawn
+    """Make rules for drawn children accept every child whose chance is above 0."""
+    from dyntree_plugin.engine.step import chains, drawn
 
-    with mock.patch.object(drawn, "uniform", torch.zeros_like):
+    drawn_too = mock.patch.object(drawn, "uniform", torch.zeros_like)
+    with drawn_too, mock.patch.object(chains, "uniform", torch.zeros_like):
         yield
 
 

@@ -47,9 +47,9 @@ OWN: dict[str, dict[str, Any]] = {
     # vLLM's own profiling is enough warm-up.
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
-OWN["head"] = OWN["adapted"] = OWN["fixed"]
-"""Arguments of the emulated engines, by budget; of that with a head, and of that whose table
-corrects the draft."""
+OWN["head"] = OWN["adapted"] = OWN["chains"] = OWN["fixed"]
+"""Arguments of the emulated engines, by budget; of that with a head, of that whose table corrects
+the draft, and of that with block chains."""
 
 
 def _short(*requests: Request) -> list[Request]:
@@ -88,16 +88,19 @@ ADAPTED = {
     "mixed": Run(MIXED[:5]),
     "garbage": Run(MIXED[:5], sabotage="garbage_biases"),
 }
+CHAINS = {"drawn": Run([*BROKEN, *NOISY, MIXED[0]], batch=3)}
 EMULATED = {
     "fixed": RUNS,
     "adaptive": {"mixed": Run(MIXED[:5])},
     "head": OF_HEAD,
     "adapted": ADAPTED,
+    "chains": CHAINS,
 }
 SLOW_ENGINES = {"adaptive", "head", "adapted"}
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
+    "chains": CHAINS,
     "head": OF_HEAD | {"without states": Run(NOISY, batch=3, sabotage="states_not_received")},
 }
 
@@ -122,7 +125,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         if name == "head":
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
             return {**engine, **LIMITS, "model": target}
-        own = {"budget": "fixed", "adapt": "on"} if name == "adapted" else {"budget": name}
+        extra = {"adapted": {"adapt": "on"}, "chains": {"block_chains": "on"}}
+        own = {"budget": "fixed", **extra[name]} if name in extra else {"budget": name}
         engine = workload.with_options(NODES, **own, **TREE)
         speculation = {**engine["speculative_config"], "model": draft}
         return {**engine, **LIMITS, "model": target, "speculative_config": speculation}
@@ -148,7 +152,7 @@ def accepted(result: Result) -> float:
             (budget, name)
             for budget, runs in EMULATED.items()
             for name, run in runs.items()
-            if run.sabotage is None
+            if run.sabotage is None and budget != "chains"
         ],
         SLOW_ENGINES,
     ),
@@ -169,6 +173,15 @@ def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
     assert accepted(found) == pytest.approx(accepted(runs.on_cpu("fixed")["mixed"]), rel=0.1)
     assert accepted(found) > sum(request.params["max_tokens"] for request in MIXED) / 3
     assert found.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
+
+
+@pytest.mark.slow
+def test_block_chains_give_the_tokens_that_they_give_on_the_cpu(runs: Served) -> None:
+    emulated, on_cpu = runs.emulated("chains")["drawn"], runs.on_cpu("chains")["drawn"]
+    assert [o.tokens for o in emulated.result.outputs] == [o.tokens for o in on_cpu.outputs]
+    assert accepted(emulated.result) == accepted(on_cpu) > len(CHAINS["drawn"].requests)
+    # Verification reads logits that have no address that lasts.
+    assert emulated.replays["drafting"] > 0
 
 
 @pytest.mark.slow

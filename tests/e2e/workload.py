@@ -332,13 +332,20 @@ SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS, **ADAPTED}
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
     "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
+    "block chains": (tree(8, block_chains="on"), DRAWN_RUNS),
+    "adaptive block chains": (
+        with_options(8, "draft", node_budget=8, block_chains="on"),
+        {name: run for name, run in DRAWN_RUNS.items() if name != "again"},
+    ),
 }
-"""Engines with the papers' rules. Their output follows the target's law, but has other tokens."""
+"""Engines with the papers' rules or block chains. Their output follows the target's law, but has
+other tokens."""
 
 SLOW_ENGINES = {
     *("every prompt", "draft alone", "uncoupled", "chain", "wide", "tight twin"),
     *("look-up in tensors", "adaptive look-up", "tight look-up", "merged", "head in tensors"),
-    *("head alone", "adaptive head", "tight head", "adapted head", "expansion"),
+    *("head alone", "adaptive head", "tight head", "adapted head", "dyspec", "expansion"),
+    "adaptive block chains",
 }
 """Each differs from an engine that `make test` runs in a setting that the tests without engines
 cover, or in the number of requests. `make test-slow` runs them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,9 +59,10 @@ def values(*chances: float) -> torch.Tensor:
     return row
 
 
-def cut(found: TreeBudget, *trees: torch.Tensor) -> list[int]:
+def cut(found: TreeBudget, *trees: torch.Tensor, drawn: Sequence[bool] = ()) -> list[int]:
     together = torch.cat(trees)
-    return found.cut(together, (together > NO_VALUE).sum(dim=1)).tolist()
+    counts = (together > NO_VALUE).sum(dim=1)
+    return found.cut(together, counts, np.array(drawn) if drawn else None).tolist()
 
 
 def test_cheap_rows_are_filled_and_expensive_ones_are_not() -> None:
@@ -115,6 +117,45 @@ def test_a_tree_whose_request_still_reads_its_prompt_is_not_cut() -> None:
     assert cut(found, tree, tree, tree) == [0, 0, 0]
     found.observe(batch(6, prompts=(0, 2, 3)), 1, {"target": 0.1})
     assert cut(found, tree, tree, tree) == [0, 0, 2]
+
+
+CHAIN = values(0.9, 0.8, 0.7, 0.3, 0.02, 0.01)
+
+
+def taught(*drawn: bool, seconds: tuple[float, float] = STEEP) -> TreeBudget:
+    """A budget that has cut the same trees and chains for long."""
+    found = budget(seconds, requests=len(drawn))
+    for _ in range(100):
+        cut(found, *[CHAIN] * len(drawn), drawn=drawn)
+    return found
+
+
+def test_chains_are_whole_until_batches_of_their_size_are_known() -> None:
+    assert cut(budget(STEEP), CHAIN, drawn=[True]) == [6]
+    assert cut(taught(True), CHAIN, drawn=[True]) == [3]
+    assert cut(taught(True, seconds=FLAT), CHAIN, drawn=[True]) == [6]
+
+
+def test_what_follows_the_end_of_a_chain_does_not_move_it() -> None:
+    short, long = values(0.9, 0.8, 0.3), values(0.9, 0.8, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3)
+    assert cut(taught(True), short, drawn=[True]) == cut(taught(True), long, drawn=[True])
+
+
+def test_trees_take_the_rows_that_chains_leave() -> None:
+    found = taught(True, False)
+    chain, tree = cut(found, CHAIN, values(0.9, 0.85), drawn=[True, False])
+    assert (chain, tree) == (3, 2)
+    assert cut(found, CHAIN, values(0.01), drawn=[True, False]) == [3, 0]
+
+
+def test_drafting_of_chains_ends_where_no_more_of_them_is_verified() -> None:
+    found = taught(True)
+    cut(found, CHAIN, drawn=[True])
+    assert [found.drafting_pays(values(0.9)) for _ in range(4)] == [True, True, False, False]
+    cut(found, CHAIN, drawn=[True])
+    assert found.drafting_pays(values(0.9)), "another step begins"
+    mixed = taught(True, False)
+    assert all(mixed.drafting_pays(values(0.9)) for _ in range(9)), "trees may take the rows"
 
 
 def test_drafting_ends_if_a_forward_cannot_pay() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyntree_plugin import option_pages
-from dyntree_plugin.options import DynTreeOptions, merge_options
+from dyntree_plugin.engine.flag import merge_options
+from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 from dyntree_plugin.tree.pairs import allowed_rules
 from dyntree_plugin.tree.registry import GROWTHS
@@ -145,6 +146,10 @@ def test_every_growth_can_be_asked_for_and_gets_a_rule_that_is_exact(growth: str
             "dyntree.max_forwards=4 cannot be reached with max_d",
         ),
         ({"max_forwards": 17}, "dyntree.max_forwards=17 cannot be reached with node_budget=16"),
+        (
+            {"growth": "chain", "block_chains": "on"},
+            "dyntree.block_chains=on is for growth=topk with rule=match, not growth=chain",
+        ),
     ],
 )
 def test_growths_and_rules_that_do_not_fit_are_refused_by_name(
@@ -160,6 +165,17 @@ def test_candidates_are_coupled_with_the_target_under_match_alone() -> None:
     assert DynTreeOptions.parse(drawn | {"rule": "match"}).resolve(4).coupled
     assert not DynTreeOptions.parse(drawn).resolve(4).coupled
     assert not DynTreeOptions.parse({"coupling": "off"}).resolve(4).coupled
+    assert not DynTreeOptions.parse({"block_chains": "on"}).resolve(4).coupled
+
+
+def test_block_chains_need_a_draft_and_leave_the_rest_as_it_is() -> None:
+    options = DynTreeOptions.parse({"block_chains": "on"})
+    plan, without = options.resolve(16), DynTreeOptions().resolve(16)
+    assert (plan.shape, plan.growth, plan.rule) == (without.shape, without.growth, without.rule)
+    assert (plan.budget, plan.chain_depth, without.chain_depth) == ("adaptive", 16, 0)
+    assert plan.in_force()["block_chains"] is True
+    with pytest.raises(ValueError, match=r"block_chains=on draws from a draft, and look-up"):
+        options.resolve(16, draft=False)
 
 
 SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
@@ -179,6 +195,7 @@ SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
         ({"drafts": ["another"]}, []),
         ({"growth": "dyspec", "coupling": "on"}, ["coupling='on'"]),
         ({"growth": "dyspec", "calibration": True}, ["calibration='on'"]),
+        ({"block_chains": "on", "coupling": "on"}, ["coupling='on'"]),
         ({"growth": "dyspec", "rule": "match", "coupling": "on"}, []),
         ({"growth": "dyspec", "coupling": "off", "calibration": "off"}, []),
         ({"growth": "dyspec"}, []),

@@ -56,6 +56,8 @@ demo --dyntree '{"width": NaN}' → dyntree.width=nan must be an integer from 1 
 demo --dyntree '{"node_budget": 32}' → dyntree.node_budget=32 exceeds num_speculative_tokens=16
 demo --dyntree '{"node_budget": "8"}' → dyntree.node_budget='8' must be an integer
 demo --dyntree '{"width": 2, "width": 3}' → key 'width' is given twice, with 2 and 3
+demo --dyntree '{"block_chains": "yes"}' → dyntree.block_chains='yes' must be on or off
+demo --dyntree '{"growth": "chain", "block_chains": "on"}' → dyntree.block_chains=on is for growth
 demo --dyntree '{"growth": "bush"}' → dyntree.growth='bush' must be topk or
 demo --dyntree '{"threshold": 0.1}' → dyntree.threshold=0.1 is for growth=threshold
 demo --dyntree '{"drafts": ["a/b/c"]}' → dyntree.drafts 'a/b/c' is no folder here

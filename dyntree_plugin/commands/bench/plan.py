@@ -27,6 +27,7 @@ _SHOWN = (
     "coupling",
     "calibration",
     "adapt",
+    "block_chains",
     "rule",
 )
 

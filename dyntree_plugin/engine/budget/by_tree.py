@@ -9,7 +9,8 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.step.clock import DRAFTING
-from dyntree_plugin.tree.budget.choice import Cut, best_cut, draft_pays
+from dyntree_plugin.tree.budget.chains import ChainLimits, Limits, level_counts
+from dyntree_plugin.tree.budget.choice import best_cut, draft_pays
 from dyntree_plugin.tree.budget.row_cost import RowCost, followed
 
 STEP = 0.1
@@ -38,14 +39,19 @@ class TreeBudget:
         self._usual: dict[int, np.ndarray] = {}
         self._rate: float | None = None
         self._row_seconds = 0.0
+        # Nodes of chains that the next step may still verify; None if there are trees, too.
+        self._room: int | None = None
         self._ended: float | None = None
         self._decode_next = np.zeros(0, dtype=bool)
+        self._limits = ChainLimits()
 
     def measured(self, cost: RowCost) -> None:
         """Take the costs that were measured at start-up. Until then every tree is kept whole."""
         self._cost = cost
 
-    def cut(self, values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def cut(
+        self, values: torch.Tensor, counts: torch.Tensor, drawn: np.ndarray | None = None
+    ) -> torch.Tensor:
         """Return how many nodes of each tree of the last step to verify next, int64 [R].
 
         If a request still has a prompt to read, the next step does not verify its tree, which then
@@ -54,31 +60,56 @@ class TreeBudget:
         Args:
             values: float32 [R, N], as in `TokenTree`; they must not rise within a tree.
             counts: int64 [R], nodes of each tree.
+            drawn: bool [R], which trees are drawn chains; None if none is.
         """
         decoding = self._decode_next
         if self._cost is None or not decoding.any():
             return counts
         chances = values.exp().numpy()[decoding]  # sync: host memory on the CPU
+        chains = np.zeros(len(chances), dtype=bool) if drawn is None else drawn[decoding]
         curve = self._cost.seconds()
         spent = self._forwards * self._forward + self._outside
         # Batches of about the same size have one average; in it each request counts for one.
         kind = len(chances).bit_length()
         usual = self._usual.get(kind)
         rate = None if usual is None else len(chances) * usual[0] / usual[1]
-        found = best_cut(chances, curve, spent, rate)
-        seen = np.array([found.tokens / len(chances), found.seconds])
+        found = self._chains(chances, chains, curve, rate)
+        # Trees compete for the rows that chains leave.
+        taken, tokens = found.sum() + chains.sum(), _tokens(chances[chains], found[chains])
+        trees = best_cut(chances[~chains], curve[taken:], spent, rate, tokens)
+        found[~chains] = trees.counts
+        seen = np.array([trees.tokens / len(chances), trees.seconds])
         self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = len(chances) * usual[0] / usual[1]
-        self._row_seconds = _next_row_seconds(found, curve)
+        self._row_seconds = _next_row_seconds(int(found.sum()) + len(found), curve)
+        self._room = None
+        if chains.all() and (limits := self._limits.of(len(chances), curve, self._rate)):
+            self._row_seconds, self._room = limits.least / self._rate, limits.nodes
         kept = counts.clone()
-        kept[torch.from_numpy(decoding)] = torch.from_numpy(found.counts)
+        kept[torch.from_numpy(decoding)] = torch.from_numpy(found)
         return kept
+
+    def _chains(
+        self, chances: np.ndarray, chains: np.ndarray, curve: np.ndarray, rate: float | None
+    ) -> np.ndarray:
+        """Return how many nodes of each of R chains to verify, int64 [R], 0 for trees."""
+        found = np.zeros(len(chances), dtype=np.int64)
+        if chains.any():
+            limits = self._limits.of(len(chances), curve, rate)
+            room = len(curve) - 1 - len(chances)
+            found[chains] = level_counts(chances[chains], limits or Limits(0.0, room))
+            self._limits.observe(chances, chains)
+        return found
 
     def drafting_pays(self, frontier: torch.Tensor) -> bool:
         """Return whether to run the draft over nodes of these values (log, float32), or to end."""
         if self._rate is None:
             return True
         chances = frontier.exp().numpy()  # sync: host memory on the CPU
+        if self._room is not None:
+            self._room -= int((chances > 0).sum())
+            if self._room <= 0:
+                return False
         return draft_pays(chances, self._row_seconds, self._forward, self._rate)
 
     def observe(self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]) -> None:
@@ -107,11 +138,16 @@ class TreeBudget:
             self._outside = followed(self._outside, now - before - total)
 
 
-def _next_row_seconds(cut: Cut, curve: np.ndarray) -> float:
-    """Return the seconds of one more row than ``cut`` has, averaged over as many rows again.
+def _tokens(chances: np.ndarray, counts: np.ndarray) -> float:
+    """Return the tokens that R chains are expected to emit if ``counts`` are verified."""
+    verified = np.arange(chances.shape[1]) < counts[:, None]
+    return float(len(chances) + chances[verified].sum())
+
+
+def _next_row_seconds(rows: int, curve: np.ndarray) -> float:
+    """Return the seconds of one more row than ``rows``, averaged over as many rows again.
 
     Kernels take rows by the block, so that the cost of a single row says little.
     """
-    rows = int(cut.counts.sum()) + len(cut.counts)
     more = min(2 * rows, len(curve) - 1)
     return float((curve[more] - curve[rows]) / max(more - rows, 1))

@@ -78,7 +78,7 @@ class CapturedStages:
 
     def capture_verification(self, verifier: TreeVerifier, most: int) -> None:
         """Capture batches of up to ``most`` requests; the KV cache must be there."""
-        if not verifier.trees.plan.reads_draws:
+        if not verifier.trees.plan.reads_laws:
             self._verification = CapturedVerification(verifier, most)
             with self._recording() as record:
                 self._verification.capture(record)

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dyntree_kernels.contracts import StepGrowth, expansions_of
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan
+from dyntree_plugin.engine.step.chain_growth import ChainGrowth
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.draft_paths import DraftPaths
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
@@ -81,7 +82,7 @@ class DraftStages:
     @property
     def resumable(self) -> bool:
         """Whether each stage can be captured by itself."""
-        return not isinstance(self._growth, TensorGrowth)
+        return not isinstance(self._growth, TensorGrowth | ChainGrowth)
 
     @property
     def shift(self) -> int:

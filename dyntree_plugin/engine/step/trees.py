@@ -68,6 +68,7 @@ class TreeStore(PlacedTrees):
             (num_slots, rows, plan.growing.children), -1, dtype=torch.int64, device=device
         )
         self._log_draft = torch.zeros(num_slots, rows, vocabulary, device=device)
+        self._chain_laws = torch.zeros(num_slots, plan.chain_depth, vocabulary, device=device)
 
     @property
     def arrays(self) -> TreeArrays:
@@ -127,6 +128,18 @@ class TreeStore(PlacedTrees):
         nodes = self._draws[slots]
         columns = torch.arange(nodes.shape[1], device=slots.device).expand(nodes.shape[:2])
         return Draws(nodes, columns, self._log_draft[slots])
+
+    def put_chain_laws(self, slots: torch.Tensor, laws: torch.Tensor) -> None:
+        """Store what the chains of R requests were drawn from.
+
+        ``laws`` float32 [R, D, V]: the draft's distributions behind the first 0 to D - 1 tokens.
+        """
+        self._chain_laws[slots, : laws.shape[1]] = laws
+
+    def chain_laws(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return what `put_chain_laws` stored of the chains at ``slots`` int64 [R]; behind the last
+        draft forward it has no meaning."""
+        return self._chain_laws[slots]
 
     def admit(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
         """Offer the scheduler the first ``counts`` int64 [R] nodes of the trees at ``slots``."""

@@ -18,8 +18,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_kernels.contracts import BatchRows, Walked, room_for
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
+from dyntree_plugin.engine.step.chains import ChainWalk
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.drawn import DrawnWalk
+from dyntree_plugin.engine.step.logit_rows import WalkedRows
 from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
 from dyntree_plugin.engine.step.records import Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
@@ -55,7 +57,9 @@ class TreeVerifier:
         self._graphs = graphs
         self.copies = copies
         self._correction = correction
-        self._walk_draws = DrawnWalk(trees, buffers, ops.perturb)
+        rows = WalkedRows(trees, buffers, ops.perturb)
+        self._walk_draws = DrawnWalk(trees, rows)
+        self._walk_chains = ChainWalk(trees, rows)
 
     def run(
         self,
@@ -104,13 +108,16 @@ class TreeVerifier:
 
         Learning must come before the next verification, and before the next trees are stored.
         """
-        if invalid_drafts is None and not self.trees.plan.reads_draws:
+        plan = self.trees.plan
+        if invalid_drafts is None and not plan.reads_laws:
             replayed = self._graphs.verification(packed, sampled)
             if replayed is not None:
                 return replayed
         requests = Requests(packed.to(sampled.device, non_blocking=True), self.trees.spare)
-        if self.trees.plan.reads_draws:
+        if plan.reads_draws:
             walked = self._walk_draws(requests, processed, invalid_drafts)
+        elif plan.chains:
+            walked = self._walk_chains(requests, sampled, processed, invalid_drafts)
         else:
             walked = self.room_for(len(packed))
             self.walk(requests, sampled, invalid_drafts, walked)
@@ -136,7 +143,7 @@ class TreeVerifier:
 
         Of structured output vLLM rehearses prompts alone, which have no nodes.
         """
-        if self.trees.plan.reads_draws:
+        if self.trees.plan.reads_laws:
             return  # Their walk has no kernel of its own.
         device, rows = self.buffers.device, self.trees.shape.node_budget + 1
         nobody = torch.full((1, COLUMNS), PADDING, device=device)
@@ -185,7 +192,7 @@ class TreeVerifier:
         at = slice(batch.num_tokens) if every else batch.logits_indices
         positions, input_ids = batch.positions[at], batch.input_ids[at]
         bound = batch.seq_lens_cpu_upper_bound.numpy()
-        keep = self.trees.plan.reads_draws or (
+        keep = self.trees.plan.reads_laws or (
             want_logprobs and self.sampler.logprobs_mode.startswith("processed")
         )
         cu = batch.cu_num_logits_np

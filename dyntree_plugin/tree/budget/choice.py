@@ -87,7 +87,11 @@ class Cut:
 
 
 def best_cut(
-    values: np.ndarray, row_seconds: np.ndarray, spent: float, rate: float | None = None
+    values: np.ndarray,
+    row_seconds: np.ndarray,
+    spent: float,
+    rate: float | None = None,
+    beside: float = 0.0,
 ) -> Cut:
     """Return the cut of R trees that makes the most tokens per second; of equals, the smallest.
 
@@ -102,6 +106,7 @@ def best_cut(
             step holds, which is at least R.
         spent: seconds of the rest of the step, its drafting included.
         rate: tokens per second of the steps around this one.
+        beside: tokens that the step emits besides, whatever the cut.
 
     Raises:
         ValueError: if values rise, or ``row_seconds`` is too short or not positive.
@@ -115,7 +120,7 @@ def best_cut(
     flat = values.ravel()
     # A stable sort keeps the order of equal values within a request.
     order = np.argsort(-flat, kind="stable")[: min(np.count_nonzero(flat), room)]
-    tokens = requests + np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
+    tokens = beside + requests + np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
     seconds = spent + row_seconds[requests : requests + len(tokens)]
     if not (seconds > 0).all():
         raise ValueError("a step must take some time")

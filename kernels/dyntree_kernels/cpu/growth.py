@@ -277,7 +277,7 @@ class CompiledGrowth(StepGrowth):
         self._forward = forwards
         self._new = self._picked = expansions_of(self._widths, forwards)
 
-    def pick(self, logits: torch.Tensor) -> None:
+    def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
         first, last = self._new
         rows, vocab = logits.shape
         if rows != len(self._roots) * (last - first):
@@ -290,6 +290,9 @@ class CompiledGrowth(StepGrowth):
             self._positions, self._weights, (first, last - first), self._nodes, self._grafts,
             self._bases, self.tokens, self.edges, self.features,
         )  # fmt: skip
+        if firsts is not None:
+            given = firsts.numpy()
+            np.copyto(self.tokens[: len(given), first, 0], given, where=given >= 0)
         self._picked = self._new
 
     def expand(self, ancestor_bits: torch.Tensor) -> int:

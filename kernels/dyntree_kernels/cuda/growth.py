@@ -279,7 +279,7 @@ class DeviceGrowth(StepGrowth):
         self._forward, self._new = forwards, expansions_of(self._widths, forwards)
         self._picked = self._new[1]
 
-    def pick(self, logits: torch.Tensor) -> None:
+    def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
         roots, temperatures, classes, seeds, chained = self.of_requests
         first, end = self._new
         width, kept = end - first, self._children
@@ -300,6 +300,10 @@ class DeviceGrowth(StepGrowth):
             self.candidates, self._grafts, judging, max_depth=self._max_depth,
             coupled=self._coupled,
         )  # fmt: skip
+        if firsts is not None:
+            candidate = self._nodes_of_tries + first * self._children
+            best = self.candidates.tokens[: len(roots), candidate]
+            best.copy_(torch.where(firsts < 0, best, firsts))
         self._picked = end
 
     def expand(self, ancestor_bits: torch.Tensor) -> None:

@@ -1,0 +1,307 @@
+"""Drawn chains through the engine's growth and walk: the law of whole texts, over many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from vllm_cpu_runner import install
+
+install()  # the runner's modules need it before they are imported
+
+from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth  # noqa: E402
+from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
+from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
+from dyntree_plugin.engine.step.chain_growth import ChainGrowth  # noqa: E402
+from dyntree_plugin.engine.step.chains import ChainWalk  # noqa: E402
+from dyntree_plugin.engine.step.logit_rows import WalkedRows  # noqa: E402
+from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
+from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
+from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.tree.block import Chains, Chances  # noqa: E402
+from dyntree_plugin.tree.budget.chains import Limits, level_counts  # noqa: E402
+from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
+from dyntree_plugin.tree.growth import GrowthConfig  # noqa: E402
+from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
+from dyntree_plugin.tree.shape import TreeShape  # noqa: E402
+from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
+
+VOCABULARY, DEPTH, LENGTH, FIRST = 3, 3, 5, 7
+"""Tokens; of a chain; of the texts whose law is tested; and the position of their root."""
+PLAN = TreePlan(
+    TreeShape(node_budget=4, max_depth=DEPTH, width=2, children=2),
+    GrowthConfig(),
+    "match",
+    calibration=True,
+    budget="adaptive",
+    chains=True,
+)
+SURELY_BIASED, UNSUSPICIOUS = 1e-6, 0.01
+
+
+def logits(seed: int) -> torch.Tensor:
+    """Return the logits that a model has after each token, [V, V]."""
+    return 1.5 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+DRAFT, TARGET = logits(1), logits(2)
+
+
+@dataclass
+class Engine:
+    """R requests, one step after another, with tables in place of models.
+
+    ``compiled``: the growth. ``ends``: whether chains end early, at limits. ``peeks``: whether
+    they end by the tokens that they leave out.
+    """
+
+    temperatures: torch.Tensor
+    compiled: bool = True
+    ends: bool = False
+    peeks: bool = False
+
+    def __post_init__(self) -> None:
+        count = len(self.temperatures)
+        self.seeds = torch.arange(count) * 7919 + 3
+        self.estimate = AcceptanceEstimate("cpu")
+        self.trees = TreeStore(count, PLAN, VOCABULARY, torch.device("cpu"))
+        rows, columns = count * PLAN.shape.width, count * PLAN.scratch_slots
+        none = torch.zeros(rows, dtype=torch.int64)
+        self.rows = RowBuffers(
+            none.int(), none.clone(), none[None].clone(), torch.arange(columns)[None], none.clone()
+        )
+        self.growth = ChainGrowth(self._growth(count), self.trees, perturbed_logits)
+        nodes = PLAN.shape.node_budget
+        self.buffers = SimpleNamespace(
+            input_ids=torch.zeros(count * (nodes + 1), dtype=torch.int32),
+            positions=torch.zeros(count * (nodes + 1), dtype=torch.int64),
+            seq_lens=torch.full((count,), 1000, dtype=torch.int32),
+        )
+        self.walk = ChainWalk(self.trees, WalkedRows(self.trees, self.buffers, perturbed_logits))
+
+    def _growth(self, count: int) -> StepGrowth:
+        if not self.compiled:
+            pick = ChildPicker(PLAN, perturbed_logits, self.estimate)
+            return TensorGrowth(self.trees, pick, self.rows, 500)
+        shape = PLAN.shape
+        settings = GrowthSettings(
+            requests=count,
+            node_budget=shape.node_budget,
+            children=shape.children,
+            widths=PLAN.growing.widths,
+            least=0.0,
+            longest=500,
+            coupled=PLAN.coupled,
+            weights=self.estimate.weights,
+            rows=self.rows,
+            trees=self.trees.arrays,
+            grafts=0,
+            max_depth=shape.max_depth,
+        )
+        return CompiledGrowth(settings)
+
+    def grow(self, last: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of the trees below the tokens ``last`` at positions ``roots``."""
+        count, width = len(last), PLAN.shape.width
+        classes = temperature_class(self.temperatures)
+        free = torch.zeros(count, dtype=torch.bool)
+        self.growth.start(roots, self.temperatures, classes, self.seeds, free)
+        self.growth.pick(DRAFT[last])
+        for _ in PLAN.growing.widths:
+            self.growth.expand(torch.zeros(count * width, 1, dtype=torch.int32))
+            self.growth.pick(DRAFT[self.rows.ids[: count * width].long()])
+        return self.growth.finish(torch.arange(count))
+
+    def step(self, last: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the emitted tokens [R, DEPTH + 1] and how many they are, [R]."""
+        tokens = self.grow(last, roots)
+        count, nodes = tokens.shape
+        room = self.trees.counts[:count]
+        if self.ends:
+            chances = self.trees.values[:count].exp().numpy()
+            # A batch of its own for every two requests: a level of one tells of the other.
+            pairs = [level_counts(pair, Limits(0.2, 5)) for pair in chances.reshape(-1, 2, nodes)]
+            room = torch.from_numpy(np.concatenate(pairs))
+        if self.peeks:
+            room = torch.where(tokens[:, 1] == 0, 1, room)
+        ids = torch.cat([last[:, None], tokens], dim=1).flatten()
+        self.buffers.input_ids[:] = ids.int()
+        depths = torch.nn.functional.pad(self.trees.depths[:count], (1, 0))
+        self.buffers.positions[:] = (roots[:, None] + depths).flatten()
+        scaled = TARGET[ids] / self._of_rows(self.temperatures).clamp(min=1e-9)[:, None]
+        greedy = self._of_rows(self.temperatures) == 0
+        processed = torch.where(greedy[:, None], TARGET[ids], scaled)
+        sampled = processed.argmax(dim=1)  # of greedy requests; no other is read
+        walked = self.walk(self._requests(room), sampled, processed, None)
+        return walked.tokens, walked.emitted.long()
+
+    def _of_rows(self, of_requests: torch.Tensor) -> torch.Tensor:
+        return of_requests.repeat_interleave(PLAN.shape.node_budget + 1)
+
+    def _requests(self, room: torch.Tensor) -> Requests:
+        count = len(room)
+        packed = torch.zeros(count, COLUMNS, dtype=torch.int64)
+        first = torch.arange(count) * (PLAN.shape.node_budget + 1)
+        packed[:, 0], packed[:, 1], packed[:, 2], packed[:, 3] = (
+            torch.arange(count),
+            first,
+            room,
+            first,
+        )
+        packed[:, 5] = self.temperatures.view(torch.int32).long()
+        packed[:, 6] = self.seeds
+        return Requests(packed, self.trees.spare)
+
+    def texts(self) -> torch.Tensor:
+        """Return the first tokens that the requests emit behind token 0, [R, LENGTH]."""
+        count = len(self.temperatures)
+        last, roots = torch.zeros(count).long(), torch.full((count,), FIRST)
+        texts = torch.zeros(count, LENGTH + 1, dtype=torch.int64)  # the last column is of no text
+        while int((roots - FIRST).min()) < LENGTH:
+            tokens, emitted = self.step(last, roots)
+            places = torch.arange(DEPTH + 1)
+            at = (roots - FIRST)[:, None] + places
+            at = torch.where(places < emitted[:, None], at, LENGTH).clamp(max=LENGTH)
+            texts.scatter_(1, at, tokens)
+            last = tokens.gather(1, emitted[:, None] - 1)[:, 0]
+            roots = roots + emitted
+        return texts[:, :LENGTH]
+
+
+def p_value(texts: torch.Tensor) -> float:
+    """Return the p-value of the texts under the target at temperature 1."""
+    law = TARGET.double().softmax(dim=1)
+    expected, code = torch.ones(1, dtype=torch.float64), torch.zeros(len(texts)).long()
+    states = torch.zeros(1).long()
+    for place in range(texts.shape[1]):
+        expected = (expected[:, None] * law[states]).flatten()
+        states = torch.arange(VOCABULARY).repeat(len(states))
+        code = code * VOCABULARY + texts[:, place]
+    seen = torch.bincount(code, minlength=len(expected)).double()
+    return float(chisquare(seen, expected * len(texts)).pvalue)
+
+
+RUNS = 30_000
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("ends", [False, True])
+def test_texts_follow_the_target_over_many_steps(compiled: bool, ends: bool) -> None:
+    assert p_value(Engine(torch.ones(RUNS), compiled, ends).texts()) > UNSUSPICIOUS
+
+
+def test_ends_that_depend_on_the_tokens_that_they_leave_out_are_noticed() -> None:
+    assert p_value(Engine(torch.ones(RUNS), peeks=True).texts()) < SURELY_BIASED
+
+
+def test_a_chain_that_goes_on_from_the_target_instead_of_the_residual_is_noticed() -> None:
+    def next_law(self: Chains, found: Chances, lengths: torch.Tensor) -> torch.Tensor:
+        return self.target[torch.arange(len(lengths)), lengths]
+
+    with mock.patch.object(Chains, "next_law", next_law):
+        assert p_value(Engine(torch.ones(RUNS)).texts()) < SURELY_BIASED
+
+
+def noise_keys(engine: Engine) -> list[tuple[int, int]]:
+    """Return the seed and the position of all noise that the texts of an engine took."""
+    keys: list[tuple[int, int]] = []
+
+    def noted(
+        scores: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, at: torch.Tensor
+    ) -> torch.Tensor:
+        keys.extend(zip(seeds.tolist(), at.tolist(), strict=True))
+        return perturbed_logits(scores, temperatures, seeds, at)
+
+    with (
+        mock.patch.object(engine.growth, "_perturb", noted),
+        mock.patch.object(engine.walk._rows, "_perturb", noted),
+    ):
+        engine.texts()
+    return keys
+
+
+def test_no_step_uses_the_noise_of_another_one() -> None:
+    """What a step rejects tells of its noise, so the next one needs noise of its own."""
+    keys = noise_keys(Engine(torch.ones(40)))
+    assert len(keys) > 40 * 2 * (DEPTH + 2)
+    assert len(set(keys)) == len(keys)
+
+
+def test_noise_that_two_steps_share_is_noticed() -> None:
+    engine = Engine(torch.ones(40))
+    step = engine.step
+
+    def same_roots(last: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return step(last, torch.full_like(roots, FIRST))
+
+    with mock.patch.object(engine, "step", same_roots):
+        keys = noise_keys(engine)
+    assert len(set(keys)) < len(keys)
+
+
+def test_greedy_requests_beside_chains_get_the_targets_best_tokens() -> None:
+    temperatures = torch.tensor([0.0, 1.0] * 50)
+    texts = Engine(temperatures).texts()[::2]
+    wanted, last = [], 0
+    for _ in range(LENGTH):
+        last = int(TARGET[last].argmax())
+        wanted.append(last)
+    assert texts.tolist() == [wanted] * 50
+
+
+def test_greedy_requests_get_the_trees_that_they_get_without_chains() -> None:
+    count = 6
+    temperatures = torch.tensor([0.0, 1.0] * 3)
+    last, roots = torch.arange(count) % VOCABULARY, torch.full((count,), FIRST)
+    engine, alone = Engine(temperatures), Engine(torch.zeros(count))
+    grown, without = engine.grow(last, roots), alone.grow(last, roots)
+    assert torch.equal(grown[::2], without[::2])
+    assert torch.equal(engine.trees.parents[:count:2], alone.trees.parents[:count:2])
+    assert engine.trees.counts[:count].tolist() == [4, DEPTH] * 3
+    assert engine.trees.parents[1, :DEPTH].tolist() == [-1, 0, 1]
+
+
+def test_a_chain_is_worth_what_was_known_before_its_tokens_were_drawn() -> None:
+    """The value of a token may not tell of it, since chains end by values."""
+    count = 2000
+    engine = Engine(torch.ones(count))
+    tokens = engine.grow(torch.zeros(count).long(), torch.full((count,), FIRST))
+    values = engine.trees.values[:count]
+    assert len(set(tokens[:, 0].tolist())) == VOCABULARY
+    assert len(values[:, 0].unique()) == 1
+    for token in range(VOCABULARY):
+        assert len(values[tokens[:, 0] == token, 1].unique()) == 1
+
+
+def test_stored_distributions_are_those_that_the_tokens_were_drawn_from() -> None:
+    count = 20_000
+    engine = Engine(torch.full((count,), 0.5))
+    tokens = engine.grow(torch.zeros(count).long(), torch.full((count,), FIRST))
+    laws = engine.trees.chain_laws(torch.arange(count))
+    wanted = (DRAFT / 0.5).softmax(dim=1)
+    torch.testing.assert_close(laws[:, 0], wanted[:1].expand(count, -1))
+    torch.testing.assert_close(laws[:, 1], wanted[tokens[:, 0]])
+    seen = torch.bincount(tokens[:, 0], minlength=VOCABULARY).double()
+    assert chisquare(seen, wanted[0].double() * count / wanted[0].double().sum()).pvalue > 1e-3
+
+
+def test_plans_that_chains_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="block_chains=on is for growth=topk with rule=match"):
+        replace(PLAN, growth=GrowthConfig("chain"), budget="fixed")
+    with pytest.raises(ValueError, match="look-up alone has none"):
+        replace(PLAN, shape=replace(PLAN.shape, max_forwards=0, grafts=4))

@@ -1,0 +1,106 @@
+"""How many tokens of drawn chains are verified: an end never depends on what it leaves out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dyntree_plugin.tree.budget.chains import ChainLimits, Limits, level_counts
+from dyntree_plugin.tree.budget.choice import best_cut
+
+CHAINS = np.array([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, 0.0], [0.95, 0.1, 0.05, 0.01]])
+
+
+def test_chains_end_where_a_token_is_worth_too_little() -> None:
+    assert level_counts(CHAINS, Limits(0.35, 12)).tolist() == [4, 2, 1]
+
+
+def test_what_was_not_drafted_is_not_verified() -> None:
+    assert level_counts(CHAINS, Limits(0.0, 12)).tolist() == [4, 3, 4]
+    assert level_counts(np.zeros((2, 3)), Limits(0.0, 6)).tolist() == [0, 0]
+
+
+def test_room_goes_to_the_first_levels_and_there_to_the_most_likely_tokens() -> None:
+    assert level_counts(CHAINS, Limits(0.0, 3)).tolist() == [1, 1, 1]
+    assert level_counts(CHAINS, Limits(0.0, 5)).tolist() == [2, 2, 1]
+    assert level_counts(CHAINS, Limits(0.0, 2)).tolist() == [1, 0, 1]
+
+
+def test_a_chain_that_has_ended_does_not_go_on() -> None:
+    rising = np.array([[0.9, 0.1, 0.1], [0.9, 0.8, 0.7]])
+    assert level_counts(rising, Limits(0.5, 6)).tolist() == [1, 3]
+    assert level_counts(np.array([[0.1, 0.9]]), Limits(0.5, 6)).tolist() == [0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whether_a_token_is_verified_depends_on_no_later_level(seed: int) -> None:
+    """Tokens of later levels are drawn later, and their values tell of them."""
+    made = np.random.default_rng(seed)
+    chances = np.minimum.accumulate(made.random((5, 6)), axis=1)
+    limits = Limits(float(made.random() * 0.5), int(made.integers(1, 30)))
+    counts = level_counts(chances, limits)
+    for level in range(1, 6):
+        other = chances.copy()
+        other[:, level:] = np.minimum(made.random((5, 6 - level)), chances[:, level - 1 : level])
+        again = level_counts(other, limits)
+        assert (np.minimum(again, level) == np.minimum(counts, level)).all()
+
+
+def test_trees_are_cut_by_what_follows() -> None:
+    """Control of the test above: rows that many nodes share are worth it for many nodes alone."""
+    dear = np.array([0.1, 0.1, 0.1, 0.14, 0.14, 0.14, 0.14])
+    few, many = np.array([[0.9, 0.3, 0.0, 0.0, 0.0]]), np.array([[0.9, 0.3, 0.3, 0.3, 0.3]])
+    assert best_cut(few, dear, 0.0, 15.0).counts.tolist() == [1]
+    assert best_cut(many, dear, 0.0, 15.0).counts.tolist() == [5]
+
+
+def blocks(fast: float, jump: float, rows: int = 200) -> np.ndarray:
+    """Return seconds by rows of kernels that take 16 rows at a time."""
+    return fast + jump * (np.maximum(np.arange(rows) - 1, 0) // 16)
+
+
+def learned(chances: np.ndarray, times: int = 200) -> ChainLimits:
+    found = ChainLimits()
+    for _ in range(times):
+        found.observe(chances, np.ones(len(chances), dtype=bool))
+    return found
+
+
+def test_limits_fill_a_block_of_rows() -> None:
+    found = learned(0.8 ** np.arange(1, 17)[None].repeat(4, axis=0))
+    limits = found.of(4, blocks(0.08, 0.01), rate=140.0)
+    assert limits is not None
+    assert limits.nodes + 4 == 48
+    dear = found.of(4, blocks(0.08, 0.04), rate=140.0)
+    assert dear is not None
+    assert dear.nodes + 4 == 16
+
+
+def test_a_chain_goes_on_at_the_usual_ratio_where_it_was_not_drafted() -> None:
+    """Otherwise chains whose drafting ended early would never become longer."""
+    short = 0.8 ** np.arange(1, 17)[None]
+    short[:, 6:] = 0
+    limits = learned(short).of(1, blocks(0.08, 0.02), rate=40.0)
+    assert limits is not None
+    assert limits.nodes == 15
+
+
+def test_trees_are_not_extended() -> None:
+    found, tree = ChainLimits(), np.array([[0.9, 0.8, 0.0, 0.0]])
+    found.observe(tree, np.array([False]))
+    limits = found.of(1, np.full(10, 0.1), rate=1.0)
+    assert limits is not None
+    assert limits.nodes == 2
+
+
+def test_nothing_is_known_of_batches_of_another_size() -> None:
+    found = learned(CHAINS)
+    assert found.of(3, blocks(0.1, 0.1), rate=10.0) is not None
+    assert found.of(2, blocks(0.1, 0.1), rate=10.0) is None
+    assert found.of(3, blocks(0.1, 0.1), rate=None) is None
+
+
+def test_rows_that_cost_more_than_any_token_earns_are_left_out() -> None:
+    steep = np.arange(50) * 1.0
+    limits = learned(CHAINS).of(3, steep, rate=10.0)
+    assert limits == Limits(1.0, 0)
