@@ -264,7 +264,7 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
         return torch.zeros(len(rows)), rows
 
     sampler: Any = SimpleNamespace(sample=sample, logprobs_mode="raw_logprobs")
-    trees: Any = SimpleNamespace(plan=SimpleNamespace(reads_draws=False))
+    trees: Any = SimpleNamespace(plan=SimpleNamespace(reads_laws=False))
     ops: Any = SimpleNamespace(perturb=None)
     nothing: Any = None
     made = TreeVerifier(
