@@ -61,7 +61,7 @@ class Chains:
         mass = self._residual(behind[:, :-1], slice(1, depth)).sum(dim=2)
         whole = mass + 1 - behind[:, :-1]
         # Nothing is left where p = q, and then every prefix passes.
-        passes = torch.where(whole > 0, mass / whole, 1.0)
+        passes = torch.where(whole == 0, 1.0, mass / whole)
         passes = torch.cat([passes, behind[:, -1:]], dim=1)
         place = torch.arange(1, depth + 1, device=token.device)
         passes = torch.where(place == self.counts[:, None], behind, passes)

@@ -264,6 +264,17 @@ def test_greedy_requests_beside_chains_get_the_targets_best_tokens() -> None:
     assert texts.tolist() == [wanted] * 50
 
 
+def test_tokens_behind_the_end_of_a_chain_are_not_looked_up() -> None:
+    """The rows there are of other requests, and a prompt may hold ids of no token."""
+    engine, last = Engine(torch.ones(3)), torch.zeros(3).long()
+    engine.grow(last, torch.full((3,), FIRST))
+    engine.buffers.input_ids[:] = VOCABULARY + 5
+    processed = torch.zeros(len(engine.buffers.input_ids), VOCABULARY)
+    nothing = torch.zeros(3, dtype=torch.int64)
+    walked = engine.walk(engine._requests(nothing), processed.argmax(dim=1), processed, None)
+    assert walked.emitted.tolist() == [1, 1, 1]
+
+
 def test_greedy_requests_get_the_trees_that_they_get_without_chains() -> None:
     count = 6
     temperatures = torch.tensor([0.0, 1.0] * 3)

@@ -159,3 +159,19 @@ def test_the_longest_prefix_that_passes_is_accepted():
     found = Chances(torch.tensor([[0.5, 0.2, 0.9], [1.0, 0.0, 0.0]]), torch.ones(2, 4))
     uniforms = torch.tensor([[0.4, 0.1, 0.95], [0.999, 0.0, 0.0]])
     assert found.accepted(uniforms).tolist() == [2, 1]
+
+
+def test_a_law_that_is_no_law_accepts_nothing_before_it():
+    """A target that yields NaN behind the first token. Control: sound laws accept it at times."""
+    draft, target = PAIRS["ordinary"]
+    sound = [
+        verified(draft, target, chain, 2)[0].passes[0, 0]
+        for chain in prefixes(DEPTH)
+        if len(chain) == DEPTH
+    ]
+    assert max(sound) > 0.5
+    broken = {
+        prefix: law * float("nan") if len(prefix) == 1 else law for prefix, law in target.items()
+    }
+    found, _ = verified(draft, broken, (0, 1, 2), 2)
+    assert found.accepted(torch.zeros(1, DEPTH)).tolist() == [0]

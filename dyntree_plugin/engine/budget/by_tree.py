@@ -62,7 +62,7 @@ class TreeBudget:
             counts: int64 [R], nodes of each tree.
             drawn: bool [R], which trees are drawn chains; None if none is.
         """
-        decoding = self._decode_next
+        decoding, self._room = self._decode_next, None
         if self._cost is None or not decoding.any():
             return counts
         chances = values.exp().numpy()[decoding]  # sync: host memory on the CPU
@@ -82,7 +82,6 @@ class TreeBudget:
         self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = len(chances) * usual[0] / usual[1]
         self._row_seconds = _next_row_seconds(int(found.sum()) + len(found), curve)
-        self._room = None
         if chains.all() and (limits := self._limits.of(len(chances), curve, self._rate)):
             self._row_seconds, self._room = limits.least / self._rate, limits.nodes
         kept = counts.clone()

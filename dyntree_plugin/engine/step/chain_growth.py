@@ -64,4 +64,5 @@ class ChainGrowth(StepGrowth):
 
     def finish(self, slots: torch.Tensor) -> torch.Tensor:
         self._trees.put_chain_laws(slots, torch.stack(self._laws, dim=1))
+        self._laws = []  # they are large, and the target's forward comes next
         return self._growth.finish(slots)

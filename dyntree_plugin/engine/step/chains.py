@@ -71,6 +71,9 @@ class ChainWalk:
         depth, levels = trees.plan.chain_depth, trees.shape.max_depth
         # Of a tree the first nodes are taken for a chain, and the result is not used.
         tokens, counts = rows.tokens[:, :depth], rows.counts.clamp(max=depth)
+        # Behind a chain's end stand tokens of other requests, which may be no entries.
+        places = torch.arange(depth, device=tokens.device)
+        tokens = torch.where(places < counts[:, None], tokens, 0)
         target = logits[rows.root_and_nodes[:, : depth + 1]].float().softmax(dim=2)
         chains = Chains(tokens, counts, trees.chain_laws(requests.slots), target)
         found = chains.chances()
