@@ -63,7 +63,7 @@ class Drafting:
         plan, ops = self.trees.plan, self.ops
         growth = self._growth(buffers)
         if plan.chains:
-            growth = ChainGrowth(growth, self.trees, ops.perturb)
+            growth = ChainGrowth(growth, self.trees, ops.perturb, stored_at)
         if self.correction is not None:
             self.correction.limit(proposed)
         self.stages = DraftStages(

@@ -114,6 +114,11 @@ class StepGrowth(Protocol):
     ``finish``, which may follow any ``pick``. After a ``graft`` there may be no ``pick`` at all.
     """
 
+    @property
+    def resumable(self) -> bool:
+        """Whether there is a ``resume``, so that calls can be captured separately."""
+        return True
+
     def start(
         self,
         roots: torch.Tensor,

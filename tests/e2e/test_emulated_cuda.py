@@ -88,7 +88,7 @@ ADAPTED = {
     "mixed": Run(MIXED[:5]),
     "garbage": Run(MIXED[:5], sabotage="garbage_biases"),
 }
-CHAINS = {"drawn": Run([*BROKEN, *NOISY, MIXED[0]], batch=3)}
+CHAINS = {"drawn": Run([*BROKEN, *NOISY, *MIXED[:5]], batch=3)}
 EMULATED = {
     "fixed": RUNS,
     "adaptive": {"mixed": Run(MIXED[:5])},

@@ -20,7 +20,7 @@ from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth  # 
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_plugin.engine.step.chain_growth import ChainGrowth  # noqa: E402
-from dyntree_plugin.engine.step.chains import ChainWalk  # noqa: E402
+from dyntree_plugin.engine.step.chain_walk import ChainWalk  # noqa: E402
 from dyntree_plugin.engine.step.logit_rows import WalkedRows  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
@@ -77,7 +77,8 @@ class Engine:
         self.rows = RowBuffers(
             none.int(), none.clone(), none[None].clone(), torch.arange(columns)[None], none.clone()
         )
-        self.growth = ChainGrowth(self._growth(count), self.trees, perturbed_logits)
+        slots = torch.arange(count)
+        self.growth = ChainGrowth(self._growth(count), self.trees, perturbed_logits, slots)
         nodes = PLAN.shape.node_budget
         self.buffers = SimpleNamespace(
             input_ids=torch.zeros(count * (nodes + 1), dtype=torch.int32),

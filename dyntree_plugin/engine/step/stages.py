@@ -10,14 +10,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dyntree_kernels.contracts import StepGrowth, expansions_of
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan
-from dyntree_plugin.engine.step.chain_growth import ChainGrowth
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.draft_paths import DraftPaths
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import TreeRows, start
 from dyntree_plugin.engine.step.source import NodeSource
-from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
 from dyntree_plugin.tree.source import TrieSource
 
 Rank = Callable[[torch.Tensor, torch.Tensor, Paths], torch.Tensor]
@@ -82,7 +80,7 @@ class DraftStages:
     @property
     def resumable(self) -> bool:
         """Whether each stage can be captured by itself."""
-        return not isinstance(self._growth, TensorGrowth | ChainGrowth)
+        return self._growth.resumable
 
     @property
     def shift(self) -> int:

@@ -34,6 +34,10 @@ class TensorGrowth:
         self._growing = trees.plan.growing
         self._ends = list(accumulate(self._growing.widths))
 
+    @property
+    def resumable(self) -> bool:
+        return False
+
     def start(
         self,
         roots: torch.Tensor,

@@ -129,16 +129,14 @@ class TreeStore(PlacedTrees):
         columns = torch.arange(nodes.shape[1], device=slots.device).expand(nodes.shape[:2])
         return Draws(nodes, columns, self._log_draft[slots])
 
-    def put_chain_laws(self, slots: torch.Tensor, laws: torch.Tensor) -> None:
-        """Store what the chains of R requests were drawn from.
-
-        ``laws`` float32 [R, D, V]: the draft's distributions behind the first 0 to D - 1 tokens.
-        """
-        self._chain_laws[slots, : laws.shape[1]] = laws
+    def put_chain_law(self, slots: torch.Tensor, place: int, law: torch.Tensor) -> None:
+        """Store what the tokens at one ``place`` of the chains at ``slots`` int64 [R] were drawn
+        from: the draft's distributions ``law`` float32 [R, V]."""
+        self._chain_laws[slots, place] = law
 
     def chain_laws(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return what `put_chain_laws` stored of the chains at ``slots`` int64 [R]; behind the last
-        draft forward it has no meaning."""
+        """Return what `put_chain_law` stored of the chains at ``slots`` int64 [R], float32
+        [R, D, V]. Places behind the last draft forward hold those of an earlier step."""
         return self._chain_laws[slots]
 
     def admit(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
