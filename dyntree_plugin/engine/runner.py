@@ -187,7 +187,7 @@ class TreeRunnerMixin(TreeStage):
             raise RuntimeError("trees were asked for before the sampler was made")
         return self.sampler.sampling_states
 
-    def drawn(self, slots: list[int]) -> np.ndarray | None:
+    def drawn_chains(self, slots: list[int]) -> np.ndarray | None:
         """Return which requests have drawn chains, bool [R]; None if none can have one."""
         return self._sampling_states().temperature.np[slots] > 0 if self.trees.plan.chains else None
 

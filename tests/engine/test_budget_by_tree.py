@@ -47,7 +47,7 @@ def batch(rows: int, prompts: tuple[int, ...] = (0,), length: int = 4) -> Any:
 
 def budget(seconds: tuple[float, float] = STEEP, requests: int = 1) -> TreeBudget:
     """A budget with measured costs, whose requests all decode."""
-    found = TreeBudget()
+    found = TreeBudget(NODES)
     found.observe(batch(requests, (0,) * requests), 1, {"target": 0.05})
     found.measured(RowCost((1, 9), seconds, 40))
     return found

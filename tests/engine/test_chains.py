@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from drafted_steps import one_thread
 from scipy.stats import chisquare
 
 from vllm_cpu_runner import install
@@ -150,12 +151,8 @@ class Engine:
         count = len(room)
         packed = torch.zeros(count, COLUMNS, dtype=torch.int64)
         first = torch.arange(count) * (PLAN.shape.node_budget + 1)
-        packed[:, 0], packed[:, 1], packed[:, 2], packed[:, 3] = (
-            torch.arange(count),
-            first,
-            room,
-            first,
-        )
+        columns = (torch.arange(count), first, room, first)
+        packed[:, : len(columns)] = torch.stack(columns, dim=1)
         packed[:, 5] = self.temperatures.view(torch.int32).long()
         packed[:, 6] = self.seeds
         return Requests(packed, self.trees.spare)
@@ -193,11 +190,9 @@ RUNS = 30_000
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("compiled", [True, False])

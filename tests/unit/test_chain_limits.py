@@ -60,9 +60,9 @@ def blocks(fast: float, jump: float, rows: int = 200) -> np.ndarray:
 
 
 def learned(chances: np.ndarray, times: int = 200) -> ChainLimits:
-    found = ChainLimits()
+    found = ChainLimits(chances.shape[1])
     for _ in range(times):
-        found.observe(chances, np.ones(len(chances), dtype=bool))
+        found.cut(chances, np.ones(len(chances), dtype=bool), np.full(200, 0.1), 1.0)
     return found
 
 
@@ -85,12 +85,12 @@ def test_a_chain_goes_on_at_the_usual_ratio_where_it_was_not_drafted() -> None:
     assert limits.nodes == 15
 
 
-def test_trees_are_not_extended() -> None:
-    found, tree = ChainLimits(), np.array([[0.9, 0.8, 0.0, 0.0]])
-    found.observe(tree, np.array([False]))
-    limits = found.of(1, np.full(10, 0.1), rate=1.0)
+def test_trees_are_not_extended_and_chains_to_their_depth_alone() -> None:
+    found, same = ChainLimits(3), np.array([[0.9, 0.8, 0.0, 0.0]]).repeat(2, axis=0)
+    found.cut(same, np.array([False, True]), np.full(20, 0.1), None)
+    limits = found.of(2, np.full(20, 0.1), rate=1.0)
     assert limits is not None
-    assert limits.nodes == 2
+    assert limits.nodes == 2 + 3
 
 
 def test_nothing_is_known_of_batches_of_another_size() -> None:

@@ -33,15 +33,6 @@ EXACT = 1e-12
 BIASED = 0.01
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Use one thread, because tensors here are too small to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def shape(node_budget: int, max_depth: int, width: int, children: int) -> TreeShape:
     return TreeShape(node_budget, max_depth, width, children, coupling=False)
 

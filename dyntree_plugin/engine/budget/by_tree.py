@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.step.clock import DRAFTING
-from dyntree_plugin.tree.budget.chains import ChainLimits, Limits, level_counts
+from dyntree_plugin.tree.budget.chains import ChainLimits, expected_tokens
 from dyntree_plugin.tree.budget.choice import best_cut, draft_pays
 from dyntree_plugin.tree.budget.row_cost import RowCost, followed
 
@@ -30,7 +30,8 @@ class TreeBudget:
     The seconds are those of this rank's clock, so it is for engines of one rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chain_depth: int = 0) -> None:
+        """``chain_depth``: the most tokens of a drawn chain; 0 if there are only trees."""
         self._cost: RowCost | None = None
         self._forward = FIRST_FORWARD_SECONDS
         self._outside = FIRST_OUTSIDE_SECONDS
@@ -43,7 +44,7 @@ class TreeBudget:
         self._room: int | None = None
         self._ended: float | None = None
         self._decode_next = np.zeros(0, dtype=bool)
-        self._limits = ChainLimits()
+        self._limits = ChainLimits(chain_depth)
 
     def measured(self, cost: RowCost) -> None:
         """Take the costs that were measured at start-up. Until then every tree is kept whole."""
@@ -73,10 +74,10 @@ class TreeBudget:
         kind = len(chances).bit_length()
         usual = self._usual.get(kind)
         rate = None if usual is None else len(chances) * usual[0] / usual[1]
-        found = self._chains(chances, chains, curve, rate)
+        found = self._limits.cut(chances, chains, curve, rate)
         # Trees compete for the rows that chains leave.
-        taken, tokens = found.sum() + chains.sum(), _tokens(chances[chains], found[chains])
-        trees = best_cut(chances[~chains], curve[taken:], spent, rate, tokens)
+        taken, beside = found.sum() + chains.sum(), expected_tokens(chances[chains], found[chains])
+        trees = best_cut(chances[~chains], curve[taken:], spent, rate, beside)
         found[~chains] = trees.counts
         seen = np.array([trees.tokens / len(chances), trees.seconds])
         self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
@@ -87,18 +88,6 @@ class TreeBudget:
         kept = counts.clone()
         kept[torch.from_numpy(decoding)] = torch.from_numpy(found)
         return kept
-
-    def _chains(
-        self, chances: np.ndarray, chains: np.ndarray, curve: np.ndarray, rate: float | None
-    ) -> np.ndarray:
-        """Return how many nodes of each of R chains to verify, int64 [R], 0 for trees."""
-        found = np.zeros(len(chances), dtype=np.int64)
-        if chains.any():
-            limits = self._limits.of(len(chances), curve, rate)
-            room = len(curve) - 1 - len(chances)
-            found[chains] = level_counts(chances[chains], limits or Limits(0.0, room))
-            self._limits.observe(chances, chains)
-        return found
 
     def drafting_pays(self, frontier: torch.Tensor) -> bool:
         """Return whether to run the draft over nodes of these values (log, float32), or to end."""
@@ -135,12 +124,6 @@ class TreeBudget:
         self._ended = now
         if before is not None and total < now - before < 2 * total:
             self._outside = followed(self._outside, now - before - total)
-
-
-def _tokens(chances: np.ndarray, counts: np.ndarray) -> float:
-    """Return the tokens that R chains are expected to emit if ``counts`` are verified."""
-    verified = np.arange(chances.shape[1]) < counts[:, None]
-    return float(len(chances) + chances[verified].sum())
 
 
 def _next_row_seconds(rows: int, curve: np.ndarray) -> float:

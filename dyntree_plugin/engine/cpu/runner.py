@@ -53,7 +53,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
 
     def make_ops(self) -> TreeOps:
         if sizes_single_trees(self.vllm_config, "cpu"):
-            self._budget = TreeBudget()
+            self._budget = TreeBudget(self.plan.chain_depth)
         nodes = self.num_speculative_steps
         self._node_limits = torch.full((self.max_num_reqs,), nodes, dtype=torch.int64)
         return CPUOps(self._budget)
@@ -104,7 +104,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         if self._budget is not None:
             beyond = torch.arange(self.trees.shape.node_budget) >= self._node_limits[slots, None]
             values = self.trees.values[slots].masked_fill(beyond, NO_VALUE)
-            counts = self._budget.cut(values, counts, self.drawn(index))
+            counts = self._budget.cut(values, counts, self.drawn_chains(index))
             self.trees.admit(slots, counts)
         offered = counts.tolist()  # sync: host memory on the CPU
         cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, offered, strict=True)]

@@ -2,9 +2,9 @@
 
 Where a chain ends has to be decided before the token that would follow is drawn (`tree.block`). So
 chains are cut level by level, by the chances of that level and by limits that come from earlier
-steps. These limits follow from the mean chances of earlier batches of as many requests: the number
-of rows at which they make the most tokens beyond what the step's time is worth, and the chance of
-the last node among them.
+steps. The limits follow from the nodes of earlier batches of as many requests, sorted by chance and
+averaged: how many of them make the most tokens beyond what the step's time is worth, and the chance
+of the last of these.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import NamedTuple
 import numpy as np
 
 STEP = 0.1
-"""Weight of a step in the mean chances."""
+"""Weight of a step in averages."""
 
 SLACK = 0.5
-"""Nodes down to this share of the mean chance at the limit are verified while there is room: most
-steps would else leave rows unused."""
-
+"""A chain ends where a token has less than this share of the mean chance at the limit. A share of 1
+would leave rows unused in most steps."""
 
 FIRST_RATIO = 0.8
 """Chance of a token after the one before it, until one was seen."""
 
 
 class Limits(NamedTuple):
-    """``least``: chance of a node below which a chain ends. ``nodes``: of all requests."""
+    """``least``: chance of a token below which a chain ends. ``nodes``: most of all requests."""
 
     least: float
     nodes: int
@@ -38,26 +37,25 @@ def level_counts(chances: np.ndarray, limits: Limits) -> np.ndarray:
     Args:
         chances: [R, D], estimated chance of each token that the chain is accepted up to it, known
             before the token is drawn; 0 where nothing was drawn.
-        limits: known before any token was.
+        limits: known before any token was drawn.
     """
     counts = np.zeros(len(chances), dtype=np.int64)
     room = limits.nodes
-    for level in chances.T:
-        # A chain that has ended does not go on.
-        here = np.where(counts == counts.max(initial=0), level, 0.0)
+    for depth, level in enumerate(chances.T):
+        here = np.where(counts == depth, level, 0.0)  # a chain that has ended does not go on
         going = (here >= limits.least) & (here > 0)
         going[np.argsort(-here, kind="stable")[room:]] = False
         counts += going
         room -= int(going.sum())
-        if not going.any():
-            break
     return counts
 
 
 class ChainLimits:
     """Learns the limits of batches by their number of requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
+        """``depth``: the most tokens of a chain."""
+        self._depth = depth
         self._mean: dict[int, np.ndarray] = {}
         self._ratio = FIRST_RATIO
 
@@ -77,12 +75,30 @@ class ChainLimits:
         nodes = int(np.argmax(gains - rate * row_seconds[requests : requests + len(gains)]))
         return Limits(SLACK * float(mean[nodes - 1]) if nodes else 1.0, nodes)
 
-    def observe(self, chances: np.ndarray, chains: np.ndarray) -> None:
-        """Learn from the ``chances`` [R, N] of a step's nodes, of trees and of ``chains`` [R].
+    def cut(
+        self,
+        chances: np.ndarray,
+        chains: np.ndarray,
+        row_seconds: np.ndarray,
+        rate: float | None,
+    ) -> np.ndarray:
+        """Return how many nodes of each chain to verify, int64 [R], 0 for trees; then learn.
 
-        What was not drafted of a chain is taken to go on by the usual ratio: chains would never
-        become longer if it were nothing.
+        Args:
+            chances: [R, N], as in `best_cut`, of trees and of chains.
+            chains: bool [R], which of them are chains.
+            row_seconds: as in `of`.
+            rate: as in `of`.
         """
+        counts = np.zeros(len(chances), dtype=np.int64)
+        if chains.any():
+            room = len(row_seconds) - 1 - len(chances)
+            limits = self.of(len(chances), row_seconds, rate) or Limits(0.0, room)
+            counts[chains] = level_counts(chances[chains], limits)
+            self._observe(chances, chains)
+        return counts
+
+    def _observe(self, chances: np.ndarray, chains: np.ndarray) -> None:
         chances = chances.copy()
         chances[chains] = self._whole(chances[chains])
         found = np.sort(chances, axis=None)[::-1]
@@ -90,13 +106,24 @@ class ChainLimits:
         mean += STEP * (found - mean)
 
     def _whole(self, chances: np.ndarray) -> np.ndarray:
-        """Return the ``chances`` [R, D] of chains, with those of what was not drafted."""
+        """Return the ``chances`` [R, N] of chains, with those of tokens that were not drafted.
+
+        These are taken to go on at the usual ratio. If they were nothing, chains would never become
+        longer.
+        """
         drafted = (chances > 0).sum(axis=1, keepdims=True)
         going_on = chances[:, 1:] > 0
         above = chances[:, :-1][going_on].sum()
         if above > 0:
             self._ratio += STEP * (chances[:, 1:][going_on].sum() / above - self._ratio)
         last = np.take_along_axis(chances, np.maximum(drafted - 1, 0), axis=1)
-        beyond = np.arange(chances.shape[1]) - drafted + 1
-        later = np.where(drafted > 0, last, 0.0) * self._ratio ** np.maximum(beyond, 0)
-        return np.where(beyond > 0, later, chances)
+        place = np.arange(chances.shape[1])
+        later = last * self._ratio ** np.maximum(place - drafted + 1, 0)
+        return np.where((place >= drafted) & (place < self._depth), later, chances)
+
+
+def expected_tokens(chances: np.ndarray, counts: np.ndarray) -> float:
+    """Return the tokens that R requests are expected to emit if their first ``counts`` nodes are
+    verified; ``chances`` [R, N] as in `best_cut`."""
+    verified = np.arange(chances.shape[1]) < counts[:, None]
+    return float(len(chances) + chances[verified].sum())
