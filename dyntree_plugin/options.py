@@ -134,11 +134,12 @@ class DynTreeOptions(BaseModel):
     )
     block_chains: Switch = Field(
         default="off",
-        description="For growth topk: requests at a temperature above 0 get a chain that is drawn "
-        "from the draft and verified as a block, which emits more tokens per step where few nodes "
-        "are verified. They follow the distribution of decoding without speculation, but are other "
-        "tokens. Greedy requests get trees. Stores the draft's distributions (max_forwards times "
-        "the vocabulary, in fp32, per request slot).",
+        description="For growth topk: a request at a temperature above 0 gets a chain that is "
+        "drawn from the draft and verified as a block. Where few nodes are verified, this emits "
+        "more tokens per step than a tree. The output is then another sample of the same "
+        "distribution, and settings that leave the output the same elsewhere leave the "
+        "distribution the same here. Greedy requests get trees. The draft's distributions are "
+        "stored (max_forwards times the vocabulary, in fp32, per request slot).",
     )
     min_value: float | None = Field(
         default=None,

@@ -158,6 +158,26 @@ def test_drafting_of_chains_ends_where_no_more_of_them_is_verified() -> None:
     assert all(mixed.drafting_pays(values(0.9)) for _ in range(9)), "trees may take the rows"
 
 
+def test_chains_that_end_below_the_limit_are_not_drafted_on() -> None:
+    """Control: drafting goes on above the limit, and rows cost nothing."""
+    found = taught(True, seconds=FLAT)
+    for _ in range(2000):
+        found.observe(batch(2), 2, {"target": 0.05, "draft": 1e-12})
+    cut(found, CHAIN, drawn=[True])
+    assert found.drafting_pays(values(0.003))
+    assert not found.drafting_pays(values(0.001)), "the last of 8 nodes is expected at 0.0045"
+
+
+def test_a_batch_of_prompts_leaves_no_limit_to_the_next_one() -> None:
+    found = taught(True)
+    cut(found, CHAIN, drawn=[True])
+    while found.drafting_pays(values(0.9)):
+        pass
+    found.observe(batch(4, prompts=(3,)), 1, {"target": 0.05})
+    cut(found, CHAIN, drawn=[True])
+    assert found.drafting_pays(values(0.9))
+
+
 def test_drafting_ends_if_a_forward_cannot_pay() -> None:
     found = budget()
     assert found.drafting_pays(values(1e-6)), "nothing is known before the first cut"
