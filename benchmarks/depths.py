@@ -2,7 +2,8 @@
 python -m benchmarks.depths
 
 A tree's depth is the number of draft forwards that grow it. So this tells what each forward is
-worth, which `gpu_model` sets against what it costs.
+worth, which `gpu_model` sets against what it costs. Drawn chains are verified token by token, and
+as blocks.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from benchmarks.acceptance.experiment import Laboratory, Pair, Trial
 from benchmarks.acceptance.methods import METHODS
 from benchmarks.acceptance.models import load
 from benchmarks.acceptance.workloads import WORKLOADS
-from benchmarks.laboratory import CHAIN, TREE
+from benchmarks.laboratory import BLOCK, CHAIN, TREE
 from dyntree_plugin import pair as embedded
 from dyntree_plugin.commands.vocabulary import shared
 from dyntree_plugin.provenance import provenance
 
-NODES = (1, 2, 4, 8, 16, 32, 64)
+NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 MOST_PER_LEVEL = 16
 """Trees with more nodes for each level of their depth are left out: they lack candidates."""
@@ -40,9 +41,16 @@ def trials(prompts: int, tokens: int) -> Iterator[Trial]:
     texts = WORKLOADS["code"](prompts + calibration)
     measured, others = texts.part(slice(prompts)), texts.part(slice(prompts, None))
     chains = Trial(
-        measured, others, [METHODS[CHAIN]], list(LENGTHS), list(TEMPERATURES), tokens,
-        max(LENGTHS), seed=0, posterior=False,
-    )  # fmt: skip
+        measured,
+        others,
+        methods=[METHODS[CHAIN], METHODS[BLOCK]],
+        budgets=list(LENGTHS),
+        temperatures=list(TEMPERATURES),
+        tokens=tokens,
+        max_depth=max(LENGTHS),
+        seed=0,
+        posterior=False,
+    )
     for depth in DEPTHS:
         nodes = [each for each in NODES if depth <= each <= MOST_PER_LEVEL * depth]
         yield replace(chains, methods=[METHODS[TREE]], budgets=nodes, max_depth=depth)

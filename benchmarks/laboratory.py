@@ -13,10 +13,10 @@ FILES = ("small-trees-cpu.json", "acceptance-cpu.json")
 """Results of ``python -m benchmarks.acceptance`` with few nodes and with many."""
 DEPTHS = "depths-cpu.json"
 
-TREE, CHAIN = "calibrated", "chain"
-"""The method that dyntree serves with, and a chain of the same draft. The chain is greedy at
+TREE, CHAIN, BLOCK = "calibrated", "chain", "block"
+"""The method that dyntree serves with, and chains of the same draft. ``CHAIN`` is greedy at
 temperature 0. Above, it is drawn and verified by rejection sampling, as vLLM's probabilistic
-chains are."""
+chains are. ``BLOCK`` is drawn and verified as a block, above temperature 0 alone."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.acceptance.posterior import fitted_beta, measure
 from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import Prompts, write
-from benchmarks.acceptance.verifying import Replay, Verifier, Walk
+from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from benchmarks.acceptance.workloads import Texts
 from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.tree.judged import Asked
@@ -249,12 +249,14 @@ class Laboratory:
         pick: Pick = picker
         if setting.greedy and method.greedy_draft != 1:
             pick = _at_temperature(pick, method.greedy_draft)
+        if method.block:
+            pick = with_noise_of_roots(pick)
         vocabulary = self.pair.draft.config.get_text_config().vocab_size
         size = max(16, _NODES_AT_ONCE // setting.budget)
         for start in range(0, len(self._prompts), size):
             rows = slice(start, start + size)
             prompts = self._prompts.part(rows)
-            verifier = self._verifier(plan, prompts, text[rows], setting.temperature)
+            verifier = self._verifier(method, plan, prompts, text[rows], setting.temperature)
             tokens, temperature = self.trial.tokens, setting.temperature
             lookups = look_ups(method, plan, vocabulary, prompts, picker, temperature, tokens)
             counts += simulate(
@@ -270,11 +272,18 @@ class Laboratory:
         return Cell(method, setting, plan, counts, time.perf_counter() - started)
 
     def _verifier(
-        self, plan: TreePlan, prompts: Prompts, text: torch.Tensor, temperature: float
+        self,
+        method: Method,
+        plan: TreePlan,
+        prompts: Prompts,
+        text: torch.Tensor,
+        temperature: float,
     ) -> Verifier:
         if plan.rule == "match":
             return Replay(text)
         positions = prompts.longest + self.trial.tokens + self.trial.max_depth + 1
+        if method.block:
+            return Blocks(self.pair.target, prompts, temperature, positions)
         return Walk(self.pair.target, prompts, DRAWN_RULES[plan.rule], temperature, positions)
 
 
@@ -283,5 +292,21 @@ def _at_temperature(pick: Pick, temperature: float) -> Pick:
         logits: torch.Tensor, rows: DraftRows, all_greedy: bool, asked: Asked | None = None
     ) -> Children:
         return pick(logits / temperature, rows, all_greedy, asked)
+
+    return picked
+
+
+def with_noise_of_roots(pick: Pick) -> Pick:
+    """Have a chain drawn with noise of its root's position, of which each draw has its own part.
+
+    A chain's columns number its draws.
+    """
+
+    def picked(
+        logits: torch.Tensor, rows: DraftRows, all_greedy: bool, asked: Asked | None = None
+    ) -> Children:
+        return pick(
+            logits, rows._replace(positions=rows.positions - rows.columns), all_greedy, asked
+        )
 
     return picked

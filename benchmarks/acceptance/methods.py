@@ -49,6 +49,7 @@ class Method:
     gives anything that another method does not. ``greedy_draft`` is the draft's temperature where
     the target's is 0; elsewhere they are the same. ``drafts``: the models that are sources.
     ``ngram``: the shortest match of vLLM's own n-gram, whose chain is the tree; None for others.
+    ``block``: whether the drawn chain is verified as a block, and not by the plan's rule.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Method:
     greedy_draft: float = 1.0
     drafts: Literal["none", "first", "all"] = "first"
     ngram: int | None = None
+    block: bool = False
 
     def plan(self, setting: Setting) -> TreePlan:
         """Return the plan that an engine with these options follows.
@@ -183,6 +185,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 """The names of growths in tables, in their order, and the conditions of the papers' experiments."""
 
 _SERVED = (
+    Method("block", "block chain", _of_growth(GROWTHS["chain"]), greedy=False, block=True),
     Method("topk", "top-k, match", _topk("off", "off")),
     Method("coupled", "coupled", _topk("on", "off"), ours=True, greedy=False),
     Method("calibrated", "coupled, calibrated", _topk("on", "on"), ours=True),

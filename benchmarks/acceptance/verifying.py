@@ -9,6 +9,7 @@ gets the same numbers from less:
   much of it as lies in the tree.
 - The sampled rules decide at one node after another. `Walk` runs the target on the nodes it comes
   to, one decode for each level and all requests.
+- A block is accepted as a whole. `Blocks` runs the target on all of its tokens at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from benchmarks.acceptance.drafting import Grown
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.texts import Prompts
+from dyntree_plugin.tree.block import Chains
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import DrawnRule, draw
 from dyntree_plugin.tree.perturb import perturb_on
@@ -151,3 +153,61 @@ class Walk:
         ones = torch.ones(len(seeds), device=seeds.device)
         zeros = torch.zeros(len(seeds), width, device=seeds.device)
         return self._perturb(zeros, ones, seeds, self._decoder.lengths[at] - 1)
+
+
+class Blocks:
+    """Accepts drawn chains as blocks, with noise of the root's position, which no later step uses
+    again. The chains must be drawn with such noise, too."""
+
+    def __init__(
+        self, target: PreTrainedModel, prompts: Prompts, temperature: float, positions: int
+    ) -> None:
+        """``positions``: the longest context there will be, with all tokens of a chain."""
+        self._decoder = Decoder(target, len(prompts), positions)
+        self._temperature = temperature
+        self._seeds = prompts.seeds
+        self._perturb = perturb_on(self._decoder.device)
+        law = self._law(self._decoder.append(prompts.tokens, prompts.lengths))
+        self._root = draw(law, self._gumbel(BONUS, prompts.lengths - 1, law.shape[1]))
+
+    def first(self) -> torch.Tensor:
+        return self._root
+
+    def keep(self, requests: torch.Tensor) -> None:
+        self._decoder.keep(requests)
+        self._root, self._seeds = self._root[requests], self._seeds[requests]
+
+    @torch.inference_mode()
+    def verify(self, grown: Grown) -> Accepted:
+        tree, laws, roots = grown.tree, grown.laws, self._decoder.lengths
+        if tree.draws is None or laws is None:
+            raise ValueError("a block needs chains of drawn tokens")
+        depth = int(tree.depths.max())
+        tokens = tree.tokens[:, :depth]
+        read = torch.cat([self._root[:, None], tokens], dim=1)
+        behind = self._decoder.read(read, torch.full_like(roots, depth + 1))
+        # The node of each level stands below the one before it: columns begin with the root's.
+        rows = laws.rows.gather(1, tree.draws.columns[:, :depth])
+        target = self._law(behind).view(len(roots), depth + 1, -1)
+        chains = Chains(tokens, tree.counts, laws.log_probs[rows].exp(), target)
+        found = chains.chances()
+        lengths = found.accepted(uniform(self._gumbel(ACCEPT, roots, depth)))
+        law = chains.next_law(found, lengths)
+        self._root = draw(law, self._gumbel(BONUS, roots, law.shape[1]))
+        self._decoder.cut(roots + 1 + lengths)
+        places = torch.arange(depth, device=lengths.device)
+        emitted = torch.nn.functional.pad(tokens, (0, 1))
+        return Accepted(
+            torch.where(places < lengths[:, None], places, -1),
+            lengths,
+            emitted.scatter(1, lengths[:, None], self._root[:, None]),
+        )
+
+    def _law(self, logits: torch.Tensor) -> torch.Tensor:
+        return (logits / self._temperature).softmax(1)
+
+    def _gumbel(self, purpose: int, positions: torch.Tensor, width: int) -> torch.Tensor:
+        """Noise [R, width] for decisions behind roots at these ``positions``."""
+        zeros = torch.zeros(len(positions), width, device=positions.device)
+        ones = torch.ones(len(positions), device=positions.device)
+        return self._perturb(zeros, ones, stream(self._seeds, purpose), positions)

@@ -17,7 +17,7 @@ from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import write
-from benchmarks.acceptance.verifying import Replay, Walk
+from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
@@ -36,17 +36,17 @@ def counts_of(method: str, temperature: float, *noises: float, budget: int = 16)
     plan = METHODS[method].plan(setting)
     pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
     text = write(in_rows(), prompts, temperature, TOKENS + DEPTH + 1)
-    verifier = (
-        Replay(text)
-        if plan.rule == "match"
-        else Walk(in_rows(), prompts, DRAWN_RULES[plan.rule], temperature, 60)
-    )
+    verifier: Verifier = Replay(text)
+    if METHODS[method].block:
+        verifier = Blocks(in_rows(), prompts, temperature, 60)
+    elif plan.rule != "match":
+        verifier = Walk(in_rows(), prompts, DRAWN_RULES[plan.rule], temperature, 60)
     drafts = [in_rows(noise) for noise in noises]
     return simulate(plan, pick, drafts, prompts, verifier, temperature, TOKENS)
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"), [("chain", 0.0), ("chain", 1.0), ("sequoia", 0.7)]
+    ("method", "temperature"), [("chain", 0.0), ("chain", 1.0), ("block", 1.0), ("sequoia", 0.7)]
 )
 def test_a_draft_that_is_the_target_is_accepted_down_to_the_last_node(
     method: str, temperature: float

@@ -7,15 +7,21 @@ from typing import Any
 import pytest
 import torch
 from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
+from transformers import PreTrainedModel
 
-from benchmarks.acceptance.drafting import Grown, Requests, grow
+from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow
+from benchmarks.acceptance.experiment import with_noise_of_roots
+from benchmarks.acceptance.methods import METHODS, Setting
 from benchmarks.acceptance.models import Decoder
-from benchmarks.acceptance.texts import Prompts, write
-from benchmarks.acceptance.verifying import Replay, Verifier, Walk
+from benchmarks.acceptance.simulate import simulate
+from benchmarks.acceptance.texts import Prompts, logits_along, write
+from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from dyntree_plugin.options import DynTreeOptions
-from dyntree_plugin.tree.children import ChildPicker
+from dyntree_plugin.tree.block import Chains
+from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
+from dyntree_plugin.tree.papers.drawn import draw
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tree.plan import TreePlan
@@ -35,10 +41,16 @@ def a_plan(**options: Any) -> TreePlan:
 
 
 def grown_behind(plan: TreePlan, context: Context, prompts: Prompts, temperature: float) -> Grown:
+    pick = ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu"))
+    return grown_by(pick, plan, context, prompts, temperature)
+
+
+def grown_by(
+    pick: Pick, plan: TreePlan, context: Context, prompts: Prompts, temperature: float
+) -> Grown:
     read = Prompts.of(context, 0, CPU)
     decoder = Decoder(in_rows(0.2), len(context), read.longest + 1)
     logits = decoder.append(read.tokens, read.lengths)
-    pick = ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu"))
     with torch.inference_mode():
         return grow(plan, pick, decoder, logits, Requests(prompts.seeds, temperature))
 
@@ -122,6 +134,26 @@ def walk_on(
     return walk.emit(tree.tokens, noise(BONUS, roots + walk.lengths, VOCABULARY))
 
 
+def blocks_on(grown: Grown, context: Context, seeds: torch.Tensor, temperature: float) -> Accepted:
+    """Accept a chain as a block by the target's distributions at every node."""
+    tree, laws = grown.tree, grown.laws
+    assert laws is not None
+    law = (dense_logits(grown, context) / temperature).softmax(2)
+    chains = Chains(tree.tokens, tree.counts, laws.log_probs[laws.rows].exp(), law)
+    roots = torch.tensor([len(words) - 1 for words in context])
+
+    def noise(purpose: int, width: int) -> torch.Tensor:
+        zeros = torch.zeros(len(roots), width)
+        return PERTURB(zeros, torch.ones(len(roots)), stream(seeds, purpose), roots)
+
+    found = chains.chances()
+    lengths = found.accepted(uniform(noise(ACCEPT, DEPTH)))
+    bonus = draw(chains.next_law(found, lengths), noise(BONUS, VOCABULARY))
+    path = torch.where(torch.arange(DEPTH) < lengths[:, None], torch.arange(DEPTH), -1)
+    tokens = torch.nn.functional.pad(tree.tokens, (0, 1))
+    return Accepted(path, lengths, tokens.scatter(1, lengths[:, None], bonus[:, None]))
+
+
 def emitted(accepted: Accepted) -> list[list[int]]:
     pairs = zip(accepted.tokens, accepted.lengths, strict=True)
     return [tokens[: int(length) + 1].tolist() for tokens, length in pairs]
@@ -137,7 +169,9 @@ def lazily_and_densely(
     for _ in range(3):
         context = [words + more for words, more in zip(context, fresh, strict=True)]
         grown = grown_behind(plan, context, prompts, temperature)
-        if plan.rule == "match":
+        if isinstance(verifier, Blocks):
+            densely = blocks_on(grown, context, prompts.seeds, temperature)
+        elif plan.rule == "match":
             densely = match_on(grown, context, prompts.seeds, temperature)
         else:
             densely = walk_on(plan, grown, context, prompts.seeds, temperature)
@@ -194,6 +228,77 @@ def test_walking_lazily_accepts_what_walking_a_verified_tree_does(options: dict[
     assert_same(lazily_and_densely(plan, walk, prompts, 0.8))
 
 
+def test_reading_a_chain_alone_accepts_what_a_block_over_a_verified_tree_does() -> None:
+    prompts, plan = some_prompts(*PROMPTS), METHODS["block"].plan(Setting(DEPTH, 0.8, DEPTH, ()))
+    assert_same(lazily_and_densely(plan, Blocks(in_rows(), prompts, 0.8, 60), prompts, 0.8))
+
+
+def blocks_emit(pick: Pick, temperature: float, target: PreTrainedModel) -> tuple[float, float]:
+    """Return how far texts of block chains are from the law of the model without noise.
+
+    This is the mean over tokens of the information of each less the entropy of its law, which is 0
+    for samples of the law, and how far chance moves it.
+    """
+    prompts = some_prompts(*[4] * 400)
+    plan = METHODS["block"].plan(Setting(DEPTH, temperature, DEPTH, ()))
+    told: list[list[int]] = [[] for _ in range(len(prompts))]
+    verifier = Blocks(target, prompts, temperature, 80)
+    for words, first in zip(told, verifier.first().tolist(), strict=True):
+        words.append(first)
+    going = list(range(len(prompts)))
+    keep = verifier.keep
+
+    def kept(requests: torch.Tensor) -> None:
+        going[:] = [going[place] for place in requests.tolist()]
+        keep(requests)
+
+    def observe(grown: Grown, accepted: Accepted) -> None:
+        for place, words in zip(going, emitted(accepted), strict=True):
+            told[place] += words
+
+    verifier.keep = kept  # type: ignore[method-assign]
+    simulate(plan, pick, [in_rows(0.3)], prompts, verifier, temperature, 24, observe)
+    text = torch.tensor([words[:24] for words in told])
+    law = (logits_along(in_rows(), prompts, text) / temperature).log_softmax(1)
+    entropy = -(law.exp() * law).sum(1)
+    excess = -law.gather(1, text.flatten()[:, None])[:, 0] - entropy
+    return float(excess.mean()), float(excess.std() / len(excess) ** 0.5)
+
+
+def block_pick() -> Pick:
+    plan = METHODS["block"].plan(Setting(DEPTH, 1.0, DEPTH, ()))
+    return with_noise_of_roots(ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu")))
+
+
+def test_texts_of_block_chains_have_the_law_of_the_target() -> None:
+    """Control: those of another target have not."""
+    excess, chance = blocks_emit(block_pick(), 1.0, in_rows())
+    assert abs(excess) < 4 * chance
+    excess, chance = blocks_emit(block_pick(), 1.0, in_rows(0.2))
+    assert excess > 8 * chance
+
+
+def test_chains_draw_with_noise_of_their_root() -> None:
+    """Control: without it the noise is that of each token's position."""
+    plan = METHODS["block"].plan(Setting(DEPTH, 1.0, DEPTH, ()))
+    asked: list[DraftRows] = []
+
+    def pick(*arguments: Any) -> Children:
+        asked.append(arguments[1])
+        return ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu"))(*arguments)
+
+    prompts = some_prompts(*PROMPTS)
+    for through, steps in ((pick, 1), (with_noise_of_roots(pick), 0)):
+        asked.clear()
+        context = [row[:n].tolist() for row, n in zip(prompts.tokens, prompts.lengths, strict=True)]
+        grown_by(through, plan, context, prompts, 1.0)
+        for place, rows in enumerate(asked):
+            assert rows.columns.tolist() == [place] * len(context)
+            expected = [len(words) - 1 + steps * place for words in context]
+            assert rows.positions.tolist() == expected
+        assert len(asked) == DEPTH
+
+
 def test_the_comparisons_notice_another_target() -> None:
     prompts, plan = some_prompts(*PROMPTS), a_plan(growth="dyspec")
     walk = Walk(in_rows(0.4), prompts, DRAWN_RULES[plan.rule], 0.8, 60)
@@ -210,3 +315,5 @@ def test_a_sampled_rule_refuses_trees_without_draws() -> None:
     context = [[*row.tolist(), 1] for row in prompts.tokens]
     with pytest.raises(ValueError, match="drawn children"):
         walk.verify(grown_behind(a_plan(), context, prompts, 1.0))
+    with pytest.raises(ValueError, match="drawn tokens"):
+        Blocks(in_rows(), prompts, 1.0, 20).verify(grown_behind(a_plan(), context, prompts, 1.0))
