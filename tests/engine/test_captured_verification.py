@@ -103,7 +103,9 @@ class Engine:
         self.estimate = AcceptanceEstimate("cpu")
         slots = torch.arange(rows + 5).view(1, -1)
         walk, learn, mover = self.parts(kernels)
-        ops: Any = SimpleNamespace(walk=walk, learn=learn, perturb=None, clock=StageClock())
+        ops: Any = SimpleNamespace(
+            walk=walk, learn=learn, perturb=None, decide_blocks=None, clock=StageClock()
+        )
         sampler: Any = SimpleNamespace()
         self.record: Record = replayed
         never: Any = None
@@ -314,7 +316,7 @@ def test_no_grammar_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPa
     # Control: vLLM's own rehearsal has trees without a grammar alone.
     engines[0].walk(None)
     plain = {*noted.compiled}
-    engines[0].verifier.rehearse_grammars()
+    engines[0].verifier.rehearse()
     rehearsed = {*noted.compiled}
     assert len(rehearsed) == len(plain) + 1
     for engine in engines:
@@ -325,7 +327,7 @@ def test_no_grammar_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("kernels", [False, by_kernels()])
 def test_a_rehearsed_grammar_leaves_nothing_behind(kernels: bool) -> None:
     engine, fresh = Engine(5, kernels), Engine(5, kernels)
-    engine.verifier.rehearse_grammars()
+    engine.verifier.rehearse()
     assert same(engine.verify(), fresh.verify())
 
 

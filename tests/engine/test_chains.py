@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from drafted_steps import one_thread
+from noted_kernels import Kernel
 from scipy.stats import chisquare
 
 from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
-from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth  # noqa: E402
+from dyntree_kernels.blocks import DecideBlocks  # noqa: E402
+from dyntree_kernels.contracts import (  # noqa: E402
+    BatchRows,
+    GrowthSettings,
+    RowBuffers,
+    StepGrowth,
+    Walked,
+    room_for,
+)
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
+from dyntree_kernels.cpu.walk import walk  # noqa: E402
 from dyntree_plugin.engine.step.chain_growth import ChainGrowth  # noqa: E402
-from dyntree_plugin.engine.step.chain_walk import ChainWalk  # noqa: E402
-from dyntree_plugin.engine.step.logit_rows import WalkedRows  # noqa: E402
+from dyntree_plugin.engine.step.chain_walk import ChainSamples, decide  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
+from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from dyntree_plugin.tree.block import Chains, Chances  # noqa: E402
 from dyntree_plugin.tree.budget.chains import Limits, level_counts  # noqa: E402
 from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
@@ -86,7 +98,7 @@ class Engine:
             positions=torch.zeros(count * (nodes + 1), dtype=torch.int64),
             seq_lens=torch.full((count,), 1000, dtype=torch.int32),
         )
-        self.walk = ChainWalk(self.trees, WalkedRows(self.trees, self.buffers, perturbed_logits))
+        self.samples = ChainSamples(self.trees, partial(decide, perturb=perturbed_logits))
 
     def _growth(self, count: int) -> StepGrowth:
         if not self.compiled:
@@ -141,8 +153,17 @@ class Engine:
         greedy = self._of_rows(self.temperatures) == 0
         processed = torch.where(greedy[:, None], TARGET[ids], scaled)
         sampled = processed.argmax(dim=1)  # of greedy requests; no other is read
-        walked = self.walk(self._requests(room), sampled, processed, None)
+        walked = self.walk(self._requests(room), sampled, processed)
         return walked.tokens, walked.emitted.long()
+
+    def walk(self, requests: Requests, sampled: torch.Tensor, processed: torch.Tensor) -> Walked:
+        buffers, shape = self.buffers, PLAN.shape
+        arrays = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, None)
+        rows = self.samples(requests, BatchRows(requests.packed, *arrays), processed)
+        sizes = (shape.node_budget, shape.max_depth, sampled.device)
+        walked = room_for(len(requests.packed), *sizes, ranked=True)
+        walk(rows, self.trees.arrays, walked, ranked=True)
+        return walked
 
     def _of_rows(self, of_requests: torch.Tensor) -> torch.Tensor:
         return of_requests.repeat_interleave(PLAN.shape.node_budget + 1)
@@ -225,7 +246,7 @@ def noise_keys(engine: Engine) -> list[tuple[int, int]]:
 
     with (
         mock.patch.object(engine.growth, "_perturb", noted),
-        mock.patch.object(engine.walk._rows, "_perturb", noted),
+        mock.patch.object(engine.samples, "_decide", partial(decide, perturb=noted)),
     ):
         engine.texts()
     return keys
@@ -267,7 +288,7 @@ def test_tokens_behind_the_end_of_a_chain_are_not_looked_up() -> None:
     engine.buffers.input_ids[:] = VOCABULARY + 5
     processed = torch.zeros(len(engine.buffers.input_ids), VOCABULARY)
     nothing = torch.zeros(3, dtype=torch.int64)
-    walked = engine.walk(engine._requests(nothing), processed.argmax(dim=1), processed, None)
+    walked = engine.walk(engine._requests(nothing), processed.argmax(dim=1), processed)
     assert walked.emitted.tolist() == [1, 1, 1]
 
 
@@ -299,7 +320,7 @@ def test_stored_distributions_are_those_that_the_tokens_were_drawn_from() -> Non
     count = 20_000
     engine = Engine(torch.full((count,), 0.5))
     tokens = engine.grow(torch.zeros(count).long(), torch.full((count,), FIRST))
-    laws = engine.trees.chain_laws(torch.arange(count))
+    laws = engine.trees.chain_laws[:count]
     wanted = (DRAFT / 0.5).softmax(dim=1)
     torch.testing.assert_close(laws[:, 0], wanted[:1].expand(count, -1))
     torch.testing.assert_close(laws[:, 1], wanted[tokens[:, 0]])
@@ -312,3 +333,33 @@ def test_plans_that_chains_do_not_fit_are_refused() -> None:
         replace(PLAN, growth=GrowthConfig("chain"), budget="fixed")
     with pytest.raises(ValueError, match="look-up alone has none"):
         replace(PLAN, shape=replace(PLAN.shape, max_forwards=0, grafts=4))
+
+
+def rehearse(engine: Engine, decide: DecideBlocks) -> None:
+    ops: Any = SimpleNamespace(walk=walk, perturb=perturbed_logits, decide_blocks=decide)
+    buffers: Any = SimpleNamespace(**vars(engine.buffers), device=torch.device("cpu"))
+    nothing: Any = None
+    TreeVerifier(nothing, engine.trees, nothing, buffers, nothing, ops, nothing).rehearse()
+
+
+def test_no_chain_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = pytest.importorskip("dyntree_kernels.cuda.blocks", reason="Triton is not installed")
+    kernels = {
+        name: Kernel() for name in ("_add_up", "_compare", "_weigh", "_accept", "_draw", "_emit")
+    }
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(blocks, name, kernel)
+    engines = [Engine(torch.ones(count)) for count in range(1, 6)]
+    rehearse(engines[0], blocks.decide)
+    rehearsed = {name: {*kernel.compiled} for name, kernel in kernels.items()}
+    assert all(len(compiled) == 1 for compiled in rehearsed.values())
+    for engine in engines:
+        engine.samples = ChainSamples(engine.trees, blocks.decide)
+        engine.step(torch.zeros(len(engine.seeds)).long(), torch.full_like(engine.seeds, FIRST))
+    assert {name: kernel.compiled for name, kernel in kernels.items()} == rehearsed
+
+
+def test_a_rehearsal_changes_nothing() -> None:
+    engine, fresh = (Engine(torch.ones(3)) for _ in range(2))
+    rehearse(engine, partial(decide, perturb=perturbed_logits))
+    assert torch.equal(engine.texts(), fresh.texts())

@@ -75,7 +75,7 @@ def test_attention_and_grammars_are_rehearsed_for_every_group_of_layers() -> Non
     )
     runner.attn_groups = [[group], [group]]
     runner.block_tables = SimpleNamespace(input_block_tables=["first", "second"])
-    runner.verifier = SimpleNamespace(rehearse_grammars=lambda: done.append("grammars"))
+    runner.verifier = SimpleNamespace(rehearse=lambda: done.append("grammars"))
     runner.warm_up_rare_kernels()
     of_groups = [("cache", torch.bfloat16, table) for table in ("first", "second")]
     assert done == [*of_groups, "grammars"]

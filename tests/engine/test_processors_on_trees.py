@@ -265,7 +265,7 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
 
     sampler: Any = SimpleNamespace(sample=sample, logprobs_mode="raw_logprobs")
     trees: Any = SimpleNamespace(plan=SimpleNamespace(reads_laws=False))
-    ops: Any = SimpleNamespace(perturb=None)
+    ops: Any = SimpleNamespace(perturb=None, decide_blocks=None)
     nothing: Any = None
     made = TreeVerifier(
         sampler, trees, nothing, SimpleNamespace(), nothing, ops, nothing, copies  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dyntree_kernels.residuals import ResidualKernels, Residuals
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kv import PathMover
+from dyntree_plugin.engine.step.chain_walk import decide
 from dyntree_plugin.engine.step.clock import Clock, StageClock
 from dyntree_plugin.engine.step.ops import Move
 from dyntree_plugin.engine.step.place import place
@@ -38,6 +40,7 @@ class CPUOps:
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
     paths = KERNELS
+    decide_blocks = staticmethod(partial(decide, perturb=perturbed_logits))
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
+from dyntree_kernels.cuda.blocks import decide
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
 from dyntree_kernels.cuda.growth import MOST_CANDIDATES, DeviceGrowth
 from dyntree_kernels.cuda.gumbel import perturbed_logits
@@ -38,6 +39,7 @@ class CUDAOps:
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
     paths = KERNELS
+    decide_blocks = staticmethod(decide)
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()

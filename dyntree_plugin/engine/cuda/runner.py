@@ -144,7 +144,7 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
 
     def warm_up_rare_kernels(self) -> None:
         super().warm_up_rare_kernels()
-        self.verifier.rehearse_grammars()
+        self.verifier.rehearse()
 
     def sample(self, *args: Any) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         # Verification writes where its last output may still be copied from.

@@ -1,88 +1,106 @@
 """Verification where requests at a temperature above 0 have drawn chains, and others trees.
 
-Chains take the sampler's processed logits, and noise of their own: it is that of the root's
-position, so no later step uses it again.
+A chain's verification becomes samples: the tokens that it accepts and the one after them stand
+where the target's samples do, and the node behind them is forbidden. So one walk serves chains and
+trees.
 """
 
 from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import Walked
-from dyntree_plugin.engine.step.logit_rows import LogitRows, WalkedRows
+from dyntree_kernels.blocks import DecideBlocks, DrawnChains
+from dyntree_kernels.contracts import BatchRows
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.block import Chains
-from dyntree_plugin.tree.match import match
+from dyntree_plugin.tree.children import Perturb
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import draw
-from dyntree_plugin.tree.token_tree import Accepted
 
 
-class ChainWalk:
-    """Accepts chains as blocks, and the paths of trees that the target's samples follow."""
+class ChainSamples:
+    """Turns what is accepted of chains into samples of the target."""
 
-    def __init__(self, trees: TreeStore, rows: WalkedRows) -> None:
+    def __init__(self, trees: TreeStore, decide: DecideBlocks) -> None:
         self._trees = trees
-        self._rows = rows
+        self._decide = decide
 
-    def __call__(
-        self,
-        requests: Requests,
-        sampled: torch.Tensor,
-        logits: torch.Tensor,
-        forbidden: torch.Tensor | None,
-    ) -> Walked:
-        """Verify R requests.
+    def __call__(self, requests: Requests, rows: BatchRows, logits: torch.Tensor) -> BatchRows:
+        """Return the rows of R requests with these samples, for the walk.
 
-        ``sampled`` int64 [rows]: the target's token at every row. ``logits`` [rows, V]: those after
-        temperature, top-k and penalties. ``forbidden``: as in `WalkedRows.of`.
+        ``rows.forbidden``: nodes of trees that the scheduler does not know, so that no grammar
+        restricts the logits there; None where there are none. A token that a grammar forbids needs
+        no mask: its probability is 0. ``logits`` [L, V]: the sampler's processed ones. Noise is
+        that of the root's position, so no later step uses it again.
         """
-        rows = self._rows.of(requests, logits.shape[0], forbidden)
-        of_trees = self._matched(requests, rows, sampled)
-        of_chains = self._accepted(requests, rows, logits)
-        drawn = requests.temperature > 0
+        if rows.forbidden is None:
+            forbidden = torch.zeros_like(rows.sampled, dtype=torch.bool)
+        else:
+            forbidden = rows.forbidden.clone()
+        rows = rows._replace(sampled=rows.sampled.clone(), forbidden=forbidden)
+        seeds, trees = requests.seeds, self._trees
+        noise = (stream(seeds, ACCEPT), stream(seeds, BONUS))
+        self._decide(rows, logits, DrawnChains(trees.chain_laws, trees.counts, *noise))
+        return rows
 
-        def either(chains: torch.Tensor, trees: torch.Tensor) -> torch.Tensor:
-            return torch.where(drawn.view(-1, *[1] * (trees.dim() - 1)), chains, trees)
 
-        accepted = Accepted(
-            either(of_chains.path, of_trees.path),
-            either(of_chains.lengths, of_trees.lengths),
-            either(of_chains.tokens, of_trees.tokens),
-        )
-        return self._rows.emit(accepted, rows, requests)
+def decide(rows: BatchRows, logits: torch.Tensor, chains: DrawnChains, perturb: Perturb) -> None:
+    """Decide as in `DecideBlocks`, in plain torch."""
+    requests = Requests(rows.requests, spare=0)
+    depth = chains.laws.shape[1]
+    own = (requests.first[:, None] + torch.arange(depth + 1, device=logits.device)).clamp(
+        max=len(logits) - 1
+    )
+    drawn = _drawn(requests, rows, chains, own, logits)
+    positions = rows.positions[requests.root]
 
-    def _matched(self, requests: Requests, rows: LogitRows, sampled: torch.Tensor) -> Accepted:
-        trees, slots = self._trees, requests.slots
-        nodes = torch.arange(trees.shape.node_budget, device=sampled.device)
-        return match(
-            rows.tokens,
-            trees.parents[slots],
-            trees.depths[slots],
-            trees.ancestors[slots],
-            nodes < rows.counts[:, None],
-            sampled[rows.root_and_nodes],
-            trees.shape.max_depth,
-        )
+    def gumbel(seeds: torch.Tensor, count: int) -> torch.Tensor:
+        zeros = torch.zeros(len(seeds), count, device=seeds.device)
+        return perturb(zeros, torch.ones_like(zeros[:, 0]), seeds, positions)
 
-    def _accepted(self, requests: Requests, rows: LogitRows, logits: torch.Tensor) -> Accepted:
-        trees, seeds, positions = self._trees, requests.seeds, rows.positions
-        depth, levels = trees.plan.chain_depth, trees.shape.max_depth
-        # Of a tree the first nodes are taken for a chain, and the result is not used.
-        tokens, counts = rows.tokens[:, :depth], rows.counts.clamp(max=depth)
-        # Behind a chain's end stand tokens of other requests, which may be no entries.
-        places = torch.arange(depth, device=tokens.device)
-        tokens = torch.where(places < counts[:, None], tokens, 0)
-        target = logits[rows.root_and_nodes[:, : depth + 1]].float().softmax(dim=2)
-        chains = Chains(tokens, counts, trees.chain_laws(requests.slots), target)
-        found = chains.chances()
-        lengths = found.accepted(
-            uniform(self._rows.gumbel(stream(seeds, ACCEPT), positions, depth))
-        )
-        law = chains.next_law(found, lengths)
-        last = draw(law, self._rows.gumbel(stream(seeds, BONUS), positions, logits.shape[1]))
-        places = torch.arange(levels, device=lengths.device)
-        path = torch.where(places < lengths[:, None], places, -1)
-        along = torch.nn.functional.pad(tokens, (0, levels + 1 - depth))
-        return Accepted(path, lengths, along.scatter(1, lengths[:, None], last[:, None]))
+    found = drawn.chances()
+    lengths = found.accepted(uniform(gumbel(chains.accepting, depth)))
+    law = drawn.next_law(found, lengths)
+    last = draw(law, gumbel(chains.emitting, logits.shape[1]))
+
+    tokens = torch.nn.functional.pad(drawn.tokens, (0, 1)).scatter(
+        1, lengths[:, None], last[:, None]
+    )
+    chained = requests.temperature > 0
+    emitted = chained[:, None] & (torch.arange(depth + 1, device=own.device) <= lengths[:, None])
+    _put(rows.sampled, own, tokens, emitted)
+    behind = chained & (lengths < requests.drafts)
+    if rows.forbidden is None:
+        raise ValueError("the decision needs a place for the nodes that it forbids")
+    _put(rows.forbidden, requests.first + 1 + lengths, behind, behind)
+
+
+def _drawn(
+    requests: Requests,
+    rows: BatchRows,
+    chains: DrawnChains,
+    own: torch.Tensor,
+    logits: torch.Tensor,
+) -> Chains:
+    """Return the chains of R requests, whose rows of logits are ``own`` [R, D + 1]."""
+    depth, slots = chains.laws.shape[1], requests.slots
+    # A chain that was proposed while the prompt was incomplete starts from a token that was never
+    # sampled. The scheduler may cut a chain short.
+    begun = rows.positions[requests.root] >= requests.prefill_len
+    room = torch.where(begun, requests.drafts, 0).clamp(max=depth)
+    if rows.forbidden is not None:
+        room = torch.where(rows.forbidden[own[:, 1]], 0, room)
+    counts = torch.minimum(room, chains.counts[slots])
+    places = torch.arange(depth, device=own.device)
+    at = (requests.root[:, None] + 1 + places).clamp(max=len(rows.ids) - 1)
+    # Behind a chain's end stand tokens of other requests, which may be no entries.
+    tokens = torch.where(places < counts[:, None], rows.ids[at].long(), 0)
+    return Chains(tokens, counts, chains.laws[slots], logits[own].float().softmax(dim=2))
+
+
+def _put(into: torch.Tensor, at: torch.Tensor, values: torch.Tensor, where: torch.Tensor) -> None:
+    """Write those ``values`` that are wanted, without waiting for how many they are."""
+    room = torch.cat([into, into[:1]])
+    at = torch.where(where, at, len(into))
+    into.copy_(room.scatter_(0, at.flatten(), values.flatten())[:-1])

@@ -1,4 +1,4 @@
-"""What walks over the target's distributions share: their rows, their noise and their result."""
+"""The rows, the noise and the result of a walk over the target's distributions."""
 
 from __future__ import annotations
 

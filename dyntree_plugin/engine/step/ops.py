@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from dyntree_kernels.blocks import DecideBlocks
     from dyntree_kernels.contracts import GrowthSettings, Learn, StepGrowth, Walk, Walked
     from dyntree_kernels.paths import PathKernels
     from dyntree_kernels.residuals import ResidualKernels, Residuals
@@ -52,6 +53,9 @@ class TreeOps(Protocol):
 
     @property
     def paths(self) -> PathKernels: ...
+
+    @property
+    def decide_blocks(self) -> DecideBlocks: ...
 
     @property
     def clock(self) -> Clock: ...

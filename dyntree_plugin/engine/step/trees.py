@@ -134,10 +134,11 @@ class TreeStore(PlacedTrees):
         from: the draft's distributions ``law`` float32 [R, V]."""
         self._chain_laws[slots, place] = law
 
-    def chain_laws(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return what `put_chain_law` stored of the chains at ``slots`` int64 [R], float32
-        [R, D, V]. Places behind the last draft forward hold those of an earlier step."""
-        return self._chain_laws[slots]
+    @property
+    def chain_laws(self) -> torch.Tensor:
+        """What `put_chain_law` stored, float32 [slots, D, V]. Places behind the last draft forward
+        hold the law of an earlier step."""
+        return self._chain_laws
 
     def admit(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
         """Offer the scheduler the first ``counts`` int64 [R] nodes of the trees at ``slots``."""

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_kernels.contracts import BatchRows, Walked, room_for
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
-from dyntree_plugin.engine.step.chain_walk import ChainWalk
+from dyntree_plugin.engine.step.chain_walk import ChainSamples
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.drawn import DrawnWalk
 from dyntree_plugin.engine.step.logit_rows import WalkedRows
@@ -57,9 +57,8 @@ class TreeVerifier:
         self._graphs = graphs
         self.copies = copies
         self._correction = correction
-        rows = WalkedRows(trees, buffers, ops.perturb)
-        self._walk_draws = DrawnWalk(trees, rows)
-        self._walk_chains = ChainWalk(trees, rows)
+        self._walk_draws = DrawnWalk(trees, WalkedRows(trees, buffers, ops.perturb))
+        self._chain_samples = ChainSamples(trees, ops.decide_blocks)
 
     def run(
         self,
@@ -116,11 +115,9 @@ class TreeVerifier:
         requests = Requests(packed.to(sampled.device, non_blocking=True), self.trees.spare)
         if plan.reads_draws:
             walked = self._walk_draws(requests, processed, invalid_drafts)
-        elif plan.chains:
-            walked = self._walk_chains(requests, sampled, processed, invalid_drafts)
         else:
             walked = self.room_for(len(packed))
-            self.walk(requests, sampled, invalid_drafts, walked)
+            self.walk(requests, sampled, invalid_drafts, walked, processed)
         self.move(walked)
         return walked, partial(self.learn, requests, walked) if self.learns else None
 
@@ -130,26 +127,34 @@ class TreeVerifier:
         sampled: torch.Tensor,
         invalid_drafts: torch.Tensor | None,
         walked: Walked,
+        processed: torch.Tensor | None = None,
     ) -> None:
-        """Accept what the target ``sampled`` at every row, into ``walked``."""
-        buffers = self.buffers
-        rows = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, invalid_drafts)
-        self._ops.walk(
-            BatchRows(requests.packed, *rows), self.trees.arrays, walked, ranked=self._ranked
-        )
+        """Accept what the target ``sampled`` at every row, into ``walked``.
 
-    def rehearse_grammars(self) -> None:
-        """Walk a batch of padding with nodes that a grammar may forbid; it changes nothing.
+        ``processed`` [rows, V]: the sampler's processed logits, which chains need.
+        """
+        buffers = self.buffers
+        arrays = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, invalid_drafts)
+        rows = BatchRows(requests.packed, *arrays)
+        if self.trees.plan.chains and processed is not None:
+            rows = self._chain_samples(requests, rows, processed)
+        self._ops.walk(rows, self.trees.arrays, walked, ranked=self._ranked)
+
+    def rehearse(self) -> None:
+        """Walk a batch of padding with nodes that a grammar may forbid, and with chains where there
+        are any; it changes nothing.
 
         Of structured output vLLM rehearses prompts alone, which have no nodes.
         """
-        if self.trees.plan.reads_laws:
+        trees = self.trees
+        if trees.plan.reads_draws:
             return  # Their walk has no kernel of its own.
-        device, rows = self.buffers.device, self.trees.shape.node_budget + 1
+        device, rows = self.buffers.device, trees.shape.node_budget + 1
         nobody = torch.full((1, COLUMNS), PADDING, device=device)
         sampled = torch.zeros(rows, dtype=torch.int64, device=device)
-        requests = Requests(nobody, self.trees.spare)
-        self.walk(requests, sampled, sampled.bool(), self.room_for(1))
+        processed = torch.zeros(rows, trees.vocabulary if trees.plan.chains else 0, device=device)
+        requests = Requests(nobody, trees.spare)
+        self.walk(requests, sampled, sampled.bool(), self.room_for(1), processed)
 
     def move(self, walked: Walked) -> None:
         """Move the accepted paths' KV."""
