@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal
 
 from benchmarks import laboratory, roofline
-from benchmarks.laboratory import CHAIN, PLAIN, TREE, Drafted
+from benchmarks.laboratory import BLOCK, CHAIN, PLAIN, TREE, Drafted
 from benchmarks.roofline import H200, Gpu, Shape, forward_seconds
 from dyntree_plugin.option_shape import ADAPTIVE_FORWARDS, default_shape
 
@@ -17,9 +17,9 @@ MEMORY_SHARE = 0.9
 BUDGETS = (8, 16, 32, 64)
 CATCH_UP_ALONE = Drafted(0, 1, 1, 1)
 """A step of dyntree without a tree: the draft reads the emitted token."""
-BLOCK = 1.10
-"""Most tokens per step of block verification over those of a drawn chain's usual verification: the
-upper end of what its paper measured (arXiv 2403.10444)."""
+BLOCK_PASSES = 8
+"""How often dyntree reads or writes a float32 number for each token of a block chain and each entry
+of the vocabulary, beyond the six times that vLLM's block verification does. From reading both."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Assumed:
     ``host``: seconds of a step outside of forwards, for every engine. ``captured``: seconds of a
     small kernel within a graph. ``outside``: of an operation outside of graphs, and of the replay
     of a graph. ``launches`` multiplies the least time of a layer. ``share``: of the laboratory's
-    draft tokens that are accepted. ``tree`` and ``chain``: further seconds of a step with one.
-    ``block`` multiplies the tokens of drawn chains.
+    draft tokens that are accepted. ``tree`` and ``chain``: further seconds of dyntree's step and of
+    vLLM's with a chain.
     """
 
     host: float = 0.5e-3
@@ -40,7 +40,6 @@ class Assumed:
     share: float = 1.0
     tree: float = 0.0
     chain: float = 0.0
-    block: float = 1.0
 
 
 ASSUMED = Assumed()
@@ -86,12 +85,15 @@ class Load:
 class Step:
     """How a step speculates: ``width`` nodes of each request go through a draft forward. The first
     of the forwards is the catch-up. ``kernels``: small ones within graphs. ``operations``: what
-    starts outside of graphs, replays included, beside what a plain step starts."""
+    starts outside of graphs, replays included, beside what a plain step starts. ``passes``: float32
+    numbers that are read or written for each request and entry of the vocabulary. ``kind``: "tree"
+    is dyntree's, also with a chain."""
 
     drafted: Drafted
     width: int = 0
     kernels: float = 0
     operations: float = 0
+    passes: float = 0
     kind: Literal["none", "tree", "chain"] = "none"
 
     @property
@@ -106,16 +108,31 @@ def tree_step(drafted: Drafted, width: int, head: bool) -> Step:
     """
     later = max(round(drafted.forwards) - 1, 0)
     if not drafted.nodes:
-        return Step(drafted, width, 3, 31 + 2 + 1, "tree")
+        return Step(drafted, width, 3, 31 + 2 + 1, kind="tree")
     growing, walking, looking_up = 7 + 3 * later, 3, 3
     of_head = 7 + 2 * later if head else 0
     kernels = growing + walking + looking_up + of_head
-    return Step(drafted, width, kernels, 26 + 5 + 1 + later, "tree")
+    return Step(drafted, width, kernels, 26 + 5 + 1 + later, kind="tree")
+
+
+def block_step(drafted: Drafted, width: int, head: bool) -> Step:
+    """Return a step of dyntree with a block chain, which is not verified in a graph.
+
+    Drawing was counted on a CPU, as PyTorch dispatches it there. Verification has six kernels, and
+    ten operations that prepare them and move and learn outside of graphs.
+    """
+    like = tree_step(drafted, width, head)
+    return replace(
+        like,
+        kernels=like.kernels + 9 + 10 * like.forwards,
+        operations=like.operations + 6 + 10,
+        passes=BLOCK_PASSES * drafted.nodes,
+    )
 
 
 def chain_step(drafted: Drafted) -> Step:
     """Return a step of a chain that is drafted in one graph, which is better than vLLM's own."""
-    return Step(drafted, 1, 3 * drafted.forwards + 3, 10 + 2, "chain")
+    return Step(drafted, 1, 3 * drafted.forwards + 3, 10 + 2, kind="chain")
 
 
 @dataclass(frozen=True)
@@ -141,6 +158,8 @@ def point(pairing: Pairing, step: Step, load: Load, assumed: Assumed = ASSUMED) 
         # The catch-up has a graph for the longest path, whatever was accepted.
         seconds += forward(pairing.draft, 1 + min(drafted.nodes, drafted.forwards))
         seconds += (step.forwards - 1) * forward(pairing.draft, step.width)
+    vocabulary = 4 * step.passes * load.requests * pairing.target.vocabulary
+    seconds += vocabulary / (roofline.REACHED_BANDWIDTH * pairing.gpu.bandwidth)
     seconds += step.kernels * assumed.captured + step.operations * assumed.outside
     seconds += {"none": 0.0, "tree": assumed.tree, "chain": assumed.chain}[step.kind]
     return Point(step, seconds, load.requests * drafted.tokens / seconds)
@@ -161,14 +180,13 @@ def none(pairing: Pairing, load: Load, assumed: Assumed = ASSUMED) -> Point:
 
 
 def best_chain(pairing: Pairing, load: Load, assumed: Assumed = ASSUMED) -> Point:
-    """Return the chain of most tokens per second, of all lengths."""
-    steps = []
-    for drafted in laboratory.by_depth(CHAIN, load.temperature):
-        told = drafted.scaled(assumed.share)
-        # One drafted token is verified alone, in either way. A greedy chain draws nothing.
-        more = assumed.block if load.temperature and drafted.nodes > 1 else 1.0
-        told = Drafted(told.nodes, more * told.tokens, told.forwards, told.expanded)
-        steps.append(chain_step(told))
+    """Return vLLM's chain of most tokens per second, of all lengths and ways to verify it."""
+    methods = (CHAIN, BLOCK) if load.temperature else (CHAIN,)
+    steps = [
+        chain_step(drafted.scaled(assumed.share))
+        for method in methods
+        for drafted in laboratory.by_depth(method, load.temperature)
+    ]
     return _best(pairing, steps, load, assumed)
 
 
@@ -198,6 +216,25 @@ def best_tree(
     return _best(pairing, steps, load, assumed)
 
 
+def best_block(pairing: Pairing, load: Load, assumed: Assumed = ASSUMED) -> Point:
+    """Return dyntree's block chain of most tokens per second, or none, with ``block_chains: on``.
+
+    Requests at temperature 0 have trees.
+    """
+    if not load.temperature:
+        return best_tree(pairing, load, assumed)
+    # The engine drafts with rows for trees of the budget, of which a chain needs one.
+    chains = [
+        (drafted.scaled(assumed.share), default_shape(budget)[1])
+        for drafted in laboratory.by_depth(BLOCK, load.temperature)
+        for budget in BUDGETS
+        if drafted.nodes <= budget and drafted.forwards <= ADAPTIVE_FORWARDS
+    ]
+    steps = [block_step(drafted, width, pairing.head) for drafted, width in chains]
+    steps.append(tree_step(CATCH_UP_ALONE, default_shape(BUDGETS[0])[1], pairing.head))
+    return _best(pairing, steps, load, assumed)
+
+
 def whole_trees(
     pairing: Pairing, load: Load, budget: int, assumed: Assumed = ASSUMED
 ) -> dict[int, Point]:
@@ -219,12 +256,12 @@ def _best(pairing: Pairing, steps: Iterable[Step], load: Load, assumed: Assumed)
 
 @dataclass(frozen=True)
 class Compared:
-    """The best tree under a load, beside no speculation and the best chains."""
+    """The best tree and the best block chain of dyntree under a load, beside no speculation and
+    vLLM's best chain."""
 
     none: Point
     chain: Point
     block: Point
-    """The best chain, if block verification gives all that its paper measured."""
     tree: Point
 
     @property
@@ -233,15 +270,15 @@ class Compared:
 
     @property
     def over_chain(self) -> float:
-        """vLLM's user may leave the chain out, too."""
-        return self._over(self.chain)
+        return self.tree.tokens_per_second / self.chain.tokens_per_second
 
     @property
-    def over_block(self) -> float:
-        return self._over(self.block)
+    def block_over_none(self) -> float:
+        return self.block.tokens_per_second / self.none.tokens_per_second
 
-    def _over(self, chain: Point) -> float:
-        return self.tree.tokens_per_second / chain.tokens_per_second
+    @property
+    def block_over_chain(self) -> float:
+        return self.block.tokens_per_second / self.chain.tokens_per_second
 
 
 @cache
@@ -249,10 +286,9 @@ def compared(pairing: Pairing, load: Load, assumed: Assumed = ASSUMED) -> Compar
     """Return the comparison, or None if the requests do not fit into the memory."""
     if not pairing.fits(load.requests, load.context):
         return None
-    block = Assumed(**{**vars(assumed), "block": BLOCK})
     return Compared(
-        none(pairing, load, assumed),
-        best_chain(pairing, load, assumed),
-        best_chain(pairing, load, block),
-        best_tree(pairing, load, assumed),
+        none=none(pairing, load, assumed),
+        chain=best_chain(pairing, load, assumed),
+        block=best_block(pairing, load, assumed),
+        tree=best_tree(pairing, load, assumed),
     )

@@ -18,6 +18,7 @@ from benchmarks.gpu_model.model import (
     Load,
     best_chain,
     best_tree,
+    block_step,
     chain_step,
     compared,
     none,
@@ -26,7 +27,7 @@ from benchmarks.gpu_model.model import (
     whole_trees,
 )
 from benchmarks.gpu_model.tables import TEMPERATURES, VARIED, ratio
-from benchmarks.laboratory import CHAIN, TREE, Drafted
+from benchmarks.laboratory import BLOCK, CHAIN, TREE, Drafted
 from benchmarks.roofline import H200, LLAMA_8B, forward_seconds
 from dyntree_plugin.option_shape import default_shape
 
@@ -94,15 +95,36 @@ def test_every_default_of_whole_trees_was_measured() -> None:
         assert default_shape(budget)[0] in whole_trees(SMALL, ALONE, budget)
 
 
-def test_block_verification_helps_drawn_chains_alone() -> None:
-    block = replace(ASSUMED, block=model.BLOCK)
-    greedy, drawn = (
-        best_chain(SMALL, Load(1, temperature), block).tokens_per_second
-        / best_chain(SMALL, Load(1, temperature)).tokens_per_second
-        for temperature in (0.0, 1.0)
-    )
-    assert greedy == 1
-    assert 1 < drawn <= model.BLOCK
+def test_drawn_chains_are_verified_in_the_better_way() -> None:
+    """Blocks accept more of a drawn chain; a greedy chain draws nothing."""
+    for pairing in (SMALL, HEAD):
+        load = Load(1, 1.0)
+        best = best_chain(pairing, load)
+        lengths = {each.nodes: each for each in laboratory.by_depth(BLOCK, 1.0)}
+        assert best.step.drafted == lengths[best.nodes]
+        one_by_one = [
+            point(pairing, chain_step(each), load) for each in laboratory.by_depth(CHAIN, 1.0)
+        ]
+        assert best.tokens_per_second > max(each.tokens_per_second for each in one_by_one)
+
+
+def test_a_block_chain_of_dyntree_costs_more_than_one_of_vllm_and_reads_the_vocabulary() -> None:
+    ours, theirs = block_step(CHAIN_OF_8, 4, head=False), chain_step(CHAIN_OF_8)
+    assert ours.kernels > theirs.kernels
+    assert ours.operations > theirs.operations
+    without = replace(ours, passes=0)
+    load = Load(64, 1.0)
+    extra = point(SMALL, ours, load).seconds - point(SMALL, without, load).seconds
+    numbers = 64 * 8 * model.BLOCK_PASSES * LLAMA_8B.vocabulary
+    assert extra == pytest.approx(4 * numbers / (0.8 * H200.bandwidth))
+
+
+def test_greedy_requests_have_trees_beside_block_chains() -> None:
+    greedy, drawn = (compared(SMALL, Load(1, temperature)) for temperature in (0.0, 1.0))
+    assert greedy is not None
+    assert drawn is not None
+    assert greedy.block == greedy.tree
+    assert drawn.block != drawn.tree
 
 
 def test_each_variation_makes_trees_slower() -> None:
@@ -124,9 +146,22 @@ def test_more_nodes_and_more_forwards_were_measured_to_give_more_tokens() -> Non
         for depth in {each.forwards for each in found}:
             tokens = [each.tokens for each in found if each.forwards == depth]
             assert tokens == sorted(tokens)
-        chains = [each.tokens for each in laboratory.by_depth(CHAIN, temperature)]
-        # Long drawn chains differ by less than their noise.
-        assert chains == pytest.approx(sorted(chains), rel=0.02)
+        for method in (CHAIN, BLOCK) if temperature else (CHAIN,):
+            chains = [each.tokens for each in laboratory.by_depth(method, temperature)]
+            # Long drawn chains differ by less than their noise.
+            assert chains == pytest.approx(sorted(chains), rel=0.02)
+
+
+def test_blocks_were_measured_to_accept_more_of_a_drawn_chain() -> None:
+    for temperature in TEMPERATURES[1:]:
+        one_by_one, blocks = (
+            {each.nodes: each.tokens for each in laboratory.by_depth(method, temperature)}
+            for method in (CHAIN, BLOCK)
+        )
+        assert blocks.keys() == one_by_one.keys()
+        # A chain of one token is verified in the same way.
+        assert blocks[1] == pytest.approx(one_by_one[1], rel=0.03)
+        assert all(blocks[length] > 1.02 * one_by_one[length] for length in blocks if length > 3)
 
 
 def test_the_model_is_near_published_plain_steps_and_below_speculative_ones() -> None:
