@@ -9,6 +9,7 @@ from benchmarks import roofline
 from benchmarks.gpu_model import published
 from benchmarks.gpu_model.model import (
     ASSUMED,
+    BLOCK_PASSES,
     BUDGETS,
     PAIRINGS,
     Assumed,
@@ -65,6 +66,10 @@ def assumptions() -> str:
         "operations and replays outside": "31 + f",
         "the same of a chain of f tokens": (
             "3 f + 3 kernels and 12 operations, as if all of its drafting were one graph"
+        ),
+        "a block chain of dyntree, beyond a tree": (
+            "9 + 10 f kernels and 16 operations; for each token of the chain and entry of the "
+            f"vocabulary, {BLOCK_PASSES} numbers in fp32 read or written beyond vLLM's six"
         ),
     }
     lines = [f"| {name} | {value} |" for name, value in told.items()]
