@@ -33,8 +33,11 @@ class Case:
     chains: DrawnChains
 
     @classmethod
-    def of(cls, depth: int, vocabulary: int, spread: float = 1.0, requests: int = 24) -> Case:
-        """Make a case. ``spread``: how far the target's logits are from the draft's."""
+    def of(cls, depth: int, vocabulary: int, spread: float = 1.0, tilt: float = 0.0) -> Case:
+        """Make a case. ``spread``: how far the target's logits are from the draft's. ``tilt``: how
+        much more likely than the draft says the target finds every other token of a chain, from the
+        first one on, and how much less likely the rest."""
+        requests = 24
         g = torch.Generator().manual_seed(depth + vocabulary)
         laws = (2 * torch.randn(requests + 1, depth, vocabulary, generator=g)).softmax(2)
         drafts = torch.randint(1, NODES + 1, (requests,), generator=g)
@@ -50,7 +53,9 @@ class Case:
                 row = int(first[request]) + place
                 logits[row] = laws[slots[request], place].log() + spread * logits[row]
                 ids[LEAD + row + 1] = tokens[request, place]
-        counts = torch.randint(1, depth + 1, (requests + 1,), generator=g)
+                logits[row, tokens[request, place]] += tilt * (-1) ** place
+        # A tree may have more nodes than a chain has tokens.
+        counts = torch.randint(1, NODES + 1, (requests + 1,), generator=g)
         counts[slots[5]] = 1
         packed = torch.zeros(requests, COLUMNS, dtype=torch.int64)
         packed[:, 0], packed[:, 1], packed[:, 2], packed[:, 3] = slots, first, drafts, LEAD + first
@@ -105,23 +110,62 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "vocabulary", "spread"),
-    [(1, 300, 1.0), (3, 300, 1.0), (5, 140, 0.3), (4, 256, 0.0), (5, 100, 9.0)],
+    ("depth", "vocabulary", "spread", "tilt"),
+    [
+        (1, 300, 1.0, 0.0),
+        (3, 300, 1.0, 0.0),
+        (5, 140, 0.3, 0.0),
+        (4, 256, 0.0, 0.0),
+        (5, 100, 9.0, 0.0),
+        (4, 60, 0.3, 2.0),
+    ],
 )
-def test_kernels_decide_as_plain_torch_does(depth: int, vocabulary: int, spread: float) -> None:
-    case = Case.of(depth, vocabulary, spread)
+def test_kernels_decide_as_plain_torch_does(
+    depth: int, vocabulary: int, spread: float, tilt: float
+) -> None:
+    case = Case.of(depth, vocabulary, spread, tilt)
     sampled, forbidden = case.decided(by_kernels=True)
     wanted, not_allowed = case.decided(by_kernels=False)
     assert torch.equal(sampled, wanted)
     assert torch.equal(forbidden, not_allowed)
     lengths = case.lengths(sampled)
     assert lengths[:5] == [-1, -1, 0, 0, 0]
-    if 0 < spread < 9 and depth > 1:
+    if 0 < spread < 9 and depth > 1 and not tilt:
         assert {0, 1, 2, depth - 1} < {*lengths}
     assert spread or lengths[6:] == [
         min(depth, int(row[2]), int(case.chains.counts[row[0]]))
         for row in case.rows.requests[6:].tolist()
     ]
+
+
+def test_a_draft_that_is_as_sure_as_the_target_is_accepted_whole() -> None:
+    """Nothing is left of the residual then, and the chance to pass is no number."""
+    case = Case.of(3, 300)
+    requests, ids = case.rows.requests.tolist(), case.rows.ids.tolist()
+    case.logits[:] = -torch.inf
+    for slot, first, drafts, root, *_ in requests:
+        for place in range(drafts + 1):
+            token = ids[root + 1 + place] if place < drafts else 7
+            case.logits[first + place, token] = 3.0
+            if place < 3:
+                case.chains.laws[slot, place] = 0.0
+                case.chains.laws[slot, place, token] = 1.0
+    sampled, _ = case.decided(by_kernels=True)
+    assert torch.equal(sampled, case.decided(by_kernels=False)[0])
+    counts = case.chains.counts.tolist()
+    assert case.lengths(sampled)[6:] == [min(3, row[2], counts[row[0]]) for row in requests[6:]]
+
+
+def test_a_rejection_that_rounding_brings_about_emits_from_the_target() -> None:
+    case = Case.of(3, 300, spread=0.0)
+    # The draft says more of every token than the target does, so nothing is left of the residual.
+    case.chains.laws.mul_(1.5)
+    sampled, _ = case.decided(by_kernels=True)
+    assert torch.equal(sampled, case.decided(by_kernels=False)[0])
+    first = case.rows.requests[6:, 1]
+    emitted = sampled[first][torch.tensor(case.lengths(sampled)[6:]) == 0]
+    assert len(emitted) > 1
+    assert len(emitted.unique()) > 1
 
 
 def test_the_comparison_notices_other_noise_and_another_law() -> None:
