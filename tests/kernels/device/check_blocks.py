@@ -12,6 +12,11 @@ from dyntree_kernels.blocks import DrawnChains
 from dyntree_kernels.contracts import BatchRows
 from dyntree_kernels.cuda import blocks
 from dyntree_kernels.cuda.gumbel import perturbed_logits
+
+pytest.importorskip(
+    "vllm.v1.worker.gpu", reason="it compares with a step of the engine", exc_type=ImportError
+)
+
 from dyntree_plugin.engine.step import chain_walk
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING
 
