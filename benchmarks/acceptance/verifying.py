@@ -84,6 +84,46 @@ def _follow(
     return torch.stack(path, 1)
 
 
+class _Target:
+    """The target's distributions behind the contexts of R requests, and the noise that decides."""
+
+    def __init__(
+        self, model: PreTrainedModel, prompts: Prompts, temperature: float, positions: int
+    ) -> None:
+        """``positions``: the longest context there will be."""
+        self.decoder = Decoder(model, len(prompts), positions)
+        self._temperature = temperature
+        self._seeds = prompts.seeds
+        self._perturb = perturb_on(self.decoder.device)
+        self._prompts = prompts
+
+    def first(self) -> torch.Tensor:
+        """Read the prompts, and draw the token behind each, int64 [R]."""
+        prompts = self._prompts
+        law = self.law(self.decoder.append(prompts.tokens, prompts.lengths))
+        return draw(law, self.gumbel(BONUS, prompts.lengths - 1, law.shape[1]))
+
+    def keep(self, requests: torch.Tensor) -> None:
+        self.decoder.keep(requests)
+        self._seeds = self._seeds[requests]
+
+    def law(self, logits: torch.Tensor) -> torch.Tensor:
+        return (logits / self._temperature).softmax(1)
+
+    def gumbel(
+        self,
+        purpose: int,
+        positions: torch.Tensor,
+        width: int,
+        at: torch.Tensor | slice = slice(None),
+    ) -> torch.Tensor:
+        """Noise [M, width] of the ``positions`` int64 [M] for decisions of the requests ``at``."""
+        seeds = stream(self._seeds[at], purpose)
+        ones = torch.ones(len(seeds), device=seeds.device)
+        zeros = torch.zeros(len(seeds), width, device=seeds.device)
+        return self._perturb(zeros, ones, seeds, positions)
+
+
 class Walk:
     """Follows a sampled rule down the tree with the target's distributions along the way."""
 
@@ -96,20 +136,17 @@ class Walk:
         positions: int,
     ) -> None:
         """``positions``: the longest context there will be."""
-        self._decoder = Decoder(target, len(prompts), positions)
+        self._target = _Target(target, prompts, temperature, positions)
+        self._decoder = self._target.decoder
         self._rule = rule
-        self._temperature = temperature
-        self._seeds = prompts.seeds
-        self._perturb = perturb_on(self._decoder.device)
-        law = self._law(self._decoder.append(prompts.tokens, prompts.lengths))
-        self._root = draw(law, self._gumbel(BONUS, slice(None), law.shape[1]))
+        self._root = self._target.first()
 
     def first(self) -> torch.Tensor:
         return self._root
 
     def keep(self, requests: torch.Tensor) -> None:
-        self._decoder.keep(requests)
-        self._root, self._seeds = self._root[requests], self._seeds[requests]
+        self._target.keep(requests)
+        self._root = self._root[requests]
 
     @torch.inference_mode()
     def verify(self, grown: Grown) -> Accepted:
@@ -123,7 +160,7 @@ class Walk:
         walking = requests
         while len(walking):
             here = torch.isin(requests, walking).long()
-            law = self._law(self._decoder.read(token[:, None], here))
+            law = self._target.law(self._decoder.read(token[:, None], here))
             nodes = draws.nodes[walking, at[walking] + 1]
             nodes = nodes[:, : int((nodes >= 0).sum(1).max().clamp(min=1))]
             row = laws.rows[walking, draws.columns[walking, at[walking] + 1]]
@@ -144,15 +181,9 @@ class Walk:
         steps = torch.stack(path, 1)
         return Accepted(steps[:, :-1], (steps >= 0).sum(1), torch.stack(emitted, 1))
 
-    def _law(self, logits: torch.Tensor) -> torch.Tensor:
-        return (logits / self._temperature).softmax(1)
-
-    def _gumbel(self, purpose: int, at: torch.Tensor | slice, width: int) -> torch.Tensor:
+    def _gumbel(self, purpose: int, at: torch.Tensor, width: int) -> torch.Tensor:
         """Noise [M, width] for decisions behind the last tokens of the requests ``at``."""
-        seeds = stream(self._seeds[at], purpose)
-        ones = torch.ones(len(seeds), device=seeds.device)
-        zeros = torch.zeros(len(seeds), width, device=seeds.device)
-        return self._perturb(zeros, ones, seeds, self._decoder.lengths[at] - 1)
+        return self._target.gumbel(purpose, self._decoder.lengths[at] - 1, width, at)
 
 
 class Blocks:
@@ -163,19 +194,16 @@ class Blocks:
         self, target: PreTrainedModel, prompts: Prompts, temperature: float, positions: int
     ) -> None:
         """``positions``: the longest context there will be, with all tokens of a chain."""
-        self._decoder = Decoder(target, len(prompts), positions)
-        self._temperature = temperature
-        self._seeds = prompts.seeds
-        self._perturb = perturb_on(self._decoder.device)
-        law = self._law(self._decoder.append(prompts.tokens, prompts.lengths))
-        self._root = draw(law, self._gumbel(BONUS, prompts.lengths - 1, law.shape[1]))
+        self._target = _Target(target, prompts, temperature, positions)
+        self._decoder = self._target.decoder
+        self._root = self._target.first()
 
     def first(self) -> torch.Tensor:
         return self._root
 
     def keep(self, requests: torch.Tensor) -> None:
-        self._decoder.keep(requests)
-        self._root, self._seeds = self._root[requests], self._seeds[requests]
+        self._target.keep(requests)
+        self._root = self._root[requests]
 
     @torch.inference_mode()
     def verify(self, grown: Grown) -> Accepted:
@@ -188,12 +216,12 @@ class Blocks:
         behind = self._decoder.read(read, torch.full_like(roots, depth + 1))
         # The node of each level stands below the one before it: columns begin with the root's.
         rows = laws.rows.gather(1, tree.draws.columns[:, :depth])
-        target = self._law(behind).view(len(roots), depth + 1, -1)
+        target = self._target.law(behind).view(len(roots), depth + 1, -1)
         chains = Chains(tokens, tree.counts, laws.log_probs[rows].exp(), target)
         found = chains.chances()
-        lengths = found.accepted(uniform(self._gumbel(ACCEPT, roots, depth)))
+        lengths = found.accepted(uniform(self._target.gumbel(ACCEPT, roots, depth)))
         law = chains.next_law(found, lengths)
-        self._root = draw(law, self._gumbel(BONUS, roots, law.shape[1]))
+        self._root = draw(law, self._target.gumbel(BONUS, roots, law.shape[1]))
         self._decoder.cut(roots + 1 + lengths)
         places = torch.arange(depth, device=lengths.device)
         emitted = torch.nn.functional.pad(tokens, (0, 1))
@@ -202,12 +230,3 @@ class Blocks:
             lengths,
             emitted.scatter(1, lengths[:, None], self._root[:, None]),
         )
-
-    def _law(self, logits: torch.Tensor) -> torch.Tensor:
-        return (logits / self._temperature).softmax(1)
-
-    def _gumbel(self, purpose: int, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """Noise [R, width] for decisions behind roots at these ``positions``."""
-        zeros = torch.zeros(len(positions), width, device=positions.device)
-        ones = torch.ones(len(positions), device=positions.device)
-        return self._perturb(zeros, ones, stream(self._seeds, purpose), positions)

@@ -233,14 +233,15 @@ def test_reading_a_chain_alone_accepts_what_a_block_over_a_verified_tree_does() 
     assert_same(lazily_and_densely(plan, Blocks(in_rows(), prompts, 0.8, 60), prompts, 0.8))
 
 
-def blocks_emit(pick: Pick, temperature: float, target: PreTrainedModel) -> tuple[float, float]:
-    """Return how far texts of block chains are from the law of the model without noise.
+def excess_of_blocks(target: PreTrainedModel) -> tuple[float, float]:
+    """Let block chains write with this ``target``, and compare with the law of `in_rows`.
 
-    This is the mean over tokens of the information of each less the entropy of its law, which is 0
-    for samples of the law, and how far chance moves it.
+    Return the mean over all tokens of -log p less the entropy, which is 0 for samples of the law,
+    and its standard error.
     """
-    prompts = some_prompts(*[4] * 400)
+    prompts, temperature = some_prompts(*[4] * 400), 1.0
     plan = METHODS["block"].plan(Setting(DEPTH, temperature, DEPTH, ()))
+    pick = with_noise_of_roots(ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu")))
     told: list[list[int]] = [[] for _ in range(len(prompts))]
     verifier = Blocks(target, prompts, temperature, 80)
     for words, first in zip(told, verifier.first().tolist(), strict=True):
@@ -265,17 +266,12 @@ def blocks_emit(pick: Pick, temperature: float, target: PreTrainedModel) -> tupl
     return float(excess.mean()), float(excess.std() / len(excess) ** 0.5)
 
 
-def block_pick() -> Pick:
-    plan = METHODS["block"].plan(Setting(DEPTH, 1.0, DEPTH, ()))
-    return with_noise_of_roots(ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu")))
-
-
 def test_texts_of_block_chains_have_the_law_of_the_target() -> None:
     """Control: those of another target have not."""
-    excess, chance = blocks_emit(block_pick(), 1.0, in_rows())
-    assert abs(excess) < 4 * chance
-    excess, chance = blocks_emit(block_pick(), 1.0, in_rows(0.2))
-    assert excess > 8 * chance
+    excess, error = excess_of_blocks(in_rows())
+    assert abs(excess) < 4 * error
+    excess, error = excess_of_blocks(in_rows(0.2))
+    assert excess > 8 * error
 
 
 def test_chains_draw_with_noise_of_their_root() -> None:
