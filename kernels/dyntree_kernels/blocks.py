@@ -16,9 +16,9 @@ class DrawnChains(NamedTuple):
     """How the chains of R requests of a batch were drawn, and the seeds of the noise that decides.
 
     ``laws`` float32 [slots, D, V]: the draft's distributions, from which the tokens of each slot's
-    chain were drawn. ``counts`` int64 [slots]: tokens of the chains. ``accepting`` and ``emitting``
-    int64 [R]: seeds of the noise that accepts a chain, and that draws the token after it. Its
-    position is the root's.
+    chain were drawn. ``counts`` int64 [slots]: tokens of the chains. ``accepting`` int64 [R]: seeds
+    of the noise that accepts a chain. ``emitting`` int64 [R]: seeds of the noise that draws the
+    token after it. The position of all noise is the root's.
     """
 
     laws: torch.Tensor
@@ -33,11 +33,11 @@ class DecideBlocks(Protocol):
     def __call__(self, rows: BatchRows, logits: torch.Tensor, chains: DrawnChains) -> None:
         """Write the outcome into ``rows``, so that a `Walk` over these comes to it.
 
-        Requests at a temperature above 0 have chains; ``rows.requests`` has the bits of the
-        temperature, a float32, in its sixth column. For these ``rows.sampled`` gets the accepted
-        tokens and the one after them, each at the row that it is emitted from, and
-        ``rows.forbidden``, which must be there, the node behind the last accepted one. A chain
-        whose first node is forbidden is not verified. Nothing else changes.
+        Requests at a temperature above 0 have chains. The sixth column of ``rows.requests`` has the
+        bits of the temperature, a float32. ``rows.sampled`` gets the accepted tokens of each chain
+        and the one after them, each at the row that it is emitted from. ``rows.forbidden``, which
+        must not be None, gets the node behind the last accepted one. A chain whose first node is
+        forbidden is not verified. Nothing else changes.
 
         ``logits`` [L, V], any float: the target's, after temperature, top-k and penalties.
         """

@@ -225,10 +225,10 @@ def broken_target(runner: Any) -> Iterator[None]:
 @contextmanager
 def always_accepted(runner: Any) -> Iterator[None]:
     """Make rules for drawn children accept every child whose chance is above 0."""
-    from dyntree_plugin.engine.step import chain_walk, drawn
+    from dyntree_plugin.engine.step import chain_samples, drawn
 
     drawn_too = mock.patch.object(drawn, "uniform", torch.zeros_like)
-    with drawn_too, mock.patch.object(chain_walk, "uniform", torch.zeros_like):
+    with drawn_too, mock.patch.object(chain_samples, "uniform", torch.zeros_like):
         yield
 
 

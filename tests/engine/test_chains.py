@@ -33,7 +33,7 @@ from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.cpu.walk import walk  # noqa: E402
 from dyntree_plugin.engine.step.chain_growth import ChainGrowth  # noqa: E402
-from dyntree_plugin.engine.step.chain_walk import ChainSamples, decide  # noqa: E402
+from dyntree_plugin.engine.step.chain_samples import ChainSamples, decide  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
@@ -335,11 +335,11 @@ def test_plans_that_chains_do_not_fit_are_refused() -> None:
         replace(PLAN, shape=replace(PLAN.shape, max_forwards=0, grafts=4))
 
 
-def rehearse(engine: Engine, decide: DecideBlocks) -> None:
+def verifier_of(engine: Engine, decide: DecideBlocks) -> TreeVerifier:
     ops: Any = SimpleNamespace(walk=walk, perturb=perturbed_logits, decide_blocks=decide)
     buffers: Any = SimpleNamespace(**vars(engine.buffers), device=torch.device("cpu"))
     nothing: Any = None
-    TreeVerifier(nothing, engine.trees, nothing, buffers, nothing, ops, nothing).rehearse()
+    return TreeVerifier(nothing, engine.trees, nothing, buffers, nothing, ops, nothing)
 
 
 def test_no_chain_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +350,7 @@ def test_no_chain_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPatc
     for name, kernel in kernels.items():
         monkeypatch.setattr(blocks, name, kernel)
     engines = [Engine(torch.ones(count)) for count in range(1, 6)]
-    rehearse(engines[0], blocks.decide)
+    verifier_of(engines[0], blocks.decide).rehearse()
     rehearsed = {name: {*kernel.compiled} for name, kernel in kernels.items()}
     assert all(len(compiled) == 1 for compiled in rehearsed.values())
     for engine in engines:
@@ -361,5 +361,13 @@ def test_no_chain_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPatc
 
 def test_a_rehearsal_changes_nothing() -> None:
     engine, fresh = (Engine(torch.ones(3)) for _ in range(2))
-    rehearse(engine, partial(decide, perturb=perturbed_logits))
+    verifier_of(engine, partial(decide, perturb=perturbed_logits)).rehearse()
     assert torch.equal(engine.texts(), fresh.texts())
+
+
+def test_a_walk_without_the_logits_that_chains_need_is_refused() -> None:
+    engine = Engine(torch.ones(2))
+    verifier = verifier_of(engine, partial(decide, perturb=perturbed_logits))
+    requests = engine._requests(torch.zeros(2).long())
+    with pytest.raises(RuntimeError, match="processed logits"):
+        verifier.walk(requests, torch.zeros(10).long(), None, verifier.room_for(2))

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_kernels.contracts import BatchRows, Walked, room_for
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
-from dyntree_plugin.engine.step.chain_walk import ChainSamples
+from dyntree_plugin.engine.step.chain_samples import ChainSamples
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.drawn import DrawnWalk
 from dyntree_plugin.engine.step.logit_rows import WalkedRows
@@ -131,12 +131,14 @@ class TreeVerifier:
     ) -> None:
         """Accept what the target ``sampled`` at every row, into ``walked``.
 
-        ``processed`` [rows, V]: the sampler's processed logits, which chains need.
+        ``processed`` [rows, V]: the sampler's processed logits; only plans with chains need them.
         """
         buffers = self.buffers
         arrays = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, invalid_drafts)
         rows = BatchRows(requests.packed, *arrays)
-        if self.trees.plan.chains and processed is not None:
+        if self.trees.plan.chains:
+            if processed is None:
+                raise RuntimeError("chains are verified by the processed logits")
             rows = self._chain_samples(requests, rows, processed)
         self._ops.walk(rows, self.trees.arrays, walked, ranked=self._ranked)
 

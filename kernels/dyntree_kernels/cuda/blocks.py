@@ -1,7 +1,7 @@
 """Verify drawn chains as blocks in six launches, without a copy of the distributions.
 
-The residual behind a prefix is added up block by block of the vocabulary, where it is made. So
-verification takes memory for a number per block, whatever the vocabulary.
+The residual behind a prefix is computed and added up for one block of the vocabulary at a time. So
+a row takes memory for a few numbers per block, and not for one per token.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from dyntree_kernels.blocks import DrawnChains
 from dyntree_kernels.contracts import BatchRows
-from dyntree_kernels.cuda.children import log_sum_of
+from dyntree_kernels.cuda.children import log_sum, log_sum_of
 from dyntree_kernels.cuda.gumbel import noise_of
 
 _BLOCK = 2048  # tokens that one program reads
@@ -54,10 +54,8 @@ def _add_up(
     token = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     row = LOGITS + (first + place) * s_logits
     x = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    best = tl.max(x, 0)
-    shift = tl.where(best == float("-inf"), 0.0, best)
     at = (request * (depth + 1) + place) * blocks + tl.program_id(2)
-    tl.store(SUMS + at, shift + tl.log(tl.sum(tl.exp(x - shift), 0)))
+    tl.store(SUMS + at, log_sum(x))
 
 
 @triton.jit

@@ -25,12 +25,16 @@ def warps_for(elements: int) -> int:
 
 
 @triton.jit
+def log_sum(x):
+    top = tl.max(x, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    return shift + tl.log(tl.sum(tl.exp(x - shift), 0))
+
+
+@triton.jit
 def log_sum_of(SUMS, blocks, BLOCKS: tl.constexpr):
     block = tl.arange(0, BLOCKS)
-    sums = tl.load(SUMS + block, mask=block < blocks, other=float("-inf"))
-    top = tl.max(sums, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    return shift + tl.log(tl.sum(tl.exp(sums - shift), 0))
+    return log_sum(tl.load(SUMS + block, mask=block < blocks, other=float("-inf")))
 
 
 @triton.jit

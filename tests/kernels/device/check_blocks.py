@@ -17,7 +17,7 @@ pytest.importorskip(
     "vllm.v1.worker.gpu", reason="it compares with a step of the engine", exc_type=ImportError
 )
 
-from dyntree_plugin.engine.step import chain_walk
+from dyntree_plugin.engine.step import chain_samples
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING
 
 NODES, LEAD, BLOCK = 6, 7, 128
@@ -96,7 +96,7 @@ class Case:
         if by_kernels:
             blocks.decide(rows, self.logits, self.chains)
         else:
-            chain_walk.decide(rows, self.logits, self.chains, perturbed_logits)
+            chain_samples.decide(rows, self.logits, self.chains, perturbed_logits)
         assert rows.forbidden is not None
         return rows.sampled, rows.forbidden
 

@@ -46,13 +46,20 @@ class ChainSamples:
 
 
 def decide(rows: BatchRows, logits: torch.Tensor, chains: DrawnChains, perturb: Perturb) -> None:
-    """Decide as in `DecideBlocks`, in plain torch."""
+    """Decide as in `DecideBlocks`, in plain torch.
+
+    Raises:
+        ValueError: for rows without ``forbidden``.
+    """
+    if rows.forbidden is None:
+        raise ValueError("the decision needs a place for the nodes that it forbids")
     requests = Requests(rows.requests, spare=0)
     depth = chains.laws.shape[1]
     own = (requests.first[:, None] + torch.arange(depth + 1, device=logits.device)).clamp(
         max=len(logits) - 1
     )
-    drawn = _drawn(requests, rows, chains, own, logits)
+    known = ~rows.forbidden[own[:, 1]]
+    drawn = _drawn(requests, rows, chains, known, logits[own])
     positions = rows.positions[requests.root]
 
     def gumbel(seeds: torch.Tensor, count: int) -> torch.Tensor:
@@ -71,8 +78,6 @@ def decide(rows: BatchRows, logits: torch.Tensor, chains: DrawnChains, perturb: 
     emitted = chained[:, None] & (torch.arange(depth + 1, device=own.device) <= lengths[:, None])
     _put(rows.sampled, own, tokens, emitted)
     behind = chained & (lengths < requests.drafts)
-    if rows.forbidden is None:
-        raise ValueError("the decision needs a place for the nodes that it forbids")
     _put(rows.forbidden, requests.first + 1 + lengths, behind, behind)
 
 
@@ -80,23 +85,24 @@ def _drawn(
     requests: Requests,
     rows: BatchRows,
     chains: DrawnChains,
-    own: torch.Tensor,
+    known: torch.Tensor,
     logits: torch.Tensor,
 ) -> Chains:
-    """Return the chains of R requests, whose rows of logits are ``own`` [R, D + 1]."""
+    """Return the chains of R requests.
+
+    ``known`` bool [R]: whether the scheduler knows them. ``logits`` [R, D + 1, V]: the target's.
+    """
     depth, slots = chains.laws.shape[1], requests.slots
     # A chain that was proposed while the prompt was incomplete starts from a token that was never
     # sampled. The scheduler may cut a chain short.
     begun = rows.positions[requests.root] >= requests.prefill_len
-    room = torch.where(begun, requests.drafts, 0).clamp(max=depth)
-    if rows.forbidden is not None:
-        room = torch.where(rows.forbidden[own[:, 1]], 0, room)
+    room = torch.where(begun & known, requests.drafts, 0).clamp(max=depth)
     counts = torch.minimum(room, chains.counts[slots])
-    places = torch.arange(depth, device=own.device)
+    places = torch.arange(depth, device=logits.device)
     at = (requests.root[:, None] + 1 + places).clamp(max=len(rows.ids) - 1)
     # Behind a chain's end stand tokens of other requests, which may be no entries.
     tokens = torch.where(places < counts[:, None], rows.ids[at].long(), 0)
-    return Chains(tokens, counts, chains.laws[slots], logits[own].float().softmax(dim=2))
+    return Chains(tokens, counts, chains.laws[slots], logits.float().softmax(dim=2))
 
 
 def _put(into: torch.Tensor, at: torch.Tensor, values: torch.Tensor, where: torch.Tensor) -> None:
