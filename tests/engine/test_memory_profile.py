@@ -3,6 +3,7 @@ what their graphs take."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -128,13 +129,52 @@ def test_every_row_of_the_trees_is_profiled(
     )
     runner: Any = object.__new__(TreeGPUModelRunner)
     vars(runner).update(
-        trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
+        trees=SimpleNamespace(
+            shape=SimpleNamespace(node_budget=16), plan=SimpleNamespace(reads_laws=False)
+        ),
         max_num_tokens=most_tokens,
         verifier=SimpleNamespace(copies=copies),
         model=SimpleNamespace(compute_logits=logits),
     )
     runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
     assert seen == [expected, REQUESTS]
+
+
+@pytest.mark.parametrize(("chunk", "copies_of_all"), [(1 << 30, 1), (64, 2)])
+def test_processed_logits_that_are_kept_are_profiled(
+    chunk: int, copies_of_all: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules that read distributions keep them for every row; several chunks are joined besides.
+
+    Control: other rules keep one chunk.
+    """
+    pytest.importorskip("triton", reason="the runner on CUDA needs it")
+    from dyntree_plugin.engine.cuda import runner as of_cuda
+
+    vocabulary, rows = 8, REQUESTS * 17
+    held: list[int] = []
+
+    def sampled(*_: Any) -> None:
+        kept = sys._getframe(1).f_locals["kept"]
+        held.append(sum(each.nbytes for each in kept))
+
+    monkeypatch.setattr(of_cuda, "MAX_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", sampled)
+    for reads_laws in (False, True):
+        runner: Any = object.__new__(of_cuda.TreeGPUModelRunner)
+        vars(runner).update(
+            trees=SimpleNamespace(
+                shape=SimpleNamespace(node_budget=16), plan=SimpleNamespace(reads_laws=reads_laws)
+            ),
+            max_num_tokens=1000,
+            verifier=SimpleNamespace(copies=1),
+            model=SimpleNamespace(
+                compute_logits=lambda hidden: torch.zeros(len(hidden), vocabulary).bfloat16()
+            ),
+        )
+        runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
+    without, with_laws = held
+    assert with_laws - without == copies_of_all * 4 * rows * vocabulary
 
 
 def test_graphs_that_the_profile_does_not_capture_are_counted(
