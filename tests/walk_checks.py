@@ -204,12 +204,15 @@ class WalkChecks:
     device: ClassVar[torch.device] = torch.device("cpu")
 
     def walked(self, batch: BatchRows, trees: TreeArrays, depth: int, ranked: bool) -> Walked:
-        rows = BatchRows(*(x if x is None else x.to(self.device) for x in batch))
-        stored = TreeArrays(*(x.to(self.device) for x in trees))
+        rows, stored = self.on_device(batch, trees)
         size = len(batch.requests), trees.parents.shape[1], depth
         found = room_for(*size, self.device, ranked=ranked)
         self.walk(rows, stored, found, ranked=ranked)
         return Walked(*(x.cpu() for x in found))
+
+    def on_device(self, batch: BatchRows, trees: TreeArrays) -> tuple[BatchRows, TreeArrays]:
+        rows = BatchRows(*(x if x is None else x.to(self.device) for x in batch))
+        return rows, TreeArrays(*(x.to(self.device) for x in trees))
 
     @pytest.mark.parametrize(("requests", "nodes", "depth"), SIZES)
     @pytest.mark.parametrize("ranked", [True, False])
@@ -259,7 +262,8 @@ class WalkChecks:
             assert found.tokens.tolist() == [tokens]
 
     def test_arrays_that_are_not_dense_are_refused(self) -> None:
-        batch, trees = batch_of(3, 6, 3, 0)
+        # A copy to another device would be dense.
+        batch, trees = self.on_device(*batch_of(3, 6, 3, 0))
         for name in ("kinds", "forwards"):
             turned = trees._replace(**{name: getattr(trees, name).t()})
             with pytest.raises(ValueError, match="dense"):

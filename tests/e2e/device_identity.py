@@ -23,6 +23,7 @@ import heads
 import torch
 import workload
 from engine_process import START_AND_WORK_SECONDS, Result, Run, serve
+from features import FOR_A_CPU
 from identity_report import Broken, Record, Row, report
 from margins import MARGINS, Place, Scores, places, scores_of, scoring, verdict
 
@@ -42,7 +43,9 @@ RUNS = {
     "batch 1": Run(REQUESTS[:12], batch=1),
     "long prompts": Run(LONG),
     "prompts in the cache": Run(LONG),
-    "everything served": Run([r for r in workload.EVERYTHING[::3] if "n" not in r.params]),
+    "everything served": Run(
+        [r for r in workload.EVERYTHING[::3] if "n" not in r.params and r not in FOR_A_CPU]
+    ),
 }
 """Runs of most engines. The last one is for fp32 only, because the margin rule does not cover all
 of its sampling parameters."""

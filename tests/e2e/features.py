@@ -65,6 +65,16 @@ def adapters_in_turn(requests: Sequence[Request], folders: Sequence[str]) -> lis
     return [replace(r, adapter=of[(n + n // 3) % 3]) for n, r in enumerate(requests)]
 
 
+_LONG_WORDS = each_kind(
+    range(111, 114), bad_words=["self", 700 * "ab ", 700 * "c ", " the", "return"]
+)
+_LONG_LISTS = [
+    *each_kind(range(102, 105), allowed_token_ids=4 * list(range(60, 400))),
+    *each_kind(range(105, 108), stop_token_ids=list(range(1, 200)), min_tokens=6),
+]
+FOR_A_CPU = [*_LONG_WORDS, *_LONG_LISTS]
+"""Requests with longer lists than vLLM's sampler on CUDA has room for."""
+
 FEATURES: dict[str, list[Request]] = {
     "min_p": [ask(n, "full", min_p=0.1) for n in range(6)],
     "top_k": [ask(n, "full", top_k=3) for n in range(6)],
@@ -77,10 +87,7 @@ FEATURES: dict[str, list[Request]] = {
         for n, kind in enumerate(("greedy", "nucleus", "full"))
     ],
     "allowed_token_ids": each_kind(range(20, 26), allowed_token_ids=list(range(60, 400))),
-    "long lists": [
-        *each_kind(range(102, 105), allowed_token_ids=4 * list(range(60, 400))),
-        *each_kind(range(105, 108), stop_token_ids=list(range(1, 200)), min_tokens=6),
-    ],
+    "long lists": _LONG_LISTS,
     "seeds beyond int64": [
         ask(n, "full", seed=2**63 - 1, n=3, max_tokens=16) for n in range(108, 111)
     ],
@@ -112,7 +119,7 @@ FEATURES: dict[str, list[Request]] = {
     ],
     "bad_words": [
         *each_kind(range(76, 82), bad_words=["self", " the", "return"]),
-        *each_kind(range(111, 114), bad_words=["self", 700 * "ab ", 700 * "c ", " the", "return"]),
+        *_LONG_WORDS,
         *each_kind(range(186, 198), bad_words=PHRASES),
     ],
     "thinking_budget": each_kind(range(180, 186), thinking_token_budget=THINKING_BUDGET),
