@@ -29,6 +29,7 @@ def main(arguments: dict[str, Any], waits: bool) -> None:
         dtype="bfloat16",
         max_model_len=512,
         max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 28,  # vLLM cannot measure memory that other processes free
         speculative_config=drafts | {"num_speculative_tokens": 16},
         additional_config={"dyntree": {}},
         **arguments,

@@ -30,7 +30,8 @@ class Event:
         self.device = device
         self.at = float("nan")
 
-    def record(self) -> None:
+    def record(self, stream: Device) -> None:
+        assert stream is self.device
         self.at = self.device.given
 
     def query(self) -> bool:
@@ -53,7 +54,7 @@ def device() -> Device:
 
 @pytest.fixture
 def clock(device: Device) -> EventClock:
-    return EventClock(device.event, capturing=lambda: device.capturing)
+    return EventClock(device.event, lambda: device.capturing, lambda: device)
 
 
 def step(clock: EventClock, device: Device) -> EventTimes:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from vllm.utils.torch_utils import current_stream
 
 from dyntree_plugin.engine.step.clock import STAGES, Clock
 
@@ -14,7 +15,7 @@ from dyntree_plugin.engine.step.clock import STAGES, Clock
 class Event(Protocol):
     """The part of ``torch.cuda.Event`` that the clock uses."""
 
-    def record(self) -> None: ...
+    def record(self, stream: Any) -> None: ...
 
     def query(self) -> bool: ...
 
@@ -41,9 +42,12 @@ class EventClock(Clock):
         self,
         make_event: Callable[[], Event] = cuda_event,
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+        stream: Callable[[], Any] = current_stream,
     ) -> None:
         self._make_event = make_event
         self._capturing = capturing
+        # Left alone, an event asks torch for the current stream, which costs more than recording.
+        self._stream = stream
         # Events cost microseconds to make; those that were read are used again.
         self._free: deque[Event] = deque()
         self._marks: list[tuple[str | None, Event]] = []
@@ -69,7 +73,7 @@ class EventClock(Clock):
         if self._capturing():
             return
         event = self._free.popleft() if self._free else self._make_event()
-        event.record()
+        event.record(self._stream())
         self._marks.append((self._running[-1] if self._running else None, event))
 
 
