@@ -241,7 +241,7 @@ def test_what_was_measured_decides_which_attention_a_gpu_has(
 
 @pytest.mark.parametrize(
     ("kind", "status", "told"),
-    [("cpu", "ok", "cores"), ("cuda", "warn", "unproven on a GPU"), ("xpu", "fail", "xpu")],
+    [("cpu", "ok", "cores"), ("cuda", "warn", "compare the tokens"), ("xpu", "fail", "xpu")],
 )
 def test_the_device_is_told_with_what_it_is_good_for(
     monkeypatch: pytest.MonkeyPatch, kind: str, status: str, told: str

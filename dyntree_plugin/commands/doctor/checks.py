@@ -68,8 +68,8 @@ def device() -> Check:
     refusal = versions.platform_refusal(kind)
     if refusal is None:
         advice = (
-            "trees are unproven on a GPU: compare the tokens of a few greedy requests with those "
-            "of the same engine without the dyntree options"
+            "docs/gpu.md says what ran on a GPU; for the rest, compare the tokens of a few greedy "
+            "requests with those of the same engine without the dyntree options"
         )
         return Check("device", "warn", found, advice)
     return Check("device", "fail", found, refusal.partition(": ")[2])

@@ -21,11 +21,9 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 MAX_TILES = 64
 """Tree tiles per request, one bit of an int64 each."""
-TILE_ROWS = (128, 64, 32, 16)
-READING = 32
-"""Rows that a tile multiplies in the time that it waits for keys and values. It is an estimate: an
-H100's L2 cache delivers them in the time of 50 to 90 rows, and the pipeline hides a part of that.
-`benchmarks.kernels` measures what it decides."""
+SMALL_TILES = 320
+"""Packed rows up to which tiles have at most 64 rows. With 68, 132 and 260 packed rows these took
+19 to 37 % less time on an H200 than tiles of 128 (`benchmarks/results/kernels-h200.json`)."""
 
 
 @triton.jit
@@ -237,23 +235,17 @@ class Tiling:
 def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
     """Tiles for `rows` packed rows per request and KV head.
 
-    Every tile multiplies its padding, too, and reads the whole context. So few tiles are best, but
-    three of 64 rows are better than two of 128 that are a third empty. With 16-bit caches and head
-    groups of a power of two they do not spill on sm_90.
+    With 16-bit caches and head groups of a power of two they do not spill on sm_90.
     """
     padded = triton.next_power_of_2(head_size)
     if element_size == 4 or padded > 128:
         return Tiling(32 if rows <= 32 else 64, 32, 4 if rows <= 32 else 8, 2)
-
-    def cost(size: int) -> int:
-        tiles: int = triton.cdiv(rows, size)
-        return tiles * (size + READING)
-
-    return half_precision_tiling(min(TILE_ROWS, key=cost))
+    largest = 64 if rows <= SMALL_TILES else 128
+    return half_precision_tiling(next((size for size in (16, 32) if rows <= size), largest))
 
 
 def half_precision_tiling(block_m: int) -> Tiling:
-    """A tile of so many rows, one of `TILE_ROWS`, of 16-bit caches and head sizes up to 128."""
+    """A tile of 16, 32, 64 or 128 rows, of 16-bit caches and head sizes up to 128."""
     return Tiling(block_m, 64, 8 if block_m == 128 else 4, 3)
 
 
