@@ -108,6 +108,8 @@ tune MODELS --prompts folder --output out → --prompts 'folder' must be a JSONL
 tune MODELS --prompts empty.jsonl --output out → --prompts 'empty.jsonl' has 0 prompts
 tune MODELS --prompts latin.jsonl --output out → --prompts 'latin.jsonl' is not UTF-8
 tune MODELS --prompts number.jsonl --output out → line 1 must be a JSON object
+tune MODELS --prompts half.jsonl --output out → line 1 has half of a surrogate pair
+tune MODELS --prompts deep.jsonl --output out → --prompts 'deep.jsonl', line 1 is not JSON
 tune MODELS --prompts ok.jsonl --output empty.txt → 'empty.txt' is a file: give a folder
 tune MODELS --prompts ok.jsonl --output out --head eagle2 → '--head': 'eagle2' is not one of
 tune MODELS --prompts ok.jsonl --output out --pool 5 → '--pool': 4
@@ -120,6 +122,7 @@ bench serve --prompts folder → --prompts 'folder' must be 'code', 'prose'
 bench serve --prompts empty.jsonl → --prompts 'empty.jsonl' has no lines
 bench serve --prompts latin.jsonl → --prompts 'latin.jsonl' is not UTF-8
 bench serve --prompts text.jsonl → --prompts 'text.jsonl', line 1 is not JSON
+bench serve --prompts half.jsonl → --prompts 'half.jsonl', line 1 has half of a surrogate pair
 bench serve --prompts number.jsonl → --prompts 'number.jsonl', line 1 must be a JSON object
 bench serve --prompts "vllm:'" → cannot be split into flags: No closing quotation
 bench serve --prompts vllm: → flags must name a data set
@@ -209,6 +212,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "latin.txt": "größe".encode("latin-1"),
         "text.jsonl": b"just text\n",
         "number.jsonl": b"5\n",
+        "half.jsonl": b'{"prompt": "\\ud800"}\n' * 80,
+        "deep.jsonl": b"[" * 100000,
         "object.json": b"{}",
         "trace.txt": b"{}",
     }

@@ -34,7 +34,7 @@ def lines(path: Path) -> list[Request]:
 def _request(line: str, where: str) -> Request:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a JSON object with the prompt")
@@ -42,6 +42,8 @@ def _request(line: str, where: str) -> Request:
     prompt = found[0] if isinstance(found, list) and found else found
     if not isinstance(prompt, str):
         raise ValueError(f"{where} must have its prompt as text in one of {', '.join(FIELDS)}")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ValueError(f"{where} has half of a surrogate pair, \\ud800 to \\udfff, in its prompt")
     sampling = value.get(SAMPLING, {})
     if not isinstance(sampling, dict):
         raise ValueError(f"{where} must have a JSON object in {SAMPLING}")
