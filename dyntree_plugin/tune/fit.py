@@ -53,8 +53,14 @@ class Machine:
 
 def epochs(shards: Shards, rows: int, seed: int) -> Iterator[Batch]:
     """Yield batches of ``rows`` texts without end. An epoch has every text once, but for a rest
-    that is no whole batch."""
+    that is no whole batch.
+
+    Raises:
+        ValueError: if there are fewer texts than a batch has.
+    """
     lengths = shards.lengths
+    if len(lengths) < rows:
+        raise ValueError(f"rows={rows} must be at most the number of texts, {len(lengths)}")
     generator = torch.Generator().manual_seed(seed)
     while True:
         shuffled = torch.randperm(len(lengths), generator=generator).tolist()

@@ -141,6 +141,12 @@ def test_an_epoch_has_every_text_once_in_an_order_of_its_own(shards: Shards) -> 
     assert first_tokens(0)[:10] != first_tokens(0)[10:]
 
 
+def test_a_batch_of_more_texts_than_there_are_is_refused(shards: Shards) -> None:
+    assert len(next(fit.epochs(shards, 40, 0))["tokens"]) == 40
+    with pytest.raises(ValueError, match="rows=41 must be at most the number of texts, 40"):
+        next(fit.epochs(shards, 41, 0))
+
+
 def trained(
     shards: Shards, checkpoint: Checkpoint | None = None, seed: int = 0, until: int | None = None
 ) -> LlamaForCausalLM:

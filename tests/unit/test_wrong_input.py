@@ -110,6 +110,7 @@ tune MODELS --prompts latin.jsonl --output out → --prompts 'latin.jsonl' is no
 tune MODELS --prompts number.jsonl --output out → line 1 must be a JSON object
 tune MODELS --prompts half.jsonl --output out → line 1 has half of a surrogate pair
 tune MODELS --prompts deep.jsonl --output out → --prompts 'deep.jsonl', line 1 is not JSON
+tune MODELS --prompts ok.jsonl --output out --rows 17 → --rows 17 must be at most 16, the number
 tune MODELS --prompts ok.jsonl --output empty.txt → 'empty.txt' is a file: give a folder
 tune MODELS --prompts ok.jsonl --output out --head eagle2 → '--head': 'eagle2' is not one of
 tune MODELS --prompts ok.jsonl --output out --pool 5 → '--pool': 4

@@ -65,4 +65,10 @@ def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
             f"prompt: the models read at most {context} tokens"
         )
     tokenizer = models.tokenizer_of(settings.target)
-    return prompts.read(file, tokenizer, most, settings.held_out, settings.seed, chat=chat)
+    found = prompts.read(file, tokenizer, most, settings.held_out, settings.seed, chat=chat)
+    if settings.rows > len(found.learn):
+        raise ValueError(
+            f"--rows {settings.rows} must be at most {len(found.learn)}, the number of prompts "
+            "that are learned: those of --prompts without those of --held-out"
+        )
+    return found
