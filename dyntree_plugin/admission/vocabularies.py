@@ -152,15 +152,25 @@ def tokenizer_file(model: str, revision: str | None) -> Path | None:
 
 
 def _texts(file: Path) -> dict[int, str]:
-    """Return every token's text by its id; none for a file of an unknown form."""
+    """Return every token's text by its id; none for a file without a vocabulary.
+
+    Raises:
+        ValueError: if the file is none of Hugging Face's tokenizers.
+    """
     try:
         content = json.loads(file.read_bytes())
+        vocabulary = content.get("model", {}).get("vocab", {})
+        if isinstance(vocabulary, list):  # A Unigram tokenizer has pairs of text and score.
+            texts = {token: pair[0] for token, pair in enumerate(vocabulary)}
+        else:
+            texts = {token: text for text, token in vocabulary.items()}
+        texts |= {each["id"]: each["content"] for each in content.get("added_tokens", ())}
+        if not all(isinstance(i, int) and isinstance(text, str) for i, text in texts.items()):
+            raise TypeError
     except ValueError as error:
-        raise ValueError(f"{file} is not a tokenizer file: {error}") from None
-    vocabulary = content.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # A Unigram tokenizer has pairs of text and score.
-        texts = {token: str(pair[0]) for token, pair in enumerate(vocabulary)}
+        reason = str(error)
+    except (TypeError, AttributeError, LookupError, RecursionError):
+        reason = "model.vocab and added_tokens must be lists or objects of tokens"
     else:
-        texts = {token: text for text, token in vocabulary.items()}
-    added = {each["id"]: each["content"] for each in content.get("added_tokens", ())}
-    return texts | added
+        return texts
+    raise ValueError(f"{file} is not a tokenizer file: {reason}; get the model again")

@@ -55,6 +55,26 @@ def test_a_file_that_is_no_tokenizer_is_named(write: Write, tmp_path: Path) -> N
         vocabularies.difference(write("target", TOKENS), tmp_path / "broken.json")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        *([], None, 5, "text"),
+        *({"model": value} for value in ([], None, 5, "text")),
+        *({"model": {"vocab": value}} for value in (None, 5, "text", [5], [[]], [[5]], {"a": "b"})),
+        *({"added_tokens": value} for value in (None, 5, "text", {"a": 1}, [5], [{}], [[]])),
+        {"added_tokens": [{"id": "a", "content": "b"}]},
+        {"added_tokens": [{"id": 5, "content": None}]},
+    ],
+)
+def test_a_part_of_a_tokenizer_that_has_another_type_is_refused(
+    content: object, write: Write, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer file: .*get the mod"):
+        vocabularies.difference(write("target", TOKENS), file)
+
+
 def test_a_tokenizer_is_looked_for_in_the_folder_and_in_the_cache_and_never_asked_for(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
