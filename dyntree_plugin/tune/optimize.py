@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dyntree_plugin.pair.models import Model, in_dtype
+from dyntree_plugin.tune.files import damaged, explained, whole
 
 # Most copies of the trained model on a CPU: each has its share of a step's samples and a thread.
 _COPIES = 2
@@ -61,10 +62,9 @@ class Checkpoint:
         return state
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Replace the last state, unless the process is killed meanwhile."""
-        part = self.file.with_suffix(".part")
-        torch.save(state, part)
-        part.replace(self.file)
+        """Replace the last state as `whole` does."""
+        with whole(self.file) as part:
+            torch.save(state, part)
 
 
 def working_copies(
@@ -115,9 +115,12 @@ def optimize(
     Every step takes one of the ``batches`` and shares it among the copies. A run that finds a
     ``checkpoint`` goes on from there: it skips the batches that the killed one has taken.
     ``report`` is called after every step; it must not change the model.
+
+    Raises:
+        ValueError: if the checkpoint is damaged, or of another model or a longer schedule.
     """
     running = optimizers(model)
-    first, average = _resume(checkpoint, model, running)
+    first, average = _resume(checkpoint, model, running, schedule.steps)
     for _ in range(first):
         next(batches)
     threads = max(1, torch.get_num_threads() // len(copies))
@@ -180,12 +183,21 @@ def _resume(
     checkpoint: Checkpoint | None,
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
+    most: int,
 ) -> tuple[int, float]:
-    """Restore the last state, if there is one; return the steps so far and the mean loss."""
-    state = None if checkpoint is None else checkpoint.read()
-    if state is None:
+    """Restore the last state, if there is one; return the steps so far and the mean loss.
+
+    ``most``: steps that there are.
+    """
+    if checkpoint is None:
         return 0, math.nan
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    return int(state["step"]), float(state["average"])
+    with explained(damaged(checkpoint.file)):
+        state = checkpoint.read()
+        if state is None:
+            return 0, math.nan
+        if not 0 < state["step"] <= most:
+            raise ValueError(f"it is of step {state['step']}, and there are {most}")
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return int(state["step"]), float(state["average"])

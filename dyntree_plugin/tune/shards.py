@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dyntree_plugin.tune.files import damaged, explained, whole
+
 TOP = 64
 """Tokens of a law that are kept, the likeliest ones; the rest is known by its sum."""
 
-FLAT = ("tokens", "top_tokens", "top_log_probs", "states")
-"""Tensors of a shard with a row per position. Those of all texts follow one another."""
+FLAT = {"tokens": "I32", "top_tokens": "I32", "top_log_probs": "F16", "states": "BF16"}
+"""Tensors of a shard with a row per position, and their types by the names of safetensors. The rows
+of all texts follow one another."""
 
 WEIGHTS = "weights"
 
@@ -38,11 +42,9 @@ class Sample:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Write tensors; a process that is killed meanwhile leaves nothing under the file's name."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    save_file(dict(tensors), part)
-    part.replace(file)
+    """Write tensors as `whole` does."""
+    with whole(file) as part:
+        save_file(dict(tensors), part)
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,14 @@ class Shards:
     each position at temperature 1; and ``states`` [P, …] of hidden states, where heads need them.
     """
 
-    def __init__(self, files: Sequence[Path], weights: Sequence[Path] = ()) -> None:
-        """``weights``: for each shard a file with float32 [P]; without any, all weigh 1."""
-        self._files = files
-        self._shards: list[Any] = [safe_open(file, "pt") for file in files]
-        self._weights = [load_file(file)[WEIGHTS] for file in weights]
+    def __init__(self, files: Sequence[Path], vocabulary: int | None = None) -> None:
+        """``vocabulary``: size of the target's; None to trust the tokens of the files.
+
+        Raises:
+            ValueError: if a file is damaged.
+        """
+        self._shards = [_opened(file, vocabulary) for file in files]
+        self._weights: list[torch.Tensor] = []
         self._places = [
             _Place(number, slice(end - length, end))
             for number, shard in enumerate(self._shards)
@@ -80,13 +85,30 @@ class Shards:
         return len(self._places)
 
     def weighed(self, weights: Sequence[Path]) -> Shards:
-        """Return the same texts with other weights."""
-        return Shards(self._files, weights)
+        """Return the same texts, whose positions weigh by a file with float32 [P] for each shard.
+
+        Without them all weigh 1.
+        """
+        found = copy.copy(self)
+        found._weights = []
+        for file, positions in zip(weights, map(_positions, self._shards), strict=True):
+            with explained(damaged(file)):
+                found._weights.append(load_file(file)[WEIGHTS].view(positions))
+        return found
 
     @property
     def lengths(self) -> list[int]:
         """Numbers of tokens of the texts."""
         return [place.length for place in self._places]
+
+    def texts(self) -> list[tuple[int, ...]]:
+        """Return the tokens of every text."""
+        return [tuple(self._rows(place, "tokens").tolist()) for place in self._places]
+
+    @property
+    def largest(self) -> int:
+        """The largest token of the texts."""
+        return max(int(shard.get_tensor("tokens").max()) for shard in self._shards)
 
     def positions(self) -> int:
         return sum(self.lengths)
@@ -123,6 +145,31 @@ class Shards:
         if not self._weights:
             return torch.ones(place.length)
         return self._weights[place.file][place.rows]
+
+
+def _opened(file: Path, vocabulary: int | None) -> Any:
+    """Open a shard, and check that it holds what `Shards` explains."""
+    with explained(damaged(file)):
+        shard: Any = safe_open(file, "pt")
+        positions = _positions(shard)
+        lengths = shard.get_tensor("lengths")
+        if lengths.dtype != torch.int64 or lengths.min() < 1 or lengths.sum() != positions:
+            raise ValueError("lengths are not those of its texts")
+        for name in {*shard.keys()} - {"lengths"}:
+            rows = shard.get_slice(name)
+            if rows.get_dtype() != FLAT[name] or rows.get_shape()[0] != positions:
+                raise ValueError(f"{name} has another type or size than it must have")
+        top_tokens, top_log_probs = map(shard.get_tensor, ("top_tokens", "top_log_probs"))
+        for tokens in (shard.get_tensor("tokens"), top_tokens):
+            if tokens.min() < 0 or tokens.max() >= (vocabulary or 2**31 - 1):
+                raise ValueError("tokens are not all in the target's vocabulary")
+        if top_tokens.shape != top_log_probs.shape or not (top_log_probs <= 0).all():
+            raise ValueError("top_log_probs are not those of top_tokens")
+    return shard
+
+
+def _positions(shard: Any) -> int:
+    return int(shard.get_slice("tokens").get_shape()[0])
 
 
 def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -6,18 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import geometric_mean
 
-from safetensors.torch import load_file
-
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.loads.runs import Engine
-from dyntree_plugin.commands.tune import engines
+from dyntree_plugin.commands.tune import engines, heads
 from dyntree_plugin.commands.tune.learn import Lessons
 from dyntree_plugin.commands.tune.models import folder_of, reader_of
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Settings
 from dyntree_plugin.tune import unknown as unknown_of
-from dyntree_plugin.tune.eagle import OfTarget, load_head
+from dyntree_plugin.tune.eagle import load_head
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.posterior import Posterior
 from dyntree_plugin.tune.unknown import Logits
@@ -90,7 +88,7 @@ def unknown(
 def _logits(lessons: Lessons, settings: Settings, machine: Machine, model: str) -> Logits:
     if settings.head is None:
         return unknown_of.of_draft(reader_of(folder_of(model), machine))
-    embedding = OfTarget(**load_file(lessons.folder.of_target)).embedding.float()
+    embedding = heads.kept_of_target(lessons.folder).embedding.float()
     head = load_head(folder_of(model)).to(machine.main)
     return unknown_of.of_head(head, embedding.to(machine.main))
 

@@ -14,6 +14,7 @@ from dyntree_plugin.commands.tune.settings import Folder, Settings
 from dyntree_plugin.pair.models import Shape
 from dyntree_plugin.tune import eagle, optimize
 from dyntree_plugin.tune.eagle import OfTarget
+from dyntree_plugin.tune.files import damaged, explained
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.head import default_layers, frequent_tokens, head_loss
 from dyntree_plugin.tune.shards import save_tensors
@@ -34,7 +35,8 @@ def config_of(settings: Settings) -> Any:
                 f"configuration has no {name}"
             )
     if settings.draft is not None:
-        config = LlamaConfig.from_pretrained(models.folder_of(settings.draft))
+        with explained(f"the configuration of {settings.draft!r} cannot be read"):
+            config = LlamaConfig.from_pretrained(models.folder_of(settings.draft))
         if config.vocab_size != target.vocab_size or config.hidden_size != target.hidden_size:
             raise ValueError(
                 f"--draft {settings.draft!r} must be a head of --target "
@@ -73,12 +75,22 @@ def keep_of_target(folder: Folder, target: Any) -> None:
     save_tensors(weights, folder.of_target)
 
 
+def kept_of_target(folder: Folder) -> OfTarget:
+    """Return the weights that `keep_of_target` has stored.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    with explained(damaged(folder.of_target)):
+        return OfTarget(**load_file(folder.of_target))
+
+
 def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -> None:
     """Fit the head and store it, unless it is there."""
     folder = lessons.folder
-    if folder.fitted(1).exists():
+    if models.is_there(folder.fitted(1)):
         return
-    of_target = OfTarget(**load_file(folder.of_target))
+    of_target = kept_of_target(folder)
     if settings.draft is None:
         config = config_of(settings)
         shards = lessons.learn()

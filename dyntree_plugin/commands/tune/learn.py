@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from dyntree_plugin.commands.tune import models
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import samples
 from dyntree_plugin.tune import boost, fit, teach
+from dyntree_plugin.tune.files import AGAIN, damaged, explained
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.optimize import Checkpoint, Loss, Optimizers, Schedule, adamw
 from dyntree_plugin.tune.shards import WEIGHTS, Sample, Shards, save_tensors
@@ -46,38 +47,54 @@ def taught(
     """
     waiting = [part for part in range(parts) if not folder.shard(part).exists()]
     advance(parts - len(waiting))
-    if not waiting:
+    if not waiting and (keep is None or folder.of_target.exists()):
         return
     target = models.target_of(settings.target, settings.dtype, machine)
+    vocabulary = models.text_config_of(settings.target).vocab_size
     if keep is not None:
         keep(target)
     for part in waiting:
-        save_tensors(teach.laws(target, samples(folder, part), layers), folder.shard(part))
+        texts = samples(folder, part, vocabulary)
+        save_tensors(teach.laws(target, texts, layers), folder.shard(part))
         advance(1)
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """The shards of a tuning, to ``learn`` from and ``held_out`` from learning."""
+    """The shards of a tuning, to ``learn`` from and ``held_out`` from learning.
+
+    ``vocabulary``: size of the target's. What reads a damaged file raises a ValueError.
+    """
 
     folder: Folder
     parts: int
     held_out_parts: int
+    vocabulary: int
 
     def learn(self, weighed_for: int | None = None) -> Shards:
         """Return what is learned; for a later member of a pool with weights of its positions."""
         numbers = range(self.held_out_parts, self.parts)
-        shards = Shards([self.folder.shard(n) for n in numbers])
+        shards = self._shards(numbers)
         if weighed_for is None:
             return shards
         return shards.weighed([self.folder.weights(weighed_for, n) for n in numbers])
 
     def held_out(self) -> Shards:
-        return Shards([self.folder.shard(n) for n in range(self.held_out_parts)])
+        return self._shards(range(self.held_out_parts))
 
     def held_out_texts(self) -> list[Sample]:
         """Return the texts of `held_out`, in the same order."""
-        return [text for n in range(self.held_out_parts) for text in samples(self.folder, n)]
+        found = []
+        for part in range(self.held_out_parts):
+            texts = samples(self.folder, part, self.vocabulary)
+            if [text.tokens for text in texts] != self._shards([part]).texts():
+                file, written = self.folder.shard(part), self.folder.written(part)
+                raise ValueError(f"{str(file)!r} is not of the texts in {str(written)!r}: {AGAIN}")
+            found += texts
+        return found
+
+    def _shards(self, parts: Iterable[int]) -> Shards:
+        return Shards([self.folder.shard(part) for part in parts], self.vocabulary)
 
 
 def schedule(settings: Settings, texts: int) -> Schedule:
@@ -90,7 +107,7 @@ def schedule(settings: Settings, texts: int) -> Schedule:
 def fitted(lessons: Lessons, settings: Settings, machine: Machine, member: int, note: Note) -> None:
     """Fit a member of the pool and store it, unless it is there."""
     folder = lessons.folder
-    if folder.fitted(member).exists():
+    if models.is_there(folder.fitted(member)):
         return
     draft = settings.draft
     if draft is None:
@@ -99,6 +116,12 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, member: int, 
         _weigh(lessons, settings, machine, member)
     start = models.folder_of(draft) if member == 1 else folder.fitted(member - 1)
     model, dtype = models.draft_of(start, machine)
+    largest = max(lessons.learn().largest, lessons.held_out().largest)
+    if largest >= model.config.get_text_config().vocab_size:
+        raise ValueError(
+            f"--draft {draft!r} has no token {largest}, which the target has written: resize it to "
+            "the target's size with transformers' resize_token_embeddings"
+        )
     trained: Any = model
     if settings.adapter is not None:
         trained = fit.with_adapter(model, settings.adapter, settings.seed)
@@ -133,12 +156,15 @@ def train(
         write_json(folder.losses(member), sorted((n, *both) for n, both in curve.items()))
 
     def report(model: torch.nn.Module, step: int, average: float) -> None:
+        # A run that was killed may have measured steps that follow its last checkpoint.
+        for ahead in [measured for measured in curve if measured > step]:
+            del curve[ahead]
         if step % every == 0 or step == plan.steps:
             measure(model, step, average)
         last = curve[max(curve)][1]
         note(step, f"loss {average:.3f}, held out {last:.3f}")
 
-    if not curve:
+    if 0 not in curve:
         measure(model, 0, None)
     fit.fit(
         model, shards, loss, plan, machine,
@@ -153,7 +179,12 @@ def read_curve(file: Path) -> dict[int, tuple[float | None, float]]:
     """Return the running mean of the loss, and that of held-out texts, by step."""
     if not file.exists():
         return {}
-    return {step: (learned, held_out) for step, learned, held_out in json.loads(file.read_text())}
+    with explained(damaged(file)):
+        rows = json.loads(file.read_text())
+        return {
+            int(step): (None if learned is None else float(learned), float(held_out))
+            for step, learned, held_out in rows
+        }
 
 
 def _weigh(lessons: Lessons, settings: Settings, machine: Machine, member: int) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dyntree_plugin.admission import vocabularies
+from dyntree_plugin.tune.files import AGAIN, damaged, explained
 from dyntree_plugin.tune.fit import Machine
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -27,15 +29,61 @@ def folder_of(model: str) -> Path:
 
 
 def tokenizer_of(model: str) -> Any:
-    return AutoTokenizer.from_pretrained(model)
+    with explained(f"the tokenizer of {model!r} cannot be read"):
+        return AutoTokenizer.from_pretrained(model)
 
 
-def check(target: str, draft: str) -> None:
-    """Check that a draft can be fitted to a target, from their configurations.
+def text_config_of(model: str) -> Any:
+    """Return what a model's configuration says of its text model.
+
+    Raises:
+        ValueError: if it cannot be read, or says no size of vocabulary and context.
+    """
+    with explained(f"the configuration of {model!r} cannot be read"):
+        config = AutoConfig.from_pretrained(model).get_text_config()
+        for name in ("vocab_size", "max_position_embeddings"):
+            if not isinstance(getattr(config, name), int):
+                raise TypeError(f"{name} must be an integer")
+        return config
+
+
+def check_weights(folder: Path, remedy: str = AGAIN) -> None:
+    """Check that a folder's safetensors are whole; ``remedy``: what to do if one is not.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    with explained(damaged(folder, remedy)):
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt"):
+                pass
+
+
+def is_there(folder: Path) -> bool:
+    """Return whether a tuning has fitted the model of a folder.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    if not folder.exists():
+        return False
+    with explained(damaged(folder)):
+        AutoConfig.from_pretrained(folder)
+    check_weights(folder)
+    return True
+
+
+def check(target: str, draft: str, tokenizer: Any) -> None:
+    """Check that a draft can be fitted to a target, which has the ``tokenizer``.
 
     Raises:
         ValueError: if its vocabulary is another, or its weights are quantised.
     """
+    if (size := text_config_of(draft).vocab_size) < tokenizer.vocab_size:
+        raise ValueError(
+            f"--draft {draft!r} has {size} tokens: it must have all {tokenizer.vocab_size} of the "
+            f"tokenizer of --target {target!r}"
+        )
     config = AutoConfig.from_pretrained(draft)
     quantised = getattr(config, "quantization_config", None)
     if quantised:
@@ -73,7 +121,8 @@ def reader_of(model: str | Path, machine: Machine) -> PreTrainedModel:
 
 
 def _loaded(model: str | Path, dtype: str, **more: Any) -> Any:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **more)
+    with explained(f"model {str(model)!r} cannot be loaded"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **more)
     return loaded.eval()
 
 
@@ -92,9 +141,14 @@ def save(model: Any, dtype: torch.dtype, like: Path, folder: Path) -> None:
 
 
 def whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make a folder by ``write``; a process that is killed meanwhile leaves none."""
+    """Make a folder by ``write``; a process that is killed meanwhile leaves none.
+
+    Raises:
+        ValueError: if it cannot be written.
+    """
     scratch = folder.with_name(folder.name + ".part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    write(scratch)
-    scratch.rename(folder)
+    with explained(f"{str(folder)!r} cannot be written"):
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        write(scratch)
+        scratch.rename(folder)

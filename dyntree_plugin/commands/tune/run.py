@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from transformers.utils import logging
 
-from dyntree_plugin.commands.engine import context_of
 from dyntree_plugin.commands.tune import heads, models, prompts
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings
@@ -52,19 +51,21 @@ def _check_packages(settings: Settings) -> None:
 
 def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
     """Read the prompts, and check what can be checked without weights."""
-    context = context_of(settings.target)
+    context = models.text_config_of(settings.target).max_position_embeddings
+    tokenizer = models.tokenizer_of(settings.target)
+    for model in filter(None, (settings.target, settings.draft)):
+        models.check_weights(Path(model), "get the model again")
     if settings.head is not None:
         heads.config_of(settings)
     elif settings.draft is not None:
-        models.check(settings.target, settings.draft)
-        context = min(context, context_of(settings.draft))
+        models.check(settings.target, settings.draft, tokenizer)
+        context = min(context, models.text_config_of(settings.draft).max_position_embeddings)
     most = context - settings.tokens - max(settings.nodes) - 1
     if most < 1:
         raise ValueError(
             f"--max-tokens {settings.tokens} and --nodes {max(settings.nodes)} leave no room for a "
             f"prompt: the models read at most {context} tokens"
         )
-    tokenizer = models.tokenizer_of(settings.target)
     found = prompts.read(file, tokenizer, most, settings.held_out, settings.seed, chat=chat)
     if settings.rows > len(found.learn):
         raise ValueError(

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dyntree_plugin.tune.files import damaged, explained, whole
+
 Boost = Literal["positions", "samples"]
 
 
@@ -108,7 +110,8 @@ class Folder:
         """
         wanted = settings.as_json()
         if self.settings.exists():
-            there = json.loads(self.settings.read_text())
+            with explained(damaged(self.settings, "restore it, or give another folder")):
+                there = dict(json.loads(self.settings.read_text()))
             other = [name for name in wanted if there.get(name) != wanted[name]]
             if other:
                 raise ValueError(
@@ -135,8 +138,7 @@ def _shown(value: Any) -> str:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write JSON; a process that is killed meanwhile leaves the file as it was."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(value) + "\n")
-    part.replace(file)
+    """Write JSON as `whole` does."""
+    text = json.dumps(value) + "\n"
+    with whole(file) as part:
+        part.write_text(text)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dyntree_plugin.commands.tune import check, heads, learn, picture, screen
+from dyntree_plugin.commands.tune import check, heads, learn, models, picture, screen
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import parts, write
@@ -60,7 +60,8 @@ class Tuning:
             learn.taught(
                 self.folder, self.settings, self.machine, len(every), layers, advance, keep
             )
-        return learn.Lessons(self.folder, len(every), held_out)
+        vocabulary = models.text_config_of(self.settings.target).vocab_size
+        return learn.Lessons(self.folder, len(every), held_out, vocabulary)
 
     def _fit(self, lessons: learn.Lessons) -> None:
         shards = lessons.learn()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.tune import engines
 from dyntree_plugin.commands.tune.prompts import Prompts
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
+from dyntree_plugin.tune.files import damaged, explained
 from dyntree_plugin.tune.shards import Sample
 
 PART = 128
@@ -59,9 +61,29 @@ def write(
             advance(len(part))
 
 
-def samples(folder: Folder, part: int) -> list[Sample]:
-    """Read a part."""
-    return [
-        Sample(tuple(each["prompt"]), tuple(each["answer"]), each["temperature"], each["seed"])
-        for each in json.loads(folder.written(part).read_text())
-    ]
+def samples(folder: Folder, part: int, vocabulary: int) -> list[Sample]:
+    """Read a part that a target of so many tokens has written.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    file = folder.written(part)
+    with explained(damaged(file)):
+        found = [
+            Sample(tuple(each["prompt"]), tuple(each["answer"]), each["temperature"], each["seed"])
+            for each in json.loads(file.read_text())
+        ]
+        if not found:
+            raise ValueError("it has no texts")
+        for sample in found:
+            _check(sample, vocabulary)
+    return found
+
+
+def _check(sample: Sample, vocabulary: int) -> None:
+    if not (sample.prompt and sample.answer):
+        raise ValueError("a prompt or an answer is empty")
+    if not all(type(token) is int and 0 <= token < vocabulary for token in sample.tokens):
+        raise ValueError("the tokens are not all in the target's vocabulary")
+    if not (0 <= sample.temperature < math.inf and 0 <= int(sample.seed) < 1 << 63):
+        raise ValueError("a temperature or a seed is out of range")
