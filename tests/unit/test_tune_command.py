@@ -29,7 +29,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuning.Tuning]:
 
     def run(self: tuning.Tuning) -> bool:
         found.append(self)
-        self.folder.begin(self.settings)
+        with self.folder.held():
+            self.folder.begin(self.settings)
         return True
 
     monkeypatch.setattr(tuning.Tuning, "run", run)

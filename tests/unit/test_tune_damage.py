@@ -334,6 +334,29 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     assert checkpoint.read() == {"step": 2}
 
 
+def test_two_runs_at_a_time_are_refused(out: Path) -> None:
+    settings = Folder(out).settings
+    before = settings.read_bytes()
+    with Folder(out).held():
+        assert "is in use: wait until the other" in refused(tune(out))
+        assert settings.read_bytes() == before
+    assert tune(out).exit_code == 1
+
+
+@pytest.mark.parametrize("left", [[], ["lock"], ["settings.part"], ["lock", "settings.part"]])
+def test_a_folder_of_a_run_that_was_killed_early_is_taken(left: list[str], tmp_path: Path) -> None:
+    work = tmp_path / "out" / "tune"
+    work.mkdir(parents=True)
+    for name in left:
+        (work / name).touch()
+    assert tune(tmp_path / "out").exit_code == 1
+    # Control: a file that no run has left so early is another's.
+    shutil.rmtree(work)
+    work.mkdir()
+    (work / "notes").touch()
+    assert "must be a new or an empty folder" in refused(tune(tmp_path / "out"))
+
+
 def test_a_draft_without_a_token_that_the_target_has_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

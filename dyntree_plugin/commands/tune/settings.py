@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dyntree_plugin.tune.files import damaged, explained, whole
+from dyntree_plugin.tune.files import damaged, explained, part_of, whole
 
 Boost = Literal["positions", "samples"]
 
@@ -63,6 +65,10 @@ class Folder:
         return self.work / "settings.json"
 
     @property
+    def lock(self) -> Path:
+        return self.work / "lock"
+
+    @property
     def report(self) -> Path:
         return self.work / "report.json"
 
@@ -102,11 +108,40 @@ class Folder:
         """The folder of a member in the result."""
         return self.output if members == 1 else self.output / str(member)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes out of the folder.
+
+        Raises:
+            ValueError: if one is there, or the folder holds something else than a run.
+        """
+        output = f"--output {str(self.output)!r}"
+        # What a run may leave that is killed before its settings are written.
+        left = {self.work, self.lock, part_of(self.settings)}
+        strange = {*self.output.glob("*"), *self.work.glob("*")} - left
+        if strange and not self.settings.exists():
+            raise ValueError(f"{output} must be a new or an empty folder")
+        self.work.mkdir(parents=True, exist_ok=True)
+        with self.lock.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{output} is in use: wait until the other `dyntree tune` ends, or give "
+                    "another folder"
+                ) from None
+            except OSError as error:
+                raise ValueError(
+                    f"{output} cannot be locked ({error.strerror}): give a folder on another file "
+                    "system"
+                ) from None
+            yield
+
     def begin(self, settings: Settings) -> bool:
         """Take the folder for these settings; return whether a run with them has begun there.
 
         Raises:
-            ValueError: if the folder holds something else.
+            ValueError: if it is of a run with others.
         """
         wanted = settings.as_json()
         if self.settings.exists():
@@ -120,8 +155,6 @@ class Folder:
                     "or another folder"
                 )
             return True
-        if self.output.exists() and any(self.output.iterdir()):
-            raise ValueError(f"--output {str(self.output)!r} must be a new or an empty folder")
         write_json(self.settings, wanted)
         return False
 

@@ -37,13 +37,14 @@ class Tuning:
             ValueError: if the folder, a model or an argument of vLLM does not fit.
             RuntimeError: if an engine fails.
         """
-        if self.folder.begin(self.settings):
-            self.console.print("going on with the run that is in the folder", style="dim")
-        for note in self.prompts.notes:
-            self.console.print(f"note: {note}", style="yellow")
-        lessons = self._lessons()
-        self._fit(lessons)
-        return self._check(lessons)
+        with self.folder.held():
+            if self.folder.begin(self.settings):
+                self.console.print("going on with the run that is in the folder", style="dim")
+            for note in self.prompts.notes:
+                self.console.print(f"note: {note}", style="yellow")
+            lessons = self._lessons()
+            self._fit(lessons)
+            return self._check(lessons)
 
     def _lessons(self) -> learn.Lessons:
         """Write and teach."""
