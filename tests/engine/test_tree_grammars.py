@@ -224,6 +224,22 @@ def test_tokens_before_the_start_of_a_grammar_are_not_read() -> None:
     assert found.accept_tokens(request("free", structured=False), [5])
 
 
+def test_the_end_of_a_text_may_follow_what_guidance_ignores_after_its_last_token() -> None:
+    """With ``ignore_eos`` the request then goes on without a grammar."""
+    forced, end = tokenizer().encode("yes")[0], tokenizer().eos_token_id
+    tree = Tree([forced, end, forced], [-1, 0, 1])
+    walked, alone = grammar_of("guidance", "choice"), grammar_of("guidance", "choice")
+    for grammar in (walked, alone):
+        assert grammar.accept_tokens("", tokenizer().encode("no"))
+    bitmask = backend("guidance").allocate_token_bitmask(4)
+    TreeWalk("tree", walked, bitmask, 0, at_once).fill(tree)
+    for row, token in enumerate(tree.tokens):
+        assert torch.equal(bitmask[row], mask_of("guidance", alone))
+        assert alone.accept_tokens("", [token])
+    assert alone.is_terminated()
+    assert (bitmask[3] == ANY).all()
+
+
 @pytest.fixture
 def grammars() -> tuple[TreeGrammars, dict[str, Any]]:
     requests = {"a": request("a"), "b": request("b"), "free": request("free", structured=False)}

@@ -90,8 +90,10 @@ class TreeWalk:
     def fill(self, tree: Tree) -> None:
         """Fill the masks of all rows; afterwards the grammar's state is what it was.
 
-        Where a parent's mask forbids a node's token, no sample reaches the node or those below it.
-        These rows repeat the parent's mask.
+        A node that its parent's mask forbids is reached only if something overrides the mask. The
+        grammar does not read it, and its row repeats the parent's mask: either the grammar will
+        refuse the token, which ends the request, or ignore it, as guidance does after the end of
+        its text.
         """
         children = tree.children()
         root = _Entered(-1, 0, free=self._starts([])[1] > 0)
@@ -102,10 +104,11 @@ class TreeWalk:
             self._return_to(tree.parents[node], path)
             entered = self._enter(node, tree.tokens, path)
             if entered is None:
-                self._repeat(node, tree.parents[node], children)
-                continue
+                entered = _Entered(node, 0, free=False)
+                self._words[self._row(node)] = self._words[self._row(tree.parents[node])]
+            else:
+                self._fill_row(entered)
             path.append(entered)
-            self._fill_row(entered)
             waiting.extend(children[1 + node][::-1])
         self._return_to(-1, path)
 
@@ -145,14 +148,6 @@ class TreeWalk:
         word = token >> 5
         mask = self._words[self._row(node)]
         return word < len(mask) and (int(mask[word]) >> (token & 31)) & 1 == 1
-
-    def _repeat(self, node: int, parent: int, children: list[list[int]]) -> None:
-        """Give a node and all nodes below it the mask of its parent."""
-        waiting = [node]
-        while waiting:
-            below = waiting.pop()
-            self._words[self._row(below)] = self._words[self._row(parent)]
-            waiting.extend(children[1 + below])
 
     def _row(self, node: int) -> int:
         return self._first + 1 + node
