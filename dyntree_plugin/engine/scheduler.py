@@ -63,6 +63,21 @@ class TreeCounting(Scheduler):
             request.num_computed_tokens = min(request.num_computed_tokens, end)
         return super()._handle_stopped_request(request)
 
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        if not request.use_structured_output:
+            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        # A request ends with the first token that its grammar refuses, such as one that a thinking
+        # budget forces. What a tree had accepted after it must neither be emitted nor stop it.
+        stopped = False
+        for at, token in enumerate(new_token_ids):
+            _, stopped = super()._update_request_with_output(request, [token], *args, **kwargs)
+            if not self._grammars.read(request, token) or stopped:
+                del new_token_ids[at + 1 :]
+                break
+        return new_token_ids, stopped
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduled = super().schedule(*args, **kwargs)
         if self._buckets is not None:

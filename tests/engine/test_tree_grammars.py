@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
@@ -173,17 +174,14 @@ class Manager:
 
     def __init__(self) -> None:
         self.allocated: list[int] = []
-        self.starts = 0
         self.backend = self
 
     def allocate_token_bitmask(self, rows: int) -> torch.Tensor:
         self.allocated.append(rows)
         return torch.zeros(rows, 1, dtype=torch.int32)
 
-    def _get_constraint_bounds(
-        self, request: Any, path: list[int], spec_tokens_committed: bool = False
-    ) -> tuple[int, int]:
-        return self.starts, self.starts
+    def _get_constraint_bounds(self, request: Any, path: list[int]) -> tuple[int, int]:
+        return 0, 0
 
 
 def request(request_id: str, structured: bool = True) -> Any:
@@ -196,32 +194,17 @@ def request(request_id: str, structured: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_text_that_goes_on_behind_its_end_is_accepted(name: str) -> None:
+def test_a_text_that_goes_on_after_its_end_is_accepted(name: str) -> None:
     """With ``ignore_eos``. Control: guidance refuses the tokens of such a step as a list."""
-    end = tokenizer().eos_token_id
-    emitted = [*tokenizer().encode("no"), end, *tokenizer().encode("yes")]
-    accepted = []
-    for listed in (False, True):
-        asked = request("a")
-        grammar = asked.structured_output_request.grammar = grammar_of(name, "choice")
-        found = TreeGrammars(Manager())  # type: ignore[arg-type]
-        accepted.append(
-            grammar.accept_tokens("a", emitted) if listed else found.accept_tokens(asked, emitted)
-        )
-    assert accepted == [True, name != "guidance"]
-
-
-def test_tokens_before_the_start_of_a_grammar_are_not_read() -> None:
-    asked, manager = request("a"), Manager()
-    found = TreeGrammars(manager)  # type: ignore[arg-type]
-    manager.starts = 4
-    assert found.accept_tokens(asked, [5, 6, 7])
-    assert not asked.structured_output_request.reasoning_ended
-    manager.starts = 2
-    assert found.accept_tokens(asked, [5, 6, 7])
-    assert asked.structured_output_request.reasoning_ended
-    assert asked.structured_output_request.grammar.length == 1
-    assert found.accept_tokens(request("free", structured=False), [5])
+    emitted = [*tokenizer().encode("no"), tokenizer().eos_token_id, *tokenizer().encode("yes")]
+    manager: Any = object.__new__(StructuredOutputManager)
+    manager.enable_in_reasoning, manager.reasoner_cls = False, None
+    asked, found = request("a"), TreeGrammars(manager)
+    asked.structured_output_request.grammar = grammar_of(name, "choice")
+    assert all(found.read(asked, token) for token in emitted)
+    assert found.accept_tokens(asked, emitted)
+    listed = grammar_of(name, "choice").accept_tokens("a", emitted)
+    assert listed == (name != "guidance")
 
 
 def test_the_end_of_a_text_may_follow_what_guidance_ignores_after_its_last_token() -> None:

@@ -25,7 +25,8 @@ class TreeGrammars:
     """What the scheduler asks of vLLM's manager of structured output.
 
     vLLM's own manager takes a grammar along the list of a request's drafts. This one takes it along
-    every path of the tree. It keeps nodes that a grammar forbids: their parents' masks do.
+    every path of the tree. It keeps nodes that a grammar forbids: their parents' masks do. Where
+    something overrides a mask, a request ends with the token that its grammar refuses.
     """
 
     def __init__(self, manager: StructuredOutputManager) -> None:
@@ -33,6 +34,7 @@ class TreeGrammars:
         self._parents: dict[str, list[int]] = {}
         self._bitmask: torch.Tensor | None = None
         self._seconds: list[float] = []
+        self._accepted = True
 
     def take(self, drafts: DraftTokenIds, requests: Container[str]) -> None:
         """Note the parents of newly drafted nodes; forget those of requests that are no more.
@@ -75,23 +77,21 @@ class TreeGrammars:
         self._seconds.append(time.perf_counter() - began)
         return bitmask.numpy()  # sync: host memory
 
-    def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
-        """Do what vLLM's manager does after as many steps of one token.
+    def read(self, request: Request, token: int) -> bool:
+        """Read a token that ``request`` has gained; return whether its grammar accepts it.
 
-        guidance refuses a list that goes on behind the end of the text, as trees do with
-        ``ignore_eos`` (vLLM 0.32).
+        guidance refuses a list that goes on after the end of the text, as trees do with
+        ``ignore_eos`` (vLLM 0.32); so tokens are read one by one, as without speculation.
         """
-        structured = request.structured_output_request
-        if structured is None or not new_token_ids:
-            return True
-        start, _ = self._manager._get_constraint_bounds(
-            request, new_token_ids, spec_tokens_committed=True
-        )
-        if start > len(new_token_ids):
-            return True
-        structured.reasoning_ended = True
-        grammar: Any = structured.grammar
-        return all(grammar.accept_tokens(request.request_id, [t]) for t in new_token_ids[start:])
+        self._accepted = self._manager.accept_tokens(request, [token])
+        return self._accepted
+
+    def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
+        """Return whether the grammar accepted the last token that was read.
+
+        vLLM's scheduler asks this of a request directly after it has taken the request's tokens.
+        """
+        return not request.use_structured_output or self._accepted
 
     def take_seconds(self) -> list[float]:
         """Return the seconds of each call of `grammar_bitmask` since the last call of this."""
