@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -66,6 +67,46 @@ def screen_of(body: str) -> str:
     console = Console(file=io.StringIO(), width=160)
     console.print(screen("a", figures(Page(0.0, parse(body).engines))))
     return str(console.file.getvalue())
+
+
+class Counted(dict[str, str]):
+    """The labels of a series, which count how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, name: str) -> str:
+        Counted.reads += 1
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        Counted.reads += 1
+        return super().__contains__(name)
+
+    def items(self) -> Any:
+        Counted.reads += 1
+        return super().items()
+
+
+def reads(series: int) -> int:
+    """Return how often labels are read for figures of so many series of each name."""
+
+    def counted(steps: int) -> Page:
+        made = page(steps)
+        found = made.engines["m", "0"]
+        for name in list(found):
+            own = [(Counted(labels | {"depth": str(n)}), 1.0) for n in range(series)
+                   for labels, _ in found[name][:1]]  # fmt: skip
+            found[name] = own
+        return made
+
+    before, now = counted(1), counted(2)
+    Counted.reads = 0
+    figures(now, before)
+    return Counted.reads
+
+
+def test_the_work_grows_no_faster_than_the_number_of_series() -> None:
+    assert 0 < reads(400) <= 2 * reads(200)
 
 
 def test_a_speed_that_is_not_known_is_shown_as_none() -> None:

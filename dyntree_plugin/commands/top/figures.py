@@ -66,12 +66,12 @@ def _order(model_name: str, engine: str) -> tuple[str, int, str]:
 
 def _has_restarted(now: Series, before: Series) -> bool:
     """Return whether a count has decreased. Sums of seconds may decrease by rounding."""
-    return any(
-        _total(now, name, labels) < value
-        for name, found in before.items()
-        if name.startswith(PREFIX) and name.endswith("_count")
-        for labels, value in found
-    )
+    for name, found in before.items():
+        if name.startswith(PREFIX) and name.endswith("_count"):
+            counts = {frozenset(labels.items()): value for labels, value in now.get(name, ())}
+            if any(counts.get(frozenset(labels.items()), 0) < value for labels, value in found):
+                return True
+    return False
 
 
 class _Counters:
@@ -88,8 +88,8 @@ class _Counters:
         return _total(self._now, name, where) - _total(self._before, name, where)
 
     def by(self, label: str, name: str) -> dict[str, float]:
-        found = [labels[label] for labels, _ in self._now.get(name, ()) if label in labels]
-        return {value: self.total(name, **{label: value}) for value in found}
+        now, before = (_sums(series, name, label) for series in (self._now, self._before))
+        return {value: total - before.get(value, 0) for value, total in now.items()}
 
     def labels(self, name: str) -> dict[str, str]:
         return next((labels for labels, _ in self._now.get(name, ())), {})
@@ -97,6 +97,15 @@ class _Counters:
 
 def _total(series: Series, name: str, where: dict[str, str]) -> float:
     return sum(value for labels, value in series.get(name, ()) if where.items() <= labels.items())
+
+
+def _sums(series: Series, name: str, label: str) -> dict[str, float]:
+    """Return the total for each value of a label."""
+    sums: dict[str, float] = {}
+    for labels, value in series.get(name, ()):
+        if label in labels:
+            sums[labels[label]] = sums.get(labels[label], 0) + value
+    return sums
 
 
 def _ratio(part: float, whole: float) -> float | None:
