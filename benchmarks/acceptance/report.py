@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +22,8 @@ FILLED = 0.95
 MORE_DRAFTING = 1.5
 """Most draft forwards it may take, of the fixed threshold's that accepts most."""
 
+_UNLIMITED = 10_000
+"""More characters than a line has."""
 
 POSTERIOR_COLUMNS = ("T", "h, bits", "beta", "nodes", "foretold", "measured", "measured / foretold")
 
@@ -38,7 +42,8 @@ def show(console: Console, result: Result) -> None:
         ("modelled speed-up", "modelled_speedup", "{:.2f}"),
     )
     for title, key, form in figures:
-        console.print(_cells_table(result, title, key, form))
+        for table in cells_tables(console, result, title, key, form):
+            console.print(table)
     console.print(Text(modelled_note(result), style="dim"))
     console.print(ratio_table(result))
     if result["posterior"]:
@@ -79,13 +84,47 @@ def _methods(result: Result) -> dict[str, str]:
     return {c["method"]: c["label"] for c in last}
 
 
-def _cells_table(result: Result, title: str, key: str, form: str) -> Table:
-    """A row per method, a column per temperature and budget; the best of a column is bold."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
-    columns = places(result)
-    for temperature, budget in columns:
-        table.add_column(f"T={temperature:g}\n{budget}", justify="right")
+def cells_tables(
+    console: Console, result: Result, title: str, key: str, form: str
+) -> Iterator[Table]:
+    """Yield tables that the console has room for, each with some of the temperatures and budgets.
+
+    A temperature and its budgets stay together where a table has room for them.
+    """
+
+    def fits(columns: Sequence[tuple[float, int]]) -> bool:
+        table = _cells_table(result, columns, title, key, form)
+        unlimited = console.options.update(max_width=_UNLIMITED)
+        return Measurement.get(console, unlimited, table).maximum <= console.width
+
+    left = places(result)
+    while left:
+        count = next((n for n in range(len(left), 1, -1) if fits(left[:n])), 1)
+        ends = [n for n in range(1, count) if left[n - 1][0] != left[n][0]]
+        if count < len(left) and left[count - 1][0] == left[count][0] and ends:
+            count = ends[-1]
+        yield _cells_table(result, left[:count], title, key, form)
+        left = left[count:]
+
+
+def _table(title: str, *names: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False,
+        padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for name in names:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _cells_table(
+    result: Result, columns: Sequence[tuple[float, int]], title: str, key: str, form: str
+) -> Table:
+    """Return a row per method and a column per temperature and budget; a column's best is bold."""
+    table = _table(
+        title, "method", *(f"T={temperature:g}\n{budget}" for temperature, budget in columns)
+    )
+    table.columns[0].justify = "left"
     best = {
         place: max(c[key] for c in result["cells"] if (c["temperature"], c["budget"]) == place)
         for place in columns
@@ -104,9 +143,8 @@ def _cells_table(result: Result, title: str, key: str, form: str) -> Table:
 
 def ratio_table(result: Result) -> Table:
     """Our best against Sequoia and the chain; what falls short of the goal is red."""
-    table = Table(title="our best over others, tokens per step", title_justify="left")
-    for name in ("T", "budget", "ours", "over Sequoia", "goal", "over chain"):
-        table.add_column(name, justify="right")
+    names = ("T", "budget", "ours", "over Sequoia", "goal", "over chain")
+    table = _table("our best over others, tokens per step", *names)
     for temperature, budget in places(result):
         ours = best_of_ours(result, temperature, budget)
         if ours is None:
@@ -144,12 +182,8 @@ def posterior_rows(result: Result) -> list[tuple[str, ...]]:
 
 def posterior_table(result: Result) -> Table:
     """What the posterior entropy foretells, beside what was measured."""
-    table = Table(
-        title="tokens per step, foretold by the posterior entropy h and measured",
-        title_justify="left",
-    )
-    for name in POSTERIOR_COLUMNS:
-        table.add_column(name, justify="right")
+    title = "tokens per step, foretold by the posterior entropy h and measured"
+    table = _table(title, *POSTERIOR_COLUMNS)
     for row in posterior_rows(result):
         table.add_row(*row)
     return table
@@ -168,12 +202,8 @@ def posterior_markdown(result: Result) -> str:
 
 def threshold_table(result: Result) -> Table:
     """The dynamic threshold against fixed ones: how full the budget, at what price."""
-    table = Table(
-        title=f"thresholds, on {result['settings']['threshold_prompts']} prompts",
-        title_justify="left",
-    )
-    for name in ("T", "budget", "threshold", "budget filled", "draft forwards", "tokens per step"):
-        table.add_column(name, justify="right")
+    names = ("T", "budget", "threshold", "budget filled", "draft forwards", "tokens per step")
+    table = _table(f"thresholds, on {result['settings']['threshold_prompts']} prompts", *names)
     for place in dict.fromkeys((c["temperature"], c["budget"]) for c in result["threshold_sweep"]):
         cells = [c for c in result["threshold_sweep"] if (c["temperature"], c["budget"]) == place]
         dynamic = find(cells, "dynamic_threshold", *place)
@@ -195,9 +225,8 @@ def threshold_table(result: Result) -> Table:
 
 def paper_table(result: Result) -> Table:
     """The papers' ratios beside those measured here at the same budget and temperature."""
-    table = Table(title="ratios of tokens per step, in the DySpec paper and here")
-    for name in ("T", "budget", "pair", "DySpec / Sequoia", "DySpec / SpecInfer"):
-        table.add_column(name, justify="right")
+    names = ("T", "budget", "pair", "DySpec / Sequoia", "DySpec / SpecInfer")
+    table = _table("ratios of tokens per step, in the DySpec paper and here", *names)
     for told in REPORTED:
         place = (told.temperature, told.budget)
         row = (f"{told.over_sequoia:.2f}×", f"{told.over_specinfer:.2f}×")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.text import Text
-from rich.tree import Tree
+from rich.tree import GuideType, Tree
 
 from dyntree_plugin.escape import escaped, escaped_lines
 from dyntree_plugin.tree.step import Source, TreeStep
@@ -21,6 +22,7 @@ BONUS = "+"
 MAX_SIBLINGS = 6
 _MAX_LABEL = 40
 _CODE_LINES = 4
+_GUIDE_WIDTHS = (4, 3, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,31 @@ _LOOKS: dict[Source, _Look] = {
     "look_up": _Look("look-up", " in the text so far", "magenta", "purple"),
     "both": _Look("both", ": look-up, and judged by the draft", "red", "crimson"),
 }
+
+
+class _Fitted(Tree):
+    """A tree whose guide lines are as wide as the longest label allows; a label takes one line."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = next(
+            (each for each in _GUIDE_WIDTHS if _width(self, each) <= options.max_width),
+            _GUIDE_WIDTHS[-1],
+        )
+        self.ASCII_GUIDES = _cut(Tree.ASCII_GUIDES, width)
+        self.TREE_GUIDES = [_cut(guides, width) for guides in Tree.TREE_GUIDES]
+        yield from super().__rich_console__(console, options)
+
+
+def _cut(guides: GuideType, width: int) -> GuideType:
+    space, line, fork, end = (each[:width] for each in guides)
+    return space, line, fork, end
+
+
+def _width(tree: Tree, guide: int) -> int:
+    """Return the characters of the longest line if a level takes ``guide`` of them."""
+    below = [guide + _width(child, guide) for child in tree.children]
+    return max([cell_len(str(tree.label)), *below])
+
 
 _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"})
 
@@ -66,21 +93,21 @@ def rich_tree(
     ``max_siblings`` siblings (None: no limit), one line counts the least valuable ones; accepted
     nodes always stay.
     """
-    drawn = Tree(_root_label(step, text))
-    branches = {-1: drawn}
+    drawn = _Fitted(_root_label(step, text))
+    branches: dict[int, Tree] = {-1: drawn}
     end = step.accepted[-1] if step.accepted else -1
     for entry in _walk(step, max_siblings):
         branch = branches[entry.parent]
         if entry.node is None:
-            branch.add(Text(entry.summary(step), style="dim"))
+            branch.add(_line(entry.summary(step), "dim"))
         else:
             label = _label(step, entry.node, text)
             if with_sources:
                 look = _LOOKS[step.sources[entry.node]]
                 label.append(f"  {look.mark}", style=f"not bold {look.colour}")
             branches[entry.node] = branch.add(label)
-    bonus = Text(f"{BONUS} {visible(text(step.bonus_token))}", style="bold cyan")
-    branches[end].add(bonus.append("  bonus: the target's own token", style="not bold dim"))
+    bonus = _line(f"{BONUS} {visible(text(step.bonus_token))}", "bold cyan")
+    branches[end].add(bonus.append("  bonus", style="not bold dim"))
     return drawn
 
 
@@ -98,7 +125,10 @@ def step_panel(
     lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
     legend = Text.assemble(
         (f"{ACCEPTED} accepted", "bold green"),
-        "   numbers: estimated probability of the token, and of its whole path\n",
+        "   ",
+        (f"{BONUS} bonus", "bold cyan"),
+        ": the target's own token\n",
+        "numbers: estimated probability of the token, and of its whole path\n",
         style="dim",
     )
     several = len(sources) > 1
@@ -204,17 +234,19 @@ def _below(step: TreeStep, nodes: tuple[int, ...]) -> Iterator[int]:
             yield node
 
 
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
 def _root_label(step: TreeStep, text: Detokenise) -> Text:
-    label = Text(visible(text(step.root_token)), style="bold")
+    label = _line(visible(text(step.root_token)), "bold")
     return label.append(f"  the last of {step.context_length} tokens", style="not bold dim")
 
 
 def _label(step: TreeStep, node: int, text: Detokenise) -> Text:
     token = visible(text(step.tokens[node]))
-    if node in step.accepted:
-        label = Text(f"{ACCEPTED} {token}", style="bold green")
-    else:
-        label = Text(token)
+    accepted = node in step.accepted
+    label = _line(f"{ACCEPTED} {token}", "bold green") if accepted else _line(token)
     numbers = f"  {_chance(step.probability(node))}  {_chance(step.value(node))}"
     return label.append(numbers, style="not bold dim")
 

@@ -241,6 +241,24 @@ def test_models_of_different_vocabularies_are_refused(
     assert f"{VOCABULARY + 1}" in done.stderr
 
 
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_small_terminal_shows_every_figure_of_twelve_cells_whole(width: int) -> None:
+    path = REPOSITORY / "benchmarks" / "results" / "acceptance-cpu.json"
+    result = json.loads(path.read_text()) | {"posterior": []}
+    assert len(report.places(result)) == 12
+    console = Console(file=io.StringIO(), width=width)
+    report.show(console, result)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    tables = shown.split("Modelled speed-up")[0]
+    words = [word for line in tables.splitlines() for word in line.split()]
+    for temperature, _ in report.places(result):
+        assert words.count(f"T={temperature:g}") == 4 * 4
+    for cell in result["cells"]:
+        assert f"{cell['tokens_per_step']:.2f}" in words
+        assert f"{cell['draft_forwards_per_step']:.1f}" in words
+
+
 def test_the_page_shows_the_published_result() -> None:
     published = sorted((REPOSITORY / "benchmarks" / "results").glob("acceptance-*.json"))
     if not published:

@@ -314,3 +314,33 @@ def test_drawing_a_tree_loads_neither_vllm_nor_torch() -> None:
         "sys.exit(sorted({'vllm', 'torch'} & sys.modules.keys()) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def path(depth: int) -> TreeStep:
+    """Return a step of one path of so many nodes, all accepted."""
+    nodes = list(range(depth))
+    parents, values = [node - 1 for node in nodes], [-0.1 * (node + 1) for node in nodes]
+    sources: list[Source] = ["look_up"] * depth
+    return TreeStep("r", 0, 5, 900, nodes, parents, values, sources, nodes, [*nodes, 1])
+
+
+@pytest.mark.parametrize(("width", "depth"), [(80, 16), (80, 32), (60, 16)])
+def test_a_deep_tree_takes_a_line_per_node_in_a_small_terminal(width: int, depth: int) -> None:
+    to, file = console(terminal=False, width=width)
+    sources: list[Source] = ["draft", "look_up"]
+    to.print(step_panel(path(depth), "", lambda _: "·isinstance", sources=sources))
+    lines = [line for line in file.getvalue().splitlines() if "└" in line]
+    assert len(lines) == depth + 1
+    for line in lines[:-1]:
+        assert re.search(r"✓ ·isinstance  0\.\d{3}  0\.\d{3}  look-up ", line), line
+    assert "+ ·isinstance  bonus " in lines[-1]
+
+
+def test_guide_lines_are_narrow_only_where_there_is_no_room() -> None:
+    wide, narrow = (plain_text(path(8), name, width=width) for width in (100, 40))
+    assert "└── ✓ t0" in wide
+    assert "└─✓ t0" in narrow
+    assert "…" not in wide + narrow
+    cut = plain_text(path(3), lambda token: "x" * 99, width=30).splitlines()
+    assert len(cut) == 5
+    assert all(len(line) == 30 and line.endswith("…") for line in cut[1:4])
