@@ -140,6 +140,7 @@ def prometheus(
     configuration = yaml.safe_load((GRAFANA / "prometheus" / "prometheus.yml").read_text())
     configuration["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     (job,) = configuration["scrape_configs"]
+    del job["file_sd_configs"]
     job["static_configs"] = [{"targets": [server_address.removeprefix("http://")]}]
     if other_address is not None:
         targets = [{"targets": [other_address.removeprefix("http://")]}]

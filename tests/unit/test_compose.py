@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "deployment" / "compose.yaml"
 COMPOSE = yaml.safe_load(FILE.read_text("utf-8"))
 SERVER = COMPOSE["services"]["vllm"]
-INCLUDED = [(FILE.parent / name).resolve() for name in COMPOSE["include"]]
+GRAFANA = ROOT / "grafana" / "compose.yaml"
+MONITORING = yaml.safe_load(GRAFANA.read_text("utf-8"))["services"]
 
 
 def command() -> list[str]:
@@ -26,14 +27,30 @@ def command() -> list[str]:
     return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in SERVER["command"]]
 
 
-def test_the_included_services_are_others_and_their_files_exist() -> None:
-    assert INCLUDED == [ROOT / "grafana" / "compose.yaml"]
-    for path in INCLUDED:
-        services = yaml.safe_load(path.read_text("utf-8"))["services"]
-        assert {*services} == {"prometheus", "grafana"}
-        mounts = [mount for service in services.values() for mount in service["volumes"]]
-        assert mounts
-        assert all((path.parent / mount.split(":")[0]).exists() for mount in mounts)
+def mounted(folder: Path, services: dict[str, Any]) -> dict[str, Path]:
+    """Return the files that services mount, by their places in the containers."""
+    mounts = [mount.split(":") for each in services.values() for mount in each.get("volumes", ())]
+    return {place: folder / source for source, place, *_ in mounts if source.startswith(".")}
+
+
+def test_the_services_of_monitoring_are_all_extended_and_their_files_exist() -> None:
+    extended = {
+        name: each["extends"] for name, each in COMPOSE["services"].items() if name != "vllm"
+    }
+    assert {*extended} == {*MONITORING} == {"prometheus", "grafana"}
+    for name, each in extended.items():
+        assert (FILE.parent / each["file"]).resolve() == GRAFANA
+        assert each["service"] == name
+    files = mounted(GRAFANA.parent, MONITORING) | mounted(FILE.parent, COMPOSE["services"])
+    assert len(files) > 3
+    assert all(path.exists() for path in files.values())
+
+
+def test_every_port_is_open_to_this_machine_alone() -> None:
+    services = [*MONITORING.values(), *COMPOSE["services"].values()]
+    ports = [port for service in services for port in service.get("ports", ())]
+    assert len(ports) == 3
+    assert all(re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port) for port in ports)
 
 
 def test_the_image_is_built_from_the_repository() -> None:
@@ -53,17 +70,25 @@ def test_the_volume_belongs_to_the_user_of_the_image() -> None:
     assert f"install --directory --owner {user} {place}\n" in image
 
 
-def test_prometheus_reads_the_port_of_the_server() -> None:
-    read = yaml.safe_load((ROOT / "grafana" / "prometheus" / "prometheus.yml").read_text("utf-8"))
-    (scraped,) = [
-        target
-        for job in read["scrape_configs"]
-        for static in job["static_configs"]
-        for target in static["targets"]
-    ]
+@pytest.mark.parametrize(
+    ("folder", "services", "host"),
+    [
+        (GRAFANA.parent, MONITORING, "host.docker.internal"),
+        (FILE.parent, COMPOSE["services"], "vllm"),
+    ],
+)
+def test_prometheus_reads_the_port_of_the_server(
+    folder: Path, services: dict[str, Any], host: str
+) -> None:
+    place = "/etc/prometheus/"
+    files = mounted(GRAFANA.parent, MONITORING) | mounted(folder, services)
+    (job,) = yaml.safe_load(files[f"{place}prometheus.yml"].read_text("utf-8"))["scrape_configs"]
+    (listed,) = [name for each in job["file_sd_configs"] for name in each["files"]]
+    (target,) = yaml.safe_load(files[place + listed].read_text("utf-8"))
     (published,) = SERVER["ports"]
-    outside, _, inside = published.partition(":")
-    assert scraped == f"host.docker.internal:{outside}"
+    *_, outside, inside = published.split(":")
+    assert target["targets"] == [f"{host}:{outside}"]
+    assert outside == inside, "the service and the machine are read at the same port"
     assert f"--port={inside}" in command()
     assert f":{inside}/health" in SERVER["healthcheck"]["test"][-1]
 

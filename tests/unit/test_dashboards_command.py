@@ -63,6 +63,31 @@ def test_with_force_files_of_the_same_name_are_replaced_and_others_left(tmp_path
     assert "prometheus" in (tmp_path / "grafana" / "compose.yaml").read_text()
 
 
+@pytest.mark.parametrize("link", ["grafana/compose.yaml", "grafana/dashboards", "grafana"])
+@pytest.mark.parametrize("dangling", [True, False])
+def test_with_force_no_link_is_followed(link: str, dangling: bool, tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "m", tmp_path / "elsewhere"
+    (folder / link).parent.mkdir(parents=True)
+    (folder / link).symlink_to(elsewhere)
+    if not dangling and "." in link:
+        elsewhere.write_text("mine")
+    elif not dangling:
+        elsewhere.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    done = dashboards(folder, "--force")
+    assert done.exit_code == 2
+    assert done.stderr == f"dyntree dashboards: {folder / link} is a symbolic link: remove it\n"
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not elsewhere.is_file() or elsewhere.read_text() == "mine"
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert dashboards(tmp_path / "link").exit_code == 0
+    assert (tmp_path / "real" / "grafana" / "compose.yaml").is_file()
+
+
 def test_a_file_in_place_of_the_folder_is_told_in_a_line(tmp_path: Path) -> None:
     name = str(tmp_path / "file")
     Path(name).write_text("")

@@ -26,7 +26,7 @@ def write(folder: Path, *, force: bool) -> str:
 
     Raises:
         ValueError: if it cannot be written, or is not empty. With ``force``, files of these names
-            are replaced, and others are left.
+            are replaced, and others are left; symbolic links in their places are refused.
         OSError: if writing fails.
     """
     check_new_folder("DIR", folder)
@@ -36,6 +36,10 @@ def write(folder: Path, *, force: bool) -> str:
             f"{folder} is not empty: name another folder, or give --force, which replaces files "
             "of the same names and leaves others"
         )
+    for name in found:
+        for path in (Path(name), *Path(name).parents[:-1]):
+            if (folder / path).is_symlink():
+                raise ValueError(f"{folder / path} is a symbolic link: remove it")
     for name, source in found.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
