@@ -26,6 +26,7 @@ from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.commands.tune.command import tune
 from dyntree_plugin.commands.vocabulary import option, paragraphs, shared
 from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.secrets import hidden_words
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -209,7 +210,7 @@ def _refuse_a_command(words: Sequence[str]) -> None:
     """
     for command in (["dyntree", "serve"], ["vllm", "serve"], ["serve"]):
         if list(words[: len(command)]) == command:
-            line = shlex.join(["dyntree", "doctor", "--", *words[len(command) :]])
+            line = shlex.join(["dyntree", "doctor", "--", *hidden_words(words[len(command) :])])
             raise typer.BadParameter(f"leave out {shlex.join(command)!r}: {line}")
 
 

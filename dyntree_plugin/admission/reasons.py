@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from dyntree_plugin.admission.check import Refused
 from dyntree_plugin.escape import escaped
+from dyntree_plugin.secrets import hidden
 
 MISTAKES = (ValueError, NotImplementedError, OSError)
 """Exceptions that vLLM and dyntree raise for a user's mistake."""
@@ -19,17 +20,17 @@ _not_logged = ContextVar("the running command shows the reasons itself", default
 
 
 def of(error: Exception) -> list[str]:
-    """Return each reason that an error of vLLM or of dyntree names."""
+    """Return each reason that an error of vLLM or of dyntree names, without secrets."""
     if isinstance(error, Refused):
-        return list(map(str, error.args))
+        return [hidden(str(each)) for each in error.args]
     if not isinstance(error, ValidationError):
-        return [str(error)]
-    found = []
+        return [hidden(str(error))]
+    found: list[str] = []
     for each in error.errors():
         cause = each.get("ctx", {}).get("error")
         message = each["msg"].removeprefix("Value error, ")
         where = "".join(f"{part}: " for part in each["loc"])
-        found += of(cause) if isinstance(cause, Refused) else [where + message]
+        found += of(cause) if isinstance(cause, Refused) else [hidden(where + message)]
     return found
 
 

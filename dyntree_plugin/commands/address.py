@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from dyntree_plugin.secrets import hidden
+
 EXAMPLE = "localhost:8000"
 
 
@@ -24,7 +26,7 @@ def base_url(given: str) -> str:
     if "://" not in text:
         text = f"http://{text}"
     if problem := _problem(text):
-        raise ValueError(f"{given!r} {problem}: an address is such as {EXAMPLE}")
+        raise ValueError(f"{hidden(given)!r} {problem}: an address is such as {EXAMPLE}")
     text = text.rstrip("/")
     for end in ("/metrics", "/v1"):
         text = text.removesuffix(end)

@@ -19,6 +19,7 @@ from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.paths import check_model
 from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.secrets import hidden
 from dyntree_plugin.strict_json import from_json
 
 Announce = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
@@ -55,7 +56,7 @@ def tree_options(value: str, nodes: int) -> dict[str, Any]:
             check_model("dyntree.drafts", each)
     except ValueError as error:
         message = f"--dyntree, with num_speculative_tokens set by --nodes: {error}"
-        raise typer.BadParameter(message) from None
+        raise typer.BadParameter(hidden(message)) from None
     return dict(options)
 
 

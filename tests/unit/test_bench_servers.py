@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import math
 import socket
 import threading
@@ -11,11 +9,12 @@ import time
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from command_lines import ran
 from rich.console import Console
+from streaming_server import BEFORE_PIECES, KEY, REFUSED, UNFINISHED, Handler, Ticks, listening
 from vllm.benchmarks.lib import endpoint_request_func
 
 from dyntree_plugin.admission import versions
@@ -24,6 +23,7 @@ from dyntree_plugin.commands.bench.client import Client
 from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.bench.session import Settings
+from dyntree_plugin.commands.bench.table import markdown_table
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 
@@ -56,124 +56,10 @@ def _without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-REFUSED, UNFINISHED = 999, 998
-"""Numbers of tokens to ask for: the server refuses, or ends the stream early."""
-KEY = "Bearer of-the-server"
-BEFORE_PIECES = 2
-"""Number of clock reads for a request before its first piece: the load's and its own."""
-
-
-class Ticks:
-    """A clock that advances by a second whenever it is read."""
-
-    def __init__(self) -> None:
-        self._reads = 0
-        self._read = threading.Condition()
-
-    def perf_counter(self) -> float:
-        with self._read:
-            self._reads += 1
-            self._read.notify_all()
-            return float(self._reads)
-
-    def wait_for(self, reads: int) -> None:
-        with self._read:
-            assert self._read.wait_for(lambda: self._reads >= reads, timeout=60)
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    """Stream three pieces of two tokens each. Every request adds to the counters.
-
-    With a ``clock``, a piece is sent once the client has read the clock for the piece before. With
-    a ``gate``, no answer begins until as many requests are there. Paths below ``/locked`` need
-    `KEY`.
-    """
-
-    clock: ClassVar[Ticks | None] = None
-    gate: ClassVar[threading.Barrier | None] = None
-    arrivals: ClassVar[list[float]] = []
-    drafts = 0
-    asked: ClassVar[set[str]] = set()
-    bodies: ClassVar[list[dict[str, Any]]] = []
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _is_refused(self) -> bool:
-        if self.path.startswith("/locked/") and self.headers["Authorization"] != KEY:
-            self._reply('{"error": "Unauthorized"}', "application/json", 401)
-            return True
-        return False
-
-    def do_GET(self) -> None:
-        if self._is_refused():
-            return
-        if self.path in ("/metrics", "/locked/metrics"):
-            body = (
-                "# TYPE vllm:spec_decode_num_drafts_total counter\n"
-                f"vllm:spec_decode_num_drafts_total {_Handler.drafts}\n"
-            )
-            self._reply(body, "text/plain")
-        else:
-            self._reply('{"object": "list", "data": [{"id": "m"}]}', "application/json")
-
-    def do_POST(self) -> None:
-        _Handler.arrivals.append(time.time())
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self._is_refused():
-            return
-        if asked["max_tokens"] == REFUSED:
-            self._reply('{"error": {"message": "too many"}}', "application/json", 400)
-            return
-        if asked["model"] != "m":
-            self._reply('{"error": {"message": "no such model"}}', "application/json", 404)
-            return
-        if _Handler.gate is not None:
-            _Handler.gate.wait(timeout=60)
-        _Handler.drafts += 1
-        _Handler.asked.add(self.path)
-        _Handler.bodies.append(asked)
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        chat = "chat" in self.path
-        for number, piece in enumerate(("ab", "cd", "ef")):
-            if _Handler.clock is not None:
-                _Handler.clock.wait_for(BEFORE_PIECES + number)
-            choice: dict[str, Any] = {"index": 0, "finish_reason": None}
-            choice |= {"delta": {"content": piece}} if chat else {"text": piece}
-            self._event({"id": "1", "created": 0, "model": "m", "object": "x", "choices": [choice]})
-        assert asked["stream_options"] == {"include_usage": True}
-        if asked["max_tokens"] == UNFINISHED:
-            return
-        usage = {"completion_tokens": 6, "prompt_tokens": 1, "total_tokens": 7}
-        self._event(
-            {"id": "1", "created": 0, "model": "m", "object": "x", "choices": [], "usage": usage}
-        )
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def _event(self, value: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
-        self.wfile.flush()
-
-    def _reply(self, body: str, kind: str, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-
 @pytest.fixture
 def address() -> Iterator[str]:
-    _Handler.asked.clear()
-    _Handler.bodies.clear()
-    _Handler.arrivals.clear()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
+    with listening() as found:
+        yield found
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -191,7 +77,7 @@ def test_a_server_is_sent_the_parameters_of_a_request(address: str, chat: bool) 
     own = {"bad_words": ["self"], "structured_outputs": {"regex": "a+"}}
     load = Load([Request("x", own), Request("y")], 1, 0.5, 6, seed=3)
     Client(address, chat=chat).serve(load)
-    first, second = _Handler.bodies
+    first, second = Handler.bodies
     assert {name: first[name] for name in own} == own
     assert not own.keys() & second.keys()
     shared = {name: second[name] for name in ("temperature", "seed", "max_tokens", "ignore_eos")}
@@ -206,7 +92,7 @@ def test_times_are_taken_when_pieces_arrive(
     ticks = Ticks()
     monkeypatch.setattr(client, "time", ticks)
     monkeypatch.setattr(endpoint_request_func, "time", ticks)
-    monkeypatch.setattr(_Handler, "clock", ticks)
+    monkeypatch.setattr(Handler, "clock", ticks)
     run, _ = Client(address, chat=chat).serve(Load([Request("x")], 1, 0.0, 6))
     assert run.ttft_ms == 1000
     # Two seconds pass between the first piece and the last; five tokens come after the first.
@@ -253,13 +139,13 @@ def test_every_request_brings_the_key(address: str) -> None:
 def test_an_open_load_waits_for_time_and_for_no_answer(
     address: str, monkeypatch: pytest.MonkeyPatch, burstiness: float
 ) -> None:
-    monkeypatch.setattr(_Handler, "gate", threading.Barrier(5))
+    monkeypatch.setattr(Handler, "gate", threading.Barrier(5))
     load = Load([Request(text) for text in "vwxyz"], 0, 0.0, 6, rate=20, burstiness=burstiness)
     began = time.time()
     run, texts = Client(address, chat=False).serve(load)
     assert texts == ["abcdef"] * 5
     # The last request is due after 5 / 20 seconds.
-    assert max(_Handler.arrivals) - began > 0.24
+    assert max(Handler.arrivals) - began > 0.24
     assert run.seconds > 0.24
 
 
@@ -267,7 +153,7 @@ def test_even_arrivals_come_one_by_one(address: str) -> None:
     load = Load([Request(text) for text in "vwxyz"], 0, 0.0, 6, rate=20, burstiness=1e9)
     began = time.time()
     Client(address, chat=False).serve(load)
-    for number, arrival in enumerate(sorted(_Handler.arrivals), start=1):
+    for number, arrival in enumerate(sorted(Handler.arrivals), start=1):
         assert arrival - began > number / 20 - 0.01
 
 
@@ -298,7 +184,7 @@ def test_what_is_asked_for_is_done_with_servers_too(address: str, tmp_path: Path
     assert [len(series.runs) for series in result.series] == [2, 2]
     assert "Of today." in result.notes
     assert not any(note.startswith("Rounds measured") for note in result.notes)
-    assert _Handler.asked == {"/v1/chat/completions"}
+    assert Handler.asked == {"/v1/chat/completions"}
 
 
 def test_rates_and_percentiles_are_in_the_result_and_no_key(
@@ -338,7 +224,7 @@ def test_a_rate_takes_the_place_of_the_default_batches(address: str, tmp_path: P
         (["--request-rate", "0"], "--request-rate 0 must be above 0"),
         (["--request-rate", "1", "--burstiness", "0"], "--burstiness 0 must be above 0"),
         (["--burstiness", "2"], "--burstiness must not be given"),
-        (["--header", "secret"], "--header must be KEY=VALUE"),
+        (["--header", "secret"], "--header: a header has a name and a value"),
     ],
 )
 def test_mistakes_about_rates_and_headers_are_told_in_a_line(more: list[str], told: str) -> None:
@@ -385,9 +271,27 @@ def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
     done = ran("bench", "serve", *line)
     assert done.exit_code == 2
     assert "--plots needs matplotlib" in done.stderr
-    assert not _Handler.asked
+    assert not Handler.asked
 
 
 def test_a_server_without_a_page_of_metrics_is_told_of(address: str) -> None:
     with pytest.raises(RuntimeError, match="/metrics is not a page of metrics"):
         Client(f"{address}/elsewhere", chat=False).serve(Load([Request("x")], 1, 0.0, 6))
+
+
+def test_a_server_that_sends_answers_in_one_piece_is_measured(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "pieces", ("abcdef",))
+    line = ["--base-url", f"a={address}", "--base-url", f"b={address}/v1", "--batch", "1"]
+    small = ["--num-prompts", "1", "--max-tokens", "6", "--rounds", "1"]
+    done = ran("bench", "serve", *line, *small, "--output", str(tmp_path / "r.json"))
+    assert done.exit_code == 0, done.output
+    assert "a sends answers in one piece" in " ".join(done.output.split())
+    result = read(tmp_path / "r.json")
+    assert all(run.tpot_ms == 0 < run.ttft_ms for one in result.series for run in one.runs)
+    assert "nan" not in done.output + markdown_table(result)
+    assert "0.00" not in done.output + markdown_table(result)
+    for line in markdown_table(result).splitlines():
+        if line.startswith(("| a |", "| b |")):
+            assert [cell.strip() for cell in line.split("|")][4:7:2] == ["–", "–"]

@@ -23,6 +23,7 @@ LAYERS = (
         "dyntree_plugin",
         "dyntree_plugin.engine",
         "dyntree_plugin.escape",
+        "dyntree_plugin.secrets",
         "dyntree_plugin.strict_json",
         "dyntree_plugin.provenance",
         "dyntree_plugin.pair",

@@ -163,7 +163,7 @@ bench serve --base-url h --plots p → --plots must not be given: --base-url
 bench serve --base-url h --side-by-side 2 → --side-by-side must not be given
 bench serve --base-url h --engine-arguments {} → --engine-arguments must not be given
 bench serve --base-url h --weights-at 4 → --weights-at must not be given
-bench serve --base-url h --header nothing → --header must be KEY=VALUE
+bench serve --base-url h --header nothing → --header: a header has a name and a value
 """
 CASES = [line.split(" → ") for line in LINES.strip().splitlines()]
 

@@ -24,10 +24,14 @@ from vllm.benchmarks.serve import calculate_metrics, get_request
 from dyntree_plugin.commands.loads import counts
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.runs import Percentile, Run, latencies_ms
+from dyntree_plugin.escape import escaped
+from dyntree_plugin.secrets import hidden
 
 PERCENTS = (50.0, 99.0)
 _SILENT_SECONDS = 600.0
 """A server that sends nothing for so long does not answer."""
+_MOST_CHARACTERS = 300
+"""Limit for what a server says of an error."""
 
 
 class Client:
@@ -81,7 +85,7 @@ class Client:
         async def note(response: aiohttp.ClientResponse) -> None:
             # vLLM's client keeps the status of a refusal, and drops what the server says.
             if not response.ok:
-                refusals.append(_refusal(response, await response.text()))
+                refusals.append(_refusal(response, self._shown(_message(await response.text()))))
 
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -98,10 +102,13 @@ class Client:
                 seconds = time.perf_counter() - start
                 return before, outputs, seconds, await self._metrics(session)
             except (OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
-                if refusals:
-                    raise refusals[0] from None
-                told = " ".join(str(error).split())
-                raise RuntimeError(f"{self._address}: {told}") from error
+                first = refusals[0] if refusals else RuntimeError(f"{self._address}: {error}")
+                raise type(first)(self._shown(str(first))) from error
+
+    def _shown(self, text: str) -> str:
+        """Return a text on one line that a terminal may show; a server may repeat its key."""
+        keys = [part for value in self._headers.values() for part in (value, *value.split())]
+        return escaped(hidden(" ".join(text.split()), keys))
 
     async def _send(
         self, session: aiohttp.ClientSession, load: Load, model: str
@@ -198,15 +205,15 @@ def percentiles(outputs: Sequence[RequestFuncOutput], seconds: float) -> list[Pe
     ]
 
 
-def _refusal(response: aiohttp.ClientResponse, text: str) -> Exception:
-    """Return the error for an answer that is none, with the server's own words.
+def _refusal(response: aiohttp.ClientResponse, said: str) -> Exception:
+    """Return the error for an answer that is none, with what the server said.
 
     A status of 400 to 499 is the user's mistake.
     """
-    said = _message(text) or response.reason or ""
+    said = (said or response.reason or "")[:_MOST_CHARACTERS]
     told = f"{response.url} answers {response.status}: {said}"
     if response.status in (401, 403):
-        told += "; OPENAI_API_KEY or --header Authorization='Bearer KEY' gives a key"
+        told += "; OPENAI_API_KEY or a header (--header) gives a key"
     return ValueError(told) if response.status < 500 else RuntimeError(told)
 
 
@@ -219,4 +226,4 @@ def _message(text: str) -> str:
             found = found.get("message") or found.get("detail")
         return str(found or "")
     except (ValueError, AttributeError):
-        return next(iter(text.strip().splitlines()), "")[:200]
+        return next(iter(text.strip().splitlines()), "")

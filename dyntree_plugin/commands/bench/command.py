@@ -35,10 +35,13 @@ from dyntree_plugin.commands.bench.pictures import check_plots
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, write
 from dyntree_plugin.commands.bench.session import Contest, Done, Settings, of_engines, of_servers
+from dyntree_plugin.commands.bench.table import NONE
 from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.commands.paths import check_new_file
 from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.commands.vocabulary import given
+from dyntree_plugin.escape import escaped_lines
+from dyntree_plugin.secrets import hidden
 from dyntree_plugin.strict_json import object_of
 
 
@@ -125,7 +128,8 @@ def serve(
         with _progress(console, runs) as done:
             result = _last(measured(done=done, seconds_left=seconds_left), result_file)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"dyntree bench serve: {error}", file=sys.stderr)  # noqa: T201
+        told = escaped_lines(hidden(str(error)))
+        print(f"dyntree bench serve: {told}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
     _show(console, result, plot_folder)
 
@@ -267,9 +271,10 @@ def _progress(console: Console, runs: int) -> Iterator[Done]:
 
         def done(engine: Engine, cell: Cell, run: Run) -> None:
             bar.advance(task)
+            time_per_token = f"{run.tpot_ms:.2f}" if run.tpot_ms else NONE
             bar.console.print(
                 f"round {run.round + 1}  {engine.name:<25} {cell.title}: "
-                f"{run.tpot_ms:.2f} ms per token",
+                f"{time_per_token} ms per token",
                 style="dim",
                 soft_wrap=True,
             )

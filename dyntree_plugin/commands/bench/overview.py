@@ -5,6 +5,7 @@ As a program it shows a result file.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -30,7 +31,11 @@ def show(console: Console, result: Result) -> None:
         words = [*(cell.prompts.split() if several else ()), f"T {cell.temperature:g}"]
         table.add_column("\n".join([*words, _pace(cell)]), justify="right", no_wrap=True)
     ratios = {
-        cell: {row.series.engine: row.over_first.median for row in rows(result, cell)}
+        cell: {
+            row.series.engine: row.over_first.median
+            for row in rows(result, cell)
+            if not math.isnan(row.over_first.median)
+        }
         for cell in cells
     }
     for engine in result.engines:

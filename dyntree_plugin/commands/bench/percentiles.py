@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dyntree_plugin.commands.bench.results import Cell, Result
+from dyntree_plugin.commands.bench.table import NONE
 
 TIMES = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms"}
 
@@ -25,7 +26,9 @@ def show(console: Console, result: Result) -> None:
         for time, percent in columns:
             table.add_column(f"{time}\np{percent:g}", justify="right", no_wrap=True)
         for engine, values in rows:
-            table.add_row(engine, *(f"{values[column]:.1f}" for column in columns))
+            table.add_row(
+                engine, *(f"{values[column]:.1f}" if values[column] else NONE for column in columns)
+            )
         console.print(table)
     console.print(
         "Percentiles. TTFT: time to the first token. TPOT: time per later token of a request. "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.address import base_url
 from dyntree_plugin.commands.loads.runs import Engine
+from dyntree_plugin.secrets import hidden
 
 if TYPE_CHECKING:
     from dyntree_plugin.commands.bench.client import Client
@@ -25,13 +26,15 @@ def engines(addresses: Sequence[str]) -> list[Engine]:
     found = []
     for given in addresses:
         name, separator, address = given.partition("=")
-        if not separator or "://" in name:
+        if not separator or "://" in name or "?" in name:
             name, address = given, given
         try:
             address = base_url(address)
         except ValueError as error:
             raise ValueError(f"--base-url {error}") from None
-        found.append(Engine(name=name, kind="server", budget=0, arguments={"base_url": address}))
+        found.append(
+            Engine(name=hidden(name), kind="server", budget=0, arguments={"base_url": address})
+        )
     if len({engine.name for engine in found}) < len(found):
         raise ValueError("--base-url: two servers have the same name")
     return found
@@ -52,7 +55,7 @@ def headers(given: Sequence[str]) -> dict[str, str]:
         name, separator, value = (part.strip() for part in one.partition("="))
         if not (name and separator):
             # The text itself may be a key.
-            raise ValueError("--header must be KEY=VALUE, such as x-user=tests")
+            raise ValueError("--header: a header has a name and a value, such as x-user=tests")
         found[name.title()] = value
     return found
 

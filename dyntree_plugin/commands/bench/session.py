@@ -30,6 +30,7 @@ from dyntree_plugin.commands.loads.requests import (
 )
 from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.provenance import provenance
+from dyntree_plugin.secrets import hidden
 
 Done = Callable[[Engine, Cell, Run], None]
 
@@ -78,7 +79,7 @@ class Settings:
                 raise ValueError(
                     f"--batch {batch} needs as many prompts, and {name!r} has {len(own)}"
                 )
-            shown = ", ".join(filter(None, [name, title(sampling)]))
+            shown = hidden(", ".join(filter(None, [name, title(sampling)])))
             cell = Cell(prompts=shown, temperature=temperature, batch=batch, request_rate=rate)
             asked = [
                 replace(request, sampling={**sampling, **request.sampling})
@@ -263,13 +264,13 @@ def _result(
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
     return Result(
         provenance=provenance() | threads,
-        settings=asdict(settings),
+        settings=hidden(asdict(settings)),
         notes=[
             f"Medians of {settings.rounds} interleaved rounds ± half of the range; ratios are of "
             "the times per token, within each round. Other tokens: those that differ from the "
             "first engine's, at temperature 0.",
-            *notes,
+            *hidden(notes),
         ],
-        engines=list(engines),
+        engines=[e.model_copy(update={"arguments": hidden(e.arguments)}) for e in engines],
         series=series,
     )

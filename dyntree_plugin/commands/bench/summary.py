@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import nan
 from statistics import median
 
 from dyntree_plugin.commands.bench.chains import kind_of
@@ -29,8 +30,8 @@ class Row:
     """One engine's figures on one cell.
 
     ``over_first`` is the speed-up over the first engine, which has no speculation unless servers
-    are compared. ``over_chain`` is the speed-up over the best chain of the cell, or None if there
-    is none.
+    are compared. It is NaN where a server does not show the time per token. ``over_chain`` is the
+    speed-up over the best chain of the cell, or None if there is none.
     """
 
     series: Series
@@ -76,9 +77,19 @@ def _fastest(series: Iterable[Series]) -> Series | None:
 
 
 def speed_up(series: Series, reference: Series) -> Spread:
-    """Compute the speed-up within each round, so that drift between the rounds cancels."""
+    """Compute the speed-up within each round, so that drift between the rounds cancels.
+
+    It is NaN if one of the two came in single pieces.
+    """
+    if in_single_pieces(series) or in_single_pieces(reference):
+        return Spread(nan, nan, nan)
     times = {run.round: run.tpot_ms for run in reference.runs}
     return Spread.of([times[run.round] / run.tpot_ms for run in series.runs])
+
+
+def in_single_pieces(series: Series) -> bool:
+    """Return whether all answers of a run came in one piece, which shows no time per token."""
+    return not all(run.tpot_ms for run in series.runs)
 
 
 def tokens_per_step(series: Series, plain: bool = False) -> float | None:

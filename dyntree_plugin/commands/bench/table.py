@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from dyntree_plugin.commands.bench.results import Cell, Result
@@ -10,6 +11,7 @@ from dyntree_plugin.commands.bench.summary import (
     Spread,
     best_chain,
     fallback_shares,
+    in_single_pieces,
     is_longest,
     rows,
 )
@@ -51,7 +53,7 @@ def _cells(result: Result, row: Row) -> Iterator[tuple[str, bool]]:
     """Yield the text of every column, and whether it is a loss."""
     yield NONE if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}", False
     yield f"{row.step_ms.median:.1f}" if row.step_ms.median else NONE, False
-    yield with_spread(row.tpot_ms), False
+    yield with_spread(row.tpot_ms) if row.tpot_ms.median else NONE, False
     yield f"{row.tokens_per_second.median:.1f}", False
     yield with_spread(row.over_first), loses(row.over_first)
     if row.over_chain is None:
@@ -74,6 +76,8 @@ def loses(ratio: Spread) -> bool:
 
 def with_spread(spread: Spread) -> str:
     """Return the median, and half of the range if there is one."""
+    if math.isnan(spread.median):
+        return NONE
     if spread.low == spread.high:
         return f"{spread.median:.2f}"
     return f"{spread.median:.2f} ±{(spread.high - spread.low) / 2:.2f}"
@@ -86,6 +90,8 @@ def remarks(result: Result, cell: Cell) -> Iterator[str]:
         more = ", the longest of its kind: a longer one may be better still" if longest else ""
         yield f"The best chain here is the {best.engine}{more}."
     for name, series in result.of(cell).items():
+        if in_single_pieces(series):
+            yield f"{name} sends answers in one piece, which does not show the time per token."
         if shares := fallback_shares(series):
             reasons = ", ".join(f"{reason} {share:.1%}" for reason, share in shares.items())
             yield (

@@ -94,7 +94,8 @@ def _columns(result: Result, layout: _Layout) -> Iterator[tuple[str, Callable[[R
     def ratio(spread: Spread | None, counts: bool) -> Text:
         if spread is None:
             return Text(NONE)
-        text = with_spread(spread) if layout.ranges else f"{spread.median:.2f}"
+        middle = Spread.of([spread.median])
+        text = with_spread(spread if layout.ranges else middle)
         return Text(text, style="red" if counts and loses(spread) else "")
 
     if layout.steps:

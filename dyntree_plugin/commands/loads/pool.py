@@ -17,6 +17,7 @@ from typing import Any, Self
 from dyntree_plugin.commands.loads.engine import FAILED, REFUSED, Answers, main
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.runs import Engine, Run
+from dyntree_plugin.secrets import hidden
 
 _LOG_CHARACTERS = 6000
 _END_SECONDS = 15.0
@@ -80,12 +81,12 @@ class EngineProcess:
         except EOFError:
             kind, value = FAILED, "its process has ended"
         if kind == REFUSED:
-            raise ValueError(f"{self._name}: {value}")
+            raise ValueError(hidden(f"{self._name}: {value}"))
         if kind == FAILED:
             # A process that could not even begin has no log; its output went to the screen.
             printed = self._log.read_text(errors="replace") if self._log.exists() else ""
             printed = printed[-_LOG_CHARACTERS:]
-            raise RuntimeError(f"the engine `{self._name}` failed: {value}\n{printed}")
+            raise RuntimeError(hidden(f"the engine `{self._name}` failed: {value}\n{printed}"))
         return value
 
     def _send(self, number: signal.Signals) -> None:

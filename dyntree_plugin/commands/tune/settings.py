@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dyntree_plugin.secrets import hidden
 from dyntree_plugin.tune.files import damaged, explained, part_of, whole
 
 Boost = Literal["positions", "samples"]
@@ -48,8 +49,8 @@ class Settings:
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings as they read from JSON."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        """Return the settings as they read from JSON, without secrets."""
+        found: dict[str, Any] = json.loads(json.dumps(hidden(asdict(self))))
         return found
 
 
@@ -146,7 +147,7 @@ class Folder:
         wanted = settings.as_json()
         if self.settings.exists():
             with explained(damaged(self.settings, "restore it, or give another folder")):
-                there = dict(json.loads(self.settings.read_text()))
+                there = dict(hidden(json.loads(self.settings.read_text())))
             other = [name for name in wanted if there.get(name) != wanted[name]]
             if other:
                 raise ValueError(

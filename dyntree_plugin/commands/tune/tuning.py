@@ -137,7 +137,7 @@ class Tuning:
             for name, of_name in unknown.items()
             for posterior in of_name.values()
         ]
-        about = {"provenance": provenance(), "settings": asdict(self.settings)}
+        about = {"provenance": provenance(), "settings": self.settings.as_json()}
         write_json(self.folder.report, about | {"cells": cells, "unknown": left, "gain": gain})
 
     def _place(self) -> None:
