@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ def context_of(model: str) -> int:
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
+
+
+def stay_in_this_process() -> None:
+    """Keep vLLM from starting processes, each of which imports it anew, unless the user asks."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 @contextmanager

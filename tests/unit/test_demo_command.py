@@ -6,10 +6,12 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from command_lines import status
@@ -18,7 +20,7 @@ from rich.console import Console
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.demo import command as demo
-from dyntree_plugin.commands.demo import screen
+from dyntree_plugin.commands.demo import comparison, screen
 from dyntree_plugin.commands.demo.comparison import Comparison, Completion, Run
 from dyntree_plugin.commands.engine import Settings, with_trees
 from dyntree_plugin.tree.step import Source, TreeStep
@@ -278,3 +280,34 @@ def test_every_model_of_a_run_is_known_by_name() -> None:
     settings = Settings("t", None, "auto", 8, {"drafts": ["a"]}, 0.0, 1.0, 0, 8, PROMPTS)
     assert settings.models == ["t", "a"]
     assert replace(settings, draft="d").models == ["t", "d", "a"]
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "asked", "processes"),
+    [(True, None, "0"), (True, "1", "1"), (False, None, None)],
+)
+def test_on_a_cpu_no_process_imports_vllm_anew(
+    on_cpu: bool, asked: str | None, processes: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+    from vllm.platforms import current_platform
+
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    monkeypatch.setenv(name, asked or "")
+    if asked is None:
+        monkeypatch.delenv(name)
+    found: list[str | None] = []
+
+    @contextmanager
+    def engine(arguments: Any) -> Iterator[None]:
+        found.append(os.environ.get(name))
+        raise InterruptedError
+        yield
+
+    monkeypatch.setattr(vllm, "EngineArgs", MagicMock())
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
+    monkeypatch.setattr(comparison, "engine", engine)
+    settings = Settings("t", "d", "float32", 8, {}, 0.0, 1.0, 0, 8, PROMPTS)
+    with pytest.raises(InterruptedError):
+        comparison.compare(settings, lambda *_: nullcontext(lambda: None))
+    assert found == [processes]

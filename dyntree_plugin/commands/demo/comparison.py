@@ -12,6 +12,7 @@ from dyntree_plugin.commands.engine import (
     Settings,
     engine,
     sampling_params,
+    stay_in_this_process,
     text_of_tokens,
     with_trees,
     without_trees,
@@ -76,7 +77,11 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
     """Complete the prompts with the target alone, then with trees, in engines of their own."""
     with announce("Loading vLLM", None):
         from vllm import EngineArgs
+        from vllm.platforms import current_platform
 
+        if current_platform.is_cpu():
+            # On a GPU the memory of the first engine is free for the second when its process ends.
+            stay_in_this_process()
         # A pair that trees cannot serve is refused here, before the engines start.
         EngineArgs(**with_trees(settings)).create_engine_config()
     count = len(settings.prompts)

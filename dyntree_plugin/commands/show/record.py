@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from dyntree_plugin.commands.engine import (
     Settings,
     engine,
     sampling_params,
+    stay_in_this_process,
     text_of_tokens,
     with_trees,
 )
@@ -29,8 +29,7 @@ _BEFORE = 8
 
 def record(settings: Settings, announce: Announce) -> Generation:
     """Complete the first prompt on an engine of its own, and keep every tree."""
-    # vLLM's further processes would import it twice more: 27 s in place of 14 s on two cores.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    stay_in_this_process()
     with announce("Loading vLLM", None):
         arguments = with_trees(settings)
     with ExitStack() as stack:
