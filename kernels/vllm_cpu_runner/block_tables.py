@@ -119,8 +119,13 @@ def _slots(
                 continue
             table = carray(int32_pointer(addresses[group]), (request + 1) * stride)
             for token in range(first, last):
-                block = table[request * stride + positions[token] // size]
-                row[token] = block * size + positions[token] % size
+                place = positions[token] // size
+                # vLLM's kernel reads on behind a request's row.
+                if place < stride:
+                    block = table[request * stride + place]
+                    row[token] = block * size + positions[token] % size
+                else:
+                    row[token] = pad
 
 
 @implements("block_table._compute_slot_mappings_kernel")

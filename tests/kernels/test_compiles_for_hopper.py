@@ -160,8 +160,8 @@ def test_attention_at_head_size_128_does_not_spill(
     nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, group))
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, PAGE=16,
-        BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words, SPLITS=splits, SEEDED=seeded,
-        WANT_LSE=False,
+        BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words, SPLITS=splits,
+        SEEDED=seeded, WANT_LSE=False,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, group, splits), 0), used
     assert used["shared"] <= 227 * 1024, used
@@ -169,8 +169,8 @@ def test_attention_at_head_size_128_does_not_spill(
 
 def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
     used = compiled(
-        attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, PAGE=16, BM=128, BN=64, NODES=32,
-        WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False,
+        attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, PAGE=16, BLOCKS=512, BM=128,
+        BN=64, NODES=32, WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False,
     )  # fmt: skip
     assert used["stack"] > max(SPILLED.values()), used
 

@@ -58,6 +58,15 @@ def test_rows_move_bit_exactly_and_nothing_else_changes(
     assert torch.equal(snapshot(keys, values, isa), expected)
 
 
+def test_no_row_moves_to_the_null_slot() -> None:
+    keys, values = random_layers(2, 32, torch.float32)
+    expected = snapshot(keys, values, "vec")
+    # The slot before a layer's first is the last one of the layer before.
+    kv_move(keys[1:], values[1:], "vec", torch.tensor([[50, 40]]), torch.tensor([[-1, 20]]))
+    expected[2:, 20] = expected[2:, 40]
+    assert torch.equal(snapshot(keys, values, "vec"), expected)
+
+
 def test_a_mover_can_be_used_again() -> None:
     keys, values = random_layers(3, 32, torch.float32)
     expected = snapshot(keys, values, "vec")

@@ -129,6 +129,20 @@ def test_columns_beyond_the_block_table_are_not_looked_up() -> None:
     assert torch.equal(dataclasses.replace(case, bits=wide).run(), case.run())
 
 
+def test_positions_beyond_the_block_table_are_in_the_null_block() -> None:
+    masks = [tree_mask(chain(40)), tree_mask(chain(9)), tree_mask(chain(9))]
+    case = make_case(masks, [40, 70, 0])
+    for cache in (case.key_cache, case.value_cache):
+        cache.nan_to_num_()
+    narrow = case.block_table[:, :2].contiguous()
+    found, padded = (
+        dataclasses.replace(case, block_table=table).run()
+        for table in (narrow, torch.nn.functional.pad(narrow, (0, 1)))
+    )
+    assert torch.equal(found, padded)
+    assert not torch.equal(found, case.run())
+
+
 def test_equal_scores_give_the_mean_of_the_visible_values() -> None:
     masks = [tree_mask(random_tree(n, torch.Generator().manual_seed(n))) for n in (40, 9)]
     ctx_lens = [70, 0]

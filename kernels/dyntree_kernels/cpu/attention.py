@@ -176,7 +176,8 @@ def _chunk_attention(
                 words[i * heads : (i + 1) * heads] = word
             if seen == 0:
                 continue
-        block = np.int64(table[start // n])
+        place = start // n
+        block = np.int64(table[place]) if place < len(table) else np.int64(0)
         k_block = keys[block * k_steps[0] + k_steps[1] :]
         v_block = values[block * v_steps[0] + v_steps[1] :]
         _load_keys(tile_keys, k_block, n, start % n, paired)

@@ -36,7 +36,7 @@ def _element_moves(src, dst, block_step, position, moves):
     for r in range(src.shape[0]):
         for i in range(src.shape[1]):
             s, t = src[r, i], dst[r, i]
-            if s >= 0 and s != t:
+            if s >= 0 and t >= 0 and s != t:
                 moves[0, count] = s // n * block_step + position[s % n]
                 moves[1, count] = t // n * block_step + position[t % n]
                 count += 1
@@ -118,7 +118,7 @@ class KVMover:
 
         Args:
             src_slots, dst_slots: int64 [R, depth], slot = block * N + offset. A request's rows are
-                copied in order. A negative source marks nothing to copy.
+                copied in order. A negative slot marks nothing to copy.
         """
         use_torch_threads(src_slots.numel() * self._row_elements)
         _move(

@@ -44,8 +44,11 @@ def _load_rows(base, offsets, wanted, D: tl.constexpr, DP: tl.constexpr, MASKED:
 
 
 @triton.jit
-def _cache_offsets(TABLE, position, wanted, s_block, s_slot, PAGE: tl.constexpr):
-    block = tl.load(TABLE + position // PAGE, mask=wanted, other=0).to(tl.int64)
+def _cache_offsets(
+    TABLE, position, wanted, s_block, s_slot, PAGE: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    held = wanted & (position < BLOCKS * PAGE)
+    block = tl.load(TABLE + position // PAGE, mask=held, other=0).to(tl.int64)
     return block * s_block + (position % PAGE) * s_slot
 
 
@@ -93,8 +96,8 @@ def _tree_attention(
     Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, v_scale, words,
     packed_rows, sq_t, sq_h, s_block, s_head, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
-    SPLITS: tl.constexpr, SEEDED: tl.constexpr, WANT_LSE: tl.constexpr,
+    BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr,
+    WORDS: tl.constexpr, SPLITS: tl.constexpr, SEEDED: tl.constexpr, WANT_LSE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -142,7 +145,7 @@ def _tree_attention(
         for j in range(lo, tl.minimum(hi, context_tiles)):
             position = j * BN + column
             every = position >= 0
-            at = _cache_offsets(table, position, every, s_block, s_slot, PAGE)
+            at = _cache_offsets(table, position, every, s_block, s_slot, PAGE, BLOCKS)
             k = _load_rows(keys, at, every, D, DP, False)
             v = _load_rows(keys + D, at, every, D, DP, False)
             m, total, acc = _accumulate(q, k, v, every, 0.0, m, total, acc, scale, False)
@@ -161,7 +164,7 @@ def _tree_attention(
             position = tl.where(j < 0, context_tiles * BN + column, ctx + c)
             sees = ((bits >> (c & 31)[None, :]) & 1) | (position < ctx).to(tl.int32)[None, :]
             seen = tl.max(sees, 0) != 0
-            at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE)
+            at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE, BLOCKS)
             v = _load_rows(keys + D, at, seen, D, DP, True)
             v, blame = _without_what_is_not_finite(v.to(q.dtype))
             k = _load_rows(keys, at, seen, D, DP, True)
@@ -328,8 +331,9 @@ def tree_attention(
         ancestor_bits, scale * key_scale * LOG2_E, value_scale, words, tokens * group,
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
-        ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page, BM=tile.block_m,
-        BN=tile.block_n, NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
+        ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page,
+        BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
+        NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
         WORDS=triton.next_power_of_2(words), SEEDED=seeded, WANT_LSE=lse is not None and not seeded,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

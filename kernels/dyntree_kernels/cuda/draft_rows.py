@@ -23,14 +23,15 @@ def _store_slots(
     OUT, TABLES, STRIDES, SIZES, MAPPED, index, positions, place, width, wanted, groups, s_out,
 ):  # fmt: skip
     """Store the cache slots of a request's positions in every group of the KV cache: of the first
-    ones, -1 for those that are not wanted, and for all of what only fills a batch up or where the
-    group has no slots."""
+    ones, -1 for those that are not wanted or lie beyond the block table, and for all of what only
+    fills a batch up or where the group has no slots."""
     wanted = tl.where(index < 0, 0, wanted)
     for group in range(groups):
         size = tl.load(SIZES + group).to(tl.int64)
         table = tl.load(TABLES + group).to(tl.pointer_type(tl.int32))
-        kept = place < tl.where(tl.load(MAPPED + group) != 0, wanted, 0)
-        at = index * tl.load(STRIDES + group) + positions // size
+        stride, of_row = tl.load(STRIDES + group), positions // size
+        kept = (place < tl.where(tl.load(MAPPED + group) != 0, wanted, 0)) & (of_row < stride)
+        at = index * stride + of_row
         block = tl.load(table + at, mask=kept, other=0).to(tl.int64)
         slot = tl.where(kept, block * size + positions % size, -1)
         tl.store(OUT + group * s_out + place, slot, mask=place < width)
@@ -109,8 +110,8 @@ def _begin(
 class SlotTables(NamedTuple):
     """Block tables of the requests in each of G groups of the KV cache.
 
-    ``addresses`` uint64 [G]: addresses of tables int32 [requests, blocks], whose rows are
-    ``strides`` int64 [G] apart. ``sizes`` int32 [G]: slots per block. ``mapped`` bool [G]: whether
+    ``addresses`` uint64 [G]: addresses of dense tables int32 [requests, blocks], whose rows have
+    ``strides`` int64 [G] blocks. ``sizes`` int32 [G]: slots per block. ``mapped`` bool [G]: whether
     the group has slots.
     """
 

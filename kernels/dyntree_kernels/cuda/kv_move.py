@@ -30,6 +30,7 @@ def _move(
         if tl.max(moves.to(tl.int32), 0) != 0:
             src = tl.load(below + node, mask=moves, other=0)
             dst = tl.load(below + step, mask=moves, other=0)
+            moves &= (src >= 0) & (dst >= 0)
             at = src // PAGE * s_block + src % PAGE * s_slot
             to = dst // PAGE * s_block + dst % PAGE * s_slot
             for begin in range(0, words, WORDS):
@@ -86,7 +87,8 @@ class KVMover:
                 root down, -1 after the last. A node stands behind those above it: rows only move
                 forward.
             roots: int64 [R], batch row of each root, followed by its nodes' rows.
-            slots: int64 [T], cache slot of every row, block * N + offset.
+            slots: int64 [T], cache slot of every row, block * N + offset; no row moves from or to a
+                negative one.
         """
         requests, depth = path.shape
         if path.stride(1) != 1 or not (roots.is_contiguous() and slots.is_contiguous()):

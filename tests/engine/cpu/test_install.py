@@ -89,6 +89,21 @@ def test_context_parallel_slot_mappings_are_refused() -> None:
                                      torch.zeros(1).long(), 1)  # fmt: skip
 
 
+def test_a_position_beyond_a_block_table_gets_the_null_slot() -> None:
+    import torch
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    vllm_cpu_runner.install()
+    tables = BlockTables([4], 2, 16, [2], torch.device("cpu"))
+    for request, ids in enumerate(([3, 5], [7, 9])):
+        tables.append_block_ids(request, (ids,), overwrite=True)
+    tables.apply_staged_writes()
+    found = tables.compute_slot_mappings(
+        torch.zeros(1).long(), torch.tensor([0, 6]).int(), torch.tensor([0, 4, 7, 8, 9, 4000]), 6
+    )
+    assert found.tolist() == [[12, 20, 23, -1, -1, -1]]
+
+
 def with_an_extra_argument(kernel: object, extra: object) -> None: ...
 
 

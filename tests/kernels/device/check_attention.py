@@ -191,6 +191,19 @@ def test_columns_beyond_the_block_table_are_not_looked_up() -> None:
     assert torch.equal(run(dataclasses.replace(case, bits=wide)), run(case))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_positions_beyond_the_block_table_are_in_the_null_block(splits: int) -> None:
+    masks = [tree_mask(chain(40)), tree_mask(chain(9)), tree_mask(chain(9))]
+    case = make_case(masks, [40, 70, 0], poison=0.0)
+    narrow = case.block_table[:, :4].contiguous()
+    found, padded = (
+        run(dataclasses.replace(case, block_table=table), splits=splits, tiles=SMALL)
+        for table in (narrow, torch.nn.functional.pad(narrow, (0, 1)))
+    )
+    assert torch.equal(found, padded)
+    assert not torch.equal(found, run(case, splits=splits, tiles=SMALL))
+
+
 def test_requests_without_a_tree_are_left_untouched() -> None:
     for splits in (1, 2):
         case = make_case([tree_mask(chain(n)) for n in (6, 3, 9)], [20, 30, 0])

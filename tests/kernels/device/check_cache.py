@@ -87,6 +87,19 @@ def test_accepted_nodes_come_behind_their_roots() -> None:
     assert torch.equal(rows(caches), expected)
 
 
+def test_no_row_moves_from_or_to_the_null_slot() -> None:
+    caches = random_bytes("LBNHC", 2, 64)
+    before = rows(caches)
+    expected = before.clone()
+    expected[1, 20] = before[1, 40]
+    KVMover([caches[1]])(*moves([[-1, 50, 40]], [[30, -1, 20]]))
+    path, roots, slots = moves([[60, 50, 40]], [[30, -1, 21]])
+    slots[slots == 60] = -1
+    expected[1, 21] = before[1, 40]
+    KVMover([caches[1]])(path, roots, slots)
+    assert torch.equal(rows(caches), expected)
+
+
 def test_rows_of_odd_bytes_and_layers_of_two_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="32-bit words"):
         KVMover(list(random_bytes("LBNHC", 2, 62)))

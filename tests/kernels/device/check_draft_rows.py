@@ -32,11 +32,11 @@ SHIFTS = (0, -1)
 
 
 class Tables:
-    """Random block tables of every request."""
+    """Block tables of every request, by default random ones."""
 
-    def __init__(self, g: torch.Generator) -> None:
+    def __init__(self, g: torch.Generator, own: list[torch.Tensor] | None = None) -> None:
         wide = [-(-(LONGEST + 1) // size) + 3 for size in SIZES]
-        self.own = [
+        self.own = own or [
             torch.randint(1, 500, (STATES, blocks), generator=g, dtype=torch.int32).to(DEVICE)
             for blocks in wide
         ]
@@ -224,6 +224,24 @@ def test_growth_begins_with_what_the_requests_are(number: int, columns: int, shi
 def test_a_beginning_that_lacks_a_mechanism_is_seen(mechanism: str) -> None:
     case = beginning(7, 0)
     assert differing(begun_by_kernel(case, 12, -1), begun_by_tensors(case, 12, -1, mechanism))
+
+
+@pytest.mark.parametrize("of", ["chain", "begin"])
+def test_positions_beyond_a_block_table_get_the_null_slot(of: str) -> None:
+    room, width = 32, 12
+    case = chain_of(7, width, 0) if of == "chain" else beginning(7, 0)
+    own = [
+        each[:, : room // size].contiguous() for each, size in zip(case[0].own, SIZES, strict=True)
+    ]
+    narrow = Tables(torch.Generator(), own), *case[1:]
+    positions = (case[2][:, None] + 1 + torch.arange(width)).clamp(max=LONGEST).flatten()
+    if of == "chain":
+        found, within = chained_by_kernel(narrow)[3], chained_by_tensors(case)[3]
+    else:
+        found, within = begun_by_kernel(narrow, width, 0)[6], begun_by_tensors(case, width, 0)[6]
+    expected = within.masked_fill(positions >= room, PAD)
+    assert not torch.equal(expected, within)
+    assert torch.equal(found.cpu(), expected)
 
 
 def test_arrays_that_are_not_dense_are_refused() -> None:
