@@ -146,12 +146,13 @@ far as the target's."""
 
 
 def _ranks_of_experts(config: Any) -> tuple[int, str]:
-    """Return the number of data-parallel ranks, and the kind of the target.
+    """Return the largest number of data-parallel ranks, and the kind of the target.
 
     vLLM takes a model for a mixture of experts unless it knows that the model is dense.
     """
     parallel = config.parallel_config
-    return parallel.data_parallel_size, "dense" if parallel.is_moe_model is False else "experts"
+    ranks = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)
+    return ranks, "dense" if parallel.is_moe_model is False else "experts"
 
 
 def _stages_over_rays_first(config: Any) -> tuple[str, int] | None:
@@ -166,7 +167,7 @@ def _stages_over_rays_first(config: Any) -> tuple[str, int] | None:
 
 ENGINE_REFUSALS = (
     Refusal(
-        "data_parallel_size (ranks, target)",
+        "data_parallel_size or elastic_ep_max_dp_size (ranks, target)",
         _ranks_of_experts,
         lambda found: found[0] > 1 and found[1] != "dense",
         "the ranks of a mixture-of-experts target make every forward together, and trees of "

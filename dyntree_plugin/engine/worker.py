@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
+
+import torch
+from vllm.logger import init_logger
 
 from dyntree_plugin.admission import reasons
 from dyntree_plugin.engine.agreement import check_ranks
 from dyntree_plugin.engine.attention.registration import registered
+from dyntree_plugin.engine.configuration import further_drafts
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
+
+# vLLM shows only what is logged below the name of its own package.
+logger = init_logger("vllm.dyntree")
 
 
 class TreeWorkerMixin:
     """Compares the trees of all ranks, registers the attention of trees, and traces trees.
+
+    It also keeps the drafts alive where vLLM knows one of them at most: when weights are discarded
+    or replaced.
 
     It precedes a platform's worker class whose ``model_runner`` is a `TreeRunnerMixin`.
     """
@@ -21,12 +32,76 @@ class TreeWorkerMixin:
     vllm_config: Any
     attention_backends: ClassVar[Mapping[str, str]]
     """Paths of the plugin's attention backends, by the names of the vLLM backends they replace."""
+    _kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with reasons.logged():
             check_ranks(self.vllm_config)
         with registered(self.attention_backends):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
+
+    def sleep(self, level: int = 1) -> None:
+        """Sleep; at level 2, which discards all weights, keep the drafts' on the host.
+
+        vLLM's users reload the target, and have no way to reload further drafts.
+        """
+        if level == 2:
+            of_target = {id(each) for each in _weights(self.model_runner.get_model())}
+            of_drafts = {id(each): each for draft in self._drafts() for each in _weights(draft)}
+            own = [each for name, each in of_drafts.items() if name not in of_target]
+            copies = [each.detach().to("cpu", copy=True) for each in own]  # sync: no steps
+            self._kept = list(zip(own, copies, strict=True))
+        super().sleep(level)  # type: ignore[misc]
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake up, and give the drafts the weights that `sleep` has kept."""
+        super().wake_up(tags)  # type: ignore[misc]
+        if tags is None or "weights" in tags:
+            for weight, kept in self._kept:
+                weight.data.copy_(kept)
+            self._kept = ()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Replace the target's weights; those of the drafts stay."""
+        self._say_that_drafts_stay()
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+
+    def start_weight_update(self) -> None:
+        """Begin to replace the target's weights; those of the drafts stay."""
+        self._say_that_drafts_stay()
+        super().start_weight_update()  # type: ignore[misc]
+
+    def start_draft_weight_update(self) -> None:
+        """Begin to replace the draft's weights.
+
+        Raises:
+            ValueError: for several drafts, of which vLLM would update the first alone.
+        """
+        further = further_drafts(self.vllm_config.speculative_config)
+        if further:
+            names = [each.draft_model_config.model for each in further]
+            raise ValueError(
+                f"start_draft_weight_update is not supported with dyntree.drafts={names}: it "
+                "updates the first draft alone; leave dyntree.drafts out"
+            )
+        super().start_draft_weight_update()  # type: ignore[misc]
+
+    def supports_draft_weight_updates(self) -> bool:
+        supported: bool = super().supports_draft_weight_updates()  # type: ignore[misc]
+        return supported and not further_drafts(self.vllm_config.speculative_config)
+
+    def _drafts(self) -> list[torch.nn.Module]:
+        """Return the loaded drafts: one or a head, and further ones."""
+        first = self.model_runner.get_draft_model()
+        further = getattr(self.model_runner.speculator, "further", ())
+        return [] if first is None else [first, *(each.model for each in further)]
+
+    def _say_that_drafts_stay(self) -> None:
+        if self._drafts():
+            logger.info_once(
+                "The target's weights are replaced, and the drafts' stay. The tokens are the new "
+                "target's; fewer nodes are accepted the more it differs from the old one."
+            )
 
     def trace_trees(self, wanted: bool) -> None:
         """Start or stop keeping every verified tree."""
@@ -42,3 +117,7 @@ class TreeWorkerMixin:
         if trace is None:
             raise RuntimeError("trees are not traced: call trace_trees first")
         return trace.take()
+
+
+def _weights(model: torch.nn.Module) -> chain[torch.Tensor]:
+    return chain(model.parameters(), model.buffers())

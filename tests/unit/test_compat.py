@@ -115,7 +115,7 @@ def test_one_change_is_refused_with_its_option_and_advice(
 def test_every_refusal_of_the_tables_is_tested() -> None:
     apart = {
         "VLLM_USE_V2_MODEL_RUNNER",
-        "data_parallel_size (ranks, target)",
+        "data_parallel_size or elastic_ep_max_dp_size (ranks, target)",
         "async_scheduling, pipeline_parallel_size",
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, pipeline_parallel_size",
     }
@@ -272,9 +272,12 @@ def test_data_parallel_ranks_of_a_mixture_of_experts_are_refused(
 ) -> None:
     experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     model = model_folder("experts", num_local_experts=4, sliding_window=None, **experts)
-    build(model=model)
-    with pytest.raises(ValueError, match=r"data_parallel_size \(ranks, target\)=\(2, 'experts'\)"):
+    config = build(model=model)
+    with pytest.raises(ValueError, match=r"\(ranks, target\)=\(2, 'experts'\)"):
         build(model=model, data_parallel_size=2)
+    # vLLM could then add ranks while it serves.
+    config.parallel_config.elastic_ep_max_dp_size = 4
+    assert "elastic_ep_max_dp_size (ranks, target)=(4, 'experts')" in refusal_of(config)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
