@@ -30,9 +30,9 @@ class Drafting:
 
     ``chained`` bool [slots + 1]: requests whose trees must be chains; the last entry is for
     padding. ``tries``: candidates that need no forward; None without any. ``requests``: the most
-    requests of a step. ``last_position``: the longest text's. ``ranking``: makes what the requests'
-    sampling parameters do to a draft's logits, once there is a sampler. ``correction``: of the
-    draft's logits; None to take them as they are.
+    requests of a step. ``ranking``: makes what the requests' sampling parameters do to a draft's
+    logits, once there is a sampler. ``correction``: of the draft's logits; None to take them as
+    they are.
     """
 
     driver: StepDriver
@@ -43,7 +43,6 @@ class Drafting:
     graphs: Graphs
     tries: TrieSource | None
     requests: int
-    last_position: int
     ranking: Callable[[], Ranking]
     correction: DraftCorrection | None = None
     _drafter: Drafter | None = field(default=None, init=False)
@@ -53,15 +52,17 @@ class Drafting:
         source: NodeSource | None,
         buffers: RowBuffers,
         stored_at: torch.Tensor,
+        last_position: int,
         proposed: torch.Tensor | None = None,
     ) -> None:
         """Put the stages together, whenever there is new memory for a draft model's rows.
 
         ``source``: the draft model; None without one. ``stored_at``: as in `DraftStages`.
+        ``last_position``: that of the longest text's last token.
         ``proposed`` int64: ids of the tokens that the source can propose; None for all.
         """
         plan, ops = self.trees.plan, self.ops
-        growth = self._growth(buffers)
+        growth = self._growth(buffers, last_position)
         if plan.chains:
             growth = ChainGrowth(growth, self.trees, ops.perturb, stored_at)
         if self.correction is not None:
@@ -94,7 +95,7 @@ class Drafting:
             raise RuntimeError("vLLM asked for drafts before there was a KV cache")
         return self.driver.draft(self._drafter, batch, sampled, grows=grows)
 
-    def _growth(self, buffers: RowBuffers) -> StepGrowth:
+    def _growth(self, buffers: RowBuffers, last_position: int) -> StepGrowth:
         """Choose compiled growth where there is one for the plan; else the tensors'."""
         trees, plan = self.trees, self.trees.plan
         if plan.growth.name == "topk":
@@ -104,7 +105,7 @@ class Drafting:
                 children=plan.growing.children,
                 widths=plan.growing.widths,
                 least=plan.growth.parameter or 0.0,
-                longest=self.last_position,
+                longest=last_position,
                 coupled=plan.coupled,
                 weights=self.estimate.weights if plan.calibrated else None,
                 rows=buffers,
@@ -117,4 +118,4 @@ class Drafting:
             if compiled is not None:
                 return compiled
         pick = ChildPicker(plan, self.ops.perturb, self.estimate)
-        return TensorGrowth(trees, pick, buffers, self.last_position)
+        return TensorGrowth(trees, pick, buffers, last_position)

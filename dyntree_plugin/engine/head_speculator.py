@@ -48,7 +48,8 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
         memory = row_memory(self, self.drafting.trees.plan)
         writer = self.drafting.ops.row_writer(memory)
         source = TargetHead(self, self, self.states, memory, writer)
-        self.drafting.compose(source, memory.buffers, memory.stored_at, self._proposed())
+        place = memory.stored_at, memory.last_position
+        self.drafting.compose(source, memory.buffers, *place, self._proposed())
 
     def _proposed(self) -> torch.Tensor | None:
         """Return the ids of the target's tokens that a head of fewer tokens has; None for all."""

@@ -101,7 +101,6 @@ class TreeRunnerMixin(TreeStage):
             self.graphs,
             self._tries(plan),
             self.max_num_reqs,
-            self.max_model_len - 1,
             self._ranking,
             self.correction,
         )
@@ -112,6 +111,11 @@ class TreeRunnerMixin(TreeStage):
         self._row_cost: RowCost | None = None
         self._row_cost_sent = False
         self._record = StepRecord()
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Follow the context that vLLM fits to the memory, before there is a KV cache."""
+        super().update_max_model_len(max_model_len)
+        self.speculator.update_max_model_len(max_model_len)
 
     def _tries(self, plan: TreePlan) -> TrieSource | None:
         """Make the look-up in the requests' texts, if the plan has one."""

@@ -38,6 +38,10 @@ class TreeProposals(BaseSpeculator):
     def capture(self) -> None:
         self.drafting.graphs.capture()
 
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Follow the fitted context. vLLM calls `set_attn` later, which reads it."""
+        self.max_model_len = self.draft_max_seq_len = max_model_len
+
     @torch.inference_mode()
     def propose(
         self,
@@ -119,7 +123,8 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         models: list[LoadedModel] = [self, *self.further]
         most = max(model.vocab_size for model in models)
         known = torch.arange(most, device=self.device) if most < vocabulary else None
-        self.drafting.compose(source, memory.buffers, memory.stored_at, known)
+        place = memory.stored_at, memory.last_position
+        self.drafting.compose(source, memory.buffers, *place, known)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
@@ -150,6 +155,11 @@ class LookUpSpeculator(TreeProposals):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, drafting: Drafting) -> None:
         self.drafting = drafting
-        stored_at = torch.zeros(drafting.requests, dtype=torch.int64, device=device)
-        self.draft_tokens = stored_at.new_zeros(drafting.requests, drafting.trees.shape.node_budget)
-        drafting.compose(None, no_rows(device), stored_at)
+        requests, nodes = drafting.requests, drafting.trees.shape.node_budget
+        self._stored_at = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.draft_tokens = self._stored_at.new_zeros(requests, nodes)
+        self.update_max_model_len(vllm_config.model_config.max_model_len)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        rows = no_rows(self._stored_at.device)
+        self.drafting.compose(None, rows, self._stored_at, max_model_len - 1)

@@ -356,7 +356,7 @@ def tensors(runner: Any) -> Iterator[None]:
     compiled, plan = drafting.stages._growth, runner.trees.plan
     rows = RowBuffers(*map(torch.from_numpy, compiled._rows))
     pick = ChildPicker(plan, runner.ops.perturb, runner.estimate)
-    growth = TensorGrowth(runner.trees, pick, rows, drafting.last_position)
+    growth = TensorGrowth(runner.trees, pick, rows, compiled._longest)
     with mock.patch.object(drafting.stages, "_growth", growth):
         yield
 

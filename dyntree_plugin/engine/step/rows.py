@@ -51,8 +51,8 @@ class RowMemory:
         self.device = model.device
         self.dtype: Any = model.dtype  # vLLM has resolved its name by now
         self.requests = requests = model.max_num_reqs
-        self.last_position = model.max_model_len - 1
         self.block_tables = model.block_tables
+        self.last_position = min(model.max_model_len, self._most_slots()) - 1
         self.scratch = scratch
         self.shift = shift
         rows = model.max_num_tokens + requests * most_rows
@@ -80,7 +80,13 @@ class RowMemory:
         numbers = torch.arange(requests + 1, dtype=torch.int32, device=self.device)
         self._row_starts = widths.int()[:, None] * numbers
         # Masks say what tree rows attend to. Only the device knows how long a request is.
-        self._longest = torch.full((requests,), model.max_model_len, dtype=torch.int32)
+        self._longest = torch.full((requests,), self.last_position + 1, dtype=torch.int32)
+
+    def _most_slots(self) -> int:
+        """Return for how many positions every block table has slots."""
+        tables = self.block_tables
+        slots = tables.block_table_strides * tables.block_sizes_tensor
+        return int(slots[tables.slot_mapping_enabled].min())  # sync: before the first step
 
     @property
     def buffers(self) -> RowBuffers:
@@ -123,7 +129,7 @@ class RowMemory:
             query_start_loc_cpu=torch.from_numpy(model.arange_np[: requests + 1] * width),
             max_query_len=width,
             seq_lens=self.seq_lens[:requests],
-            max_seq_len=model.max_model_len,
+            max_seq_len=self.last_position + 1,
             block_tables=[table[:requests] for table in self.block_tables.input_block_tables],
             slot_mappings=slots,
             kv_cache_config=model.kv_cache_config,
