@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from dyntree_plugin.admission import reasons
 from dyntree_plugin.engine.agreement import check_ranks
+from dyntree_plugin.engine.attention.layers import checked
 from dyntree_plugin.engine.attention.registration import registered
 from dyntree_plugin.engine.configuration import further_drafts
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
@@ -20,7 +21,7 @@ logger = init_logger("vllm.dyntree")
 
 
 class TreeWorkerMixin:
-    """Compares the trees of all ranks, registers the attention of trees, and traces trees.
+    """Compares the trees of all ranks, brings attention with trees to the layers, and traces trees.
 
     It also keeps the drafts alive where vLLM knows one of them at most: when weights are discarded
     or replaced.
@@ -37,7 +38,8 @@ class TreeWorkerMixin:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with reasons.logged():
             check_ranks(self.vllm_config)
-        with registered(self.attention_backends):
+        backends = self.attention_backends
+        with registered(backends), checked(self.vllm_config, backends.values()):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:

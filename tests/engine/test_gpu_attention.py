@@ -71,16 +71,6 @@ class Builder(cuda_layers.TreeMetadataBuilder, StockBuilder):
 class StockImpl:
     scale = 1.0
 
-    def __init__(self, **own: Any) -> None:
-        plain: dict[str, Any] = {
-            "alibi_slopes": None,
-            "sliding_window": (-1, -1),
-            "logits_soft_cap": 0,
-            "sinks": None,
-            "kv_cache_dtype": "auto",
-        }
-        vars(self).update(plain | own)
-
     def forward(
         self, layer: Any, q: Any, k: Any, v: Any, kv: Any, metadata: Any, out: Any, *_: Any
     ) -> Any:
@@ -222,26 +212,6 @@ def test_an_engine_without_trees_keeps_the_stock_backend(kernels: Any) -> None:
     assert builder.build(0, common(9, 9)) == "stock"
     assert builder.build_for_cudagraph_capture(common(9, 9)) == "stock for capture"
     assert Builder.get_cudagraph_support(plain, SPEC) is AttentionCGSupport.ALWAYS
-
-
-@pytest.mark.parametrize(
-    ("own", "named"),
-    [
-        ({"alibi_slopes": [1.0]}, "ALiBi"),
-        ({"sliding_window": (127, 0)}, "sliding window"),
-        ({"logits_soft_cap": 30.0}, "logits soft cap"),
-        ({"sinks": [1.0]}, "attention sinks"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-    ],
-)
-def test_a_layer_beyond_tree_attention_is_refused(
-    monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], named: str
-) -> None:
-    monkeypatch.setattr(cuda_layers, "get_current_vllm_config_or_none", lambda: TREES)
-    with pytest.raises(ValueError, match=f"attention uses {named}"):
-        Impl(**own)
-    monkeypatch.setattr(cuda_layers, "get_current_vllm_config_or_none", lambda: engine())
-    Impl(**own)
 
 
 def test_the_kernels_geometry_is_one_of_few(monkeypatch: pytest.MonkeyPatch) -> None:

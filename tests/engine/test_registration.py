@@ -29,7 +29,7 @@ def paths(of: Any) -> dict[str, str]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the workers of these tests ranks of no engine."""
     monkeypatch.setattr(worker, "check_ranks", lambda config: None)
-    monkeypatch.setattr(worker.TreeWorkerMixin, "vllm_config", None, raising=False)
+    monkeypatch.setattr(worker.TreeWorkerMixin, "vllm_config", VllmConfig(), raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
@@ -15,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
-from dyntree_plugin.engine.attention.metadata import TreeMask, refuse_beyond_trees
+from dyntree_plugin.engine.attention.metadata import TreeMask
 
 
 @dataclass
@@ -66,18 +65,6 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     _kv_cache: torch.Tensor | None = None
     _packed: PackedCache | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        refuse_beyond_trees(
-            {
-                "ALiBi": self.alibi_slopes is not None,
-                "sliding window": self.sliding_window != -1,
-                "logits soft cap": self.logits_soft_cap != 0,
-                "attention sinks": self.sinks is not None,
-                f"kv_cache_dtype={self.kv_cache_dtype!r}": self.is_fp8_kv_cache,
-            }
-        )
 
     def forward(
         self,

@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.choice import choose_kernel
 from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, Launch
-from dyntree_plugin.engine.attention.metadata import TreeMask, refuse_beyond_trees
+from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.configuration import tree_plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
-
-UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -161,22 +158,6 @@ class TreeAttentionImpl:
     """Runs the kernel of trees in a stock attention layer."""
 
     scale: float
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = get_current_vllm_config_or_none()
-        if config is None or tree_plan(config) is None:
-            return
-        stock: Any = self
-        refuse_beyond_trees(
-            {
-                "ALiBi": stock.alibi_slopes is not None,
-                "sliding window": stock.sliding_window != (-1, -1),
-                "logits soft cap": bool(stock.logits_soft_cap),
-                "attention sinks": stock.sinks is not None,
-                f"kv_cache_dtype={stock.kv_cache_dtype!r}": stock.kv_cache_dtype not in UNQUANTISED,
-            }
-        )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,17 +89,3 @@ class WithTreeMask:
         )
         self._clock.start("target")
         return metadata
-
-
-def refuse_beyond_trees(features: Mapping[str, bool]) -> None:
-    """Refuse a layer with a feature that tree attention does not have.
-
-    Raises:
-        ValueError: naming the feature.
-    """
-    found = [name for name, there in features.items() if there]
-    if found:
-        raise ValueError(
-            f"dyntree cannot serve this model: its attention uses {found[0]}, which tree attention "
-            "does not; serve it without the dyntree options"
-        )

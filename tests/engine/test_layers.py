@@ -1,0 +1,235 @@
+"""Models with layers for which trees have no attention are refused before their weights load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import dyntree_plugin.engine.cpu.worker  # noqa: F401  # isort: skip  # before vLLM's V2 modules
+import pytest
+import torch
+from vllm import ModelRegistry
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.rswa_attention import RSWAAttention
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.worker.gpu_worker import Worker
+
+from dyntree_plugin.admission.check import Refused
+from dyntree_plugin.engine import worker
+from dyntree_plugin.engine.attention.cpu import TreeCPUAttentionBackend
+from dyntree_plugin.engine.attention.layers import checked, refusals
+from dyntree_plugin.engine.attention.registration import registered
+from dyntree_plugin.engine.cpu.worker import TreeCPUWorker
+from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="layers are made on a CPU")
+
+Make = Callable[..., VllmConfig]
+
+MIMO = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "head_dim": 32,
+    "v_head_dim": 16,
+    "hybrid_layer_pattern": [0, 0],
+    "moe_layer_freq": [0, 0],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "layernorm_epsilon": 1e-5,
+}
+INKLING = {
+    "architectures": ["InklingForCausalLM"],
+    "model_type": "inkling_model",
+    "dense_mlp_idx": 2,
+    "d_rel": 8,
+    "sliding_window_size": 16,
+    "local_layer_ids": [0],
+}
+MINIMAX_TEXT = {
+    "model_type": "minimax_m3_text",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rotary_dim": 16,
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_layer_freq": [0, 0],
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_index_dim": 32,
+        "sparse_num_index_heads": 1,
+        "sparse_topk_blocks": 4,
+        "sparse_block_size": 128,
+        "sparse_disable_index_value": [0, 1],
+        "sparse_attention_freq": [0, 1],
+    },
+}
+MINIMAX = {
+    "architectures": ["MiniMaxM3SparseForCausalLM"],
+    "model_type": "minimax_m3_vl",
+    "text_config": MINIMAX_TEXT,
+    "vision_config": {},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make this process the only rank of an engine."""
+    met: Path = tmp_path_factory.mktemp("ranks") / "met"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{met}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+@pytest.fixture
+def make(alone: None, model_folder: Callable[..., str]) -> Make:
+    """Return a function that makes the configuration of an engine with one tiny model."""
+
+    def made(**changes: Any) -> VllmConfig:
+        model = ModelConfig(model_folder(**changes), skip_tokenizer_init=True, dtype="bfloat16")
+        return VllmConfig(model_config=model, load_config=LoadConfig(load_format="dummy"))
+
+    return made
+
+
+@pytest.fixture
+def minimax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register MiniMax-M3, whose module needs a part of torchvision for images alone."""
+    name = "torchvision.transforms"
+    transforms: Any = ModuleType(name)
+    transforms.InterpolationMode = SimpleNamespace(BICUBIC=3)
+    package = ModuleType("torchvision")
+    for each in (package, transforms):
+        each.__spec__ = ModuleSpec(each.__name__, None)
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+    monkeypatch.setitem(sys.modules, name, transforms)
+    from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseForCausalLM
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ModelRegistry.register_model("MiniMaxM3SparseForCausalLM", MiniMaxM3SparseForCausalLM)
+
+
+@pytest.fixture
+def weights() -> Iterator[mock.Mock]:
+    """Replace the loading of weights."""
+    with mock.patch.object(DummyModelLoader, "load_weights") as loading:
+        yield loading
+
+
+def load(config: VllmConfig) -> None:
+    """Load a model with the attention of trees."""
+    backends = TreeCPUWorker.attention_backends
+    with set_current_vllm_config(config), registered(backends), checked(config, backends.values()):
+        get_model(vllm_config=config)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (MIMO, ["backend TritonAttentionDiffKVBackend", "head_size (K, V)=(32, 16)"]),
+        (INKLING, ["class InklingAttention", "class InklingConvState"]),
+        (MINIMAX, ["class MiniMaxM3SparseAttention", "class MiniMaxM3IndexerCache"]),
+    ],
+    ids=["MiMo-V2", "Inkling", "MiniMax-M3"],
+)
+@pytest.mark.usefixtures("minimax")
+def test_a_model_that_trees_have_no_layer_for_is_refused_before_its_weights_load(
+    make: Make, weights: mock.Mock, model: dict[str, Any], named: list[str]
+) -> None:
+    with pytest.raises(Refused) as refused:
+        load(make(**model))
+    assert not weights.called
+    for feature in named:
+        assert f": {feature} is not supported by tree attention" in str(refused.value)
+
+
+def test_a_model_of_full_attention_loads(make: Make, weights: mock.Mock) -> None:
+    load(make())
+    assert weights.called
+
+
+BEYOND: list[tuple[dict[str, Any], str]] = [
+    ({"head_size_v": 16}, "head_size (K, V)=(32, 16)"),
+    ({"per_layer_sliding_window": 16}, "sliding_window=16"),
+    ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
+    ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+    ({"sinks": torch.zeros(2)}, "attention sinks"),
+    ({"attn_backend": CPUAttentionBackend}, "backend CPUAttentionBackend"),
+    ({"kv_sharing_target_layer_name": "layers.0"}, "the KV cache of another layer"),
+    ({"type": RSWAAttention, "rswa_window": 16}, "class RSWAAttention"),
+]
+
+
+def found(config: VllmConfig, *layers: dict[str, Any]) -> list[str]:
+    """Return the reasons to refuse a model with such layers after a plain one."""
+    with set_current_vllm_config(config), registered(TreeCPUWorker.attention_backends):
+        for number, each in enumerate(({}, *layers)):
+            arguments = {"type": Attention, "num_kv_heads": 1, **each}
+            arguments.pop("type")(2, 32, 1.0, prefix=f"layers.{number}", **arguments)
+    made = config.compilation_config.static_forward_context
+    return list(refusals(made, {TreeCPUAttentionBackend}))
+
+
+@pytest.mark.parametrize(("arguments", "named"), BEYOND, ids=[named for _, named in BEYOND])
+def test_what_a_layer_has_beyond_tree_attention_is_named(
+    make: Make, arguments: dict[str, Any], named: str
+) -> None:
+    (reason,) = found(make(), arguments)
+    assert reason.startswith(f"layer layers.1: {named} is not supported")
+
+
+def test_a_quantised_cache_is_named(make: Make) -> None:
+    config = make()
+    config.cache_config.cache_dtype = "fp8"
+    arguments = {"cache_config": config.cache_config}
+    assert "kv_cache_dtype='fp8' is not supported" in "".join(found(config, arguments))
+
+
+def test_every_feature_is_named_once_with_the_number_of_its_layers(make: Make) -> None:
+    both = {"logits_soft_cap": 30.0, "alibi_slopes": [0.5, 0.25]}
+    reasons = found(make(), both, {"logits_soft_cap": 20.0})
+    starts = ("layer layers.1: ALiBi is not", "layer layers.1 and 1 more: logits_soft_cap is not")
+    assert all(reason.startswith(start) for reason, start in zip(reasons, starts, strict=True))
+
+
+@pytest.mark.parametrize("tree_worker", [TreeCPUWorker, TreeGPUWorker])
+def test_a_worker_refuses_layers_however_vllm_made_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tree_worker: Any
+) -> None:
+    config = make()
+
+    def load_model(self: Any) -> None:
+        layer = Attention(2, 32, 1.0, num_kv_heads=1, prefix="layers.0", logits_soft_cap=30.0)
+        assert config.compilation_config.static_forward_context == {"layers.0": layer}
+
+    monkeypatch.setattr(worker, "check_ranks", lambda config: None)
+    made = object.__new__(tree_worker)
+    made.vllm_config = config
+    with (
+        mock.patch.object(Worker, "load_model", load_model),
+        set_current_vllm_config(config),
+        pytest.raises(Refused, match=r"layer layers\.0: logits_soft_cap is not supported"),
+    ):
+        made.load_model()
