@@ -6,7 +6,7 @@ It reads vLLM's configuration and imports nothing of vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ model, or None if it has one."""
 
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
 LOOK_UP_EXAMPLE = '{"method": "ngram_gpu", "num_speculative_tokens": 16}'
+
+WITH_DRAFT = ("draft_model", *HEADS)
+"""vLLM's methods with a draft model or a head that are served."""
 
 VLLMS_MATCHES = (5, 5)
 """vLLM's default of prompt_lookup_min and prompt_lookup_max."""
@@ -96,17 +99,15 @@ def refuse_further_draft(
     """
     draft = further.draft_model_config
     prefix = f"{NAMESPACE}.drafts, {further.model!r}: "
-    checked: list[tuple[tuple[Refusal, ...], Any]] = [
-        (SPECULATION_REFUSALS, further),
-        (DRAFT_REFUSALS, further),
-        (MODEL_REFUSALS, draft),
+    reasons = [
+        *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS), further, prefix),
+        *_found(MODEL_REFUSALS, draft, prefix),
+        *(prefix + found for found in _vocabulary_refusals(vllm_config, further)),
     ]
-    reasons = [refusal(config, prefix) for table, config in checked for refusal in table]
-    reasons += [prefix + found for found in _vocabulary_refusals(vllm_config, further)]
     if found := kernel_refusal(draft, device_type):
         reasons.append(prefix + found)
-    if given := [reason for reason in reasons if reason]:
-        raise Refused(*given)
+    if reasons:
+        raise Refused(*reasons)
 
 
 def argument_refusals(arguments: Any, with_trees: bool) -> Iterator[str]:
@@ -146,41 +147,40 @@ def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
 def _refusals(
     vllm_config: VllmConfig, options: DynTreeOptions, device_type: str, own_worker: str
 ) -> Iterator[str]:
-    speculation = vllm_config.speculative_config
-    if speculation is None:
-        yield f"speculative_config is missing: {_SOURCES}"
-        return
-    if speculation.method not in ("draft_model", *HEADS, *WITHOUT_DRAFT):
-        yield _unserved_method(speculation.method)
-        return
     worker = vllm_config.parallel_config.worker_cls
     if worker not in ("auto", own_worker):
         yield f"worker_cls={worker!r} is not supported: dyntree brings its own; leave it out"
     scheduler = vllm_config.scheduler_config.scheduler_cls
     if scheduler is not None:
         yield f"scheduler_cls={scheduler!r} is not supported: dyntree brings its own; leave it out"
-    checked: list[tuple[tuple[Refusal, ...], Any, str]] = [
-        (ENGINE_REFUSALS, vllm_config, ""),
-        (SPECULATION_REFUSALS, speculation, "speculative_config."),
-        (MODEL_REFUSALS, vllm_config.model_config, "target model: "),
-    ]
-    if speculation.method not in WITHOUT_DRAFT:
-        refusals = HEAD_REFUSALS if speculation.method in HEADS else DRAFT_REFUSALS
-        checked += [
-            (refusals, speculation, "speculative_config."),
-            (MODEL_REFUSALS, speculation.draft_model_config, "draft model: "),
-        ]
-    of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}
-    checked.append((of_device.get(device_type, ()), vllm_config, ""))
-    for table, config, prefix in checked:
-        yield from filter(None, (refusal(config, prefix) for refusal in table))
+    of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
+    yield from _found((*ENGINE_REFUSALS, *of_device), vllm_config)
+    yield from _found(MODEL_REFUSALS, vllm_config.model_config, "target model: ")
     others = (
         _unreadable_table(options, device_type),
         _too_many_children(vllm_config.model_config, options),
     )
     yield from filter(None, others)
-    yield from _vocabulary_refusals(vllm_config, speculation)
     yield from offloading.refusals(vllm_config, device_type)
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        yield f"speculative_config is missing: {_SOURCES}"
+    else:
+        yield from _speculation_refusals(vllm_config, speculation, options)
+
+
+def _speculation_refusals(
+    vllm_config: VllmConfig, speculation: SpeculativeConfig, options: DynTreeOptions
+) -> Iterator[str]:
+    """Find reasons in the speculation, and in the draft if its method is served."""
+    if speculation.method not in (*WITH_DRAFT, *WITHOUT_DRAFT):
+        yield _unserved_method(speculation.method)
+    yield from _found(SPECULATION_REFUSALS, speculation, "speculative_config.")
+    if (draft := _draft_model(vllm_config)) is not None:
+        refusals = HEAD_REFUSALS if speculation.method in HEADS else DRAFT_REFUSALS
+        yield from _found(refusals, speculation, "speculative_config.")
+        yield from _found(MODEL_REFUSALS, draft, "draft model: ")
+        yield from _vocabulary_refusals(vllm_config, speculation)
     try:
         plan = options.plan_for(speculation)
     except ValueError as error:
@@ -190,17 +190,21 @@ def _refusals(
     yield from _tree_exceeds_step(vllm_config, plan.shape.node_budget)
 
 
+def _found(table: Iterable[Refusal], config: Any, prefix: str = "") -> Iterator[str]:
+    return filter(None, (refusal(config, prefix) for refusal in table))
+
+
 def _unserved_method(method: str | None) -> str:
     return f"speculative_config.method={method!r} is not supported: {_SOURCES}"
 
 
 def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
-    """Return the draft model's configuration; None without a draft model.
+    """Return the draft model's configuration; None without one, or if its method is not served.
 
     vLLM's methods without one give the target's.
     """
     speculation = vllm_config.speculative_config
-    if speculation is None or speculation.method in WITHOUT_DRAFT:
+    if speculation is None or speculation.method not in WITH_DRAFT:
         return None
     return speculation.draft_model_config
 
@@ -240,8 +244,6 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
 
 
 def _vocabulary_refusals(vllm_config: VllmConfig, speculation: SpeculativeConfig) -> Iterator[str]:
-    if speculation.method in WITHOUT_DRAFT:
-        return
     models = vllm_config.model_config, speculation.draft_model_config
     # The embedding of a head is the target's, or has its size.
     other_size = None if speculation.method in HEADS else vocabularies.other_size(*models)

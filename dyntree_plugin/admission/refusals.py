@@ -54,7 +54,8 @@ SPECULATION_REFUSALS = (
     ),
     Refusal(
         "parallel_drafting",
-        lambda s: s.parallel_drafting,
+        # vLLM sets it for these methods, which are not served.
+        lambda s: s.parallel_drafting and s.method not in ("dflash", "dspark"),
         bool,
         "a tree grows level by level; leave it out",
     ),
@@ -131,8 +132,7 @@ HEAD_REFUSALS = (
         "use_gemma4_mtp",
         lambda s: s.use_gemma4_mtp(),
         bool,
-        "this head reads the target's own KV cache, which has no rows for the nodes of a tree; use "
-        "look-up",
+        "trees of a head that reads the target's KV cache are not built yet; use look-up",
     ),
     Refusal(
         "use_local_argmax_reduction",
@@ -181,8 +181,9 @@ ENGINE_REFUSALS = (
             c.parallel_config.pipeline_parallel_size,
         ),
         lambda found: found[1] > 1 and found[0] is False,
-        "in a pipeline, trees are drafted while the scheduler goes on; leave it out, and draft "
-        "without a model by method 'ngram_gpu'",
+        "in a pipeline, vLLM's synchronous scheduler asks for a step's drafts before it knows the "
+        "tokens that they follow; leave async_scheduling out, and use method 'ngram_gpu' in place "
+        "of 'ngram', with which vLLM turns it off",
     ),
     Refusal(
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, pipeline_parallel_size",
@@ -225,7 +226,7 @@ ENGINE_REFUSALS = (
         "kv_transfer_config",
         lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,
         bool,
-        "a KV connector would read rows before the accepted path is in place; leave it out",
+        "trees with a KV connector are not built yet; leave it out",
     ),
     Refusal(
         "kv_cache_dtype (cache, model)",
@@ -314,7 +315,9 @@ CUDA_REFUSALS = (
     Refusal(
         "speculative_config.attention_backend",
         lambda c: (
-            c.speculative_config.attention_backend and c.speculative_config.attention_backend.name
+            c.speculative_config
+            and c.speculative_config.attention_backend
+            and c.speculative_config.attention_backend.name
         ),
         lambda name: name not in (None, *CUDA_BACKENDS),
         f"trees run on {' and '.join(CUDA_BACKENDS)}; leave it out",

@@ -1,0 +1,94 @@
+"""A refusal gives every reason, and no reason hides another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from configurations import changed, refusal_of
+
+from dyntree_plugin.admission import check
+from dyntree_plugin.engine.configuration import WORKERS
+from dyntree_plugin.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CHANGES = {
+    "parallel_config.ubatch_size": 2,
+    "scheduler_config.scheduler_cls": "my.Scheduler",
+    "model_config.is_hybrid": True,
+}
+NAMED = ("ubatch_size=2", "scheduler_cls='my.Scheduler'", "target model: is_hybrid=True")
+
+
+def with_all(config: VllmConfig, changes: Mapping[str, Any]) -> VllmConfig:
+    return reduce(lambda found, path: changed(found, path, changes[path]), changes, config)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "dflash", "medusa"])
+def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: str) -> None:
+    of_speculation = {
+        "speculative_config.method": method,
+        "speculative_config.draft_sample_method": "probabilistic",
+        "speculative_config.parallel_drafting": True,
+        "speculative_config.draft_model_config.use_mla": True,
+    }
+    reason = refusal_of(with_all(admitted, CHANGES | of_speculation), node_budget=17)
+    budget = "dyntree.node_budget=17 exceeds num_speculative_tokens=16"
+    for named in (*NAMED, budget, "draft_sample_method='probabilistic'"):
+        assert named in reason
+    served = method == "draft_model"
+    assert (f"speculative_config.method={method!r} is not supported" in reason) != served
+    # The draft of another method is not one that could be served.
+    assert ("draft model: use_mla=True" in reason) == served
+    # vLLM sets it for method dflash.
+    assert ("parallel_drafting=True" in reason) == (method != "dflash")
+
+
+@pytest.mark.parametrize(
+    ("device", "of_device", "named"),
+    [
+        ("cpu", {"parallel_config.data_parallel_backend": "ray"}, "data_parallel_backend='ray'"),
+        (
+            "cuda",
+            {
+                "attention_config.backend_per_kind": {"full_attention": "FLASHINFER"},
+                "parallel_config.worker_cls": "auto",
+            },
+            "attention_config.backend_per_kind=",
+        ),
+    ],
+)
+def test_without_speculation_all_other_reasons_are_given(
+    admitted: VllmConfig, device: str, of_device: dict[str, Any], named: str
+) -> None:
+    without = with_all(admitted, CHANGES | of_device | {"speculative_config": None})
+    with pytest.raises(check.Refused) as refused:
+        check.refuse_unserved(without, DynTreeOptions(), device, WORKERS)
+    for each in (*NAMED, "speculative_config is missing", named):
+        assert each in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="Nixl")}, "kv_transfer_config"),
+        (
+            {
+                "speculative_config.method": "mtp",
+                "speculative_config.use_gemma4_mtp": lambda: True,
+            },
+            "use_gemma4_mtp",
+        ),
+    ],
+)
+def test_what_nothing_but_work_stands_against_is_said_to_be_not_built_yet(
+    admitted: VllmConfig, changes: dict[str, Any], option: str
+) -> None:
+    reasons = refusal_of(with_all(admitted, changes)).split(". ")
+    (reason,) = (each for each in reasons if f"{option}=" in each)
+    assert "not built yet" in reason
