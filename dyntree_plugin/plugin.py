@@ -86,10 +86,12 @@ def _choose_attention(vllm_config: VllmConfig) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from dyntree_plugin.admission import check
+    from dyntree_plugin.engine import configuration
 
     attention = vllm_config.attention_config
     if attention.backend is None:
         attention.backend = AttentionBackendEnum[check.cuda_backend(vllm_config.model_config)]
+        configuration.mark_as_chosen(attention)
 
 
 def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:

@@ -9,7 +9,8 @@ from dyntree_plugin.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.tree.budget.choice import node_buckets
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from dyntree_kernels.dispatch import Measurement
     from dyntree_plugin.tree.plan import TreePlan
@@ -30,6 +31,7 @@ Trees are compared with it where the target's weights are offloaded."""
 
 _MARK = "_dyntree_plan"
 _FURTHER = "_dyntree_further_drafts"
+_CHOSEN = "_dyntree_chose_backend"
 
 
 def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
@@ -192,6 +194,16 @@ def _sizes_of(node_budget: int, requests: int) -> list[int]:
 def is_marked(speculative_config: Any) -> bool:
     """Return whether `mark_as_tree` was called."""
     return _MARK in vars(speculative_config)
+
+
+def mark_as_chosen(attention_config: AttentionConfig) -> None:
+    """Note that the attention backend is dyntree's choice, and no user's."""
+    vars(attention_config)[_CHOSEN] = True
+
+
+def chosen_backend(attention_config: AttentionConfig) -> AttentionBackendEnum | None:
+    """Return the attention backend if `mark_as_chosen` was called; None if a user named one."""
+    return attention_config.backend if _CHOSEN in vars(attention_config) else None
 
 
 def scratch_slots(speculative_config: Any) -> int:

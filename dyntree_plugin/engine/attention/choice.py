@@ -1,17 +1,19 @@
-"""Choose the kernel of tree attention on this GPU when the engine starts, and log why."""
+"""Choose the kernel of tree attention on this GPU when the engine starts, and log the choices."""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from dyntree_kernels import dispatch
 from dyntree_plugin.engine.attention.kernels import FlashInferTrees, Heads, TreeKernel, TritonTrees
-from dyntree_plugin.engine.configuration import measured_kernels
+from dyntree_plugin.engine.configuration import chosen_backend, measured_kernels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,6 +23,31 @@ if TYPE_CHECKING:
 
 # vLLM shows only what is logged below the name of its own package.
 logger = init_logger("vllm.dyntree")
+
+
+def log_backend(vllm_config: VllmConfig) -> None:
+    """Log the backend that dyntree has chosen for trees if vLLM would choose another one here."""
+    chosen = chosen_backend(vllm_config.attention_config)
+    if chosen is None:
+        return
+    model: Any = vllm_config.model_config
+    cache, platform = vllm_config.cache_config, cast(Any, current_platform)
+    wanted = AttentionSelectorConfig(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=cache.cache_dtype,
+        block_size=cache.block_size if cache.user_specified_block_size else None,
+        use_mm_prefix=model.is_mm_prefix_lm,
+        use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
+    )
+    valid, _ = platform.get_valid_backends(platform.get_device_capability(), wanted)
+    first = min(valid, key=lambda each: each.priority, default=None)
+    if first is not None and first.backend is not chosen:
+        logger.info_once(
+            "Attention runs on %s, which carries trees, in place of %s, which vLLM would choose.",
+            chosen.name,
+            first.backend.name,
+        )
 
 
 def choose_kernel(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from dyntree_plugin.engine.attention.choice import log_backend
 from dyntree_plugin.engine.offloading import keep_draft_on_device
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 
@@ -27,6 +28,10 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         if self.device is None:
             raise RuntimeError("vLLM makes the runner before it knows the device")
         return make_runner(self.vllm_config, self.device)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        log_backend(self.vllm_config)
+        super().load_model(*args, **kwargs)
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

@@ -1,0 +1,85 @@
+"""On CUDA the log says which attention backend trees run on, if vLLM would choose another one."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from vllm.config import AttentionConfig
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu_worker import Worker
+
+from dyntree_plugin import plugin
+from dyntree_plugin.engine import worker
+from dyntree_plugin.engine.attention import choice
+from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
+
+Load = Callable[..., list[tuple[str, ...]]]
+
+
+class AnyBackend:
+    """An attention backend that serves every configuration."""
+
+    @staticmethod
+    def validate_configuration(**_: Any) -> list[str]:
+        return []
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Return a function that loads a model on a GPU of some capability.
+
+    It returns the names of the backends in each line of the log.
+    """
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("kernels"))
+    from vllm.platforms import cuda
+
+    monkeypatch.setattr(cuda, "_get_attn_backend_class", lambda backend: AnyBackend)
+    monkeypatch.setattr(choice, "current_platform", cuda.CudaPlatformBase)
+    monkeypatch.setattr(worker, "check_ranks", lambda config: None)
+
+    def loaded(major: int, named: str | None = None, dtype: str = "bfloat16") -> Any:
+        lines = mock.Mock()
+        monkeypatch.setattr(choice.logger, "info_once", lines)
+        capability = classmethod(lambda cls: DeviceCapability(major, 0))
+        monkeypatch.setattr(cuda.CudaPlatformBase, "get_device_capability", capability)
+        config: Any = SimpleNamespace(
+            attention_config=AttentionConfig(backend=named and AttentionBackendEnum[named]),
+            model_config=SimpleNamespace(
+                dtype=getattr(torch, dtype), get_head_size=lambda: 128, is_mm_prefix_lm=False
+            ),
+            cache_config=SimpleNamespace(
+                cache_dtype="auto", block_size=16, user_specified_block_size=False
+            ),
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
+        plugin._choose_attention(config)
+        # The worker has another process.
+        config.attention_config = pickle.loads(pickle.dumps(config.attention_config))
+        made: Any = object.__new__(TreeGPUWorker)
+        made.vllm_config = config
+        with mock.patch.object(Worker, "load_model"):
+            made.load_model()
+        return [call.args[1:] for call in lines.call_args_list]
+
+    return loaded
+
+
+def test_another_backend_than_vllms_is_logged_with_both_names(load: Load) -> None:
+    assert load(10) == [("FLASH_ATTN", "FLASHINFER")]
+    assert load(9, dtype="float32") == [("TRITON_ATTN", "FLASH_ATTN")]
+
+
+def test_vllms_backend_is_not_logged(load: Load) -> None:
+    assert load(9) == []
+
+
+def test_a_backend_that_the_user_named_is_not_logged(load: Load) -> None:
+    assert load(10, named="TRITON_ATTN") == []
