@@ -39,6 +39,7 @@ def register() -> None:
         patches.fit_requests()
         patches.carry_tree_stats()
         patches.log_drafts_alone()
+        patches.cut_at_stop_strings()
 
 
 def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) -> None:

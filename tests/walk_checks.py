@@ -147,13 +147,13 @@ def expected(
     kinds, forwards = trees.kinds[slot], trees.forwards[slot]
     if without == "kinds":
         kinds = torch.zeros_like(kinds)
-    on_path = (node == found.path[:, :, None]).any(1)
+    accepted = torch.where(found.path >= 0, kinds.gather(1, found.path.clamp(min=0)), -1)
     if without == "accepted kinds":
-        on_path = (node < depth) & (found.path >= 0).any(1, keepdim=True)
+        accepted = kinds[:, :depth]
     of_kind = kinds[:, None] == torch.arange(KINDS)[:, None]
-    columns = [torch.stack([*numbers, emitted.long()], 1)]
-    columns += [(of_kind * n[:, None]).sum(2) for n in (real, real * chances, on_path)]
-    columns += [at_depth.sum(2), (at_depth * chances[:, None]).sum(2)]
+    columns = [torch.stack(numbers, 1)]
+    columns += [(of_kind * n[:, None]).sum(2) for n in (real, real * chances)]
+    columns += [at_depth.sum(2), (at_depth * chances[:, None]).sum(2), accepted]
     columns += [chances, depths - 1 if without == "forwards" else forwards] if ranked else []
     report = torch.cat([column.double() for column in columns], dim=1)
     return Walked(
@@ -248,7 +248,7 @@ class WalkChecks:
         assert report.of_kind[0, [DRAFT, LOOK_UP, BOTH, BESIDE]].tolist() == [1, 2, 1, 0]
         expected = report.expected_of_kind[0, [DRAFT, LOOK_UP, BOTH, BESIDE]].tolist()
         assert expected == pytest.approx([0.5, 0.375, 0.5, 0])
-        assert report.accepted_of_kind[0, [DRAFT, LOOK_UP, BOTH, BESIDE]].tolist() == [1, 1, 1, 0]
+        assert report.accepted_kinds[0].tolist() == [BOTH, DRAFT, LOOK_UP, -1]
 
     def test_the_walk_ends_at_the_last_node_and_at_the_last_level(self) -> None:
         for count, levels, path, tokens in (

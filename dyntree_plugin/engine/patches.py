@@ -312,6 +312,44 @@ def log_drafts_alone() -> None:
     _replace(SpecDecodingLogging, "observe", with_drafts)
 
 
+def cut_at_stop_strings() -> None:
+    """Count no token after a stop string: ``OutputProcessor._update_stats_from_finished`` and
+    ``update_scheduler_stats``.
+
+    Why: vLLM counts the tokens of a step before it looks for stop strings in them. Remove when it
+    counts what it returns.
+    """
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    from dyntree_plugin.engine.telemetry.cut_off import CutOff
+
+    def of(processor: Any) -> CutOff:
+        found: CutOff = vars(processor).setdefault(f"_{NAMESPACE}_cut_off", CutOff())
+        return found
+
+    def ending(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def _update_stats_from_finished(
+            self: Any, req_state: Any, finish_reason: Any, iteration_stats: Any
+        ) -> None:
+            if iteration_stats is not None:
+                of(self).ended(req_state, iteration_stats)
+            stock(self, req_state, finish_reason, iteration_stats)
+
+        return _update_stats_from_finished
+
+    def correcting(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def update_scheduler_stats(self: Any, scheduler_stats: Any) -> None:
+            of(self).correct(getattr(scheduler_stats, "spec_decoding_stats", None))
+            stock(self, scheduler_stats)
+
+        return update_scheduler_stats
+
+    _replace(OutputProcessor, "_update_stats_from_finished", ending)
+    _replace(OutputProcessor, "update_scheduler_stats", correcting)
+
+
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
     """Set ``owner.name`` to ``make`` of the stock attribute; a second call does nothing."""
     marker = f"_{NAMESPACE}_replaced_{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.scheduled import TreeGrammars
 from dyntree_plugin.engine.node_limit import node_limit
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
-from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
+from dyntree_plugin.engine.telemetry.stats import DeliveredMetrics, TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import EMPTY_TREE
 from dyntree_plugin.tree.budget.choice import node_buckets
 
@@ -39,7 +40,10 @@ class TreeCounting(Scheduler):
         self.structured_output_manager: Any = self._grammars
         self._counts: WorkerCounts | None = None
         self._rows: dict[str, int] = {}
-        self._observed: list[int] = []
+        # Accepted nodes by row; tokens of this step, and of those with unknown times.
+        self._observed: dict[int, int] = {}
+        self._tokens = 0
+        self._delivered: deque[int] = deque()
         self._stats: TreeSpecDecodingStats | None = None
         self._buckets: NodeBuckets | None = None
         plan = tree_plan(self.vllm_config)
@@ -77,6 +81,11 @@ class TreeCounting(Scheduler):
                 del new_token_ids[at + 1 :]
                 break
         return new_token_ids, stopped
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            request.spec_decode_metrics = DeliveredMetrics.new(self.num_spec_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduled = super().schedule(*args, **kwargs)
@@ -118,9 +127,8 @@ class TreeCounting(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         grammar_seconds = self._grammars.take_seconds()
-        if self.log_stats:
-            self._take_counts(scheduler_output, model_runner_output, grammar_seconds)
         counts: WorkerCounts | None = getattr(model_runner_output, ATTRIBUTE, None)
+        self._take_counts(counts, model_runner_output.req_id_to_index, grammar_seconds)
         if self._buckets is not None and counts is not None:
             if counts.row_cost is not None:
                 self._buckets.measured(counts.row_cost, counts.fewest_forwards)
@@ -129,53 +137,54 @@ class TreeCounting(Scheduler):
 
     def _take_counts(
         self,
-        scheduled: SchedulerOutput,
-        output: ModelRunnerOutput,
+        counts: WorkerCounts | None,
+        rows: dict[str, int],
         grammar_seconds: Sequence[float] = (),
     ) -> None:
-        """Begin the step's statistics with the requests that had no draft to verify."""
-        counts: WorkerCounts | None = getattr(output, ATTRIBUTE, None)
-        self._counts, self._rows, self._observed = counts, output.req_id_to_index, []
-        if counts is None:
-            self._stats = None
-            return
-        self._stats = TreeSpecDecodingStats.of_step(self.num_spec_tokens, counts, grammar_seconds)
-        for request_id, row in self._rows.items():
-            request = self.requests.get(request_id)
-            # vLLM counts no request that ended during the step or emitted nothing.
-            if request is None or request.is_finished() or not counts.decoding[row]:
-                continue
-            if not output.sampled_token_ids or not output.sampled_token_ids[row]:
-                continue
-            if not scheduled.scheduled_spec_decode_tokens.get(request_id):
-                self._observe(self._stats, counts, request_id, 0)
-
-    def _observe(
-        self, stats: TreeSpecDecodingStats, counts: WorkerCounts, request_id: str, accepted: int
-    ) -> None:
-        row = self._rows[request_id]
-        nodes = stats.observe_tree(counts, row, accepted)
-        if nodes:
-            self._observed.append(row)
-        reason = self._chain_reason or (None if nodes else EMPTY_TREE)
-        if reason is not None:
-            stats.fall_back(reason)
+        """Begin the step's statistics; ``rows``: of the requests in ``counts``."""
+        self._counts, self._rows, self._observed, self._tokens = counts, rows, {}, 0
+        self._stats = None
+        if counts is not None and self.log_stats:
+            of_step = TreeSpecDecodingStats.of_step
+            self._stats = of_step(self.num_spec_tokens, counts, grammar_seconds)
 
     def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats: SpecDecodingStats | None,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: dict[str, int] | None,
-        request_id: str,
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
     ) -> SpecDecodingStats | None:
-        counts, stats = self._counts, self._stats
-        if counts is None or stats is None or not counts.nodes:
-            return spec_decoding_stats
+        # vLLM counts here, before it looks for the request's end.
+        return spec_decoding_stats
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        tokens, stopped = super()._update_request_with_output(
+            request, new_token_ids, *args, **kwargs
+        )
+        self._tokens += len(tokens)
+        self._observe(request, len(tokens) - 1)
+        return tokens, stopped
+
+    def _observe(self, request: Request, accepted: int) -> None:
+        """Count the step of a request that got so many tokens and one more."""
+        counts, row = self._counts, self._rows[request.request_id]
         # vLLM also schedules draft tokens for a request with one prompt token left.
-        if counts.decoding[self._rows[request_id]]:
-            self._observe(stats, counts, request_id, num_accepted_tokens)
-        return stats
+        if counts is None or not counts.decoding[row]:
+            return
+        nodes = counts.nodes[row] if counts.nodes else 0
+        if nodes and isinstance(request.spec_decode_metrics, DeliveredMetrics):
+            detailed = self.spec_decode_metrics_level == "detailed"
+            request.spec_decode_metrics.count(nodes, accepted, detailed)
+        if self._stats is None:
+            return
+        self._stats.observe_tree(counts, row, accepted)
+        if nodes:
+            self._observed[row] = accepted
+        if accepted and request.sampling_params and request.sampling_params.stop:
+            path = counts.accepted_sources[row, :accepted]
+            self._stats.paths[request.request_id] = path.tolist()  # sync: host memory
+        reason = self._chain_reason or (None if nodes else EMPTY_TREE)
+        if reason is not None:
+            self._stats.fall_back(reason)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
@@ -186,8 +195,13 @@ class TreeCounting(Scheduler):
         """Complete the step's statistics, and return them."""
         stats, counts = self._stats, self._counts
         self._stats = self._counts = None
-        if stats is not None and counts is not None and self._observed:
+        if stats is None or counts is None:
+            return None
+        if self._observed:
             stats.observe_nodes(counts, self._observed)
+        self._delivered.append(self._tokens)
+        for tree, plain in counts.compared:
+            stats.compare(tree, plain * self._delivered.popleft())
         return stats
 
 

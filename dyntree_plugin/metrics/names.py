@@ -91,7 +91,8 @@ METRICS = (
         PREFIX + "accepted_path_tokens",
         "histogram",
         "accepted_paths",
-        "Accepted nodes without the bonus token, for each decoding request in each step.",
+        "Accepted nodes for each decoding request in each step: the tokens that the request got, "
+        "less one.",
         buckets=_DEPTHS,
     ),
     Metric(
@@ -105,7 +106,7 @@ METRICS = (
         PREFIX + "accepted_nodes",
         "counter",
         "accepted_by_depth",
-        "Nodes accepted at a depth.",
+        "Nodes at a depth that were accepted and delivered.",
         labels=("depth",),
     ),
     Metric(
@@ -128,7 +129,7 @@ METRICS = (
         PREFIX + "accepted_nodes_by_source",
         "counter",
         "accepted_by_source",
-        "Nodes accepted, by source.",
+        "Nodes that were accepted and delivered, by source.",
         labels=("source",),
     ),
     Metric(

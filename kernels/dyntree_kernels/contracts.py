@@ -215,23 +215,23 @@ class Walked(NamedTuple):
     report: torch.Tensor
 
 
-GROWN, ADMITTED, VERIFIED, DEEPEST, MOVED, EMITTED, OF_KIND = range(7)
+GROWN, ADMITTED, VERIFIED, DEEPEST, MOVED, OF_KIND = range(6)
 """Columns of a report: nodes that were grown, admitted by the budget, and verified; the depth of
-the deepest verified node; accepted nodes that change place in the KV cache; emitted tokens; and
-the first of three groups of `KINDS` columns."""
+the deepest verified node; accepted nodes that change place in the KV cache; and the first of two
+groups of `KINDS` columns."""
 
-AT_DEPTH = OF_KIND + 3 * KINDS
-"""The first of a report's columns by depth."""
+AT_DEPTH = OF_KIND + 2 * KINDS
+"""The first of a report's three groups of columns by depth."""
 
 
 class Report(NamedTuple):
     """Views of a report [R, C] by name: tensors on the device, or numpy's arrays on the host.
 
-    ``of_kind``, ``expected_of_kind`` and ``accepted_of_kind`` [R, KINDS], by kind: verified nodes;
-    the sum of their values, that is how many of them were expected to be accepted; and how many
-    were. ``at_depth`` and ``expected`` [R, D]: the first two at depth 1 to D. ``chances`` and
-    ``forwards`` [R, N]: value and `TreeArrays.forwards` of every stored node, if the report has
-    them; else [R, 0].
+    ``of_kind`` and ``expected_of_kind`` [R, KINDS], by kind: verified nodes; and the sum of their
+    values, that is how many of them were expected to be accepted. ``at_depth`` and ``expected``
+    [R, D]: the same at depth 1 to D. ``accepted_kinds`` [R, D]: the kind of the accepted node at
+    depth 1 to D, -1 after the last. ``chances`` and ``forwards`` [R, N]: value and
+    `TreeArrays.forwards` of every stored node, if the report has them; else [R, 0].
     """
 
     grown: Any
@@ -239,12 +239,11 @@ class Report(NamedTuple):
     verified: Any
     deepest: Any
     moved: Any
-    emitted: Any
     of_kind: Any
     expected_of_kind: Any
-    accepted_of_kind: Any
     at_depth: Any
     expected: Any
+    accepted_kinds: Any
     chances: Any
     forwards: Any
 
@@ -252,7 +251,8 @@ class Report(NamedTuple):
     def of(cls, columns: Any, levels: int) -> Report:
         """Name the columns of a report on trees of at most so many ``levels``."""
         expected = AT_DEPTH + levels
-        chances = expected + levels
+        accepted = expected + levels
+        chances = accepted + levels
         forwards = chances + (columns.shape[1] - chances) // 2
         return cls(
             columns[:, GROWN],
@@ -260,12 +260,11 @@ class Report(NamedTuple):
             columns[:, VERIFIED],
             columns[:, DEEPEST],
             columns[:, MOVED],
-            columns[:, EMITTED],
             columns[:, OF_KIND : OF_KIND + KINDS],
-            columns[:, OF_KIND + KINDS : AT_DEPTH - KINDS],
-            columns[:, AT_DEPTH - KINDS : AT_DEPTH],
+            columns[:, OF_KIND + KINDS : AT_DEPTH],
             columns[:, AT_DEPTH:expected],
-            columns[:, expected:chances],
+            columns[:, expected:accepted],
+            columns[:, accepted:chances],
             columns[:, chances:forwards],
             columns[:, forwards:],
         )
@@ -273,7 +272,7 @@ class Report(NamedTuple):
 
 def report_width(nodes: int, levels: int, *, ranked: bool) -> int:
     """Return the number of a report's columns; ``ranked``: with every node's value and forwards."""
-    return AT_DEPTH + 2 * levels + (2 * nodes if ranked else 0)
+    return AT_DEPTH + 3 * levels + (2 * nodes if ranked else 0)
 
 
 def room_for(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
@@ -22,7 +23,7 @@ from dyntree_plugin.engine.budget.by_schedule import FORWARDS  # noqa: E402
 from dyntree_plugin.engine.patches import carry_tree_stats, log_drafts_alone  # noqa: E402
 from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
-from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats  # noqa: E402
+from dyntree_plugin.engine.telemetry.stats import DeliveredMetrics, TreeSpecDecodingStats  # noqa: E402
 
 
 def worker_counts(
@@ -30,12 +31,14 @@ def worker_counts(
 ) -> WorkerCounts:
     """Return counts with all nodes at depth 1; a quarter is expected to be accepted.
 
-    Look-up found the first node of each tree, and it is accepted.
+    Look-up found the first node of each tree. By default the target accepts three nodes: of
+    look-up, of the draft, and of both.
     """
     decoding = [True] * max(2, len(nodes))
+    more.setdefault("accepted_sources", np.array([[1, 0, 2]] * len(nodes)).reshape(-1, 3))
     at_depth = np.array([[n, 0.0, 0.0] for n in nodes]).reshape(-1, 3)
     of_source = np.array([[n - 1.0, 1.0, 0.0] if n else [0.0] * 3 for n in nodes]).reshape(-1, 3)
-    sources = (of_source, of_source / 4, of_source * [0.0, 1.0, 0.0])
+    sources = (of_source, of_source / 4)
     return WorkerCounts(decoding, nodes, depths, moved, at_depth, at_depth / 4, *sources, **more)
 
 
@@ -45,30 +48,35 @@ class Counting(TreeCounting):
     def __init__(self, **sampling: Any) -> None:
         from vllm import SamplingParams
 
-        self.log_stats = True
-        self.num_spec_tokens = 8
+        self.log_stats, self.num_spec_tokens, self.max_model_len = True, 8, 1000
+        self.spec_decode_metrics_level = "detailed"
         self._chain_reason = None
-        self._counts = self._stats = None
-        self._observed = []
+        self._delivered = deque()
         self.requests: Any = {
-            name: SimpleNamespace(sampling_params=SamplingParams(**own), is_finished=lambda: False)
+            name: Request(name, [1], SamplingParams(**{"max_tokens": 100} | own), None)
             for name, own in {"a": sampling, "b": {}}.items()
         }
+        for request in self.requests.values():
+            request.spec_decode_metrics = DeliveredMetrics.new(self.num_spec_tokens)
 
     def step(
         self,
         counts: WorkerCounts,
         accepted: dict[str, int],
-        tokens: tuple[list[int], list[int]] = ([1], [1]),
+        tokens: tuple[int, int] | None = None,
     ) -> TreeSpecDecodingStats:
-        """Return a step's statistics; ``accepted`` has the requests with drafts to verify."""
-        output: Any = SimpleNamespace(
-            req_id_to_index={"a": 0, "b": 1}, sampled_token_ids=list(tokens), dyntree=counts
-        )
-        drafts = {request: [1] for request in accepted}
-        self._take_counts(SimpleNamespace(scheduled_spec_decode_tokens=drafts), output)  # type: ignore[arg-type]
-        for request, count in accepted.items():
-            self.make_spec_decoding_stats(None, 8, count, None, request)
+        """Return a step's statistics, counted where vLLM calls; ``accepted``: of the requests with
+        slots for drafts. ``tokens``: of each request; by default those accepted and one more."""
+        self._take_counts(counts, {"a": 0, "b": 1})
+        given = tokens or tuple(1 + accepted.get(name, 0) for name in ("a", "b"))
+        for name, count in zip(("a", "b"), given, strict=True):
+            request = self.requests.get(name)
+            if request is None or request.is_finished() or not count:
+                continue
+            if name in accepted:
+                self.make_spec_decoding_stats(None, 8, count - 1, None, name)
+                request.spec_decode_metrics.observe(num_draft_tokens=8, num_accepted=count - 1)
+            self._update_request_with_output(request, [*range(10, 10 + count)])
         stats = self._complete_stats()
         assert stats is not None
         return stats
@@ -86,7 +94,7 @@ def test_drafted_are_the_nodes_verified_and_not_the_slots_scheduled() -> None:
     assert stats.accepted_by_depth == [1, 1, 0]
     assert stats.nodes_by_source == {"draft": 6, "look_up": 2, "both": 0}
     assert stats.estimated_by_source == {"draft": 1.5, "look_up": 0.5, "both": 0}
-    assert stats.accepted_by_source == {"draft": 0, "look_up": 2, "both": 0}
+    assert stats.accepted_by_source == {"draft": 1, "look_up": 1, "both": 0}
     assert stats.kv_moved == 1
     assert stats.fallbacks == {}
 
@@ -133,14 +141,14 @@ def test_an_empty_tree_whose_slots_were_scheduled_is_counted_once() -> None:
 
 def test_requests_in_their_prompt_or_without_a_token_are_no_fallback() -> None:
     counts = replace(worker_counts([], [], []), decoding=[False, True])
-    stats = Counting().step(counts, {}, tokens=([1], []))
+    stats = Counting().step(counts, {}, tokens=(1, 0))
     assert stats.tree_nodes == []
     assert stats.fallbacks == {}
 
 
 def test_a_request_that_has_ended_meanwhile_is_not_counted() -> None:
     scheduler = Counting()
-    scheduler.requests["a"].is_finished = lambda: True
+    scheduler.requests["a"].status = RequestStatus.FINISHED_ABORTED
     del scheduler.requests["b"]
     assert scheduler.step(worker_counts([], [], []), {}).tree_nodes == []
 
@@ -149,13 +157,61 @@ def test_the_tree_of_a_request_that_has_ended_meanwhile_counts_nowhere() -> None
     """Asynchronous scheduling verifies one more tree of a request that has ended."""
     counts = worker_counts([5, 3], [2, 3], [1, 0])
     scheduler = Counting()
-    scheduler.requests["a"].is_finished = lambda: True
+    scheduler.requests["a"].status = RequestStatus.FINISHED_ABORTED
     stats = scheduler.step(counts, {"b": 2})
     assert stats.num_draft_tokens == sum(stats.nodes_by_depth) == sum(stats.tree_nodes) == 3
     assert stats.estimated_by_depth == [0.75, 0.0, 0.0]
     assert stats.nodes_by_source == {"draft": 2, "look_up": 1, "both": 0}
-    assert stats.accepted_by_source == {"draft": 0, "look_up": 1, "both": 0}
+    assert stats.accepted_by_source == {"draft": 1, "look_up": 1, "both": 0}
     assert stats.kv_moved == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "delivered"),
+    [
+        ({"max_tokens": 1}, 1),
+        ({"max_tokens": 2}, 2),
+        ({"stop_token_ids": [12]}, 3),
+        ({"max_tokens": 4}, 4),
+    ],
+)
+def test_nodes_behind_the_end_of_a_request_are_not_accepted(
+    sampling: dict[str, Any], delivered: int
+) -> None:
+    """The target accepts three nodes, and the request takes fewer tokens."""
+    scheduler = Counting(**sampling)
+    counts = worker_counts([5, 3], [3, 3], [0, 0], compared=[(0.5, 0.125)])
+    stats = scheduler.step(counts, {"a": 3, "b": 0})
+    accepted = delivered - 1
+    assert scheduler.requests["a"].num_output_tokens == delivered
+    assert stats.num_accepted_tokens == sum(stats.accepted_paths) == accepted
+    assert stats.num_accepted_tokens_per_pos[:3] == [int(depth < accepted) for depth in range(3)]
+    assert stats.accepted_by_depth == [int(depth < accepted) for depth in range(3)]
+    path = ("look_up", "draft", "both")
+    assert stats.accepted_by_source == {name: int(name in path[:accepted]) for name in path}
+    assert stats.compared == {"tree": 0.5, "plain": 0.125 * (delivered + 1)}
+    metrics = scheduler.requests["a"].spec_decode_metrics
+    assert metrics.to_dict()["mean_acceptance_length"] == delivered
+    assert (metrics.per_step_accepted, metrics.per_step_drafted) == ([accepted], [5])
+
+
+def test_the_seconds_of_a_step_that_come_later_are_those_of_its_own_tokens() -> None:
+    scheduler = Counting()
+    first = scheduler.step(worker_counts([5, 3], [3, 3], [0, 0]), {"a": 3, "b": 1})
+    late = worker_counts([5, 3], [3, 3], [0, 0], compared=[(0.0, 0.0), (0.5, 0.25)])
+    assert first.compared == {}
+    assert scheduler.step(late, {"a": 0, "b": 1}).compared == {"tree": 0.5, "plain": 0.25 * 3}
+
+
+def test_a_requests_metrics_leave_out_steps_that_verified_nothing() -> None:
+    """Such as that of a prompt whose cached part leaves one token."""
+    scheduler = Counting()
+    read = replace(worker_counts([8, 8], [1, 1], [0, 0]), decoding=[False, True])
+    scheduler.step(read, {"a": 0, "b": 1})
+    scheduler.step(worker_counts([0, 8], [0, 1], [0, 0]), {"a": 0, "b": 0})
+    found = [each.spec_decode_metrics.to_dict() for each in scheduler.requests.values()]
+    assert [each["num_spec_steps"] for each in found] == [0, 2]
+    assert [each["draft_acceptance_rate"] for each in found] == [0, 1 / 16]
 
 
 def test_what_the_worker_counted_of_the_step_is_handed_on() -> None:
@@ -167,13 +223,11 @@ def test_what_the_worker_counted_of_the_step_is_handed_on() -> None:
         draft_forwards=8,
         node_budget=16,
         stage_seconds={"target": 0.5},
-        compared={"tree": 0.5},
     )
     stats = Counting().step(counts, {})
     assert stats.pruned == {"budget": 3}
     assert (stats.draft_forwards, stats.node_budget) == (8, 16)
     assert stats.stage_seconds == {"target": 0.5}
-    assert stats.compared == {"tree": 0.5}
 
 
 def test_the_counts_survive_vllms_stats_channel() -> None:
@@ -185,7 +239,7 @@ def test_the_counts_survive_vllms_stats_channel() -> None:
         counts = worker_counts([5], [2], [1], pruned={"budget": 1})
         stats = TreeSpecDecodingStats.of_step(8, counts)
         stats.observe_tree(counts, 0, accepted=1)
-        stats.observe_nodes(counts, [0])
+        stats.observe_nodes(counts, {0: 1})
         stats.fall_back("logits_processors")
         sent = MsgpackEncoder().encode(SchedulerStats(spec_decoding_stats=stats))
         got = MsgpackDecoder(SchedulerStats).decode(sent).spec_decoding_stats

@@ -90,7 +90,7 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     assert counts.expected == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
     # The sources are draft, look-up and both; of the path only node 3 is the draft's.
     assert counts.of_source.tolist() == [[2, 2, 0], [0, 1, 1]]
-    assert counts.accepted_of_source.tolist() == [[1, 2, 0], [0, 0, 1]]
+    assert counts.accepted_sources.tolist() == [[1, 1, 0], [2, -1, -1]]
     assert counts.expected_of_source == pytest.approx(np.array([[0.625, 0.75, 0], [0, 0.5, 1.0]]))
     # Nodes 1, 2, 3 move to the places of nodes 0, 1, 2. Node 0 of the other tree stays in place.
     assert counts.moved == [3, 0]
@@ -150,7 +150,7 @@ class Plain:
         return self._seconds
 
 
-def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStore) -> None:
+def test_a_step_is_compared_with_a_plain_step(trees: TreeStore) -> None:
     plain = Plain()
     times = Measured({"target": 0.02, "sample": 0.005, "draft": 0.01, "verify": 0.0})
     verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
@@ -158,14 +158,14 @@ def test_a_step_is_compared_with_plain_steps_for_the_same_tokens(trees: TreeStor
     counts = StepTimes().complete(record)
     # Two requests with contexts of 200 tokens on average.
     assert plain.asked == [(2, 200.0, ROWS, 0.02, 0.005)]
-    # There are six tokens, so three plain steps of both requests.
-    assert counts.compared == pytest.approx({"tree": 0.035, "plain": 3 * 0.016})
+    # A plain step gives both requests a token.
+    assert counts.compared == [pytest.approx((0.035, 0.008))]
     assert counts.stage_seconds == {"target": 0.02, "sample": 0.005, "draft": 0.01}
 
 
-def test_a_step_without_a_tree_is_compared_with_one_plain_step(trees: TreeStore) -> None:
+def test_a_step_without_a_tree_is_compared_with_a_plain_step(trees: TreeStore) -> None:
     record = record_of(trees, plain=Plain(), times=Measured({"target": 0.02}))
-    assert StepTimes().complete(record).compared == pytest.approx({"tree": 0.02, "plain": 0.016})
+    assert StepTimes().complete(record).compared == [pytest.approx((0.02, 0.008))]
 
 
 def test_neither_side_of_the_comparison_counts_where_plain_steps_are_not_known(
@@ -174,7 +174,7 @@ def test_neither_side_of_the_comparison_counts_where_plain_steps_are_not_known(
     verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
     record = record_of(trees, verified, plain=Plain(None), times=Measured({"target": 0.02}))
     counts = StepTimes().complete(record)
-    assert (counts.stage_seconds, counts.compared) == ({"target": 0.02}, {})
+    assert (counts.stage_seconds, counts.compared) == ({"target": 0.02}, [(0.0, 0.0)])
 
 
 class Late:
@@ -204,15 +204,16 @@ def test_times_come_with_the_counts_of_a_later_step_where_a_device_lags(trees: T
     first, second, third = Late(target=0.02), Late(target=9.0), Late(target=0.03)
     counts = fetch(first)
     assert counts.nodes == [4, 2]
-    assert (counts.stage_seconds, counts.compared) == ({}, {})
+    assert (counts.stage_seconds, counts.compared) == ({}, [])
     first.finished = True
     counts = fetch(second, prompt=True)
     assert counts.stage_seconds == {"target": 0.02}
-    assert counts.compared == pytest.approx({"tree": 0.02, "plain": 3 * 0.016})
+    assert counts.compared == [pytest.approx((0.02, 0.008))]
     second.finished = third.finished = True
     counts = fetch(third)
     assert counts.stage_seconds == pytest.approx({"target": 9.03})
-    assert counts.compared == pytest.approx({"tree": 0.03, "plain": 3 * 0.016})
+    # The step that read a prompt has its place, too.
+    assert counts.compared == [(0.0, 0.0), pytest.approx((0.03, 0.008))]
 
 
 def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) -> None:
@@ -230,7 +231,7 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
         0  # the next trees overwrite these
     )
     assert record.counts() == expected
-    for name in ("at_depth", "expected", "of_source", "expected_of_source", "accepted_of_source"):
+    for name in ("at_depth", "expected", "of_source", "expected_of_source", "accepted_sources"):
         assert getattr(expected, name).any()
         assert np.array_equal(getattr(record.counts(), name), getattr(expected, name))
     assert len(sent) == 1
@@ -240,7 +241,7 @@ def test_a_step_that_reads_a_prompt_is_not_compared(trees: TreeStore) -> None:
     verified = verification([[1, 2, 3], [-1, -1, -1]], [4, 0], [4, 1])
     plain = Plain()
     record = record_of(trees, verified, np.array([False, True]), plain)
-    assert StepTimes().complete(record).compared == {}
+    assert StepTimes().complete(record).compared == [(0.0, 0.0)]
     assert plain.asked == []
 
 

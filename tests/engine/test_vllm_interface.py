@@ -142,6 +142,7 @@ def test_what_is_replaced_at_start_up_takes_what_it_took() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
     from dyntree_plugin import plugin
@@ -154,6 +155,8 @@ def test_what_is_replaced_at_start_up_takes_what_it_took() -> None:
         (SamplingParams, "_validate_spec_decode"),
         (InputProcessor, "process_inputs"),
         (SpecDecodingLogging, "observe"),
+        (OutputProcessor, "_update_stats_from_finished"),
+        (OutputProcessor, "update_scheduler_stats"),
     ]
     for owner, name in places:
         own = _function(inspect.getattr_static(owner, name))

@@ -17,7 +17,7 @@ def report(trees: TreeStore, slots: torch.Tensor, walked: Walked | None = None) 
     levels = trees.shape.max_depth
     grown = torch.stack((trees.grown[slots], trees.admitted[slots]), dim=1).double()
     if walked is None:
-        verified = grown.new_zeros(len(slots), AT_DEPTH - 2 + 2 * levels)
+        verified = grown.new_zeros(len(slots), AT_DEPTH - 2 + 3 * levels)
     else:
         verified = _verified(trees, slots, walked)
     columns = [grown, verified]
@@ -37,11 +37,11 @@ def _verified(trees: TreeStore, slots: torch.Tensor, walked: Walked) -> torch.Te
     each = torch.stack((real.double(), chances), dim=1)
     kinds = trees.kinds[slots].long()
     of_kind = _sums(each, kinds, KINDS)
-    accepted = _sums((path >= 0).double()[:, None], kinds.gather(1, path.clamp(min=0)), KINDS)
+    accepted = torch.where(path >= 0, kinds.gather(1, path.clamp(min=0)), -1).double()
     # Padding has depth 0.
     by_depth = _sums(each, depths, path.shape[1] + 1)[:, :, 1:]
-    numbers = torch.stack((counts, depths.amax(dim=1), moved, walked.emitted.long()), dim=1)
-    groups = [group.flatten(1) for group in (of_kind, accepted, by_depth)]
+    numbers = torch.stack((counts, depths.amax(dim=1), moved), dim=1)
+    groups = [group.flatten(1) for group in (of_kind, by_depth, accepted)]
     return torch.cat((numbers.double(), *groups), dim=1)
 
 

@@ -26,12 +26,13 @@ class WorkerCounts:
     ``decoding``: requests whose prompt was complete before the step. ``nodes``, ``depths``,
     ``moved``: nodes verified, depth of the deepest, KV rows moved. ``at_depth`` and ``expected``
     float64 [R, D]: nodes at depth 1, 2, …, and how many of them the trees' values expected to be
-    accepted. ``of_source``, ``expected_of_source`` and ``accepted_of_source`` float64 [R, sources]:
-    nodes by source in the order of `SOURCES`, how many of them were expected to be accepted, and
-    how many were. ``pruned``: nodes by reason. ``stage_seconds``: seconds by stage. ``compared``:
-    seconds of a step in which every request decoded, and those that the target alone would have
-    taken for the same tokens; empty if that is not known. If the device has not finished this step
-    yet, both are those of earlier steps.
+    accepted. ``of_source`` and ``expected_of_source`` float64 [R, sources]: nodes by source in the
+    order of `SOURCES`, and how many of them were expected to be accepted. ``accepted_sources`` int
+    [R, D]: places in `SOURCES` of the nodes that the target accepted at depth 1, 2, …, -1 after the
+    last; a request may end before the last. ``pruned``: nodes by reason. ``stage_seconds``: seconds
+    by stage. ``compared``: for each step that the device has finished since the last counts, in
+    order, its seconds, and those that the target alone takes for one token of one request; both 0
+    where that is not known, or not every request decoded. The stages are those of these steps.
 
     The scheduler chooses an adaptive budget from the rest. ``worth``: what `worth_by_forwards`
     returns for the decoding requests' trees and each of `node_buckets`. ``growth_forwards``: draft
@@ -50,12 +51,12 @@ class WorkerCounts:
     expected: np.ndarray = field(default_factory=_nothing, compare=False)
     of_source: np.ndarray = field(default_factory=_nothing, compare=False)
     expected_of_source: np.ndarray = field(default_factory=_nothing, compare=False)
-    accepted_of_source: np.ndarray = field(default_factory=_nothing, compare=False)
+    accepted_sources: np.ndarray = field(default_factory=_nothing, compare=False)
     pruned: dict[str, int] = field(default_factory=dict)
     draft_forwards: int = 0
     node_budget: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    compared: dict[str, float] = field(default_factory=dict)
+    compared: list[tuple[float, float]] = field(default_factory=list)
     worth: list[list[float]] = field(default_factory=list)
     growth_forwards: int | None = None
     ended_early: bool = False

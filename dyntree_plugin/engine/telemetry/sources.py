@@ -14,9 +14,15 @@ SOURCE_OF: dict[int, Source] = {
     BESIDE: "draft",
 }
 
+_INDEX = np.array([*(SOURCES.index(SOURCE_OF[kind]) for kind in range(KINDS)), -1])
 _OF_KIND = np.array([[SOURCE_OF[kind] == name for name in SOURCES] for kind in range(KINDS)], float)
 
 
 def by_source(of_kind: np.ndarray) -> np.ndarray:
     """Add up columns by kind [R, KINDS] to columns by source, in the order of `SOURCES`."""
     return of_kind @ _OF_KIND  # type: ignore[no-any-return]
+
+
+def source_indices(kinds: np.ndarray) -> np.ndarray:
+    """Return the places in `SOURCES` of nodes by their ``kinds``, of the same shape; -1 for -1."""
+    return _INDEX[kinds.astype(int)]  # type: ignore[no-any-return]

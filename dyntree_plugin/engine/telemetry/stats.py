@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from dyntree_plugin.engine.step.clock import PLAIN, TREE
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.tree.step import SOURCES
 
@@ -20,8 +22,11 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     zeros where it had no node to verify. ``nodes_by_depth``, ``accepted_by_depth``,
     ``estimated_by_depth``: nodes at depth 1, 2, …: verified, accepted, and expected to be accepted.
     ``nodes_by_source``, ``accepted_by_source``, ``estimated_by_source``: the same by source.
+    Accepted nodes are those that were delivered: of a step's tokens, all but one.
+    ``paths``: places in `SOURCES` of the accepted nodes of requests with stop strings, by request.
     ``fallbacks``: request steps with a chain or no tree, by reason. ``grammar_seconds``: of each
-    step that filled bitmasks. The rest is as in WorkerCounts.
+    step that filled bitmasks. ``compared``: seconds of steps with trees, and those that the target
+    alone takes for the delivered tokens. The rest is as in WorkerCounts.
     """
 
     tree_nodes: list[int] = field(default_factory=list)
@@ -33,6 +38,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     nodes_by_source: dict[str, float] = field(default_factory=dict)
     accepted_by_source: dict[str, float] = field(default_factory=dict)
     estimated_by_source: dict[str, float] = field(default_factory=dict)
+    paths: dict[str, list[int]] = field(default_factory=dict)
     pruned: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
     kv_moved: int = 0
@@ -59,7 +65,6 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             draft_forwards=counts.draft_forwards,
             node_budget=counts.node_budget,
             stage_seconds=counts.stage_seconds,
-            compared=counts.compared,
             grammar_seconds=[*grammar_seconds],
         )
 
@@ -73,21 +78,55 @@ class TreeSpecDecodingStats(SpecDecodingStats):
         self.tree_nodes.append(nodes)
         self.tree_depths.append(counts.depths[row] if nodes else 0)
         self.accepted_paths.append(accepted)
-        for above in range(accepted):
-            self.accepted_by_depth[above] += 1
         return nodes
 
-    def observe_nodes(self, counts: WorkerCounts, rows: list[int]) -> None:
-        """Count the nodes of the trees of requests in these ``rows``, by depth and by source."""
+    def observe_nodes(self, counts: WorkerCounts, accepted: Mapping[int, int]) -> None:
+        """Count the nodes of trees by depth and by source, from the ``accepted`` nodes by row."""
+        rows, levels = [*accepted], np.arange(counts.accepted_sources.shape[1])
+        delivered = levels < np.array([*accepted.values()])[:, None]
+        sources = np.where(delivered, counts.accepted_sources[rows], -1)
+        self.accepted_by_depth = delivered.sum(axis=0).tolist()  # sync: host memory
+        self.accepted_by_source = {
+            name: int((sources == place).sum()) for place, name in enumerate(SOURCES)
+        }
         nodes = counts.at_depth[rows].sum(axis=0).tolist()  # sync: host memory
         self.nodes_by_depth = [int(real) for real in nodes]
         self.estimated_by_depth = counts.expected[rows].sum(axis=0).tolist()  # sync: host memory
         self.nodes_by_source = _by_source(counts.of_source, rows)
-        self.accepted_by_source = _by_source(counts.accepted_of_source, rows)
         self.estimated_by_source = _by_source(counts.expected_of_source, rows)
+
+    def cut(self, request_id: str, surplus: int) -> None:
+        """Take back the last ``surplus`` accepted nodes of a request, which were not delivered."""
+        path = self.paths.pop(request_id, [])
+        kept = max(len(path) - surplus, 0)
+        if kept == len(path):
+            return
+        self.accepted_paths.remove(len(path))
+        self.accepted_paths.append(kept)
+        self.num_accepted_tokens -= len(path) - kept
+        for depth in range(kept, len(path)):
+            self.num_accepted_tokens_per_pos[depth] -= 1
+            self.accepted_by_depth[depth] -= 1
+            self.accepted_by_source[SOURCES[path[depth]]] -= 1
+
+    def compare(self, tree: float, plain: float) -> None:
+        """Count the seconds of a step, and those of the target alone for its tokens."""
+        if tree:
+            self.compared[TREE] = self.compared.get(TREE, 0.0) + tree
+            self.compared[PLAIN] = self.compared.get(PLAIN, 0.0) + plain
 
     def fall_back(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+
+@dataclass
+class DeliveredMetrics(RequestSpecDecodeMetrics):
+    """vLLM's metrics of one request, of nodes that were verified and tokens that were delivered."""
+
+    def observe(self, *args: object, **kwargs: object) -> None:
+        """Leave out what vLLM counts: slots for nodes, and what it later cuts off at the end."""
+
+    count = RequestSpecDecodeMetrics.observe
 
 
 def _by_source(columns: np.ndarray, rows: list[int]) -> dict[str, float]:

@@ -11,10 +11,10 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from dyntree_kernels.contracts import Report
-from dyntree_plugin.engine.step.clock import DRAFTING, PLAIN, TREE, Measured, StageTimes
+from dyntree_plugin.engine.step.clock import DRAFTING, Measured, StageTimes
 from dyntree_plugin.engine.step.transfer import Arrival, Send
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
-from dyntree_plugin.engine.telemetry.sources import by_source
+from dyntree_plugin.engine.telemetry.sources import by_source, source_indices
 from dyntree_plugin.metrics.names import BUDGET, SCHEDULER
 from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
@@ -54,7 +54,6 @@ class StepRecord:
         self._growth_forwards: int | None = 0
         self._ended_early = False
         self._arrival: Arrival | None = None
-        self._emitted = 0
         self._draft_forwards = 0
         self.times: StageTimes = Measured({})
 
@@ -104,7 +103,6 @@ class StepRecord:
             report = Report.of(numbers, self._plan.shape.max_depth)
             found = {"pruned": self._pruned(report), "worth": self._worth(report)}
             if self._verified:
-                self._emitted = int(report.emitted.sum())
                 found |= {
                     "nodes": _whole(report.verified),
                     "depths": _whole(report.deepest),
@@ -113,7 +111,7 @@ class StepRecord:
                     "expected": report.expected.copy(),
                     "of_source": by_source(report.of_kind),
                     "expected_of_source": by_source(report.expected_of_kind),
-                    "accepted_of_source": by_source(report.accepted_of_kind),
+                    "accepted_sources": source_indices(report.accepted_kinds),
                 }
         return WorkerCounts(
             self._decoding.tolist(),  # sync: host memory
@@ -164,16 +162,16 @@ class StepRecord:
         # Without a draft model, look-up takes the place of one forward.
         return [(len(self._decoding), max(self._draft_forwards, 1), seconds)]
 
-    def compare(self, spent: dict[str, float]) -> dict[str, float]:
-        """``compared``, of a step that spent so much on its stages; call it after ``counts``."""
+    def compare(self, spent: dict[str, float]) -> tuple[float, float]:
+        """Return an entry of ``compared`` for a step that spent so much on its stages."""
         requests = len(self._decoding)
         if self._plain_steps is None or not requests or not self._decoding.all():
-            return {}
+            return 0.0, 0.0
         on_target = spent.get("target", 0.0), spent.get("sample", 0.0)
         step = self._plain_steps.seconds(requests, self._context, self._rows, *on_target)
         if step is None:
-            return {}
-        return {TREE: sum(spent.values()), PLAIN: step * (self._emitted or requests) / requests}
+            return 0.0, 0.0
+        return sum(spent.values()), step / requests
 
 
 def _whole(column: np.ndarray) -> list[int]:
@@ -192,16 +190,16 @@ class StepTimes:
         counts = record.counts()
         self._records.append(record)
         stage_seconds: Counter[str] = Counter()
-        compared: Counter[str] = Counter()
+        compared: list[tuple[float, float]] = []
         drafted: list[tuple[int, int, float]] = []
         while self._records and self._records[0].times.ready():
             finished = self._records.popleft()
             spent = {name: value for name, value in finished.times.seconds().items() if value}
             stage_seconds.update(spent)
-            compared.update(finished.compare(spent))
+            compared.append(finished.compare(spent))
             drafted.extend(finished.drafting(spent))
         return replace(
-            counts, stage_seconds=dict(stage_seconds), compared=dict(compared), drafted=drafted
+            counts, stage_seconds=dict(stage_seconds), compared=compared, drafted=drafted
         )
 
 

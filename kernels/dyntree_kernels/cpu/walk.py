@@ -14,7 +14,6 @@ from dyntree_kernels.contracts import (
     ADMITTED,
     AT_DEPTH,
     DEEPEST,
-    EMITTED,
     GROWN,
     KINDS,
     MOVED,
@@ -55,11 +54,12 @@ def _path(count, parents, carried, drawn, forbidden, path, tokens):
 
 
 @compiled
-def _report(count, emitted, path, depths, values, kinds, forwards, ranked, report):
+def _report(count, path, depths, values, kinds, forwards, ranked, report):
     """Write the counts of one tree to its report [C], in the columns of `Report`."""
     nodes, levels = depths.shape[0], path.shape[0]
     expected = AT_DEPTH + levels
-    chances = expected + levels
+    accepted = expected + levels
+    chances = accepted + levels
     deepest, moved = 0, 0
     report[OF_KIND:chances] = 0.0
     for node in range(nodes if ranked else count):
@@ -75,11 +75,12 @@ def _report(count, emitted, path, depths, values, kinds, forwards, ranked, repor
             report[AT_DEPTH + level] += 1.0
             report[expected + level] += chance
     for level in range(levels):
+        report[accepted + level] = -1.0
         if path[level] >= 0:
-            report[OF_KIND + 2 * KINDS + kinds[path[level]]] += 1.0
+            report[accepted + level] = kinds[path[level]]
             moved += path[level] != level
     report[VERIFIED], report[DEEPEST] = count, deepest
-    report[MOVED], report[EMITTED] = moved, emitted
+    report[MOVED] = moved
 
 
 @compiled
@@ -107,8 +108,8 @@ def _walk(
         rejected[r] = drafts + 1 - emitted[r] if complete else 0
         report[r, GROWN], report[r, ADMITTED] = grown[slot], admitted[slot]
         _report(
-            count, emitted[r], path[r], depths[slot], values[slot], kinds[slot], forwards[slot],
-            ranked, report[r],
+            count, path[r], depths[slot], values[slot], kinds[slot], forwards[slot], ranked,
+            report[r],
         )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from dyntree_kernels.contracts import (
     ADMITTED,
     AT_DEPTH,
     DEEPEST,
-    EMITTED,
     GROWN,
     KINDS,
     MOVED,
@@ -31,8 +30,8 @@ from dyntree_kernels.contracts import (
 
 _GROWN, _ADMITTED = tl.constexpr(GROWN), tl.constexpr(ADMITTED)
 _VERIFIED, _DEEPEST = tl.constexpr(VERIFIED), tl.constexpr(DEEPEST)
-_MOVED, _EMITTED = tl.constexpr(MOVED), tl.constexpr(EMITTED)
-_OF_KIND, _KINDS, _AT_DEPTH = tl.constexpr(OF_KIND), tl.constexpr(KINDS), tl.constexpr(AT_DEPTH)
+_MOVED, _OF_KIND = tl.constexpr(MOVED), tl.constexpr(OF_KIND)
+_KINDS, _AT_DEPTH = tl.constexpr(KINDS), tl.constexpr(AT_DEPTH)
 
 _PER_WARP = 64  # nodes
 _PAIRS_PER_WARP = 1024  # of a level and a node, that are added up at a time
@@ -55,7 +54,7 @@ def _path(parents, node, max_depth, NODES: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _report(
-    OUT, FORWARDS, grown, admitted, values, levels, kinds, accepted, nodes, path, count, emitted,
+    OUT, FORWARDS, grown, admitted, values, levels, kinds, accepted, nodes, path, count,
     max_depth, RANKED: tl.constexpr, NODES: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the counts of one tree to its report, in the columns of `Report`.
@@ -65,24 +64,25 @@ def _report(
     node = tl.arange(0, NODES)
     chances = tl.exp(values.to(tl.float64))
     if RANKED:
-        ranks = OUT + _AT_DEPTH + 2 * max_depth
+        ranks = OUT + _AT_DEPTH + 3 * max_depth
         tl.store(ranks + node, chances, mask=node < nodes)
         forwards = tl.load(FORWARDS + node, mask=node < nodes, other=0)
         tl.store(ranks + nodes + node, forwards.to(tl.float64), mask=node < nodes)
     depths = tl.where(node < count, levels, 0)
-    moved = (path >= 0) & (path != tl.arange(0, LEVELS))
+    every = tl.arange(0, LEVELS)
+    moved = (path >= 0) & (path != every)
     tl.store(OUT + _GROWN, grown.to(tl.float64))
     tl.store(OUT + _ADMITTED, admitted.to(tl.float64))
     tl.store(OUT + _VERIFIED, count.to(tl.float64))
     tl.store(OUT + _DEEPEST, tl.max(depths, 0).to(tl.float64))
     tl.store(OUT + _MOVED, tl.sum(moved.to(tl.int32), 0).to(tl.float64))
-    tl.store(OUT + _EMITTED, emitted.to(tl.float64))
     for kind in tl.static_range(_KINDS):
         alike = (node < count) & (kinds == kind)
         at = OUT + _OF_KIND + kind
         tl.store(at, tl.sum(alike.to(tl.int32), 0).to(tl.float64))
         tl.store(at + _KINDS, tl.sum(tl.where(alike, chances, 0.0), 0))
-        tl.store(at + 2 * _KINDS, tl.sum((accepted == kind).to(tl.int32), 0).to(tl.float64))
+    of_path = OUT + _AT_DEPTH + 2 * max_depth + every
+    tl.store(of_path, accepted.to(tl.float64), mask=every < max_depth)
     for first in range(0, max_depth, TILE):
         level = first + tl.arange(0, TILE)
         here = depths[None, :] == level[:, None] + 1
@@ -147,7 +147,7 @@ def _walk(
     accepted = tl.load(KINDS + slot * nodes + path, mask=path >= 0, other=-1)
     _report(
         REPORT + request * s_report, FORWARDS + slot * nodes, grown, admitted, values, depths,
-        kinds, accepted, nodes, path, count, emitted, max_depth, RANKED, NODES, LEVELS, TILE,
+        kinds, accepted, nodes, path, count, max_depth, RANKED, NODES, LEVELS, TILE,
     )  # fmt: skip
 
 
