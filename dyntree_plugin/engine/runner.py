@@ -90,7 +90,10 @@ class TreeRunnerMixin(TreeStage):
         # One more, for the trees' spare slot.
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
-        self.driver = StepDriver(self.trees, self.ops, self._sampling_states, self.pipeline_stages)
+        longest = self.req_states.max_seq_len
+        self.driver = StepDriver(
+            self.trees, self.ops, self._sampling_states, longest, self.pipeline_stages
+        )
         self.correction = self._correction(plan) if plan.adapt else None
         drafting = Drafting(
             self.driver,

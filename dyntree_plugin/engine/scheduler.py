@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -94,16 +94,16 @@ class TreeCounting(Scheduler):
         return scheduled
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        scheduled = scheduler_output.num_scheduled_tokens
-        if scheduled and all(self._node_limit(request_id) == 0 for request_id in scheduled):
+        limits = {each: self._node_limit(each, 1) for each in scheduler_output.num_scheduled_tokens}
+        if limits and all(limit == 0 for limit in limits.values()):
             scheduler_output.num_spec_tokens_to_schedule = 0  # No request wants the next trees.
         super()._update_after_schedule(scheduler_output)
-        self._limit_nodes(scheduled)
+        self._limit_nodes(limits)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         self._grammars.take(draft_token_ids, self.requests)
         super().update_draft_token_ids(draft_token_ids)
-        self._limit_nodes(draft_token_ids.req_ids)
+        self._limit_nodes({each: self._node_limit(each) for each in draft_token_ids.req_ids})
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
@@ -111,17 +111,26 @@ class TreeCounting(Scheduler):
         self._grammars.take(draft_token_ids, self.requests)
         super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
 
-    def _limit_nodes(self, request_ids: Iterable[str]) -> None:
+    def _limit_nodes(self, limits: Mapping[str, int | None]) -> None:
         """Keep the first nodes of trees whose requests have a limit."""
-        for request_id in request_ids:
-            limit = self._node_limit(request_id)
+        for request_id, limit in limits.items():
             if limit is not None:
                 request = self.requests[request_id]
                 request.spec_token_ids = request.spec_token_ids[:limit]
 
-    def _node_limit(self, request_id: str) -> int | None:
+    def _node_limit(self, request_id: str, begun: int = 0) -> int | None:
+        """Return the most nodes of the request's next tree, None without a limit.
+
+        ``begun``: whether a step of the request was scheduled just now. Each step without an output
+        gives at least one token, and so does the next one without a tree.
+        """
         request = self.requests.get(request_id)
-        return None if request is None else node_limit(request.sampling_params)
+        if request is None:
+            return None
+        under_way = begun + (begun and request.num_output_placeholders > 0)
+        if request.num_output_tokens + under_way + 1 >= request.max_tokens:
+            return 0
+        return node_limit(request.sampling_params)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -146,7 +146,7 @@ METRICS = (
         "pruned",
         "Nodes that were grown for a decoding request and not verified, by reason. budget: to "
         "verify them was expected to cost more than it brings. scheduler: the step, the context or "
-        "the request's own limit had no room.",
+        "the request's own limit had no room, or the request takes one more token alone.",
         labels=("reason",),
     ),
     Metric(
@@ -155,7 +155,8 @@ METRICS = (
         "fallbacks",
         "Steps in which a decoding request got a chain or no tree, by reason. logits_processors: "
         "with a tree, a custom logits processor would take too much memory. empty_tree: there was "
-        "no node to verify; an adaptive budget chooses that where no node pays.",
+        "no node to verify: a request takes one more token alone, or an adaptive budget finds that "
+        "no node pays.",
         labels=("reason",),
     ),
     Metric(

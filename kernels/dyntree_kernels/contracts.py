@@ -61,7 +61,8 @@ class OfRequests(NamedTuple):
     """Properties of R requests that growth reads, [R] each.
 
     ``roots`` int64: positions of the roots. ``temperatures`` float32. ``classes`` int64: classes of
-    the weights. ``seeds`` int64. ``chained`` bool: whether every node has one child.
+    the weights. ``seeds`` int64. ``chained`` bool: whether every node has one child. ``levels``
+    int64: depth of the deepest node that the request has a use for, at least 1.
     """
 
     roots: torch.Tensor
@@ -69,6 +70,7 @@ class OfRequests(NamedTuple):
     classes: torch.Tensor
     seeds: torch.Tensor
     chained: torch.Tensor
+    levels: torch.Tensor
 
 
 class GrowthSettings(NamedTuple):
@@ -126,6 +128,7 @@ class StepGrowth(Protocol):
         classes: torch.Tensor,
         seeds: torch.Tensor,
         chained: torch.Tensor,
+        levels: torch.Tensor,
     ) -> None:
         """Begin a step's growth over R requests. The arguments, as in `OfRequests`, are copied."""
         ...

@@ -74,8 +74,9 @@ def test_forwards_are_those_that_were_chosen(chosen: dict[str, Chosen]) -> None:
     metrics, choices = chosen["every_choice"].result.metrics, chosen["every_choice"].choices
     most = sum(1 + (forwards if nodes else 0) for forwards, nodes in choices)
     made = metrics["vllm:dyntree_draft_forwards_total"]
-    # A forward without nodes is left out, and the last step's forwards are not counted.
-    assert 0.7 * most < made <= most
+    # A forward without nodes is left out, such as one below the depth that a request has a use for,
+    # and the last step's forwards are not counted.
+    assert 0.6 * most < made <= most
 
 
 def test_a_draft_that_costs_as_much_as_its_target_is_not_run_to_the_end(

@@ -187,6 +187,7 @@ def packed(slots: list[int]) -> torch.Tensor:
     found[:, 5] = temperature.view(torch.int32)
     found[:, 6] = index + 7
     found[:, 7] = temperature_class(temperature)
+    found[:, 8] = LONGEST
     return found
 
 

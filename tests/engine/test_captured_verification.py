@@ -163,10 +163,11 @@ STATES: Any = SimpleNamespace(
     temperature=SimpleNamespace(np=np.linspace(0, 2, SLOTS, dtype=np.float32)),
     seeds=SimpleNamespace(np=np.arange(SLOTS) - (1 << 40)),
 )
+LONGEST = np.arange(SLOTS) + 100
 
 
 def packed(requests: int) -> torch.Tensor:
-    return pack(batch_of(requests), STATES)
+    return pack(batch_of(requests), STATES, LONGEST)
 
 
 def same(ours: list[torch.Tensor], others: list[torch.Tensor], kernels: bool = False) -> bool:
@@ -186,11 +187,12 @@ def test_the_host_says_where_the_rows_are() -> None:
     assert requests.temperature.tolist() == [0.75, 0.0, 1.75, 0.5, 1.25]
     assert requests.classes.tolist() == temperature_class(requests.temperature).tolist()
     assert len(requests.classes.unique()) > 3
+    assert requests.longest.tolist() == [slot + 100 for slot in IN_USE]
     assert requests.seeds.tolist() == [slot - (1 << 40) for slot in IN_USE]
 
 
 def test_a_batch_is_packed_once_in_a_step_and_anew_in_each() -> None:
-    driver = StepDriver(None, None, lambda: STATES)  # type: ignore[arg-type]
+    driver = StepDriver(None, None, lambda: STATES, LONGEST)  # type: ignore[arg-type]
     for requests in (5, 2, 5):
         driver.begin(None)
         first = driver._packed(batch_of(requests))
@@ -218,7 +220,7 @@ def test_learning_waits_for_drafting_and_comes_before_growth(captured: bool) -> 
     verifier: Any = SimpleNamespace(run=run)
     drafter: Any = SimpleNamespace(draft=draft)
     unused: Any = None
-    driver = StepDriver(engine.trees, ops, lambda: STATES)
+    driver = StepDriver(engine.trees, ops, lambda: STATES, LONGEST)
     for _ in range(2):
         before = at_once.estimate.weights.clone()
         at_once.verify()

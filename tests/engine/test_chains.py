@@ -126,7 +126,8 @@ class Engine:
         count, width = len(last), PLAN.shape.width
         classes = temperature_class(self.temperatures)
         free = torch.zeros(count, dtype=torch.bool)
-        self.growth.start(roots, self.temperatures, classes, self.seeds, free)
+        far = torch.full_like(roots, 500)
+        self.growth.start(roots, self.temperatures, classes, self.seeds, free, far)
         self.growth.pick(DRAFT[last])
         for _ in PLAN.growing.widths:
             self.growth.expand(torch.zeros(count * width, 1, dtype=torch.int32))

@@ -30,7 +30,7 @@ def packed(*slots: int) -> torch.Tensor:
     found = torch.full((len(slots), COLUMNS), PADDING)
     for row, slot in enumerate(slots):
         if slot >= 0:
-            found[row] = torch.tensor([slot, row, 0, row, PROMPT, 0, 0, 0])
+            found[row] = torch.tensor([slot, row, 0, row, PROMPT, 0, 0, 0, 0])
     return found
 
 

@@ -57,8 +57,8 @@ POINTERS = {
     **dict.fromkeys(("SEQ_LENS", "PREFILL_LENS", "CTX_LENS"), "*i32"),
     **dict.fromkeys(("VALUES", "OPEN", "FEATURES", "BASES", "WEIGHTS"), "*fp32"),
     **dict.fromkeys(("STORED_VALUES", "STORED_FEATURES"), "*fp32"),
-    **dict.fromkeys(("BEST", "CLASSES", "NODES", "LEVELS", "ROOTS", "SCRATCH", "BECAME"), "*i64"),
-    **dict.fromkeys(("COUNTS", "ADMITTED", "GROWN", "STORED_AT", "OUT_TOKENS"), "*i64"),
+    **dict.fromkeys(("BEST", "CLASSES", "NODES", "LEVELS", "USEFUL", "ROOTS", "SCRATCH"), "*i64"),
+    **dict.fromkeys(("BECAME", "COUNTS", "ADMITTED", "GROWN", "STORED_AT", "OUT_TOKENS"), "*i64"),
     **dict.fromkeys(("IDS", "ROW_BITS", "EMITTED", "REJECTED"), "*i32"),
     "REPORT": "*fp64",
     **dict.fromkeys(("CHAINED", "CHAINED_AT", "FORBIDDEN", "MAPPED"), "*i1"),
@@ -106,7 +106,7 @@ OF_TRIES = {
     stored.store: ("ABOVE", "GRAFT_DEPTHS", "KINDS", "STORED_KINDS"),
     children._merge: (
         *("ABOVE", "GRAFT_DEPTHS", "EXPANSIONS", "EDGES", "EVIDENCE", "KINDS", "LOGITS"),
-        *("TEMPERATURES", "SEEDS", "POSITIONS", "LEVELS", "vocab", "s_logits", "max_depth"),
+        *("TEMPERATURES", "SEEDS", "POSITIONS", "vocab", "s_logits"),
     ),
 }
 """Arguments that growth leaves out without tries."""

@@ -31,6 +31,7 @@ TEMPERATURES = torch.tensor([0.0, 0.7, 1.0])
 CLASSES = temperature_class(TEMPERATURES)
 ROOTS, SEEDS = torch.tensor([10, 21, 32]), torch.tensor([3, -4, 5])
 REQUESTS = len(ROOTS)
+LEVELS = torch.full_like(ROOTS, 100)
 
 
 def random_tries(seed: int) -> list[Edges]:
@@ -81,7 +82,7 @@ class Step:
     def grow(self, forwards: int = SHAPE.max_depth) -> TokenTree:
         """Grow with so many draft forwards, the root's included, and store the trees."""
         chained = torch.tensor(self.chained)
-        self.growth.start(ROOTS, TEMPERATURES, CLASSES, SEEDS, chained)
+        self.growth.start(ROOTS, TEMPERATURES, CLASSES, SEEDS, chained, LEVELS)
         trie = as_trie(self.tries)
         self.growth.graft(trie._replace(evidence=trie.evidence.float()))
         columns: list[list[Path]] = [[] for _ in ROOTS]
@@ -220,6 +221,7 @@ def test_a_growth_that_takes_no_tries_says_so() -> None:
     pick = ChildPicker(plan, perturbed_logits, AcceptanceEstimate("cpu"))
     trees = TreeStore(REQUESTS, plan, VOCAB, torch.device("cpu"))
     growth = TensorGrowth(trees, pick, Step().rows, LAST)
-    growth.start(ROOTS, TEMPERATURES, CLASSES, SEEDS, torch.zeros(REQUESTS, dtype=torch.bool))
+    free = torch.zeros(REQUESTS, dtype=torch.bool)
+    growth.start(ROOTS, TEMPERATURES, CLASSES, SEEDS, free, LEVELS)
     with pytest.raises(ValueError, match="takes no tries"):
         growth.graft(as_trie(random_tries(0)))

@@ -26,7 +26,7 @@ class EarlierStage(TreeStage):
         if self.relay is None:
             raise RuntimeError("an engine of one stage has no earlier one")
         self.trees = PlacedTrees(self.max_num_reqs, self.plan.shape.node_budget, device)
-        self.driver = StepDriver(self.trees, self.ops, _no_sampler)
+        self.driver = StepDriver(self.trees, self.ops, _no_sampler, self.req_states.max_seq_len)
 
     def measure_costs(self) -> None:
         """Do nothing: the last stage measures its own part, and learns the whole while serving."""

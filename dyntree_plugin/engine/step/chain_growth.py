@@ -44,8 +44,10 @@ class ChainGrowth(StepGrowth):
         classes: torch.Tensor,
         seeds: torch.Tensor,
         chained: torch.Tensor,
+        levels: torch.Tensor,
     ) -> None:
-        self._growth.start(roots, temperatures, classes, seeds, chained | (temperatures > 0))
+        chained = chained | (temperatures > 0)
+        self._growth.start(roots, temperatures, classes, seeds, chained, levels)
         self._requests, self._place = len(roots), 0
         self._roots[: len(roots)].copy_(roots)
         self._temperatures[: len(roots)].copy_(temperatures)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -28,13 +29,16 @@ class StepDriver:
         trees: PlacedTrees,
         ops: TreeOps,
         states: Callable[[], SamplingStates],
+        longest: np.ndarray,
         stages: int = 1,
     ) -> None:
-        """``states``: gives the sampler's states, once there is a sampler. ``stages``: of the
-        pipeline, in which as many steps are under way."""
+        """``states``: gives the sampler's states, once there is a sampler. ``longest`` int
+        [slots]: the most tokens of each request's text. ``stages``: of the pipeline, in which as
+        many steps are under way."""
         self._trees = trees
         self._ops = ops
         self._states = states
+        self._longest = longest
         self.step = Step()
         self._earlier = deque([Step()], maxlen=stages)
 
@@ -91,5 +95,5 @@ class StepDriver:
 
     def _packed(self, batch: InputBatch) -> torch.Tensor:
         if self.step.packed is None:
-            self.step.packed = pack(batch, self._states())
+            self.step.packed = pack(batch, self._states(), self._longest)
         return self.step.packed

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-COLUMNS = 8
+COLUMNS = 9
 PADDING = -1
 """In every column of a padding request."""
 
 
-def pack(batch: InputBatch, states: SamplingStates) -> torch.Tensor:
-    """Describe the R requests of a batch on the host, int64 [R, COLUMNS], for `Requests`."""
+def pack(batch: InputBatch, states: SamplingStates, longest: np.ndarray) -> torch.Tensor:
+    """Describe the R requests of a batch on the host, int64 [R, COLUMNS], for `Requests`.
+
+    ``longest`` int [slots]: the most tokens of each request's text.
+    """
     requests = batch.num_reqs
     slots, bounds = batch.idx_mapping_np[:requests], batch.cu_num_logits_np[: requests + 1]
     num_logits = np.diff(bounds)
@@ -37,6 +40,7 @@ def pack(batch: InputBatch, states: SamplingStates) -> torch.Tensor:
         temperature.view(np.int32),
         states.seeds.np[slots],
         classes,
+        longest[slots],
     )
     return np_to_pinned_tensor(np.stack(columns, axis=1).astype(np.int64, copy=False))
 
@@ -96,6 +100,11 @@ class Requests:
     @cached_property
     def seeds(self) -> torch.Tensor:
         return self.packed[:, 6].contiguous()
+
+    @property
+    def longest(self) -> torch.Tensor:
+        """The most tokens of the text."""
+        return self._numbers[8]
 
     @cached_property
     def _numbers(self) -> torch.Tensor:

@@ -220,7 +220,9 @@ def start(
     slots = requests.slots
     stored_at[: len(slots)].copy_(slots)
     classes = requests.classes.clamp(min=0)
-    growth.start(roots, requests.temperature, classes, requests.seeds, chained[slots])
+    # A step gives its last token without a node.
+    levels = (requests.longest - roots - 2).clamp(min=1)
+    growth.start(roots, requests.temperature, classes, requests.seeds, chained[slots], levels)
 
 
 def no_rows(device: torch.device) -> RowBuffers:

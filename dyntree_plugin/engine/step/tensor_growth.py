@@ -45,6 +45,7 @@ class TensorGrowth:
         classes: torch.Tensor,
         seeds: torch.Tensor,
         chained: torch.Tensor,
+        levels: torch.Tensor,
     ) -> None:
         self._roots = roots
         self._chained = chained
@@ -59,6 +60,8 @@ class TensorGrowth:
         self._of_requests = of_requests
         self._judged: JudgedTrie | None = None
         self._growth: Growth = self._growing.start(len(roots), self._last_position - roots)
+        if isinstance(self._growth, TopKGrowth):  # Others draw, and their rules need whole draws.
+            self._growth.limit(levels)
         self._features: list[torch.Tensor] = []
         self._forward = 0
         self._positions, self._first = roots[:, None].expand(-1, self._growing.roots), 0

@@ -24,8 +24,10 @@ class Grafts:
         max_depth: int,
         dtype: torch.dtype,
         whole_paths: bool = True,
+        levels: torch.Tensor | None = None,
     ) -> None:
-        """Take over ``trie`` down to ``max_depth``, with ``log_chances`` [R, T] of its edges.
+        """Take over ``trie`` down to ``max_depth``, and down to ``levels`` int64 [R, 1] if they are
+        given, with ``log_chances`` [R, T] of its edges.
 
         ``dtype`` is that of values. ``whole_paths`` says whether one forward may expand a node and
         its child.
@@ -47,6 +49,8 @@ class Grafts:
         self.depths = self._ancestors.sum(dim=2)
         chances = log_chances.to(dtype).clamp(max=0.0).nan_to_num(NO_VALUE, neginf=NO_VALUE)
         self._real = trie.exists & (self.depths <= max_depth)
+        if levels is not None:
+            self._real &= self.depths <= levels
         self._edges = chances.masked_fill(~self._real, NO_VALUE)
         self._levels = max_depth
         self._whole_paths = whole_paths

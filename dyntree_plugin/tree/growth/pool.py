@@ -37,6 +37,8 @@ class CandidatePool:
         self.children = children
         self._widths = widths
         self.max_depth = len(widths) + 1 if max_depth is None else max_depth
+        self.levels: torch.Tensor | None = None
+        """int64 [R, 1]: depth of the deepest candidate of each request; None for no limit."""
         scratch = sum(widths)
         self._scratch_columns = torch.arange(scratch, device=device)
         self._has_room = self._scratch_columns < columns[:, None]
@@ -70,7 +72,9 @@ class CandidatePool:
         """
         if self._added or self._grafts is not None:
             raise ValueError("graft() comes once, before the first add()")
-        grafts = Grafts(trie, log_chances, self.max_depth, self.values.dtype, whole_paths)
+        grafts = Grafts(
+            trie, log_chances, self.max_depth, self.values.dtype, whole_paths, self.levels
+        )
         self._grafts = grafts
         self._drafted = grafts.size
         self._capacity += grafts.size

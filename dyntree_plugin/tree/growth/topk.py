@@ -46,6 +46,10 @@ class TopKGrowth:
         self._open = self._pool.values.clone()
         self._least = math.log(least) if least > 0 else NO_VALUE
 
+    def limit(self, levels: torch.Tensor) -> None:
+        """Grow no node deeper than ``levels`` int64 [R], at least 1; call it after the start."""
+        self._pool.levels = levels[:, None]
+
     def graft(self, trie: Trie, log_chances: torch.Tensor, whole_paths: bool = True) -> None:
         """Add the nodes of ``trie``, whose edges have ``log_chances`` float [R, T].
 
@@ -122,6 +126,9 @@ class TopKGrowth:
     def _most_valuable(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ``width`` most valuable open candidates of each request, and their values."""
         known = self._open[:, : max(self._pool.size, width)]
+        if self._pool.levels is not None:
+            useless = self._pool.depths[:, : known.shape[1]] >= self._pool.levels
+            known = known.masked_fill(useless, NO_VALUE)
         if self._pool.grafts is None:
             best = known.topk(width, dim=1)
             return best.indices, best.values

@@ -86,12 +86,12 @@ def _noise_at(seed, position, token):
 @compiled(error_model="numpy")
 def take(
     grafts, tokens, above, evidence, exists, roots, temperatures, classes, seeds, chained, weights,
-    noisy, max_depth,
+    noisy, levels,
 ):  # fmt: skip
     """Take over the tries of R requests [R, T] into `grafts`.
 
-    Nodes below `max_depth` and tries of `chained` requests are left out. The other arguments are
-    those of `OfRequests`; `weights` and `noisy` as for `pick_children`.
+    Nodes deeper than `levels` [R] and tries of `chained` requests are left out. The other arguments
+    are those of `OfRequests`; `weights` and `noisy` as for `pick_children`.
     """
     no_bias = np.array([0.0, 1.0, 0.0], np.float32)
     for r in range(roots.shape[0]):
@@ -103,7 +103,7 @@ def take(
             depth = np.int64(1)
             if parent >= 0:
                 depth += grafts.depths[r, parent]
-            real = exists[r, g] and not chained[r] and depth <= max_depth
+            real = exists[r, g] and not chained[r] and depth <= levels[r]
             real = real and evidence[r, g] == evidence[r, g] and tokens[r, g] >= 0
             if parent >= 0:
                 real = real and grafts.edges[r, parent] > _NONE

@@ -84,14 +84,15 @@ def _expansion_above(candidate, grafts, r):
 @compiled
 def _expand(
     added, expansions, least, max_depth, bases, edges, values, expanded, best, counts, grown,
-    tokens, nodes, depths, bits, positions, grafts, roots, longest, shift, ids, row_positions,
-    slots, scratch, rows_above, row_bits,
+    tokens, nodes, depths, bits, positions, grafts, roots, levels, longest, shift, ids,
+    row_positions, slots, scratch, rows_above, row_bits,
 ):  # fmt: skip
     """Add the children of `added`, choose the nodes of `expansions`, and write their draft rows.
 
     Returns the number of nodes.
     added, expansions: ranges of expansions.
     roots [R]: positions of the roots. All positions are limited to `longest`.
+    levels [R]: as in `OfRequests`.
     shift: as in `GrowthSettings`.
     ids, row_positions, slots, rows_above, row_bits: a row per node, written. A row without a node
     sees no scratch column, and its slot is -1.
@@ -107,8 +108,8 @@ def _expand(
         for row in range(r * width, (r + 1) * width):
             e = expansions[0] + row - r * width
             node = _next_to_expand(
-                best[r], counts[r], values[r], expanded[r], least, max_depth, children, depths[r],
-                grafts, r, expansions[0] if shift < 0 else _NOWHERE + 1,
+                best[r], counts[r], values[r], expanded[r], least, min(max_depth, levels[r]),
+                children, depths[r], grafts, r, expansions[0] if shift < 0 else _NOWHERE + 1,
             )  # fmt: skip
             exists = node >= 0 and e - 1 < room
             above, token = 0, np.int64(0)
@@ -241,9 +242,9 @@ class CompiledGrowth(StepGrowth):
         self._forward = 0
         # Expansions whose children will be picked next, and those whose children were picked last.
         self._new = self._picked = (0, 1)
-        dtypes = (np.int64, np.float32, np.int64, np.int64, np.bool_)
+        dtypes = (np.int64, np.float32, np.int64, np.int64, np.bool_, np.int64)
         self._request_buffers = tuple(np.zeros(requests, dtype) for dtype in dtypes)
-        self._roots, *self._request_inputs = self._request_buffers
+        self._roots, *self._request_inputs, self._levels = self._request_buffers
 
     def start(
         self,
@@ -252,11 +253,13 @@ class CompiledGrowth(StepGrowth):
         classes: torch.Tensor,
         seeds: torch.Tensor,
         chained: torch.Tensor,
+        levels: torch.Tensor,
     ) -> None:
         self.resume(len(roots), 0)
-        given = (roots, temperatures, classes, seeds, chained)
-        for own, each in zip((self._roots, *self._request_inputs), given, strict=True):
-            own[:] = each.numpy()
+        given = (roots, temperatures, classes, seeds, chained, levels)
+        own = (self._roots, *self._request_inputs, self._levels)
+        for mine, each in zip(own, given, strict=True):
+            mine[:] = each.numpy()
         self._positions[: len(roots), 0] = self._roots
         self._picked = (0, 0)
         self._grafts.edges[: len(roots)] = _NONE
@@ -269,11 +272,12 @@ class CompiledGrowth(StepGrowth):
         self.edges[:requests, 0] = _NONE  # no pick may follow
         take(
             self._grafts, *(part.numpy() for part in trie), self._roots, *self._request_inputs,
-            self._weights, self._coupled, self._max_depth,
+            self._weights, self._coupled, np.minimum(self._levels, self._max_depth),
         )  # fmt: skip
 
     def resume(self, requests: int, forwards: int) -> None:
-        self._roots, *self._request_inputs = (each[:requests] for each in self._request_buffers)
+        own = (each[:requests] for each in self._request_buffers)
+        self._roots, *self._request_inputs, self._levels = own
         self._forward = forwards
         self._new = self._picked = expansions_of(self._widths, forwards)
 
@@ -302,8 +306,8 @@ class CompiledGrowth(StepGrowth):
         found: int = _expand(
             added, self._new, self._least, self._max_depth, self._bases, self.edges, self._values,
             self._expanded, self._best, self._counts, self._grown, self.tokens, self._nodes,
-            self._depths, self._bits, self._positions, self._grafts, self._roots, self._longest,
-            self._shift, *self._rows, ancestor_bits.view(torch.uint32).numpy(),
+            self._depths, self._bits, self._positions, self._grafts, self._roots, self._levels,
+            self._longest, self._shift, *self._rows, ancestor_bits.view(torch.uint32).numpy(),
         )  # fmt: skip
         return found
 
@@ -338,7 +342,7 @@ def warm_up(dtype: torch.dtype) -> None:
         grafts=1, max_depth=2,
     )  # fmt: skip
     growth = CompiledGrowth(settings)
-    growth.start(slot, torch.ones(1), slot, slot, slot.bool())
+    growth.start(slot, torch.ones(1), slot, slot, slot.bool(), slot + 2)
     growth.graft(Trie.room(1, 1, torch.device("cpu")))
     growth.pick(torch.zeros(1, 2, dtype=dtype))
     growth.expand(bits)

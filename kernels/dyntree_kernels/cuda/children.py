@@ -67,7 +67,7 @@ def _features(best, log_sum, rank):
 def _merge(
     TOKENS, VALUES, OPEN, FEATURES, ABOVE, GRAFT_DEPTHS, EXPANSIONS, EDGES, EVIDENCE, KINDS,
     BASES, BEST, SCORES, SUMS, CLASSES, CHAINED, WEIGHTS,
-    LOGITS, TEMPERATURES, SEEDS, POSITIONS, LEVELS,
+    LOGITS, TEMPERATURES, SEEDS, POSITIONS, LEVELS, USEFUL,
     blocks, width, first, expansions, vocab, s_logits, max_depth,
     K: tl.constexpr, KEPT: tl.constexpr, LEARNED: tl.constexpr,
     RANKS: tl.constexpr, ENTRIES: tl.constexpr, BLOCKS: tl.constexpr,
@@ -93,11 +93,12 @@ def _merge(
     best = tl.where(sound, best, float("-inf"))
     log_sum = tl.where(sound, log_sum, 0.0)
     kind = _DRAFT
+    deepest = tl.minimum(tl.load(USEFUL + request), max_depth)
     if GRAFTS:
         value, judged, nodes = judge(
             TOKENS, VALUES, OPEN, FEATURES, ABOVE, GRAFT_DEPTHS, EXPANSIONS, EDGES, EVIDENCE, KINDS,
             LOGITS, TEMPERATURES, SEEDS, POSITIONS, SUMS, CLASSES, WEIGHTS,
-            row, width, first, blocks, vocab, s_logits, GRAFTS + expansions * K, max_depth,
+            row, width, first, blocks, vocab, s_logits, GRAFTS + expansions * K, deepest,
             GRAFTS, NODES, ROWS, BLOCKS, LEARNED, NOISE,
         )  # fmt: skip
         kind = tl.where(tl.max(judged.to(tl.int32), 0) > 0, _BESIDE, _DRAFT)
@@ -121,8 +122,7 @@ def _merge(
     values = base + edges
     tl.store(TOKENS + out, tokens, mask=child)
     tl.store(VALUES + out, values, mask=child)
-    if GRAFTS:
-        values = tl.where(tl.load(LEVELS + expansion) + 1 < max_depth, values, float("-inf"))
+    values = tl.where(tl.load(LEVELS + expansion) + 1 < deepest, values, float("-inf"))
     tl.store(OPEN + out, values, mask=child)
 
 
@@ -137,6 +137,8 @@ def merge(
     candidates: Candidates,
     grafts: GraftArrays,
     judging: Judging,
+    levels: torch.Tensor,
+    useful: torch.Tensor,
     *,
     max_depth: int,
     coupled: bool,
@@ -155,6 +157,8 @@ def merge(
         candidates: written.
         grafts: the tries, which are judged.
         judging: what they are judged by.
+        levels: int64 [R, E], depths of what the expansions run on.
+        useful: int64 [R], as `OfRequests.levels`.
         max_depth: depth of the deepest node.
         coupled: whether scores contain noise.
     """
@@ -165,15 +169,15 @@ def merge(
     first, end = expansions
     widened, whole = triton.next_power_of_2(end - first), triton.next_power_of_2(blocks)
     nodes = 0 if grafts.above is None else grafts.above.shape[1]
-    of_tries: tuple[int | None, ...] = (None, None, None)
+    of_tries: tuple[int | None, ...] = (None, None)
     elements = blocks * kept
     if judging.logits is not None:
-        of_tries = judging.logits.shape[1], judging.logits.stride(0), max_depth
+        of_tries = judging.logits.shape[1], judging.logits.stride(0)
         elements = max(elements, widened * whole)
     _merge[(rows,)](
         *candidates, *grafts, bases, best, scores, sums, classes, chained,
-        bases if weights is None else weights, *judging, blocks, end - first, first,
-        bases.shape[1], *of_tries, K=children, KEPT=kept, LEARNED=weights is not None,
+        bases if weights is None else weights, *judging, levels, useful, blocks, end - first, first,
+        bases.shape[1], *of_tries, max_depth, K=children, KEPT=kept, LEARNED=weights is not None,
         RANKS=triton.next_power_of_2(kept), ENTRIES=triton.next_power_of_2(blocks * kept),
         BLOCKS=whole, GRAFTS=nodes, NODES=triton.next_power_of_2(nodes), ROWS=widened,
         NOISE=coupled, num_warps=warps_for(elements),

@@ -81,7 +81,7 @@ def _chain(
 @triton.jit
 def _begin(
     REQUESTS, ROOTS, CHAINED_AT, TABLES, STRIDES, SIZES, MAPPED,
-    POSITIONS, TEMPERATURES, CLASSES, SEEDS, CHAINED, STORED_AT, SLOTS, CTX_LENS, SEQ_LENS,
+    POSITIONS, TEMPERATURES, CLASSES, SEEDS, CHAINED, USEFUL, STORED_AT, SLOTS, CTX_LENS, SEQ_LENS,
     s_requests, s_slots, spare, columns, groups, longest,
     COLUMNS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -97,6 +97,8 @@ def _begin(
     tl.store(SEEDS + request, tl.load(own + 6))
     tl.store(CLASSES + request, tl.maximum(tl.load(own + 7), 0))
     tl.store(CHAINED + request, tl.load(CHAINED_AT + stored_at))
+    # Of the tokens after the root, the last is none that a tree could save a step for.
+    tl.store(USEFUL + request, tl.maximum(tl.load(own + 8) - root - 2, 1))
 
     column = tl.arange(0, COLUMNS)
     positions = tl.minimum(root + 1 + column, longest) + SHIFT
@@ -201,8 +203,8 @@ def begin(
     """Note what growth behind the roots of R requests needs, and what its forwards' rows see.
 
     Args:
-        packed, roots, longest, shift: as for `chain`; columns 5 to 7 of ``packed`` are the bits of
-            a temperature, the seed and the class of temperature.
+        packed, roots, longest, shift: as for `chain`; columns 5 to 8 of ``packed`` are the bits of
+            a temperature, the seed, the class of temperature, and the most tokens of the text.
         chained: bool [S + 1], requests of one child per node, by their first column; the last
             entry is for what only fills the batch up.
         growth: [R] each, and stored_at: int64 [R], a request's entry in ``chained``; written.

@@ -92,14 +92,13 @@ class Judging(NamedTuple):
     """What R * W rows of logits judge tries by; None without tries.
 
     ``logits`` [R * W, V]; ``temperatures`` and ``seeds`` [R]; ``positions`` int64 [R * W]: those of
-    the tokens that the rows run on; ``levels`` int64 [R, E]: depths of what expansions run on.
+    the tokens that the rows run on.
     """
 
     logits: torch.Tensor | None = None
     temperatures: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    levels: torch.Tensor | None = None
 
 
 @triton.jit
@@ -208,7 +207,7 @@ def see(
 def _graft(
     TOKENS, VALUES, OPEN, FEATURES, ABOVE, GRAFT_DEPTHS, EXPANSIONS, EDGES, EVIDENCE, KINDS,
     TRIE_TOKENS, TRIE_ABOVE, TRIE_EVIDENCE, TRIE_EXISTS,
-    ROOTS, TEMPERATURES, CLASSES, SEEDS, CHAINED, WEIGHTS, capacity, max_depth,
+    ROOTS, TEMPERATURES, CLASSES, SEEDS, CHAINED, USEFUL, WEIGHTS, capacity, max_depth,
     GRAFTS: tl.constexpr, NODES: tl.constexpr, CHILDREN: tl.constexpr, K: tl.constexpr,
     LEARNED: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
@@ -216,6 +215,7 @@ def _graft(
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     inside, at, candidate = node < GRAFTS, request * GRAFTS + node, request * capacity + node
+    max_depth = tl.minimum(tl.load(USEFUL + request), max_depth)
     allowed = tl.where(tl.load(CHAINED + request) != 0, 0, GRAFTS)
     exists = tl.load(TRIE_EXISTS + at, mask=node < allowed, other=0) != 0
     above = tl.load(TRIE_ABOVE + at, mask=exists, other=-1).to(tl.int32)
@@ -274,8 +274,8 @@ def graft(
 ) -> None:
     """Make the nodes of ``trie`` [R, T] the first T of the ``candidates``.
 
-    Nodes below ``max_depth`` and tries of chained requests are left out. ``children`` is that of an
-    expansion, K.
+    Nodes deeper than ``max_depth`` or `OfRequests.levels`, and tries of chained requests, are left
+    out. ``children`` is that of an expansion, K.
 
     Raises:
         ValueError: for a trie of another shape, or one that is not dense.

@@ -246,7 +246,8 @@ class DeviceGrowth(StepGrowth):
         self._forward = 0
         # The expansions that children come of next, and how many have children.
         self._new, self._picked = (0, 1), 0
-        of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool)
+        integer = torch.int64
+        of_requests = (integer, torch.float32, integer, integer, torch.bool, integer)
         self._room = OfRequests(
             *(torch.zeros(requests, dtype=dtype, device=device) for dtype in of_requests)
         )
@@ -260,9 +261,10 @@ class DeviceGrowth(StepGrowth):
         classes: torch.Tensor,
         seeds: torch.Tensor,
         chained: torch.Tensor,
+        levels: torch.Tensor,
     ) -> None:
         self.resume(len(roots), 0)
-        given = (roots, temperatures, classes, seeds, chained)
+        given = (roots, temperatures, classes, seeds, chained, levels)
         for own, each in zip(self.of_requests, given, strict=True):
             own.copy_(each)
         if self._grafts.edges is not None:
@@ -280,7 +282,7 @@ class DeviceGrowth(StepGrowth):
         self._picked = self._new[1]
 
     def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
-        roots, temperatures, classes, seeds, chained = self.of_requests
+        roots, temperatures, classes, seeds, chained, levels = self.of_requests
         first, end = self._new
         width, kept = end - first, self._children
         if len(logits) != len(roots) * width:
@@ -294,11 +296,11 @@ class DeviceGrowth(StepGrowth):
         )
         judging = Judging()
         if self._nodes_of_tries:
-            judging = Judging(logits, temperatures, seeds, positions, self._levels)
+            judging = Judging(logits, temperatures, seeds, positions)
         merge(
             ranked, self._bases, classes, chained, self._weights, self._new, self._children,
-            self.candidates, self._grafts, judging, max_depth=self._max_depth,
-            coupled=self._coupled,
+            self.candidates, self._grafts, judging, self._levels, levels,
+            max_depth=self._max_depth, coupled=self._coupled,
         )  # fmt: skip
         if firsts is not None:
             candidate = self._nodes_of_tries + first * self._children

@@ -32,7 +32,7 @@ STORED = (
 @dataclass(frozen=True)
 class Case:
     """The requests of a step. ``room`` counts the scratch columns of each; some may be
-    ``chained``. ``grafts``: nodes of each request's trie."""
+    ``chained``. ``grafts``: nodes of each request's trie. ``levels``: as in `OfRequests`."""
 
     shape: TreeShape
     seed: int = 0
@@ -42,6 +42,7 @@ class Case:
     least: float | None = None
     calibrated: bool = True
     grafts: int = 0
+    levels: tuple[int, ...] | None = None
 
     @property
     def plan(self) -> TreePlan:
@@ -88,6 +89,7 @@ class Step:
             temperature_class(self.temperatures),
             self.seeds,
             self.chained,
+            torch.tensor(self.case.levels or [MAX_MODEL_LEN] * self.requests),
         )
         self.trie: Trie | None = None
         if self.case.grafts:
@@ -249,7 +251,11 @@ def same_trees(step: Step, tensors: Growth, picks: list[Children]) -> None:
 
 
 def tensor_growth(case: Case) -> Growth:
-    return case.plan.growing.start(len(case.room), torch.tensor(case.room))
+    growth = case.plan.growing.start(len(case.room), torch.tensor(case.room))
+    if case.levels is not None:
+        assert isinstance(growth, TopKGrowth)
+        growth.limit(torch.tensor(case.levels))
+    return growth
 
 
 CASE = Case(TreeShape(node_budget=12, max_depth=4, width=3, children=4))

@@ -56,6 +56,7 @@ of_two = {
     "room": st.tuples(st.integers(0, 45), st.integers(0, 45)),
     "temperatures": st.tuples(*[st.sampled_from([0.0, 0.3, 1.0])] * 2),
     "chained": st.tuples(st.booleans(), st.booleans()),
+    "levels": st.none() | st.tuples(st.integers(1, 9), st.integers(1, 9)),
 }
 cases = st.builds(
     Case,
@@ -87,6 +88,18 @@ def test_a_draft_model_runs_a_node_and_its_child_in_one_forward_and_a_head_does_
 
 
 @pytest.mark.parametrize("case", [CASE, GRAFTED, HEAD])
+def test_no_node_is_deeper_than_a_request_has_a_use_for(case: Case) -> None:
+    """Control: without a limit nodes are deeper. The trees have as many nodes, but at depth 1."""
+    free, limited = Step(case), Step(replace(case, levels=(1, 2)))
+    for step in (free, limited):
+        grow_both(step, tensor_growth(step.case))
+    deepest = [step.trees.depths[:2].amax(dim=1).tolist() for step in (free, limited)]
+    assert min(deepest[0]) > 2
+    assert deepest[1] == [1, 2]
+    assert limited.trees.counts[1] == free.trees.counts[1]
+
+
+@pytest.mark.parametrize("case", [CASE, GRAFTED, HEAD])
 def test_memory_is_left_ready_for_the_next_step(case: Case) -> None:
     first, second = Step(case), Step(replace(case, seed=1))
     grow_both(first, tensor_growth(case))
@@ -102,6 +115,7 @@ def test_memory_is_left_ready_for_the_next_step(case: Case) -> None:
         replace(CASE, shape=replace(CASE.shape, node_budget=11)),
         replace(CASE, room=(40, 2)),
         replace(CASE, least=0.2),
+        replace(CASE, levels=(9, 2)),
     ],
 )
 @pytest.mark.parametrize("grafts", [0, GRAFTED.grafts])

@@ -27,7 +27,7 @@ SIZES = [16, 4, 8]  # block size of each group
 MAPPED = [True, True, False]
 GROUPS = len(SIZES)
 CHAIN = ("padding", "room", "count", "ancestors", "columns", "last", "shift")
-BEGIN = ("padding", "class", "room", "chained", "columns", "shift")
+BEGIN = ("padding", "class", "room", "chained", "levels", "columns", "shift")
 SHIFTS = (0, -1)
 
 
@@ -83,7 +83,7 @@ def language() -> Any:
 
 def requests_of(number: int, g: torch.Generator) -> torch.Tensor:
     """Return requests as the engine packs them. If there are several, the last one is padding."""
-    packed = torch.randint(1, 1000, (number, 8), generator=g)
+    packed = torch.randint(1, 1000, (number, 9), generator=g)
     packed[:, 0] = torch.randperm(STATES, generator=g)[:number]
     packed[:, 5] = torch.rand(number, generator=g).view(torch.int32)
     packed[:, 7] = torch.randint(6, (number,), generator=g)
@@ -172,7 +172,7 @@ def test_rows_that_lack_a_mechanism_are_seen(mechanism: str) -> None:
 def begun_by_kernel(case: Any, columns: int, shift: int) -> tuple[torch.Tensor, ...]:
     tables, packed, roots, chained = case
     number = len(roots)
-    of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool)
+    of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool, torch.int64)
     growth = OfRequests(*(torch.ones(number, dtype=x, device=DEVICE) for x in of_requests))
     stored_at = torch.zeros(number, dtype=torch.int64, device=DEVICE)
     slots = torch.zeros(GROUPS, number * columns + 5, dtype=torch.int64, device=DEVICE)
@@ -197,6 +197,7 @@ def begun_by_tensors(case: Any, columns: int, shift: int, without: str = "") -> 
         packed[:, 7] if without == "class" else packed[:, 7].clamp(min=0),
         packed[:, 6],
         torch.zeros(len(roots)).bool() if without == "chained" else chained[stored_at],
+        (packed[:, 8] - roots - 2).clamp(min=0 if without == "levels" else 1),
         stored_at,
         tables.slots(index, positions).flatten(1),
         torch.where(index < 0, -1, roots + 1 + shift).int(),

@@ -55,6 +55,7 @@ CASES = {
     "one child": replace(USUAL, shape=TreeShape(16, 5, width=1, children=1, grafts=12)),
     "little room": replace(USUAL, room=(4, 0)),
     "chained": replace(USUAL, chained=(1,)),
+    "little left": replace(USUAL, levels=(1, 3)),
     "a least value": replace(USUAL, least=0.05),
     "only the root's best child is worth enough": replace(USUAL, least=0.999),
     "uncalibrated": replace(USUAL, calibrated=False),
@@ -64,7 +65,7 @@ CASES = {
 }
 HEADS = (
     *("usual", "usual 1", "several words of bits, and a small budget", "chained"),
-    *("deeper than the forwards", "little room", "uncalibrated"),
+    *("deeper than the forwards", "little room", "little left", "uncalibrated"),
 )
 CASES |= {
     f"a head: {name}": replace(CASES[name], shape=replace(CASES[name].shape, head=True))

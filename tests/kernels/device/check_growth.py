@@ -87,7 +87,8 @@ class Both:
         self.features: list[torch.Tensor] = []
         classes, chained = temperature_class(TEMPERATURES), torch.tensor(self.case.chained)
         self.of_requests = (TEMPERATURES, classes, self.seeds, chained)
-        self.growth.start(*(each.to(DEVICE) for each in (self.roots, *self.of_requests)))
+        far = torch.full_like(self.roots, LONGEST)
+        self.growth.start(*(each.to(DEVICE) for each in (self.roots, *self.of_requests, far)))
 
     def add(self, positions: torch.Tensor) -> None:
         """Add the children of rows at ``positions`` [R, W] to both."""

@@ -46,6 +46,7 @@ CASES = {
     "another": replace(CASE, seed=1, temperatures=(1.0, 0.3)),
     "no room": replace(CASE, room=(2, 0)),
     "chained": replace(CASE, chained=(1,)),
+    "little left": replace(CASE, levels=(1, 3)),
     "least value": replace(CASE, least=0.05),
     "uncalibrated": replace(CASE, calibrated=False),
     "uncalibrated and chained, with a least value": replace(
@@ -80,6 +81,7 @@ def test_the_trees_are_those_of_the_cpus_growth(name: str) -> None:
         replace(CASE, shape=replace(CASE.shape, node_budget=11)),
         replace(CASE, room=(80, 2)),
         replace(CASE, least=0.2),
+        replace(CASE, levels=(9, 2)),
         replace(CASE, chained=(0,)),
         replace(CASE, temperatures=(0.0, 0.6)),
         replace(CASE, seed=1),

@@ -38,7 +38,7 @@ STORED = (
 class Case:
     """The requests of a step: ``room`` counts the scratch columns of each; some are ``chained``.
 
-    ``noise`` is added to their seeds.
+    ``noise`` is added to their seeds. ``levels``: as in `OfRequests`.
     """
 
     shape: TreeShape
@@ -51,6 +51,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     vocab: int = VOCAB
     noise: int = 0
+    levels: tuple[int, ...] | None = None
 
     @property
     def plan(self) -> TreePlan:
@@ -154,7 +155,9 @@ class Step:
         chained[list(case.chained)] = True
         seeds = torch.arange(case.requests) + case.seed + case.noise
         self.of_requests = (temperatures, temperature_class(temperatures), seeds, chained)
-        self.growth.start(*(x.to(self.device) for x in (case.roots, *self.of_requests)))
+        levels = torch.tensor(case.levels or [MAX_MODEL_LEN] * case.requests)
+        given = (case.roots, *self.of_requests, levels)
+        self.growth.start(*(each.to(self.device) for each in given))
         self.trie: Trie | None = None
         if case.shape.grafts:
             trie = case.trie()
@@ -298,6 +301,8 @@ def grow_tensors(step: Step) -> TopKGrowth:
     case = step.case
     tensors = case.plan.growing.start(case.requests, torch.tensor(case.room))
     assert isinstance(tensors, TopKGrowth)
+    if case.levels is not None:
+        tensors.limit(torch.tensor(case.levels))
     if step.trie is not None and step.first_edges is not None:
         tensors.graft(step.trie, step.first_edges, whole_paths=not case.shape.head)
     for at, (children, judged) in enumerate(step.picks):
