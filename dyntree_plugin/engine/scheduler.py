@@ -60,11 +60,16 @@ class TreeCounting(Scheduler):
             self._buckets = self.dynamic_sd_lookup = lookup
 
     def _handle_stopped_request(self, request: Request) -> bool:
-        # A session that takes more input continues after its last token but one. Tokens that a
-        # tree had accepted after the stop count as computed but do not belong to the session.
+        # The last token has no KV. Tokens that a tree had accepted after the stop count as computed
+        # but do not belong to the request.
+        promised = request.num_output_placeholders
+        computed = min(request.num_computed_tokens - promised, request.num_tokens - 1)
         if request.resumable:
-            end = request.num_tokens - 1 + request.num_output_placeholders
-            request.num_computed_tokens = min(request.num_computed_tokens, end)
+            request.num_computed_tokens = computed + promised
+        # vLLM caches the blocks of a path when it schedules the next step, and there is none. A
+        # preempted request has no blocks.
+        if computed > 0:
+            self.kv_cache_manager.cache_blocks(request, computed)
         return super()._handle_stopped_request(request)
 
     def _update_request_with_output(

@@ -1,4 +1,4 @@
-"""Steps near a request's end grow no tree that nobody needs."""
+"""Steps near a request's end: trees that nobody needs, and blocks that the last step completes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 from dyntree_plugin.engine.scheduler import AsyncTreeScheduler, TreeScheduler
 
 SLOTS = 4
+KINDS = [TreeScheduler, AsyncTreeScheduler]
 
 
 def scheduler_of(kind: type[Any], *requests: Request) -> Any:
@@ -80,3 +81,29 @@ def test_a_synchronous_scheduler_knows_the_last_steps_tokens(output: int, nodes:
     drafts = SimpleNamespace(req_ids=["a"], draft_token_ids=[[5] * SLOTS])
     scheduler.update_draft_token_ids(drafts)
     assert len(request.spec_token_ids) == nodes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accepted", [3, 9])
+@pytest.mark.parametrize("resumable", [False, True])
+def test_blocks_that_the_last_step_completes_are_cached(
+    kind: type[Any], accepted: int, resumable: bool
+) -> None:
+    """The last token has no KV, and tokens that were accepted after it are not the request's."""
+    cached: list[int] = []
+    request = decoding("a", 1, max_tokens=4)
+    request.resumable = resumable
+    scheduler = scheduler_of(kind, request)
+    scheduler.max_model_len, scheduler._tokens, scheduler._counts = 1000, 0, None
+    scheduler._rows, scheduler._enqueue_waiting_request = {"a": 0}, lambda _: None
+    scheduler.num_waiting_for_streaming_input, request.streaming_queue = 0, None
+    scheduler.kv_cache_manager = SimpleNamespace(
+        cache_blocks=lambda _, tokens: cached.append(tokens)
+    )
+    schedule(scheduler, "a", drafts=16)
+    request.num_computed_tokens -= 16 - accepted
+    request.num_output_placeholders = max(request.num_output_placeholders - 16 + accepted, 0)
+    _, stopped = scheduler._update_request_with_output(request, [7] * (1 + accepted))
+    assert stopped
+    scheduler._handle_stopped_request(request)
+    assert cached[-1] == request.num_tokens - 1 == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def next_turn(scheduler_type: type[Scheduler], computed: int) -> Request:
     scheduler: Any = object.__new__(scheduler_type)
     scheduler.num_waiting_for_streaming_input = 0
     scheduler.hash_block_size, scheduler.log_stats = 16, False
+    scheduler.kv_cache_manager = SimpleNamespace(cache_blocks=lambda *_: None)
     scheduler._enqueue_waiting_request = lambda request: None
     assert not scheduler._handle_stopped_request(session)
     update = Request("session", [*SECOND_PIECE], params, None, resumable=True)
