@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +22,7 @@ from dyntree_plugin.engine import speculator as speculator_module  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan  # noqa: E402
+from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
 from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
 from dyntree_plugin.engine.step.ops import NoGraphs  # noqa: E402
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step  # noqa: E402
@@ -144,7 +144,7 @@ def draft(
 
 
 def ops_of(most_emitted: Any) -> Any:
-    return SimpleNamespace(clock=lambda stage: nullcontext(), most_emitted=most_emitted)
+    return SimpleNamespace(clock=StageClock(), most_emitted=most_emitted)
 
 
 def on_cuda(bound: int, emitted: torch.Tensor) -> int:

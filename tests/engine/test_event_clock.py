@@ -82,6 +82,28 @@ def test_a_stage_within_another_pauses_it_and_the_rest_counts_nowhere(
     assert spent(times) == pytest.approx({"target": 0.01, "catch_up": 0.003, "draft": 0.02})
 
 
+def test_a_stage_that_takes_anothers_place_costs_one_mark(
+    clock: EventClock, device: Device
+) -> None:
+    clock.start("target")
+    for stage in ("sample", "verify"):
+        device.work(10)
+        clock.next(stage)
+        device.work(2)
+    clock.stop()
+    device.work(7)
+    assert spent(clock.split()) == pytest.approx({"target": 0.01, "sample": 0.012, "verify": 0.002})
+    assert device.events == 4
+
+
+def test_the_first_stage_takes_nothings_place(clock: EventClock, device: Device) -> None:
+    clock.next("sample")
+    device.work(3)
+    clock.stop()
+    device.work(7)
+    assert spent(clock.split()) == pytest.approx({"sample": 0.003})
+
+
 def test_asking_whether_times_are_there_does_not_wait(clock: EventClock, device: Device) -> None:
     times = step(clock, device)
     assert not times.ready()

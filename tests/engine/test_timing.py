@@ -42,6 +42,18 @@ def test_a_stage_within_another_pauses_it(time: Time) -> None:
     assert spent(clock) == {"catch_up": 7, "draft": 30}
 
 
+def test_leaving_a_stage_ends_the_one_that_took_its_place(time: Time) -> None:
+    clock = StageClock()
+    with clock("target"):
+        with clock("verify"):
+            time.now += 1
+            clock.next("draft")
+            time.now += 10
+        time.now += 100
+    time.now += 1000
+    assert spent(clock) == {"verify": 1, "draft": 10, "target": 100}
+
+
 def test_time_outside_every_stage_counts_nowhere(time: Time) -> None:
     clock = StageClock()
     time.now += 5

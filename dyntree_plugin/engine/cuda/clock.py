@@ -57,14 +57,18 @@ class EventClock(Clock):
         self._running.append(stage)
         self._mark()
 
+    def next(self, stage: str) -> None:
+        self._running[-1:] = [stage]
+        self._mark()
+
     def stop(self) -> None:
         if self._running:
             self._running.pop()
             self._mark()
 
     def split(self) -> EventTimes:
-        self._running.clear()
-        if self._marks:
+        if self._running:
+            self._running.clear()
             self._mark()
         marks, self._marks = self._marks, []
         return EventTimes(marks, self._free)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,15 +37,15 @@ class StageTimes(Protocol):
 class Clock(Protocol):
     """Splits the time of a step into stages. A stage within another pauses the outer one."""
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        self.start(stage)
-        try:
-            yield
-        finally:
-            self.stop()
+    def __call__(self, stage: str) -> Running:
+        """Let the stage run while the result is entered."""
+        return Running(self, stage)
 
     def start(self, stage: str) -> None: ...
+
+    def next(self, stage: str) -> None:
+        """End the innermost stage, and start another in its place."""
+        ...
 
     def stop(self) -> None:
         """End the innermost stage, if any."""
@@ -55,6 +54,20 @@ class Clock(Protocol):
     def split(self) -> StageTimes:
         """Return the times since the last call. Ends every stage that still runs."""
         ...
+
+
+class Running(ContextDecorator):
+    """Starts a stage when entered; ends it, or the one that took its place, when left."""
+
+    def __init__(self, clock: Clock, stage: str) -> None:
+        self._clock = clock
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        self._clock.start(self._stage)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.stop()
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,10 @@ class StageClock(Clock):
 
     def start(self, stage: str) -> None:
         self._credit()
+        self._running.append(stage)
+
+    def next(self, stage: str) -> None:
+        self.stop()
         self._running.append(stage)
 
     def stop(self) -> None:

@@ -53,18 +53,21 @@ class Drafter:
         *,
         grows: bool,
     ) -> Drafted:
-        """Catch up, and grow a tree for each of R ``packed`` requests if the step ``grows`` any."""
+        """Catch up, and grow a tree for each of R ``packed`` requests if the step ``grows`` any.
+
+        These stages take the place of the one that runs on the clock.
+        """
+        caught_up = int(self._stages.has_draft)
+        if caught_up:
+            self._ops.clock.next("catch_up")
         player = self._player(packed)
-        caught_up = 0
-        if self._stages.has_draft:
-            with self._ops.clock("catch_up"):
-                self._catch_up(player, step, batch, sampled)
-            caught_up = 1
+        if caught_up:
+            self._catch_up(player, step, batch, sampled)
         if not grows:
             return Drafted(None, caught_up, None)
         most = self._most_forwards(step)
-        with self._ops.clock("draft"):
-            drafts, forwards = grow(player, most)
+        self._ops.clock.next("draft")
+        drafts, forwards = grow(player, most)
         return Drafted(drafts, caught_up + forwards, forwards, ended_early=forwards < most)
 
     def _catch_up(self, player: Player, step: Step, batch: InputBatch, sampled: Sampled) -> None:

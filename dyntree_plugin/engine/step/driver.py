@@ -87,10 +87,10 @@ class StepDriver:
         """While the output travels to the host: learn from what was accepted, catch the draft up,
         and grow the next trees."""
         packed = self._packed(batch)
-        if self.step.learning is not None:
-            with self._ops.clock("verify"):
+        with self._ops.clock("verify"):
+            if self.step.learning is not None:
                 self.step.learning()
-        self.step.drafted = drafter.draft(self.step, packed, batch, sampled, grows=grows)
+            self.step.drafted = drafter.draft(self.step, packed, batch, sampled, grows=grows)
         return self.step.drafted.tokens
 
     def _packed(self, batch: InputBatch) -> torch.Tensor:

@@ -75,15 +75,16 @@ class TreeVerifier:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         wanted = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
         sampled, processed = self._sample(logits, batch, wanted is not None)
-        with self._ops.clock("verify"):
-            walked, learning = self.verify(packed, sampled, processed, invalid_drafts)
-            if self._correction is not None:
-                # The sampler has left them as they were. They have no address that lasts, so no
-                # graph can read them.
-                on_device = packed.to(logits.device, non_blocking=True)
-                self._correction.learn(on_device, logits, walked)
+        self._ops.clock.next("verify")
+        walked, learning = self.verify(packed, sampled, processed, invalid_drafts)
+        if self._correction is not None:
+            # The sampler has left them as they were. They have no address that lasts, so no
+            # graph can read them.
+            on_device = packed.to(logits.device, non_blocking=True)
+            self._correction.learn(on_device, logits, walked)
         logprobs = None
         if wanted is not None:
+            self._ops.clock.next("sample")
             of_processed = self.sampler.logprobs_mode.startswith("processed")
             scores = processed if of_processed else logits
             logprobs = self._logprobs(scores, batch, walked, *wanted)
