@@ -32,7 +32,7 @@ from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors  # n
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
 from dyntree_plugin.engine.step.driver import StepDriver  # noqa: E402
 from dyntree_plugin.engine.step.ops import Move  # noqa: E402
-from dyntree_plugin.engine.step.records import Drafted  # noqa: E402
+from dyntree_plugin.engine.step.records import Drafted, Emitted  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
@@ -257,6 +257,25 @@ def test_a_padded_batch_does_what_the_eager_one_does(requests: int, kernels: boo
         assert not torch.equal(on_cpu.cache, torch.arange(len(on_cpu.cache)))
         learned = on_cpu.estimate.weights - AcceptanceEstimate("cpu").weights
         assert learned.abs().max() > 10 * LEARNED
+
+
+def test_drafting_reads_what_verification_wrote() -> None:
+    """The requests are copied once, and what they got is not copied."""
+    eager, captured = Engine(3), Engine(3)
+    width = PLAN.shape.max_depth + 1
+    emitted = Emitted(
+        torch.zeros(MOST).long(), torch.zeros(MOST, width).long(), torch.zeros(MOST).int(), width
+    )
+    requests = capturing.packed_input(MOST, torch.device("cpu"))
+    drafting: Any = SimpleNamespace(packed=requests, emitted=emitted)
+    captured.graphs._drafting = drafting
+    captured.capture(replayed)
+    found = captured.verify()
+    assert same(found, eager.verify())
+    assert torch.equal(requests.buffer[:3], captured.packed)
+    got = (emitted.tokens, emitted.roots, emitted.counts)
+    assert all(torch.equal(ours[:3], found[at]) for ours, at in zip(got, (1, 3, 5), strict=True))
+    assert emitted.counts[:3].min() > 0
 
 
 def test_results_lie_in_memory_that_no_other_graph_can_be_given() -> None:

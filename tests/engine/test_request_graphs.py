@@ -128,6 +128,52 @@ def test_two_functions_of_one_input_find_its_padding() -> None:
         assert values.tolist() == [*range(requests), *[-1] * (MOST - requests)]
 
 
+def noting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the rows of every copy."""
+    copies: list[int] = []
+    stock = torch.Tensor.copy_
+
+    def copy(to: torch.Tensor, of: torch.Tensor, **given: bool) -> torch.Tensor:
+        copies.append(len(of))
+        return stock(to, of, **given)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    return copies
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_what_stays_as_it_is_reaches_all_functions_of_a_step_in_one_copy(
+    constant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: an argument that may have changed is copied for each of them."""
+    index = Input(torch.zeros(MOST, dtype=torch.int64), padding=-1, constant=constant)
+    both = [RequestGraphs(lambda each: (each + 0,), [index], (MOST,)) for _ in range(2)]
+    first, second = torch.arange(3), torch.arange(5, 7)
+    for graphs in both:
+        graphs.fill((first,))
+        graphs.capture(lambda run: (lambda: None, run()))
+    copies = noting(monkeypatch)
+    for requests in (first, second, first):
+        for graphs in both:
+            graphs(requests)
+        expected = [*requests.tolist(), *[-1] * (MOST - len(requests))]
+        assert index.buffer.tolist() == expected
+    assert copies == ([3, 2, 3] if constant else [3, 3, 2, 2, 3, 3])
+
+
+def test_what_was_written_in_place_is_padded_but_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = Input(torch.zeros(MOST, dtype=torch.int64), padding=-1)
+    graphs = RequestGraphs(lambda each: (each + 0,), [index], (MOST,))
+    graphs.capture(Recorder())
+    index.buffer[:3] = torch.tensor([4, 5, 6])
+    copies = noting(monkeypatch)
+    graphs(index.buffer[:3])
+    assert index.buffer.tolist() == [4, 5, 6, *[-1] * (MOST - 3)]
+    assert copies == [MOST]  # the recorder's own, of the value
+
+
 def test_inputs_and_values_stay_where_they_are() -> None:
     graphs, _ = captured()
     addresses = [each.buffer.data_ptr() for each in graphs._inputs]

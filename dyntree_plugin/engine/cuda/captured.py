@@ -30,6 +30,12 @@ MOST_REQUESTS = 128
 """The largest batch that is captured."""
 
 
+def packed_input(most: int, device: torch.device) -> Input:
+    """Make the memory of at most so many packed requests."""
+    packed = torch.zeros(most, COLUMNS, dtype=torch.int64, device=device)
+    return Input(packed, PADDING, constant=True)
+
+
 class CapturedStages:
     """`Graphs` of verification and drafting; what was not captured runs eagerly."""
 
@@ -79,7 +85,7 @@ class CapturedStages:
     def capture_verification(self, verifier: TreeVerifier, most: int) -> None:
         """Capture batches of up to ``most`` requests; the KV cache must be there."""
         if not verifier.trees.plan.reads_laws:
-            self._verification = CapturedVerification(verifier, most)
+            self._verification = CapturedVerification(verifier, most, self._drafting)
             with self._recording() as record:
                 self._verification.capture(record)
 
@@ -99,15 +105,23 @@ class CapturedStages:
 class CapturedVerification:
     """Walk and move in one graph, and learning in another."""
 
-    def __init__(self, verifier: TreeVerifier, most: int) -> None:
+    def __init__(
+        self, verifier: TreeVerifier, most: int, drafting: CapturedDrafting | None
+    ) -> None:
+        """``drafting``: reads the requests and what they got where verification has them; None if
+        there is none of as many requests."""
         device, rows = verifier.buffers.device, verifier.trees.shape.node_budget + 1
-        packed = torch.zeros(most, COLUMNS, dtype=torch.int64, device=device)
         sampled = torch.zeros(most * rows, dtype=torch.int64, device=device)
-        requests, sizes = Input(packed, PADDING), request_sizes(most)
+        requests, sizes = packed_input(most, device), request_sizes(most)
         self._verifier = verifier
         # Results are copied to the host while graphs of drafting run. Memory of this graph's pool
         # could belong to those as well.
         self._room = verifier.room_for(most)
+        if drafting is not None:
+            requests, of = drafting.packed, drafting.emitted
+            self._room = self._room._replace(
+                positions=of.roots, tokens=of.tokens, emitted=of.counts
+            )
         inputs = [requests, Input(sampled, rows=rows)]
         self._walk = RequestGraphs(self._run_walk, inputs, sizes)
         self._learn: RequestGraphs | None = None
@@ -167,9 +181,15 @@ class CapturedDrafting:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(most, *shape, dtype=dtype, device=device)
 
-        packed = Input(zeros(COLUMNS, dtype=torch.int64), PADDING)
-        roots, counts = Input(zeros(dtype=torch.int64)), Input(zeros(dtype=torch.int32))
-        tokens = zeros(max(numbers_emitted), dtype=torch.int64)
+        self.packed = packed = packed_input(most, device)
+        """The requests that were filled in last."""
+        width = max(numbers_emitted)
+        tokens = zeros(width, dtype=torch.int64)
+        self.emitted = Emitted(
+            zeros(dtype=torch.int64), tokens, zeros(dtype=torch.int32), most=width
+        )
+        """What the catch-up's graphs read."""
+        roots, counts = Input(self.emitted.roots), Input(self.emitted.counts)
 
         def graphs(function: Callable[..., Tensors], *inputs: Input) -> RequestGraphs:
             return RequestGraphs(function, [packed, *inputs], sizes)
@@ -179,8 +199,6 @@ class CapturedDrafting:
             for number in (sorted(numbers_emitted) if stages.has_draft else ())
         }
         every = range(len(stages.widths))
-        self.packed = packed.buffer
-        """The requests that were filled in last, on the device."""
         self.whole = self.root = None
         self.logits: CapturedLogits | None = None
         self.forwards: list[RequestGraphs] = []
@@ -266,14 +284,12 @@ class Replay:
     def __init__(self, drafting: CapturedDrafting, packed: torch.Tensor) -> None:
         self._drafting = drafting
         self._packed = packed
-        self._filled = False
 
     def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
         captured = self._drafting.catch_up
         most = next(number for number in captured if number >= emitted.most)
         self._drafting.receive(replace(emitted, most=most), target)
         captured[most](self._packed, emitted.roots, emitted.tokens[:, :most], emitted.counts)
-        self._filled = True
 
     def root(self) -> None:
         self.fill()
@@ -286,9 +302,8 @@ class Replay:
         return True
 
     def fill(self) -> None:
-        """Fill in the requests, unless the catch-up did."""
-        if not self._filled:  # no catch-up, or an eager one in a batch with prompts
-            self._drafting.first.fill((self._packed,))
+        """Fill in the requests, where neither verification nor the catch-up has a graph."""
+        self._drafting.first.fill((self._packed,))
 
     def finish(self, forwards: int) -> torch.Tensor:
         graphs = self._drafting.whole or self._drafting.finish[forwards]
@@ -303,7 +318,7 @@ class RankedReplay:
     ) -> None:
         self._replay = Replay(drafting, packed)
         self._logits = logits
-        self._requests = drafting.requests(drafting.packed[: len(packed)])
+        self._requests = drafting.requests(drafting.packed.buffer[: len(packed)])
         self._rank = rank
 
     def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
