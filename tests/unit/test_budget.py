@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,13 @@ from hypothesis import strategies as st
 
 from dyntree_plugin.options import DynTreeOptions
 from dyntree_plugin.tree.budget.choice import Drafting, best_drafting
-from dyntree_plugin.tree.budget.row_cost import LARGEST_SURPRISE, RowCost, followed
+from dyntree_plugin.tree.budget.row_cost import (
+    LARGEST_SURPRISE,
+    MEMORY,
+    LevelAndTilt,
+    RowCost,
+    followed,
+)
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
 
 STEPS = st.lists(st.floats(0, 0.5), min_size=20, max_size=20)
@@ -204,6 +212,48 @@ def test_more_forwards_are_allowed_if_the_scheduler_ends_drafting(
     assert (forwards(12), forwards(64)) == (12, 16)
     assert forwards(12, max_depth=4) == 4
     assert forwards(12, budget="fixed") < 12
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.floats(-1, 1)), min_size=1, max_size=60))
+def test_level_and_tilt_are_those_of_least_squares(seen: list[tuple[int, float]]) -> None:
+    """The judge solves the weighted equations of all observations at once."""
+    measured, prior, kept = (5.0, 25.0), (0.01, 1.0), np.exp(-1 / MEMORY)
+    found = LevelAndTilt(measured, prior)
+    for rows, moved in seen:
+        found.observe(rows, moved)
+    logs = np.log(np.maximum([rows for rows, _ in seen], 1))
+    points, moved = np.stack([np.ones(len(seen)), logs], axis=1), np.array([y for _, y in seen])
+    weights = kept ** np.arange(len(seen))[::-1]
+    held = kept ** len(seen) * np.diag(measured) + (1 - kept) * weights.sum() * np.diag(prior)
+    level, tilt = np.linalg.solve(
+        held + (points.T * weights) @ points, (points.T * weights) @ moved
+    )
+    for rows in (0, 1, 17, 300):
+        expected = level + tilt * np.log(max(rows, 1))
+        assert found.moved(rows) == pytest.approx(expected, abs=1e-7)
+    assert found.curve(logs) == pytest.approx(level + tilt * logs, abs=1e-7)
+
+
+def test_the_first_rows_of_a_curve_look_no_further() -> None:
+    rising, falling = RowCost(ROWS, SECONDS, 40), RowCost(ROWS, (1.0, 1.0, 1.2, 0.5), 40)
+    for most in (0, 5, 40, 99):
+        assert rising.seconds(most) == pytest.approx(rising.seconds()[: most + 1])
+    assert falling.seconds(4)[4] == pytest.approx(1.2)
+    assert falling.seconds()[4] == falling.seconds(8)[4] == pytest.approx(0.5)
+
+
+@given(st.integers(1, 3), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_worth_is_the_mean_sum_of_the_first_nodes_that_few_forwards_reach(
+    trees: int, forwards: int, random: Any
+) -> None:
+    chances = np.array([[random.random() for _ in range(7)] for _ in range(trees)])
+    needed = np.array([[random.randint(0, 5) for _ in range(7)] for _ in range(trees)])
+    sizes = (0, 1, 3, 7)
+    found = worth_by_forwards(chances, needed, forwards, sizes)
+    for most in range(forwards + 1):
+        for size, worth in zip(sizes, found[most], strict=True):
+            sums = [tree[need <= most][:size].sum() for tree, need in zip(chances, needed)]  # noqa: B905
+            assert worth == pytest.approx(np.mean(sums))
 
 
 def test_nodes_that_need_no_forward_are_worth_something_without_one() -> None:

@@ -58,13 +58,17 @@ class NodeBuckets:
         known = self._worth.whole_trees >= FIRST_TREES
         if not known or worth is None or self._cost is None or seconds is None:
             return Drafting(self._most, self.sizes[-1])
-        given = (requests, self._cost.seconds(), seconds)
+        # A choice looks no further: a kernel that is faster with more rows has up to twice as many.
+        most = 2 * requests * (1 + self.sizes[-1])
+        given = (requests, self._cost.seconds(most), seconds)
         best = best_drafting(worth, *given, self.sizes, range(self._fewest, 1 + self._most))
         if self._lookups % TRIED_EVERY:
             return best
         further = min(self._most, 2 * best.forwards + 2)
         some = 1 if self.sizes[0] == 0 else 0
-        return best_drafting(worth[:, some:], *given, self.sizes[some:], [further])
+        return best_drafting(
+            worth[:, some:], *given, self.sizes[some:], range(further, further + 1)
+        )
 
     def measured(self, cost: RowCost, fewest_forwards: int = 0) -> None:
         """Take the costs that were measured at start-up, and the fewest forwards of a step."""

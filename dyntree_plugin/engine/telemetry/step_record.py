@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import replace
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,7 +100,8 @@ class StepRecord:
         if self._arrival is not None and self._plan is not None:
             numbers = self._arrival().numpy()  # sync: it has arrived
             report = Report.of(numbers, self._plan.shape.max_depth)
-            found = {"pruned": self._pruned(report), "worth": self._worth(report)}
+            judged = self._judged
+            found = {"pruned": self._pruned(report, judged), "worth": self._worth(report, judged)}
             if self._verified:
                 found |= {
                     "nodes": _whole(report.verified),
@@ -130,18 +130,19 @@ class StepRecord:
         judged: np.ndarray = self._decoding & (self._growth_forwards is not None)
         return judged
 
-    def _pruned(self, report: Report) -> dict[str, int]:
-        judged = self._judged
+    def _pruned(self, report: Report, judged: np.ndarray) -> dict[str, int]:
         offered = report.admitted
         if self._weighs_trees:  # The scheduler sized all trees alike.
             offered = np.minimum(offered, self._node_budget)
-        by_budget = (report.grown - offered)[judged].sum()
-        by_scheduler = (offered - report.verified)[judged].sum()
+        by_budget, by_scheduler = (
+            judged @ (report.grown - offered),
+            judged @ (offered - report.verified),
+        )
         return {BUDGET: int(by_budget), SCHEDULER: int(by_scheduler)}
 
-    def _worth(self, report: Report) -> list[list[float]]:
+    def _worth(self, report: Report, judged: np.ndarray) -> list[list[float]]:
         """Estimate what trees are worth by forwards and size; large batches are sampled."""
-        chances, needed = report.chances[self._judged], report.forwards[self._judged]
+        chances, needed = report.chances[judged], report.forwards[judged]
         if self._plan is None or not self._weighs_trees or not chances.size:
             return []
         stride = -(-len(chances) // MOST_SAMPLED)
@@ -189,18 +190,14 @@ class StepTimes:
         call. Waits for the counts alone."""
         counts = record.counts()
         self._records.append(record)
-        stage_seconds: Counter[str] = Counter()
-        compared: list[tuple[float, float]] = []
-        drafted: list[tuple[int, int, float]] = []
         while self._records and self._records[0].times.ready():
             finished = self._records.popleft()
             spent = {name: value for name, value in finished.times.seconds().items() if value}
-            stage_seconds.update(spent)
-            compared.append(finished.compare(spent))
-            drafted.extend(finished.drafting(spent))
-        return replace(
-            counts, stage_seconds=dict(stage_seconds), compared=compared, drafted=drafted
-        )
+            for name, seconds in spent.items():
+                counts.stage_seconds[name] = counts.stage_seconds.get(name, 0.0) + seconds
+            counts.compared.append(finished.compare(spent))
+            counts.drafted.extend(finished.drafting(spent))
+        return counts
 
 
 class CountedOutput(AsyncModelRunnerOutput):

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 
+@cache
 def node_buckets(node_budget: int) -> tuple[int, ...]:
     """Return the tree sizes that the scheduler may choose: 0, powers of two, and the full budget.
 
@@ -44,7 +46,7 @@ def best_drafting(
     row_seconds: np.ndarray,
     forward_seconds: float,
     sizes: Sequence[int],
-    forwards: Sequence[int] | None = None,
+    forwards: range | None = None,
 ) -> Drafting:
     """Return the choice that makes the most tokens per second; of equals, the fewest forwards.
 
@@ -56,16 +58,16 @@ def best_drafting(
             step holds. More rows take several steps.
         forward_seconds: seconds of one draft forward. The catch-up is one more.
         sizes: nodes of a tree to choose from.
-        forwards: numbers of forwards to choose from; None for all.
+        forwards: numbers of forwards to choose from, in steps of 1; None for all.
     """
-    allowed = np.arange(len(worth)) if forwards is None else np.asarray(forwards)
-    rows = requests * (1 + np.asarray(sizes))
+    first, end = (0, len(worth)) if forwards is None else (forwards.start, forwards.stop)
+    rows = requests * (1 + np.array(sizes))
     held = np.minimum(rows, len(row_seconds) - 1)
     verifying = row_seconds[held] * rows / held
-    drafting = forward_seconds * (1 + allowed)
-    rates = (1 + worth[allowed]) / (verifying + drafting[:, None])
-    best, size = np.unravel_index(int(np.argmax(rates)), rates.shape)
-    return Drafting(int(allowed[best]), int(sizes[int(size)]))
+    drafting = forward_seconds * np.arange(1 + first, 1 + end)
+    rates = (1 + worth[first:end]) / (verifying + drafting[:, None])
+    best, size = divmod(int(rates.argmax()), len(sizes))
+    return Drafting(first + best, sizes[size])
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from dyntree_plugin.tree.budget.row_cost import MEMORY, LevelAndTilt, scale_of
+from dyntree_plugin.tree.budget.row_cost import MEMORY, LevelAndTilt
 
 HELD = (0.01, 5.0)
 """The weight, in observations, with which level and tilt are held at 0. If all steps have one
@@ -41,14 +43,20 @@ class PlainCost:
 
     def seconds(self, requests: int, context: float) -> float:
         """Return the seconds of a step of so many requests with ``context`` tokens each."""
-        alone = np.interp(requests, self.requests, self.alone)
-        return float(alone + self.reading(requests, context))
+        alone, _ = self._of_batches[min(requests, self.requests[-1])]
+        return alone + self.reading(requests, context)
 
     def reading(self, requests: int, context: float) -> float:
         """Return the seconds that a forward takes longer if each request has ``context`` tokens."""
-        alone = np.interp(requests, self.requests, self.alone)
-        behind = np.interp(requests, self.requests, self.behind)
-        return float(max(behind - alone, 0.0) * context / self.context)
+        alone, behind = self._of_batches[min(requests, self.requests[-1])]
+        return max(behind - alone, 0.0) * context / self.context
+
+    @cached_property
+    def _of_batches(self) -> list[tuple[float, float]]:
+        """``alone`` and ``behind`` of 0, 1, … requests."""
+        every = np.arange(self.requests[-1] + 1)
+        both = [np.interp(every, self.requests, known) for known in (self.alone, self.behind)]
+        return [(float(alone), float(behind)) for alone, behind in zip(*both, strict=True)]
 
 
 class PlainSteps:
@@ -64,7 +72,6 @@ class PlainSteps:
         self._measured = measured
         self._most = measured.rows[-1]
         self._forward = np.interp(np.arange(self._most + 1), measured.rows, measured.forwards)
-        self._scale = scale_of(self._most)
         self._level_and_tilt = LevelAndTilt(HELD, HELD)
         self._steps = 0
         self._surprise = 0.0
@@ -80,21 +87,20 @@ class PlainSteps:
         """
         if forward <= 0 or rows > self._most:
             return None
-        expected = self._forward[rows] + self._measured.reading(requests, context)
-        self._observe(rows, float(np.log(forward / expected)))
+        expected = float(self._forward[rows]) + self._measured.reading(requests, context)
+        self._observe(rows, math.log(forward / expected))
         if self._steps < FIRST_STEPS or abs(self._surprise) > UNSURE:
             return None
         own = forward + sampling
         if rows <= requests:
             return own
-        moved = np.exp(self._level_and_tilt.moved(self._scale[requests]))
-        return min(float(self._measured.seconds(requests, context) * moved), own)
+        moved = math.exp(self._level_and_tilt.moved(requests))
+        return min(self._measured.seconds(requests, context) * moved, own)
 
     def _observe(self, rows: int, moved: float) -> None:
         """Learn from a forward; ``moved`` is the log of its time over the measured one."""
-        scale = self._scale[rows]
-        known = float(self._level_and_tilt.moved(scale))
+        known = self._level_and_tilt.moved(rows)
         surprise = min(max(moved - known, -LARGEST_SURPRISE), LARGEST_SURPRISE)
-        self._level_and_tilt.observe(scale, known + surprise)
+        self._level_and_tilt.observe(rows, known + surprise)
         self._surprise += (surprise - self._surprise) / MEMORY
         self._steps += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 MEMORY = 20.0
@@ -20,7 +22,7 @@ LARGEST_SURPRISE = 0.3
 """The bound of one observation, as a logarithm: one interrupted step must not move the estimate
 far."""
 
-_KEPT = float(np.exp(-1 / MEMORY))
+_KEPT = math.exp(-1 / MEMORY)
 
 
 class LevelAndTilt:
@@ -31,27 +33,32 @@ class LevelAndTilt:
     """
 
     def __init__(self, measured: tuple[float, float], prior: tuple[float, float]) -> None:
-        self._new = (1 - _KEPT) * np.diag(prior)
-        self._information = np.diag(measured)
-        self._learned = np.zeros(2)
-        self._found = np.zeros(2)
+        self._prior = prior
+        # The normal equations' matrix, symmetric, and their right side.
+        self._of_level, self._of_tilt = measured
+        self._of_both = 0.0
+        self._right = (0.0, 0.0)
+        self._level = self._tilt = 0.0
 
-    def moved(self, scale: np.ndarray) -> np.ndarray:
-        """Return the logarithm at rows of this ``scale``, a row of `scale_of`."""
-        moved: np.ndarray = scale @ self._found
-        return moved
+    def moved(self, rows: int) -> float:
+        """Return the logarithm at so many ``rows``."""
+        return self._level + self._tilt * math.log(max(rows, 1))
 
-    def observe(self, scale: np.ndarray, moved: float) -> None:
-        """Learn from an observation ``moved`` at rows of this ``scale``."""
-        self._information = self._new + _KEPT * self._information + scale[:, None] * scale
-        self._learned = _KEPT * self._learned + scale * moved
-        self._found = np.linalg.solve(self._information, self._learned)
+    def curve(self, log_rows: np.ndarray) -> np.ndarray:
+        """Return the logarithms at rows of these logarithms."""
+        return self._level + self._tilt * log_rows
 
-
-def scale_of(most: int) -> np.ndarray:
-    """Return the factors of level and tilt at 0 (as 1), 1, 2, … rows, [most + 1, 2]."""
-    rows = np.maximum(np.arange(most + 1, dtype=np.float64), 1.0)
-    return np.stack([np.ones(most + 1), np.log(rows)], axis=1)
+    def observe(self, rows: int, moved: float) -> None:
+        """Learn from an observation ``moved`` at so many ``rows``."""
+        at = math.log(max(rows, 1))
+        self._of_level = _KEPT * self._of_level + (1 - _KEPT) * self._prior[0] + 1
+        self._of_tilt = _KEPT * self._of_tilt + (1 - _KEPT) * self._prior[1] + at * at
+        self._of_both = _KEPT * self._of_both + at
+        level, tilt = self._right
+        self._right = level, tilt = _KEPT * level + moved, _KEPT * tilt + at * moved
+        determinant = self._of_level * self._of_tilt - self._of_both**2
+        self._level = (self._of_tilt * level - self._of_both * tilt) / determinant
+        self._tilt = (self._of_level * tilt - self._of_both * level) / determinant
 
 
 class RowCost:
@@ -83,25 +90,26 @@ class RowCost:
         # The point that an observation is credited to.
         middle = (self._rows[1:] + self._rows[:-1]) / 2
         self._point = np.searchsorted(middle, self._all)
-        self._scale = scale_of(most)
+        self._log_rows = np.log(np.maximum(self._all, 1.0))
         self._level_and_tilt = LevelAndTilt(MEASURED, PRIOR)
         self._own = np.zeros(len(rows))
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a step of ``rows``."""
         rows = min(rows, len(self._all) - 1)
-        scale, point = self._scale[rows], self._point[rows]
-        moved = float(self._level_and_tilt.moved(scale))
-        expected = self._log_measured[rows] + moved + self._own[point]
-        surprise = _bounded(np.log(seconds) - expected)
-        self._level_and_tilt.observe(scale, moved + surprise)
+        point = self._point[rows]
+        moved = self._level_and_tilt.moved(rows)
+        expected = float(self._log_measured[rows] + self._own[point]) + moved
+        surprise = _bounded(math.log(seconds) - expected)
+        self._level_and_tilt.observe(rows, moved + surprise)
         self._own *= 1 - FORGETTING
         self._own[point] += SHAPE_STEP * surprise
 
-    def seconds(self) -> np.ndarray:
-        """Return the seconds by rows, from 0 (as 1) up to the most; they never fall."""
-        moved = self._level_and_tilt.moved(self._scale) + self._own[self._point]
-        curve = np.exp(self._log_measured + moved)
+    def seconds(self, most: int | None = None) -> np.ndarray:
+        """Return the seconds by rows, from 0 (as 1) up to ``most`` or all; they never fall."""
+        end = None if most is None else most + 1
+        moved = self._level_and_tilt.curve(self._log_rows[:end]) + self._own[self._point[:end]]
+        curve = np.exp(self._log_measured[:end] + moved)
         least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
         return least
 
@@ -109,7 +117,7 @@ class RowCost:
 def followed(seconds: float, seen: float, memory: float = MEMORY) -> float:
     """Return the average ``seconds`` after one more value was ``seen``, as robust as
     `RowCost.observe`."""
-    return seconds * float(np.exp(_bounded(np.log(max(seen, 1e-9) / seconds)) / memory))
+    return seconds * math.exp(_bounded(math.log(max(seen, 1e-9) / seconds)) / memory)
 
 
 def _bounded(surprise: float) -> float:

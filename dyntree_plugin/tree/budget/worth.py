@@ -30,9 +30,9 @@ def worth_by_forwards(
     (too much), and not those that later nodes drove out of the tree (too little).
     """
     reached = needed <= np.arange(forwards + 1)[:, None, None]
-    place = reached.cumsum(axis=2)
-    sums = [(chances * (reached & (place <= size))).sum(axis=2).mean(axis=1) for size in sizes]
-    return np.stack(sums, axis=1)
+    kept = reached.cumsum(axis=2)[:, None] <= np.array(sizes)[:, None, None]
+    worth: np.ndarray = np.einsum("rn,frn,fsrn->fs", chances, reached, kept) / len(chances)
+    return worth
 
 
 class TreeWorth:
@@ -66,9 +66,10 @@ class TreeWorth:
         weight = 1 - (1 - STEP) ** np.minimum(self._age[:drafted], trees)
         weight = np.maximum(weight, 1 / self._times[:drafted])[:, None]
         self.table[:drafted] += weight * (seen - old[:drafted])
-        last = drafted - 1
-        ratio = np.where(old[last] > 0, self.table[last] / np.maximum(old[last], 1e-9), 1.0)
-        self.table[drafted:] *= ratio
+        if drafted <= self._forwards:
+            last = drafted - 1
+            ratio = np.where(old[last] > 0, self.table[last] / np.maximum(old[last], 1e-9), 1.0)
+            self.table[drafted:] *= ratio
         # More forwards never make a tree worth less.
         np.maximum.accumulate(self.table, axis=0, out=self.table)
         self._age[:drafted] = 0
