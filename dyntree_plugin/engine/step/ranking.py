@@ -64,9 +64,12 @@ class TargetRanking:
     def _truncates(self, slots: np.ndarray) -> bool:
         """Return whether top-k, top-p or min-p cut any request's law."""
         states = self._states
-        cut = states.top_k.np[slots] < states.vocab_size
-        cut |= (states.top_p.np[slots] < 1) | (states.min_p.np[slots] > 0)
-        return bool(np.any(cut & (states.temperature.np[slots] > 0)))
+        drawn = slots[states.temperature.np[slots] > 0]
+        if not drawn.size:
+            return False
+        cut = states.top_k.np[drawn] < states.vocab_size
+        cut |= (states.top_p.np[drawn] < 1) | (states.min_p.np[drawn] > 0)
+        return bool(cut.any())
 
     def _of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy logits to float32 over the target's vocabulary, which models may pad differently."""

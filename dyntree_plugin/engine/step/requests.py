@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +30,9 @@ def pack(batch: InputBatch, states: SamplingStates, longest: np.ndarray) -> torc
     slots, bounds = batch.idx_mapping_np[:requests], batch.cu_num_logits_np[: requests + 1]
     num_logits = np.diff(bounds)
     temperature = states.temperature.np[slots]
-    classes = temperature_class(torch.from_numpy(temperature)).numpy()  # sync: host memory
+    classes: Any = 0  # of greedy requests; to compute it would take as long as all the rest
+    if temperature.any():
+        classes = temperature_class(torch.from_numpy(temperature)).numpy()  # sync: host memory
     columns = (
         slots,
         bounds[:-1],
@@ -42,7 +44,10 @@ def pack(batch: InputBatch, states: SamplingStates, longest: np.ndarray) -> torc
         classes,
         longest[slots],
     )
-    return np_to_pinned_tensor(np.stack(columns, axis=1).astype(np.int64, copy=False))
+    packed = np.empty((requests, COLUMNS), dtype=np.int64)
+    for number, column in enumerate(columns):
+        packed[:, number] = column
+    return np_to_pinned_tensor(packed)
 
 
 @dataclass(frozen=True)
