@@ -72,21 +72,6 @@ class TreeCounting(Scheduler):
             self.kv_cache_manager.cache_blocks(request, computed)
         return super()._handle_stopped_request(request)
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
-    ) -> tuple[list[int], bool]:
-        if not request.use_structured_output:
-            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        # A request ends with the first token that its grammar refuses, such as one that a thinking
-        # budget forces. What a tree had accepted after it must neither be emitted nor stop it.
-        stopped = False
-        for at, token in enumerate(new_token_ids):
-            _, stopped = super()._update_request_with_output(request, [token], *args, **kwargs)
-            if not self._grammars.read(request, token) or stopped:
-                del new_token_ids[at + 1 :]
-                break
-        return new_token_ids, stopped
-
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         if request.spec_decode_metrics is not None:
@@ -171,12 +156,26 @@ class TreeCounting(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        tokens, stopped = super()._update_request_with_output(
-            request, new_token_ids, *args, **kwargs
-        )
+        tokens, stopped = self._taken(request, new_token_ids, *args, **kwargs)
         self._tokens += len(tokens)
         self._observe(request, len(tokens) - 1)
         return tokens, stopped
+
+    def _taken(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        """Give the request its tokens up to its end; what `_update_request_with_output` returns."""
+        if not request.use_structured_output:
+            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        # A request ends with the first token that its grammar refuses, such as one that a thinking
+        # budget forces. What a tree had accepted after it must neither be emitted nor stop it.
+        stopped = False
+        for at, token in enumerate(new_token_ids):
+            _, stopped = super()._update_request_with_output(request, [token], *args, **kwargs)
+            if not self._grammars.read(request, token) or stopped:
+                del new_token_ids[at + 1 :]
+                break
+        return new_token_ids, stopped
 
     def _observe(self, request: Request, accepted: int) -> None:
         """Count the step of a request that got so many tokens and one more."""
