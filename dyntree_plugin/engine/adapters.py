@@ -19,8 +19,8 @@ class AdapterRows(GPUModelRunner):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        # The rows with logits of each request, between `prepare_attn` and `_set_active_loras`.
-        self._logits_rows: np.ndarray[Any, Any] | None = None
+        # Of the requests' rows with logits, between `prepare_attn` and `_set_active_loras`.
+        self._logits_bounds: np.ndarray[Any, Any] | None = None
         self._measures = False
 
     @contextmanager
@@ -36,7 +36,7 @@ class AdapterRows(GPUModelRunner):
     def prepare_attn(
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        self._logits_rows = np.diff(input_batch.cu_num_logits_np)
+        self._logits_bounds = input_batch.cu_num_logits_np
         return super().prepare_attn(input_batch)
 
     def _set_active_loras(
@@ -47,9 +47,9 @@ class AdapterRows(GPUModelRunner):
         The first argument holds the adapter of each request of a batch, or, in a rehearsal, of
         each row with logits.
         """
-        rows, self._logits_rows = self._logits_rows, None
-        if rows is not None:
-            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, rows))
+        bounds, self._logits_bounds = self._logits_bounds, None
+        if bounds is not None:
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, np.diff(bounds)))
         super()._set_active_loras(prompt_lora_mapping, *others, **named)
 
     @contextmanager

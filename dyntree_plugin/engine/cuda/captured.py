@@ -1,9 +1,10 @@
 """Stages of a step as CUDA graphs, one for each of a few numbers of requests.
 
 vLLM runs its own draft models without graphs. A decode step needs nothing of the host but the
-requests' rows and the number of draft forwards, so verification, the catch-up, the roots with
-look-up, every forward and every finished tree are a graph each. What passes from one to the next
-lies at fixed addresses.
+requests' rows and the number of draft forwards, so verification, the catch-up, every forward and
+every finished tree are a graph each. The first forward begins with the roots and look-up, which
+have a graph of their own for steps without a forward. What passes from one graph to the next lies
+at fixed addresses.
 """
 
 from __future__ import annotations
@@ -264,7 +265,10 @@ class CapturedDrafting:
 
     def _run_forward(self, number: int, packed: torch.Tensor) -> Tensors:
         requests = self.requests(packed)
-        self._stages.resume(requests, number)
+        if number:
+            self._stages.resume(requests, number)
+        else:
+            self._stages.root(requests)
         self._stages.forward(requests, number)
         return ()
 
@@ -292,9 +296,7 @@ class Replay:
         captured[most](self._packed, emitted.roots, emitted.tokens[:, :most], emitted.counts)
 
     def root(self) -> None:
-        self.fill()
-        if self._drafting.root is not None:
-            self._drafting.root.replay(len(self._packed))
+        self.fill()  # The graph of the first forward begins with the root.
 
     def forward(self, number: int) -> bool:
         if self._drafting.whole is None:
@@ -306,6 +308,12 @@ class Replay:
         self._drafting.first.fill((self._packed,))
 
     def finish(self, forwards: int) -> torch.Tensor:
+        if not forwards and self._drafting.root is not None:
+            self._drafting.root.replay(len(self._packed))
+        return self.finish_grown(forwards)
+
+    def finish_grown(self, forwards: int) -> torch.Tensor:
+        """Build trees that have begun, whatever the number of forwards."""
         graphs = self._drafting.whole or self._drafting.finish[forwards]
         return graphs.replay(len(self._packed))[0]
 
@@ -333,4 +341,4 @@ class RankedReplay:
         return True
 
     def finish(self, forwards: int) -> torch.Tensor:
-        return self._replay.finish(forwards)
+        return self._replay.finish_grown(forwards)
