@@ -201,12 +201,14 @@ def test_steps_need_no_kernel_that_the_warm_up_has_not_compiled(
     assert called > warm
 
 
+LAST = MAX_MODEL_LEN - 1
+
+
 def drafting_of(plan: TreePlan, ops: Any) -> Any:
     """Return a drafting with the fields that the choice of a growth reads."""
     drafting: Any = object.__new__(Drafting)
     vars(drafting).update(
         requests=2,
-        last_position=MAX_MODEL_LEN - 1,
         trees=TreeStore(2, plan, VOCAB, torch.device("cpu")),
         estimate=AcceptanceEstimate("cpu"),
         ops=ops,
@@ -218,7 +220,7 @@ def test_other_growths_are_not_compiled() -> None:
     step = Step(CASE)
     for name, kind in (("topk", CompiledGrowth), ("chain", TensorGrowth)):
         plan = TreePlan(CASE.shape, GrowthConfig(name), "match", calibration=True)
-        assert isinstance(drafting_of(plan, CPUOps())._growth(step.rows), kind)
+        assert isinstance(drafting_of(plan, CPUOps())._growth(step.rows, LAST), kind)
 
 
 @pytest.mark.parametrize(("most", "compiled"), [(40, True), (39, False)])
@@ -230,5 +232,5 @@ def test_more_candidates_than_are_compiled_for_are_the_tensors(
 
     monkeypatch.setattr(cuda_ops, "MOST_CANDIDATES", most)
     step = Step(CASE)  # 10 expansions of 4 children
-    growth = drafting_of(step.plan, cuda_ops.CUDAOps(at_hand))._growth(step.rows)
+    growth = drafting_of(step.plan, cuda_ops.CUDAOps(at_hand))._growth(step.rows, LAST)
     assert isinstance(growth, TensorGrowth) != compiled
