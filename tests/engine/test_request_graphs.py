@@ -190,9 +190,15 @@ def test_a_batch_larger_than_all_that_was_captured_is_not_served() -> None:
     assert graphs(*batch(3)) is None
 
 
-def test_before_the_capture_nothing_is_served() -> None:
-    graphs = RequestGraphs(weighted, [Input(torch.zeros(MOST, dtype=torch.int64))], (MOST,))
+def test_before_the_capture_nothing_is_served_and_after_it_what_was_captured() -> None:
+    graphs = RequestGraphs(lambda each: (each + 0,), [Input(torch.zeros(MOST).long())], (MOST,))
     assert graphs(torch.arange(2)) is None
+    with pytest.raises(ValueError, match="2 requests"):
+        graphs.replay(2)
+    graphs.capture(Recorder())
+    found = graphs(torch.arange(2))
+    assert found is not None
+    assert found[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 100, 128])
