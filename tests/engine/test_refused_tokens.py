@@ -71,6 +71,8 @@ def ended(
     scheduler.max_model_len = 99
     scheduler.kv_cache_manager = SimpleNamespace(cache_blocks=lambda *of: None)
     scheduler._grammars = TreeGrammars(manager)
+    # Nothing is counted.
+    scheduler._counts, scheduler._rows, scheduler._tokens = None, {request.request_id: 0}, 0
     asked = (
         scheduler._grammars if issubclass(kind, (TreeScheduler, AsyncTreeScheduler)) else manager
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class Counting(TreeCounting):
         self.spec_decode_metrics_level = "detailed"
         self._chain_reason = None
         self._delivered = deque()
+        self._grammars: Any = SimpleNamespace(read=lambda request, token: True)
         self.requests: Any = {
             name: Request(name, [1], SamplingParams(**{"max_tokens": 100} | own), None)
             for name, own in {"a": sampling, "b": {}}.items()
