@@ -144,7 +144,8 @@ def test_the_base_models_draft_serves_adapters(name: str, served: Served) -> Non
     result = served("fixed")[name]
     assert accepted_per_step(result) > 0.3
     fallbacks = [v for k, v in result.metrics.items() if "dyntree_fallback_steps" in k]
-    assert sum(fallbacks) == 0
+    # At most its last step has no tree: that of one token.
+    assert sum(fallbacks) <= len(result.outputs)
 
 
 @pytest.mark.parametrize("engine", marked(["fixed", "head"], SLOW_ENGINES))

@@ -150,6 +150,7 @@ def emulate() -> None:
     torch.Tensor.to = to  # type: ignore[assignment, method-assign]
     platform: Any = type(current_platform)
     platform.graph_pool_handle = classmethod(lambda cls: (0, 1))
+    platform.get_valid_backends = classmethod(lambda cls, capability, wanted: ([], {}))
     # Attention layers then launch within the capture instead of through an operation.
     platform.opaque_attention_op = classmethod(lambda cls: False)
     _quicken_interpreter()
