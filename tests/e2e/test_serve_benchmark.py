@@ -80,7 +80,8 @@ def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> Non
         for series, most in ((chain, 2), (static, 8), (tree, 8)):
             for run in series.runs:
                 drafts = run.speculation
-                assert drafts.accepted_tokens + drafts.drafts >= 2 * 23
+                # A step for a request's last token has no tree.
+                assert drafts.accepted_tokens + drafts.drafts >= 2 * 22
                 assert 0 < drafts.accepted_tokens < drafts.draft_tokens <= most * drafts.drafts
                 assert run.steps < plain.runs[0].steps
                 spent = run.stages_ms
