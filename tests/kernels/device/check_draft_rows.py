@@ -239,7 +239,7 @@ def test_positions_beyond_a_block_table_get_the_null_slot(of: str) -> None:
     if of == "chain":
         found, within = chained_by_kernel(narrow)[3], chained_by_tensors(case)[3]
     else:
-        found, within = begun_by_kernel(narrow, width, 0)[6], begun_by_tensors(case, width, 0)[6]
+        found, within = begun_by_kernel(narrow, width, 0)[7], begun_by_tensors(case, width, 0)[7]
     expected = within.masked_fill(positions >= room, PAD)
     assert not torch.equal(expected, within)
     assert torch.equal(found.cpu(), expected)
