@@ -82,6 +82,8 @@ def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> Non
                 drafts = run.speculation
                 # A step for a request's last token has no tree.
                 assert drafts.accepted_tokens + drafts.drafts >= 2 * 22
+                if series is not chain:  # vLLM's own count includes nodes after the end.
+                    assert drafts.accepted_tokens + drafts.drafts <= 2 * 23
                 assert 0 < drafts.accepted_tokens < drafts.draft_tokens <= most * drafts.drafts
                 assert run.steps < plain.runs[0].steps
                 spent = run.stages_ms
