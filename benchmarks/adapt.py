@@ -28,7 +28,7 @@ from dyntree_plugin.commands.loads.prompt_file import lines
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.commands.vocabulary import shared
-from dyntree_plugin.options import NAMESPACE
+from dyntree_plugin.options.options import NAMESPACE
 from dyntree_plugin.provenance import provenance
 
 LEARNING, WARM, GREEDY = "learning", "temperature 1", "temperature 0"

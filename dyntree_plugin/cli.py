@@ -25,7 +25,7 @@ from dyntree_plugin.commands.show.command import show
 from dyntree_plugin.commands.start import ready_for_engine
 from dyntree_plugin.commands.tune.command import tune
 from dyntree_plugin.commands.vocabulary import option, paragraphs, shared
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.secrets import hidden_words
 
 app = typer.Typer(

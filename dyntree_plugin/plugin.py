@@ -15,7 +15,7 @@ from dyntree_plugin import __version__
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
-    from dyntree_plugin.options import DynTreeOptions
+    from dyntree_plugin.options.options import DynTreeOptions
     from dyntree_plugin.tree.plan import TreePlan
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from benchmarks import fleet, offload_model
 from benchmarks.acceptance import report
 from benchmarks.gpu_model import tables as gpu_model
-from dyntree_plugin import cli, option_pages
+from dyntree_plugin import cli
 from dyntree_plugin.commands import vocabulary
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import read
 from dyntree_plugin.commands.bench.summary import rows
 from dyntree_plugin.commands.vocabulary import of_commands
 from dyntree_plugin.metrics import names
+from dyntree_plugin.options import pages as option_pages
 from dyntree_plugin.tree import pairs
 
 ROOT = Path(__file__).parents[1]

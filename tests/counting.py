@@ -29,7 +29,7 @@ from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
 from dyntree_plugin.engine.telemetry.prometheus import TreeSpecDecodingProm  # noqa: E402
 from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats  # noqa: E402
 from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
-from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.plain_steps import FIRST_STEPS, PlainCost, PlainSteps  # noqa: E402
 
 PLAN = DynTreeOptions().resolve(16)

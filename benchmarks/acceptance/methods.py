@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.growth.base import GrowthSpec
 from dyntree_plugin.tree.pairs import default_rule
 from dyntree_plugin.tree.plan import TreePlan

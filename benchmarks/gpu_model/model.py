@@ -10,7 +10,7 @@ from typing import Literal
 from benchmarks import laboratory, roofline
 from benchmarks.laboratory import BLOCK, CHAIN, PLAIN, TREE, Drafted
 from benchmarks.roofline import H200, Gpu, Shape, forward_seconds
-from dyntree_plugin.option_shape import ADAPTIVE_FORWARDS, default_shape
+from dyntree_plugin.options.shape import ADAPTIVE_FORWARDS, default_shape
 
 MEMORY_SHARE = 0.9
 """Of a GPU's memory, for weights and KV."""

@@ -20,7 +20,7 @@ from benchmarks.gpu_model.model import (
     compared,
     whole_trees,
 )
-from dyntree_plugin.option_shape import ADAPTIVE_FORWARDS, default_shape
+from dyntree_plugin.options.shape import ADAPTIVE_FORWARDS, default_shape
 
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
 TEMPERATURES = (0.0, 0.6, 1.0)

@@ -24,7 +24,7 @@ from dyntree_plugin.admission.refusals import (
     dtype_of,
 )
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
-from dyntree_plugin.options import HEADS, NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
+from dyntree_plugin.options.options import HEADS, NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.commands.arguments import DtypeName, Method, drafter
 from dyntree_plugin.commands.render import Detokenise
-from dyntree_plugin.options import NAMESPACE
+from dyntree_plugin.options.options import NAMESPACE
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

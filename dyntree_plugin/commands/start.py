@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.paths import check_model
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.secrets import hidden
 from dyntree_plugin.strict_json import from_json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.tree.budget.choice import node_buckets
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth
-from dyntree_plugin.engine.step.chain_growth import ChainGrowth
+from dyntree_plugin.engine.papers.chain_growth import ChainGrowth
+from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.draft import Drafter, Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
+from dyntree_plugin.engine.step.growth_stages import DraftStages
 from dyntree_plugin.engine.step.ops import Graphs, TreeOps
 from dyntree_plugin.engine.step.records import Sampled
 from dyntree_plugin.engine.step.source import NodeSource
-from dyntree_plugin.engine.step.stages import DraftStages
-from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.source import TrieSource

@@ -15,8 +15,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.offloading import on_device
+from dyntree_plugin.engine.sources.head import HeadStates, TargetHead
 from dyntree_plugin.engine.speculator import TreeProposals, row_memory
-from dyntree_plugin.engine.step.head import HeadStates, TargetHead
 
 
 class HeadSpeculator(TreeProposals, DraftModelSpeculator):

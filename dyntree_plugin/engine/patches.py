@@ -12,17 +12,17 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin import option_pages
 from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.engine.configuration import PLAIN_WORKER
-from dyntree_plugin.engine.flag import (
+from dyntree_plugin.options import pages as option_pages
+from dyntree_plugin.options.flag import (
     OptionsAction,
     has_options,
     json_object,
     keeping_options,
     single_keys,
 )
-from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -252,7 +252,7 @@ def fit_requests() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from dyntree_plugin.engine import limits, node_limit
+    from dyntree_plugin.admission import node_limit, request_limits
 
     def fitting(stock: Any) -> Any:
         @functools.wraps(stock)
@@ -260,7 +260,7 @@ def fit_requests() -> None:
             request = stock(self, *args, **kwargs)
             params = request.sampling_params
             if params is not None and _wants_v2(self.vllm_config):
-                limits.fit(
+                request_limits.fit(
                     params,
                     self.model_config,
                     on_cpu=current_platform.is_cpu(),

@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_kernels.residuals import Texts
+from dyntree_plugin.admission.request_limits import wrap_seeds
 from dyntree_plugin.engine.budget.measured_rows import measure_rows
 from dyntree_plugin.engine.budget.plain_cost import measure
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
@@ -33,7 +34,14 @@ from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
 from dyntree_plugin.engine.grammar.drafts import RecentDrafts
 from dyntree_plugin.engine.grammar.tries import GrammarTries
 from dyntree_plugin.engine.head_speculator import HeadSpeculator
-from dyntree_plugin.engine.limits import wrap_seeds
+from dyntree_plugin.engine.sampling.parameters import TreeParameters
+from dyntree_plugin.engine.sampling.processors import (
+    ProcessorsOnTrees,
+    custom_processors,
+    read_paths,
+)
+from dyntree_plugin.engine.sampling.ranking import TargetRanking
+from dyntree_plugin.engine.sources.look_up import TextLookUp
 from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeProposals, TreeSpeculator
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.clock import StageTimes
@@ -41,11 +49,7 @@ from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.draft import Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
-from dyntree_plugin.engine.step.look_up import TextLookUp
 from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs
-from dyntree_plugin.engine.step.parameters import TreeParameters
-from dyntree_plugin.engine.step.processors import ProcessorsOnTrees, custom_processors, read_paths
-from dyntree_plugin.engine.step.ranking import TargetRanking
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecord, StepTimes

@@ -15,11 +15,11 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from dyntree_plugin.admission.node_limit import node_limit
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS, NodeBuckets
 from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.scheduled import TreeGrammars
-from dyntree_plugin.engine.node_limit import node_limit
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
 from dyntree_plugin.engine.telemetry.stats import DeliveredMetrics, TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import EMPTY_TREE

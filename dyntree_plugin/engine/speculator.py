@@ -16,7 +16,7 @@ from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_drafts
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
-from dyntree_plugin.engine.step.forwards import DraftModels, LoadedModel
+from dyntree_plugin.engine.sources.draft_models import DraftModels, LoadedModel
 from dyntree_plugin.engine.step.records import Sampled
 from dyntree_plugin.engine.step.rows import RowMemory, no_rows
 from dyntree_plugin.tree.padded import of_width, readable

@@ -225,9 +225,9 @@ def broken_target(runner: Any) -> Iterator[None]:
 @contextmanager
 def always_accepted(runner: Any) -> Iterator[None]:
     """Make rules for drawn children accept every child whose chance is above 0."""
-    from dyntree_plugin.engine.step import chain_samples, drawn
+    from dyntree_plugin.engine.papers import chain_samples, walk
 
-    drawn_too = mock.patch.object(drawn, "uniform", torch.zeros_like)
+    drawn_too = mock.patch.object(walk, "uniform", torch.zeros_like)
     with drawn_too, mock.patch.object(chain_samples, "uniform", torch.zeros_like):
         yield
 
@@ -349,7 +349,7 @@ def unranked(runner: Any) -> Iterator[None]:
 def tensors(runner: Any) -> Iterator[None]:
     """Grow trees in plain torch, from the same sources. Output must not change."""
     from dyntree_kernels.contracts import RowBuffers
-    from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
+    from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
     from dyntree_plugin.tree.children import ChildPicker
 
     drafting = runner.speculator.drafting
@@ -391,7 +391,7 @@ def _strict(stock: Any) -> Any:
 @contextmanager
 def states_not_received(runner: Any) -> Iterator[None]:
     """Let a head read zeros for what the target's hidden states are. Output must not change."""
-    from dyntree_plugin.engine.step.head import TargetHead
+    from dyntree_plugin.engine.sources.head import TargetHead
 
     def receive(head: Any, emitted: Any, target: Any) -> None:
         head._states.given.zero_()

@@ -16,7 +16,7 @@ from serving import fetch
 
 from dyntree_plugin import openmp, pair
 from dyntree_plugin.commands.doctor.command_line import command_line_checks
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 pytestmark = pytest.mark.e2e
 

@@ -27,17 +27,17 @@ from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages  # noqa: E402
+from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
+from dyntree_plugin.engine.sources.draft_models import DraftModels  # noqa: E402
+from dyntree_plugin.engine.sources.head import HeadStates, TargetHead  # noqa: E402
+from dyntree_plugin.engine.sources.look_up import TextLookUp  # noqa: E402
 from dyntree_plugin.engine.step import rows as row_memory  # noqa: E402
 from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
-from dyntree_plugin.engine.step.forwards import DraftModels  # noqa: E402
-from dyntree_plugin.engine.step.head import HeadStates, TargetHead  # noqa: E402
-from dyntree_plugin.engine.step.look_up import TextLookUp  # noqa: E402
+from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager  # noqa: E402
 from dyntree_plugin.engine.step.records import Emitted, TargetStates  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
 from dyntree_plugin.engine.step.rows import RowMemory, TensorRows  # noqa: E402
 from dyntree_plugin.engine.step.source import NodeSource  # noqa: E402
-from dyntree_plugin.engine.step.stages import DraftStages, Eager  # noqa: E402
-from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.tree.budget.choice import node_buckets  # noqa: E402

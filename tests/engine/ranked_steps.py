@@ -18,10 +18,10 @@ from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.paths import Paths  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
+from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
+from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.rows import start  # noqa: E402
-from dyntree_plugin.engine.step.stages import DraftStages, Eager, Rank  # noqa: E402
-from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.drafting import grow  # noqa: E402

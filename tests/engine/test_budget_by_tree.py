@@ -19,11 +19,11 @@ from dyntree_plugin.engine.budget.by_tree import TreeBudget  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner  # noqa: E402
 from dyntree_plugin.engine.step.clock import Measured  # noqa: E402
+from dyntree_plugin.engine.step.growth_stages import DraftStages  # noqa: E402
 from dyntree_plugin.engine.step.records import Drafted, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests  # noqa: E402
-from dyntree_plugin.engine.step.stages import DraftStages  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
 from dyntree_plugin.tree.token_tree import NO_VALUE  # noqa: E402
 

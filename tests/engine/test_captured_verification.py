@@ -36,7 +36,7 @@ from dyntree_plugin.engine.step.records import Drafted, Emitted  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
-from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.token_tree import TokenTree  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
 

@@ -28,7 +28,7 @@ from dyntree_plugin.engine.step.ops import NoGraphs  # noqa: E402
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 
 
 def plan(

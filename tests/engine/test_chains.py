@@ -32,10 +32,10 @@ from dyntree_kernels.contracts import (  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.cpu.walk import walk  # noqa: E402
-from dyntree_plugin.engine.step.chain_growth import ChainGrowth  # noqa: E402
-from dyntree_plugin.engine.step.chain_samples import ChainSamples, decide  # noqa: E402
+from dyntree_plugin.engine.papers.chain_growth import ChainGrowth  # noqa: E402
+from dyntree_plugin.engine.papers.chain_samples import ChainSamples, decide  # noqa: E402
+from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
-from dyntree_plugin.engine.step.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from dyntree_plugin.tree.block import Chains, Chances  # noqa: E402

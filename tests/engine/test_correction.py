@@ -13,7 +13,7 @@ from dyntree_kernels.cpu.residuals import CompiledResiduals
 from dyntree_kernels.residuals import Texts
 from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 SLOTS, VOCABULARY, PROMPT, ROOT = 4, 32, 5, 8
 PLAN = DynTreeOptions.parse({"adapt": "on", "node_budget": 4}).resolve(4)

@@ -23,9 +23,9 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.paths import Paths
 from dyntree_kernels.tries import Trie
-from dyntree_plugin.engine.step.parameters import ParameterRows
-from dyntree_plugin.engine.step.ranking import TargetRanking
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.engine.sampling.parameters import ParameterRows
+from dyntree_plugin.engine.sampling.ranking import TargetRanking
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan
 
 PLAN = DynTreeOptions(max_depth=4, width=3, children=3, lookup="off").resolve(12)

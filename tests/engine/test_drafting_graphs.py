@@ -29,7 +29,7 @@ from interpreted import pytest_interpreted
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.step.records import Emitted
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan
 
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(7)

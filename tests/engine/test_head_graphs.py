@@ -24,9 +24,9 @@ from drafted_steps import (
 from interpreted import pytest_interpreted
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
-from dyntree_plugin.engine.step.head import TargetHead
+from dyntree_plugin.engine.sources.head import TargetHead
 from dyntree_plugin.engine.step.rows import TreeRows
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan
 
 ALONE = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(

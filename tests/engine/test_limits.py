@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU, fit, wrap_seeds
+from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU, fit, wrap_seeds
 
 VOCABULARY, LONGEST = 5000, 512
 

@@ -25,7 +25,7 @@ from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
 from dyntree_plugin.engine.telemetry.step_record import StepRecord  # noqa: E402
-from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
 
 NODES = 8

@@ -26,13 +26,13 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler  # noqa: E402
 
 from dyntree_kernels.cpu import paths  # noqa: E402
 from dyntree_kernels.cpu.paths import KERNELS  # noqa: E402
-from dyntree_plugin.engine.step import verify  # noqa: E402
-from dyntree_plugin.engine.step.parameters import TreeParameters  # noqa: E402
-from dyntree_plugin.engine.step.processors import (  # noqa: E402
+from dyntree_plugin.engine.sampling.parameters import TreeParameters  # noqa: E402
+from dyntree_plugin.engine.sampling.processors import (  # noqa: E402
     ProcessorsOnTrees,
     custom_processors,
     read_paths,
 )
+from dyntree_plugin.engine.step import verify  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from vllm_cpu_runner import thinking  # noqa: E402
 from vllm_cpu_runner.long_lists import lift_limits  # noqa: E402

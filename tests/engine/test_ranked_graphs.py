@@ -14,8 +14,8 @@ from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.cuda import captured_logits
 from dyntree_plugin.engine.cuda.captured import RankedReplay, Replay
-from dyntree_plugin.engine.step.stages import Eager
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.engine.step.growth_stages import Eager
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan
 
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(7)

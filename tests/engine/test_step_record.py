@@ -20,7 +20,7 @@ from dyntree_plugin.engine.step.transfer import Arrival, at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
 from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
-from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 
 
 def verification(

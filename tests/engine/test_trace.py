@@ -14,7 +14,7 @@ install()  # must run before the runner's modules are imported
 
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.telemetry.trace import TreeTrace  # noqa: E402
-from dyntree_plugin.options import DynTreeOptions  # noqa: E402
+from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 
 
 def test_a_trace_has_verified_nodes_alone_with_their_sources() -> None:

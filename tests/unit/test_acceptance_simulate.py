@@ -18,7 +18,7 @@ from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.perturb import perturb_on

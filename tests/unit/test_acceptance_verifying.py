@@ -16,7 +16,7 @@ from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.simulate import simulate
 from benchmarks.acceptance.texts import Prompts, logits_along, write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.block import Chains
 from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
 from dyntree_plugin.tree.match import match

@@ -24,7 +24,7 @@ from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine, Run, Speculation, latencies_ms
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 CELL = Cell(prompts="code", temperature=0.0, batch=2)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.budget.choice import Drafting, best_drafting
 from dyntree_plugin.tree.budget.row_cost import (
     LARGEST_SURPRISE,

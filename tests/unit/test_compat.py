@@ -17,7 +17,7 @@ from dyntree_plugin.engine.configuration import (
     tree_plan,
     uses_adaptive_budget,
 )
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from vllm_cpu_runner.refused import REFUSED
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import yaml
 
 import dyntree_plugin
 from dyntree_plugin import plugin
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "deployment" / "compose.yaml"

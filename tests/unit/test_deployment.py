@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 import dyntree_plugin
 from dyntree_plugin.metrics.names import METRICS
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "deployment"

@@ -12,7 +12,7 @@ from configurations import changed, refusal_of
 
 from dyntree_plugin.admission import check
 from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

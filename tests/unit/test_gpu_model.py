@@ -29,7 +29,7 @@ from benchmarks.gpu_model.model import (
 from benchmarks.gpu_model.tables import TEMPERATURES, VARIED, ratio
 from benchmarks.laboratory import BLOCK, CHAIN, TREE, Drafted
 from benchmarks.roofline import H200, LLAMA_8B, forward_seconds
-from dyntree_plugin.option_shape import default_shape
+from dyntree_plugin.options.shape import default_shape
 
 RESULTS = Path(fleet.__file__).parent / "results"
 SMALL, HEAD, LARGE, _ = PAIRINGS

@@ -48,7 +48,7 @@ def test_the_sources_are_found() -> None:
     assert {"test_house.py", "write_tables.py", "offline.py", "generate.py"} <= {
         path.name for path in BESIDE
     }
-    assert lines(REPOSITORY / "dyntree_plugin" / "options.py") > 100
+    assert lines(REPOSITORY / "dyntree_plugin" / "options" / "options.py") > 100
 
 
 def test_no_file_is_long() -> None:

@@ -30,25 +30,21 @@ LAYERS = (
     ),
     ("dyntree_plugin.tree",),
     ("dyntree_plugin.tune",),
-    (
-        "dyntree_plugin.options",
-        "dyntree_plugin.option_pages",
-        "dyntree_plugin.option_shape",
-        "dyntree_plugin.option_text",
-        "dyntree_plugin.metrics",
-    ),
+    ("dyntree_plugin.options", "dyntree_plugin.metrics"),
     ("dyntree_plugin.admission",),
     ("dyntree_plugin.openmp",),
     (
         "dyntree_plugin.engine.configuration",
         "dyntree_plugin.engine.fallback",
-        "dyntree_plugin.engine.flag",
-        "dyntree_plugin.engine.limits",
-        "dyntree_plugin.engine.node_limit",
         "dyntree_plugin.engine.offloading",
         "dyntree_plugin.engine.attention",
     ),
-    ("dyntree_plugin.engine.step",),
+    (
+        "dyntree_plugin.engine.step",
+        "dyntree_plugin.engine.papers",
+        "dyntree_plugin.engine.sampling",
+        "dyntree_plugin.engine.sources",
+    ),
     (
         "dyntree_plugin.engine.telemetry",
         "dyntree_plugin.engine.budget",
@@ -235,11 +231,11 @@ def test_kernels_trees_options_metrics_and_the_pair_do_without_vllm(modules: Sou
 def test_a_circle_and_an_upward_import_are_found_however_they_are_written(
     modules: Sources, line: str
 ) -> None:
-    changed = {**modules, "dyntree_plugin.options": line}
+    changed = {**modules, "dyntree_plugin.options.options": line}
     assert upward(imports(changed)) == [
-        "dyntree_plugin.options imports dyntree_plugin.engine.patches"
+        "dyntree_plugin.options.options imports dyntree_plugin.engine.patches"
     ]
-    assert {"dyntree_plugin.options", "dyntree_plugin.engine.patches"} <= {
+    assert {"dyntree_plugin.options.options", "dyntree_plugin.engine.patches"} <= {
         *circle(imports(changed))
     }
 

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from dyntree_plugin.engine.node_limit import MOST, check, node_limit
+from dyntree_plugin.admission.node_limit import MOST, check, node_limit
 
 
 @pytest.mark.parametrize("value", [0, 1, 16, 10_000, MOST])

@@ -13,7 +13,7 @@ from reference.growths import Path
 
 from dyntree_kernels.contracts import RowBuffers
 from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
+from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, top_children
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from dyntree_plugin.admission import check, offloading, weights
 from dyntree_plugin.commands.doctor import offloading as doctor
 from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 LAYERS, OF_LAYER, REST, OF_DRAFT = 4, 3 << 20, 1 << 20, 1 << 20
 """Layers of the target; bytes of one, of what is outside of them, and of the draft, in float32."""

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dyntree_plugin import option_pages
-from dyntree_plugin.engine.flag import merge_options
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options import pages as option_pages
+from dyntree_plugin.options.flag import merge_options
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 from dyntree_plugin.tree.pairs import allowed_rules
 from dyntree_plugin.tree.registry import GROWTHS
@@ -362,7 +362,8 @@ def test_an_option_of_the_papers_stands_in_their_table_alone() -> None:
 
 def test_the_options_load_without_vllm_or_torch() -> None:
     code = (
-        "import sys, dyntree_plugin.options, dyntree_plugin.plugin, dyntree_plugin.admission.check;"
+        "import sys, dyntree_plugin.options.options, dyntree_plugin.plugin;"
+        "import dyntree_plugin.admission.check;"
         "sys.exit(sorted({'vllm', 'torch'} & sys.modules.keys()) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

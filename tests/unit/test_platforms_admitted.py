@@ -15,7 +15,7 @@ from configurations import Build, changed
 from dyntree_plugin.admission import check, refusals
 from dyntree_plugin.engine.attention import served
 from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

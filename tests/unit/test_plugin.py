@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin import openmp, options, plugin
+from dyntree_plugin import openmp, plugin
 from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.engine import fallback
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
 from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
+from dyntree_plugin.options import options
 
 STOCK = """
 import json, os, sys

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dyntree_plugin import options, plugin
+from dyntree_plugin import plugin
+from dyntree_plugin.options import options
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from exactness import distance, emitted_by_draws, grow_every_way, random_model
 from growing import grow
 
 from benchmarks.acceptance.methods import METHODS, Setting, all_methods
-from dyntree_plugin import option_pages
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options import pages as option_pages
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree import pairs
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan, GrowthSpec
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds

@@ -14,8 +14,8 @@ from tries import Edges, as_trie
 
 from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, RowBuffers
 from dyntree_kernels.cpu.gumbel import gumbel_noise, perturbed_logits
+from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.rows import PAD_SLOT
-from dyntree_plugin.engine.step.tensor_growth import TensorGrowth
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.growth import Frontier, GrowthConfig

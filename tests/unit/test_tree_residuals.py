@@ -7,7 +7,7 @@ import torch
 from reference.residuals import best_of, corrected, teach
 
 from dyntree_kernels.residuals import BIASES, MOST_BIAS, Fading, ResidualTable
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.residuals import FADING, buckets_of
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from dyntree_plugin.commands.arguments import Method as DraftMethod
 from dyntree_plugin.commands.bench.chains import KINDS, OFF
 from dyntree_plugin.commands.loads.requests import ALLOWED
 from dyntree_plugin.commands.vocabulary import option, shared
-from dyntree_plugin.options import MOST_NODES
+from dyntree_plugin.options.options import MOST_NODES
 
 OF_ENGINES = "For engines on this machine"
 OF_SERVERS = "For running servers"

@@ -11,7 +11,7 @@ from dyntree_plugin.commands.arguments import Method
 from dyntree_plugin.commands.bench.chains import Chains, listed
 from dyntree_plugin.commands.bench.results import Cell
 from dyntree_plugin.commands.loads.runs import Engine, Kind
-from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 
 _SHOWN = (
     "growth",

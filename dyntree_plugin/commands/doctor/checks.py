@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.doctor.report import Check
-from dyntree_plugin.options import NAMESPACE
+from dyntree_plugin.options.options import NAMESPACE
 
 _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 

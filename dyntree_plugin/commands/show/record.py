@@ -17,7 +17,7 @@ from dyntree_plugin.commands.engine import (
 )
 from dyntree_plugin.commands.show.generation import Generation
 from dyntree_plugin.commands.start import Announce
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.step import TreeStep
 
 if TYPE_CHECKING:

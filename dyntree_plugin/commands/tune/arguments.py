@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.vocabulary import option, shared
-from dyntree_plugin.options import MOST_FURTHER_DRAFTS, MOST_NODES
+from dyntree_plugin.options.options import MOST_FURTHER_DRAFTS, MOST_NODES
 
 Target = Annotated[str, shared("--target")]
 Draft = Annotated[

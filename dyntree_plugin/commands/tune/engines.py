@@ -9,7 +9,7 @@ from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine
 from dyntree_plugin.commands.tune.settings import Settings
-from dyntree_plugin.options import NAMESPACE
+from dyntree_plugin.options.options import NAMESPACE
 
 _CPU_CACHE_BYTES = 1 << 31
 """Size of the KV cache on a CPU. Pages that are never written take no memory."""

@@ -23,7 +23,7 @@ from dyntree_kernels.residuals import ResidualKernels, Residuals
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kv import PathMover
-from dyntree_plugin.engine.step.chain_samples import decide
+from dyntree_plugin.engine.papers.chain_samples import decide
 from dyntree_plugin.engine.step.clock import Clock, StageClock
 from dyntree_plugin.engine.step.ops import Move
 from dyntree_plugin.engine.step.place import place

@@ -20,13 +20,13 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 import vllm_cpu_runner
 from dyntree_kernels.cpu.bitmasks import mask_rows
 from dyntree_kernels.cpu.warm_up import warm_up
+from dyntree_plugin.admission.node_limit import node_limit
+from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.configuration import sizes_single_trees
 from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.grammar.compiling import GrammarCompiler
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars
-from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU
-from dyntree_plugin.engine.node_limit import node_limit
 from dyntree_plugin.engine.pipeline.earlier import EarlierStage
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.clock import StageTimes

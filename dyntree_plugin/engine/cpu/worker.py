@@ -12,7 +12,7 @@ from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 import vllm_cpu_runner
-from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU, wrap_seeds
+from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU, wrap_seeds
 from dyntree_plugin.engine.offloading import keep_draft_on_device
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 from vllm_cpu_runner.long_lists import lift_limits

@@ -20,10 +20,10 @@ from dyntree_kernels.contracts import Walked
 from dyntree_plugin.engine.cuda.captured_logits import CapturedLogits
 from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
+from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank
 from dyntree_plugin.engine.step.ops import Player
 from dyntree_plugin.engine.step.records import Emitted, Learning, TargetStates
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
-from dyntree_plugin.engine.step.stages import DraftStages, Eager, Rank
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.tree.drafting import grow
 

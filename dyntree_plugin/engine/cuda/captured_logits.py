@@ -13,8 +13,8 @@ import torch
 
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.cuda.graphs import Input, RequestGraphs, Tensors
+from dyntree_plugin.engine.step.growth_stages import DraftStages, Rank
 from dyntree_plugin.engine.step.requests import Requests
-from dyntree_plugin.engine.step.stages import DraftStages, Rank
 
 MOST_BYTES = 1 << 27
 """Of the logits of one forward. They must outlive the graph's own memory, and lie beside it."""

@@ -24,10 +24,10 @@ from dyntree_plugin.engine.cuda.transfer import StreamSend
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
 from dyntree_plugin.engine.pipeline.earlier import EarlierStage
 from dyntree_plugin.engine.runner import TreeRunnerMixin
+from dyntree_plugin.engine.sources.look_up import MOST_TEXT_BYTES, move_texts_to_device
 from dyntree_plugin.engine.stage import TreeStage
-from dyntree_plugin.engine.step.look_up import MOST_TEXT_BYTES, move_texts_to_device
+from dyntree_plugin.engine.step.growth_stages import DraftStages
 from dyntree_plugin.engine.step.ops import TreeOps
-from dyntree_plugin.engine.step.stages import DraftStages
 from dyntree_plugin.tree.budget.choice import node_buckets
 
 logger = init_logger("vllm.dyntree")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dyntree_kernels.paths import Paths
     from dyntree_plugin.engine.grammar.compiling import GrammarCompiler
     from dyntree_plugin.engine.step.draft import Ranking
-    from dyntree_plugin.engine.step.stages import Rank
+    from dyntree_plugin.engine.step.growth_stages import Rank
 
 # vLLM shows only what is logged below the name of its own package.
 logger = init_logger("vllm.dyntree")

@@ -8,10 +8,10 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan, most_emitted
+from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank
 from dyntree_plugin.engine.step.ops import Graphs, Player, TreeOps
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
-from dyntree_plugin.engine.step.stages import DraftStages, Eager, Rank
 from dyntree_plugin.tree.drafting import grow
 
 

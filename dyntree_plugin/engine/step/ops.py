@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from dyntree_kernels.residuals import ResidualKernels, Residuals
     from dyntree_kernels.tries import LookUp
     from dyntree_plugin.engine.step.clock import Clock
+    from dyntree_plugin.engine.step.growth_stages import DraftStages, Rank
     from dyntree_plugin.engine.step.records import Emitted, Learning, TargetStates
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
-    from dyntree_plugin.engine.step.stages import DraftStages, Rank
     from dyntree_plugin.engine.step.transfer import Send
     from dyntree_plugin.engine.step.trees import PlacedTrees
     from dyntree_plugin.tree.children import Perturb

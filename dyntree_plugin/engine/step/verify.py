@@ -18,10 +18,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_kernels.contracts import BatchRows, Walked, room_for
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
-from dyntree_plugin.engine.step.chain_samples import ChainSamples
+from dyntree_plugin.engine.papers.chain_samples import ChainSamples
+from dyntree_plugin.engine.papers.logit_rows import WalkedRows
+from dyntree_plugin.engine.papers.walk import DrawnWalk
 from dyntree_plugin.engine.step.correction import DraftCorrection
-from dyntree_plugin.engine.step.drawn import DrawnWalk
-from dyntree_plugin.engine.step.logit_rows import WalkedRows
 from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
 from dyntree_plugin.engine.step.records import Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests

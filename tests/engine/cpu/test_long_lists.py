@@ -11,7 +11,7 @@ import torch
 from vllm import SamplingParams
 
 import vllm_cpu_runner
-from dyntree_plugin.engine.limits import WORD_TOKENS_ON_CPU
+from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
 
 VOCABULARY, REQUESTS, PROMPT = 6000, 3, 4
 

@@ -17,7 +17,7 @@ pytest.importorskip(
     "vllm.v1.worker.gpu", reason="it compares with a step of the engine", exc_type=ImportError
 )
 
-from dyntree_plugin.engine.step import chain_samples
+from dyntree_plugin.engine.papers import chain_samples
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING
 
 NODES, LEAD, BLOCK = 6, 7, 128

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dyntree_plugin.option_text import allowed, default_of, meaning
-from dyntree_plugin.options import DynTreeOptions
+from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.options.text import allowed, default_of, meaning
 
 OF_THE_PAPERS = ("growth", "sampling", "rule", "threshold", "expansion", "acceptance")
 """Names of the options whose defaults are right for serving."""

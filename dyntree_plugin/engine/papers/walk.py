@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dyntree_kernels.contracts import Walked
-from dyntree_plugin.engine.step.logit_rows import WalkedRows
+from dyntree_plugin.engine.papers.logit_rows import WalkedRows
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from dyntree_kernels.paths import Paths
-from dyntree_plugin.engine.step.parameters import ParameterRows, TreeParameters
+from dyntree_plugin.engine.sampling.parameters import ParameterRows, TreeParameters
 from dyntree_plugin.tree.padded import of_width
 from dyntree_plugin.tree.truncation import Truncation, truncate
 

@@ -20,8 +20,8 @@ from pydantic import (
     field_validator,
 )
 
-from dyntree_plugin.option_shape import ADAPTIVE_FORWARDS, DRAWN_CHILDREN, LOOK_UP_DEPTH, shape_of
-from dyntree_plugin.option_text import allowed, specs
+from dyntree_plugin.options.shape import ADAPTIVE_FORWARDS, DRAWN_CHILDREN, LOOK_UP_DEPTH, shape_of
+from dyntree_plugin.options.text import allowed, specs
 from dyntree_plugin.tree.shape import Budget, Sampling, TreeShape
 
 if TYPE_CHECKING:

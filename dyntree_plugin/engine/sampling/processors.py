@@ -10,14 +10,14 @@ import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
-from dyntree_plugin.engine.step.parameters import VLLM_STATES, ParameterRows
+from dyntree_plugin.engine.sampling.parameters import VLLM_STATES, ParameterRows
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     from dyntree_kernels.paths import PathsOf
-    from dyntree_plugin.engine.step.parameters import TreeParameters
+    from dyntree_plugin.engine.sampling.parameters import TreeParameters
     from dyntree_plugin.engine.step.trees import TreeStore
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dyntree_plugin.option_text import specs
+from dyntree_plugin.options.text import specs
 from dyntree_plugin.tree.shape import Budget, TreeShape
 
 DRAWN_CHILDREN = 16

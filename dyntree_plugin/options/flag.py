@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dyntree_plugin.options import NAMESPACE, DynTreeOptions
+from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 from dyntree_plugin.strict_json import from_json
 
 

@@ -15,8 +15,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_kernels.contracts import StepGrowth
+from dyntree_plugin.engine.sources.draft_models import FilledRows
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan, prompt_rows
-from dyntree_plugin.engine.step.forwards import FilledRows
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows

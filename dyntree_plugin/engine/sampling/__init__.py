@@ -1,0 +1,1 @@
+"""The sampling parameters of the rows of a batch."""

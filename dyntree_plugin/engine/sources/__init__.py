@@ -1,0 +1,1 @@
+"""Sources of nodes: draft models, heads, and look-up."""

@@ -1,0 +1,1 @@
+"""The options of trees, from their text to one resolved record."""
