@@ -19,7 +19,6 @@ FIGURE = "figure"
 """Name of the report property that holds a test's measured figures."""
 
 SHARING_ENGINES = (
-    "test_adapt",
     "test_asynchronous",
     "test_drafting",
     "test_drawn_rules",

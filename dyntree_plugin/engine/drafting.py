@@ -11,7 +11,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth
 from dyntree_plugin.engine.papers.chain_growth import ChainGrowth
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
-from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.draft import Drafter, Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.growth_stages import DraftStages
@@ -31,8 +30,7 @@ class Drafting:
     ``chained`` bool [slots + 1]: requests whose trees must be chains; the last entry is for
     padding. ``tries``: candidates that need no forward; None without any. ``requests``: the most
     requests of a step. ``ranking``: makes what the requests' sampling parameters do to a draft's
-    logits, once there is a sampler. ``correction``: of the draft's logits; None to take them as
-    they are.
+    logits, once there is a sampler.
     """
 
     driver: StepDriver
@@ -44,7 +42,6 @@ class Drafting:
     tries: TrieSource | None
     requests: int
     ranking: Callable[[], Ranking]
-    correction: DraftCorrection | None = None
     _drafter: Drafter | None = field(default=None, init=False)
 
     def compose(
@@ -53,20 +50,16 @@ class Drafting:
         buffers: RowBuffers,
         stored_at: torch.Tensor,
         last_position: int,
-        proposed: torch.Tensor | None = None,
     ) -> None:
         """Put the stages together, whenever there is new memory for a draft model's rows.
 
         ``source``: the draft model; None without one. ``stored_at``: as in `DraftStages`.
         ``last_position``: that of the longest text's last token.
-        ``proposed`` int64: ids of the tokens that the source can propose; None for all.
         """
         plan, ops = self.trees.plan, self.ops
         growth = self._growth(buffers, last_position)
         if plan.chains:
             growth = ChainGrowth(growth, self.trees, ops.perturb, stored_at)
-        if self.correction is not None:
-            self.correction.limit(proposed)
         self.stages = DraftStages(
             source,
             self.tries,
@@ -76,7 +69,6 @@ class Drafting:
             self.chained,
             ops.pays,
             plan.shape.max_depth,
-            self.correction,
         )
         # Rules that read draws know the law that they were drawn from, which must stay the draft's.
         ranked = source is not None and not plan.reads_draws

@@ -48,15 +48,7 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
         memory = row_memory(self, self.drafting.trees.plan)
         writer = self.drafting.ops.row_writer(memory)
         source = TargetHead(self, self, self.states, memory, writer)
-        place = memory.stored_at, memory.last_position
-        self.drafting.compose(source, memory.buffers, *place, self._proposed())
-
-    def _proposed(self) -> torch.Tensor | None:
-        """Return the ids of the target's tokens that a head of fewer tokens has; None for all."""
-        offsets: torch.Tensor | None = getattr(self.model, "draft_id_to_target_id", None)
-        if offsets is None:
-            return None
-        return torch.arange(len(offsets), device=offsets.device) + offsets.detach()
+        self.drafting.compose(source, memory.buffers, memory.stored_at, memory.last_position)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool

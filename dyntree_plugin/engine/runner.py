@@ -23,7 +23,6 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
-from dyntree_kernels.residuals import Texts
 from dyntree_plugin.admission.request_limits import wrap_seeds
 from dyntree_plugin.engine.budget.measured_rows import measure_rows
 from dyntree_plugin.engine.budget.plain_cost import measure
@@ -45,7 +44,6 @@ from dyntree_plugin.engine.sources.look_up import TextLookUp
 from dyntree_plugin.engine.speculator import LookUpSpeculator, TreeProposals, TreeSpeculator
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.clock import StageTimes
-from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.draft import Ranking
 from dyntree_plugin.engine.step.driver import StepDriver
@@ -98,7 +96,6 @@ class TreeRunnerMixin(TreeStage):
         self.driver = StepDriver(
             self.trees, self.ops, self._sampling_states, longest, self.pipeline_stages
         )
-        self.correction = self._correction(plan) if plan.adapt else None
         drafting = Drafting(
             self.driver,
             self.trees,
@@ -109,7 +106,6 @@ class TreeRunnerMixin(TreeStage):
             self._tries(plan),
             self.max_num_reqs,
             self._ranking,
-            self.correction,
         )
         self.speculator: TreeProposals = _speculator_for(plan)(vllm_config, device, drafting)
         self.recent_drafts = RecentDrafts(self.pipeline_stages, device)
@@ -136,17 +132,6 @@ class TreeRunnerMixin(TreeStage):
             found if self.grammars is None else GrammarTries(found, self.grammars, shape.max_depth)
         )
 
-    def _correction(self, plan: TreePlan) -> DraftCorrection:
-        """Make what corrects the draft's logits."""
-        states = self.req_states
-        texts = Texts(states.last_sampled_tokens.view(-1), states.total_len.gpu)
-        found = DraftCorrection(self.ops.residuals, plan, texts, self.trees.vocabulary)
-        logger.info_once(
-            "adapt=on: a table in %.1f MiB corrects the draft's logits, and learns from all texts.",
-            found.memory / 2**20,
-        )
-        return found
-
     def place_texts(self, states: RequestState) -> None:
         """Place the requests' texts where look-up can read them fast; there are no requests yet."""
 
@@ -165,7 +150,6 @@ class TreeRunnerMixin(TreeStage):
             self.ops,
             self.graphs,
             processors.copies,
-            self.correction,
         )
         # vLLM calls it by its signature and nothing else.
         self.rejection_sampler: Any = RejectionSampler(self.driver, self.verifier)
@@ -223,8 +207,6 @@ class TreeRunnerMixin(TreeStage):
             self._plain_steps = PlainSteps(measure(self, agree))
             if uses_adaptive_budget(self.vllm_config):
                 self.take_row_cost(measure_rows(self, agree))
-        if self.correction is not None:
-            self.correction.reset()  # What was measured are no texts.
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 
@@ -246,8 +228,6 @@ class TreeRunnerMixin(TreeStage):
             dtype=torch.int64,
         )
         self.trees.clear(slots)
-        if self.correction is not None:
-            self.correction.clear(slots)
 
     def sample(
         self,

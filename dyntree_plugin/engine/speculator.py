@@ -120,11 +120,7 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         writer = self.drafting.ops.row_writer(memory)
         apart, vocabulary = plan.growing.roots > 1, self.drafting.trees.vocabulary
         source = DraftModels(self, self.further, memory, writer, vocabulary, trees_apart=apart)
-        models: list[LoadedModel] = [self, *self.further]
-        most = max(model.vocab_size for model in models)
-        known = torch.arange(most, device=self.device) if most < vocabulary else None
-        place = memory.stored_at, memory.last_position
-        self.drafting.compose(source, memory.buffers, *place, known)
+        self.drafting.compose(source, memory.buffers, memory.stored_at, memory.last_position)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool

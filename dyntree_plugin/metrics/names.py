@@ -16,7 +16,6 @@ CONFIG_LABELS = (
     *(field.name for field in dataclasses.fields(TreeShape) if field.name != "grafts"),
     "lookup",
     "calibration",
-    "adapt",
     "block_chains",
     "budget",
 )

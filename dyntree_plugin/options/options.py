@@ -126,12 +126,6 @@ class DynTreeOptions(BaseModel):
         "score, and value nodes by that. The output is the same either way; off takes the draft's "
         "probability.",
     )
-    adapt: Switch = Field(
-        default="off",
-        description="For growth topk: learn while serving which tokens the draft says too often "
-        "or too seldom after each token, and correct its logits by that. The output is the same "
-        "either way. What is learned from one request changes the speed of others.",
-    )
     block_chains: Switch = Field(
         default="off",
         description="For growth topk: a request at a temperature above 0 gets a chain that is "
@@ -221,7 +215,7 @@ class DynTreeOptions(BaseModel):
             raise ValueError(f"must be {' or '.join(known)}")
         return value
 
-    @field_validator("coupling", "calibration", "adapt", "block_chains", "lookup", mode="before")
+    @field_validator("coupling", "calibration", "block_chains", "lookup", mode="before")
     @classmethod
     def _switch_from_bool(cls, value: object) -> object:
         # YAML reads a bare `on` or `off` in a --config file as a boolean.
@@ -369,9 +363,8 @@ class DynTreeOptions(BaseModel):
             # Some growths stop before max_depth, whatever the draft says.
             shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
         rule = self.rule or default_rule(growing.sampling)
-        calibration, adapt = self.calibration == "on", self.adapt == "on"
-        chains = self.block_chains == "on"
-        return TreePlan(shape, growth, rule, calibration, budget, adapt, chains)
+        calibration, chains = self.calibration == "on", self.block_chains == "on"
+        return TreePlan(shape, growth, rule, calibration, budget, chains)
 
 
 def _nearly_ours(key: str) -> bool:

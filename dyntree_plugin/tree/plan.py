@@ -17,13 +17,12 @@ class TreePlan:
     """The form, growth and verification of an engine's trees.
 
     With ``calibration``, node values are learned from what the target accepts. ``budget`` says
-    whether trees are cut to the nodes whose verification pays. With ``adapt``, a table corrects the
-    draft's logits. With ``chains``, a request at a temperature above 0 gets one chain that is drawn
-    from the draft and verified as a block.
+    whether trees are cut to the nodes whose verification pays. With ``chains``, a request at a
+    temperature above 0 gets one chain that is drawn from the draft and verified as a block.
 
     Raises:
         ValueError: if the growth does not fit the shape, the rule is biased with the growth, or
-            the budget, the table or chains do not go with them.
+            the budget or chains do not go with them.
     """
 
     shape: TreeShape
@@ -31,7 +30,6 @@ class TreePlan:
     rule: str
     calibration: bool
     budget: Budget = "fixed"
-    adapt: bool = False
     chains: bool = False
 
     def __post_init__(self) -> None:
@@ -47,22 +45,8 @@ class TreePlan:
                 f"budget=adaptive is for growth={fitting}, not {self.growth.name}: other trees do "
                 "not stand in the order of their nodes' values; use budget=fixed"
             )
-        if self.adapt:
-            self._check_adapt()
         if self.chains:
             self._check_chains()
-
-    def _check_adapt(self) -> None:
-        if not self.has_draft:
-            raise ValueError(
-                "adapt=on corrects a draft's logits, and look-up alone has none; use a draft model "
-                "or adapt=off"
-            )
-        if self.growth.name != "topk" or self.reads_draws:
-            raise ValueError(
-                f"adapt=on is for growth=topk with rule=match, not growth={self.growth.name} with "
-                f"rule={self.rule}; use adapt=off"
-            )
 
     def _check_chains(self) -> None:
         if not self.has_draft:
@@ -136,7 +120,6 @@ class TreePlan:
             "lookup": self.shape.grafts > 0,
             "coupling": self.coupled,
             "calibration": self.calibrated,
-            "adapt": self.adapt,
             "block_chains": self.chains,
             "budget": self.budget,
             **({spec.parameter: own} if spec.parameter and own is not None else {}),

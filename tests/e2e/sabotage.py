@@ -15,7 +15,6 @@ from unittest import mock
 import adapters
 import numpy as np
 import sabotage_of_paths
-import sabotage_of_tables
 import torch
 
 NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
@@ -24,7 +23,7 @@ OF_HEADS = ("broken_head", "other_rows", "other_parents")
 OF_PATHS = ("without_paths", "rows_as_paths")
 """These break what sampling parameters read on a tree's rows."""
 
-_OTHERS = (*adapters.BROKEN, *sabotage_of_paths.BROKEN, *sabotage_of_tables.BROKEN)
+_OTHERS = (*adapters.BROKEN, *sabotage_of_paths.BROKEN)
 globals().update({each.__name__: each for each in _OTHERS})
 
 

@@ -304,29 +304,7 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 }
 """Engines with the embedded EAGLE-3 head."""
 
-_LEARNING: dict[str, Run] = {
-    "acceptance": ACCEPTANCE,
-    "again": ACCEPTANCE,
-    "a third time": ACCEPTANCE,
-    "forgotten": Run(ACCEPTANCE.requests, sabotage="forgotten"),
-    "captured": TREE_RUNS["captured"],
-    "garbage": Run(EVERYTHING[::4], sabotage="garbage_biases"),
-    "sound": Run(EVERYTHING[::4]),
-    "wrong_child": FIXED_RUNS["wrong_child"],
-}
-
-ADAPTED: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
-    "adapted": (tree(adapt="on", lookup="off"), _LEARNING),
-    "adapted head": (
-        with_head(pair.paths()["eagle3"], budget="fixed", adapt="on"),
-        _LEARNING
-        | {name: TREE_RUNS[name] for name in ("mixed", "batches of 4")}
-        | {"sample": SAMPLE, "tensors": FIXED_RUNS["tensors"]},
-    ),
-}
-"""Engines with a table that corrects the draft."""
-
-SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS, **ADAPTED}
+SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS}
 """Engines whose tokens are those without trees."""
 
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
@@ -344,7 +322,7 @@ other tokens."""
 SLOW_ENGINES = {
     *("every prompt", "draft alone", "uncoupled", "chain", "wide", "tight twin"),
     *("look-up in tensors", "adaptive look-up", "tight look-up", "merged", "head in tensors"),
-    *("head alone", "adaptive head", "tight head", "adapted head", "dyspec", "expansion"),
+    *("head alone", "adaptive head", "tight head", "dyspec", "expansion"),
     "adaptive block chains",
 }
 """Each differs from an engine that `make test` runs in a setting that the tests without engines

@@ -16,9 +16,9 @@ DEVICE = Path(__file__).parent / "device"
 CHECKS = sorted(path.stem for path in DEVICE.glob("check_*.py"))
 ATTENTION = {"check_attention"}
 """They have a process of their own, so that two can run at once."""
-SLOW = {"check_grafts", "check_growth_cases", "check_learn", "check_residuals"}
+SLOW = {"check_grafts", "check_growth_cases", "check_learn"}
 """Half a minute and more of the interpreter. Other checks run these kernels as parts of drafting
-and of steps, but for those of check_residuals, which serve `adapt: on` alone."""
+and of steps."""
 
 
 @pytest.mark.parametrize(

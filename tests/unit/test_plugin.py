@@ -141,10 +141,6 @@ def test_what_the_growth_does_not_read_is_no_label_of_the_configuration() -> Non
     labels = dict(zip(CONFIG_LABELS, values, strict=True))
     assert (labels["growth"], labels["node_budget"], labels["max_depth"]) == ("chain", "8", "6")
     assert (labels["width"], labels["children"]) == ("", "")
-    adapting = options.DynTreeOptions.parse({"adapt": "on"}).resolve(8)
-    (values,) = _label_values(metric, adapting)
-    assert labels["adapt"] == "False"
-    assert dict(zip(CONFIG_LABELS, values, strict=True))["adapt"] == "True"
 
 
 def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ import typer
 from command_lines import ran
 from typer.core import TyperOption
 
-from benchmarks import adapt, adapt_cost, depths, fleet, offload_model
+from benchmarks import depths, fleet, offload_model
 from benchmarks.acceptance import command as acceptance
 from benchmarks.gpu_model import __main__ as gpu_model
 from dyntree_plugin import cli
@@ -42,8 +42,6 @@ def of_function(function: Any) -> typer.Typer:
 
 SCRIPTS = {
     "acceptance": acceptance.app,
-    "adapt": adapt.app,
-    "adapt_cost": adapt_cost.app,
     "depths": of_function(depths.main),
     "fleet": of_function(fleet.main),
     "gpu_model": of_function(gpu_model.main),

@@ -26,7 +26,6 @@ _SHOWN = (
     "children",
     "coupling",
     "calibration",
-    "adapt",
     "block_chains",
     "rule",
 )

@@ -17,9 +17,7 @@ from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.look_up import look_up
 from dyntree_kernels.cpu.paths import KERNELS
-from dyntree_kernels.cpu.residuals import CompiledResiduals
 from dyntree_kernels.cpu.walk import walk
-from dyntree_kernels.residuals import ResidualKernels, Residuals
 from dyntree_plugin.engine.attention.cpu import split_kv_cache
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kv import PathMover
@@ -52,9 +50,6 @@ class CPUOps:
         self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return place(batch, trees, prefill_len)
-
-    def residuals(self, of: Residuals) -> ResidualKernels:
-        return CompiledResiduals(of)
 
     def mover(self, layers: Sequence[Attention]) -> Move:
         isas: set[Any] = {layer.isa for layer in layers}

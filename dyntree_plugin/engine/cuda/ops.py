@@ -18,9 +18,7 @@ from dyntree_kernels.cuda.learn import learn
 from dyntree_kernels.cuda.look_up import look_up
 from dyntree_kernels.cuda.paths import KERNELS
 from dyntree_kernels.cuda.place import place
-from dyntree_kernels.cuda.residuals import DeviceResiduals
 from dyntree_kernels.cuda.walk import walk
-from dyntree_kernels.residuals import ResidualKernels, Residuals
 from dyntree_plugin.engine.cuda.clock import EventClock
 from dyntree_plugin.engine.step.clock import Clock
 from dyntree_plugin.engine.step.ops import Move
@@ -60,9 +58,6 @@ class CUDAOps:
             trees.ancestors,
             batch.num_tokens,
         )
-
-    def residuals(self, of: Residuals) -> ResidualKernels:
-        return DeviceResiduals(of)
 
     def mover(self, layers: Sequence[Attention]) -> Move:
         return KVMover([layer.kv_cache for layer in layers])

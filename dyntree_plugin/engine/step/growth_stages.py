@@ -10,7 +10,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dyntree_kernels.contracts import StepGrowth, expansions_of
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan
-from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.draft_paths import DraftPaths
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
@@ -39,7 +38,6 @@ class DraftStages:
         chained: torch.Tensor,
         pays: Callable[[StepGrowth], bool],
         max_depth: int | None = None,
-        correction: DraftCorrection | None = None,
     ) -> None:
         """Compose the sources of candidates with a growth.
 
@@ -48,7 +46,6 @@ class DraftStages:
         trees, which `begin` of the source writes, too. ``widths``: nodes of a request in each
         forward. ``chained`` bool [slots + 1]: requests whose trees are chains. ``pays``: as in
         `TreeOps`. ``max_depth``: of the deepest node; None for as deep as forwards expand.
-        ``correction``: of the source's logits; None to take them as they are.
 
         Raises:
             ValueError: if there is no source at all.
@@ -62,7 +59,6 @@ class DraftStages:
         self._growth = growth
         self._chained = chained
         self._pays = pays
-        self._correction = correction
         columns = sum(self.widths)
         # Kernels that verification has compiled read paths of the same form.
         depth = columns if max_depth is None else max_depth
@@ -117,10 +113,7 @@ class DraftStages:
             self._growth.graft(self._tries.trie(requests.index))
         if self._source is None:
             return None
-        logits = self._source.root_logits(len(requests.packed))
-        if self._correction is not None:
-            self._correction.roots(requests, logits)
-        return logits
+        return self._source.root_logits(len(requests.packed))
 
     def root_paths(self, logits: torch.Tensor) -> Paths:
         """Return the paths of the roots with these logits, which are empty."""
@@ -165,10 +158,7 @@ class DraftStages:
 
     def _logits(self, requests: Requests, number: int, rows: TreeRows) -> torch.Tensor:
         first, _ = expansions_of(self.widths, number + 1)
-        logits = self._draft.forward(rows, len(requests.packed), first)
-        if self._correction is not None:
-            self._correction.rows(requests, logits, rows, first)
-        return logits
+        return self._draft.forward(rows, len(requests.packed), first)
 
     def _paths_of(self, requests: Requests, number: int, rows: TreeRows) -> Paths:
         first = sum(self.widths[:number])

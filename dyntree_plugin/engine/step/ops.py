@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from dyntree_kernels.blocks import DecideBlocks
     from dyntree_kernels.contracts import GrowthSettings, Learn, StepGrowth, Walk, Walked
     from dyntree_kernels.paths import PathKernels
-    from dyntree_kernels.residuals import ResidualKernels, Residuals
     from dyntree_kernels.tries import LookUp
     from dyntree_plugin.engine.step.clock import Clock
     from dyntree_plugin.engine.step.growth_stages import DraftStages, Rank
@@ -67,10 +66,6 @@ class TreeOps(Protocol):
         self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what `place.place` does."""
-        ...
-
-    def residuals(self, of: Residuals) -> ResidualKernels:
-        """Make what corrects a draft's logits by a table, and learns it."""
         ...
 
     def mover(self, layers: Sequence[Attention]) -> Move:

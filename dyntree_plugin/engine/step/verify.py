@@ -21,7 +21,6 @@ from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
 from dyntree_plugin.engine.papers.chain_samples import ChainSamples
 from dyntree_plugin.engine.papers.logit_rows import WalkedRows
 from dyntree_plugin.engine.papers.walk import DrawnWalk
-from dyntree_plugin.engine.step.correction import DraftCorrection
 from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
 from dyntree_plugin.engine.step.records import Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
@@ -42,12 +41,10 @@ class TreeVerifier:
         ops: TreeOps,
         graphs: Graphs,
         copies: int = 1,
-        correction: DraftCorrection | None = None,
     ) -> None:
         """``buffers``: those that every batch is a part of. ``movers``: for each KV cache group of
         target layers, the cache slots of a batch's rows and what moves rows there. ``copies``: how
-        often the sampler copies a row of logits at most. ``correction``: learns from the target's
-        logits; None without one."""
+        often the sampler copies a row of logits at most."""
         self.sampler = sampler
         self.trees = trees
         self.buffers = buffers
@@ -56,7 +53,6 @@ class TreeVerifier:
         self._ops = ops
         self._graphs = graphs
         self.copies = copies
-        self._correction = correction
         self._walk_draws = DrawnWalk(trees, WalkedRows(trees, buffers, ops.perturb))
         self._chain_samples = ChainSamples(trees, ops.decide_blocks)
 
@@ -77,11 +73,6 @@ class TreeVerifier:
         sampled, processed = self._sample(logits, batch, wanted is not None)
         self._ops.clock.next("verify")
         walked, learning = self.verify(packed, sampled, processed, invalid_drafts)
-        if self._correction is not None:
-            # The sampler has left them as they were. They have no address that lasts, so no
-            # graph can read them.
-            on_device = packed.to(logits.device, non_blocking=True)
-            self._correction.learn(on_device, logits, walked)
         logprobs = None
         if wanted is not None:
             self._ops.clock.next("sample")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.cpu import bitmasks, growth, learn, look_up, paths, residuals, walk
+from dyntree_kernels.cpu import bitmasks, growth, learn, look_up, paths, walk
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.kv_move import kv_move
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile tree attention, KV moves, growth, walks, learning, look-up, paths, bitmasks and
-    the correction of logits.
+    """Compile tree attention, KV moves, growth, walks, learning, look-up, paths and
+    bitmasks.
 
     ``dtype``: of caches, queries and logits. The first compilation on a machine takes about 10 s.
     Later processes take a fraction of a second to load the machine code that `compiled` stored.
@@ -25,7 +25,6 @@ def warm_up(dtype: torch.dtype) -> None:
     kv_move([key], [value], "vec", slot + 1, slot)
     for of_logits in dict.fromkeys((dtype, torch.float32)):  # parameters give float32
         growth.warm_up(of_logits)
-        residuals.warm_up(of_logits)
     walk.warm_up()
     learn.warm_up()
     look_up.warm_up()
