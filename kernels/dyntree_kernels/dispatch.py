@@ -14,10 +14,6 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-TWO_PASS_ROWS = 256
-"""Rows per KV head from which on two passes are the default on Hopper. Attention is then bound by
-arithmetic, and FlashAttention 3 is faster there than the kernels that accept masks."""
-
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -38,11 +34,6 @@ class Problem:
     kv_dtype: torch.dtype
     rows: int
     context: int
-
-    @property
-    def packed_rows(self) -> int:
-        """Number of rows that read the same KV head."""
-        return self.rows * self.heads // self.kv_heads
 
 
 @dataclass(frozen=True)
@@ -109,28 +100,10 @@ def _flashinfer(p: Problem) -> str | None:
     return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
 
 
-def _two_pass(p: Problem) -> str | None:
-    if p.capability is None or p.capability[0] != 9:
-        return "FlashAttention 3 needs a Hopper GPU"
-    if p.dtype not in _HALF or p.kv_dtype != p.dtype:
-        return f"{p.dtype} with a cache of {p.kv_dtype}"
-    return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
-
-
-def _xformers(p: Problem) -> str | None:
-    if p.capability is None:
-        return "it needs a GPU"
-    if p.dtype not in (torch.float32, *_HALF) or p.kv_dtype != p.dtype:
-        return f"{p.dtype} with a cache of {p.kv_dtype}"
-    return None
-
-
 _OBSTACLE: dict[str, Callable[[Problem], str | None]] = {
     "cpu": _cpu,
-    "two_pass": _two_pass,
     "triton": _triton,
     "flashinfer": _flashinfer,
-    "xformers": _xformers,
 }
 """Functions that return why an implementation cannot serve a problem, or None.
 
@@ -141,11 +114,8 @@ size.
 
 
 def installed() -> set[str]:
-    """Return the implementations whose packages are installed.
-
-    Callers add two_pass if they have FlashAttention 3 for its first pass.
-    """
-    needs = {"cpu": "numba", "triton": "triton", "flashinfer": "flashinfer", "xformers": "xformers"}
+    """Return the implementations whose packages are installed."""
+    needs = {"cpu": "numba", "triton": "triton", "flashinfer": "flashinfer"}
     return {name for name, module in needs.items() if importlib.util.find_spec(module) is not None}
 
 
@@ -171,7 +141,9 @@ def choose(
     if not serving:
         reasons = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
         raise ValueError(f"no kernel serves tree attention of {problem} ({reasons})")
-    choice = _fastest(problem, serving, table) or _default(problem, serving)
+    choice = _fastest(problem, serving, table) or Choice(
+        serving[0], "the first one that serves this shape; no measurement of it"
+    )
     logger.info("tree attention by %s: %s", choice.name, choice.reason)
     return choice
 
@@ -202,13 +174,3 @@ def _fastest(p: Problem, serving: list[str], table: Collection[Measurement]) -> 
         f"measured {best.microseconds:.1f} µs at {best.rows} rows after {best.context} positions"
     )
     return Choice(best.implementation, f"{reason} (others: {others or 'none'})")
-
-
-def _default(p: Problem, serving: list[str]) -> Choice:
-    rows = f"{p.packed_rows} rows per KV head"
-    if serving[0] == "two_pass":
-        if p.packed_rows >= TWO_PASS_ROWS:
-            return Choice("two_pass", f"{rows}, and no measurement of this shape")
-        if len(serving) > 1:
-            return Choice(serving[1], f"{rows} are below {TWO_PASS_ROWS}; no measurement")
-    return Choice(serving[0], "the first one that serves this shape; no measurement of it")

@@ -206,7 +206,7 @@ FLASHINFER_IS_FASTER = dispatch.Measurement(
 @pytest.mark.parametrize(
     ("installed", "built", "table", "chosen"),
     [
-        ({"triton", "xformers"}, None, [FLASHINFER_IS_FASTER], "triton"),
+        ({"triton"}, None, [FLASHINFER_IS_FASTER], "triton"),
         ({"triton", "flashinfer"}, None, [FLASHINFER_IS_FASTER], "triton"),
         ({"triton", "flashinfer"}, "module", [], "triton"),
         ({"triton", "flashinfer"}, "module", [FLASHINFER_IS_FASTER], "flashinfer"),

@@ -91,7 +91,6 @@ def packages(kind: str) -> Iterator[Check]:
         ("numba", "numba", "cpu"),
         ("Triton", "triton", "cuda"),
         ("FlashInfer", versions.FLASHINFER, "cuda"),
-        ("xFormers", "xformers", "cuda"),
     ):
         try:
             yield Check(name, "ok", metadata.version(Requirement(requirement).name))
