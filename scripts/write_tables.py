@@ -11,9 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import fleet, offload_model
+from benchmarks import gpu_model
 from benchmarks.acceptance import report
-from benchmarks.gpu_model import tables as gpu_model
 from dyntree_plugin import cli
 from dyntree_plugin.commands import vocabulary
 from dyntree_plugin.commands.bench import table
@@ -103,12 +102,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
     "serve_offload": lambda: _speed("serve-llama-1b-offload"),
     "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
-    "offload_model": offload_model.model_table,
-    "offload_papers": offload_model.paper_table,
-    "fleet_assumptions": fleet.assumptions_table,
-    "fleet_requests": fleet.batch_table,
-    "fleet_levels": fleet.fleet_table,
-    "fleet_sensitivity": fleet.sensitivity_table,
     **gpu_model.TABLES,
     "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
 }

@@ -16,9 +16,7 @@ import typer
 from command_lines import ran
 from typer.core import TyperOption
 
-from benchmarks import depths, fleet, offload_model
 from benchmarks.acceptance import command as acceptance
-from benchmarks.gpu_model import __main__ as gpu_model
 from dyntree_plugin import cli
 from dyntree_plugin.commands.bench import prompts
 from dyntree_plugin.commands.vocabulary import NAMES, of_commands, option, shared
@@ -42,10 +40,6 @@ def of_function(function: Any) -> typer.Typer:
 
 SCRIPTS = {
     "acceptance": acceptance.app,
-    "depths": of_function(depths.main),
-    "fleet": of_function(fleet.main),
-    "gpu_model": of_function(gpu_model.main),
-    "offload_model": of_function(offload_model.main),
 }
 
 
