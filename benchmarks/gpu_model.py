@@ -19,7 +19,8 @@ from statistics import median
 
 import typer
 
-from dyntree_plugin.commands.bench.results import Run, Series, read
+from dyntree_plugin.commands.bench.results import Series, read
+from dyntree_plugin.commands.loads.runs import Run
 from dyntree_plugin.options.shape import ADAPTIVE_FORWARDS, default_shape
 
 RESULTS = Path(__file__).parent / "results"
@@ -307,7 +308,7 @@ def beside_measured() -> Iterator[list[str]]:
 
 
 def _median(series: Series, name: str) -> float:
-    return median(getattr(run, name) for run in series.runs)
+    return float(median(getattr(run, name) for run in series.runs))
 
 
 def _forecast(runs: list[Run]) -> Point:
