@@ -8,7 +8,8 @@ import pytest
 import torch
 from tree_shapes import random_tree
 
-from dyntree_kernels.contracts import KINDS, LOOK_UP, Learn, Regression
+from dyntree_kernels.contracts import KINDS, LOOK_UP
+from dyntree_kernels.learning import Learn, Regression
 from dyntree_plugin.tree.value import AcceptanceEstimate, outcomes
 
 SLOTS, DEPTH = 7, 5

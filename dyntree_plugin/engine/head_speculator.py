@@ -13,19 +13,21 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from dyntree_plugin.engine.drafting import Drafting
+from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.sources.head import HeadStates, TargetHead
-from dyntree_plugin.engine.speculator import TreeProposals, row_memory
+from dyntree_plugin.engine.speculator import Steps, TreeProposals, row_memory
 
 
 class HeadSpeculator(TreeProposals, DraftModelSpeculator):
     """Loads, profiles and places a head as the stock class does."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, drafting: Drafting) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
+    ) -> None:
         super().__init__(vllm_config, device)
-        self.drafting = drafting
-        plan = drafting.trees.plan
+        self.steps, self.compose = steps, compose
+        plan = compose.trees.plan
         # Before vLLM profiles the memory, so that it is counted.
         self.states = HeadStates(
             self.max_num_reqs,
@@ -45,10 +47,10 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        memory = row_memory(self, self.drafting.trees.plan)
-        writer = self.drafting.ops.row_writer(memory)
+        memory = row_memory(self, self.compose.trees.plan)
+        writer = self.compose.ops.row_writer(memory)
         source = TargetHead(self, self, self.states, memory, writer)
-        self.drafting.compose(source, memory.buffers, memory.stored_at, memory.last_position)
+        self.drafter = self.compose.drafter(memory.of_growth, source, writer)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool

@@ -6,6 +6,7 @@ The hooks that a pipeline's earlier stages have, too, are in `stage`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ from vllm.v1.worker.utils import clear_layer_kv_caches
 from dyntree_plugin.admission.request_limits import wrap_seeds
 from dyntree_plugin.engine.budget.measured_rows import measure_rows
 from dyntree_plugin.engine.budget.plain_cost import measure
+from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
-from dyntree_plugin.engine.drafting import Drafting
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
 from dyntree_plugin.engine.grammar.drafts import RecentDrafts
@@ -46,8 +47,8 @@ from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.draft import Ranking
-from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs
+from dyntree_plugin.engine.step.requests import pack
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.engine.telemetry.step_record import CountedOutput, StepRecord, StepTimes
@@ -56,6 +57,8 @@ from dyntree_plugin.tree.budget.row_cost import RowCost
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.source import TrieSource
 from dyntree_plugin.tree.value import AcceptanceEstimate
+
+Verify = Callable[[torch.Tensor, InputBatch, torch.Tensor | None], SamplerOutput]
 
 # vLLM shows only what is logged below the name of its own package.
 logger = init_logger("vllm.dyntree")
@@ -66,6 +69,8 @@ class TreeRunnerMixin(TreeStage):
 
     In a pipeline it is the last stage, which drafts and verifies.
     """
+
+    trees: TreeStore
 
     def make_graphs(self) -> Graphs:
         """Make what replays stages from graphs."""
@@ -92,22 +97,17 @@ class TreeRunnerMixin(TreeStage):
         # One more, for the trees' spare slot.
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
-        longest = self.req_states.max_seq_len
-        self.driver = StepDriver(
-            self.trees, self.ops, self._sampling_states, longest, self.pipeline_stages
+        compose = Composer(
+            trees=self.trees,
+            chained=self.chained,
+            estimate=self.estimate,
+            ops=self.ops,
+            graphs=self.graphs,
+            tries=self._tries(plan),
+            ranking=self._ranking,
         )
-        drafting = Drafting(
-            self.driver,
-            self.trees,
-            self.chained,
-            self.estimate,
-            self.ops,
-            self.graphs,
-            self._tries(plan),
-            self.max_num_reqs,
-            self._ranking,
-        )
-        self.speculator: TreeProposals = _speculator_for(plan)(vllm_config, device, drafting)
+        speculator = _speculator_for(plan)
+        self.speculator: TreeProposals = speculator(vllm_config, device, self, compose)
         self.recent_drafts = RecentDrafts(self.pipeline_stages, device)
         self._step_times = StepTimes()
         self._plain_steps: PlainSteps | None = None
@@ -145,14 +145,14 @@ class TreeRunnerMixin(TreeStage):
             self.sampler,
             self.trees,
             self.estimate,
-            self.input_buffers,
-            self._moves,
             self.ops,
             self.graphs,
-            processors.copies,
+            buffers=self.input_buffers,
+            movers=self._moves,
+            copies=processors.copies,
         )
         # vLLM calls it by its signature and nothing else.
-        self.rejection_sampler: Any = RejectionSampler(self.driver, self.verifier)
+        self.rejection_sampler: Any = RejectionSampler(self.verify)
 
     def _read_paths(self, sampler: Sampler) -> ProcessorsOnTrees:
         """Have sampling parameters on the rows of trees read the rows' paths."""
@@ -181,6 +181,23 @@ class TreeRunnerMixin(TreeStage):
         if self.sampler is None:
             raise RuntimeError("trees were asked for before the sampler was made")
         return self.sampler.sampling_states
+
+    def packed(self, batch: InputBatch) -> torch.Tensor:
+        """Return the requests of the step on the host, as `pack` makes them."""
+        if self.step.packed is None:
+            longest = self.req_states.max_seq_len
+            self.step.packed = pack(batch, self._sampling_states(), longest)
+        return self.step.packed
+
+    def verify(
+        self, logits: torch.Tensor, batch: InputBatch, invalid_drafts: torch.Tensor | None
+    ) -> SamplerOutput:
+        """After the target's forward: accept a path of each tree, and move its KV."""
+        packed = self.packed(batch)
+        output, self.step.verified, self.step.learning = self.verifier.run(
+            packed, logits, batch, invalid_drafts
+        )
+        return output
 
     def drawn_chains(self, slots: list[int]) -> np.ndarray | None:
         """Return which requests have drawn chains, bool [R]; None if none can have one."""
@@ -245,7 +262,7 @@ class TreeRunnerMixin(TreeStage):
         return output
 
     def _count(self, batch: InputBatch) -> None:
-        walked, drafted = self.driver.step.verified, self.driver.previous.drafted
+        walked, drafted = self.step.verified, self.previous.drafted
         grown = drafted.growth_forwards
         if self.trace is not None and walked is not None:
             self.trace.add(walked, batch, self.trees)
@@ -264,7 +281,7 @@ class TreeRunnerMixin(TreeStage):
             return output
         batch = state.input_batch
         if self.relay is not None:
-            walked = self.driver.step.verified
+            walked = self.step.verified
             self.relay.send(batch, None if walked is None else walked.path, self.trees)
         # With structured output vLLM hands the drafts to the scheduler, and it needs trees.
         outline = batch.has_structured_output_reqs
@@ -273,7 +290,7 @@ class TreeRunnerMixin(TreeStage):
             self.recent_drafts.add_parents(self.ops.send(parents))
         record, self._record = self._record, self._new_record()
         times = self.clock.split()
-        record.ended(self.driver.step.drafted.forwards, times)
+        record.ended(self.step.drafted.forwards, times)
         self.step_ended(batch, times)
         return CountedOutput(output, record, self._step_times)
 
@@ -307,9 +324,8 @@ class RejectionSampler:
     # vLLM's rehearsal of its kernels asks for it.
     enable_adaptive_verification = False
 
-    def __init__(self, driver: StepDriver, verifier: TreeVerifier) -> None:
-        self._driver = driver
-        self._verifier = verifier
+    def __init__(self, verify: Verify) -> None:
+        self._verify = verify
 
     def __call__(
         self,
@@ -318,4 +334,4 @@ class RejectionSampler:
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        return self._driver.verify(self._verifier, logits, input_batch, invalid_drafts)
+        return self._verify(logits, input_batch, invalid_drafts)

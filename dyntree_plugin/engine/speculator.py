@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,31 +12,47 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from dyntree_plugin.engine.drafting import Drafting
+from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_drafts
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 from dyntree_plugin.engine.sources.draft_models import DraftModels, LoadedModel
-from dyntree_plugin.engine.step.records import Sampled
-from dyntree_plugin.engine.step.rows import RowMemory, no_rows
+from dyntree_plugin.engine.step.draft import Drafter
+from dyntree_plugin.engine.step.records import Sampled, Step
+from dyntree_plugin.engine.step.rows import GrowthMemory, RowMemory
 from dyntree_plugin.tree.padded import of_width, readable
 from dyntree_plugin.tree.plan import TreePlan
+
+
+class Steps(Protocol):
+    """What a speculator reads of the runner whose trees it drafts."""
+
+    @property
+    def step(self) -> Step:
+        """The step that runs."""
+        ...
+
+    def packed(self, batch: InputBatch) -> torch.Tensor:
+        """Return the requests of the step on the host, as `pack` makes them."""
+        ...
 
 
 class TreeProposals(BaseSpeculator):
     """The part of a speculator that does not depend on where its candidates come from."""
 
-    drafting: Drafting
+    steps: Steps
+    compose: Composer
+    drafter: Drafter
     draft_tokens: torch.Tensor
     """int64 [the most requests, node_budget], for steps that draft nothing."""
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Make room for graphs; vLLM calls it whenever there is a new KV cache."""
         eager = cudagraph_mode == CUDAGraphMode.NONE
-        self.drafting.graphs.prepare(None if eager else self.drafting.stages)
+        self.compose.graphs.prepare(None if eager else self.drafter.stages)
 
     def capture(self) -> None:
-        self.drafting.graphs.capture()
+        self.compose.graphs.capture()
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Follow the fitted context. vLLM calls `set_attn` later, which reads it."""
@@ -73,7 +89,13 @@ class TreeProposals(BaseSpeculator):
         # request has a next step that could verify them: all read prompts, or end.
         sampled = Sampled(num_sampled, last_sampled, next_prefill_tokens[0], hidden)
         grows = num_speculative_tokens != 0
-        drafts = self.drafting.draft(input_batch, sampled, grows=grows)
+        step, packed = self.steps.step, self.steps.packed(input_batch)
+        with self.compose.ops.clock("verify"):
+            # The output is on its way to the host by now, and does not wait for what is learned.
+            if step.learning is not None:
+                step.learning()
+            step.drafted = self.drafter.draft(step, packed, input_batch, sampled, grows=grows)
+        drafts = step.drafted.tokens
         return self.draft_tokens[:num_reqs] if drafts is None else drafts
 
     def rehearse(
@@ -90,15 +112,17 @@ class TreeProposals(BaseSpeculator):
         # A CPU's cache has the size that the user sets.
         if not most_logits or self.draft_tokens.device.type == "cpu":
             return 1
-        return max(self.drafting.trees.plan.growing.widths, default=1)
+        return max(self.compose.trees.plan.growing.widths, default=1)
 
 
 class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
     """Loads, profiles and places a draft model as the stock class does, and further ones."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, drafting: Drafting) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
+    ) -> None:
         super().__init__(vllm_config, device)
-        self.drafting = drafting
+        self.steps, self.compose = steps, compose
         self.further: list[FurtherDraft] = []
 
     _run_model = as_one_stage()(StandaloneARSpeculator._run_model)
@@ -115,12 +139,14 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        plan = self.drafting.trees.plan
-        memory = row_memory(self, plan)
-        writer = self.drafting.ops.row_writer(memory)
-        apart, vocabulary = plan.growing.roots > 1, self.drafting.trees.vocabulary
-        source = DraftModels(self, self.further, memory, writer, vocabulary, trees_apart=apart)
-        self.drafting.compose(source, memory.buffers, memory.stored_at, memory.last_position)
+        trees = self.compose.trees
+        memory = row_memory(self, trees.plan)
+        writer = self.compose.ops.row_writer(memory)
+        apart = trees.plan.growing.roots > 1
+        source = DraftModels(
+            self, self.further, memory, writer, trees.vocabulary, trees_apart=apart
+        )
+        self.drafter = self.compose.drafter(memory.of_growth, source, writer)
 
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
@@ -128,7 +154,7 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         """Run one forward of every draft."""
         rows, width = batch.num_tokens, self.most_logits_of_a_request(most_logits)
         models: list[LoadedModel] = [self, *self.further]
-        vocabulary = self.drafting.trees.vocabulary
+        vocabulary = self.compose.trees.vocabulary
         for model in models:
             # vLLM rehearses with any of the target's tokens.
             ids = readable(batch.input_ids[:rows], vocabulary, model.vocab_size)
@@ -149,13 +175,15 @@ class LookUpSpeculator(TreeProposals):
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, drafting: Drafting) -> None:
-        self.drafting = drafting
-        requests, nodes = drafting.requests, drafting.trees.shape.node_budget
-        self._stored_at = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.draft_tokens = self._stored_at.new_zeros(requests, nodes)
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
+    ) -> None:
+        self.steps, self.compose = steps, compose
+        nodes, requests = compose.trees.shape.node_budget, vllm_config.scheduler_config.max_num_seqs
+        self.draft_tokens = torch.zeros(requests, nodes, dtype=torch.int64, device=device)
         self.update_max_model_len(vllm_config.model_config.max_model_len)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        rows = no_rows(self._stored_at.device)
-        self.drafting.compose(None, rows, self._stored_at, max_model_len - 1)
+        requests, device = len(self.draft_tokens), self.draft_tokens.device
+        memory = GrowthMemory.without_rows(requests, max_model_len - 1, device)
+        self.drafter = self.compose.drafter(memory)

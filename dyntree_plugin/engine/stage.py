@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +17,14 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_plugin.engine.adapters import AdapterRows
-from dyntree_plugin.engine.attention.metadata import WithTreeMask
+from dyntree_plugin.engine.attention.metadata import TreeMask, WithTreeMask
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS
 from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.pipeline.relay import TreeRelay
-from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.ops import Move, TreeOps
+from dyntree_plugin.engine.step.place import place_nodes
+from dyntree_plugin.engine.step.records import Step
+from dyntree_plugin.engine.step.trees import PlacedTrees
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
 
 
@@ -33,7 +36,7 @@ class TreeStage(AdapterRows):
     noise.
     """
 
-    driver: StepDriver
+    trees: PlacedTrees
 
     def make_ops(self) -> TreeOps:
         """Make what the platform brings to a step."""
@@ -58,13 +61,20 @@ class TreeStage(AdapterRows):
         if self.pp_handler is not None:
             self.relay = TreeRelay(self.pp_handler, plan.shape, self.pipeline_stages)
         self._movers: list[tuple[int, Move]] = []
+        self.step = Step()
+        self._earlier = deque([Step()], maxlen=self.pipeline_stages)
+
+    @property
+    def previous(self) -> Step:
+        """The step that drafted the trees of this one: the last one of the same requests."""
+        return self._earlier[0]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.warm_up_kernels()
         # vLLM offers no hook by which a runner adds to the metadata of the target's attention.
         self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
-            self.model_state.prepare_attn, self.driver.take_mask, self.clock, self._draft_layers
+            self.model_state.prepare_attn, self._take_mask, self.clock, self._draft_layers
         )
 
     @property
@@ -88,15 +98,28 @@ class TreeStage(AdapterRows):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Begin a step; vLLM calls it in every one, whether or not a request is new."""
         super().add_requests(scheduler_output)
-        self.driver.begin(getattr(scheduler_output, FORWARDS, None))
+        self._earlier.append(self.step)
+        self.step = Step(getattr(scheduler_output, FORWARDS, None))
 
     def prepare_attn(
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Place the nodes; vLLM then prepares the attention metadata and runs the target."""
         found = super().prepare_attn(input_batch)
-        self.driver.place(input_batch, self.req_states.prefill_len.gpu)
+        self.place(input_batch)
         return found
+
+    def place(self, batch: InputBatch) -> None:
+        """Give rows of nodes their positions, and the batch a mask."""
+        if batch.num_draft_tokens:
+            with self.clock("place"):
+                prefill_len = self.req_states.prefill_len.gpu
+                self.step.mask = place_nodes(batch, self.trees, prefill_len, self.ops)
+
+    def _take_mask(self) -> TreeMask | None:
+        """Give the mask to the target's attention, once."""
+        mask, self.step.mask = self.step.mask, None
+        return mask
 
 
 @contextmanager

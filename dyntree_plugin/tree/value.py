@@ -39,7 +39,8 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, Regression
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP
+from dyntree_kernels.learning import Regression
 from dyntree_plugin.tree.token_tree import NO_VALUE
 
 FEATURES = 2

@@ -1,4 +1,4 @@
-"""Interfaces of the kernels of a step on every device: growth, walk and learning."""
+"""Interfaces of the kernels of a step on every device: growth and walk."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class OfRequests(NamedTuple):
 
     ``roots`` int64: positions of the roots. ``temperatures`` float32. ``classes`` int64: classes of
     the weights. ``seeds`` int64. ``chained`` bool: whether every node has one child. ``levels``
-    int64: depth of the deepest node that the request has a use for, at least 1.
+    int64: depth of the deepest node that the request has a use for, at least 1. ``slots`` int64:
+    where the trees are stored.
     """
 
     roots: torch.Tensor
@@ -71,21 +72,49 @@ class OfRequests(NamedTuple):
     seeds: torch.Tensor
     chained: torch.Tensor
     levels: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def room(cls, requests: int, device: torch.device) -> OfRequests:
+        """Allocate the properties of so many requests."""
+
+        def zeros(dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(requests, dtype=dtype, device=device)
+
+        return cls(
+            roots=zeros(),
+            temperatures=zeros(torch.float32),
+            classes=zeros(),
+            seeds=zeros(),
+            chained=zeros(torch.bool),
+            levels=zeros(),
+            slots=zeros(),
+        )
+
+    def first(self, requests: int) -> OfRequests:
+        """Return views of the first ``requests``."""
+        return OfRequests(*(each[:requests] for each in self))
+
+    def fill(self, values: OfRequests) -> None:
+        """Copy the properties of R requests to the first R places."""
+        for room, each in zip(self, values, strict=True):
+            room[: len(each)].copy_(each)
 
 
 class GrowthSettings(NamedTuple):
     """Arguments of a `StepGrowth`.
 
-    ``requests``: the largest number of requests. ``least``: the least value of a node, except for
-    the root's first child. ``longest``: the last position. ``coupled``: whether scores include the
-    target sampler's noise. ``weights`` float32 [classes * KINDS, 3]: weights of the learned
-    acceptance probability, read anew in every step; None if it is not learned. Growth writes to
-    ``rows`` and ``trees``. ``grafts``: nodes of a trie, 0 for no tries. ``max_depth``: depth of the
-    deepest node. ``shift``: 0, or -1 if rows stand one position before their tokens and read the
-    outputs of their parents' rows. Then no forward expands both a node and its child.
+    ``of_requests``: of the most requests, written before each ``start``. ``least``: the least value
+    of a node, except for the root's first child. ``longest``: the last position. ``coupled``:
+    whether scores include the target sampler's noise. ``weights`` float32 [classes * KINDS, 3]:
+    weights of the learned acceptance probability, read anew in every step; None if it is not
+    learned. Growth writes to ``rows`` and ``trees``. ``grafts``: nodes of a trie, 0 for no tries.
+    ``max_depth``: depth of the deepest node. ``shift``: 0, or -1 if rows stand one position before
+    their tokens and read the outputs of their parents' rows. Then no forward expands both a node
+    and its child.
     """
 
-    requests: int
+    of_requests: OfRequests
     node_budget: int
     children: int
     widths: tuple[int, ...]
@@ -121,16 +150,8 @@ class StepGrowth(Protocol):
         """Whether there is a ``resume``, so that calls can be captured separately."""
         return True
 
-    def start(
-        self,
-        roots: torch.Tensor,
-        temperatures: torch.Tensor,
-        classes: torch.Tensor,
-        seeds: torch.Tensor,
-        chained: torch.Tensor,
-        levels: torch.Tensor,
-    ) -> None:
-        """Begin a step's growth over R requests. The arguments, as in `OfRequests`, are copied."""
+    def start(self, requests: int) -> None:
+        """Begin a step's growth over the first ``requests`` of `GrowthSettings.of_requests`."""
         ...
 
     def graft(self, trie: Trie) -> None:
@@ -145,7 +166,7 @@ class StepGrowth(Protocol):
         """Continue after ``forwards`` draft forwards, for calls that are captured separately.
 
         The children of these forwards have been picked. Growth continues with the first
-        ``requests`` of the requests that ``start`` got.
+        ``requests`` of those that it was started with.
         """
         ...
 
@@ -173,8 +194,8 @@ class StepGrowth(Protocol):
         """Log of the values of the nodes that ``expand`` chose, float32 [R, W]; else -inf."""
         ...
 
-    def finish(self, slots: torch.Tensor) -> torch.Tensor:
-        """Store the trees at ``slots`` int64 [R]; return their nodes' tokens, int64 [R, N]."""
+    def finish(self) -> torch.Tensor:
+        """Store the trees at `OfRequests.slots`; return their nodes' tokens, int64 [R, N]."""
         ...
 
 
@@ -328,72 +349,3 @@ def check_walk(batch: BatchRows, trees: TreeArrays, found: Walked) -> None:
     arrays = [array for array in (*read, *walked_arrays(trees), *found) if array is not None]
     if not all(array.is_contiguous() for array in arrays) or batch.requests.stride(1) != 1:
         raise ValueError("the arrays of a batch, its trees and the results must be dense")
-
-
-class Regression(NamedTuple):
-    """A logistic regression per class of requests and kind of candidates, for `Learn`.
-
-    Regression ``class * kinds + kind`` is that of a class and a kind; kinds are those of ``prior``.
-    ``weights`` float32 [classes * kinds, 3] and ``information`` float32 [classes * kinds, 3, 3] are
-    updated. ``prior`` float32 [kinds, 3]: expected weights, with the precision ``strength``.
-    ``low`` and ``high`` float32 [3]: bounds of the weights. ``memory``: number of observed nodes
-    after which a node's influence falls to 1/e. If a request of a class has no observed node of a
-    kind, it counts as one. ``steps``: steps of Newton's method.
-    """
-
-    weights: torch.Tensor
-    information: torch.Tensor
-    prior: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-    strength: float
-    memory: float
-    steps: int
-
-
-class Learn(Protocol):
-    """Updates all regressions in one call, as `AcceptanceEstimate.observe` does."""
-
-    def __call__(
-        self,
-        regression: Regression,
-        features: torch.Tensor,
-        kinds: torch.Tensor,
-        parents: torch.Tensor,
-        path: torch.Tensor,
-        counts: torch.Tensor,
-        slots: torch.Tensor,
-        classes: torch.Tensor,
-    ) -> None:
-        """Learn which nodes the target accepted, among children of the root and of accepted nodes.
-
-        Args:
-            features: float32 [S, N, 2], of the nodes of all trees.
-            kinds: int8 [S, N], of the nodes of all trees.
-            parents: int64 [S, N], of the nodes of all trees.
-            path: int64 [R, D] in dense rows, the accepted nodes; -1 after the last.
-            counts: int64 [R], number of verified nodes, which are the first ones.
-            slots: int64 [R], slots of the requests' trees; not read for a request without a class.
-            classes: int64 [R], classes of the requests; -1 for none.
-
-        Raises:
-            ValueError: if another array is not dense.
-        """
-        ...
-
-
-def check_learning(
-    regression: Regression,
-    features: torch.Tensor,
-    kinds: torch.Tensor,
-    parents: torch.Tensor,
-    path: torch.Tensor,
-    counts: torch.Tensor,
-) -> None:
-    """Raise ValueError unless the arrays of `Learn` are dense."""
-    learned = (regression.weights, regression.information)
-    known = (regression.prior, regression.low, regression.high)
-    of_trees = (features, kinds, parents, counts)
-    dense = (each.is_contiguous() for each in (*of_trees, *learned, *known))
-    if not all(dense) or path.stride(1) != 1:
-        raise ValueError("the arrays of the trees and the regression must be dense")

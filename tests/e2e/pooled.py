@@ -25,7 +25,7 @@ class Notes:
         self.found: list[Note] = []
 
     def roots(self, memory: Any, logits: list[torch.Tensor]) -> None:
-        slots = memory.stored_at[: len(logits[0])].tolist()
+        slots = memory.of_requests.slots[: len(logits[0])].tolist()
         ends = memory.root_positions[: len(slots)].tolist()
         tokens, lengths = self._states.all_token_ids.gpu, self._states.total_len.gpu
         self._contexts = [
@@ -89,7 +89,7 @@ def main(job_path: str, results_path: str) -> None:
         **job["arguments"],
     )
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
-    notes = note_drafts(runner.req_states, runner.speculator.drafting.stages._source)
+    notes = note_drafts(runner.req_states, runner.speculator.drafter.stages._source)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
     outputs = llm.generate(prompts, params, use_tqdm=False)

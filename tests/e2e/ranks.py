@@ -64,7 +64,7 @@ def _break_last_rank(worker: Any, name: str) -> None:
 
     worker.broken = ExitStack()
     # If one rank alone stopped drafting early, the other would wait for it forever.
-    growth = worker.model_runner.speculator.drafting.stages._growth
+    growth = worker.model_runner.speculator.drafter.stages._growth
     stock = growth.expand
     goes_on = mock.patch.object(growth, "expand", lambda bits: max(1, stock(bits)))
     worker.broken.enter_context(goes_on)

@@ -188,7 +188,7 @@ def other_rows(runner: Any) -> Iterator[None]:
 @contextmanager
 def other_parents(runner: Any) -> Iterator[None]:
     """Give a head's rows the root's state, in place of that of each node's parent."""
-    source = runner.speculator.drafting.stages._source
+    source = runner.speculator.drafter.stages._source
     stock, own = source.forward, source._states.own
 
     def forward(rows: Any, *given: Any) -> Any:
@@ -276,8 +276,8 @@ def captured(runner: Any) -> Iterator[None]:
 
         return record
 
-    drafter, driver = runner.speculator.drafting._drafter, runner.driver
-    stages, shape = drafter._stages, runner.trees.shape
+    drafter, shape = runner.speculator.drafter, runner.trees.shape
+    stages = drafter.stages
     numbers = {1 + min(size, shape.max_depth) for size in node_buckets(shape.node_budget)}
     trees = runner.trees
     drafting = CapturedDrafting(
@@ -286,11 +286,12 @@ def captured(runner: Any) -> Iterator[None]:
     recorders = iter((recorder("drafting"), recorder("verification")))
     graphs = CapturedStages(lambda _: drafting, lambda: nullcontext(next(recorders)))
     wanted = itertools.cycle(range(1 + len(stages.widths)))
-    begin, forwards = driver.begin, set()
+    add, forwards = runner.add_requests, set()
 
-    def begin_with_another_number(_: Any) -> None:
-        forwards.add(driver.step.drafted.growth_forwards)
-        begin(next(wanted))
+    def add_with_another_number(scheduler_output: Any) -> None:
+        forwards.add(runner.step.drafted.growth_forwards)
+        add(scheduler_output)
+        runner.step.most_forwards = next(wanted)
 
     with torch.inference_mode():
         graphs.prepare(stages)
@@ -299,7 +300,7 @@ def captured(runner: Any) -> Iterator[None]:
     with (
         mock.patch.object(runner.verifier, "_graphs", graphs),
         mock.patch.object(drafter, "_graphs", graphs),
-        mock.patch.object(driver, "begin", begin_with_another_number),
+        mock.patch.object(runner, "add_requests", add_with_another_number),
     ):
         yield
     for kind, sizes in replayed.items():
@@ -332,7 +333,7 @@ class _Guesses:
 @contextmanager
 def guesses(runner: Any) -> Iterator[None]:
     """Look up nothing, and guess instead. Output must not change."""
-    stages, nodes = runner.speculator.drafting.stages, runner.trees.shape.grafts
+    stages, nodes = runner.speculator.drafter.stages, runner.trees.shape.grafts
     with mock.patch.object(stages, "_tries", _Guesses(stages._tries, nodes)):
         yield
 
@@ -340,7 +341,7 @@ def guesses(runner: Any) -> Iterator[None]:
 @contextmanager
 def unranked(runner: Any) -> Iterator[None]:
     """Rank the draft's logits as if requests had no parameters. Output must not change."""
-    with mock.patch.object(runner.speculator.drafting._drafter, "_ranking", None):
+    with mock.patch.object(runner.speculator.drafter, "_ranking", None):
         yield
 
 
@@ -349,14 +350,16 @@ def tensors(runner: Any) -> Iterator[None]:
     """Grow trees in plain torch, from the same sources. Output must not change."""
     from dyntree_kernels.contracts import RowBuffers
     from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
+    from dyntree_plugin.engine.step.rows import GrowthMemory
     from dyntree_plugin.tree.children import ChildPicker
 
-    drafting = runner.speculator.drafting
-    compiled, plan = drafting.stages._growth, runner.trees.plan
+    stages, plan = runner.speculator.drafter.stages, runner.trees.plan
+    compiled = stages._growth
     rows = RowBuffers(*map(torch.from_numpy, compiled._rows))
     pick = ChildPicker(plan, runner.ops.perturb, runner.estimate)
-    growth = TensorGrowth(runner.trees, pick, rows, compiled._longest)
-    with mock.patch.object(drafting.stages, "_growth", growth):
+    memory = GrowthMemory(stages._of_requests, rows, compiled._longest)
+    growth = TensorGrowth(runner.trees, pick, memory)
+    with mock.patch.object(stages, "_growth", growth):
         yield
 
 
@@ -368,7 +371,7 @@ def waiting_is_an_error(runner: Any) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for owner, name in (
-            (type(runner.driver), "place"),
+            (type(runner), "place"),
             (type(runner.rejection_sampler), "__call__"),
             (type(runner.speculator), "propose"),
         ):

@@ -32,6 +32,7 @@ from dyntree_plugin.engine.sources.draft_models import DraftModels  # noqa: E402
 from dyntree_plugin.engine.sources.head import HeadStates, TargetHead  # noqa: E402
 from dyntree_plugin.engine.sources.look_up import TextLookUp  # noqa: E402
 from dyntree_plugin.engine.step import rows as row_memory  # noqa: E402
+from dyntree_plugin.engine.step.catch_up import CatchUp  # noqa: E402
 from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager  # noqa: E402
 from dyntree_plugin.engine.step.records import Emitted, TargetStates  # noqa: E402
@@ -90,17 +91,22 @@ class Drafting:
         states: Any = self.texts
         tries = TextLookUp(states, ops.look_up, plan.shape.grafts, depth)
         growth = self.growth(growth_type, estimate)
+        drafts = plan.has_draft
         stages = DraftStages(
-            source if plan.has_draft else None,
-            tries if plan.shape.grafts else None,
             growth,
-            self.memory.stored_at,
-            widths,
-            chained,
-            ops.pays,
+            self.memory.of_requests,
+            source=source if drafts else None,
+            writer=self.writer if drafts else None,
+            tries=tries if plan.shape.grafts else None,
+            widths=widths,
+            max_depth=max(1, sum(widths)),
+            chained=chained,
+            pays=ops.pays,
         )
         self.graphs = CapturedStages(lambda _: self.drafting, lambda: nullcontext(graph))
-        self.drafter = Drafter(stages, ops, self.graphs, depth, self.trees.spare, ranking)
+        self.drafter = Drafter(
+            stages, ops, self.graphs, max_depth=depth, spare=self.trees.spare, ranking=ranking
+        )
         if captured:
             self.drafting = CapturedDrafting(stages, self.numbers, MOST, self.trees.spare, VOCAB)
             self.graphs.prepare(stages)
@@ -124,10 +130,10 @@ class Drafting:
         last, plan = self.memory.last_position, self.plan
         if growth_type is None:
             pick = ChildPicker(plan, perturbed_logits, estimate)
-            return TensorGrowth(self.trees, pick, self.memory.buffers, last)
+            return TensorGrowth(self.trees, pick, self.memory.of_growth)
         return growth_type(
             GrowthSettings(
-                requests=MOST,
+                of_requests=self.memory.of_requests,
                 node_budget=plan.shape.node_budget,
                 children=plan.growing.children,
                 widths=plan.growing.widths,
@@ -135,7 +141,7 @@ class Drafting:
                 longest=last,
                 coupled=plan.coupled,
                 weights=estimate.weights,
-                rows=self.memory.buffers,
+                rows=self.memory.of_growth.rows,
                 trees=self.trees.arrays,
                 grafts=plan.shape.grafts,
                 max_depth=plan.shape.max_depth,
@@ -153,6 +159,7 @@ class Drafting:
         return self.drafter._player(requests)
 
 
+NO_BATCH: Any = None  # only prompts are read from it
 NO_STATES: Any = None  # a separate draft model reads tokens alone
 
 
@@ -213,7 +220,8 @@ def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
         states = target_states(drafting, counts, g)
         if isinstance(player, Eager):  # the output of the model depends on the columns
             most = next(number for number in drafting.numbers if number >= most)
-        player.catch_up(Emitted(roots, tokens, counts, most), states)
+        emitted = Emitted(roots, tokens, counts, most)
+        player.catch_up(CatchUp(NO_BATCH, emitted, states, drafting.plan.shape.max_depth))
     drafts, ran = grow(player, forwards)
     assert ran == forwards or drafting.graphs.fewest_forwards == 0
     trees = [getattr(drafting.trees, name)[:MOST] for name in STORED]

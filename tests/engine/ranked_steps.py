@@ -13,7 +13,7 @@ install()  # must run before the runner's modules are imported
 
 
 from dyntree_kernels.ancestors import unpack_bits  # noqa: E402
-from dyntree_kernels.contracts import GrowthSettings, RowBuffers, StepGrowth  # noqa: E402
+from dyntree_kernels.contracts import GrowthSettings, OfRequests, RowBuffers, StepGrowth  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.paths import Paths  # noqa: E402
@@ -21,7 +21,7 @@ from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
-from dyntree_plugin.engine.step.rows import start  # noqa: E402
+from dyntree_plugin.engine.step.rows import GrowthMemory, describe  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.drafting import grow  # noqa: E402
@@ -45,29 +45,30 @@ def logits_after(slot: int, path: Path) -> torch.Tensor:
 
 
 class Source:
-    """A `NodeSource` whose logits depend on a node's path alone.
+    """A `NodeSource`, and a `RowWriter`, whose logits depend on a node's path alone.
 
     ``drafts``: how many drafts grow a tree each. All of them say the same.
     """
 
-    def __init__(self, plan: TreePlan, stored_at: torch.Tensor, tries: Any) -> None:
+    def __init__(self, plan: TreePlan, tries: Any) -> None:
         requests, width = len(SLOTS), max(plan.growing.widths)
         self.shift = plan.shape.shift
         rows, scratch = requests * width, plan.scratch_slots
         ids, numbers = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
         columns = torch.arange(requests * scratch)[None]
-        self.buffers = RowBuffers(ids, numbers.clone(), numbers[None].clone(), columns, numbers)
+        buffers = RowBuffers(ids, numbers.clone(), numbers[None].clone(), columns, numbers)
+        of_requests = OfRequests.room(requests, numbers.device)
+        self.memory = GrowthMemory(of_requests, buffers, LAST)
         self._roots = plan.growing.roots
-        self._stored_at = stored_at
         self._tries = tries
         self._words = -(-scratch // 32)
         self.ran: list[set[Path]] = []
 
-    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
+    def begin(self, requests: Requests, chained: torch.Tensor) -> None:
         self._columns: list[list[Path]] = [[] for _ in SLOTS]
         self.ran = [{()} for _ in SLOTS]
         self._slots = requests.index.tolist()
-        start(growth, requests, ROOT + requests.index, chained, self._stored_at)
+        describe(requests, ROOT + requests.index, chained, self.memory.of_requests)
 
     def root_logits(self, requests: int) -> torch.Tensor:
         rows = [logits_after(slot, ()) for slot in self._slots]
@@ -76,7 +77,7 @@ class Source:
     def rows(self, requests: int, width: int) -> Any:
         rows = requests * width
         bits = torch.zeros(rows, self._words, dtype=torch.int32)
-        return SimpleNamespace(ids=self.buffers.ids[:rows], ancestor_bits=bits)
+        return SimpleNamespace(ids=self.memory.rows.ids[:rows], ancestor_bits=bits)
 
     def forward(self, rows: Any, requests: int, first: int) -> torch.Tensor:
         found, width = [], len(rows.ids) // requests
@@ -110,33 +111,34 @@ class Step:
         self, plan: TreePlan, rank: Rank | None, *, compiled: bool, tries: Any = None
     ) -> None:
         self.plan = plan
-        stored_at = torch.zeros(len(SLOTS), dtype=torch.int64)
         self.trees = TreeStore(len(SLOTS), plan, VOCAB, torch.device("cpu"))
-        self.source = Source(plan, stored_at, tries)
+        self.source = Source(plan, tries)
         chained = torch.zeros(len(SLOTS) + 1).bool()
+        source: Any = self.source  # rows without metadata
         stages = DraftStages(
-            self.source,  # type: ignore[arg-type]  # rows without metadata
-            tries,
             self._growth(compiled),
-            stored_at,
-            plan.growing.widths,
-            chained,
-            CPUOps().pays,
-            plan.shape.max_depth,
+            self.source.memory.of_requests,
+            source=source,
+            writer=source,
+            tries=tries,
+            widths=plan.growing.widths,
+            max_depth=plan.shape.max_depth,
+            chained=chained,
+            pays=CPUOps().pays,
         )
         player = Eager(stages, Requests(packed(), self.trees.spare), rank)
         tokens, _ = grow(player, len(plan.growing.widths))
         self.tokens = dict(zip(SLOTS, tokens.tolist(), strict=True))
 
     def _growth(self, compiled: bool) -> StepGrowth:
-        plan, shape, rows = self.plan, self.plan.shape, self.source.buffers
+        plan, shape, memory = self.plan, self.plan.shape, self.source.memory
         estimate = AcceptanceEstimate("cpu")
         if not compiled:
             pick = ChildPicker(plan, perturbed_logits, estimate)
-            return TensorGrowth(self.trees, pick, rows, LAST)
+            return TensorGrowth(self.trees, pick, memory)
         return CompiledGrowth(
             GrowthSettings(
-                requests=len(SLOTS),
+                of_requests=memory.of_requests,
                 node_budget=shape.node_budget,
                 children=plan.growing.children,
                 widths=plan.growing.widths,
@@ -144,7 +146,7 @@ class Step:
                 longest=LAST,
                 coupled=plan.coupled,
                 weights=estimate.weights if plan.calibrated else None,
-                rows=rows,
+                rows=memory.rows,
                 trees=self.trees.arrays,
                 grafts=shape.grafts,
                 max_depth=shape.max_depth,

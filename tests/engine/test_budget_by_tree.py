@@ -15,6 +15,7 @@ from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
+from dyntree_kernels.contracts import OfRequests  # noqa: E402
 from dyntree_plugin.engine.budget.by_tree import TreeBudget  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.cpu.runner import TreeCPUModelRunner  # noqa: E402
@@ -204,9 +205,19 @@ def test_a_forward_that_does_not_pay_is_not_run(chances: tuple[float, ...], runs
         rows=lambda requests, width: SimpleNamespace(ancestor_bits=None),
         forward=lambda rows, requests, first: ran.append("forward"),
     )
-    stored_at = torch.zeros(1, dtype=torch.int64)
+    of_requests = OfRequests.room(1, torch.device("cpu"))
     for ops, expected in ((CPUOps(found), runs), (CPUOps(), True)):
-        stages = DraftStages(source, None, growth, stored_at, [1], torch.zeros(2).bool(), ops.pays)
+        stages = DraftStages(
+            growth,
+            of_requests,
+            source=source,
+            writer=source,
+            tries=None,
+            widths=[1],
+            max_depth=1,
+            chained=torch.zeros(2).bool(),
+            pays=ops.pays,
+        )
         assert stages.forward(Requests(torch.zeros(1, 8).long(), 1), 0) == expected
     assert len(ran) == 1 + runs
 
@@ -224,8 +235,7 @@ def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offe
     runner.trees.values[1] = values(0.9, 0.8, 0.3, 0.2, 0.1)[0]
     runner.trees.counts[1] = runner.trees.admitted[1] = 5
     runner.req_states = SimpleNamespace(req_id_to_index={"a": 1})  # type: ignore[assignment]
-    step = Step(drafted=Drafted(None, 2, 1))
-    runner.driver = SimpleNamespace(step=step)  # type: ignore[assignment]
+    runner.step = Step(drafted=Drafted(None, 2, 1))
     runner.take_row_cost(RowCost((1, 9), STEEP, 40))
     runner.step_ended(batch(6), Measured({"target": 0.05, "draft": 1e-3}))
     found = runner.take_draft_token_ids()

@@ -22,17 +22,19 @@ from vllm_cpu_runner import install
 install()  # must run before the runner's modules are imported
 
 
-from dyntree_kernels.contracts import Learn, Walk  # noqa: E402
+from dyntree_kernels.contracts import Walk  # noqa: E402
 from dyntree_kernels.cpu.learn import learn as compiled_learning  # noqa: E402
 from dyntree_kernels.cpu.walk import walk as compiled_walk  # noqa: E402
+from dyntree_kernels.learning import Learn  # noqa: E402
 from dyntree_plugin.engine.cpu.kv import PathMover  # noqa: E402
 from dyntree_plugin.engine.cuda import captured as capturing  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedStages  # noqa: E402
 from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors  # noqa: E402
+from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
+from dyntree_plugin.engine.speculator import TreeProposals  # noqa: E402
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
-from dyntree_plugin.engine.step.driver import StepDriver  # noqa: E402
 from dyntree_plugin.engine.step.ops import Move  # noqa: E402
-from dyntree_plugin.engine.step.records import Drafted, Emitted  # noqa: E402
+from dyntree_plugin.engine.step.records import Drafted, Emitted, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
@@ -111,7 +113,13 @@ class Engine:
         never: Any = None
         self.graphs = CapturedStages(never, lambda: nullcontext(self.record))
         self.verifier = TreeVerifier(
-            sampler, trees, self.estimate, buffers, lambda: [(slots[0], mover)], ops, self.graphs
+            sampler,
+            trees,
+            self.estimate,
+            ops,
+            self.graphs,
+            buffers=buffers,
+            movers=lambda: [(slots[0], mover)],
         )
         self.packed = packed(requests)
         logits = sum(DRAFTS[:requests]) + requests
@@ -191,13 +199,22 @@ def test_the_host_says_where_the_rows_are() -> None:
     assert requests.seeds.tolist() == [slot - (1 << 40) for slot in IN_USE]
 
 
+def runner_of(verifier: Any) -> Any:
+    """Return a runner that knows no more than what it needs to verify."""
+    runner: Any = object.__new__(TreeRunnerMixin)
+    runner.verifier = verifier
+    runner.sampler = SimpleNamespace(sampling_states=STATES)
+    runner.req_states = SimpleNamespace(max_seq_len=LONGEST)
+    return runner
+
+
 def test_a_batch_is_packed_once_in_a_step_and_anew_in_each() -> None:
-    driver = StepDriver(None, None, lambda: STATES, LONGEST)  # type: ignore[arg-type]
+    runner = runner_of(None)
     for requests in (5, 2, 5):
-        driver.begin(None)
-        first = driver._packed(batch_of(requests))
+        runner.step = Step()
+        first = runner.packed(batch_of(requests))
         assert torch.equal(first, packed(requests))
-        assert driver._packed(batch_of(requests)) is first
+        assert runner.packed(batch_of(requests)) is first
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -216,23 +233,28 @@ def test_learning_waits_for_drafting_and_comes_before_growth(captured: bool) -> 
         grown_with.append(engine.estimate.weights.clone())
         return Drafted(None, 0, None)
 
-    ops: Any = SimpleNamespace(clock=StageClock())
-    verifier: Any = SimpleNamespace(run=run)
-    drafter: Any = SimpleNamespace(draft=draft)
-    unused: Any = None
-    driver = StepDriver(engine.trees, ops, lambda: STATES, LONGEST)
+    runner = runner_of(SimpleNamespace(run=run))
+    speculator: Any = object.__new__(TreeProposals)
+    speculator.steps = runner
+    speculator.compose = SimpleNamespace(ops=SimpleNamespace(clock=StageClock()))
+    speculator.drafter = SimpleNamespace(draft=draft)
+    speculator.draft_tokens = torch.zeros(5, 1)
+
+    def propose() -> None:
+        speculator.propose(batch_of(5), {}, {}, *[None] * 5, [None], None, None)
+
     for _ in range(2):
         before = at_once.estimate.weights.clone()
         at_once.verify()
-        driver.begin(None)
-        driver.verify(verifier, unused, batch_of(5), None)
+        runner.step = Step()
+        runner.verify(None, batch_of(5), None)
         assert torch.equal(engine.estimate.weights, before)
-        driver.draft(drafter, batch_of(5), unused, grows=True)
+        propose()
         assert torch.equal(grown_with[-1], at_once.estimate.weights)
         assert not torch.equal(grown_with[-1], before)
     # A step that verifies nothing learns nothing.
-    driver.begin(None)
-    driver.draft(drafter, batch_of(5), unused, grows=True)
+    runner.step = Step()
+    propose()
     assert torch.equal(grown_with[-1], at_once.estimate.weights)
 
 

@@ -121,8 +121,8 @@ class Noting:
         self.done.append("forward")
         return True
 
-    def finish(self, _: Any, forwards: int) -> torch.Tensor:
-        return torch.full((2, 4), forwards)
+    def finish(self) -> torch.Tensor:
+        return torch.full((2, 4), self.done.count("forward"))
 
 
 def draft(
@@ -136,7 +136,7 @@ def draft(
 ) -> tuple[list[str], Drafted]:
     """Return the noted calls, and the result of drafting."""
     stages: Any = Noting(has_draft)
-    drafter = Drafter(stages, ops, NoGraphs(), max_depth, spare=2)
+    drafter = Drafter(stages, ops, NoGraphs(), max_depth=max_depth, spare=2)
     packed, last = torch.zeros(2, COLUMNS, dtype=torch.int64), torch.zeros(2, 1).long()
     sampled = Sampled(torch.zeros(2), last, torch.zeros(2), ())
     drafted = drafter.draft(step, packed, batch, sampled, grows=grows)
@@ -239,7 +239,7 @@ def test_trees_of_roots_children_alone_need_the_rows_of_the_catch_up(
     monkeypatch.setattr(StandaloneARSpeculator, "set_attn", lambda self: None)
     plan = DynTreeOptions(max_depth=max_depth).resolve(4)
     speculator: Any = object.__new__(TreeSpeculator)
-    speculator.drafting = SimpleNamespace(trees=TreeStore(2, plan, 8, torch.device("cpu")))
+    speculator.compose = SimpleNamespace(trees=TreeStore(2, plan, 8, torch.device("cpu")))
     with pytest.raises(Told):
         speculator.set_attn()
     assert told[1] == rows

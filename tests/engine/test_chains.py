@@ -24,6 +24,7 @@ from dyntree_kernels.blocks import DecideBlocks  # noqa: E402
 from dyntree_kernels.contracts import (  # noqa: E402
     BatchRows,
     GrowthSettings,
+    OfRequests,
     RowBuffers,
     StepGrowth,
     Walked,
@@ -36,6 +37,7 @@ from dyntree_plugin.engine.papers.chain_growth import ChainGrowth  # noqa: E402
 from dyntree_plugin.engine.papers.chain_samples import ChainSamples, decide  # noqa: E402
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
+from dyntree_plugin.engine.step.rows import GrowthMemory  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from dyntree_plugin.tree.block import Chains, Chances  # noqa: E402
@@ -90,8 +92,8 @@ class Engine:
         self.rows = RowBuffers(
             none.int(), none.clone(), none[None].clone(), torch.arange(columns)[None], none.clone()
         )
-        slots = torch.arange(count)
-        self.growth = ChainGrowth(self._growth(count), self.trees, perturbed_logits, slots)
+        self.of_requests = OfRequests.room(count, torch.device("cpu"))
+        self.growth = ChainGrowth(self._growth(), self.trees, perturbed_logits, self.of_requests)
         nodes = PLAN.shape.node_budget
         self.buffers = SimpleNamespace(
             input_ids=torch.zeros(count * (nodes + 1), dtype=torch.int32),
@@ -100,13 +102,13 @@ class Engine:
         )
         self.samples = ChainSamples(self.trees, partial(decide, perturb=perturbed_logits))
 
-    def _growth(self, count: int) -> StepGrowth:
+    def _growth(self) -> StepGrowth:
         if not self.compiled:
             pick = ChildPicker(PLAN, perturbed_logits, self.estimate)
-            return TensorGrowth(self.trees, pick, self.rows, 500)
+            return TensorGrowth(self.trees, pick, GrowthMemory(self.of_requests, self.rows, 500))
         shape = PLAN.shape
         settings = GrowthSettings(
-            requests=count,
+            of_requests=self.of_requests,
             node_budget=shape.node_budget,
             children=shape.children,
             widths=PLAN.growing.widths,
@@ -127,12 +129,16 @@ class Engine:
         classes = temperature_class(self.temperatures)
         free = torch.zeros(count, dtype=torch.bool)
         far = torch.full_like(roots, 500)
-        self.growth.start(roots, self.temperatures, classes, self.seeds, free, far)
+        slots = torch.arange(count)
+        self.of_requests.fill(
+            OfRequests(roots, self.temperatures, classes, self.seeds, free, far, slots)
+        )
+        self.growth.start(count)
         self.growth.pick(DRAFT[last])
         for _ in PLAN.growing.widths:
             self.growth.expand(torch.zeros(count * width, 1, dtype=torch.int32))
             self.growth.pick(DRAFT[self.rows.ids[: count * width].long()])
-        return self.growth.finish(torch.arange(count))
+        return self.growth.finish()
 
     def step(self, last: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the emitted tokens [R, DEPTH + 1] and how many they are, [R]."""
@@ -340,7 +346,9 @@ def verifier_of(engine: Engine, decide: DecideBlocks) -> TreeVerifier:
     ops: Any = SimpleNamespace(walk=walk, perturb=perturbed_logits, decide_blocks=decide)
     buffers: Any = SimpleNamespace(**vars(engine.buffers), device=torch.device("cpu"))
     nothing: Any = None
-    return TreeVerifier(nothing, engine.trees, nothing, buffers, nothing, ops, nothing)
+    return TreeVerifier(
+        nothing, engine.trees, nothing, ops, nothing, buffers=buffers, movers=nothing
+    )
 
 
 def test_no_chain_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:

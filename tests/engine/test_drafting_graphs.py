@@ -15,6 +15,7 @@ import torch
 from draft_model import MOST
 from drafted_steps import (
     INTERPRETED,
+    NO_BATCH,
     NO_STATES,
     Make,
     differing,
@@ -26,8 +27,9 @@ from drafted_steps import (
 )
 from interpreted import pytest_interpreted
 
-from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP
+from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, GrowthSettings
 from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.plan import TreePlan
@@ -128,18 +130,19 @@ def test_trees_of_other_numbers_of_forwards_differ(
 
 
 class Keeping(CompiledGrowth):
-    """Keep the inputs without a copy, in the memory of the call that gave them."""
+    """Keep the requests in memory of the call that starts growth."""
 
-    def __init__(self, *settings: Any) -> None:
-        super().__init__(*settings)
+    def __init__(self, settings: GrowthSettings) -> None:
+        super().__init__(settings)
+        self._given = settings.of_requests
         self._kept: dict[int, Any] = {}
 
-    def start(self, *given: torch.Tensor) -> None:
-        self._kept[len(given[0])] = tuple(each.numpy() for each in given)
-        super().start(*given)
+    def start(self, requests: int) -> None:
+        self._kept[requests] = tuple(each.clone().numpy() for each in self._given.first(requests))
+        super().start(requests)
 
     def resume(self, requests: int, forwards: int) -> None:
-        self._request_buffers = self._kept[requests]
+        self._of_requests = self._kept[requests]
         super().resume(requests, forwards)
 
 
@@ -183,7 +186,7 @@ def test_without_a_tree_the_draft_reads_on_all_the_same(
         drafting.model._run_model = watched
         emitted = Emitted(torch.tensor([9, 30]), torch.tensor([[4], [6]]), torch.ones(2).int(), 1)
         with torch.inference_mode():
-            drafting.player(packed([1, 5])).catch_up(emitted, NO_STATES)
+            drafting.player(packed([1, 5])).catch_up(CatchUp(NO_BATCH, emitted, NO_STATES, 9))
         ran.append(rows)
     assert ran == [[4, 6], [4, 6]]
 

@@ -93,16 +93,16 @@ def test_states_in_the_columns_of_another_graph_are_seen(draftings: Make) -> Non
         found = _of(requests)
         catch_up = found.catch_up
 
-        def noted(emitted: Any, target: Any) -> None:
-            most[0] = emitted.most
-            catch_up(emitted, target)
+        def noted(step: Any) -> None:
+            most[0] = step.emitted.most
+            catch_up(step)
 
         found.catch_up = noted
         return found
 
-    def receive(emitted: Any, target: Any) -> None:
-        vars(emitted)["most"] = most[0]
-        stock(emitted, target)
+    def receive(step: Any) -> None:
+        vars(step.emitted)["most"] = most[0]
+        stock(step)
 
     made[1].player, drafting.receive = player, receive  # type: ignore[method-assign]
     assert differing(made) != []

@@ -50,7 +50,7 @@ def test_the_widest_forward_of_every_draft_is_profiled(
     speculator = draft(
         "first",
         draft_tokens=SimpleNamespace(device=SimpleNamespace(type=device)),
-        drafting=SimpleNamespace(trees=SimpleNamespace(plan=plan, vocabulary=9)),
+        compose=SimpleNamespace(trees=SimpleNamespace(plan=plan, vocabulary=9)),
         further=[draft("second")],
     )
     speculator.most_logits_of_a_request = partial(

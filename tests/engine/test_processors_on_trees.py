@@ -268,8 +268,8 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
     ops: Any = SimpleNamespace(perturb=None, decide_blocks=None)
     nothing: Any = None
     made = TreeVerifier(
-        sampler, trees, nothing, SimpleNamespace(), nothing, ops, nothing, copies  # type: ignore[arg-type]
-    )  # fmt: skip
+        sampler, trees, nothing, ops, nothing, buffers=nothing, movers=nothing, copies=copies
+    )
     rows = torch.arange(9)
     batch: Any = SimpleNamespace(
         num_tokens=9, num_reqs=3, positions=rows, input_ids=rows, expanded_idx_mapping=rows,

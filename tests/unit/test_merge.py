@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.growths import Path
 
-from dyntree_kernels.contracts import RowBuffers
+from dyntree_kernels.contracts import OfRequests, RowBuffers
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
+from dyntree_plugin.engine.step.rows import GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, top_children
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
@@ -146,17 +147,20 @@ def test_a_request_that_must_have_a_chain_has_that_of_the_first_draft() -> None:
     )  # fmt: skip
     trees = TreeStore(2, plan, 9, torch.device("cpu"))
     pick = ChildPicker(plan, perturbed_logits, AcceptanceEstimate("cpu"))
-    growth = TensorGrowth(trees, pick, rows, last_position=50)
+    of_requests = OfRequests.room(2, torch.device("cpu"))
+    growth = TensorGrowth(trees, pick, GrowthMemory(of_requests, rows, last_position=50))
     cold = torch.zeros(2)
     seeds, chained = torch.tensor([1, 2]), torch.tensor([True, False])
-    levels = torch.tensor([9, 9])
-    growth.start(torch.tensor([4, 7]), cold, temperature_class(cold), seeds, chained, levels)
+    roots, levels, slots = torch.tensor([4, 7]), torch.tensor([9, 9]), torch.arange(2)
+    classes = temperature_class(cold)
+    of_requests.fill(OfRequests(roots, cold, classes, seeds, chained, levels, slots))
+    growth.start(2)
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
     growth.pick(logits)
     growth.expand(torch.zeros(8, 1, dtype=torch.int32))
     below = torch.randn(8, 9, generator=torch.Generator().manual_seed(4))
     growth.pick(below)
-    tokens = growth.finish(torch.arange(2))
+    tokens = growth.finish()
     assert trees.counts[:2].tolist()[0] == 2
     assert tokens[0, :2].tolist() == [int(logits[0].argmax()), int(below[0].argmax())]
     assert trees.parents[0, :2].tolist() == [-1, 0]

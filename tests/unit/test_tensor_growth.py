@@ -12,10 +12,10 @@ from growing import generator, paths_at, paths_of
 from reference.growths import Path
 from tries import Edges, as_trie
 
-from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, RowBuffers
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, OfRequests, RowBuffers
 from dyntree_kernels.cpu.gumbel import gumbel_noise, perturbed_logits
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
-from dyntree_plugin.engine.step.rows import PAD_SLOT
+from dyntree_plugin.engine.step.rows import PAD_SLOT, GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.growth import Frontier, GrowthConfig
@@ -70,9 +70,14 @@ class Step:
         scratch = torch.arange(columns)[None]
         self.rows = RowBuffers(ids, slots.clone(), slots[None].clone(), scratch, slots.clone())
         self.trees = TreeStore(REQUESTS, self.plan, VOCAB, torch.device("cpu"))
-        self.growth = TensorGrowth(self.trees, pick, self.rows, LAST)
+        self.of_requests = OfRequests.room(REQUESTS, torch.device("cpu"))
+        self.growth = TensorGrowth(self.trees, pick, self.memory)
         self.tries = random_tries(seed)
         self.ran: list[list[Path]] = [[] for _ in ROOTS]
+
+    @property
+    def memory(self) -> GrowthMemory:
+        return GrowthMemory(self.of_requests, self.rows, LAST)
 
     def logits(self, row: int, path: Path) -> torch.Tensor:
         if path in self.silent:
@@ -82,7 +87,9 @@ class Step:
     def grow(self, forwards: int = SHAPE.max_depth) -> TokenTree:
         """Grow with so many draft forwards, the root's included, and store the trees."""
         chained = torch.tensor(self.chained)
-        self.growth.start(ROOTS, TEMPERATURES, CLASSES, SEEDS, chained, LEVELS)
+        given = ROOTS, TEMPERATURES, CLASSES, SEEDS, chained, LEVELS, torch.arange(REQUESTS)
+        self.of_requests.fill(OfRequests(*given))
+        self.growth.start(REQUESTS)
         trie = as_trie(self.tries)
         self.growth.graft(trie._replace(evidence=trie.evidence.float()))
         columns: list[list[Path]] = [[] for _ in ROOTS]
@@ -95,7 +102,7 @@ class Step:
                 torch.stack([self.logits(row, p) for row in range(REQUESTS) for p in paths[row]])
             )
         slots = torch.arange(REQUESTS)
-        tokens = self.growth.finish(slots)
+        tokens = self.growth.finish()
         stored = self.trees
         parts = (stored.parents, stored.depths, stored.values, stored.counts)
         return TokenTree(tokens, *(each[slots] for each in parts))
@@ -220,8 +227,7 @@ def test_a_growth_that_takes_no_tries_says_so() -> None:
     plan = TreePlan(SHAPE, GrowthConfig("chain"), "match", calibration=True)
     pick = ChildPicker(plan, perturbed_logits, AcceptanceEstimate("cpu"))
     trees = TreeStore(REQUESTS, plan, VOCAB, torch.device("cpu"))
-    growth = TensorGrowth(trees, pick, Step().rows, LAST)
-    free = torch.zeros(REQUESTS, dtype=torch.bool)
-    growth.start(ROOTS, TEMPERATURES, CLASSES, SEEDS, free, LEVELS)
+    growth = TensorGrowth(trees, pick, Step().memory)
+    growth.start(REQUESTS)
     with pytest.raises(ValueError, match="takes no tries"):
         growth.graft(as_trie(random_tries(0)))

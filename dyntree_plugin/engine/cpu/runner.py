@@ -85,7 +85,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
 
     def step_ended(self, batch: InputBatch, times: StageTimes) -> None:
         if self._budget is not None:
-            forwards = self.driver.step.drafted.forwards
+            forwards = self.step.drafted.forwards
             self._budget.observe(batch, forwards, times.seconds())
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -20,9 +20,10 @@ from dyntree_kernels.contracts import Walked
 from dyntree_plugin.engine.cuda.captured_logits import CapturedLogits
 from dyntree_plugin.engine.cuda.graph_memory import GraphMemory
 from dyntree_plugin.engine.cuda.graphs import Input, Record, RequestGraphs, Tensors, request_sizes
+from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank
 from dyntree_plugin.engine.step.ops import Player
-from dyntree_plugin.engine.step.records import Emitted, Learning, TargetStates
+from dyntree_plugin.engine.step.records import Emitted, Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
 from dyntree_plugin.engine.step.verify import TreeVerifier
 from dyntree_plugin.tree.drafting import grow
@@ -229,9 +230,9 @@ class CapturedDrafting:
         if self.logits is not None:
             self.logits.compile()
 
-    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+    def receive(self, step: CatchUp) -> None:
         """Copy what the catch-up's graphs read of the target."""
-        self._stages.receive(emitted, target)
+        self._stages.receive(step)
 
     def player(self, packed: torch.Tensor, rank: Rank | None = None) -> Player | None:
         """Replay the stages for these requests; None for a batch that was not captured."""
@@ -275,7 +276,7 @@ class CapturedDrafting:
     def _run_finish(self, forwards: int, packed: torch.Tensor) -> Tensors:
         requests = self.requests(packed)
         self._stages.resume(requests, forwards)
-        return (self._stages.finish(requests, forwards),)
+        return (self._stages.finish(),)
 
     def _run_whole(self, packed: torch.Tensor) -> Tensors:
         eager = Eager(self._stages, self.requests(packed))
@@ -289,10 +290,10 @@ class Replay:
         self._drafting = drafting
         self._packed = packed
 
-    def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
-        captured = self._drafting.catch_up
+    def catch_up(self, step: CatchUp) -> None:
+        captured, emitted = self._drafting.catch_up, step.emitted
         most = next(number for number in captured if number >= emitted.most)
-        self._drafting.receive(replace(emitted, most=most), target)
+        self._drafting.receive(replace(step, emitted=replace(emitted, most=most)))
         captured[most](self._packed, emitted.roots, emitted.tokens[:, :most], emitted.counts)
 
     def root(self) -> None:
@@ -329,8 +330,8 @@ class RankedReplay:
         self._requests = drafting.requests(drafting.packed.buffer[: len(packed)])
         self._rank = rank
 
-    def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
-        self._replay.catch_up(emitted, target)
+    def catch_up(self, step: CatchUp) -> None:
+        self._replay.catch_up(step)
 
     def root(self) -> None:
         self._replay.fill()

@@ -24,7 +24,7 @@ from dyntree_plugin.engine.step.clock import Clock
 from dyntree_plugin.engine.step.ops import Move
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
-from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows, TreeRows
+from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
 from dyntree_plugin.engine.step.transfer import Send
 from dyntree_plugin.engine.step.trees import PlacedTrees
 
@@ -81,7 +81,6 @@ class KernelRows:
 
     def __init__(self, memory: RowMemory) -> None:
         self._memory = memory
-        self._tensors = TensorRows(memory)
         tables = memory.block_tables
         self._tables = SlotTables(
             tables.block_table_ptrs,
@@ -107,25 +106,24 @@ class KernelRows:
         )
         return rows
 
-    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
-        if not isinstance(growth, DeviceGrowth):
-            self._tensors.begin(growth, requests, chained)
-            return
+    def begin(self, requests: Requests, chained: torch.Tensor) -> None:
         memory, num_reqs = self._memory, len(requests.packed)
-        growth.resume(num_reqs, 0)
+        memory.begin_step()
         begin(
             requests.packed,
             memory.root_positions[:num_reqs],
             chained,
             self._tables,
-            growth.of_requests,
-            memory.stored_at[:num_reqs],
+            memory.of_requests.first(num_reqs),
             memory.scratch_slots,
             self._seen(num_reqs),
             memory.scratch,
             memory.last_position,
             memory.shift,
         )
+
+    def rows(self, requests: int, width: int) -> TreeRows:
+        return self._memory.forward_rows(requests, width)
 
     def _seen(self, num_reqs: int) -> Seen:
         return Seen(self._memory.ctx_lens[:num_reqs], self._memory.seq_lens[:num_reqs])

@@ -6,9 +6,8 @@ from itertools import accumulate
 
 import torch
 
-from dyntree_kernels.contracts import RowBuffers
 from dyntree_kernels.tries import Trie
-from dyntree_plugin.engine.step.rows import PAD_SLOT
+from dyntree_plugin.engine.step.rows import PAD_SLOT, GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth.base import Frontier, Growth
@@ -23,13 +22,12 @@ class TensorGrowth:
     Its state is made anew by every `start`, so that it can be captured only as a whole.
     """
 
-    def __init__(
-        self, trees: TreeStore, pick: ChildPicker, rows: RowBuffers, last_position: int
-    ) -> None:
+    def __init__(self, trees: TreeStore, pick: ChildPicker, memory: GrowthMemory) -> None:
         self._trees = trees
+        self._every = memory.of_requests
         self._pick = pick
-        self._rows = rows
-        self._last_position = last_position
+        self._rows = memory.rows
+        self._last_position = memory.last_position
         self._shift = trees.plan.shape.shift
         self._growing = trees.plan.growing
         self._ends = list(accumulate(self._growing.widths))
@@ -38,16 +36,10 @@ class TensorGrowth:
     def resumable(self) -> bool:
         return False
 
-    def start(
-        self,
-        roots: torch.Tensor,
-        temperatures: torch.Tensor,
-        classes: torch.Tensor,
-        seeds: torch.Tensor,
-        chained: torch.Tensor,
-        levels: torch.Tensor,
-    ) -> None:
+    def start(self, requests: int) -> None:
+        roots, temperatures, classes, seeds, chained, levels, slots = self._every.first(requests)
         self._roots = roots
+        self._slots = slots
         self._chained = chained
         # By the nodes that each request has in a forward.
         of_requests = (temperatures, classes, seeds, chained)
@@ -148,12 +140,12 @@ class TensorGrowth:
             raise RuntimeError("this growth does not rank its nodes by value")
         return frontier.values
 
-    def finish(self, slots: torch.Tensor) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         tree = self._growth.finish()
         features, kinds = self._features, None
         if self._judged is not None:
             features, kinds = [self._judged.features, *features], self._judged.candidate_kinds
         if not self._trees.plan.calibrated:
             features = []
-        self._trees.put(slots, tree, torch.cat(features, dim=1) if features else None, kinds)
+        self._trees.put(self._slots, tree, torch.cat(features, dim=1) if features else None, kinds)
         return tree.tokens

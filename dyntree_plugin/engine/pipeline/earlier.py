@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput
-from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from dyntree_plugin.engine.pipeline.relay import Decided, Rows
 from dyntree_plugin.engine.stage import TreeStage
-from dyntree_plugin.engine.step.driver import StepDriver
 from dyntree_plugin.engine.step.trees import PlacedTrees
 
 
@@ -26,7 +24,6 @@ class EarlierStage(TreeStage):
         if self.relay is None:
             raise RuntimeError("an engine of one stage has no earlier one")
         self.trees = PlacedTrees(self.max_num_reqs, self.plan.shape.node_budget, device)
-        self.driver = StepDriver(self.trees, self.ops, _no_sampler, self.req_states.max_seq_len)
 
     def measure_costs(self) -> None:
         """Do nothing: the last stage measures its own part, and learns the whole while serving."""
@@ -55,7 +52,3 @@ class EarlierStage(TreeStage):
             self.relay.receive(batch, Rows.of(batch, self.block_tables.slot_mappings))
         self.clock.split()
         return output
-
-
-def _no_sampler() -> SamplingStates:
-    raise RuntimeError("only the last stage of a pipeline samples")

@@ -6,7 +6,7 @@ draft's logits, so output does not depend on this.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from dyntree_kernels.paths import Paths
 from dyntree_plugin.engine.sampling.parameters import ParameterRows, TreeParameters
+from dyntree_plugin.engine.step.growth_stages import Rank
 from dyntree_plugin.tree.padded import of_width
 from dyntree_plugin.tree.truncation import Truncation, truncate
 
@@ -39,23 +40,35 @@ class TargetRanking:
         self._total_len = total_len
         self._vocabulary = vocabulary
 
-    def of(self, packed: torch.Tensor) -> BatchRanking | None:
+    def of(self, packed: torch.Tensor) -> Rank | None:
         """Return what the ``packed`` requests on the host need; None if they need nothing."""
-        slots = packed[:, 0].numpy()  # sync: host memory
-        processed, truncated = self._parameters.needed(slots), self._truncates(slots)
-        return BatchRanking(self, slots, processed, truncated) if processed or truncated else None
+        on_host = packed[:, 0].numpy()  # sync: host memory
+        processed, truncated = self._parameters.needed(on_host), self._truncates(on_host)
+        if not (processed or truncated):
+            return None
+        return partial(self._rank, on_host, processed, truncated)
 
-    def apply(
-        self, batch: BatchRanking, logits: torch.Tensor, index: torch.Tensor, paths: Paths
+    def _rank(
+        self,
+        on_host: np.ndarray,
+        processed: bool,
+        truncated: bool,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        paths: Paths,
     ) -> torch.Tensor:
-        """Do what `BatchRanking` does."""
+        """Return what growth should rank, float32 [R * W, V], of the `Rank`'s arguments.
+
+        ``on_host`` [R]: the slots. ``truncated``: whether top-k, top-p or min-p cut any request's
+        law. ``processed``: whether any has other parameters that change logits.
+        """
         slots = index.repeat_interleave(len(logits) // max(1, len(index)))
         found = self._of_vocabulary(logits)
-        if batch.processed:
+        if processed:
             positions = self._total_len[slots].long() - 1 + paths.lengths
-            rows = ParameterRows(slots, index.contiguous(), batch.slots, positions, paths)
+            rows = ParameterRows(slots, index.contiguous(), on_host, positions, paths)
             found = self._parameters.apply(found, rows)
-        if batch.truncated:
+        if truncated:
             states = self._states
             of_rows = (states.temperature, states.top_k, states.top_p, states.min_p)
             found = truncate(found, Truncation(*(each.gpu[slots] for each in of_rows)))
@@ -74,25 +87,3 @@ class TargetRanking:
     def _of_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy logits to float32 over the target's vocabulary, which models may pad differently."""
         return of_width(logits, self._vocabulary).to(torch.float32, copy=True)
-
-
-@dataclass(frozen=True)
-class BatchRanking:
-    """What the R requests of a batch need, whose ``slots`` [R] are those on the host.
-
-    ``truncated``: whether top-k, top-p or min-p cut any request's law. ``processed``: whether any
-    has other parameters that change logits.
-    """
-
-    ranking: TargetRanking
-    slots: np.ndarray
-    processed: bool
-    truncated: bool
-
-    def __call__(self, logits: torch.Tensor, index: torch.Tensor, paths: Paths) -> torch.Tensor:
-        """Return what growth should rank, float32 [R * W, V], of a draft's logits [R * W, …].
-
-        ``index`` int64 [R]: the slots. ``paths``: of the rows' nodes; W rows per request follow one
-        another. ``logits`` stay as they are.
-        """
-        return self.ranking.apply(self, logits, index, paths)

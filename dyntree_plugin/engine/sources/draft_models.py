@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from dyntree_kernels.contracts import StepGrowth
-from dyntree_plugin.engine.step.catch_up import CatchUpPlan, prompt_rows
-from dyntree_plugin.engine.step.records import Emitted, TargetStates
+from dyntree_plugin.engine.step.catch_up import CatchUp, prompt_rows
+from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
 from dyntree_plugin.tree.padded import of_width, readable
@@ -112,10 +110,8 @@ class DraftModels:
         self._memory = memory
         self._writer = writer
         self.models = [DraftModel(model, memory, vocabulary) for model in (speculator, *further)]
-        # Of this step, by requests and width: metadata takes the host 0.1 ms to build.
-        self._rows: dict[tuple[int, int], TreeRows] = {}
 
-    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+    def receive(self, step: CatchUp) -> None:
         """Do nothing: a separate model reads tokens alone."""
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:
@@ -125,19 +121,12 @@ class DraftModels:
         for model in self.models:
             model.read(rows, last)
 
-    def follow_prompts(
-        self, batch: InputBatch, plan: CatchUpPlan, emitted: Emitted, target: TargetStates
-    ) -> None:
+    def follow_prompts(self, step: CatchUp) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are read as well."""
-        found = prompt_rows(self._speculator, self._memory, batch, plan, emitted, target)
-        self._memory.root_positions[: batch.num_reqs] = found.root_positions
+        found = prompt_rows(self._speculator, self._memory, step)
+        self._memory.root_positions[: step.batch.num_reqs] = found.root_positions
         for model in self.models:
             model.read(found, found.last)
-
-    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
-        """Start growth at the roots; ``chained`` bool [slots + 1]: requests with chains."""
-        self._rows.clear()
-        self._writer.begin(growth, requests, chained)
 
     def root_logits(self, requests: int) -> torch.Tensor:
         """Return the logits after the roots, [R, V]; those of several models are mixed.
@@ -145,13 +134,6 @@ class DraftModels:
         Models whose trees are apart give [R * models, V].
         """
         return self._pooled([model.root_logits(requests) for model in self.models], requests)
-
-    def rows(self, requests: int, width: int) -> TreeRows:
-        """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
-        shape = requests, width
-        if shape not in self._rows:
-            self._rows[shape] = self._memory.tree_rows(requests, width, self._memory.scratch)
-        return self._rows[shape]
 
     def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
         """Run the models over filled rows; return the logits of all of them, [R * width, V]."""

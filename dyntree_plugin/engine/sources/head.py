@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from dyntree_kernels.contracts import StepGrowth
 from dyntree_plugin.engine.sources.draft_models import FilledRows
-from dyntree_plugin.engine.step.catch_up import CatchUpPlan, prompt_rows
+from dyntree_plugin.engine.step.catch_up import CatchUp, prompt_rows
 from dyntree_plugin.engine.step.records import Emitted, TargetStates
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
@@ -89,13 +87,11 @@ class TargetHead:
         self._states = states
         self._memory = memory
         self._writer = writer
-        # Of this step, by requests and width: metadata takes the host 0.1 ms to build.
-        self._rows: dict[tuple[int, int], TreeRows] = {}
 
-    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+    def receive(self, step: CatchUp) -> None:
         """Copy the target's states before the emitted tokens: of the root and the accepted path."""
-        before = target.rows_before(emitted.most).flatten()
-        states = self._combined(target, before)
+        before = step.target.rows_before(step.emitted.most).flatten()
+        states = self._combined(step.target, before)
         self._states.given[: len(before)].copy_(states)
 
     def follow(self, requests: Requests, emitted: Emitted) -> None:
@@ -104,29 +100,15 @@ class TargetHead:
         last = self._memory.root_rows[: len(emitted.roots)]
         self._read(rows, self._states.given[: len(rows.ids)], last)
 
-    def follow_prompts(
-        self, batch: InputBatch, plan: CatchUpPlan, emitted: Emitted, target: TargetStates
-    ) -> None:
+    def follow_prompts(self, step: CatchUp) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are read as well."""
-        rows = prompt_rows(self._speculator, self._memory, batch, plan, emitted, target)
-        self._memory.root_positions[: batch.num_reqs] = rows.root_positions
-        self._read(rows, self._combined(target, rows.read), rows.last)
-
-    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
-        """Start growth at the roots; ``chained`` bool [slots + 1]: requests with chains."""
-        self._rows.clear()
-        self._writer.begin(growth, requests, chained)
+        rows = prompt_rows(self._speculator, self._memory, step)
+        self._memory.root_positions[: step.batch.num_reqs] = rows.root_positions
+        self._read(rows, self._combined(step.target, rows.read), rows.last)
 
     def root_logits(self, requests: int) -> torch.Tensor:
         """Return the logits after the roots, [R, V]."""
         return self._head.compute_draft_logits(self._states.root[:requests], 0)
-
-    def rows(self, requests: int, width: int) -> TreeRows:
-        """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
-        shape = requests, width
-        if shape not in self._rows:
-            self._rows[shape] = self._memory.tree_rows(requests, width, self._memory.scratch)
-        return self._rows[shape]
 
     def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
         """Run the head over filled rows; return the logits of all of them, [R * width, V]."""

@@ -74,6 +74,19 @@ class CatchUpPlan:
 
 
 @dataclass(frozen=True)
+class CatchUp:
+    """What a source of nodes reads of a step to catch up with it.
+
+    ``max_depth``: of the deepest node that the step verified.
+    """
+
+    batch: InputBatch
+    emitted: Emitted
+    target: TargetStates
+    max_depth: int
+
+
+@dataclass(frozen=True)
 class PromptRows:
     """Filled rows with the metadata that reads them.
 
@@ -93,12 +106,11 @@ class PromptRows:
 def prompt_rows(
     model: DraftModelSpeculator,
     memory: RowMemory,
-    batch: InputBatch,
-    plan: CatchUpPlan,
-    emitted: Emitted,
-    target: TargetStates,
+    step: CatchUp,
 ) -> PromptRows:
-    """Fill the rows of a ``plan`` with tokens, positions and cache slots."""
+    """Fill the rows of a catch-up with prompts with tokens, positions and cache slots."""
+    batch, emitted, target = step.batch, step.emitted, step.target
+    plan = CatchUpPlan.of(batch, step.max_depth, memory.shift)
     rows, num_reqs = plan.num_rows, batch.num_reqs
     request, token, starts, known, skipped, in_prompt = plan.to(memory.device)
     # Column of the emitted token that a row runs on; negative in rows of known tokens.

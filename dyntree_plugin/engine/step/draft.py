@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dyntree_plugin.engine.step.catch_up import CatchUpPlan, most_emitted
+from dyntree_plugin.engine.step.catch_up import CatchUp, most_emitted
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank
 from dyntree_plugin.engine.step.ops import Graphs, Player, TreeOps
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step, TargetStates
@@ -31,13 +31,14 @@ class Drafter:
         stages: DraftStages,
         ops: TreeOps,
         graphs: Graphs,
+        *,
         max_depth: int,
         spare: int,
         ranking: Ranking | None = None,
     ) -> None:
         """``max_depth``: levels of a tree. ``spare``: the trees' slot for padding requests.
         ``ranking``: None to rank the draft's logits as they are."""
-        self._stages = stages
+        self.stages = stages
         self._ops = ops
         self._graphs = graphs
         self._max_depth = max_depth
@@ -57,7 +58,7 @@ class Drafter:
 
         These stages take the place of the one that runs on the clock.
         """
-        caught_up = int(self._stages.has_draft)
+        caught_up = int(self.stages.has_draft)
         if caught_up:
             self._ops.clock.next("catch_up")
         player = self._player(packed)
@@ -72,49 +73,50 @@ class Drafter:
 
     def _catch_up(self, player: Player, step: Step, batch: InputBatch, sampled: Sampled) -> None:
         """Let the draft read prompts and emitted tokens; see `draft`."""
-        target = self._states(step, batch, sampled)
-        if batch.is_prefilling_np[: batch.num_reqs].any():
-            plan = CatchUpPlan.of(batch, self._max_depth, self._stages.shift)
-            emitted = self._emitted(step, batch, sampled, sampled.counts, bound=1)
-            self._stages.catch_up_prompts(batch, plan, emitted, target)
-            return
-        if step.verified is None:
-            player.catch_up(self._emitted(step, batch, sampled, sampled.counts, bound=1), target)
-            return
-        bound = int(most_emitted(batch, self._max_depth).max())
-        emitted = self._emitted(step, batch, sampled, step.verified.emitted, bound)
-        player.catch_up(emitted, target)
+        prompts = bool(batch.is_prefilling_np[: batch.num_reqs].any())
+        emitted = self._emitted(step, batch, sampled, prompts=prompts)
+        found = CatchUp(batch, emitted, _states(step, batch, sampled), self._max_depth)
+        if prompts:
+            self.stages.catch_up_prompts(found)
+        else:
+            player.catch_up(found)
 
     def _player(self, packed: torch.Tensor) -> Player:
         rank = None if self._ranking is None else self._ranking.of(packed)
         captured = self._graphs.drafting(packed, rank)
         if captured is not None:
             return captured
-        requests = Requests(packed.to(self._stages.device, non_blocking=True), self._spare)
-        return Eager(self._stages, requests, rank)
+        requests = Requests(packed.to(self.stages.device, non_blocking=True), self._spare)
+        return Eager(self.stages, requests, rank)
 
     def _emitted(
-        self, step: Step, batch: InputBatch, sampled: Sampled, counts: torch.Tensor, bound: int
+        self, step: Step, batch: InputBatch, sampled: Sampled, *, prompts: bool
     ) -> Emitted:
-        """Describe what the requests of a batch got, at most ``bound`` tokens each.
+        """Describe what the requests of a batch got.
 
-        Roots of requests in their prompt mean nothing.
+        Roots of requests in their prompt mean nothing, and with ``prompts`` nothing reads the most
+        tokens.
         """
         verified = step.verified
         if verified is None:
             roots = batch.positions[batch.query_start_loc[: batch.num_reqs].long()]
-            return Emitted(roots, sampled.last[batch.idx_mapping].view(-1, 1), counts, most=1)
+            last = sampled.last[batch.idx_mapping].view(-1, 1)
+            return Emitted(roots, last, sampled.counts, most=1)
+        if prompts:
+            return Emitted(verified.positions, verified.tokens, sampled.counts, most=1)
+        bound = int(most_emitted(batch, self._max_depth).max())
         most = self._ops.most_emitted(bound, verified.emitted)
-        return Emitted(verified.positions, verified.tokens, counts, most)
-
-    def _states(self, step: Step, batch: InputBatch, sampled: Sampled) -> TargetStates:
-        verified = step.verified
-        if verified is None:
-            rows = batch.query_start_loc[: batch.num_reqs].long()
-            return TargetStates(sampled.hidden, rows, None, sampled.next_tokens)
-        return TargetStates(sampled.hidden, verified.roots, verified.path, sampled.next_tokens)
+        return Emitted(verified.positions, verified.tokens, verified.emitted, most)
 
     def _most_forwards(self, step: Step) -> int:
-        every = len(self._stages.widths)
+        every = len(self.stages.widths)
         wanted = every if step.most_forwards is None else min(every, step.most_forwards)
         return max(wanted, self._graphs.fewest_forwards)
+
+
+def _states(step: Step, batch: InputBatch, sampled: Sampled) -> TargetStates:
+    verified = step.verified
+    if verified is None:
+        rows = batch.query_start_loc[: batch.num_reqs].long()
+        return TargetStates(sampled.hidden, rows, None, sampled.next_tokens)
+    return TargetStates(sampled.hidden, verified.roots, verified.path, sampled.next_tokens)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dyntree_kernels.contracts import StepGrowth, expansions_of
+from dyntree_kernels.contracts import OfRequests, StepGrowth, expansions_of
 from dyntree_kernels.paths import Paths
-from dyntree_plugin.engine.step.catch_up import CatchUpPlan
+from dyntree_plugin.engine.step.catch_up import CatchUp
 from dyntree_plugin.engine.step.draft_paths import DraftPaths
-from dyntree_plugin.engine.step.records import Emitted, TargetStates
+from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
-from dyntree_plugin.engine.step.rows import TreeRows, start
+from dyntree_plugin.engine.step.rows import RowWriter, TreeRows, describe
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.tree.source import TrieSource
 
 Rank = Callable[[torch.Tensor, torch.Tensor, Paths], torch.Tensor]
 """Turns a draft's logits [R * W, V] into those that growth ranks, by the requests' slots int64 [R]
-and the paths of the rows' nodes."""
+and the paths of the rows' nodes, W of which per request follow one another. The logits stay as they
+are."""
 
 
 class DraftStages:
@@ -30,22 +30,24 @@ class DraftStages:
 
     def __init__(
         self,
-        source: NodeSource | None,
-        tries: TrieSource | None,
         growth: StepGrowth,
-        stored_at: torch.Tensor,
+        of_requests: OfRequests,
+        *,
+        source: NodeSource | None,
+        writer: RowWriter | None,
+        tries: TrieSource | None,
         widths: Sequence[int],
+        max_depth: int,
         chained: torch.Tensor,
         pays: Callable[[StepGrowth], bool],
-        max_depth: int | None = None,
     ) -> None:
         """Compose the sources of candidates with a growth.
 
-        ``source``: a draft model; None without one. ``tries``: candidates that need no forward;
-        None without any. ``stored_at`` int64 [the most requests]: memory for the slots of the
-        trees, which `begin` of the source writes, too. ``widths``: nodes of a request in each
-        forward. ``chained`` bool [slots + 1]: requests whose trees are chains. ``pays``: as in
-        `TreeOps`. ``max_depth``: of the deepest node; None for as deep as forwards expand.
+        ``of_requests``: what ``growth`` reads of the most requests. ``source``: a draft model, with
+        the ``writer`` of its rows; None without one. ``tries``: candidates that need no forward;
+        None without any. ``widths``: nodes of a request in each forward. ``max_depth``: of the
+        deepest node. ``chained`` bool [slots + 1]: requests whose trees are chains; the last entry
+        is for padding. ``pays``: as in `TreeOps`.
 
         Raises:
             ValueError: if there is no source at all.
@@ -53,20 +55,20 @@ class DraftStages:
         if source is None and tries is None:
             raise ValueError("growth needs a draft model or tries")
         self.widths = tuple(widths)
-        self._stored_at = stored_at
-        self._source = source
-        self._tries = tries
         self._growth = growth
+        self._of_requests = of_requests
+        self._source = source
+        self._writer = writer
+        self._tries = tries
         self._chained = chained
         self._pays = pays
-        columns = sum(self.widths)
         # Kernels that verification has compiled read paths of the same form.
-        depth = columns if max_depth is None else max_depth
-        self._paths = DraftPaths(len(stored_at), columns, depth, stored_at.device)
+        most = len(of_requests.slots)
+        self._paths = DraftPaths(most, sum(self.widths), max_depth, self.device)
 
     @property
     def device(self) -> torch.device:
-        return self._stored_at.device
+        return self._of_requests.slots.device
 
     @property
     def has_draft(self) -> bool:
@@ -78,23 +80,16 @@ class DraftStages:
         """Whether each stage can be captured by itself."""
         return self._growth.resumable
 
-    @property
-    def shift(self) -> int:
-        """That of the source of forwards."""
-        return self._draft.shift
-
-    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+    def receive(self, step: CatchUp) -> None:
         """Copy what `catch_up` reads of the target; it has no graph."""
-        self._draft.receive(emitted, target)
+        self._draft.receive(step)
 
     def catch_up(self, requests: Requests, emitted: Emitted) -> None:
         self._draft.follow(requests, emitted)
 
-    def catch_up_prompts(
-        self, batch: InputBatch, plan: CatchUpPlan, emitted: Emitted, target: TargetStates
-    ) -> None:
+    def catch_up_prompts(self, step: CatchUp) -> None:
         """Catch up in a batch with prompts; it has no graph."""
-        self._draft.follow_prompts(batch, plan, emitted, target)
+        self._draft.follow_prompts(step)
 
     def root(self, requests: Requests, rank: Rank | None = None) -> None:
         """Start the trees; ``rank``: None to rank the draft's logits as they are."""
@@ -104,16 +99,15 @@ class DraftStages:
 
     def root_logits(self, requests: Requests) -> torch.Tensor | None:
         """Start the trees, and return the draft's logits after the roots; None without a draft."""
-        if self._source is not None:
-            self._source.begin(self._growth, requests, self._chained)
+        if self._writer is not None:
+            self._writer.begin(requests, self._chained)
         elif self._tries is not None:
             roots = self._tries.roots(requests.index)
-            start(self._growth, requests, roots, self._chained, self._stored_at)
+            describe(requests, roots, self._chained, self._of_requests)
+        self._growth.start(len(requests.packed))
         if self._tries is not None:
             self._growth.graft(self._tries.trie(requests.index))
-        if self._source is None:
-            return None
-        return self._source.root_logits(len(requests.packed))
+        return None if self._source is None else self._source.root_logits(len(requests.packed))
 
     def root_paths(self, logits: torch.Tensor) -> Paths:
         """Return the paths of the roots with these logits, which are empty."""
@@ -127,7 +121,7 @@ class DraftStages:
         rows = self._rows(requests, number)
         if self._growth.expand(rows.ancestor_bits) == 0 or not self._pays(self._growth):
             return False
-        logits = self._logits(requests, number, rows)
+        logits = self._draft.forward(rows, *self._shape(requests, number))
         paths = None if rank is None else self._paths_of(requests, number, rows)
         self.pick(requests, logits, paths, rank)
         return True
@@ -136,7 +130,8 @@ class DraftStages:
         """Run the next forward, and return its logits and its rows' paths. `pick` comes next."""
         rows = self._rows(requests, number)
         self._growth.expand(rows.ancestor_bits)
-        return self._logits(requests, number, rows), self._paths_of(requests, number, rows)
+        logits = self._draft.forward(rows, *self._shape(requests, number))
+        return logits, self._paths_of(requests, number, rows)
 
     def pick(
         self, requests: Requests, logits: torch.Tensor, paths: Paths | None, rank: Rank | None
@@ -146,19 +141,22 @@ class DraftStages:
             logits = rank(logits, requests.index, paths)
         self._growth.pick(logits)
 
-    def finish(self, requests: Requests, forwards: int) -> torch.Tensor:
-        return self._growth.finish(self._stored_at[: len(requests.packed)])
+    def finish(self) -> torch.Tensor:
+        """Store the trees; return the tokens of their nodes."""
+        return self._growth.finish()
 
     def resume(self, requests: Requests, forwards: int) -> None:
         """Go on after so many forwards: for stages that are captured apart."""
         self._growth.resume(len(requests.packed), forwards)
 
     def _rows(self, requests: Requests, number: int) -> TreeRows:
-        return self._draft.rows(len(requests.packed), self.widths[number])
+        if self._writer is None:
+            raise RuntimeError("without a draft model there are no rows")
+        return self._writer.rows(len(requests.packed), self.widths[number])
 
-    def _logits(self, requests: Requests, number: int, rows: TreeRows) -> torch.Tensor:
-        first, _ = expansions_of(self.widths, number + 1)
-        return self._draft.forward(rows, len(requests.packed), first)
+    def _shape(self, requests: Requests, number: int) -> tuple[int, int]:
+        """Return the number of requests, and the first expansion of a forward."""
+        return len(requests.packed), expansions_of(self.widths, number + 1)[0]
 
     def _paths_of(self, requests: Requests, number: int, rows: TreeRows) -> Paths:
         first = sum(self.widths[:number])
@@ -180,9 +178,9 @@ class Eager:
         self._requests = requests
         self._rank = rank
 
-    def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
-        self._stages.receive(emitted, target)
-        self._stages.catch_up(self._requests, emitted)
+    def catch_up(self, step: CatchUp) -> None:
+        self._stages.receive(step)
+        self._stages.catch_up(self._requests, step.emitted)
 
     def root(self) -> None:
         self._stages.root(self._requests, self._rank)
@@ -191,4 +189,4 @@ class Eager:
         return self._stages.forward(self._requests, number, self._rank)
 
     def finish(self, forwards: int) -> torch.Tensor:
-        return self._stages.finish(self._requests, forwards)
+        return self._stages.finish()

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from dyntree_kernels.blocks import DecideBlocks
-    from dyntree_kernels.contracts import GrowthSettings, Learn, StepGrowth, Walk, Walked
+    from dyntree_kernels.contracts import GrowthSettings, StepGrowth, Walk, Walked
+    from dyntree_kernels.learning import Learn
     from dyntree_kernels.paths import PathKernels
     from dyntree_kernels.tries import LookUp
+    from dyntree_plugin.engine.step.catch_up import CatchUp
     from dyntree_plugin.engine.step.clock import Clock
     from dyntree_plugin.engine.step.growth_stages import DraftStages, Rank
-    from dyntree_plugin.engine.step.records import Emitted, Learning, TargetStates
+    from dyntree_plugin.engine.step.records import Learning
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
     from dyntree_plugin.engine.step.transfer import Send
     from dyntree_plugin.engine.step.trees import PlacedTrees
@@ -94,7 +96,7 @@ class TreeOps(Protocol):
 class Player(Stages[torch.Tensor], Protocol):
     """Runs the stages of drafting over the requests of one step."""
 
-    def catch_up(self, emitted: Emitted, target: TargetStates) -> None:
+    def catch_up(self, step: CatchUp) -> None:
         """Let the draft read the emitted tokens; all requests decode."""
         ...
 

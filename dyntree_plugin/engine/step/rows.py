@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from dyntree_kernels.contracts import RowBuffers, StepGrowth
+from dyntree_kernels.contracts import OfRequests, RowBuffers
 from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
@@ -71,10 +71,12 @@ class RowMemory:
         # What the rows of a forward see: the context, and the end of the request's cache.
         self.ctx_lens = zeros(requests, dtype=torch.int32)
         self.seq_lens = zeros(requests, dtype=torch.int32)
-        # The next trees' roots: positions, rows in the catch-up, and tree slots.
+        # The next trees' roots: positions, and rows in the catch-up.
         self.root_positions = zeros(requests, dtype=torch.int64)
         self.root_rows = zeros(requests, dtype=torch.int64)
-        self.stored_at = zeros(requests, dtype=torch.int64)
+        self.of_requests = OfRequests.room(requests, self.device)
+        # Of this step, by requests and width: metadata takes the host 0.1 ms to build.
+        self._forwards: dict[tuple[int, int], TreeRows] = {}
         # First rows of requests, by the number of rows that each has.
         widths = torch.arange(max(most_rows, scratch) + 1, device=self.device)
         numbers = torch.arange(requests + 1, dtype=torch.int32, device=self.device)
@@ -89,9 +91,10 @@ class RowMemory:
         return int(slots[tables.slot_mapping_enabled].min())  # sync: before the first step
 
     @property
-    def buffers(self) -> RowBuffers:
-        """The same tensors, for growth."""
-        return RowBuffers(self.ids, self.positions, self.slots, self.scratch_slots, self.above)
+    def of_growth(self) -> GrowthMemory:
+        """The tensors that growth reads and writes."""
+        rows = RowBuffers(self.ids, self.positions, self.slots, self.scratch_slots, self.above)
+        return GrowthMemory(self.of_requests, rows, self.last_position)
 
     def starts(self, requests: int, width: int) -> torch.Tensor:
         """Return the first rows of requests that have ``width`` each, int32 [R + 1]."""
@@ -110,6 +113,17 @@ class RowMemory:
             out=out,
         )
         return slots.view(-1, num_reqs, width)
+
+    def begin_step(self) -> None:
+        """Forget the rows of the last step's forwards."""
+        self._forwards.clear()
+
+    def forward_rows(self, requests: int, width: int) -> TreeRows:
+        """Return the rows of a forward over ``width`` nodes per request; see `RowWriter.rows`."""
+        shape = requests, width
+        if shape not in self._forwards:
+            self._forwards[shape] = self.tree_rows(requests, width, self.scratch)
+        return self._forwards[shape]
 
     def tree_rows(self, requests: int, width: int, columns: int) -> TreeRows:
         """Return rows, and metadata that reads them, for a forward of ``width`` rows per request.
@@ -153,11 +167,15 @@ class RowWriter(Protocol):
         """
         ...
 
-    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
-        """Start growth at the roots, compute their scratch slots, and set what rows see.
+    def begin(self, requests: Requests, chained: torch.Tensor) -> None:
+        """Tell growth the requests and their roots, compute scratch slots, and set what rows see.
 
         ``chained`` bool [slots + 1]: requests whose trees are chains.
         """
+        ...
+
+    def rows(self, requests: int, width: int) -> TreeRows:
+        """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
         ...
 
 
@@ -188,15 +206,19 @@ class TensorRows:
         torch.index_select(tokens_at.flatten(), 0, last, out=memory.root_positions[:num_reqs])
         return rows
 
-    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
+    def begin(self, requests: Requests, chained: torch.Tensor) -> None:
         memory = self._memory
+        memory.begin_step()
         roots = memory.root_positions[: len(requests.packed)]
-        start(growth, requests, roots, chained, memory.stored_at)
+        describe(requests, roots, chained, memory.of_requests)
         if memory.scratch:
             after = roots[:, None] + 1 + torch.arange(memory.scratch, device=memory.device)
             positions = after.clamp(max=memory.last_position) + memory.shift
             memory.slots_of(requests, positions, memory.scratch_slots)
             self._see(roots, memory.scratch)
+
+    def rows(self, requests: int, width: int) -> TreeRows:
+        return self._memory.forward_rows(requests, width)
 
     def _see(self, roots: torch.Tensor, columns: int) -> None:
         """Let rows see the context up to ``roots`` [R], and ``columns`` slots after it by bits."""
@@ -206,32 +228,48 @@ class TensorRows:
         lengths.clamp_(max=self._memory.last_position + 1)
 
 
-def start(
-    growth: StepGrowth,
-    requests: Requests,
-    roots: torch.Tensor,
-    chained: torch.Tensor,
-    stored_at: torch.Tensor,
+def describe(
+    requests: Requests, roots: torch.Tensor, chained: torch.Tensor, room: OfRequests
 ) -> None:
-    """Start growth at ``roots`` int64 [R], and note the slots of the trees in ``stored_at``.
+    """Write to ``room`` what growth reads of R requests whose roots are at ``roots`` int64 [R].
 
     ``chained`` bool [slots + 1]: requests whose trees are chains.
     """
     slots = requests.slots
-    stored_at[: len(slots)].copy_(slots)
-    classes = requests.classes.clamp(min=0)
-    # A step gives its last token without a node.
-    levels = (requests.longest - roots - 2).clamp(min=1)
-    growth.start(roots, requests.temperature, classes, requests.seeds, chained[slots], levels)
+    values = OfRequests(
+        roots=roots,
+        temperatures=requests.temperature,
+        classes=requests.classes.clamp(min=0),
+        seeds=requests.seeds,
+        chained=chained[slots],
+        # A step gives its last token without a node.
+        levels=(requests.longest - roots - 2).clamp(min=1),
+        slots=slots,
+    )
+    room.fill(values)
 
 
-def no_rows(device: torch.device) -> RowBuffers:
-    """Return the row buffers of a growth without draft forwards."""
+@dataclass(frozen=True)
+class GrowthMemory:
+    """What growth reads and writes, at fixed addresses.
 
-    def none(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
+    ``of_requests``: of the most requests. ``rows``: of a forward. ``last_position``: that of the
+    longest text's last token.
+    """
 
-    return RowBuffers(none(1, dtype=torch.int32), none(1), none(1, 1), none(1, 1), none(1))
+    of_requests: OfRequests
+    rows: RowBuffers
+    last_position: int
+
+    @classmethod
+    def without_rows(cls, requests: int, last_position: int, device: torch.device) -> GrowthMemory:
+        """Allocate the memory of a growth without draft forwards."""
+
+        def none(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        rows = RowBuffers(none(1, dtype=torch.int32), none(1), none(1, 1), none(1, 1), none(1))
+        return cls(OfRequests.room(requests, device), rows, last_position)
 
 
 def _words(columns: int) -> int:

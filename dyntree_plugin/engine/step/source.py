@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dyntree_kernels.contracts import StepGrowth
-from dyntree_plugin.engine.step.catch_up import CatchUpPlan
-from dyntree_plugin.engine.step.records import Emitted, TargetStates
+from dyntree_plugin.engine.step.catch_up import CatchUp
+from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import TreeRows
 
@@ -26,7 +24,7 @@ class NodeSource(Protocol):
         hidden state before the token."""
         ...
 
-    def receive(self, emitted: Emitted, target: TargetStates) -> None:
+    def receive(self, step: CatchUp) -> None:
         """Copy what `follow` reads of the target's hidden states. It has no graph."""
         ...
 
@@ -34,25 +32,15 @@ class NodeSource(Protocol):
         """Read the emitted tokens, the last of which are the new roots; all requests decode."""
         ...
 
-    def follow_prompts(
-        self, batch: InputBatch, plan: CatchUpPlan, emitted: Emitted, target: TargetStates
-    ) -> None:
+    def follow_prompts(self, step: CatchUp) -> None:
         """Do as `follow` where some requests are in their prompt, whose chunks are read as well.
 
         It has no graph.
         """
         ...
 
-    def begin(self, growth: StepGrowth, requests: Requests, chained: torch.Tensor) -> None:
-        """Start growth at the roots; ``chained`` bool [slots + 1]: requests with chains."""
-        ...
-
     def root_logits(self, requests: int) -> torch.Tensor:
         """Return the logits after the roots: [R, V], or [R * D, V] of D trees apart."""
-        ...
-
-    def rows(self, requests: int, width: int) -> TreeRows:
-        """Return the rows of a forward over ``width`` nodes per request, for growth to fill."""
         ...
 
     def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:

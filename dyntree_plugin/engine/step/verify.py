@@ -36,10 +36,11 @@ class TreeVerifier:
         sampler: Sampler,
         trees: TreeStore,
         estimate: AcceptanceEstimate,
-        buffers: InputBuffers,
-        movers: Callable[[], Sequence[tuple[torch.Tensor, Move]]],
         ops: TreeOps,
         graphs: Graphs,
+        *,
+        buffers: InputBuffers,
+        movers: Callable[[], Sequence[tuple[torch.Tensor, Move]]],
         copies: int = 1,
     ) -> None:
         """``buffers``: those that every batch is a part of. ``movers``: for each KV cache group of
@@ -138,7 +139,7 @@ class TreeVerifier:
         """Walk a batch of padding with nodes that a grammar may forbid, and with chains where there
         are any; it changes nothing.
 
-        Of structured output vLLM rehearses prompts alone, which have no nodes.
+        vLLM's own warm-up never runs structured output with drafts.
         """
         trees = self.trees
         if trees.plan.reads_draws:

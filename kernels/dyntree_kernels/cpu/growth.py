@@ -21,6 +21,7 @@ import torch
 from dyntree_kernels.contracts import (
     KINDS,
     GrowthSettings,
+    OfRequests,
     RowBuffers,
     StepGrowth,
     TreeArrays,
@@ -210,14 +211,17 @@ class CompiledGrowth(StepGrowth):
     """A `StepGrowth` in compiled calls on the CPU."""
 
     def __init__(self, settings: GrowthSettings) -> None:
-        requests, node_budget, children, widths, least, longest, coupled, weights = settings[:8]
-        rows, trees, nodes_of_tries, self._max_depth, self._shift = settings[8:]
-        expansions = 1 + sum(widths)
-        candidates = nodes_of_tries + children * expansions
-        self._widths, self._coupled, self._longest = widths, coupled, longest
-        self._least = np.float32(math.log(least) if least > 0 else -math.inf)
+        weights, trees = settings.weights, settings.trees
+        requests, children = len(settings.of_requests.roots), settings.children
+        expansions = 1 + sum(settings.widths)
+        candidates = settings.grafts + children * expansions
+        self._widths, self._coupled = settings.widths, settings.coupled
+        self._longest, self._max_depth = settings.longest, settings.max_depth
+        self._shift = settings.shift
+        least = math.log(settings.least) if settings.least > 0 else -math.inf
+        self._least = np.float32(least)
         self._weights = np.empty((0, 3), np.float32) if weights is None else weights.numpy()
-        self._rows = tuple(each.numpy() for each in rows)
+        self._rows = tuple(each.numpy() for each in settings.rows)
         self._trees = tuple(
             (each.view(torch.uint32) if each is trees.ancestors else each).numpy() for each in trees
         )
@@ -230,39 +234,26 @@ class CompiledGrowth(StepGrowth):
         self._bases = self._bases_tensor.numpy()
         self._values = np.zeros((requests, candidates), np.float32)
         self._expanded = np.zeros((requests, candidates), np.bool_)
-        self._best = np.zeros((requests, node_budget), np.int64)
+        self._best = np.zeros((requests, settings.node_budget), np.int64)
         self._counts = np.zeros(requests, np.int64)
         self._grown = np.zeros(requests, np.int64)
         self._nodes = np.full((requests, expansions), -1, np.int64)
         self._depths = np.zeros((requests, expansions), np.int64)
         self._positions = np.zeros((requests, expansions), np.int64)
         self._bits = np.zeros((requests, expansions, max(1, -(-(expansions - 1) // 32))), np.uint32)
-        self._grafts = GraftArrays.room(requests, nodes_of_tries, expansions)
+        self._grafts = GraftArrays.room(requests, settings.grafts, expansions)
         self._became = np.full(candidates, -1, np.int64)
         self._forward = 0
         # Expansions whose children will be picked next, and those whose children were picked last.
         self._new = self._picked = (0, 1)
-        dtypes = (np.int64, np.float32, np.int64, np.int64, np.bool_, np.int64)
-        self._request_buffers = tuple(np.zeros(requests, dtype) for dtype in dtypes)
-        self._roots, *self._request_inputs, self._levels = self._request_buffers
+        self._of_requests = tuple(each.numpy() for each in settings.of_requests)
+        self._first(requests)
 
-    def start(
-        self,
-        roots: torch.Tensor,
-        temperatures: torch.Tensor,
-        classes: torch.Tensor,
-        seeds: torch.Tensor,
-        chained: torch.Tensor,
-        levels: torch.Tensor,
-    ) -> None:
-        self.resume(len(roots), 0)
-        given = (roots, temperatures, classes, seeds, chained, levels)
-        own = (self._roots, *self._request_inputs, self._levels)
-        for mine, each in zip(own, given, strict=True):
-            mine[:] = each.numpy()
-        self._positions[: len(roots), 0] = self._roots
+    def start(self, requests: int) -> None:
+        self.resume(requests, 0)
+        self._positions[:requests, 0] = self._roots
         self._picked = (0, 0)
-        self._grafts.edges[: len(roots)] = _NONE
+        self._grafts.edges[:requests] = _NONE
 
     def graft(self, trie: Trie) -> None:
         requests, size = len(self._roots), self._grafts.tokens.shape[1]
@@ -276,10 +267,14 @@ class CompiledGrowth(StepGrowth):
         )  # fmt: skip
 
     def resume(self, requests: int, forwards: int) -> None:
-        own = (each[:requests] for each in self._request_buffers)
-        self._roots, *self._request_inputs, self._levels = own
+        self._first(requests)
         self._forward = forwards
         self._new = self._picked = expansions_of(self._widths, forwards)
+
+    def _first(self, requests: int) -> None:
+        """Grow the trees of the first ``requests``."""
+        of_requests = (each[:requests] for each in self._of_requests)
+        self._roots, *self._request_inputs, self._levels, self._slots = of_requests
 
     def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
         first, last = self._new
@@ -315,13 +310,13 @@ class CompiledGrowth(StepGrowth):
     def frontier_values(self) -> torch.Tensor:
         return self._bases_tensor[: len(self._roots), slice(*self._new)]
 
-    def finish(self, slots: torch.Tensor) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         tokens = torch.empty(len(self._roots), self._best.shape[1], dtype=torch.int64)
         _store(
             self._picked, self._least, self._bases, self.edges, self._values, self._expanded,
             self._best, self._counts, self._grown, self.tokens, self._nodes, self._depths,
-            self.features, self._grafts, self._became, self._shift, slots.contiguous().numpy(),
-            tokens.numpy(), *self._trees,
+            self.features, self._grafts, self._became, self._shift, self._slots, tokens.numpy(),
+            *self._trees,
         )  # fmt: skip
         return tokens
 
@@ -330,9 +325,10 @@ def warm_up(dtype: torch.dtype) -> None:
     """Compile growth from logits of `dtype`, or load it from disk."""
     slot, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     bits = torch.zeros(1, 1, dtype=torch.int32)
+    of_requests = OfRequests.room(1, slot.device)
     settings = GrowthSettings(
-        requests=1, node_budget=1, children=1, widths=(1,), least=0.0, longest=1, coupled=True,
-        weights=torch.zeros(KINDS, 3),
+        of_requests=of_requests, node_budget=1, children=1, widths=(1,), least=0.0, longest=1,
+        coupled=True, weights=torch.zeros(KINDS, 3),
         rows=RowBuffers(slot.int(), slot.clone(), one, one.clone(), slot.clone()),
         trees=TreeArrays(
             one.clone(), one.clone(), one.float(), slot, slot.clone(), slot.clone(),
@@ -342,8 +338,10 @@ def warm_up(dtype: torch.dtype) -> None:
         grafts=1, max_depth=2,
     )  # fmt: skip
     growth = CompiledGrowth(settings)
-    growth.start(slot, torch.ones(1), slot, slot, slot.bool(), slot + 2)
+    of_requests.temperatures.fill_(1)
+    of_requests.levels.fill_(2)
+    growth.start(1)
     growth.graft(Trie.room(1, 1, torch.device("cpu")))
     growth.pick(torch.zeros(1, 2, dtype=dtype))
     growth.expand(bits)
-    growth.finish(slot)
+    growth.finish()

@@ -10,8 +10,8 @@ import math
 import numpy as np
 import torch
 
-from dyntree_kernels.contracts import Regression, check_learning
 from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.learning import Regression, check_learning
 
 
 @compiled

@@ -193,7 +193,6 @@ def begin(
     chained: torch.Tensor,
     tables: SlotTables,
     growth: OfRequests,
-    stored_at: torch.Tensor,
     slots: torch.Tensor,
     seen: Seen,
     columns: int,
@@ -207,7 +206,7 @@ def begin(
             a temperature, the seed, the class of temperature, and the most tokens of the text.
         chained: bool [S + 1], requests of one child per node, by their first column; the last
             entry is for what only fills the batch up.
-        growth: [R] each, and stored_at: int64 [R], a request's entry in ``chained``; written.
+        growth: [R] each, with the requests' entries in ``chained`` as slots; written.
         slots: int64 [G, at least R * columns] with dense rows, of the positions behind the roots;
             written.
 
@@ -215,13 +214,13 @@ def begin(
         ValueError: for arrays that are not dense.
     """
     requests = roots.shape[0]
-    _require_dense(roots, chained, *tables, *growth, stored_at, *seen)
+    _require_dense(roots, chained, *tables, *growth, *seen)
     if packed.stride(1) != 1 or slots.stride(1) != 1:
         raise ValueError("the rows of requests and slots must be dense")
     if requests:
         lanes = triton.next_power_of_2(max(1, columns))
         _begin[(requests,)](
-            packed, roots, chained, *tables, *growth, stored_at, slots, *seen, packed.stride(0),
+            packed, roots, chained, *tables, *growth, slots, *seen, packed.stride(0),
             slots.stride(0), chained.shape[0] - 1, columns, len(slots), longest, COLUMNS=lanes,
             SHIFT=shift, num_warps=_warps(lanes),
         )  # fmt: skip

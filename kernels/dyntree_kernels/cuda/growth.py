@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dyntree_kernels.contracts import GrowthSettings, OfRequests, StepGrowth, expansions_of
+from dyntree_kernels.contracts import GrowthSettings, StepGrowth, expansions_of
 from dyntree_kernels.cuda.children import merge, warps_for
 from dyntree_kernels.cuda.grafts import Candidates, GraftArrays, Judging, graft, see
 from dyntree_kernels.cuda.gumbel import rank_blocks
@@ -213,20 +213,19 @@ class DeviceGrowth(StepGrowth):
     """`StepGrowth` in a few launches on the device."""
 
     def __init__(self, settings: GrowthSettings) -> None:
-        requests, node_budget, children, widths, least, longest, coupled, weights = settings[:8]
-        rows, trees, nodes_of_tries, self._max_depth, self._shift = settings[8:]
-        expansions = 1 + sum(widths)
-        device = trees.parents.device
-        self._widths, self._coupled, self._longest = widths, coupled, longest
-        self._children, self._expansions, self._nodes_of_tries = (
-            children,
-            expansions,
-            nodes_of_tries,
-        )
-        self._budget, self._weights, self._rows, self._trees = node_budget, weights, rows, trees
+        of_requests, rows, trees = settings.of_requests, settings.rows, settings.trees
+        requests, device = len(of_requests.roots), trees.parents.device
+        children, nodes_of_tries, weights = settings.children, settings.grafts, settings.weights
+        expansions = 1 + sum(settings.widths)
+        self._every = self._of_requests = of_requests
+        self._rows, self._trees, self._weights = rows, trees, weights
+        self._widths, self._children, self._expansions = settings.widths, children, expansions
+        self._budget, self._nodes_of_tries = settings.node_budget, nodes_of_tries
+        self._max_depth, self._longest = settings.max_depth, settings.longest
+        self._coupled, self._shift = settings.coupled, settings.shift
         # Of the tokens of the last forward's rows, at which the noise of their children is.
         self._positions = torch.zeros_like(rows.above) if self._shift else rows.positions
-        self._least = math.log(least) if least > 0 else -math.inf
+        self._least = math.log(settings.least) if settings.least > 0 else -math.inf
         self.candidates = Candidates.room(
             requests, nodes_of_tries + expansions * children, weights is not None, device
         )
@@ -241,48 +240,30 @@ class DeviceGrowth(StepGrowth):
         self._bits = torch.zeros(
             requests, expansions, self._words, dtype=torch.int32, device=device
         )
-        self._best = torch.full((requests, node_budget), -1, dtype=torch.int64, device=device)
+        self._best = torch.full((requests, self._budget), -1, dtype=torch.int64, device=device)
         self._became = torch.full_like(self.candidates.tokens, -1)
         self._forward = 0
         # The expansions that children come of next, and how many have children.
         self._new, self._picked = (0, 1), 0
-        integer = torch.int64
-        of_requests = (integer, torch.float32, integer, integer, torch.bool, integer)
-        self._room = OfRequests(
-            *(torch.zeros(requests, dtype=dtype, device=device) for dtype in of_requests)
-        )
-        self.of_requests = self._room
-        """Requests whose trees are grown, at addresses that never change."""
 
-    def start(
-        self,
-        roots: torch.Tensor,
-        temperatures: torch.Tensor,
-        classes: torch.Tensor,
-        seeds: torch.Tensor,
-        chained: torch.Tensor,
-        levels: torch.Tensor,
-    ) -> None:
-        self.resume(len(roots), 0)
-        given = (roots, temperatures, classes, seeds, chained, levels)
-        for own, each in zip(self.of_requests, given, strict=True):
-            own.copy_(each)
+    def start(self, requests: int) -> None:
+        self.resume(requests, 0)
         if self._grafts.edges is not None:
-            self._grafts.edges[: len(roots)].fill_(-math.inf)
+            self._grafts.edges[:requests].fill_(-math.inf)
 
     def graft(self, trie: Trie) -> None:
         graft(
-            trie, self.of_requests, self._weights, self.candidates, self._grafts,
+            trie, self._of_requests, self._weights, self.candidates, self._grafts,
             children=self._children, max_depth=self._max_depth, coupled=self._coupled,
         )  # fmt: skip
 
     def resume(self, requests: int, forwards: int) -> None:
-        self.of_requests = OfRequests(*(each[:requests] for each in self._room))
+        self._of_requests = self._every.first(requests)
         self._forward, self._new = forwards, expansions_of(self._widths, forwards)
         self._picked = self._new[1]
 
     def pick(self, logits: torch.Tensor, firsts: torch.Tensor | None = None) -> None:
-        roots, temperatures, classes, seeds, chained, levels = self.of_requests
+        roots, temperatures, classes, seeds, chained, levels, _ = self._of_requests
         first, end = self._new
         width, kept = end - first, self._children
         if len(logits) != len(roots) * width:
@@ -309,7 +290,7 @@ class DeviceGrowth(StepGrowth):
         self._picked = end
 
     def expand(self, ancestor_bits: torch.Tensor) -> None:
-        roots, rows, first = self.of_requests.roots, self._rows, self._new[1]
+        roots, rows, first = self._of_requests.roots, self._rows, self._new[1]
         requests, grafts = len(roots), self._nodes_of_tries
         tokens, values, opened, _ = self.candidates
         width = self._widths[self._forward]
@@ -331,10 +312,11 @@ class DeviceGrowth(StepGrowth):
 
     @property
     def frontier_values(self) -> torch.Tensor:
-        return self._bases[: len(self.of_requests.roots), slice(*self._new)]
+        return self._bases[: len(self._of_requests.roots), slice(*self._new)]
 
-    def finish(self, slots: torch.Tensor) -> torch.Tensor:
-        requests, budget, trees = len(slots), self._budget, self._trees
+    def finish(self) -> torch.Tensor:
+        slots, budget, trees = self._of_requests.slots, self._budget, self._trees
+        requests = len(slots)
         of_nodes, values, _, features = self.candidates
         tokens = torch.empty(requests, budget, dtype=torch.int64, device=slots.device)
         grafts, children = self._nodes_of_tries, self._children

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dyntree_kernels.contracts import Regression, check_learning
+from dyntree_kernels.learning import Regression, check_learning
 
 _TILE = 1024  # nodes that are looked at together
 

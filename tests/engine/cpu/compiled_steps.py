@@ -9,7 +9,7 @@ import torch
 from random_tries import FAVOURED, random_trie
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_kernels.contracts import GrowthSettings, RowBuffers
+from dyntree_kernels.contracts import GrowthSettings, OfRequests, RowBuffers
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.tries import Trie
 from dyntree_plugin.engine.step.rows import PAD_SLOT
@@ -78,19 +78,24 @@ class Step:
         self.temperatures = torch.tensor(case.temperatures)
         self.seeds = torch.arange(self.requests) + case.seed
         self.chained = torch.tensor(case.chained)
+        # An engine's batch is rarely full.
+        self.of_requests = OfRequests.room(self.requests + 1, torch.device("cpu"))
         self.growth = self.compiled()
         self.start()
 
     def start(self) -> None:
         """Start the step's growth, and graft its trie."""
-        self.growth.start(
+        given = OfRequests(
             self.case.roots,
             self.temperatures,
             temperature_class(self.temperatures),
             self.seeds,
             self.chained,
             torch.tensor(self.case.levels or [MAX_MODEL_LEN] * self.requests),
+            torch.arange(self.requests),
         )
+        self.of_requests.fill(given)
+        self.growth.start(self.requests)
         self.trie: Trie | None = None
         if self.case.grafts:
             self.trie = random_trie(self.generator, self.requests, self.case.grafts)
@@ -101,7 +106,7 @@ class Step:
         plan = self.plan
         return CompiledGrowth(
             GrowthSettings(
-                requests=self.requests + 1,  # an engine's batch is rarely full
+                of_requests=self.of_requests,
                 node_budget=plan.shape.node_budget,
                 children=plan.growing.children,
                 widths=plan.growing.widths,
@@ -162,7 +167,7 @@ class Step:
             yield width, self.growth.expand(self.bits)
 
     def finish(self) -> torch.Tensor:
-        return self.growth.finish(torch.arange(self.requests))
+        return self.growth.finish()
 
     def tree(self, tokens: torch.Tensor) -> TokenTree:
         of_requests = slice(self.requests)

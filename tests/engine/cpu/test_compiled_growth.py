@@ -37,8 +37,10 @@ from vllm_cpu_runner import install
 
 install()  # must run before the runner's modules are imported
 
+from dyntree_kernels.contracts import StepGrowth  # noqa: E402
+from dyntree_plugin.engine.compose import Composer  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.drafting import Drafting  # noqa: E402
+from dyntree_plugin.engine.step.rows import GrowthMemory  # noqa: E402
 
 GRAFTED = replace(CASE, shape=replace(CASE.shape, node_budget=24), grafts=16)
 HEAD = replace(GRAFTED, shape=replace(GRAFTED.shape, head=True))
@@ -204,23 +206,19 @@ def test_steps_need_no_kernel_that_the_warm_up_has_not_compiled(
 LAST = MAX_MODEL_LEN - 1
 
 
-def drafting_of(plan: TreePlan, ops: Any) -> Any:
-    """Return a drafting with the fields that the choice of a growth reads."""
-    drafting: Any = object.__new__(Drafting)
-    vars(drafting).update(
-        requests=2,
-        trees=TreeStore(2, plan, VOCAB, torch.device("cpu")),
-        estimate=AcceptanceEstimate("cpu"),
-        ops=ops,
-    )
-    return drafting
+def growth_of(step: Step, plan: TreePlan, ops: Any) -> StepGrowth:
+    """Return the growth that an engine of a plan has."""
+    nothing: Any = None
+    trees, estimate = TreeStore(2, plan, VOCAB, torch.device("cpu")), AcceptanceEstimate("cpu")
+    composer = Composer(trees, nothing, estimate, ops, nothing, nothing, nothing)
+    return composer.growth(GrowthMemory(step.of_requests, step.rows, LAST))
 
 
 def test_other_growths_are_not_compiled() -> None:
     step = Step(CASE)
     for name, kind in (("topk", CompiledGrowth), ("chain", TensorGrowth)):
         plan = TreePlan(CASE.shape, GrowthConfig(name), "match", calibration=True)
-        assert isinstance(drafting_of(plan, CPUOps())._growth(step.rows, LAST), kind)
+        assert isinstance(growth_of(step, plan, CPUOps()), kind)
 
 
 @pytest.mark.parametrize(("most", "compiled"), [(40, True), (39, False)])
@@ -232,5 +230,5 @@ def test_more_candidates_than_are_compiled_for_are_the_tensors(
 
     monkeypatch.setattr(cuda_ops, "MOST_CANDIDATES", most)
     step = Step(CASE)  # 10 expansions of 4 children
-    growth = drafting_of(step.plan, cuda_ops.CUDAOps(at_hand))._growth(step.rows, LAST)
+    growth = growth_of(step, step.plan, cuda_ops.CUDAOps(at_hand))
     assert isinstance(growth, TensorGrowth) != compiled

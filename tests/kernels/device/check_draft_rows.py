@@ -172,14 +172,12 @@ def test_rows_that_lack_a_mechanism_are_seen(mechanism: str) -> None:
 def begun_by_kernel(case: Any, columns: int, shift: int) -> tuple[torch.Tensor, ...]:
     tables, packed, roots, chained = case
     number = len(roots)
-    of_requests = (torch.int64, torch.float32, torch.int64, torch.int64, torch.bool, torch.int64)
-    growth = OfRequests(*(torch.ones(number, dtype=x, device=DEVICE) for x in of_requests))
-    stored_at = torch.zeros(number, dtype=torch.int64, device=DEVICE)
+    growth = OfRequests.room(number, torch.device(DEVICE))
     slots = torch.zeros(GROUPS, number * columns + 5, dtype=torch.int64, device=DEVICE)
     seen = Seen(*torch.zeros(2, number, dtype=torch.int32, device=DEVICE))
     given = (each.to(DEVICE) for each in (packed, roots, chained))
-    begin(*given, tables.arrays, growth, stored_at, slots, seen, columns, LONGEST, shift)
-    return (*growth, stored_at, slots[:, : number * columns], *seen)
+    begin(*given, tables.arrays, growth, slots, seen, columns, LONGEST, shift)
+    return (*growth, slots[:, : number * columns], *seen)
 
 
 def begun_by_tensors(case: Any, columns: int, shift: int, without: str = "") -> tuple[Any, ...]:

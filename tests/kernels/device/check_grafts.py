@@ -142,7 +142,7 @@ def test_what_both_propose_is_one_node_which_the_draft_judges() -> None:
     logits = torch.zeros(2, step.case.vocab)
     logits[:, [7, 9]] = torch.tensor([9.0, 8.0])
     step.growth.pick(logits.to(DEVICE))
-    step.tokens = step.growth.finish(step.slots).cpu()
+    step.tokens = step.growth.finish().cpu()
     for row, slot in enumerate(step.slots.cpu()):
         kinds = step.stored("kinds")[slot, :3].tolist()
         assert step.trees.counts[slot] == 3
@@ -232,7 +232,7 @@ def test_growth_may_end_behind_any_forward_and_be_captured_apart(forwards: int |
     ours.growth.resume(1, 4)
     ours.growth.resume(USUAL.requests, forwards or 0)
     for step in (ours, theirs):
-        step.tokens = step.growth.finish(step.slots).cpu()
+        step.tokens = step.growth.finish().cpu()
     same_trees(ours, theirs)
 
 
@@ -283,7 +283,7 @@ def test_a_trie_may_hold_anything_where_no_node_exists() -> None:
     )
     assert not trie.exists.all()
     step.growth.graft(Trie(*(part.to(DEVICE) for part in junk)))
-    step.tokens = step.growth.finish(step.slots).cpu()
+    step.tokens = step.growth.finish().cpu()
     same_trees(step, on_cpu(USUAL).alone())
 
 
@@ -294,7 +294,7 @@ def test_a_node_without_evidence_does_not_exist() -> None:
     step.growth.graft(
         Trie(*(part.to(DEVICE) for part in trie._replace(evidence=trie.evidence * torch.nan)))
     )
-    step.growth.finish(step.slots)
+    step.growth.finish()
     assert step.trees.counts[step.slots].tolist() == [0, 0]
 
 

@@ -14,7 +14,7 @@ from paged_cases import DEVICE
 
 pytest.importorskip("numba", reason="it compares with the CPU's kernels, which need numba")
 
-from dyntree_kernels.contracts import GrowthSettings, RowBuffers, TreeArrays
+from dyntree_kernels.contracts import GrowthSettings, OfRequests, RowBuffers, TreeArrays
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cuda.growth import DeviceGrowth
 from dyntree_plugin.engine.step.trees import TreeStore
@@ -66,8 +66,9 @@ class Both:
         self.roots = LONGEST - torch.tensor(case.room)
         self.seeds = torch.arange(self.requests) + case.seed
         self.tensors = self.plan.growing.start(self.requests, torch.tensor(case.room))
+        self.room = OfRequests.room(self.requests + 1, torch.device(DEVICE))
         settings = GrowthSettings(
-            requests=self.requests + 1,
+            of_requests=self.room,
             node_budget=case.shape.node_budget,
             children=self.plan.growing.children,
             widths=widths,
@@ -88,7 +89,9 @@ class Both:
         classes, chained = temperature_class(TEMPERATURES), torch.tensor(self.case.chained)
         self.of_requests = (TEMPERATURES, classes, self.seeds, chained)
         far = torch.full_like(self.roots, LONGEST)
-        self.growth.start(*(each.to(DEVICE) for each in (self.roots, *self.of_requests, far)))
+        slots = torch.arange(self.requests)
+        self.room.fill(OfRequests(self.roots, *self.of_requests, far, slots))
+        self.growth.start(self.requests)
 
     def add(self, positions: torch.Tensor) -> None:
         """Add the children of rows at ``positions`` [R, W] to both."""
@@ -248,7 +251,7 @@ def test_a_row_without_a_distribution_has_no_children(
     tokens, _, _, features = both.growth.candidates
     assert ((tokens >= 0) & (tokens < vocab)).all()
     assert features.isfinite().all()
-    both.growth.finish(torch.arange(3, device=DEVICE))
+    both.growth.finish()
     assert both.trees.counts.tolist()[:3] == [0, 4, 4]
 
 

@@ -11,7 +11,7 @@ from paged_cases import DEVICE
 from random_tries import random_trie
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_kernels.contracts import GrowthSettings, RowBuffers, TreeArrays
+from dyntree_kernels.contracts import GrowthSettings, OfRequests, RowBuffers, TreeArrays
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cuda.growth import DeviceGrowth
 from dyntree_kernels.tries import Trie
@@ -131,8 +131,9 @@ class Step:
             torch.zeros(rows, dtype=torch.int64, device=device),
         )
         self.trees = TreeStore(SLOTS, self.plan, case.vocab, device)
+        self.room = OfRequests.room(SLOTS, device)
         settings = GrowthSettings(
-            requests=SLOTS,
+            of_requests=self.room,
             node_budget=case.shape.node_budget,
             children=self.plan.growing.children,
             widths=self.widths,
@@ -156,8 +157,8 @@ class Step:
         seeds = torch.arange(case.requests) + case.seed + case.noise
         self.of_requests = (temperatures, temperature_class(temperatures), seeds, chained)
         levels = torch.tensor(case.levels or [MAX_MODEL_LEN] * case.requests)
-        given = (case.roots, *self.of_requests, levels)
-        self.growth.start(*(each.to(self.device) for each in given))
+        self.room.fill(OfRequests(case.roots, *self.of_requests, levels, self.slots))
+        self.growth.start(case.requests)
         self.trie: Trie | None = None
         if case.shape.grafts:
             trie = case.trie()
@@ -184,13 +185,13 @@ class Step:
             self.forwards.append(Forward(ids, positions, slots, bits.cpu(), values, read))
             self._pick(of_forward, 1 + columns)
             columns += width
-        self.tokens = self.growth.finish(self.slots).cpu()
+        self.tokens = self.growth.finish().cpu()
         return self
 
     def alone(self) -> Step:
         """Make trees of the tries alone, without a draft."""
         self.start()
-        self.tokens = self.growth.finish(self.slots).cpu()
+        self.tokens = self.growth.finish().cpu()
         return self
 
     def _pick(self, logits: torch.Tensor, first: int) -> None:
