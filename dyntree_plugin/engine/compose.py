@@ -1,4 +1,4 @@
-"""Puts the stages of drafting together, for the plan of an engine's trees."""
+"""Puts growth, drafting and the walk of verification together, for the plan of an engine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
 from dyntree_plugin.engine.papers.chain_growth import ChainGrowth
+from dyntree_plugin.engine.papers.chain_samples import ChainSamples, ChainWalk
+from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.papers.logit_rows import WalkedRows
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
+from dyntree_plugin.engine.papers.walk import DrawnWalk
 from dyntree_plugin.engine.step.draft import Drafter, Ranking
 from dyntree_plugin.engine.step.growth_stages import DraftStages
 from dyntree_plugin.engine.step.ops import Graphs, TreeOps
 from dyntree_plugin.engine.step.rows import GrowthMemory, RowWriter
+from dyntree_plugin.engine.step.sampled_walk import SampledWalk, TreeWalk
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
@@ -23,14 +29,16 @@ from dyntree_plugin.tree.value import AcceptanceEstimate
 
 @dataclass(frozen=True)
 class Composer:
-    """Makes the drafter of an engine, whenever there is new memory for a draft's rows.
+    """Makes an engine's walk, and its drafter whenever there is new memory for a draft's rows.
 
-    ``chained`` bool [slots + 1]: requests whose trees must be chains; the last entry is for
-    padding. ``tries``: candidates that need no forward; None without any. ``ranking``: makes what
-    the requests' sampling parameters do to a draft's logits, once there is a sampler.
+    ``draws``: what rules that read draws know of the trees; None for the others. ``chained`` bool
+    [slots + 1]: requests whose trees must be chains; the last entry is for padding. ``tries``:
+    candidates that need no forward; None without any. ``ranking``: makes what the requests'
+    sampling parameters do to a draft's logits, once there is a sampler.
     """
 
     trees: TreeStore
+    draws: DrawStore | None
     chained: torch.Tensor
     estimate: AcceptanceEstimate
     ops: TreeOps
@@ -77,10 +85,20 @@ class Composer:
         growth = self._compiled(memory)
         if growth is None:
             pick = ChildPicker(plan, self.ops.perturb, self.estimate)
-            growth = TensorGrowth(trees, pick, memory)
-        if plan.chains:
-            growth = ChainGrowth(growth, trees, self.ops.perturb, memory.of_requests)
+            growth = TensorGrowth(trees, pick, memory, self.draws)
+        if plan.chains and self.draws is not None:
+            growth = ChainGrowth(growth, self.draws, self.ops.perturb, memory)
         return growth
+
+    def walk(self, buffers: InputBuffers) -> TreeWalk:
+        """Make the walk over the trees of batches in these ``buffers``."""
+        trees, ops = self.trees, self.ops
+        walk = SampledWalk(trees, ops.walk)
+        if self.draws is None:
+            return walk
+        if trees.plan.chains:
+            return ChainWalk(ChainSamples(trees, self.draws, ops.decide_blocks), walk)
+        return DrawnWalk(trees, self.draws, WalkedRows(trees, buffers, ops.perturb))
 
     def _compiled(self, memory: GrowthMemory) -> StepGrowth | None:
         """Make compiled growth; None where there is none for the plan."""

@@ -34,6 +34,7 @@ from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
 from dyntree_plugin.engine.grammar.drafts import RecentDrafts
 from dyntree_plugin.engine.grammar.tries import GrammarTries
 from dyntree_plugin.engine.head_speculator import HeadSpeculator
+from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.sampling.parameters import TreeParameters
 from dyntree_plugin.engine.sampling.processors import (
     ProcessorsOnTrees,
@@ -97,8 +98,10 @@ class TreeRunnerMixin(TreeStage):
         # One more, for the trees' spare slot.
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
-        compose = Composer(
+        draws = DrawStore(self.max_num_reqs, plan, vocabulary, device) if plan.reads_laws else None
+        self.compose = Composer(
             trees=self.trees,
+            draws=draws,
             chained=self.chained,
             estimate=self.estimate,
             ops=self.ops,
@@ -107,7 +110,7 @@ class TreeRunnerMixin(TreeStage):
             ranking=self._ranking,
         )
         speculator = _speculator_for(plan)
-        self.speculator: TreeProposals = speculator(vllm_config, device, self, compose)
+        self.speculator: TreeProposals = speculator(vllm_config, device, self, self.compose)
         self.recent_drafts = RecentDrafts(self.pipeline_stages, device)
         self._step_times = StepTimes()
         self._plain_steps: PlainSteps | None = None
@@ -147,6 +150,7 @@ class TreeRunnerMixin(TreeStage):
             self.estimate,
             self.ops,
             self.graphs,
+            walk=self.compose.walk(self.input_buffers),
             buffers=self.input_buffers,
             movers=self._moves,
             copies=processors.copies,

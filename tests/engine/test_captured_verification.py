@@ -36,6 +36,7 @@ from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
 from dyntree_plugin.engine.step.ops import Move  # noqa: E402
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
+from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
@@ -118,6 +119,7 @@ class Engine:
             self.estimate,
             ops,
             self.graphs,
+            walk=SampledWalk(trees, walk),
             buffers=buffers,
             movers=lambda: [(slots[0], mover)],
         )
@@ -145,7 +147,8 @@ class Engine:
     def walk(self, invalid: torch.Tensor | None) -> None:
         """Walk eagerly, and drop the result."""
         room = self.verifier.room_for(len(self.packed))
-        self.verifier.walk(Requests(self.packed, SLOTS), self.sampled, invalid, room)
+        requests, no_logits = Requests(self.packed, SLOTS), torch.zeros(0, 0)
+        self.verifier.walk(requests, self.sampled, invalid, room, no_logits)
 
     def verify(self, invalid: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Verify and learn; return the results and all changed state."""

@@ -34,10 +34,12 @@ from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.cpu.walk import walk  # noqa: E402
 from dyntree_plugin.engine.papers.chain_growth import ChainGrowth  # noqa: E402
-from dyntree_plugin.engine.papers.chain_samples import ChainSamples, decide  # noqa: E402
+from dyntree_plugin.engine.papers.chain_samples import ChainSamples, ChainWalk, decide  # noqa: E402
+from dyntree_plugin.engine.papers.draw_store import DrawStore  # noqa: E402
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.rows import GrowthMemory  # noqa: E402
+from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from dyntree_plugin.tree.block import Chains, Chances  # noqa: E402
@@ -93,19 +95,22 @@ class Engine:
             none.int(), none.clone(), none[None].clone(), torch.arange(columns)[None], none.clone()
         )
         self.of_requests = OfRequests.room(count, torch.device("cpu"))
-        self.growth = ChainGrowth(self._growth(), self.trees, perturbed_logits, self.of_requests)
+        self.memory = GrowthMemory(self.of_requests, self.rows, 500)
+        self.draws = DrawStore(count, PLAN, VOCABULARY, torch.device("cpu"))
+        self.growth = ChainGrowth(self._growth(), self.draws, perturbed_logits, self.memory)
         nodes = PLAN.shape.node_budget
         self.buffers = SimpleNamespace(
             input_ids=torch.zeros(count * (nodes + 1), dtype=torch.int32),
             positions=torch.zeros(count * (nodes + 1), dtype=torch.int64),
             seq_lens=torch.full((count,), 1000, dtype=torch.int32),
         )
-        self.samples = ChainSamples(self.trees, partial(decide, perturb=perturbed_logits))
+        decided = partial(decide, perturb=perturbed_logits)
+        self.samples = ChainSamples(self.trees, self.draws, decided)
 
     def _growth(self) -> StepGrowth:
         if not self.compiled:
             pick = ChildPicker(PLAN, perturbed_logits, self.estimate)
-            return TensorGrowth(self.trees, pick, GrowthMemory(self.of_requests, self.rows, 500))
+            return TensorGrowth(self.trees, pick, self.memory)
         shape = PLAN.shape
         settings = GrowthSettings(
             of_requests=self.of_requests,
@@ -327,7 +332,7 @@ def test_stored_distributions_are_those_that_the_tokens_were_drawn_from() -> Non
     count = 20_000
     engine = Engine(torch.full((count,), 0.5))
     tokens = engine.grow(torch.zeros(count).long(), torch.full((count,), FIRST))
-    laws = engine.trees.chain_laws[:count]
+    laws = engine.draws.chain_laws[:count]
     wanted = (DRAFT / 0.5).softmax(dim=1)
     torch.testing.assert_close(laws[:, 0], wanted[:1].expand(count, -1))
     torch.testing.assert_close(laws[:, 1], wanted[tokens[:, 0]])
@@ -346,8 +351,18 @@ def verifier_of(engine: Engine, decide: DecideBlocks) -> TreeVerifier:
     ops: Any = SimpleNamespace(walk=walk, perturb=perturbed_logits, decide_blocks=decide)
     buffers: Any = SimpleNamespace(**vars(engine.buffers), device=torch.device("cpu"))
     nothing: Any = None
+    walk_of_chains = ChainWalk(
+        ChainSamples(engine.trees, engine.draws, decide), SampledWalk(engine.trees, walk)
+    )
     return TreeVerifier(
-        nothing, engine.trees, nothing, ops, nothing, buffers=buffers, movers=nothing
+        nothing,
+        engine.trees,
+        nothing,
+        ops,
+        nothing,
+        walk=walk_of_chains,
+        buffers=buffers,
+        movers=nothing,
     )
 
 
@@ -363,7 +378,7 @@ def test_no_chain_compiles_a_kernel_while_serving(monkeypatch: pytest.MonkeyPatc
     rehearsed = {name: {*kernel.compiled} for name, kernel in kernels.items()}
     assert all(len(compiled) == 1 for compiled in rehearsed.values())
     for engine in engines:
-        engine.samples = ChainSamples(engine.trees, blocks.decide)
+        engine.samples = ChainSamples(engine.trees, engine.draws, blocks.decide)
         engine.step(torch.zeros(len(engine.seeds)).long(), torch.full_like(engine.seeds, FIRST))
     assert {name: kernel.compiled for name, kernel in kernels.items()} == rehearsed
 
@@ -372,11 +387,3 @@ def test_a_rehearsal_changes_nothing() -> None:
     engine, fresh = (Engine(torch.ones(3)) for _ in range(2))
     verifier_of(engine, partial(decide, perturb=perturbed_logits)).rehearse()
     assert torch.equal(engine.texts(), fresh.texts())
-
-
-def test_a_walk_without_the_logits_that_chains_need_is_refused() -> None:
-    engine = Engine(torch.ones(2))
-    verifier = verifier_of(engine, partial(decide, perturb=perturbed_logits))
-    requests = engine._requests(torch.zeros(2).long())
-    with pytest.raises(RuntimeError, match="processed logits"):
-        verifier.walk(requests, torch.zeros(10).long(), None, verifier.room_for(2))

@@ -129,11 +129,9 @@ def test_every_row_of_the_trees_is_profiled(
     )
     runner: Any = object.__new__(TreeGPUModelRunner)
     vars(runner).update(
-        trees=SimpleNamespace(
-            shape=SimpleNamespace(node_budget=16), plan=SimpleNamespace(reads_laws=False)
-        ),
+        trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
         max_num_tokens=most_tokens,
-        verifier=SimpleNamespace(copies=copies),
+        verifier=SimpleNamespace(copies=copies, reads_logits=False),
         model=SimpleNamespace(compute_logits=logits),
     )
     runner._dummy_sampler_run(torch.zeros(REQUESTS, 2))
@@ -163,11 +161,9 @@ def test_processed_logits_that_are_kept_are_profiled(
     for reads_laws in (False, True):
         runner: Any = object.__new__(of_cuda.TreeGPUModelRunner)
         vars(runner).update(
-            trees=SimpleNamespace(
-                shape=SimpleNamespace(node_budget=16), plan=SimpleNamespace(reads_laws=reads_laws)
-            ),
+            trees=SimpleNamespace(shape=SimpleNamespace(node_budget=16)),
             max_num_tokens=1000,
-            verifier=SimpleNamespace(copies=1),
+            verifier=SimpleNamespace(copies=1, reads_logits=reads_laws),
             model=SimpleNamespace(
                 compute_logits=lambda hidden: torch.zeros(len(hidden), vocabulary).bfloat16()
             ),

@@ -264,11 +264,19 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
         return torch.zeros(len(rows)), rows
 
     sampler: Any = SimpleNamespace(sample=sample, logprobs_mode="raw_logprobs")
-    trees: Any = SimpleNamespace(plan=SimpleNamespace(reads_laws=False))
+    trees: Any = None
     ops: Any = SimpleNamespace(perturb=None, decide_blocks=None)
     nothing: Any = None
     made = TreeVerifier(
-        sampler, trees, nothing, ops, nothing, buffers=nothing, movers=nothing, copies=copies
+        sampler,
+        trees,
+        nothing,
+        ops,
+        nothing,
+        walk=SimpleNamespace(reads_logits=False),  # type: ignore[arg-type]
+        buffers=nothing,
+        movers=nothing,
+        copies=copies,
     )
     rows = torch.arange(9)
     batch: Any = SimpleNamespace(

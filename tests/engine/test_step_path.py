@@ -19,6 +19,7 @@ from waiting import Declared, declarations, waiting
 
 import dyntree_kernels
 import dyntree_plugin
+from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
 from dyntree_plugin.tree.growth import GrowthConfig
@@ -150,7 +151,7 @@ def noise(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return logits + torch.rand_like(logits)
 
 
-def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> TreeStore:
+def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> tuple[TreeStore, DrawStore]:
     """Grow trees as the engine does, and store them."""
     pick = ChildPicker(plan, noise, estimate)
     growth = plan.growing.start(REQUESTS, torch.full((REQUESTS,), 100))
@@ -170,12 +171,15 @@ def propose(plan: TreePlan, estimate: AcceptanceEstimate) -> TreeStore:
         growth.frontier()
         add(width)
     trees = TreeStore(REQUESTS, plan, VOCAB, torch.device("cpu"))
-    slots = torch.arange(REQUESTS)
-    trees.put(slots, growth.finish(), torch.cat(features, dim=1) if features else None)
-    return trees
+    slots, tree = torch.arange(REQUESTS), growth.finish()
+    trees.put(slots, tree, torch.cat(features, dim=1) if features else None)
+    draws = DrawStore(REQUESTS, plan, VOCAB, torch.device("cpu"))
+    if tree.draws is not None:
+        draws.put(slots, tree.draws)
+    return trees, draws
 
 
-def verify(trees: TreeStore) -> Accepted:
+def verify(trees: TreeStore, draws: DrawStore) -> Accepted:
     plan, nodes = trees.plan, trees.shape.node_budget
     request = torch.arange(REQUESTS)
     counts = trees.counts[request]
@@ -188,7 +192,7 @@ def verify(trees: TreeStore) -> Accepted:
     probs = torch.randn(REQUESTS, nodes + 1, VOCAB).softmax(dim=2)
     uniforms = torch.rand(REQUESTS, trees.shape.max_depth, plan.growing.children)
     walk = DRAWN_RULES[plan.rule].walk(
-        tokens, trees.draws(request), counts, lambda at: probs[request, at + 1], uniforms
+        tokens, draws.draws(request), counts, lambda at: probs[request, at + 1], uniforms
     )
     return walk.emit(tokens, torch.rand(REQUESTS, VOCAB))
 
@@ -202,8 +206,8 @@ def test_growing_verifying_and_learning_need_no_value_on_the_host(growth: Growth
         plan = plan_of(growth, rule)
         with FakeTensorMode(allow_non_fake_inputs=True):
             estimate = AcceptanceEstimate("cpu")
-            trees = propose(plan, estimate)
-            accepted = verify(trees)
+            trees, draws = propose(plan, estimate)
+            accepted = verify(trees, draws)
             if plan.calibrated:
                 slots = torch.arange(REQUESTS)
                 valid = torch.arange(trees.shape.node_budget) < trees.counts[slots, None]

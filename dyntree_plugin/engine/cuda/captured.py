@@ -86,7 +86,7 @@ class CapturedStages:
 
     def capture_verification(self, verifier: TreeVerifier, most: int) -> None:
         """Capture batches of up to ``most`` requests; the KV cache must be there."""
-        if not verifier.trees.plan.reads_laws:
+        if not verifier.reads_logits:
             self._verification = CapturedVerification(verifier, most, self._drafting)
             with self._recording() as record:
                 self._verification.capture(record)
@@ -145,8 +145,8 @@ class CapturedVerification:
         return Walked(*values), learning
 
     def _run_walk(self, packed: torch.Tensor, sampled: torch.Tensor) -> Tensors:
-        walked = self._room_of(packed)
-        self._verifier.walk(self._requests(packed), sampled, None, walked)
+        room, no_logits = self._room_of(packed), sampled.new_zeros(0, 0)
+        walked = self._verifier.walk(self._requests(packed), sampled, None, room, no_logits)
         self._verifier.move(walked)
         return tuple(walked)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import OfRequests, StepGrowth
+from dyntree_kernels.contracts import StepGrowth
 from dyntree_kernels.tries import Trie
-from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.engine.papers.draw_store import DrawStore
+from dyntree_plugin.engine.step.rows import GrowthMemory
 from dyntree_plugin.tree.children import Perturb
 from dyntree_plugin.tree.noise import DRAFT, stream
 
@@ -19,16 +20,17 @@ class ChainGrowth(StepGrowth):
     """
 
     def __init__(
-        self, growth: StepGrowth, trees: TreeStore, perturb: Perturb, of_requests: OfRequests
+        self, growth: StepGrowth, draws: DrawStore, perturb: Perturb, memory: GrowthMemory
     ) -> None:
-        """``growth``: of the same trees, without coupling. ``of_requests``: those that it reads."""
+        """``growth``: in the same ``memory``, without coupling."""
         self._growth = growth
-        self._trees = trees
+        self._draws = draws
         self._perturb = perturb
-        self._of_requests = of_requests
-        self._places = torch.arange(trees.plan.chain_depth, device=of_requests.seeds.device)
+        self._of_requests = memory.of_requests
+        places, seeds = draws.chain_laws.shape[1], memory.of_requests.seeds
+        self._places = torch.arange(places, device=seeds.device)
         # For each place in a chain; kernels read rows without gaps.
-        self._seeds = of_requests.seeds.new_zeros(len(self._places), len(of_requests.seeds))
+        self._seeds = seeds.new_zeros(places, len(seeds))
         self._requests = self._place = 0
 
     @property
@@ -57,7 +59,7 @@ class ChainGrowth(StepGrowth):
         tokens = self._perturb(rows, of.temperatures, seeds, of.roots).argmax(dim=1)
         # A row without a distribution has no child, and its law is not read.
         law = (rows / torch.where(drawn, of.temperatures, 1.0)[:, None]).softmax(dim=1)
-        self._trees.put_chain_law(of.slots, self._place, law)
+        self._draws.put_chain_law(of.slots, self._place, law)
         self._growth.pick(logits, torch.where(drawn, tokens, -1))
 
     def expand(self, ancestor_bits: torch.Tensor) -> int | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 
 from dyntree_kernels.blocks import DecideBlocks, DrawnChains
-from dyntree_kernels.contracts import BatchRows
+from dyntree_kernels.contracts import BatchRows, Walked
+from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.step.requests import Requests
+from dyntree_plugin.engine.step.sampled_walk import TreeWalk
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.block import Chains
 from dyntree_plugin.tree.children import Perturb
@@ -19,11 +21,27 @@ from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import draw
 
 
+class ChainWalk:
+    """A `TreeWalk` of chains, and of trees for greedy requests."""
+
+    reads_logits = True
+
+    def __init__(self, samples: ChainSamples, walk: TreeWalk) -> None:
+        self._samples = samples
+        self._walk = walk
+
+    def __call__(
+        self, requests: Requests, rows: BatchRows, processed: torch.Tensor, room: Walked
+    ) -> Walked:
+        return self._walk(requests, self._samples(requests, rows, processed), processed, room)
+
+
 class ChainSamples:
     """Turns what is accepted of chains into samples of the target."""
 
-    def __init__(self, trees: TreeStore, decide: DecideBlocks) -> None:
+    def __init__(self, trees: TreeStore, draws: DrawStore, decide: DecideBlocks) -> None:
         self._trees = trees
+        self._draws = draws
         self._decide = decide
 
     def __call__(self, requests: Requests, rows: BatchRows, logits: torch.Tensor) -> BatchRows:
@@ -39,9 +57,9 @@ class ChainSamples:
         else:
             forbidden = rows.forbidden.clone()
         rows = rows._replace(sampled=rows.sampled.clone(), forbidden=forbidden)
-        seeds, trees = requests.seeds, self._trees
-        noise = (stream(seeds, ACCEPT), stream(seeds, BONUS))
-        self._decide(rows, logits, DrawnChains(trees.chain_laws, trees.counts, *noise))
+        noise = stream(requests.seeds, ACCEPT), stream(requests.seeds, BONUS)
+        chains = DrawnChains(self._draws.chain_laws, self._trees.counts, *noise)
+        self._decide(rows, logits, chains)
         return rows
 
 

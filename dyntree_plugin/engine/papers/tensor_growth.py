@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 
 from dyntree_kernels.tries import Trie
+from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.step.rows import PAD_SLOT, GrowthMemory
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker, DraftRows
@@ -22,8 +23,16 @@ class TensorGrowth:
     Its state is made anew by every `start`, so that it can be captured only as a whole.
     """
 
-    def __init__(self, trees: TreeStore, pick: ChildPicker, memory: GrowthMemory) -> None:
+    def __init__(
+        self,
+        trees: TreeStore,
+        pick: ChildPicker,
+        memory: GrowthMemory,
+        draws: DrawStore | None = None,
+    ) -> None:
+        """``draws``: where draws are stored; None for a plan that reads none."""
         self._trees = trees
+        self._draws = draws
         self._every = memory.of_requests
         self._pick = pick
         self._rows = memory.rows
@@ -148,4 +157,6 @@ class TensorGrowth:
         if not self._trees.plan.calibrated:
             features = []
         self._trees.put(self._slots, tree, torch.cat(features, dim=1) if features else None, kinds)
+        if self._draws is not None and tree.draws is not None:
+            self._draws.put(self._slots, tree.draws)
         return tree.tokens

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from dyntree_kernels.contracts import Walked
+from dyntree_kernels.contracts import BatchRows, Walked
+from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.papers.logit_rows import WalkedRows
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.trees import TreeStore
@@ -16,39 +17,42 @@ from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 
 
 class DrawnWalk:
-    """Accept paths by the plan's rule."""
+    """A `TreeWalk` by the plan's rule."""
 
-    def __init__(self, trees: TreeStore, rows: WalkedRows) -> None:
+    reads_logits = True
+
+    def __init__(self, trees: TreeStore, draws: DrawStore, rows: WalkedRows) -> None:
         self._trees = trees
+        self._draws = draws
         self._rows = rows
 
     def __call__(
-        self, requests: Requests, logits: torch.Tensor, forbidden: torch.Tensor | None
+        self, requests: Requests, rows: BatchRows, processed: torch.Tensor, room: Walked
     ) -> Walked:
-        """Verify R requests by ``logits`` [rows, V] after temperature, top-k and penalties.
+        """Verify R requests by the logits after temperature, top-k and penalties; see `TreeWalk`.
 
-        ``forbidden``: as in `WalkedRows.of`.
+        The result has memory of its own.
         """
         trees, seeds, gumbel = self._trees, requests.seeds, self._rows.gumbel
-        rows = self._rows.of(requests, logits.shape[0], forbidden)
+        found = self._rows.of(requests, processed.shape[0], rows.forbidden)
 
         def target(at: torch.Tensor) -> torch.Tensor:
-            return rows.target(logits, requests.temperature, at)
+            return found.target(processed, requests.temperature, at)
 
         depth, children = trees.shape.max_depth, trees.plan.growing.children
-        position = rows.positions
+        position = found.positions
         levels = position[:, None] + 1 + torch.arange(depth, device=position.device)
         tries = stream(seeds, ACCEPT)[:, None].expand(-1, depth)
         uniforms = uniform(gumbel(tries.flatten(), levels.flatten(), children))
         rule = DRAWN_RULES[trees.plan.rule]
         walk = rule.walk(
-            rows.tokens,
-            trees.draws(requests.slots),
+            found.tokens,
+            self._draws.draws(requests.slots),
             # Not the trees' counts: where draws coincide these tell of the tokens.
-            rows.room,
+            found.room,
             target,
             uniforms.view(len(seeds), depth, children),
         )
         after = position + 1 + walk.lengths
-        noise = gumbel(stream(seeds, BONUS), after, logits.shape[1])
-        return self._rows.emit(walk.emit(rows.tokens, noise), rows, requests)
+        noise = gumbel(stream(seeds, BONUS), after, processed.shape[1])
+        return self._rows.emit(walk.emit(found.tokens, noise), found, requests)

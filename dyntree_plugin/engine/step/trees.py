@@ -6,7 +6,7 @@ import torch
 
 from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, TreeArrays
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.token_tree import NO_VALUE, Draws, TokenTree
+from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
 from dyntree_plugin.tree.value import FEATURES
 
 
@@ -63,12 +63,6 @@ class TreeStore(PlacedTrees):
         )
         self.kinds = torch.zeros(num_slots, nodes, dtype=torch.int8, device=device)
         self.forwards = torch.zeros_like(self.parents)
-        rows = nodes + 1 if plan.reads_draws else 0
-        self._draws = torch.full(
-            (num_slots, rows, plan.growing.children), -1, dtype=torch.int64, device=device
-        )
-        self._log_draft = torch.zeros(num_slots, rows, vocabulary, device=device)
-        self._chain_laws = torch.zeros(num_slots, plan.chain_depth, vocabulary, device=device)
 
     @property
     def arrays(self) -> TreeArrays:
@@ -101,10 +95,6 @@ class TreeStore(PlacedTrees):
         if features is not None and tree.candidates is not None:
             index = tree.candidates[:, :, None].expand(-1, -1, FEATURES)
             self.features[slots] = features.gather(1, index)
-        if tree.draws is not None:
-            request = torch.arange(len(slots), device=slots.device)[:, None]
-            self._draws[slots] = tree.draws.nodes
-            self._log_draft[slots] = tree.draws.log_probs[request, tree.draws.columns]
 
     def _forwards_of(
         self, parents: torch.Tensor, depths: torch.Tensor, kinds: torch.Tensor
@@ -122,23 +112,6 @@ class TreeStore(PlacedTrees):
         """Return the number of nodes of the trees at ``slots`` int64 [R], then their parents,
         int64 [R, 1 + N]."""
         return torch.cat([self.counts[slots][:, None], self.parents[slots]], dim=1)
-
-    def draws(self, slots: torch.Tensor) -> Draws:
-        """Return how the trees at ``slots`` int64 [R] were drawn, for rules that read draws."""
-        nodes = self._draws[slots]
-        columns = torch.arange(nodes.shape[1], device=slots.device).expand(nodes.shape[:2])
-        return Draws(nodes, columns, self._log_draft[slots])
-
-    def put_chain_law(self, slots: torch.Tensor, place: int, law: torch.Tensor) -> None:
-        """Store what the tokens at one ``place`` of the chains at ``slots`` int64 [R] were drawn
-        from: the draft's distributions ``law`` float32 [R, V]."""
-        self._chain_laws[slots, place] = law
-
-    @property
-    def chain_laws(self) -> torch.Tensor:
-        """What `put_chain_law` stored, float32 [slots, D, V]. Places behind the last draft forward
-        hold the law of an earlier step."""
-        return self._chain_laws
 
     def admit(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
         """Offer the scheduler the first ``counts`` int64 [R] nodes of the trees at ``slots``."""

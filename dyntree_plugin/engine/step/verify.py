@@ -18,12 +18,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_kernels.contracts import BatchRows, Walked, room_for
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
-from dyntree_plugin.engine.papers.chain_samples import ChainSamples
-from dyntree_plugin.engine.papers.logit_rows import WalkedRows
-from dyntree_plugin.engine.papers.walk import DrawnWalk
 from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
 from dyntree_plugin.engine.step.records import Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
+from dyntree_plugin.engine.step.sampled_walk import TreeWalk
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
@@ -39,6 +37,7 @@ class TreeVerifier:
         ops: TreeOps,
         graphs: Graphs,
         *,
+        walk: TreeWalk,
         buffers: InputBuffers,
         movers: Callable[[], Sequence[tuple[torch.Tensor, Move]]],
         copies: int = 1,
@@ -54,8 +53,7 @@ class TreeVerifier:
         self._ops = ops
         self._graphs = graphs
         self.copies = copies
-        self._walk_draws = DrawnWalk(trees, WalkedRows(trees, buffers, ops.perturb))
-        self._chain_samples = ChainSamples(trees, ops.decide_blocks)
+        self._walk = walk
 
     def run(
         self,
@@ -100,17 +98,13 @@ class TreeVerifier:
 
         Learning must come before the next verification, and before the next trees are stored.
         """
-        plan = self.trees.plan
-        if invalid_drafts is None and not plan.reads_laws:
+        if invalid_drafts is None and not self.reads_logits:
             replayed = self._graphs.verification(packed, sampled)
             if replayed is not None:
                 return replayed
         requests = Requests(packed.to(sampled.device, non_blocking=True), self.trees.spare)
-        if plan.reads_draws:
-            walked = self._walk_draws(requests, processed, invalid_drafts)
-        else:
-            walked = self.room_for(len(packed))
-            self.walk(requests, sampled, invalid_drafts, walked, processed)
+        walked = self.room_for(len(packed))
+        walked = self.walk(requests, sampled, invalid_drafts, walked, processed)
         self.move(walked)
         return walked, partial(self.learn, requests, walked) if self.learns else None
 
@@ -119,21 +113,21 @@ class TreeVerifier:
         requests: Requests,
         sampled: torch.Tensor,
         invalid_drafts: torch.Tensor | None,
-        walked: Walked,
-        processed: torch.Tensor | None = None,
-    ) -> None:
-        """Accept what the target ``sampled`` at every row, into ``walked``.
+        room: Walked,
+        processed: torch.Tensor,
+    ) -> Walked:
+        """Accept a path of each tree, by what the target ``sampled`` at every row.
 
-        ``processed`` [rows, V]: the sampler's processed logits; only plans with chains need them.
+        ``processed`` and ``room``: as in `TreeWalk`.
         """
         buffers = self.buffers
         arrays = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, invalid_drafts)
-        rows = BatchRows(requests.packed, *arrays)
-        if self.trees.plan.chains:
-            if processed is None:
-                raise RuntimeError("chains are verified by the processed logits")
-            rows = self._chain_samples(requests, rows, processed)
-        self._ops.walk(rows, self.trees.arrays, walked, ranked=self._ranked)
+        return self._walk(requests, BatchRows(requests.packed, *arrays), processed, room)
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the walk reads the sampler's processed logits, so that it has no graph."""
+        return self._walk.reads_logits
 
     def rehearse(self) -> None:
         """Walk a batch of padding with nodes that a grammar may forbid, and with chains where there
@@ -142,12 +136,10 @@ class TreeVerifier:
         vLLM's own warm-up never runs structured output with drafts.
         """
         trees = self.trees
-        if trees.plan.reads_draws:
-            return  # Their walk has no kernel of its own.
         device, rows = self.buffers.device, trees.shape.node_budget + 1
         nobody = torch.full((1, COLUMNS), PADDING, device=device)
         sampled = torch.zeros(rows, dtype=torch.int64, device=device)
-        processed = torch.zeros(rows, trees.vocabulary if trees.plan.chains else 0, device=device)
+        processed = torch.zeros(rows, trees.vocabulary if self.reads_logits else 0, device=device)
         requests = Requests(nobody, trees.spare)
         self.walk(requests, sampled, sampled.bool(), self.room_for(1), processed)
 
@@ -192,7 +184,7 @@ class TreeVerifier:
         at = slice(batch.num_tokens) if every else batch.logits_indices
         positions, input_ids = batch.positions[at], batch.input_ids[at]
         bound = batch.seq_lens_cpu_upper_bound.numpy()
-        keep = self.trees.plan.reads_laws or (
+        keep = self.reads_logits or (
             want_logprobs and self.sampler.logprobs_mode.startswith("processed")
         )
         cu = batch.cu_num_logits_np
