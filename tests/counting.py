@@ -23,7 +23,7 @@ install()  # must run before the runner's modules are imported
 from dyntree_kernels.contracts import LOOK_UP, Walked  # noqa: E402
 from dyntree_plugin.engine.step.clock import STAGES, Measured  # noqa: E402
 from dyntree_plugin.engine.step.count import report  # noqa: E402
-from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
+from dyntree_plugin.engine.step.ops import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
 from dyntree_plugin.engine.telemetry.prometheus import TreeSpecDecodingProm  # noqa: E402

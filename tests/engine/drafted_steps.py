@@ -35,11 +35,11 @@ from dyntree_plugin.engine.step import rows as row_memory  # noqa: E402
 from dyntree_plugin.engine.step.catch_up import CatchUp  # noqa: E402
 from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager  # noqa: E402
+from dyntree_plugin.engine.step.ops import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.records import Emitted, TargetStates  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
 from dyntree_plugin.engine.step.rows import RowMemory, TensorRows  # noqa: E402
 from dyntree_plugin.engine.step.source import NodeSource  # noqa: E402
-from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.tree.budget.choice import node_buckets  # noqa: E402
 from dyntree_plugin.tree.children import ChildPicker  # noqa: E402

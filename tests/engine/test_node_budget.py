@@ -21,7 +21,7 @@ from dyntree_plugin.engine.budget.measured_rows import (  # noqa: E402
 )
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
 from dyntree_plugin.engine.step.count import report  # noqa: E402
-from dyntree_plugin.engine.step.transfer import at_hand  # noqa: E402
+from dyntree_plugin.engine.step.ops import at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
 from dyntree_plugin.engine.telemetry.step_record import StepRecord  # noqa: E402

@@ -117,7 +117,7 @@ def test_interpreted_kernels_do_as_well(
 ) -> None:
     from dyntree_kernels.cuda.growth import DeviceGrowth
     from dyntree_plugin.engine.cuda.ops import CUDAOps
-    from dyntree_plugin.engine.step.transfer import at_hand
+    from dyntree_plugin.engine.step.ops import at_hand
 
     pair = [made(DeviceGrowth, plan, model(), ops=CUDAOps(at_hand)) for model in other]
     assert differing(pair, steps=5) == []

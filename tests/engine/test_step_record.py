@@ -16,7 +16,7 @@ install()  # must run before the runner's modules are imported
 from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP, Walked  # noqa: E402
 from dyntree_plugin.engine.step.clock import Measured, StageTimes  # noqa: E402
 from dyntree_plugin.engine.step.count import report  # noqa: E402
-from dyntree_plugin.engine.step.transfer import Arrival, at_hand  # noqa: E402
+from dyntree_plugin.engine.step.ops import Arrival, at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
 from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402

@@ -54,6 +54,7 @@ LAYERS = (
         "dyntree_plugin.engine.adapters",
         "dyntree_plugin.engine.agreement",
         "dyntree_plugin.engine.compose",
+        "dyntree_plugin.engine.earlier_stage",
         "dyntree_plugin.engine.further_drafts",
         "dyntree_plugin.engine.head_speculator",
         "dyntree_plugin.engine.pipeline",

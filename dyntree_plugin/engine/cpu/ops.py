@@ -23,10 +23,9 @@ from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.cpu.kv import PathMover
 from dyntree_plugin.engine.papers.chain_samples import decide
 from dyntree_plugin.engine.step.clock import Clock, StageClock
-from dyntree_plugin.engine.step.ops import Move
+from dyntree_plugin.engine.step.ops import Move, at_hand
 from dyntree_plugin.engine.step.place import place
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows
-from dyntree_plugin.engine.step.transfer import at_hand
 from dyntree_plugin.engine.step.trees import PlacedTrees
 
 

@@ -25,9 +25,9 @@ from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.configuration import sizes_single_trees
 from dyntree_plugin.engine.cpu.ops import CPUOps
+from dyntree_plugin.engine.earlier_stage import EarlierStage
 from dyntree_plugin.engine.grammar.compiling import GrammarCompiler
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars
-from dyntree_plugin.engine.pipeline.earlier import EarlierStage
 from dyntree_plugin.engine.runner import TreeRunnerMixin
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.ops import TreeOps

@@ -21,11 +21,10 @@ from dyntree_kernels.cuda.place import place
 from dyntree_kernels.cuda.walk import walk
 from dyntree_plugin.engine.cuda.clock import EventClock
 from dyntree_plugin.engine.step.clock import Clock
-from dyntree_plugin.engine.step.ops import Move
+from dyntree_plugin.engine.step.ops import Move, Send
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
-from dyntree_plugin.engine.step.transfer import Send
 from dyntree_plugin.engine.step.trees import PlacedTrees
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from vllm.v1.worker.gpu.async_utils import stream
 
-from dyntree_plugin.engine.step.transfer import Arrival
+from dyntree_plugin.engine.step.ops import Arrival
 
 
 class StreamSend:

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-from dyntree_plugin.engine.step.transfer import Arrival
+from dyntree_plugin.engine.step.ops import Arrival
 
 
 @dataclass

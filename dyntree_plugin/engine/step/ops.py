@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dyntree_plugin.engine.step.growth_stages import DraftStages, Rank
     from dyntree_plugin.engine.step.records import Learning
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
-    from dyntree_plugin.engine.step.transfer import Send
     from dyntree_plugin.engine.step.trees import PlacedTrees
     from dyntree_plugin.tree.children import Perturb
 
@@ -35,6 +34,18 @@ layer of a KV cache group: ``move(path, roots, slots)``.
 accepted node. ``roots`` int64 [R]: batch row of each root, followed by its nodes' rows. ``slots``
 int64 [T]: cache slot of every row.
 """
+
+
+Arrival = Callable[[], torch.Tensor]
+"""Wait for a copy to arrive, and return the tensor on the host."""
+
+Send = Callable[[torch.Tensor], Arrival]
+"""Start to copy a tensor to the host."""
+
+
+def at_hand(tensor: torch.Tensor) -> Arrival:
+    """Return an arrival for a tensor that is on the host already."""
+    return lambda: tensor
 
 
 class TreeOps(Protocol):

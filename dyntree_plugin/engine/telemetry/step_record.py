@@ -11,7 +11,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from dyntree_kernels.contracts import Report
 from dyntree_plugin.engine.step.clock import DRAFTING, Measured, StageTimes
-from dyntree_plugin.engine.step.transfer import Arrival, Send
+from dyntree_plugin.engine.step.ops import Arrival, Send
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
 from dyntree_plugin.engine.telemetry.sources import by_source, source_indices
 from dyntree_plugin.metrics.names import BUDGET, SCHEDULER

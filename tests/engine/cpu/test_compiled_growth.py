@@ -27,7 +27,7 @@ from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP
 from dyntree_kernels.cpu import growth
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
-from dyntree_plugin.engine.step.transfer import at_hand
+from dyntree_plugin.engine.step.ops import at_hand
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
