@@ -5,8 +5,10 @@ A table's marks are the lines `<!-- table: NAME -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -80,7 +82,41 @@ def _by_requests(*files: str) -> str:
     return "\n".join(lines)
 
 
+STEP = (
+    ("engine/stage.py", "place"),
+    ("engine/runner.py", "verify"),
+    ("engine/step/verify.py", "verify"),
+    ("engine/speculator.py", "propose"),
+    ("engine/step/draft.py", "draft"),
+    ("tree/drafting.py", "grow"),
+)
+"""The functions of a step, in the order in which it runs them."""
+
+
+def _step() -> str:
+    """Return the bodies of the functions of a step, as they are in the code."""
+    parts = [_body(ROOT / "dyntree_plugin" / path, name) for path, name in STEP]
+    return "```python\n" + "\n\n".join(parts) + "\n```"
+
+
+def _body(path: Path, name: str) -> str:
+    """Return the body of a function, without its docstring."""
+    source = path.read_text()
+    found = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    function = next(found)
+    first = function.body[0]
+    begin = function.body[1 if isinstance(first, ast.Expr) else 0].lineno
+    lines = source.splitlines()
+    body = textwrap.dedent("\n".join(lines[begin - 1 : function.end_lineno]))
+    return f"# {path.relative_to(ROOT / 'dyntree_plugin')}: {name}\n{body}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "step": _step,
     "options": option_pages.markdown_tables,
     "names": lambda: vocabulary.markdown_table(_commands()),
     "metrics": names.markdown_table,
