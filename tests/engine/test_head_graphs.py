@@ -112,7 +112,7 @@ Change = Callable[[pytest.MonkeyPatch, TargetHead], None]
 
 
 def not_received(patch: pytest.MonkeyPatch, head: TargetHead) -> None:
-    patch.setattr(head, "receive", lambda emitted, target: None)
+    patch.setattr(head, "receive", lambda step: None)
 
 
 def a_stale_column(patch: pytest.MonkeyPatch, head: TargetHead) -> None:

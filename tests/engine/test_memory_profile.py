@@ -72,9 +72,9 @@ def head(monkeypatch: pytest.MonkeyPatch) -> HeadSpeculator:
     monkeypatch.setattr(DraftModelSpeculator, "__init__", made)
     growing, shape = SimpleNamespace(widths=WIDTHS), SimpleNamespace(max_depth=5)
     plan = SimpleNamespace(growing=growing, shape=shape, scratch_slots=sum(WIDTHS))
-    drafting: Any = SimpleNamespace(trees=SimpleNamespace(plan=plan))
+    compose: Any = SimpleNamespace(trees=SimpleNamespace(plan=plan))
     config: Any = None
-    return HeadSpeculator(config, torch.device("cpu"), drafting)
+    return HeadSpeculator(config, torch.device("cpu"), None, compose)
 
 
 def test_a_heads_states_are_there_before_the_profile(head: HeadSpeculator) -> None:
