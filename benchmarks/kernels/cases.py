@@ -15,17 +15,19 @@ from benchmarks.kernels.two_pass import two_pass_attention
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.contracts import BatchRows, TreeArrays
 from dyntree_kernels.cuda.attention import Tiling, tree_attention
+from dyntree_kernels.features import LayerFeatures
 from dyntree_kernels.reference import masked_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, LAYERS = 32, 8, 128, 16, 32
 GROUP = HEADS // KV_HEADS
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
+PLAIN = LayerFeatures(SCALE)
 
 Arguments: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]
-"""What attention takes before the scale."""
+"""What attention takes before the features of a layer."""
 
 Launch = Callable[[int], None]
 """Attention of one layer, which can be captured in a graph."""
@@ -108,7 +110,7 @@ class Batch:
         mask = torch.nn.functional.pad(
             unpack_bits(self.bits, self.rows), (self.context, 0), value=True
         )
-        expected = masked_attention(self.q, keys, values, mask, SCALE)
+        expected = masked_attention(self.q, keys, values, mask, PLAIN)
         return float((self.out.double() - expected).abs().max())
 
 
@@ -134,7 +136,7 @@ def make_batch(rows: int, context: int) -> Batch:
 
 def triton(b: Batch, tiles: Tiling | None = None) -> Runner:
     """The kernel that is served, in the tiles that it chooses or in others."""
-    return Runner(lambda layer: tree_attention(*b.arguments(layer), SCALE, tiles=tiles))
+    return Runner(lambda layer: tree_attention(*b.arguments(layer), PLAIN, tiles=tiles))
 
 
 def triton_unmasked(b: Batch) -> Runner:
@@ -143,7 +145,7 @@ def triton_unmasked(b: Batch) -> Runner:
 
     def launch(layer: int) -> None:
         cache = b.caches[layer]
-        tree_attention(b.q, cache, b.table, everything, b.qo_indptr, nothing, b.out, SCALE)
+        tree_attention(b.q, cache, b.table, everything, b.qo_indptr, nothing, b.out, PLAIN)
 
     return Runner(launch, exact=False)
 
@@ -160,7 +162,7 @@ def flashinfer(b: Batch, masked: bool = True) -> Runner:
         runner.plan(b.qo_indptr.cpu(), lens, b.table)
 
     def launch(layer: int) -> None:
-        runner.run(b.q, b.caches[layer], b.ctx_lens, b.bits, b.out, SCALE)
+        runner.run(b.q, b.caches[layer], b.ctx_lens, b.bits, b.out, PLAIN)
 
     plan()
     return Runner(launch, plan, exact=masked)
@@ -220,7 +222,7 @@ def flash_attention(b: Batch, module: str, *, tree: bool) -> Runner:
             )
             lse.copy_(logs.view(HEADS, -1).t())
 
-        two_pass_attention(*b.arguments(layer), SCALE, context)
+        two_pass_attention(*b.arguments(layer), PLAIN, context)
 
     return Runner(two_pass if tree else causal, exact=tree)
 

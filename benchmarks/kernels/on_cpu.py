@@ -16,6 +16,7 @@ import torch
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.kv_move import KVMover
+from dyntree_kernels.features import LayerFeatures
 
 _SHAPES = (  # query heads, KV heads, head size, context, nodes
     (8, 4, 32, 500, 17),
@@ -53,7 +54,7 @@ def _attention(
     def tree() -> None:
         tree_attention(
             q, key, value, "vec", table[None], torch.tensor([ctx]), torch.tensor([0, nodes]), bits,
-            out, scale,
+            out, LayerFeatures(scale),
         )  # fmt: skip
 
     def dense() -> None:

@@ -169,7 +169,7 @@ def sparse_tiles() -> list[dict[str, Any]]:
             def run(batch: cases.Batch = batch) -> None:
                 for layer in range(cases.LAYERS):
                     tree_attention(
-                        *batch.arguments(layer), cases.SCALE, splits=1, tiles=Tiling(64, 32, 4, 3)
+                        *batch.arguments(layer), cases.PLAIN, splits=1, tiles=Tiling(64, 32, 4, 3)
                     )
 
             entry[name] = {

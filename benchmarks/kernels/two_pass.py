@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from dyntree_kernels.cuda.attention import tree_attention
+from dyntree_kernels.features import LayerFeatures
 
 
 class ContextAttention(Protocol):
@@ -34,12 +35,10 @@ def two_pass_attention(
     qo_indptr: torch.Tensor,
     ancestor_bits: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
+    features: LayerFeatures,
     context: ContextAttention,
     *,
     max_rows: int | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
 ) -> None:
     """As `dyntree_kernels.cuda.attention.tree_attention`, with `context` for the context.
 
@@ -48,6 +47,6 @@ def two_pass_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     context(out, lse)
     tree_attention(
-        q, kv_cache, block_table, ctx_lens, qo_indptr, ancestor_bits, out, scale, lse=lse,
-        seeded=True, max_rows=max_rows, key_scale=key_scale, value_scale=value_scale,
+        q, kv_cache, block_table, ctx_lens, qo_indptr, ancestor_bits, out, features, lse=lse,
+        seeded=True, max_rows=max_rows,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 Every implementation of tree attention shares one contract::
 
     tree_attention(q, key_cache, value_cache, isa, block_table, ctx_lens, qo_indptr,
-                   ancestor_bits, out, scale)
+                   ancestor_bits, out, features)
 
 - q, out: [T, H, D], rows of all requests. The cache already holds them, and their context.
 - key_cache, value_cache, isa: [blocks, Hkv, N, D], packed for the instruction set `isa`. On CUDA
@@ -16,5 +16,7 @@ Every implementation of tree attention shares one contract::
   bit c is set. Every row sees at least one position. A column that no row of a request sees is
   never read, so the numbers of rows and columns may differ: verification has one column per node,
   and a draft forward has few rows over all scratch positions.
+- features: `LayerFeatures` of the layer. A kernel raises ValueError for features that it does not
+  serve (`features.SERVED`).
 - Softmax and both products are accumulated in fp32.
 """

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from dyntree_kernels.features import SERVED
+
 logger = logging.getLogger(__name__)
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -22,7 +24,8 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class Problem:
     """The shape of an attention problem: `rows` per request after about `context` positions.
 
-    `capability` is the CUDA device's; None on a CPU.
+    `capability` is the CUDA device's; None on a CPU. `features` names what a layer has beyond a
+    scale, as in `LayerFeatures.beyond`.
     """
 
     device: str
@@ -34,6 +37,7 @@ class Problem:
     kv_dtype: torch.dtype
     rows: int
     context: int
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ def _flashinfer(p: Problem) -> str | None:
     return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
 
 
+def _lacking(name: str, p: Problem) -> str | None:
+    lacking = p.features - SERVED[name]
+    return f"no {', '.join(sorted(lacking))}" if lacking else None
+
+
 _OBSTACLE: dict[str, Callable[[Problem], str | None]] = {
     "cpu": _cpu,
     "triton": _triton,
@@ -134,7 +143,9 @@ def choose(
     if unknown:
         raise ValueError(f"unknown implementations {sorted(unknown)}; there are {list(_OBSTACLE)}")
     obstacles = {
-        name: obstacle(problem) if name in available else "not installed"
+        name: (obstacle(problem) or _lacking(name, problem))
+        if name in available
+        else "not installed"
         for name, obstacle in _OBSTACLE.items()
     }
     serving = [name for name, obstacle in obstacles.items() if obstacle is None]

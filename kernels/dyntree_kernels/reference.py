@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from dyntree_kernels.features import LayerFeatures
+
 
 def masked_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    features: LayerFeatures,
 ) -> torch.Tensor:
     """Attend with a dense masked softmax in float64.
 
@@ -17,12 +23,16 @@ def masked_attention(
 
     Returns:
         float64 [n, H, D]; zeros for a row that sees nothing.
+
+    Raises:
+        ValueError: for features that are not served.
     """
+    features.check("reference")
     group = q.shape[1] // keys.shape[1]
     used = mask.any(0)
     k = keys[used].double().repeat_interleave(group, 1)
     v = values[used].double().repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * scale
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * features.scale
     seen = mask[:, used]
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     weights = weights.masked_fill(~seen.any(1)[:, None], 0.0)
@@ -36,7 +46,11 @@ def masked_attention(
 
 
 def path_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, parents: list[int], scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    parents: list[int],
+    features: LayerFeatures,
 ) -> torch.Tensor:
     """Attend from every node as the last token of a chain: the context, then its path. No mask.
 
@@ -47,7 +61,11 @@ def path_attention(
 
     Returns:
         float64 [n, H, D].
+
+    Raises:
+        ValueError: for features that are not served.
     """
+    features.check("reference")
     ctx = keys.shape[0] - len(parents)
     group = q.shape[1] // keys.shape[1]
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -58,6 +76,6 @@ def path_attention(
         chain = [*range(ctx), *(ctx + step for step in path)]
         k = keys[chain].double().repeat_interleave(group, 1)
         v = values[chain].double().repeat_interleave(group, 1)
-        weights = torch.softmax(torch.einsum("hd,lhd->lh", q[node].double(), k) * scale, 0)
-        out[node] = torch.einsum("lh,lhd->hd", weights, v)
+        scores = torch.einsum("hd,lhd->lh", q[node].double(), k) * features.scale
+        out[node] = torch.einsum("lh,lhd->hd", scores.softmax(0), v)
     return out

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="these kernels are written in Triton")
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from dyntree_kernels.cuda import attention  # noqa: E402
+from dyntree_kernels.features import LayerFeatures  # noqa: E402
 from dyntree_plugin.engine.attention.buffers import MaskBuffers  # noqa: E402
 from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner  # noqa: E402
@@ -59,7 +60,7 @@ def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
         begin = start[: requests + 1]
         lengths, bits = buffers.fill(begin, start[:requests], rows)
         batch = AttentionRows(table[:requests], lengths, begin, bits, rows, columns, begin, None)
-        kernel.plan(batch)(q[:rows], cache, torch.empty_like(q[:rows]), 0.1)
+        kernel.plan(batch)(q[:rows], cache, torch.empty_like(q[:rows]), LayerFeatures(0.1))
     assert [{*each.compiled} for each in kernels] == rehearsed
     assert all(rehearsed)
 

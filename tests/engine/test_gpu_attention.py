@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from dyntree_kernels.features import LayerFeatures
 from dyntree_plugin.engine.attention import cuda_layers
 from dyntree_plugin.engine.attention.kernels import (
     AttentionRows,
@@ -32,13 +33,15 @@ class NotingKernel:
     def __init__(self, mark: float) -> None:
         self.mark = mark
         self.planned: list[AttentionRows] = []
+        self.features: list[LayerFeatures] = []
 
     def plan(self, rows: AttentionRows) -> Launch:
         self.planned.append(rows)
 
         def launch(
-            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, scale: float
+            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
         ) -> None:
+            self.features.append(features)
             for request, ctx in enumerate(rows.ctx_lens.tolist()):
                 if ctx >= 0:
                     first, last = rows.query_start_loc[request : request + 2].tolist()
@@ -69,7 +72,8 @@ class Builder(cuda_layers.TreeMetadataBuilder, StockBuilder):
 
 
 class StockImpl:
-    scale = 1.0
+    scale = 0.25
+    logits_soft_cap = 30.0
 
     def forward(
         self, layer: Any, q: Any, k: Any, v: Any, kv: Any, metadata: Any, out: Any, *_: Any
@@ -128,9 +132,16 @@ def mask(ctx_lens: list[int], rows: int, **more: Any) -> TreeMask:
     return TreeMask(torch.tensor(ctx_lens).int(), bits, min(ctx_lens) < 0, **more)
 
 
-def output_of(metadata: Any, rows: int) -> list[float]:
-    out = torch.zeros(rows, 1)
-    Impl().forward(None, None, None, None, None, metadata, out)  # type: ignore[arg-type]
+def layer(**more: Any) -> Any:
+    """Return what an implementation reads of a layer of vLLM."""
+    plain = {"sliding_window": None, "kv_cache_dtype": "auto", "query_quant": None}
+    return SimpleNamespace(impl=Impl(), **{**plain, **more})
+
+
+def output_of(metadata: Any, rows: int, of: Any = None) -> list[float]:
+    out, of = torch.zeros(rows, 1), of or layer()
+    unused: Any = None
+    of.impl.forward(of, unused, unused, unused, unused, metadata, out)
     return out.flatten().tolist()
 
 
@@ -139,6 +150,21 @@ def test_a_batch_of_trees_runs_on_the_tree_kernel_alone(builder: Builder, kernel
     assert found.stock is None
     assert output_of(found, 14) == [2.0] * 14
     assert kernels[0].planned[0].max_rows == COLUMNS
+
+
+def test_a_layers_features_are_made_once_and_reach_the_kernel_as_they_are(
+    builder: Builder, kernels: Any
+) -> None:
+    scales = {name: torch.tensor(2.0) for name in ("_q_scale", "_k_scale", "_v_scale")}
+    own = layer(sliding_window=16, kv_cache_dtype="fp8", query_quant="static", **scales)
+    for _ in range(2):
+        output_of(builder.build(0, common(9, 5), tree_mask=mask([100, 100], 14)), 14, own)
+    first, second = kernels[0].features
+    assert first is second
+    assert (first.scale, first.window, first.soft_cap, first.chunk) == (0.25, 16, 30.0, None)
+    given = first.query_scale, first.key_scale, first.value_scale
+    assert all(mine is theirs for mine, theirs in zip(given, scales.values(), strict=True))
+    assert first.beyond == {"window", "soft_cap", "query_scale", "key_scale", "value_scale"}
 
 
 def test_a_prompt_among_trees_runs_on_the_stock_kernel(builder: Builder) -> None:
@@ -240,7 +266,7 @@ class NotingAttention:
         self.planned.append(lengths.tolist())
 
     def run(
-        self, q: torch.Tensor, kv: torch.Tensor, ctx: Any, bits: Any, out: Any, scale: float
+        self, q: torch.Tensor, kv: torch.Tensor, ctx: Any, bits: Any, out: Any, features: Any
     ) -> None:
         out.fill_(len(self.planned))
 
@@ -291,7 +317,7 @@ def test_flashinfer_plans_for_no_more_than_a_request_can_have(flashinfer: FlashI
 def test_flashinfer_refuses_blocks_that_it_was_not_planned_for(flashinfer: FlashInferTrees) -> None:
     launch = flashinfer.plan(rows_of(9, context=50, for_graph=False))
     q = torch.zeros(9, 4, 64)
-    launch(q, torch.zeros(8, 2, 16, 128), q, 1.0)
+    launch(q, torch.zeros(8, 2, 16, 128), q, LayerFeatures(1.0))
     assert q.unique().tolist() == [1.0]
     with pytest.raises(RuntimeError, match="blocks of 16"):
-        launch(q, torch.zeros(8, 2, 32, 128), q, 1.0)
+        launch(q, torch.zeros(8, 2, 32, 128), q, LayerFeatures(1.0))

@@ -76,7 +76,6 @@ POINTERS = {
     **dict.fromkeys(("VERIFIED", "RESIDUAL"), "*i32"),
     **dict.fromkeys(("least", "strength", "memory"), "fp32"),
     "scale": "fp32",
-    "v_scale": "fp32",
 }
 SPILLED = {(128, 4, 4): 8}
 """Bytes of attention's stack, by rows, group and splits. This tile needs two registers more than

@@ -39,7 +39,7 @@ def test_every_node_sees_the_context_and_its_root_path(nodes: int, shape: str) -
     torch.testing.assert_close(out.double(), case.expected(), atol=1e-5, rtol=1e-5)
     for r in REPLAYED:
         rows = slice(*case.qo_indptr[r : r + 2].tolist())
-        replay = path_attention(case.q[rows], case.keys[r], case.values[r], trees[r], case.scale)
+        replay = path_attention(case.q[rows], case.keys[r], case.values[r], trees[r], case.features)
         torch.testing.assert_close(out[rows].double(), replay, atol=1e-5, rtol=1e-5)
 
 
@@ -236,7 +236,8 @@ def test_a_chain_agrees_with_the_stock_causal_kernel(dtype: torch.dtype) -> None
     )  # fmt: skip
     stock = torch.empty_like(case.q)
     ops.cpu_attention_with_kv_cache(
-        case.q, case.key_cache, case.value_cache, stock, case.qo_indptr, seq_lens, case.scale,
+        case.q, case.key_cache, case.value_cache, stock, case.qo_indptr, seq_lens,
+        case.features.scale,
         True, None, -1, case.block_table, 0.0, metadata, None,
     )  # fmt: skip
     expected, out = case.expected(), case.run().double()
@@ -265,8 +266,8 @@ def test_masks_and_lengths_may_be_written_after_the_layers_share_them() -> None:
         case_bits.copy_(case.bits)
         case_lengths.copy_(case.ctx_lens)
         first, second = torch.empty_like(case.q), torch.empty_like(case.q)
-        attend(case.q, cache, first, case.scale)
-        attend(case.q, cache, second, case.scale)
+        attend(case.q, cache, first, case.features)
+        attend(case.q, cache, second, case.features)
         return first, second
 
     case_bits, case_lengths = torch.ones_like(case.bits), torch.zeros(1, dtype=torch.int32)

@@ -10,6 +10,7 @@ from attention_inputs import make_inputs
 from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.layout import offsets
+from dyntree_kernels.features import LayerFeatures
 from dyntree_kernels.reference import masked_attention
 
 
@@ -48,7 +49,7 @@ class Case:
     """A batch of requests over one packed cache. Slots that the kernel must not read hold NaN."""
 
     isa: str
-    scale: float
+    features: LayerFeatures
     q: torch.Tensor
     keys: list[torch.Tensor]  # per request, token-major: context, then one row per tree column
     values: list[torch.Tensor]
@@ -71,7 +72,7 @@ class Case:
     def attend(self, out: torch.Tensor) -> None:
         tree_attention(
             self.q, self.key_cache, self.value_cache, self.isa, self.block_table, self.ctx_lens,
-            self.qo_indptr, self.bits, out, self.scale,
+            self.qo_indptr, self.bits, out, self.features,
         )  # fmt: skip
 
     def expected(self) -> torch.Tensor:
@@ -82,7 +83,7 @@ class Case:
                 continue
             seen = unpack_bits(self.bits[rows], keys.shape[0] - ctx)
             mask = torch.nn.functional.pad(seen, (ctx, 0), value=True)
-            out[rows] = masked_attention(self.q[rows], keys, values, mask, self.scale)
+            out[rows] = masked_attention(self.q[rows], keys, values, mask, self.features)
         return out
 
 
@@ -112,7 +113,7 @@ def make_case(
         write(*caches, isa, slots, k[at], v[at])
     return Case(
         isa=isa,
-        scale=head_size**-0.5,
+        features=LayerFeatures(head_size**-0.5),
         q=made.q,
         keys=made.keys,
         values=made.values,

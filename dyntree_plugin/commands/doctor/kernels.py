@@ -90,20 +90,21 @@ def largest_error() -> float:
     from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
     from dyntree_kernels.cpu.attention import tree_attention
     from dyntree_kernels.cpu.layout import unpack
+    from dyntree_kernels.features import LayerFeatures
     from dyntree_kernels.reference import masked_attention
 
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 5]])
-    rows, context, scale = parents.shape[1], 40, 0.2
+    rows, context, features = parents.shape[1], 40, LayerFeatures(scale=0.2)
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 2, 2, 32, 32, generator=generator)
     q = torch.randn(rows, 4, 32, generator=generator)
     out, bits = torch.empty_like(q), ancestor_bits(parents)[0]
     span = torch.tensor([0, rows], dtype=torch.int32)
     table, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([context])
-    tree_attention(q, key, value, "vec", table, lengths, span, bits, out, scale)
+    tree_attention(q, key, value, "vec", table, lengths, span, bits, out, features)
     keys, values = (each[: context + rows] for each in unpack(key, value, "vec"))
     mask = torch.nn.functional.pad(unpack_bits(bits, rows), (context, 0), value=True)
-    expected = masked_attention(q, keys, values, mask, scale)
+    expected = masked_attention(q, keys, values, mask, features)
     return float((out.double() - expected).abs().max())
 
 

@@ -56,10 +56,12 @@ def choose_kernel(
     kv_cache_spec: AttentionSpec,
     columns: int,
     device: torch.device,
+    features: frozenset[str] = frozenset(),
 ) -> tuple[TreeKernel, TritonTrees]:
     """Return the kernel for batches of trees only, and the one for all other batches.
 
-    The others are draft forwards, and batches in which some requests have no tree.
+    ``features``: what any of the layers has, as in `LayerFeatures.beyond`. The others are draft
+    forwards, and batches in which some requests have no tree.
 
     Raises:
         ValueError: if no kernel serves the layers on this GPU.
@@ -78,6 +80,7 @@ def choose_kernel(
         kv_dtype=kv_cache_spec.dtype,
         rows=columns,
         context=vllm_config.model_config.max_model_len,
+        features=features,
     )
     variant = built_variant(dtype, kv_cache_spec.dtype, heads.size)
     built = {"triton"} if variant is None else {"triton", "flashinfer"}

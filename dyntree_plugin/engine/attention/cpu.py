@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
+from dyntree_plugin.engine.attention.features import WithFeatures
 from dyntree_plugin.engine.attention.metadata import TreeMask
 
 
@@ -62,7 +63,7 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+class TreeCPUAttentionImpl(WithFeatures, CPUAttentionBackendImpl):
     _kv_cache: torch.Tensor | None = None
     _packed: PackedCache | None = None
 
@@ -96,7 +97,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
                 isa: str = layer.isa  # type: ignore[attr-defined]
                 self._kv_cache, self._packed = kv_cache, PackedCache(*split_kv_cache(kv_cache), isa)
             rows = trees.num_actual_tokens
-            trees.attend(query[:rows], self._packed, output[:rows], self.scale)
+            trees.attend(query[:rows], self._packed, output[:rows], self.features(layer))
         return output
 
 

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.choice import choose_kernel
+from dyntree_plugin.engine.attention.features import WithFeatures, features_of
 from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, Launch
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.configuration import tree_plan
@@ -73,8 +74,10 @@ class TreeMetadataBuilder:
         self._buffers = MaskBuffers(requests, rows, columns, device)
         stock: Any = self
         heads = Heads(stock.num_heads_q, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
+        made = (vllm_config.compilation_config.static_forward_context[n] for n in layer_names)
+        features = frozenset[str]().union(*(features_of(layer).beyond for layer in made))
         self._kernel, self._drafting_kernel = choose_kernel(
-            heads, vllm_config, kv_cache_spec, columns, device
+            heads, vllm_config, kv_cache_spec, columns, device, features
         )
 
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
@@ -154,10 +157,8 @@ def _rows(
     )
 
 
-class TreeAttentionImpl:
+class TreeAttentionImpl(WithFeatures):
     """Runs the kernel of trees in a stock attention layer."""
-
-    scale: float
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -182,5 +183,5 @@ class TreeAttentionImpl:
             return written
         if attn_metadata.stock is not None:
             stock.forward(*of_layer, attn_metadata.stock, output, *scales)
-        attn_metadata.launch(query, kv_cache, output, self.scale)
+        attn_metadata.launch(query, kv_cache, output, self.features(layer))
         return output

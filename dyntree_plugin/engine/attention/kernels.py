@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from dyntree_kernels.features import LayerFeatures
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 
 if TYPE_CHECKING:
     from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
     from dyntree_kernels.cuda.flashinfer_variant import Variant
 
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-"""Runs a layer on ``q`` [T, H, D], ``kv_cache`` [blocks, Hkv, N, 2 * D], ``out`` and the scale."""
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerFeatures], None]
+"""Runs a layer on ``q`` [T, H, D], ``kv_cache`` [blocks, Hkv, N, 2 * D], ``out`` and the layer's
+features."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class TritonTrees:
         count = rows.num_rows
 
         def launch(
-            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, scale: float
+            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
         ) -> None:
             tree_attention(
                 q[:count],
@@ -85,7 +87,7 @@ class TritonTrees:
                 rows.query_start_loc,
                 rows.ancestor_bits,
                 out[:count],
-                scale,
+                features,
                 max_rows=rows.max_rows,
                 splits=splits,
             )
@@ -111,7 +113,7 @@ class TritonTrees:
                 nobody = AttentionRows(
                     table[:requests], lengths, begin, bits, count, rows.columns, begin, None
                 )
-                self.plan(nobody)(q, kv_cache, torch.empty_like(q), 1.0)
+                self.plan(nobody)(q, kv_cache, torch.empty_like(q), LayerFeatures(scale=1.0))
 
     def splits(self, requests: int, max_rows: int) -> int:
         """Return how many programs share a tile: a power of two, since each number is a kernel."""
@@ -170,12 +172,12 @@ class FlashInferTrees:
         count, page = rows.num_rows, self._block_size
 
         def launch(
-            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, scale: float
+            q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
         ) -> None:
             if kv_cache.shape[2] != page:
                 raise RuntimeError(f"planned for blocks of {page}, got {tuple(kv_cache.shape)}")
             attention.run(
-                q[:count], kv_cache, rows.ctx_lens, rows.ancestor_bits, out[:count], scale
+                q[:count], kv_cache, rows.ctx_lens, rows.ancestor_bits, out[:count], features
             )
 
         return launch

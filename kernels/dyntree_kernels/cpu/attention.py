@@ -25,6 +25,7 @@ from dyntree_kernels.cpu.simd import (
     widen,
 )
 from dyntree_kernels.cpu.threads import use_torch_threads
+from dyntree_kernels.features import LayerFeatures
 
 _TILE = 32  # cache positions per step of the online softmax; one word is a row's mask of them
 _CHUNK = 64  # limit on the query rows (tree rows times query heads of one KV head) of a task
@@ -301,13 +302,14 @@ class TreeAttention:
         self._words = np.empty((0, 0), np.uint32)
 
     def __call__(
-        self, q: torch.Tensor, cache: PackedCache, out: torch.Tensor, scale: float
+        self, q: torch.Tensor, cache: PackedCache, out: torch.Tensor, features: LayerFeatures
     ) -> None:
         """Write the attention of ``q`` over a layer's cache to ``out``.
 
         Raises:
-            ValueError: for an unsupported dtype or shape.
+            ValueError: for an unsupported dtype or shape, or features that are not served.
         """
+        features.check("cpu")
         (tokens, q_heads, d), kv_heads = q.shape, cache.heads
         if q.shape != out.shape or q_heads % kv_heads or d != cache.head_size:
             raise ValueError(
@@ -323,7 +325,8 @@ class TreeAttention:
         _tree_attention(
             _rows(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
             cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
-            heads, chunk, _rows(out), out.stride(0), np.float32(scale), self._floats, self._words,
+            heads, chunk, _rows(out), out.stride(0), np.float32(features.scale), self._floats,
+            self._words,
         )  # fmt: skip
 
     def _allocate(self, threads: int, rows: int, d: int) -> None:
@@ -351,14 +354,14 @@ def tree_attention(
     qo_indptr: torch.Tensor,
     ancestor_bits: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
+    features: LayerFeatures,
 ) -> None:
     """Compute the attention of tree rows over a packed CPU cache, and write it to `out`.
 
     See `dyntree_kernels` for the arguments, and `PackedCache` for the caches.
 
     Raises:
-        ValueError: for an unsupported layout, dtype or shape.
+        ValueError: for an unsupported layout, dtype or shape, or features that are not served.
     """
     attend = TreeAttention(block_table, ctx_lens, qo_indptr, ancestor_bits)
-    attend(q, PackedCache(key_cache, value_cache, isa), out, scale)
+    attend(q, PackedCache(key_cache, value_cache, isa), out, features)

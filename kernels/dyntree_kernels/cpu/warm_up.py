@@ -7,6 +7,7 @@ import torch
 from dyntree_kernels.cpu import bitmasks, growth, learn, look_up, paths, walk
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.kv_move import kv_move
+from dyntree_kernels.features import LayerFeatures
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -21,7 +22,8 @@ def warm_up(dtype: torch.dtype) -> None:
     slot = torch.zeros(1, 1, dtype=torch.int64)
     one = torch.ones(1, 1, dtype=torch.int32)
     rows = torch.tensor([0, 1], dtype=torch.int32)
-    tree_attention(q, key, value, "vec", slot, slot[0], rows, one, torch.empty_like(q), 1.0)
+    out, plain = torch.empty_like(q), LayerFeatures(scale=1.0)
+    tree_attention(q, key, value, "vec", slot, slot[0], rows, one, out, plain)
     kv_move([key], [value], "vec", slot + 1, slot)
     for of_logits in dict.fromkeys((dtype, torch.float32)):  # parameters give float32
         growth.warm_up(of_logits)

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dyntree_kernels.features import LayerFeatures
+
 LOG2_E = 1.4426950408889634
 MAX_TILES = 64
 """Tree tiles per request, one bit of an int64 each."""
@@ -93,7 +95,7 @@ def _used_tiles(
 
 @triton.jit
 def _tree_attention(
-    Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, v_scale, words,
+    Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, words,
     packed_rows, sq_t, sq_h, s_block, s_head, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr,
@@ -128,7 +130,7 @@ def _tree_attention(
             m = tl.load(logs, mask=real, other=0.0) * 1.4426950408889634
             total = tl.full([BM], 1.0, tl.float32)
             rows = node * so_t + query_head * so_h
-            acc = _load_rows(OUT + token * so_t, rows, real, D, DP, True).to(tl.float32) / v_scale
+            acc = _load_rows(OUT + token * so_t, rows, real, D, DP, True).to(tl.float32)
         context_tiles = context_tiles * 0
         tail = tail * 0
 
@@ -179,7 +181,7 @@ def _tree_attention(
         tl.store(PARTIAL_M + part + r, m, mask=real)
         tl.store(PARTIAL_L + part + r, total, mask=real)
     else:
-        acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+        acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         d = tl.arange(0, DP)
         out = OUT + token * so_t + (node * so_t + query_head * so_h)[:, None] + d[None, :]
         tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
@@ -190,7 +192,7 @@ def _tree_attention(
 
 @triton.jit
 def _reduce_splits(
-    OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, CTX, INDPTR, v_scale, packed_rows, so_t, so_h,
+    OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, CTX, INDPTR, packed_rows, so_t, so_h,
     sl_t, sl_h, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     SPLITS: tl.constexpr, BH: tl.constexpr, WANT_LSE: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +219,7 @@ def _reduce_splits(
         total += tl.load(PARTIAL_L + at + split * step, mask=real, other=0.0) * weight
         rows = PARTIAL + (at + split * step)[:, None] * DP + d[None, :]
         acc += tl.load(rows, mask=real[:, None], other=0.0) * weight[:, None]
-    acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
     out = OUT + token * so_t + head[:, None] * so_h + d[None, :]
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
     if WANT_LSE:
@@ -272,14 +274,12 @@ def tree_attention(
     qo_indptr: torch.Tensor,
     ancestor_bits: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
+    features: LayerFeatures,
     *,
     lse: torch.Tensor | None = None,
     seeded: bool = False,
     max_rows: int | None = None,
     splits: int | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
     tiles: Tiling | None = None,
 ) -> None:
     """Attention of tree rows over a paged cache, written to `out`.
@@ -289,7 +289,7 @@ def tree_attention(
 
     Args:
         kv_cache: [blocks, Hkv, N, 2 * D] in any physical order with the last dimension dense, keys
-            before values. An 8-bit float cache is converted and scaled by the two scales.
+            before values. An 8-bit float cache is converted.
         lse: float32 [T, H], written with the natural logarithm of the softmax denominators.
         seeded: `out` and `lse` hold the attention over the context alone, and only the tree's
             columns are added. `lse` is left as it is.
@@ -299,8 +299,10 @@ def tree_attention(
             independent of the batch. Default: as many as fill the device.
 
     Raises:
-        ValueError: for shapes or strides that the kernel does not read.
+        ValueError: for shapes or strides that the kernel does not read, or features that it does
+            not serve.
     """
+    features.check("triton")
     tokens, heads, d = q.shape
     kv_heads, page = kv_cache.shape[1:3]
     _check(q, kv_cache, ancestor_bits, out, lse, seeded)
@@ -328,7 +330,7 @@ def tree_attention(
     shape = {"D": d, "DP": padded, "SPLITS": splits}
     _tree_attention[(grid[0], grid[1], requests * splits)](
         q, kv_cache, out, logs, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
-        ancestor_bits, scale * key_scale * LOG2_E, value_scale, words, tokens * group,
+        ancestor_bits, features.scale * LOG2_E, words, tokens * group,
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
         ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page,
@@ -340,7 +342,7 @@ def tree_attention(
     if splits > 1:
         heads_per_program = min(8, triton.next_power_of_2(heads))
         _reduce_splits[(max_rows, requests, triton.cdiv(heads, heads_per_program))](
-            out, logs, partial, maxima, sums, ctx_lens, qo_indptr, value_scale, tokens * group,
+            out, logs, partial, maxima, sums, ctx_lens, qo_indptr, tokens * group,
             out.stride(0), out.stride(1), *log_strides, H=kv_heads, G=group, BH=heads_per_program,
             WANT_LSE=lse is not None, **shape,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dyntree_kernels.cuda.flashinfer_variant import Variant
+from dyntree_kernels.features import LayerFeatures
 
 PLANS_IN_FLIGHT = 6
 """Largest number of plans by which the host may be ahead of the device."""
@@ -138,11 +139,9 @@ class FlashInferTreeAttention:
         ctx_lens: torch.Tensor,
         ancestor_bits: torch.Tensor,
         out: torch.Tensor,
-        scale: float,
+        features: LayerFeatures,
         *,
         lse: torch.Tensor | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
     ) -> None:
         """Compute one layer; write `out`, and if given `lse` float32 [T, H] in natural logarithms.
 
@@ -150,8 +149,10 @@ class FlashInferTreeAttention:
         in int32.
 
         Raises:
-            ValueError: for a layout or dtype that FlashInfer would misread.
+            ValueError: for a layout or dtype that FlashInfer would misread, or features that are
+                not served.
         """
+        features.check("flashinfer")
         if not out.is_contiguous() or not ancestor_bits.is_contiguous():
             raise ValueError("out and ancestor_bits must be contiguous")
         if ctx_lens.dtype != torch.int32 or ancestor_bits.dtype != torch.int32:
@@ -160,10 +161,8 @@ class FlashInferTreeAttention:
             )
         self._wrapper.run(
             q, _halves(kv_cache), ancestor_bits, ctx_lens, ancestor_bits.shape[1],
-            scale * key_scale, out=out, lse=lse, return_lse=lse is not None,
+            features.scale, out=out, lse=lse, return_lse=lse is not None,
         )  # fmt: skip
-        if value_scale != 1.0:
-            out.mul_(value_scale)
         if lse is not None:
             lse.mul_(math.log(2))
 

@@ -32,7 +32,7 @@ LARGE = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
 def run(case: Case, **options: object) -> torch.Tensor:
     out = torch.full_like(case.q, torch.nan)
     rows = max(mask.shape[0] for mask in case.masks)
-    tree_attention(*case.arguments, out, case.scale, max_rows=rows, **options)
+    tree_attention(*case.arguments, out, case.features, max_rows=rows, **options)
     return out
 
 
@@ -63,7 +63,9 @@ def test_every_node_sees_the_context_and_its_root_path(nodes: int, build: str) -
     torch.testing.assert_close(out.double(), case.expected(), atol=1e-5, rtol=1e-5)
     for r in range(len(contexts)):
         rows = case.rows(r)
-        replay = path_attention(case.q[rows].cpu(), case.keys[r], case.values[r], tree, case.scale)
+        replay = path_attention(
+            case.q[rows].cpu(), case.keys[r], case.values[r], tree, case.features
+        )
         torch.testing.assert_close(out[rows].double(), replay, atol=1e-5, rtol=1e-5)
 
 
@@ -210,7 +212,7 @@ def test_requests_without_a_tree_are_left_untouched() -> None:
         full = run(case, splits=splits)
         case.ctx_lens[1] = -1
         out = torch.full_like(case.q, 7.0)
-        tree_attention(*case.arguments, out, case.scale, splits=splits, max_rows=9)
+        tree_attention(*case.arguments, out, case.features, splits=splits, max_rows=9)
         assert (out[6:9] == 7.0).all()
         assert torch.equal(out[:6], full[:6])
         assert torch.equal(out[9:], full[9:])
@@ -273,7 +275,7 @@ def test_two_passes_give_what_one_does_also_behind_an_empty_context() -> None:
         case = make_case(masks, contexts)
         out = torch.full_like(case.q, torch.nan)
         two_pass_attention(
-            *case.arguments, out, case.scale, functools.partial(context_oracle, case)
+            *case.arguments, out, case.features, functools.partial(context_oracle, case)
         )
         torch.testing.assert_close(out.double().cpu(), case.expected(), atol=1e-5, rtol=1e-5)
 
@@ -293,7 +295,7 @@ def test_the_cpu_kernel_gives_the_same() -> None:
         write(*packed, "vec", slots, keys[seen], values[seen])
     out = torch.empty(case.q.shape)
     _, _, *rest = (x.cpu() for x in case.arguments)
-    on_cpu(case.q.cpu(), *packed, "vec", *rest, out, case.scale)
+    on_cpu(case.q.cpu(), *packed, "vec", *rest, out, case.features)
     torch.testing.assert_close(run(case).cpu(), out, atol=1e-5, rtol=1e-5)
 
 
@@ -312,7 +314,7 @@ def test_a_captured_graph_follows_new_trees_and_lengths() -> None:
     live[1] = cache
 
     def launch() -> None:
-        tree_attention(*live, out, first.scale, max_rows=30)
+        tree_attention(*live, out, first.features, max_rows=30)
 
     launch()
     torch.cuda.synchronize()

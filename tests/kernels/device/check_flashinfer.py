@@ -44,7 +44,7 @@ def lengths(case: Case, slack: int = 0) -> torch.Tensor:
 def assert_matches(case: Case, runner: FlashInferTreeAttention, slack: int = 0) -> None:
     runner.plan(case.qo_indptr.cpu(), lengths(case, slack), case.block_table)
     out, lse = torch.empty_like(case.q), torch.empty(case.q.shape[:2], device=DEVICE)
-    runner.run(case.q, case.kv_cache, case.ctx_lens, case.bits, out, case.scale, lse=lse)
+    runner.run(case.q, case.kv_cache, case.ctx_lens, case.bits, out, case.features, lse=lse)
     torch.testing.assert_close(out.double().cpu(), case.expected(), atol=1e-2, rtol=2e-2)
     torch.testing.assert_close(lse.double().cpu(), case.expected_lse(), atol=1e-3, rtol=1e-3)
 
@@ -80,7 +80,7 @@ def test_a_request_without_a_tree_is_attended_causally(variant: Variant) -> None
     runner = FlashInferTreeAttention(variant, HEADS, KV_HEADS, PAGE, DEVICE)
     runner.plan(case.qo_indptr.cpu(), torch.tensor([70, 34]).int(), case.block_table)
     out = torch.empty_like(case.q)
-    runner.run(case.q, case.kv_cache, case.ctx_lens, case.bits, out, case.scale)
+    runner.run(case.q, case.kv_cache, case.ctx_lens, case.bits, out, case.features)
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-2, rtol=2e-2)
 
 
@@ -97,7 +97,7 @@ def test_a_captured_graph_follows_new_trees_lengths_and_plans(variant: Variant) 
     out = torch.empty_like(q)
 
     def launch() -> None:
-        runner.run(q, cache, ctx_lens, bits, out, first.scale)
+        runner.run(q, cache, ctx_lens, bits, out, first.features)
 
     runner.plan(second.qo_indptr.cpu(), lengths(second), second.block_table)
     launch()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from attention_inputs import make_inputs
 
+from dyntree_kernels.features import LayerFeatures
 from dyntree_kernels.reference import masked_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,7 +47,7 @@ class Case:
     ctx_lens: torch.Tensor
     qo_indptr: torch.Tensor
     bits: torch.Tensor
-    scale: float
+    features: LayerFeatures
     masks: list[torch.Tensor] = field(repr=False)
     keys: list[torch.Tensor] = field(repr=False)  # token-major, context before tree
     values: list[torch.Tensor] = field(repr=False)
@@ -71,7 +72,7 @@ class Case:
                 visible = torch.nn.functional.pad(mask, (ctx, 0), value=True)
                 rows = self.rows(r)
                 seen = (x.to(DEVICE) for x in (self.q[rows], keys, values, visible))
-                out[rows] = masked_attention(*seen, self.scale).cpu()
+                out[rows] = masked_attention(*seen, self.features).cpu()
         return out
 
     def expected_lse(self) -> torch.Tensor:
@@ -81,7 +82,7 @@ class Case:
             visible = torch.nn.functional.pad(mask, (int(self.ctx_lens[r]), 0), value=True)
             q = self.q[self.rows(r)].cpu().double()
             k = keys.double().repeat_interleave(q.shape[1] // keys.shape[1], 1)
-            scores = torch.einsum("nhd,lhd->nhl", q, k) * self.scale
+            scores = torch.einsum("nhd,lhd->nhl", q, k) * self.features.scale
             lse[self.rows(r)] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(-1)
         return lse
 
@@ -121,7 +122,7 @@ def make_case(
         ctx_lens=torch.tensor(ctx_lens, dtype=torch.int32, device=DEVICE),
         qo_indptr=made.qo_indptr.to(DEVICE),
         bits=made.bits.to(DEVICE),
-        scale=head_size**-0.5,
+        features=LayerFeatures(head_size**-0.5),
         masks=masks,
         keys=made.keys,
         values=made.values,

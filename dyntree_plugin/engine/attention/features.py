@@ -1,0 +1,38 @@
+"""Read the features of vLLM's layers of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dyntree_kernels.features import LayerFeatures
+
+UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
+
+
+def features_of(layer: Any) -> LayerFeatures:
+    """Return what tree attention must know of a layer of vLLM's class ``Attention``."""
+    impl = layer.impl
+    quantised = layer.kv_cache_dtype not in UNQUANTISED
+    return LayerFeatures(
+        scale=impl.scale,
+        window=layer.sliding_window,
+        chunk=getattr(layer, "attention_chunk_size", None),
+        soft_cap=getattr(impl, "logits_soft_cap", None) or None,  # 0 stands for none
+        sinks=getattr(impl, "sinks", None),
+        alibi=getattr(impl, "alibi_slopes", None),
+        query_scale=layer._q_scale if layer.query_quant is not None else None,
+        key_scale=layer._k_scale if quantised else None,
+        value_scale=layer._v_scale if quantised else None,
+    )
+
+
+class WithFeatures:
+    """Makes the features of an implementation's layer once, when its first rows of trees come."""
+
+    _features: LayerFeatures | None = None
+
+    def features(self, layer: Any) -> LayerFeatures:
+        """Return the features of ``layer``, which is always the same one."""
+        if self._features is None:
+            self._features = features_of(layer)
+        return self._features

@@ -1,0 +1,75 @@
+"""What a layer of attention has beyond a softmax over all that a row sees, and who serves it.
+
+The module imports no torch, so that configurations can be checked without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_WHOLE_CONTEXT = "tree attention sees the whole context; use a model without"
+_OWN_TYPE = "tree attention reads the cache in the model's own type; leave it at 'auto'"
+
+ADVICE: Mapping[str, str] = {
+    "window": f"{_WHOLE_CONTEXT} a window, or --disable-sliding-window, which limits the context "
+    "to the window",
+    "chunk": f"{_WHOLE_CONTEXT} chunked attention",
+    "soft_cap": "tree attention has no soft cap; use a model without it",
+    "sinks": "tree attention has no sinks; use a model without them",
+    "alibi": "tree attention has no bias by distance; use a model without it",
+    "query_scale": _OWN_TYPE,
+    "key_scale": _OWN_TYPE,
+    "value_scale": _OWN_TYPE,
+}
+"""For each feature, why no kernel may serve it, and what to do then."""
+
+SERVED: Mapping[str, frozenset[str]] = {
+    "reference": frozenset(),
+    "cpu": frozenset(),
+    "triton": frozenset(),
+    "flashinfer": frozenset(),
+}
+"""The features that each kernel of tree attention serves."""
+
+SERVED_ON: Mapping[str, frozenset[str]] = {"cpu": SERVED["cpu"], "cuda": SERVED["triton"]}
+"""The features that are served on each type of device: those of the kernel that runs all forwards
+which no other kernel is chosen for."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerFeatures:
+    """Facts of one layer of attention with H query heads; None for what the layer does not have.
+
+    ``scale``: of the products of queries and keys. ``window``: positions that a row sees, its own
+    included. ``chunk``: positions of a chunk; a row sees nothing before its chunk. ``soft_cap``: a
+    score s becomes soft_cap * tanh(s / soft_cap). ``sinks`` [H]: a logit for each query head that
+    no value belongs to. ``alibi`` [H]: slopes of a bias by distance. ``query_scale``,
+    ``key_scale``, ``value_scale`` float32, one number or one for each head: factors of quantised
+    queries, keys and values. Tensors are the layer's own, on its device.
+    """
+
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    alibi: torch.Tensor | None = None
+    query_scale: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+    beyond: frozenset[str] = field(init=False)
+    """Names of the features that the layer has."""
+
+    def __post_init__(self) -> None:
+        found = frozenset(name for name in ADVICE if getattr(self, name) is not None)
+        object.__setattr__(self, "beyond", found)
+
+    def check(self, kernel: str) -> None:
+        """Raise ValueError unless ``kernel``, a key of `SERVED`, serves all of the features."""
+        if self.beyond and (lacking := self.beyond - SERVED[kernel]):
+            raise ValueError(f"kernel {kernel!r} does not serve {', '.join(sorted(lacking))}")
