@@ -1,4 +1,4 @@
-"""A stage of a pipeline before the last: it places nodes, and moves the KV of accepted paths."""
+"""A stage of a pipeline before the last: it places nodes, and keeps accepted paths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput
 
+from dyntree_plugin.engine.layer_kinds import Accepted
 from dyntree_plugin.engine.pipeline.relay import Decided, Rows
 from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.trees import PlacedTrees
@@ -38,9 +39,10 @@ class EarlierStage(TreeStage):
             self.follow(decided)
 
     def follow(self, decided: Decided) -> None:
-        """Move the KV of accepted paths in this stage's layers, and take the next trees."""
-        for group, move in self._movers:
-            move(decided.path, decided.rows.roots, decided.rows.slots[group])
+        """Make accepted paths permanent in this stage's layers, and take the next trees."""
+        accepted = Accepted(decided.path, decided.rows.roots, decided.slots)
+        for keeper, places in zip(self.keepers, decided.rows.places, strict=True):
+            keeper.keep(accepted, places)
         self.trees.put_places(decided.slots, decided.depths, decided.ancestors)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
@@ -49,6 +51,6 @@ class EarlierStage(TreeStage):
         output = super().sample_tokens(grammar_output)
         if state is not None and self.relay is not None:
             batch = state.input_batch
-            self.relay.receive(batch, Rows.of(batch, self.block_tables.slot_mappings))
+            self.relay.receive(batch, Rows.of(batch, [each.places for each in self.keepers]))
         self.clock.split()
         return output

@@ -48,7 +48,7 @@ from dyntree_plugin.engine.stage import TreeStage
 from dyntree_plugin.engine.step.clock import StageTimes
 from dyntree_plugin.engine.step.count import report
 from dyntree_plugin.engine.step.draft import Ranking
-from dyntree_plugin.engine.step.ops import Graphs, Move, NoGraphs
+from dyntree_plugin.engine.step.ops import Graphs, NoGraphs
 from dyntree_plugin.engine.step.requests import pack
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.engine.step.verify import TreeVerifier
@@ -152,7 +152,7 @@ class TreeRunnerMixin(TreeStage):
             self.graphs,
             walk=self.compose.walk(self.input_buffers),
             buffers=self.input_buffers,
-            movers=self._moves,
+            keepers=lambda: self.keepers,
             copies=processors.copies,
         )
         # vLLM calls it by its signature and nothing else.
@@ -196,7 +196,7 @@ class TreeRunnerMixin(TreeStage):
     def verify(
         self, logits: torch.Tensor, batch: InputBatch, invalid_drafts: torch.Tensor | None
     ) -> SamplerOutput:
-        """After the target's forward: accept a path of each tree, and move its KV."""
+        """After the target's forward: accept a path of each tree, and make it permanent."""
         packed = self.packed(batch)
         output, self.step.verified, self.step.learning = self.verifier.run(
             packed, logits, batch, invalid_drafts
@@ -206,10 +206,6 @@ class TreeRunnerMixin(TreeStage):
     def drawn_chains(self, slots: list[int]) -> np.ndarray | None:
         """Return which requests have drawn chains, bool [R]; None if none can have one."""
         return self._sampling_states().temperature.np[slots] > 0 if self.trees.plan.chains else None
-
-    def _moves(self) -> list[tuple[torch.Tensor, Move]]:
-        """Pair each group's cache slots of the batch's rows with what moves rows there."""
-        return [(self.block_tables.slot_mappings[group], move) for group, move in self._movers]
 
     def shutdown(self) -> None:
         """Release the KV cache of the further drafts, too, which vLLM does not know."""

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu import model_runner
@@ -20,8 +19,9 @@ from dyntree_plugin.engine.adapters import AdapterRows
 from dyntree_plugin.engine.attention.metadata import TreeMask, WithTreeMask
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS
 from dyntree_plugin.engine.configuration import tree_plan
+from dyntree_plugin.engine.layer_kinds import Keeper, LayerGroup, keepers
 from dyntree_plugin.engine.pipeline.relay import TreeRelay
-from dyntree_plugin.engine.step.ops import Move, TreeOps
+from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.engine.step.place import place_nodes
 from dyntree_plugin.engine.step.records import Step
 from dyntree_plugin.engine.step.trees import PlacedTrees
@@ -29,7 +29,7 @@ from dyntree_plugin.engine.telemetry.trace import TreeTrace
 
 
 class TreeStage(AdapterRows):
-    """Places nodes before the target's forward, and knows how to move KV rows.
+    """Places nodes before the target's forward, and knows what keeps accepted paths.
 
     vLLM lays a request's drafts out in consecutive rows and cache slots. Node ``j`` takes row and
     slot ``root + 1 + j``, but the position ``root + depth``: for its RoPE, and for the sampler's
@@ -60,7 +60,7 @@ class TreeStage(AdapterRows):
         self.relay: TreeRelay | None = None
         if self.pp_handler is not None:
             self.relay = TreeRelay(self.pp_handler, plan.shape, self.pipeline_stages)
-        self._movers: list[tuple[int, Move]] = []
+        self.keepers: list[Keeper] = []
         self.step = Step()
         self._earlier = deque([Step()], maxlen=self.pipeline_stages)
 
@@ -87,13 +87,24 @@ class TreeStage(AdapterRows):
     ) -> None:
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kw)
         if is_profiling:
-            return  # This cache is thrown away; movers would keep it.
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        self._movers = []
-        for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            own = [layers[name] for name in group.layer_names if name not in self._draft_layers]
-            if own:
-                self._movers.append((index, self.ops.mover(own)))
+            return  # This cache is thrown away; keepers would hold it.
+        count = len(self.kv_cache_config.kv_cache_groups)
+        self.keepers = keepers(self.ops.kinds, map(self._target_layers, range(count)))
+
+    def _target_layers(self, index: int) -> LayerGroup:
+        """Return the target's layers in a KV cache group."""
+        layers = self.compilation_config.static_forward_context
+        names = self.kv_cache_config.kv_cache_groups[index].layer_names
+        return LayerGroup(
+            {name: layers[name] for name in names if name not in self._draft_layers},
+            self.block_tables.slot_mappings[index],
+            self.block_tables.input_block_tables[index],
+            {
+                name: group.get_metadata_builder()
+                for group in self.attn_groups[index]
+                for name in group.layer_names
+            },
+        )
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Begin a step; vLLM calls it in every one, whether or not a request is new."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -11,9 +12,9 @@ from vllm.logger import init_logger
 
 from dyntree_plugin.admission import reasons
 from dyntree_plugin.engine.agreement import check_ranks
-from dyntree_plugin.engine.attention.layers import checked
-from dyntree_plugin.engine.attention.registration import registered
+from dyntree_plugin.engine.checked_layers import checked
 from dyntree_plugin.engine.configuration import further_drafts
+from dyntree_plugin.engine.layer_kinds import LayerKind
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
 
 # vLLM shows only what is logged below the name of its own package.
@@ -21,7 +22,7 @@ logger = init_logger("vllm.dyntree")
 
 
 class TreeWorkerMixin:
-    """Compares the trees of all ranks, brings attention with trees to the layers, and traces trees.
+    """Compares the trees of all ranks, brings what trees need to the layers, and traces trees.
 
     It also keeps the drafts alive where vLLM knows one of them at most: when weights are discarded
     or replaced.
@@ -31,15 +32,17 @@ class TreeWorkerMixin:
 
     model_runner: Any
     vllm_config: Any
-    attention_backends: ClassVar[Mapping[str, str]]
-    """Paths of the plugin's attention backends, by the names of the vLLM backends they replace."""
+    kinds: ClassVar[Sequence[LayerKind]]
+    """The kinds of layers that trees can pass."""
     _kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with reasons.logged():
             check_ranks(self.vllm_config)
-        backends = self.attention_backends
-        with registered(backends), checked(self.vllm_config, backends.values()):
+        with ExitStack() as made:
+            for kind in self.kinds:
+                made.enter_context(kind.making())
+            made.enter_context(checked(self.vllm_config, self.kinds))
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:

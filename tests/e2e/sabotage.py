@@ -51,7 +51,7 @@ def placing(change: Any) -> Iterator[None]:
 @contextmanager
 def without_kv_move(runner: Any) -> Iterator[None]:
     """Leave the accepted path's keys and values where the tree put them."""
-    with verified_eagerly(runner), mock.patch.object(runner, "_movers", []):
+    with verified_eagerly(runner), mock.patch.object(runner, "keepers", []):
         yield
 
 

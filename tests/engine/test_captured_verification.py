@@ -26,14 +26,14 @@ from dyntree_kernels.contracts import Walk  # noqa: E402
 from dyntree_kernels.cpu.learn import learn as compiled_learning  # noqa: E402
 from dyntree_kernels.cpu.walk import walk as compiled_walk  # noqa: E402
 from dyntree_kernels.learning import Learn  # noqa: E402
-from dyntree_plugin.engine.cpu.kv import PathMover  # noqa: E402
+from dyntree_plugin.engine.attention.cpu import PathMover  # noqa: E402
 from dyntree_plugin.engine.cuda import captured as capturing  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedStages  # noqa: E402
 from dyntree_plugin.engine.cuda.graphs import Call, Record, Replay, Tensors  # noqa: E402
+from dyntree_plugin.engine.layer_kinds import Accepted, Keeper, Move  # noqa: E402
 from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
 from dyntree_plugin.engine.speculator import TreeProposals  # noqa: E402
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
-from dyntree_plugin.engine.step.ops import Move  # noqa: E402
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import Requests, pack  # noqa: E402
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
@@ -104,8 +104,12 @@ class Engine:
         buffers.seq_lens[:requests] = seq_lens[:requests]
         self.cache = torch.arange(rows + 5).int()
         self.estimate = AcceptanceEstimate("cpu")
-        slots = torch.arange(rows + 5).view(1, -1)
         walk, learn, mover = self.parts(kernels)
+        self.committed = torch.full((SLOTS + 1, PLAN.shape.max_depth + 2), -1)
+        keepers = [
+            Keeper(torch.arange(rows + 5), lambda of, slots: mover(of.path, of.roots, slots)),
+            Keeper(torch.arange(MOST) + 100, self.commit),
+        ]
         ops: Any = SimpleNamespace(
             walk=walk, learn=learn, perturb=None, decide_blocks=None, clock=StageClock()
         )
@@ -121,7 +125,7 @@ class Engine:
             self.graphs,
             walk=SampledWalk(trees, walk),
             buffers=buffers,
-            movers=lambda: [(slots[0], mover)],
+            keepers=lambda: keepers,
         )
         self.packed = packed(requests)
         logits = sum(DRAFTS[:requests]) + requests
@@ -140,6 +144,13 @@ class Engine:
         moves = source >= 0
         self.cache[target[moves]] = self.cache[source[moves]]
 
+    def commit(self, accepted: Accepted, states: torch.Tensor) -> None:
+        """Note the root's row, the accepted nodes and the state of each request; padding has the
+        slot of nobody."""
+        path, roots, requests = accepted
+        of = [roots[:, None], path, states[: len(path), None]]
+        self.committed[requests] = torch.cat(of, dim=1)
+
     def capture(self, record: Record) -> None:
         self.record = record
         self.graphs.capture_verification(self.verifier, MOST)
@@ -156,7 +167,7 @@ class Engine:
         assert learning is not None
         learning()
         learned = [self.estimate.weights, self.estimate.information]
-        return [each.clone() for each in (*walked, self.cache, *learned)]
+        return [each.clone() for each in (*walked, self.cache, self.committed[:-1], *learned)]
 
 
 def batch_of(requests: int) -> Any:
@@ -183,7 +194,7 @@ def packed(requests: int) -> torch.Tensor:
 
 def same(ours: list[torch.Tensor], others: list[torch.Tensor], kernels: bool = False) -> bool:
     """Return whether two results of `Engine.verify` are equal. ``kernels`` may round sums."""
-    allowed = [0.0] * 7 + [EXACT, 0.0, LEARNED, LEARNED] if kernels else [0.0] * 11
+    allowed = [0.0] * 7 + [EXACT, 0.0, 0.0, LEARNED, LEARNED] if kernels else [0.0] * 12
     pairs = zip(ours, others, allowed, strict=True)
     return all(torch.allclose(a, b, rtol=off, atol=off) for a, b, off in pairs)
 

@@ -31,9 +31,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.admission.check import Refused
 from dyntree_plugin.engine import worker
-from dyntree_plugin.engine.attention.cpu import TreeCPUAttentionBackend
-from dyntree_plugin.engine.attention.layers import checked, refusals
-from dyntree_plugin.engine.attention.registration import registered
+from dyntree_plugin.engine.checked_layers import checked, refusals
+from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.cpu.worker import TreeCPUWorker
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
 
@@ -140,8 +139,7 @@ def weights() -> Iterator[mock.Mock]:
 
 def load(config: VllmConfig) -> None:
     """Load a model with the attention of trees."""
-    backends = TreeCPUWorker.attention_backends
-    with set_current_vllm_config(config), registered(backends), checked(config, backends.values()):
+    with set_current_vllm_config(config), KINDS[0].making(), checked(config, KINDS):
         get_model(vllm_config=config)
 
 
@@ -174,7 +172,7 @@ BEYOND: list[tuple[dict[str, Any], str]] = [
     ({"head_size_v": 16}, "head_size (K, V)=(32, 16)"),
     ({"per_layer_sliding_window": 16}, "sliding_window=16"),
     ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
-    ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+    ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0"),
     ({"sinks": torch.zeros(2)}, "attention sinks"),
     ({"attn_backend": CPUAttentionBackend}, "backend CPUAttentionBackend"),
     ({"kv_sharing_target_layer_name": "layers.0"}, "the KV cache of another layer"),
@@ -184,12 +182,12 @@ BEYOND: list[tuple[dict[str, Any], str]] = [
 
 def found(config: VllmConfig, *layers: dict[str, Any]) -> list[str]:
     """Return the reasons to refuse a model with such layers after a plain one."""
-    with set_current_vllm_config(config), registered(TreeCPUWorker.attention_backends):
+    with set_current_vllm_config(config), KINDS[0].making():
         for number, each in enumerate(({}, *layers)):
             arguments = {"type": Attention, "num_kv_heads": 1, **each}
             arguments.pop("type")(2, 32, 1.0, prefix=f"layers.{number}", **arguments)
     made = config.compilation_config.static_forward_context
-    return list(refusals(made, {TreeCPUAttentionBackend}))
+    return list(refusals(made, KINDS))
 
 
 @pytest.mark.parametrize(("arguments", "named"), BEYOND, ids=[named for _, named in BEYOND])
@@ -209,8 +207,11 @@ def test_a_quantised_cache_is_named(make: Make) -> None:
 
 def test_every_feature_is_named_once_with_the_number_of_its_layers(make: Make) -> None:
     both = {"logits_soft_cap": 30.0, "alibi_slopes": [0.5, 0.25]}
-    reasons = found(make(), both, {"logits_soft_cap": 20.0})
-    starts = ("layer layers.1: ALiBi is not", "layer layers.1 and 1 more: logits_soft_cap is not")
+    reasons = found(make(), both, {"logits_soft_cap": 30.0})
+    starts = (
+        "layer layers.1: ALiBi is not",
+        "layer layers.1 and 1 more: logits_soft_cap=30.0 is not",
+    )
     assert all(reason.startswith(start) for reason, start in zip(reasons, starts, strict=True))
 
 
@@ -230,6 +231,6 @@ def test_a_worker_refuses_layers_however_vllm_made_them(
     with (
         mock.patch.object(Worker, "load_model", load_model),
         set_current_vllm_config(config),
-        pytest.raises(Refused, match=r"layer layers\.0: logits_soft_cap is not supported"),
+        pytest.raises(Refused, match=r"layer layers\.0: logits_soft_cap=30.0 is not supported"),
     ):
         made.load_model()

@@ -22,7 +22,7 @@ WORKERS = [TreeCPUWorker, TreeGPUWorker]
 
 
 def paths(of: Any) -> dict[str, str]:
-    return {name: AttentionBackendEnum[name].get_path() for name in of.attention_backends}
+    return {name: AttentionBackendEnum[name].get_path() for name in of.kinds[0].backends}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_ours_are_registered_while_the_model_loads(tree_worker: Any, fails: bool
             tree_worker.load_model(object.__new__(tree_worker))
         except ValueError:
             assert fails
-    assert seen == tree_worker.attention_backends
+    assert seen == tree_worker.kinds[0].backends
     assert paths(tree_worker) == before
     assert not set(seen.values()) & set(before.values())
 

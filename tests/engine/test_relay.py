@@ -102,7 +102,7 @@ def step(wire: Wire, relay: TreeRelay) -> Step:
         path, trees = decided(slots)
         of_step = batch(slots, **kwargs)
         last.send(of_step, path, trees)
-        mappings = torch.arange(of_step.num_tokens)[None] + 1000 * slots[0]
+        mappings = [torch.arange(of_step.num_tokens) + 1000 * slots[0]]
         relay.receive(of_step, Rows.of(of_step, mappings))
         return path, trees
 
@@ -128,7 +128,7 @@ def test_a_step_is_read_when_as_many_steps_as_stages_have_begun(
     assert found.depths.equal(trees.depths[[2, 0]])
     assert found.ancestors.equal(trees.ancestors[[2, 0]])
     assert found.rows.roots.tolist() == [0, 1 + NODES]
-    assert found.rows.slots[0][0] == 2000
+    assert found.rows.places[0][0] == 2000
     assert taken(relay).path.equal(later[0])
 
 
@@ -173,18 +173,18 @@ def test_without_drafts_there_is_no_path(wire: Wire, relay: TreeRelay) -> None:
     last, of_step = TreeRelay(wire.handler(), SHAPE, STAGES), batch([1])
     relay.take(SPARE)
     last.send(of_step, None, decided([1])[1])
-    relay.receive(of_step, Rows.of(of_step, torch.arange(of_step.num_tokens)[None]))
+    relay.receive(of_step, Rows.of(of_step, [torch.arange(of_step.num_tokens)]))
     relay.take(SPARE)
     assert (taken(relay).path == -1).all()
 
 
 def test_rows_are_kept_while_later_steps_overwrite_vllms(relay: TreeRelay, wire: Wire) -> None:
     of_step = batch([0, 1])
-    mappings = torch.arange(of_step.num_tokens)[None].clone()
-    rows = Rows.of(of_step, mappings)
+    mappings = torch.arange(of_step.num_tokens)
+    rows = Rows.of(of_step, [mappings])
     mappings.fill_(-1)
     of_step.query_start_loc.fill_(0)
-    assert rows.slots[0].equal(torch.arange(of_step.num_tokens))
+    assert rows.places[0].equal(torch.arange(of_step.num_tokens))
     assert rows.roots.tolist() == [0, 1 + NODES]
 
 

@@ -14,8 +14,12 @@ from vllm_cpu_runner import install
 install()  # must run before the runner's modules are imported
 
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
+from vllm.v1.attention.backends.short_conv_attn import (  # noqa: E402
+    ShortConvAttentionMetadataBuilder,
+)
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E402
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState  # noqa: E402
 from vllm.v1.worker.utils import AttentionGroup  # noqa: E402
 
 from dyntree_plugin.engine.attention.metadata import TreeMask, WithTreeMask  # noqa: E402
@@ -54,12 +58,22 @@ TARGET, MIXED, OF_DRAFT = ("target.0", "target.1"), ("target.2", "draft.0"), ("d
 
 
 def prepared(
-    *groups: AttentionGroup, draft: frozenset[str] = DRAFT, capture: bool = False
+    *groups: AttentionGroup,
+    draft: frozenset[str] = DRAFT,
+    capture: bool = False,
+    of: type[DefaultModelState] = DefaultModelState,
 ) -> dict[str, Any]:
     """Return the metadata of a batch of two trees, as vLLM's runner asks for it."""
-    state: Any = SimpleNamespace(supports_mm_inputs=False, max_model_len=99)
+    state: Any = SimpleNamespace(
+        supports_mm_inputs=False,
+        max_model_len=99,
+        vllm_config=SimpleNamespace(num_speculative_tokens=2),
+        num_accepted_tokens_gpu=torch.ones(2).int(),
+        recoverssm=None,
+        _align_mode=False,
+    )
     state.prepare_attn = WithTreeMask(
-        lambda *args, **more: DefaultModelState.prepare_attn(state, *args, **more),
+        lambda *args, **more: of.prepare_attn(state, *args, **more),
         lambda: None if capture else MASK,
         StageClock(),
         draft,
@@ -87,12 +101,43 @@ def test_layers_of_the_draft_alone_get_none(capture: bool) -> None:
     assert asked == [1, 1, 0]
 
 
-def test_every_other_builder_gets_the_steps_mask() -> None:
+@pytest.mark.parametrize("of", [DefaultModelState, MambaHybridModelState])
+def test_every_other_builder_gets_the_steps_mask(of: type[DefaultModelState]) -> None:
     groups = group(*TARGET), group(*MIXED)
-    prepared(*groups)
+    prepared(*groups, of=of)
     for each in groups:
         builder: Any = each.get_metadata_builder()
         assert builder.masks == [MASK]
+
+
+def test_a_recurrent_builder_gets_the_mask_beside_what_vllm_hands_it() -> None:
+    given: list[dict[str, Any]] = []
+
+    class Recurrent(ShortConvAttentionMetadataBuilder):
+        supports_update_block_table = False
+        takes_tree_mask = True
+
+        def __init__(self) -> None:
+            pass
+
+        def build(self, prefix: int, common: Any, *_: Any, **more: Any) -> Any:
+            given.append(more)
+
+    own = group(*TARGET)
+    own.metadata_builders = [Recurrent()]
+    prepared(own, of=MambaHybridModelState)
+    (more,) = given
+    assert more["tree_mask"] is MASK
+    assert more["num_accepted_tokens"].tolist() == [1, 1]
+
+
+def test_a_builder_that_takes_no_mask_is_named() -> None:
+    own = group(*TARGET)
+    builder: Any = own.get_metadata_builder()
+    builder.takes_tree_mask = False
+    with pytest.raises(RuntimeError, match="Builder takes no tree mask"):
+        prepared(own)
+    assert builder.masks == []
 
 
 def test_without_a_draft_model_every_layer_is_the_targets() -> None:

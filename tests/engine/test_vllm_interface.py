@@ -40,7 +40,7 @@ SHARED = [
     "scheduler.AsyncTreeScheduler",
     "telemetry.step_record.CountedOutput",
     "telemetry.prometheus.TreeSpecDecodingProm",
-    "attention.metadata.TreeAttnMetadata",
+    "attention.metadata.MaskedGroup",
 ]
 CLASSES = SHARED + (CPU if current_platform.is_cpu() else CUDA)
 

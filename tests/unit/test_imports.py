@@ -37,6 +37,8 @@ LAYERS = (
         "dyntree_plugin.engine.configuration",
         "dyntree_plugin.engine.fallback",
         "dyntree_plugin.engine.offloading",
+        "dyntree_plugin.engine.layer_kinds",
+        "dyntree_plugin.engine.checked_layers",
         "dyntree_plugin.engine.attention",
     ),
     (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
@@ -14,6 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
+from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_plugin.engine.attention.features import WithFeatures
 from dyntree_plugin.engine.attention.metadata import TreeMask
 
@@ -120,3 +123,26 @@ def split_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     view = kv_cache.view(num_blocks, num_heads, 2 * block_size, -1)
     keys, values = view.chunk(2, dim=2)
     return keys, values
+
+
+class PathMover:
+    """A `Move` by single rows."""
+
+    def __init__(self, move: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """``move`` copies rows from source to target cache slots, int64 [R, D]; a negative source
+        moves nothing."""
+        self._move = move
+
+    def __call__(self, path: torch.Tensor, roots: torch.Tensor, slots: torch.Tensor) -> None:
+        step = torch.arange(path.shape[1], device=path.device)
+        first, last = roots[:, None] + 1, slots.shape[0] - 1
+        target = slots[(first + step).clamp(max=last)]
+        source = slots[(first + path.clamp(min=0)).clamp(max=last)]
+        source = torch.where((path >= 0) & (path != step), source, -1)
+        self._move(source, target)
+
+
+def kv_mover(layers: Sequence[Any]) -> PathMover:
+    """Make the `Move` of layers of one shape, for which vLLM uses one instruction set."""
+    keys, values = zip(*(split_kv_cache(layer.kv_cache) for layer in layers), strict=True)
+    return PathMover(KVMover(keys, values, layers[0].isa))

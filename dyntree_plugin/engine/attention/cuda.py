@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -14,6 +17,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from dyntree_plugin.engine.attention.cuda_layers import TreeAttentionImpl, TreeMetadataBuilder
+from dyntree_plugin.engine.layer_kinds import Move
 
 
 class TreeFlashAttentionMetadataBuilder(  # type: ignore[misc]
@@ -54,3 +58,10 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TreeTritonAttentionMetadataBuilder]:
         return TreeTritonAttentionMetadataBuilder
+
+
+def kv_mover(layers: Sequence[Any]) -> Move:
+    """Make the `Move` of layers of one shape."""
+    from dyntree_kernels.cuda.kv_move import KVMover
+
+    return KVMover([layer.kv_cache for layer in layers])

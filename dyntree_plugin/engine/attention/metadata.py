@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
+from vllm.v1.worker.utils import AttentionGroup
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,34 @@ class TreeMask:
     in_place: bool = False
 
 
-class TreeAttnMetadata(ModelSpecificAttnMetadata):
-    """Hands a `TreeMask` to the metadata builders that accept one."""
+@dataclass
+class MaskedGroup(AttentionGroup):
+    """Hands a mask to the builder of the group's metadata, beside what the model's state hands it.
 
-    def __init__(self, mask: TreeMask) -> None:
-        self._mask = mask
+    vLLM has an argument for more metadata, but states of hybrid models fill it themselves.
+    """
 
-    def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
-        if not getattr(attn_metadata_builder, "takes_tree_mask", False):
+    tree_mask: TreeMask | None = None
+
+    def build_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return super().build_metadata(*args, tree_mask=self.tree_mask, **kwargs)
+
+
+def masked(
+    groups: Sequence[Sequence[AttentionGroup]], mask: TreeMask
+) -> list[list[AttentionGroup]]:
+    """Return the groups such that vLLM builds their metadata for rows of trees.
+
+    Raises:
+        RuntimeError: for a group whose builder takes no mask.
+    """
+    for builder in (each.get_metadata_builder() for some in groups for each in some):
+        if not getattr(builder, "takes_tree_mask", False):
             raise RuntimeError(
-                f"{type(attn_metadata_builder).__name__} takes no tree mask: its layers would "
-                "attend to the rows of a tree as to a chain"
+                f"{type(builder).__name__} takes no tree mask: its layers would attend to the rows "
+                "of a tree as to a chain"
             )
-        return {"tree_mask": self._mask}
+    return [[MaskedGroup(**vars(each), tree_mask=mask) for each in some] for some in groups]
 
 
 class _Clock(Protocol):
@@ -47,7 +62,7 @@ class _Clock(Protocol):
 
 
 class WithTreeMask:
-    """Replaces `ModelState.prepare_attn`: adds the step's mask to vLLM's arguments.
+    """Replaces `ModelState.prepare_attn`: hands the step's mask to the builders of metadata.
 
     Layers of the draft get no metadata here, since the target's forward does not run them; drafting
     builds its own. The target's forward follows, so the call also starts that stage on the clock.
@@ -77,13 +92,13 @@ class WithTreeMask:
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        mask = self._take_mask()
-        if mask is not None:
-            kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(mask)
         of_target = [
             [each for each in groups if not self._draft_layers.issuperset(each.layer_names)]
             for groups in attn_groups
         ]
+        mask = self._take_mask()
+        if mask is not None:
+            of_target = masked(of_target, mask)
         metadata = self._prepare_attn(
             input_batch, cudagraph_mode, block_tables, slot_mappings, of_target, *args, **kwargs
         )

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
-from dyntree_kernels.cpu.kv_move import KVMover
 from dyntree_kernels.cpu.learn import learn
 from dyntree_kernels.cpu.look_up import look_up
 from dyntree_kernels.cpu.paths import KERNELS
 from dyntree_kernels.cpu.walk import walk
-from dyntree_plugin.engine.attention.cpu import split_kv_cache
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
-from dyntree_plugin.engine.cpu.kv import PathMover
+from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.papers.chain_samples import decide
 from dyntree_plugin.engine.step.clock import Clock, StageClock
-from dyntree_plugin.engine.step.ops import Move, at_hand
+from dyntree_plugin.engine.step.ops import at_hand
 from dyntree_plugin.engine.step.place import place
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TensorRows
 from dyntree_plugin.engine.step.trees import PlacedTrees
@@ -37,6 +32,7 @@ class CPUOps:
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
     paths = KERNELS
+    kinds = KINDS
     decide_blocks = staticmethod(partial(decide, perturb=perturbed_logits))
     send = staticmethod(at_hand)
 
@@ -49,13 +45,6 @@ class CPUOps:
         self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return place(batch, trees, prefill_len)
-
-    def mover(self, layers: Sequence[Attention]) -> Move:
-        isas: set[Any] = {layer.isa for layer in layers}
-        if len(isas) != 1:
-            raise RuntimeError(f"one KV cache group holds layers of several layouts: {isas}")
-        keys, values = zip(*(split_kv_cache(layer.kv_cache) for layer in layers), strict=True)
-        return PathMover(KVMover(keys, values, isas.pop()))
 
     def row_writer(self, memory: RowMemory) -> RowWriter:
         return TensorRows(memory)

@@ -5,14 +5,14 @@ from __future__ import annotations
 # Patches torch.cuda and the runner's buffers for the CPU; vLLM's V2 modules must see it first.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 import vllm_cpu_runner
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU, wrap_seeds
+from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.offloading import keep_draft_on_device
 from dyntree_plugin.engine.worker import TreeWorkerMixin
 from vllm_cpu_runner.long_lists import lift_limits
@@ -21,9 +21,7 @@ from vllm_cpu_runner.long_lists import lift_limits
 class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
     """vLLM's CPU worker with our runner, kernels and attention."""
 
-    attention_backends: ClassVar[Mapping[str, str]] = {
-        "CPU_ATTN": "dyntree_plugin.engine.attention.cpu.TreeCPUAttentionBackend"
-    }
+    kinds = KINDS
 
     def init_device(self) -> None:
         vllm_cpu_runner.install()

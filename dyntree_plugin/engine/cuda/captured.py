@@ -146,8 +146,9 @@ class CapturedVerification:
 
     def _run_walk(self, packed: torch.Tensor, sampled: torch.Tensor) -> Tensors:
         room, no_logits = self._room_of(packed), sampled.new_zeros(0, 0)
-        walked = self._verifier.walk(self._requests(packed), sampled, None, room, no_logits)
-        self._verifier.move(walked)
+        requests = self._requests(packed)
+        walked = self._verifier.walk(requests, sampled, None, room, no_logits)
+        self._verifier.keep(requests, walked)
         return tuple(walked)
 
     def _run_learn(self, packed: torch.Tensor) -> Tensors:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
@@ -13,15 +10,15 @@ from dyntree_kernels.cuda.blocks import decide
 from dyntree_kernels.cuda.draft_rows import ChainRows, Seen, SlotTables, begin, chain
 from dyntree_kernels.cuda.growth import MOST_CANDIDATES, DeviceGrowth
 from dyntree_kernels.cuda.gumbel import perturbed_logits
-from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.learn import learn
 from dyntree_kernels.cuda.look_up import look_up
 from dyntree_kernels.cuda.paths import KERNELS
 from dyntree_kernels.cuda.place import place
 from dyntree_kernels.cuda.walk import walk
 from dyntree_plugin.engine.cuda.clock import EventClock
+from dyntree_plugin.engine.cuda.kinds import KINDS
 from dyntree_plugin.engine.step.clock import Clock
-from dyntree_plugin.engine.step.ops import Move, Send
+from dyntree_plugin.engine.step.ops import Send
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.rows import RowMemory, RowWriter, TreeRows
@@ -36,6 +33,7 @@ class CUDAOps:
     learn = staticmethod(learn)
     look_up = staticmethod(look_up)
     paths = KERNELS
+    kinds = KINDS
     decide_blocks = staticmethod(decide)
 
     def __init__(self, send: Send) -> None:
@@ -57,9 +55,6 @@ class CUDAOps:
             trees.ancestors,
             batch.num_tokens,
         )
-
-    def mover(self, layers: Sequence[Attention]) -> Move:
-        return KVMover([layer.kv_cache for layer in layers])
 
     def row_writer(self, memory: RowMemory) -> RowWriter:
         return KernelRows(memory)

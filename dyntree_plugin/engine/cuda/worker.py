@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
 from dyntree_plugin.engine.attention.choice import log_backend
+from dyntree_plugin.engine.cuda.kinds import KINDS
 from dyntree_plugin.engine.offloading import keep_draft_on_device
 from dyntree_plugin.engine.worker import TreeWorkerMixin
-
-_BACKENDS = "dyntree_plugin.engine.attention.cuda"
 
 
 class TreeGPUWorker(TreeWorkerMixin, Worker):
     """vLLM's GPU worker with our runner and attention."""
 
-    attention_backends: ClassVar[Mapping[str, str]] = {
-        "FLASH_ATTN": f"{_BACKENDS}.TreeFlashAttentionBackend",
-        "TRITON_ATTN": f"{_BACKENDS}.TreeTritonAttentionBackend",
-    }
+    kinds = KINDS
 
     def _make_model_runner(self) -> Any:
         from dyntree_plugin.engine.cuda.runner import make_runner

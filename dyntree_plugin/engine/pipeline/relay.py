@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,20 +52,19 @@ class Message:
 class Rows:
     """Where a step's rows are: kept until its message is read.
 
-    ``roots`` int64 [R]: batch row of each root. ``slots``: the cache slots of the batch's rows,
-    int64 [T] of each KV cache group.
+    ``roots`` int64 [R]: batch row of each root. ``places``: those of each `Keeper`, up to T, the
+    number of the batch's rows.
     """
 
     roots: torch.Tensor
-    slots: tuple[torch.Tensor, ...]
+    places: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, batch: InputBatch, slot_mappings: torch.Tensor) -> Rows:
-        """Copy them; the next step overwrites vLLM's."""
+    def of(cls, batch: InputBatch, places: Iterable[torch.Tensor]) -> Rows:
+        """Copy them; the next step overwrites them."""
         last = batch.query_start_loc[1 : batch.num_reqs + 1]
         roots = last.long() - torch.diff(batch.cu_num_logits).long()
-        kept = slot_mappings[:, : batch.num_tokens].clone()
-        return cls(roots, tuple(kept.unbind()))
+        return cls(roots, tuple(each[: batch.num_tokens].clone() for each in places))
 
 
 @dataclass(frozen=True)

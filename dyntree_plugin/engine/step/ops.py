@@ -10,7 +10,6 @@ import torch
 from dyntree_plugin.tree.drafting import Stages
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from dyntree_kernels.blocks import DecideBlocks
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from dyntree_kernels.learning import Learn
     from dyntree_kernels.paths import PathKernels
     from dyntree_kernels.tries import LookUp
+    from dyntree_plugin.engine.layer_kinds import LayerKind
     from dyntree_plugin.engine.step.catch_up import CatchUp
     from dyntree_plugin.engine.step.clock import Clock
     from dyntree_plugin.engine.step.growth_stages import DraftStages, Rank
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from dyntree_plugin.engine.step.rows import RowMemory, RowWriter
     from dyntree_plugin.engine.step.trees import PlacedTrees
     from dyntree_plugin.tree.children import Perturb
-
-Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Move the KV rows of accepted nodes to the places that a chain would have given them, in every
-layer of a KV cache group: ``move(path, roots, slots)``.
-
-``path`` int64 [R, D]: node ``path[r, k]`` goes to the place of depth ``k + 1``; -1 after the last
-accepted node. ``roots`` int64 [R]: batch row of each root, followed by its nodes' rows. ``slots``
-int64 [T]: cache slot of every row.
-"""
 
 
 Arrival = Callable[[], torch.Tensor]
@@ -75,14 +66,15 @@ class TreeOps(Protocol):
     @property
     def send(self) -> Send: ...
 
+    @property
+    def kinds(self) -> Sequence[LayerKind]:
+        """The kinds of layers of a target that trees can pass."""
+        ...
+
     def place(
         self, batch: InputBatch, trees: PlacedTrees, prefill_len: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what `place.place` does."""
-        ...
-
-    def mover(self, layers: Sequence[Attention]) -> Move:
-        """Make the function that moves accepted rows in these layers' KV cache."""
         ...
 
     def row_writer(self, memory: RowMemory) -> RowWriter:

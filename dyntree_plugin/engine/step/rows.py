@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappin
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_kernels.contracts import OfRequests, RowBuffers
-from dyntree_plugin.engine.attention.metadata import TreeAttnMetadata, TreeMask
+from dyntree_plugin.engine.attention.metadata import TreeMask, masked
 from dyntree_plugin.engine.step.records import Emitted
 from dyntree_plugin.engine.step.requests import Requests
 
@@ -136,7 +136,7 @@ class RowMemory:
         slots = self.slots[:, :rows]
         mask = TreeMask(self.ctx_lens[:requests], bits, has_plain=False, in_place=True)
         metadata = build_attn_metadata(
-            attn_groups=model.attn_groups,
+            attn_groups=masked(model.attn_groups, mask),
             num_reqs=requests,
             num_tokens=rows,
             query_start_loc_gpu=self.starts(requests, width),
@@ -150,7 +150,6 @@ class RowMemory:
             seq_lens_cpu_upper_bound=self._longest[:requests],
             positions=self.positions[:rows],
             is_prefilling=model.draft_is_prefilling[:requests],
-            model_specific_attn_metadata=TreeAttnMetadata(mask),
         )
         by_layer = build_slot_mappings_by_layer(slots, model.kv_cache_config)
         ids, positions, above = self.ids[:rows], self.positions[:rows], self.above[:rows]

@@ -1,4 +1,4 @@
-"""Stage 3, verify: sample the target at every row, accept a path per tree, move its KV.
+"""Stage 3, verify: sample the target at every row, accept a path per tree, make it permanent.
 
 The calibration learns from the paths later, so that the output does not wait for it.
 """
@@ -18,7 +18,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dyntree_kernels.contracts import BatchRows, Walked, room_for
 from dyntree_plugin.engine.fallback import MAX_CHUNK_BYTES
-from dyntree_plugin.engine.step.ops import Graphs, Move, TreeOps
+from dyntree_plugin.engine.layer_kinds import Accepted, Keeper
+from dyntree_plugin.engine.step.ops import Graphs, TreeOps
 from dyntree_plugin.engine.step.records import Learning
 from dyntree_plugin.engine.step.requests import COLUMNS, PADDING, Requests
 from dyntree_plugin.engine.step.sampled_walk import TreeWalk
@@ -39,17 +40,17 @@ class TreeVerifier:
         *,
         walk: TreeWalk,
         buffers: InputBuffers,
-        movers: Callable[[], Sequence[tuple[torch.Tensor, Move]]],
+        keepers: Callable[[], Sequence[Keeper]],
         copies: int = 1,
     ) -> None:
-        """``buffers``: those that every batch is a part of. ``movers``: for each KV cache group of
-        target layers, the cache slots of a batch's rows and what moves rows there. ``copies``: how
-        often the sampler copies a row of logits at most."""
+        """``buffers``: those that every batch is a part of. ``keepers``: make accepted paths
+        permanent in the target's layers. ``copies``: how often the sampler copies a row of logits
+        at most."""
         self.sampler = sampler
         self.trees = trees
         self.buffers = buffers
         self._estimate = estimate
-        self._movers = movers
+        self._keepers = keepers
         self._ops = ops
         self._graphs = graphs
         self.copies = copies
@@ -105,7 +106,7 @@ class TreeVerifier:
         requests = Requests(packed.to(sampled.device, non_blocking=True), self.trees.spare)
         walked = self.room_for(len(packed))
         walked = self.walk(requests, sampled, invalid_drafts, walked, processed)
-        self.move(walked)
+        self.keep(requests, walked)
         return walked, partial(self.learn, requests, walked) if self.learns else None
 
     def walk(
@@ -143,10 +144,11 @@ class TreeVerifier:
         requests = Requests(nobody, trees.spare)
         self.walk(requests, sampled, sampled.bool(), self.room_for(1), processed)
 
-    def move(self, walked: Walked) -> None:
-        """Move the accepted paths' KV."""
-        for slots, move in self._movers():
-            move(walked.path, walked.roots, slots)
+    def keep(self, requests: Requests, walked: Walked) -> None:
+        """Make the accepted paths permanent."""
+        accepted = Accepted(walked.path, walked.roots, requests.index)
+        for places, keep in self._keepers():
+            keep(accepted, places)
 
     @property
     def learns(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,8 +28,12 @@ from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 from dyntree_plugin import plugin  # noqa: E402
 from dyntree_plugin.engine import configuration  # noqa: E402
+from dyntree_plugin.engine.attention.kind import AttentionKind  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import make_runner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
+
+_ATTENTION = "dyntree_plugin.engine.attention.cuda"
+_BACKENDS = {"CPU_ATTN": f"{_ATTENTION}.TreeTritonAttentionBackend"}
 
 
 class _StartsAsOnCuda(CPUWorker):
@@ -48,9 +52,7 @@ class _StartsAsOnCuda(CPUWorker):
 class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
     """Our CUDA worker on top of vLLM's CPU worker."""
 
-    attention_backends: ClassVar[Mapping[str, str]] = {
-        "CPU_ATTN": "dyntree_plugin.engine.attention.cuda.TreeTritonAttentionBackend"
-    }
+    kinds = (AttentionKind("cuda", _BACKENDS, f"{_ATTENTION}.kv_mover"),)
 
     def init_device(self) -> None:
         with mock.patch.object(model_runner, "CPUModelRunner", make_runner):

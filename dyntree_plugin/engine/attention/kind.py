@@ -1,0 +1,90 @@
+"""Attention over a KV cache of keys and values, as a kind of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from dyntree_kernels.features import ADVICE, SERVED_ON
+from dyntree_plugin.engine.attention.features import features_of
+from dyntree_plugin.engine.attention.registration import registered
+from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL, Accepted, Keeper, LayerGroup
+
+
+class AttentionKind:
+    """The `LayerKind` of vLLM's class ``Attention``."""
+
+    def __init__(self, device_type: str, backends: Mapping[str, str], mover: str) -> None:
+        """``backends``: paths of the plugin's attention backends, by the names of the vLLM backends
+        that they replace. ``mover``: path of a function that makes the `Move` of a sequence of
+        layers with caches of one shape. vLLM must be ready when the paths are resolved."""
+        self.backends = backends
+        self._served = SERVED_ON[device_type]
+        self._mover = mover
+
+    def making(self) -> AbstractContextManager[None]:
+        return registered(self.backends)
+
+    def serves(self, layer: Any) -> bool:
+        return type(layer) is Attention  # a subclass may mask in another way
+
+    def unserved(self, layer: Any) -> Iterator[str]:
+        backend = layer.get_attn_backend()
+        other = {
+            f"backend {backend.__name__}": backend not in self._classes,
+            f"head_size (K, V)={(layer.head_size, layer.head_size_v)}": (
+                layer.head_size != layer.head_size_v
+            ),
+            "the KV cache of another layer": layer.kv_sharing_target_layer_name is not None,
+        }
+        yield from (
+            f"{each} is not supported {ANOTHER_MODEL}" for each, there in other.items() if there
+        )
+        features = features_of(layer)
+        named = {
+            "window": f"sliding_window={features.window}",
+            "chunk": f"attention_chunk_size={features.chunk}",
+            "soft_cap": f"logits_soft_cap={features.soft_cap}",
+            "sinks": "attention sinks",
+            "alibi": "ALiBi",
+        }
+        quantised = f"kv_cache_dtype={layer.kv_cache_dtype!r}"
+        lacking = sorted(features.beyond - self._served)
+        yield from dict.fromkeys(
+            f"{named.get(each, quantised)} is not supported: {ADVICE[each]}" for each in lacking
+        )
+
+    def keeper(self, group: LayerGroup) -> Keeper:
+        mover = resolve_obj_by_qualname(self._mover)
+        moves = [mover(layers) for layers in _by_shape(group.layers.values())]
+
+        def keep(accepted: Accepted, slots: torch.Tensor) -> None:
+            for move in moves:
+                move(accepted.path, accepted.roots, slots)
+
+        return Keeper(group.slots, keep)
+
+    @cached_property
+    def _classes(self) -> set[Any]:
+        return {*map(resolve_obj_by_qualname, self.backends.values())}
+
+
+def _by_shape(layers: Collection[Any]) -> Collection[Sequence[Any]]:
+    """Sort the layers of one KV cache group by the shape of their caches, each cache once.
+
+    Layers that share a cache would move its rows twice. Only within a group are layers with one
+    address known to share a cache: vLLM lets layers of several groups use different blocks of the
+    same memory.
+    """
+    distinct = {layer.kv_cache.data_ptr(): layer for layer in layers}
+    shapes: dict[Any, list[Any]] = {}
+    for layer in distinct.values():
+        cache = layer.kv_cache
+        shapes.setdefault((cache.dtype, cache.shape, cache.stride()), []).append(layer)
+    return shapes.values()
