@@ -18,10 +18,10 @@ from dyntree_plugin.admission.refusals import (
     DRAFT_REFUSALS,
     ENGINE_REFUSALS,
     HEAD_REFUSALS,
-    MODEL_REFUSALS,
     SPECULATION_REFUSALS,
     Refusal,
     dtype_of,
+    model_refusals,
 )
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
 from dyntree_plugin.options.options import HEADS, NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
@@ -101,7 +101,7 @@ def refuse_further_draft(
     prefix = f"{NAMESPACE}.drafts, {further.model!r}: "
     reasons = [
         *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS), further, prefix),
-        *_found(MODEL_REFUSALS, draft, prefix),
+        *_found(model_refusals(device_type), draft, prefix),
         *(prefix + found for found in _vocabulary_refusals(vllm_config, further)),
     ]
     if found := kernel_refusal(draft, device_type):
@@ -155,7 +155,7 @@ def _refusals(
         yield f"scheduler_cls={scheduler!r} is not supported: dyntree brings its own; leave it out"
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
     yield from _found((*ENGINE_REFUSALS, *of_device), vllm_config)
-    yield from _found(MODEL_REFUSALS, vllm_config.model_config, "target model: ")
+    yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     others = (
         _unreadable_table(options, device_type),
         _too_many_children(vllm_config.model_config, options),
@@ -166,11 +166,14 @@ def _refusals(
     if speculation is None:
         yield f"speculative_config is missing: {_SOURCES}"
     else:
-        yield from _speculation_refusals(vllm_config, speculation, options)
+        yield from _speculation_refusals(vllm_config, speculation, options, device_type)
 
 
 def _speculation_refusals(
-    vllm_config: VllmConfig, speculation: SpeculativeConfig, options: DynTreeOptions
+    vllm_config: VllmConfig,
+    speculation: SpeculativeConfig,
+    options: DynTreeOptions,
+    device_type: str,
 ) -> Iterator[str]:
     """Find reasons in the speculation, and in the draft if its method is served."""
     if speculation.method not in (*WITH_DRAFT, *WITHOUT_DRAFT):
@@ -179,7 +182,7 @@ def _speculation_refusals(
     if (draft := _draft_model(vllm_config)) is not None:
         refusals = HEAD_REFUSALS if speculation.method in HEADS else DRAFT_REFUSALS
         yield from _found(refusals, speculation, "speculative_config.")
-        yield from _found(MODEL_REFUSALS, draft, "draft model: ")
+        yield from _found(model_refusals(device_type), draft, "draft model: ")
         yield from _vocabulary_refusals(vllm_config, speculation)
     try:
         plan = options.plan_for(speculation)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from dyntree_kernels.features import ADVICE, SERVED_ON
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 """vLLM's attention backends on CUDA that serve trees. The first one needs 16-bit types."""
@@ -16,13 +18,15 @@ class Refusal:
     """A check of one option.
 
     ``value`` reads the option, ``refused`` tells whether trees cannot be served with that value,
-    and ``advice`` says what to do.
+    and ``advice`` says what to do. ``feature``: what the model's layers have with such a value, as
+    in `SERVED_ON`; None if it is nothing of a layer.
     """
 
     option: str
     value: Callable[[Any], Any]
     refused: Callable[[Any], Any]
     advice: str
+    feature: str | None = None
 
     def __call__(self, config: Any, prefix: str = "") -> str | None:
         value = self.value(config)
@@ -165,6 +169,8 @@ def _stages_over_rays_first(config: Any) -> tuple[str, int] | None:
     return (value, stages) if chosen else None
 
 
+_WHOLE = "a batch of trees cannot be split; leave it out"
+
 ENGINE_REFUSALS = (
     Refusal(
         "data_parallel_size or elastic_ep_max_dp_size (ranks, target)",
@@ -204,18 +210,8 @@ ENGINE_REFUSALS = (
         _above_one,
         "the accepted path is moved within one whole KV cache; set it to 1",
     ),
-    Refusal(
-        "enable_dbo",
-        lambda c: c.parallel_config.enable_dbo,
-        bool,
-        "a batch of trees cannot be split; leave it out",
-    ),
-    Refusal(
-        "ubatch_size",
-        lambda c: c.parallel_config.ubatch_size,
-        _above_one,
-        "a batch of trees cannot be split; leave it out",
-    ),
+    Refusal("enable_dbo", lambda c: c.parallel_config.enable_dbo, bool, _WHOLE),
+    Refusal("ubatch_size", lambda c: c.parallel_config.ubatch_size, _above_one, _WHOLE),
     Refusal(
         "enable_batch_sharded_sampling",
         lambda c: c.parallel_config.enable_batch_sharded_sampling,
@@ -332,54 +328,49 @@ MODEL_REFUSALS = (
         lambda runner: runner not in ("generate", "draft"),
         "only generation is speculated; use --runner generate",
     ),
-    Refusal(
-        "is_encoder_decoder",
-        lambda m: m.is_encoder_decoder,
-        bool,
-        "use a decoder-only model",
-    ),
-    Refusal(
-        "is_diffusion",
-        lambda m: m.is_diffusion,
-        bool,
-        "use an autoregressive model",
-    ),
+    Refusal("is_encoder_decoder", lambda m: m.is_encoder_decoder, bool, "use a decoder-only model"),
+    Refusal("is_diffusion", lambda m: m.is_diffusion, bool, "use an autoregressive model"),
     Refusal(
         "is_hybrid",
         lambda m: m.is_hybrid,
         bool,
         "a recurrent state cannot branch; use a model with attention layers only",
+        "states",
     ),
     Refusal(
         "has_inner_state",
         lambda m: m.has_inner_state and not m.is_hybrid,
         bool,
         "a recurrent state cannot branch; use a model with attention layers only",
+        "states",
     ),
     Refusal(
         "use_mla",
         lambda m: m.use_mla,
         bool,
         "tree attention does not read MLA's cache; use a model with multi-head attention",
+        "mla",
     ),
     Refusal(
         "sliding_window",
         lambda m: m.get_sliding_window(),
         lambda window: window is not None,
-        "tree attention sees the whole context; use a model without a window, or "
-        "--disable-sliding-window, which limits the context to the window",
+        ADVICE["window"],
+        "window",
     ),
     Refusal(
         "attention_chunk_size",
         lambda m: m.attention_chunk_size,
         lambda size: size is not None,
-        "tree attention sees the whole context; use a model without chunked attention",
+        ADVICE["chunk"],
+        "chunk",
     ),
     Refusal(
         "attn_logit_softcapping",
         lambda m: getattr(m.hf_text_config, "attn_logit_softcapping", None),
         bool,
-        "tree attention has no soft cap; use a model without it",
+        ADVICE["soft_cap"],
+        "soft_cap",
     ),
     Refusal(
         "uses_mrope",
@@ -395,3 +386,9 @@ MODEL_REFUSALS = (
     ),
 )
 """Checks of ``ModelConfig``, the target's and the draft's."""
+
+
+def model_refusals(device_type: str) -> Iterator[Refusal]:
+    """Yield the `MODEL_REFUSALS` but for features of layers that the device serves."""
+    served = SERVED_ON[device_type]
+    return (each for each in MODEL_REFUSALS if each.feature not in served)

@@ -198,6 +198,19 @@ def test_what_a_layer_has_beyond_tree_attention_is_named(
     assert reason.startswith(f"layer layers.1: {named} is not supported")
 
 
+def test_a_feature_that_the_kernel_serves_is_admitted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KINDS[0], "_served", frozenset({"window"}))
+    windowed, capped = {"per_layer_sliding_window": 16}, {"logits_soft_cap": 30.0}
+    assert found(make(), windowed) == []
+    (reason,) = found(make(), windowed, capped)
+    assert reason == (
+        "layer layers.2: logits_soft_cap=30.0 is not supported: tree attention has no soft cap; "
+        "use a model without it"
+    )
+
+
 def test_a_quantised_cache_is_named(make: Make) -> None:
     config = make()
     config.cache_config.cache_dtype = "fp8"

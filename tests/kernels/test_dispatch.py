@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dyntree_kernels import dispatch
 from dyntree_kernels.dispatch import Measurement, Problem, choose, load_table
 
 HOPPER = Problem(
@@ -84,3 +85,13 @@ def test_a_result_file_is_a_table(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ValueError, match=r"result\.json is not a result file"):
         load_table(file)
+
+
+def test_a_kernel_that_lacks_a_feature_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    windowed = dataclasses.replace(HOPPER, features=frozenset({"window", "sinks"}))
+    with pytest.raises(ValueError, match=r"triton: no sinks, window"):
+        choose(windowed, GPU)
+    served = {**dispatch.SERVED, "triton": {"sinks", "window"}}
+    monkeypatch.setattr(dispatch, "SERVED", served)
+    table = [measured("flashinfer", 64, 1.0), measured("triton", 64, 9.0)]
+    assert choose(windowed, GPU, table).name == "triton"

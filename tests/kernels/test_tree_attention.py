@@ -13,6 +13,7 @@ from tree_shapes import chain, random_tree, star
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention, _tree_attention
 from dyntree_kernels.cpu.kv_move import _move, kv_move
 from dyntree_kernels.cpu.warm_up import warm_up
+from dyntree_kernels.features import LayerFeatures
 from dyntree_kernels.reference import path_attention
 
 CONTEXTS = [0, 1, 31, 32, 33, 95, 200]
@@ -291,3 +292,12 @@ def test_mistaken_arguments_are_named() -> None:
         dataclasses.replace(case, key_cache=case.key_cache[:, :, :16]).run()
     with pytest.raises(ValueError, match="dense within a row"):
         case.attend(case.run().transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def test_features_that_a_kernel_does_not_serve_are_refused() -> None:
+    case = make_case([tree_mask(chain(3))], [5])
+    case.features = LayerFeatures(1.0, window=16, soft_cap=30.0)
+    with pytest.raises(ValueError, match="'cpu' does not serve soft_cap, window"):
+        case.run()
+    with pytest.raises(ValueError, match="'reference' does not serve"):
+        case.expected()

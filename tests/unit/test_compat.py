@@ -111,6 +111,17 @@ def test_one_change_is_refused_with_its_option_and_advice(
     assert any(r.option == option and r.advice in reason for table in TABLES for r in table)
 
 
+@pytest.mark.parametrize("of", ["model_config", "speculative_config.draft_model_config"])
+def test_what_the_layers_of_a_device_serve_is_admitted_there(
+    admitted: VllmConfig, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    monkeypatch.setattr(refusals, "SERVED_ON", {"cpu": {"window"}, "cuda": set()})
+    windowed = changed(admitted, f"{of}.hf_text_config.sliding_window", 64)
+    check.refuse_unserved(windowed, DynTreeOptions(), "cpu", WORKERS)
+    with pytest.raises(check.Refused, match="sliding_window=64 is not supported"):
+        check.refuse_unserved(windowed, DynTreeOptions(), "cuda", WORKERS)
+
+
 def test_every_refusal_of_the_tables_is_tested() -> None:
     apart = {
         "VLLM_USE_V2_MODEL_RUNNER",

@@ -15,6 +15,7 @@ from tree_shapes import chain, random_tree, star
 
 from benchmarks.kernels.two_pass import two_pass_attention
 from dyntree_kernels.cuda.attention import Tiling, tiling, tree_attention
+from dyntree_kernels.features import LayerFeatures
 from dyntree_kernels.reference import path_attention
 
 ON_GPU = DEVICE.type == "cuda"
@@ -347,3 +348,10 @@ def test_bits_may_be_wider_than_the_tree_and_their_rows_padded() -> None:
     wide = torch.zeros(30, 3, dtype=torch.int32, device=DEVICE)
     wide[:20, :1] = case.bits
     assert torch.equal(run(dataclasses.replace(case, bits=wide[:, :2])), run(case))
+
+
+def test_features_that_the_kernel_does_not_serve_are_refused() -> None:
+    case = make_case([tree_mask(chain(3))], [5])
+    case.features = LayerFeatures(1.0, sinks=torch.zeros(4))
+    with pytest.raises(ValueError, match="'triton' does not serve sinks"):
+        run(case)
