@@ -276,10 +276,9 @@ def captured(runner: Any) -> Iterator[None]:
 
         return record
 
-    drafter, shape = runner.speculator.drafter, runner.trees.shape
-    stages = drafter.stages
+    trees, drafter = runner.trees, runner.speculator.drafter
+    stages, shape = drafter.stages, trees.shape
     numbers = {1 + min(size, shape.max_depth) for size in node_buckets(shape.node_budget)}
-    trees = runner.trees
     drafting = CapturedDrafting(
         stages, [*numbers], runner.max_num_reqs, trees.spare, trees.vocabulary
     )
@@ -354,10 +353,9 @@ def tensors(runner: Any) -> Iterator[None]:
     from dyntree_plugin.tree.children import ChildPicker
 
     stages, plan = runner.speculator.drafter.stages, runner.trees.plan
-    compiled = stages._growth
-    rows = RowBuffers(*map(torch.from_numpy, compiled._rows))
+    rows = RowBuffers(*map(torch.from_numpy, stages._growth._rows))
     pick = ChildPicker(plan, runner.ops.perturb, runner.estimate)
-    memory = GrowthMemory(stages._of_requests, rows, compiled._longest)
+    memory = GrowthMemory(stages._of_requests, rows, stages._growth._longest)
     growth = TensorGrowth(runner.trees, pick, memory)
     with mock.patch.object(stages, "_growth", growth):
         yield

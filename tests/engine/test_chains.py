@@ -362,7 +362,7 @@ def verifier_of(engine: Engine, decide: DecideBlocks) -> TreeVerifier:
         nothing,
         walk=walk_of_chains,
         buffers=buffers,
-        movers=nothing,
+        keepers=nothing,
     )
 
 

@@ -275,7 +275,7 @@ def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
         nothing,
         walk=SimpleNamespace(reads_logits=False),  # type: ignore[arg-type]
         buffers=nothing,
-        movers=nothing,
+        keepers=nothing,
         copies=copies,
     )
     rows = torch.arange(9)
