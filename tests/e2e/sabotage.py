@@ -37,14 +37,14 @@ def verified_eagerly(runner: Any) -> Iterator[None]:
 @contextmanager
 def placing(change: Any) -> Iterator[None]:
     """Place nodes with ``change``, which gets the batch and a call of the original function."""
-    from dyntree_plugin.engine.step import driver
+    from dyntree_plugin.engine import stage
 
-    stock = driver.place_nodes
+    stock = stage.place_nodes
 
     def place(batch: Any, *given: Any) -> Any:
         return change(batch, lambda: stock(batch, *given))
 
-    with mock.patch.object(driver, "place_nodes", place):
+    with mock.patch.object(stage, "place_nodes", place):
         yield
 
 
