@@ -19,7 +19,7 @@
 #   CHAINS, DRAWN, BUDGETS   of speed and offload, separated by blanks: lengths of vLLM's chains with greedy
 #            drafts, lengths of those with drawn ones (0: none), and nodes of trees. Drawn drafts are verified
 #            one by one and as a block, above temperature 0
-#   ARGS     of speed and offload: further arguments of `dyntree bench serve`
+#   ARGS     of speed and offload: further arguments of `python -m benchmarks.serve`
 #
 # Results are written as soon as they are known. A part goes on where the files in OUT end, if they are
 # of the same commit, packages and machine: engines that were judged, tests that passed and whole
@@ -143,19 +143,15 @@ declare -A depths=([8]=6 [16]=8 [32]=8 [64]=10)
 offloading=
 
 # Shape, bytes of KV cache, lengths of greedy and of drawn chains, budgets of trees; then arguments of
-# `bench serve`. All engines run side by side.
+# `benchmarks.serve`. All engines run side by side.
 speed() {
     local shape=$1 cache=$2 chains=${CHAINS:-$3} drawn=${DRAWN:-$4} budgets=${BUDGETS:-$5}
-    local name=serve-gpu-${part#speed-} engines=() none=(--ngram 0) length budget code=0
+    local name=serve-gpu-${part#speed-} engines=() length budget code=0
     shift 5
     for length in $chains; do engines+=(--chain "$length"); done
-    if [[ $drawn == 0 ]]; then
-        none+=(--probabilistic-chain 0 --block-chain 0)
-    else
-        for length in $drawn; do
-            engines+=(--probabilistic-chain "$length" --block-chain "$length")
-        done
-    fi
+    for length in ${drawn/#0/}; do
+        engines+=(--chain "probabilistic:$length" --chain "block:$length")
+    done
     # The last is cut to what pays, as it is by default; the others show what whole trees do.
     for budget in $budgets; do
         local kind=', "budget": "fixed"'
@@ -167,10 +163,10 @@ speed() {
     local arguments="{\"kv_cache_memory_bytes\": $cache, \"gpu_memory_utilization\": 0.05$offloading}"
     if ! with_tests "$python" tests/e2e/gpu_results.py whole "$out/$name.json"; then
         # shellcheck disable=SC2086  # ARGS are several
-        timeout -k 20 $((limit - SECONDS)) "$python" -m dyntree_plugin.cli bench serve \
+        timeout -k 20 $((limit - SECONDS)) "$python" -m benchmarks.serve \
             --target-shape "$shape" "$@" \
             --side-by-side $((1 + ${#engines[@]} / 2)) --time-limit $((limit - SECONDS - 30)) \
-            --engine-arguments "$arguments" --note "$note" "${none[@]}" "${engines[@]}" --output "$out/$name.json" \
+            --engine-arguments "$arguments" --note "$note" "${engines[@]}" --output "$out/$name.json" \
             ${ARGS:-} >"$out/$name.txt" 2>&1
         code=$?
         ((code == 0)) || tail -n 60 "$out/$name.txt"
@@ -198,7 +194,7 @@ first() {
     ((seconds >= 30)) || seconds=30
     timeout "$seconds" "$python" -c 'from pathlib import Path
 from dyntree_plugin import pair
-from dyntree_plugin.pair.shapes import grown_target
+from benchmarks.serve.shapes import grown_target
 grown_target("llama-1b", Path(pair.paths()["target"]))' &
     grown=$!
     identity bf16 "$seconds" --engine "no speculation" --engine "tree of 16" >"$scratch/tokens" &

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from benchmarks.acceptance.workloads import WORKLOADS
-from dyntree_plugin.commands.vocabulary import shared
+from dyntree_plugin.commands.vocabulary import option, shared
 
 Prompts = Annotated[int, shared("--num-prompts", min=1)]
 PromptFile = Annotated[
@@ -48,5 +48,7 @@ StepTimesFile = Annotated[
     typer.Option(help='{"target": {"1": ms, …}, "draft": …} to model with; else measured.'),
 ]
 Output = Annotated[Path | None, shared("--output", "A JSON file.")]
-PlotFolder = Annotated[Path | None, shared("--plots")]
+PlotFolder = Annotated[
+    Path | None, option("--plots", "FOLDER", "Draw pictures of the result into this folder.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="16 prompts × 32 tokens, 16 and 64 nodes.")]

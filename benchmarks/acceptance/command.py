@@ -23,9 +23,9 @@ from benchmarks.acceptance.methods import METHODS, Method, fixed_threshold
 from benchmarks.acceptance.models import load
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.workloads import WORKLOADS, Texts
+from benchmarks.pictures import check_plots
 from dyntree_plugin import pair as embedded
 from dyntree_plugin.commands.arguments import Draft, Target, both_or_neither
-from dyntree_plugin.commands.bench.pictures import check_plots
 from dyntree_plugin.provenance import provenance
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.acceptance.positional [TARGET DRAFT]
 
-Print the numbers, as `dyntree bench serve --static` and the option `acceptance` take them: those of
-the embedded pair, or of two models of one vocabulary. Both are loaded in fp32.
+Print the numbers, as the option `acceptance` takes them: those of the embedded pair, or of two
+models of one vocabulary. Both are loaded in fp32.
 """
 
 from __future__ import annotations

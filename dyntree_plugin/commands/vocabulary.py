@@ -49,7 +49,6 @@ NAMES: Mapping[str, Name] = {
     "--batch": Name("N", "Requests that are served at once."),
     "--rounds": Name("N", "Number of rounds; each measures everything once."),
     "--output": Name("PATH", "Where the result goes."),
-    "--plots": Name("FOLDER", "Draw pictures of the result into this folder."),
     "--json": Name("", "Print JSON, for programs."),
     "--verbose": Name("", "Show vLLM's own messages."),
 }

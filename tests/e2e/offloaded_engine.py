@@ -50,7 +50,7 @@ def main(job_path: str, results_path: str) -> None:
 
     from vllm.model_executor.offloader import get_offloader
 
-    from dyntree_plugin.commands.loads.slow_weights import linked
+    from benchmarks.serve.slow_weights import linked
 
     job = json.loads(Path(job_path).read_text())
     own = job["engine"]

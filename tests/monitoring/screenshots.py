@@ -26,11 +26,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from stack import Prometheus
 
+from benchmarks.serve.shapes import grown_target
 from dyntree_plugin import pair
 from dyntree_plugin.commands.top.figures import figures
 from dyntree_plugin.commands.top.page import read
 from dyntree_plugin.commands.top.screen import screen
-from dyntree_plugin.pair.shapes import grown_target
 from dyntree_plugin.provenance import provenance
 
 BOARD = "tree_at_a_glance"

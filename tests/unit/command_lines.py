@@ -14,6 +14,13 @@ def ran(*words: str, env: Mapping[str, str] | None = None) -> Result:
     return CliRunner().invoke(cli.app, words, env=env, prog_name="dyntree")
 
 
+def ran_benchmark(*words: str) -> Result:
+    """Return the result of ``python -m benchmarks.serve`` with these words."""
+    from benchmarks.serve.__main__ import app
+
+    return CliRunner().invoke(app, words)
+
+
 def status(*words: str) -> int:
     """Return the exit status of ``dyntree`` with these words; pytest captures what it writes."""
     try:

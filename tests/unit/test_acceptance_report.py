@@ -13,10 +13,10 @@ from acceptance_models import VOCABULARY, in_rows, plain
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks import pictures
 from benchmarks.acceptance import command, report
 from benchmarks.acceptance.paper import REPORTED
 from benchmarks.acceptance.plots import draw
-from dyntree_plugin.commands.bench import pictures
 from dyntree_plugin.provenance import provenance
 
 REPOSITORY = Path(__file__).parents[2]

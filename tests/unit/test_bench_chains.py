@@ -13,18 +13,18 @@ from dyntree_plugin.commands.bench.chains import KINDS, chosen, kind_of, serves
 from dyntree_plugin.commands.bench.measure import measure
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell
-from dyntree_plugin.commands.bench.session import Contest, Settings
+from dyntree_plugin.commands.bench.session import Contest, Extras, Settings
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine, Run
 
 COLD, WARM = (Cell(prompts="code", temperature=t, batch=1) for t in (0.0, 1.0))
+Asked = tuple[chains.Chains, list[str]]
 MODELS = Models("T", "D", "bfloat16")
 
 
-def ask(*temperatures: float, **given: Sequence[int]) -> tuple[chains.Chains, list[str]]:
-    named = {name.replace("_", "-"): lengths for name, lengths in given.items()}
-    return chosen(dict.fromkeys(KINDS) | named, temperatures)
+def ask(*temperatures: float, given: Sequence[str] | None = None) -> Asked:
+    return chosen(given, temperatures)
 
 
 def test_by_default_every_kind_that_can_be_told_apart_is_measured() -> None:
@@ -41,20 +41,27 @@ def test_at_temperature_0_alone_no_drawn_chain_is_measured() -> None:
     assert all(note.startswith("Not measured: ") for note in notes)
 
 
-def test_given_lengths_take_the_place_of_the_defaults_of_their_kind() -> None:
-    found, _ = ask(1.0, greedy=[7, 7, 3], n_gram=[0], block=[0])
-    assert (found["greedy"], found["n-gram"], found["block"]) == ((7, 3), (), ())
-    assert found["probabilistic"] == KINDS["probabilistic"].lengths
-    assert ask(1.0, block=[0])[1] == []
+def test_the_chains_that_are_given_are_measured_and_no_others() -> None:
+    found, notes = ask(1.0, given=["7", "7", "block:5", "greedy:3", "n-gram:8"])
+    assert found == {"greedy": (7, 3), "probabilistic": (), "block": (5,), "n-gram": (8,)}
+    assert notes == []
+    assert not any(ask(0.0, given=["0"])[0].values())
 
 
-def test_chains_that_cannot_be_measured_are_refused_if_they_are_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"--probabilistic-chain 4: at temperature 0"):
-        ask(0.0, probabilistic=[4])
-    with pytest.raises(ValueError, match=r"--block-chain 4: at temperature 0"):
-        ask(0.0, block=[4])
-    with pytest.raises(ValueError, match="--chain 0 leaves these chains out: give it alone"):
-        ask(0.0, greedy=[0, 3])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["probabilistic:4"], "--chain probabilistic:4: at temperature 0"),
+        (["block:4"], "--chain block:4: at temperature 0"),
+        (["0", "3"], "--chain 0 leaves all chains out: give it alone"),
+        (["-1"], "--chain '-1' must be a length"),
+        (["tree:4"], "or KIND:LENGTH with a kind of greedy, probabilistic, block, n-gram"),
+        (["block:0"], "--chain 'block:0' must be a length"),
+    ],
+)
+def test_chains_that_cannot_be_measured_are_refused(given: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(0.0, given=given)
 
 
 def all_kinds() -> list[Engine]:
@@ -117,7 +124,7 @@ def test_an_engine_without_a_load_is_not_started(by_cell: bool) -> None:
 
 def test_the_runs_of_a_contest_are_those_that_are_served() -> None:
     lengths = {"greedy": (1, 2), "probabilistic": (5, 6), "block": (7,), "n-gram": (3,)}
-    contest = Contest(MODELS, lengths, {"tree": (8, {})}, None, (4,))
+    contest = Contest(MODELS, lengths, {"tree": (8, {})}, Extras(look_ups=(4,)))
     assert sorted(contest.budgets) == list(range(1, 9))
     settings = Settings(["code"], [0.0, 1.0], [1, 4], 1, 8, rounds=3, seed=0)
     cells = list(settings.loads({"code": [Request([1])] * 4}))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import ran
+from command_lines import ran, ran_benchmark
 
+from benchmarks.serve import shapes
 from dyntree_plugin import pair
 from dyntree_plugin.commands.arguments import Method
 from dyntree_plugin.commands.bench import command, plan
@@ -18,7 +19,6 @@ from dyntree_plugin.commands.bench.results import Cell, Result
 from dyntree_plugin.commands.bench.session import Contest
 from dyntree_plugin.commands.loads import engine
 from dyntree_plugin.engine.step.clock import StageClock
-from dyntree_plugin.pair import shapes
 
 CELL = Cell(prompts="code", temperature=0.0, batch=2)
 EMBEDDED = {name: Path("/pair") / name for name in ("target", "draft", "second_draft")}
@@ -40,7 +40,9 @@ def speculation(models: Models, **lengths: Any) -> dict[str, dict[str, Any]]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """Return a function that runs the command, and gives the contest and the notes it begins."""
 
-    def run(*words: str, pair_of: dict[str, Path] = WITH_HEAD) -> tuple[Contest, list[str]]:
+    def run(
+        *words: str, pair_of: dict[str, Path] = WITH_HEAD, benchmark: bool = False
+    ) -> tuple[Contest, list[str]]:
         begun: list[tuple[Contest, list[str]]] = []
 
         def of_engines(_: Any, contest: Contest, notes: list[str], **__: Any) -> list[Result]:
@@ -50,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         monkeypatch.setattr(command, "of_engines", of_engines)
         monkeypatch.setattr(command, "_show", lambda *_: None)
         monkeypatch.setattr(pair, "paths", lambda: pair_of)
-        ended = ran("bench", "serve", *words)
+        ended = ran_benchmark(*words) if benchmark else ran("bench", "serve", *words)
         assert "Traceback" not in ended.output
         if ended.exit_code:
             raise ValueError(ended.stderr)
@@ -102,8 +104,7 @@ def test_drafts_of_probabilistic_and_block_chains_are_drawn() -> None:
 
 def test_the_embedded_head_drafts_for_eagle3(asked: Asked) -> None:
     contest, notes = asked(
-        *("--method", "eagle3", "--probabilistic-chain", "4", "--temperature", "1"),
-        *("--block-chain", "0"),
+        *("--method", "eagle3", "--chain", "probabilistic:4", "--temperature", "1"),
     )
     models = contest.models
     assert (models.target, models.draft) == ("/pair/target", "/pair/eagle3")
@@ -127,10 +128,11 @@ def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.Monk
     monkeypatch.setattr(shapes, "grown_target", lambda *_: GROWN / "target")
     monkeypatch.setattr(shapes, "grown_head", grown_head, raising=False)
     monkeypatch.setattr(shapes, "proof_of", lambda _: {})
-    models = asked("--method", "eagle3", "--target-shape", "llama-1b")[0].models
+    monkeypatch.setattr(command, "check_models", lambda *_: None)
+    models = asked("--method", "eagle3", "--target-shape", "llama-1b", benchmark=True)[0].models
     assert (models.target, models.draft) == ("/grown/target", "/grown/head")
     assert models.labels["/grown/head"] == "the embedded EAGLE-3 head as llama-1b"
-    models = asked("--target-shape", "llama-1b")[0].models
+    models = asked("--target-shape", "llama-1b", benchmark=True)[0].models
     assert (models.target, models.draft) == ("/grown/target", "/pair/draft")
 
 
@@ -153,8 +155,6 @@ def test_own_models_are_used_as_given(asked: Asked) -> None:
         (("--method", "eagle3", "--target", "T"), "--target and --draft go together"),
         (("--method", "mtp", "--draft", "D"), "--target and --draft go together"),
         (("--base-url", "http://h:1", "--method", "eagle3"), "--method must not be given"),
-        (("--base-url", "http://h:1", "--probabilistic-chain", "2"), "must not be given"),
-        (("--base-url", "http://h:1", "--block-chain", "2"), "--block-chain must not be given"),
     ],
 )
 def test_what_is_missing_is_named(words: tuple[str, ...], message: str, asked: Asked) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_lines import ran
+from command_lines import ran, ran_benchmark
 from prometheus_client.parser import text_string_to_metric_families
 
 from dyntree_plugin import pair
@@ -117,7 +117,7 @@ def test_mistakes_in_parameters_are_named_before_an_engine_starts(
     sampling: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dyntree_plugin.commands.bench.session.Pool", None)
-    ended = ran("bench", "serve", "--sampling", sampling)
+    ended = ran_benchmark("--sampling", sampling)
     assert ended.exit_code == 2, ended.output
     assert message in ended.stderr
     assert "Traceback" not in ended.output
@@ -130,7 +130,7 @@ def test_mistakes_in_a_file_and_options_of_one_name_are_named(tmp_path: Path) ->
     ended = ran("bench", "serve", *line)
     assert """the sampling {"top_p": 2} of 'mine': top_p must be in (0, 1]""" in ended.stderr
     twice = ["--sampling", '{"top_p": 0.5}'] * 2
-    ended = ran("bench", "serve", *twice)
+    ended = ran_benchmark(*twice)
     assert "--sampling: two have the name 'top_p 0.5'" in ended.stderr
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ran
+from command_lines import ran_benchmark
 from prometheus_client.parser import text_string_to_metric_families
 
 from dyntree_plugin.commands.bench import command, plan, session
@@ -268,15 +268,6 @@ def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine
         assert plan.labelled(engine, {}) == engine
 
 
-def test_a_result_says_that_a_link_is_virtual_and_how_much_room_the_device_has() -> None:
-    for arguments, room in (({}, 1), ({"offload_prefetch_step": 3}, 3)):
-        shown = Engine(name="no speculation", kind="plain", budget=0, arguments=arguments)
-        note = session._of_link(0.5, shown)
-        assert "a virtual link of 0.5 GB/s" in note
-        assert f"room for {room} of them" in note
-        assert "Nothing is copied" in note
-
-
 def test_trees_are_named_by_what_tells_them_apart() -> None:
     found = plan.named_trees(
         [
@@ -367,7 +358,7 @@ vllm:dyntree_stage_seconds_count{engine="0",stage="draft"} 4
 def test_the_prompts_of_a_measurement_suffice_for_its_largest_batch() -> None:
     assert settings(requests=2, batches=[1, 16]).prompts == 16
     assert settings(requests=32, batches=[1]).prompts == 32
-    assert Contest(Models("T", "D", "bfloat16"), {}, {}).places is None
+    assert Contest(Models("T", "D", "bfloat16"), {}, {}).extras.side_by_side is None
 
 
 def test_the_context_of_a_target_that_takes_images_is_that_of_its_text_model(
@@ -384,11 +375,11 @@ def test_look_up_of_one_size_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
     made: list[Any] = []
 
     def contest(*given: Any) -> Any:
-        made.append(given[4])
+        made.append(given[3].look_ups)
         raise ValueError("enough was seen")
 
     monkeypatch.setattr(command, "Contest", contest)
     monkeypatch.setattr(command, "_models", lambda *_: (None, []))
     line = ("--look-up", "4", "--look-up", "8", "--look-up", "4")
-    assert ran("bench", "serve", *line).exit_code == 2
+    assert ran_benchmark(*line).exit_code == 2
     assert made == [(4, 8)]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dyntree_plugin.commands.bench import overview, plots, speed_up, summary, table, terminal
+from benchmarks.serve import plots, speed_up
+from dyntree_plugin.commands.bench import overview, summary, table, terminal
 from dyntree_plugin.commands.bench.chains import serves
 from dyntree_plugin.commands.bench.results import Cell, Result, Series, read
 from dyntree_plugin.commands.loads.runs import Engine, Run, Speculation

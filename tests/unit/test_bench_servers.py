@@ -18,7 +18,7 @@ from streaming_server import BEFORE_PIECES, KEY, REFUSED, UNFINISHED, Handler, T
 from vllm.benchmarks.lib import endpoint_request_func
 
 from dyntree_plugin.admission import versions
-from dyntree_plugin.commands.bench import client, command, percentiles, pictures, server
+from dyntree_plugin.commands.bench import client, command, percentiles, server
 from dyntree_plugin.commands.bench.client import Client
 from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Result, read
@@ -178,11 +178,10 @@ def measured(address: str, file: Path, *more: str) -> Result:
 
 
 def test_what_is_asked_for_is_done_with_servers_too(address: str, tmp_path: Path) -> None:
-    asked = ["--endpoint", "chat", "--note", "Of today."]
+    asked = ["--endpoint", "chat"]
     result = measured(address, tmp_path / "result.json", *asked)
     assert [engine.name for engine in result.engines] == ["a", "b"]
     assert [len(series.runs) for series in result.series] == [2, 2]
-    assert "Of today." in result.notes
     assert not any(note.startswith("Rounds measured") for note in result.notes)
     assert Handler.asked == {"/v1/chat/completions"}
 
@@ -261,17 +260,6 @@ def test_the_time_that_servers_may_take_is_kept(
     assert [(series.engine, series.cell.batch) for series in result.series] == [("a", 1), ("b", 1)]
     (told,) = (note for note in result.notes if note.startswith("Rounds measured, of 2"))
     assert "0 at temperature 0 with batch 2" in told
-
-
-def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    line = ["--base-url", address, "--plots", str(tmp_path)]
-    done = ran("bench", "serve", *line)
-    assert done.exit_code == 2
-    assert "--plots needs matplotlib" in done.stderr
-    assert not Handler.asked
 
 
 def test_a_server_without_a_page_of_metrics_is_told_of(address: str) -> None:

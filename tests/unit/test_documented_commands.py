@@ -11,6 +11,7 @@ import pytest
 import typer
 from test_vocabulary import SCRIPTS
 
+from benchmarks.serve.__main__ import USERS
 from dyntree_plugin import cli
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,9 @@ def parse(words: list[str]) -> bool:
         command = commands[path[-1]]
     if path in OF_VLLM:
         return False
-    command.make_context(" ".join(path), rest)
+    context = command.make_context(" ".join(path), rest)
+    if context.args:  # `benchmarks.serve` hands on what it does not know
+        typer.main.get_command(USERS).make_context("", context.args)
     return True
 
 

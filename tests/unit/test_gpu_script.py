@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dyntree_plugin.commands.bench.chains import KINDS
-from dyntree_plugin.pair import shapes
+from benchmarks.serve import shapes
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PARTS = (
@@ -46,7 +45,10 @@ case "$*" in
         echo "tests/a.py::test_two FAILED  [100%]"
         exit 1
         ;;
-    *"bench serve"*) echo measured; echo '{}' >"$(sed 's/.*--output \([^ ]*\).*/\1/' <<<"$*")" ;;
+    *"-m benchmarks.serve"*)
+        echo measured
+        echo '{}' >"$(sed 's/.*--output \([^ ]*\).*/\1/' <<<"$*")"
+        ;;
     *launches.py*) echo "12 operations" ;;
 esac
 """
@@ -171,7 +173,7 @@ def test_the_first_part_checks_kernels_and_tokens_and_measures_whatever_fails(
     assert any("check_attention" in word for word in checks)
     (tokens,) = machine.calls("device_identity")
     assert options(tokens, "--engine") == ["no speculation", "tree of 16"]
-    (measured,) = machine.calls("bench serve")
+    (measured,) = machine.calls("-m benchmarks.serve")
     assert options(measured, "--batch") == ["1", "8"]
     assert {"--chain", "--dyntree"} <= {*measured}
     # Results that it has judged are not judged again by the next part.
@@ -222,18 +224,18 @@ def test_a_whole_measurement_is_not_made_again(part: str, machine: Machine) -> N
     machine.run(PART=part)
     (machine.folder / "whole").touch()
     assert machine.run(PART=part).returncode == 0
-    assert len(machine.calls("bench serve")) == 1
+    assert len(machine.calls("-m benchmarks.serve")) == 1
 
 
 @pytest.mark.parametrize("part", ["first", "speed-1b", "speed-8b", "offload"])
 def test_no_engines_but_those_that_a_part_names_are_measured(part: str, machine: Machine) -> None:
     machine.run(PART=part)
-    (call,) = machine.calls("bench serve")
-    of = {kind.option: options(call, kind.option) for kind in KINDS.values()}
-    assert of["--ngram"] == ["0"]
-    drawn = ["3", "5", "8"] if part == "speed-1b" else ["0"]
-    assert of["--probabilistic-chain"] == of["--block-chain"] == drawn
-    named = [each for lengths in of.values() for each in lengths if each != "0"]
+    (call,) = machine.calls("-m benchmarks.serve")
+    named = options(call, "--chain")
+    drawn = ["3", "5", "8"] if part == "speed-1b" else []
+    for kind in ("probabilistic", "block"):
+        assert [each for each in named if kind in each] == [f"{kind}:{n}" for n in drawn]
+    assert not any("n-gram" in each for each in named)
     together = 1 + len(named) + len(options(call, "--dyntree"))
     assert option(call, "--side-by-side") == str(together)
 
@@ -245,7 +247,7 @@ def test_the_engines_that_stand_side_by_side_leave_memory(
 ) -> None:
     (machine.folder / "memory").write_text(f"{gib}\n")
     machine.run(PART=part)
-    (call,) = machine.calls("bench serve")
+    (call,) = machine.calls("-m benchmarks.serve")
     assert memory(call) < 0.8 * (gib << 30)
     assert {"--chain", "--dyntree"} <= {*call}
 
@@ -254,7 +256,7 @@ def test_notes_say_what_the_installation_lacks(machine: Machine) -> None:
     assert "vLLM is installed in full" in machine.run(PART="speed-1b").stdout
     (machine.folder / "missing").write_text("DeepGEMM\n")
     machine.run(PART="speed-1b")
-    _, call = machine.calls("bench serve")
+    _, call = machine.calls("-m benchmarks.serve")
     assert "lacks DeepGEMM" in option(call, "--note")
 
 
@@ -266,15 +268,15 @@ def test_a_first_part_that_began_late_still_gives_every_program_some_time(machin
 
 def test_seven_engines_of_8b_would_not_leave_it(machine: Machine) -> None:
     machine.run(PART="speed-8b", CHAINS="2 3 5 8")
-    (call,) = machine.calls("bench serve")
+    (call,) = machine.calls("-m benchmarks.serve")
     assert option(call, "--side-by-side") == "7"
     assert memory(call) > 0.9 * (H200 << 30)
 
 
 def test_one_engine_of_8b_of_each_kind_leaves_it(machine: Machine) -> None:
     machine.run(PART="speed-8b", CHAINS="5", DRAWN="5", BUDGETS="32")
-    (call,) = machine.calls("bench serve")
-    assert options(call, "--block-chain") == options(call, "--chain") == ["5"]
+    (call,) = machine.calls("-m benchmarks.serve")
+    assert options(call, "--chain") == ["5", "probabilistic:5", "block:5"]
     assert memory(call) < 0.8 * (H200 << 30)
 
 
@@ -291,7 +293,7 @@ def memory(call: list[str]) -> int:
 
 def test_offloading_moves_every_layer_in_three_engines_and_in_no_others(machine: Machine) -> None:
     machine.run(PART="offload")
-    (call,) = machine.calls("bench serve")
+    (call,) = machine.calls("-m benchmarks.serve")
     assert (option(call, "--side-by-side"), options(call, "--chain")) == ("3", ["5"])
     (tree,) = options(call, "--dyntree")
     assert json.loads(tree) == {"node_budget": 64}
@@ -299,7 +301,7 @@ def test_offloading_moves_every_layer_in_three_engines_and_in_no_others(machine:
     assert (given["offload_group_size"], given["offload_num_in_group"]) == (1, 1)
     assert option(call, "--output") == str(machine.out / "serve-gpu-offload.json")
     machine.run(PART="speed-8b")
-    (_, other) = machine.calls("bench serve")
+    (_, other) = machine.calls("-m benchmarks.serve")
     assert not any("offload" in name for name in json.loads(option(other, "--engine-arguments")))
 
 

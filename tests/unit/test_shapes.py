@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from dyntree_plugin.pair import shapes
+from benchmarks.serve import shapes
 from dyntree_plugin.pair.models import Shape
 from dyntree_plugin.tune import eagle
 

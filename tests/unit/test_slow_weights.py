@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from dyntree_plugin.commands.loads.slow_weights import (
+from benchmarks.serve.slow_weights import (
     LinkedWeights,
     VirtualLink,
     following,
     linked,
+    note,
 )
 
 
@@ -119,14 +120,20 @@ def test_a_second_model_shares_the_link() -> None:
     assert time.now == pytest.approx(4.0)
 
 
-def test_without_a_speed_nothing_changes_and_a_link_that_no_engine_got_is_refused() -> None:
+def test_a_link_that_no_engine_got_or_that_delivers_nothing_is_refused() -> None:
     from vllm.model_executor import offloader
     from vllm.platforms import current_platform
 
     stock = offloader.create_offloader
-    with linked(None):
-        assert offloader.create_offloader is stock
+    with pytest.raises(ValueError, match="--weights-at 0 must be above 0"), linked(0):
+        pass
     wanted = "of one process" if current_platform.is_cpu() else "on a CPU"
     with pytest.raises(ValueError, match=wanted), linked(4.0):
         assert offloader.create_offloader is not stock
     assert offloader.create_offloader is stock
+
+
+def test_a_note_says_that_the_link_is_virtual_and_how_much_room_the_device_has() -> None:
+    assert "a virtual link of 0.5 GB/s" in note(0.5, 3)
+    assert "room for 3 of them" in note(0.5, 3)
+    assert "Nothing is copied" in note(0.5, 3)

@@ -17,10 +17,10 @@ from command_lines import ran
 from typer.core import TyperOption
 
 from benchmarks.acceptance import command as acceptance
+from benchmarks.serve import __main__ as serve
 from dyntree_plugin import cli
 from dyntree_plugin.commands.bench import prompts
 from dyntree_plugin.commands.vocabulary import NAMES, of_commands, option, shared
-from dyntree_plugin.pair import shapes
 
 COMMANDS = (
     "serve", "pair", "demo", "show", "tune", "doctor", "top", "dashboards", "bench", "bench serve",
@@ -40,6 +40,7 @@ def of_function(function: Any) -> typer.Typer:
 
 SCRIPTS = {
     "acceptance": acceptance.app,
+    "serve": serve.app,
 }
 
 
@@ -220,7 +221,6 @@ def test_commands_and_options_complete() -> None:
         (("tune", "--dtype", "b"), ["bfloat16"]),
         (("show", "--format", ""), ["terminal", "dot", "html"]),
         (("bench", "serve", "--endpoint", "c"), ["completions", "chat"]),
-        (("bench", "serve", "--target-shape", ""), [*shapes.SHAPES]),
         (("bench", "serve", "--prompts", ""), [*prompts.NAMES]),
     ],
 )

@@ -130,26 +130,18 @@ bench serve --prompts vllm: → flags must name a data set
 bench serve --num-prompts 100000 → --num-prompts, or the largest --batch: count=100000
 bench serve --batch 0 → '--batch': 1
 bench serve --time-limit 0 → '--time-limit': 1
-bench serve --sampling { → --sampling '{' is not JSON
 bench serve --dyntree 16 → --dyntree '16' must be a JSON object
 bench serve --dyntree { → --dyntree '{' is not JSON
 bench serve --dyntree '{"node_budget": 16, "max_depth": 32}' → max_depth=32 cannot be reached
 bench serve --dyntree '{"node_budget": 8}' --nodes 8 → --nodes must not be given
 bench serve --nodes 4 --nodes 4 → two have the name 'dynamic tree of 4'
-bench serve --static often → --static 'often' must be numbers, such as 0.6,0.2
-bench serve --static 0.9,0.6 → --static 0.9,0.6: acceptance=
-bench serve --target-shape llama-2b → 'llama-2b' is not one of 'llama-1b'
 bench serve --target T → --target and --draft go together
-bench serve --target T --draft D --target-shape llama-1b → leave out --target
 bench serve --target folder --draft folder → --target 'folder' is no model
 bench serve --engine-arguments [] → --engine-arguments '[]' must be a JSON object
 bench serve --output nowhere/r.json → --output 'nowhere/r.json': there is no folder 'nowhere'
 bench serve --output folder → --output 'folder' is a folder: give a file
-bench serve --plots empty.txt → --plots 'empty.txt': is a file: give a folder
-bench serve --weights-at 0 → --weights-at 0 must be above 0, in GB per second
-bench serve --weights-at inf → '--weights-at': inf is not a finite number
-bench serve --chain -1 → '--chain': 0
-bench serve --ngram 0 --ngram 4 → --ngram 0 leaves these chains out: give it alone
+bench serve --chain -1 → --chain '-1' must be a length, such as 5, or KIND:LENGTH
+bench serve --chain 0 --chain 4 → --chain 0 leaves all chains out: give it alone
 bench serve --endpoint chat → --endpoint must not be given: without a --base-url
 bench serve --endpoint embeddings → 'embeddings' is not one of 'completions', 'chat'
 bench serve --base-url h:p → --base-url 'h:p' is invalid
@@ -158,11 +150,7 @@ bench serve --base-url h --prompts nowhere.jsonl → --prompts 'nowhere.jsonl' m
 bench serve --base-url h --chain 2 → --chain must not be given: --base-url
 bench serve --base-url h --target T --draft D → --target, --draft must not be given
 bench serve --base-url h --dtype bfloat16 → --dtype must not be given
-bench serve --base-url h --static 0.6 → --static must not be given
-bench serve --base-url h --plots p → --plots must not be given: --base-url
-bench serve --base-url h --side-by-side 2 → --side-by-side must not be given
 bench serve --base-url h --engine-arguments {} → --engine-arguments must not be given
-bench serve --base-url h --weights-at 4 → --weights-at must not be given
 bench serve --base-url h --header nothing → --header: a header has a name and a value
 """
 CASES = [line.split(" → ") for line in LINES.strip().splitlines()]
@@ -257,5 +245,5 @@ def test_where_no_file_can_be_written_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
-    for line in ("show x --output a.html", "bench serve --output r.json", "bench serve --plots p"):
+    for line in ("show x --output a.html", "bench serve --output r.json"):
         assert "cannot be written: permission denied" in ran(*line.split()).stderr

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.arguments import Method as DraftMethod
-from dyntree_plugin.commands.bench.chains import KINDS, OFF
-from dyntree_plugin.commands.loads.requests import ALLOWED
+from dyntree_plugin.commands.bench.chains import OFF
 from dyntree_plugin.commands.vocabulary import option, shared
 from dyntree_plugin.options.options import MOST_NODES
 
@@ -29,15 +28,6 @@ Draft = Annotated[
     str | None, shared("--draft", show_default="the embedded one", rich_help_panel=OF_ENGINES)
 ]
 Method = Annotated[DraftMethod, shared("--method", rich_help_panel=OF_ENGINES)]
-TargetShape = Annotated[
-    Literal["llama-1b", "llama-3b", "llama-8b"] | None,
-    option(
-        "--target-shape",
-        "SHAPE",
-        "Enlarge the embedded target to the cost of llama-1b, llama-3b or llama-8b.",
-        rich_help_panel=OF_ENGINES,
-    ),
-]
 Dtype = Annotated[DtypeName, shared("--dtype", rich_help_panel=OF_ENGINES)]
 
 
@@ -62,17 +52,6 @@ PromptSets = Annotated[
         autocompletion=_sources,
     ),
 ]
-Samplings = Annotated[
-    list[str] | None,
-    option(
-        "--sampling",
-        "JSON",
-        """Sampling parameters of all requests, such as '{"repetition_penalty": 1.1}'. Those """
-        "that a request brings prevail. Repeatable: every set is served with each; '{}' is "
-        f"without. Allowed: {', '.join(ALLOWED)}.",
-        show_default="{}",
-    ),
-]
 NumPrompts = Annotated[int, shared("--num-prompts", "Per set; a larger --batch raises it.", min=1)]
 MaxTokens = Annotated[int, shared("--max-tokens", "Every answer has so many.", min=2)]
 Batches = Annotated[
@@ -85,52 +64,15 @@ Temperatures = Annotated[
 ]
 
 
-def _lengths(name: str, what: str) -> Any:
-    """Return the option for the lengths of a kind of chains."""
-    kind = KINDS[name]
-    return option(
-        kind.option,
-        "N",
-        f"Length of {what}. Repeatable; {OFF} leaves them out.",
-        min=OFF,
-        show_default=", ".join(map(str, kind.lengths)),
-        rich_help_panel=OF_ENGINES,
-    )
-
-
 Chains = Annotated[
-    list[int] | None,
-    _lengths("greedy", "one of vLLM's draft chains, whose drafts are the most likely tokens"),
-]
-ProbabilisticChains = Annotated[
-    list[int] | None,
-    _lengths(
-        "probabilistic",
-        "one of vLLM's chains whose drafts are drawn from the draft's distribution "
-        "(draft_sample_method). At temperature 0 these are greedy ones, and are not measured",
-    ),
-]
-BlockChains = Annotated[
-    list[int] | None,
-    _lengths(
-        "block",
-        "one of vLLM's chains whose drafts are drawn and verified as a block "
-        "(rejection_sample_method), above temperature 0",
-    ),
-]
-NGrams = Annotated[
-    list[int] | None,
-    _lengths("n-gram", "one of the chains of vLLM's n-gram, with matches of 1 to 5 tokens"),
-]
-LookUps = Annotated[
-    list[int] | None,
+    list[str] | None,
     option(
-        "--look-up",
-        "N",
-        "Nodes of trees of look-up alone, without the draft. Repeatable.",
-        min=1,
-        max=MOST_NODES,
-        show_default="none",
+        "--chain",
+        "[KIND:]N",
+        "Length of one of vLLM's chains. Its kind is greedy, whose drafts are the most likely "
+        "tokens; probabilistic, whose drafts are drawn; block, drawn and verified as a block; or "
+        f"n-gram. Repeatable; {OFF} leaves all out.",
+        show_default="several of every kind",
         rich_help_panel=OF_ENGINES,
     ),
 ]
@@ -154,41 +96,7 @@ Trees = Annotated[
         rich_help_panel=OF_ENGINES,
     ),
 ]
-StaticTrees = Annotated[
-    str | None,
-    option(
-        "--static",
-        "RATES",
-        "Add the best static tree of each size. RATES, such as 0.6,0.2, are the shares of "
-        "nodes whose first, second, … child the target accepts. In the repository, "
-        "benchmarks/acceptance/ measures them.",
-        show_default="no static tree",
-        rich_help_panel=OF_ENGINES,
-    ),
-]
-WeightsAt = Annotated[
-    float | None,
-    option(
-        "--weights-at",
-        "GB_PER_S",
-        "Simulate offloaded weights on a CPU: a virtual link of this speed delivers the "
-        "target's layers in every step, to all engines, as vLLM's prefetching does.",
-        show_default="no link",
-        rich_help_panel=OF_ENGINES,
-    ),
-]
 Rounds = Annotated[int, shared("--rounds", min=1)]
-SideBySide = Annotated[
-    int | None,
-    option(
-        "--side-by-side",
-        "N",
-        "Engines to keep running.",
-        min=1,
-        show_default="as many as fit",
-        rich_help_panel=OF_ENGINES,
-    ),
-]
 TimeLimit = Annotated[
     float | None,
     option(
@@ -199,9 +107,6 @@ TimeLimit = Annotated[
         min=1,
         show_default="none",
     ),
-]
-Notes = Annotated[
-    list[str] | None, option("--note", "TEXT", "A line for the result's notes. Repeatable.")
 ]
 EngineArguments = Annotated[
     str,
@@ -269,7 +174,4 @@ Burstiness = Annotated[
 Seed = Annotated[int, shared("--seed", "It also chooses the prompts.", min=0)]
 ResultFile = Annotated[
     Path | None, shared("--output", "A JSON file.", show_default="the terminal alone")
-]
-PlotFolder = Annotated[
-    Path | None, shared("--plots", show_default="no pictures", rich_help_panel=OF_ENGINES)
 ]

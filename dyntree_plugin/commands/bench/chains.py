@@ -18,12 +18,10 @@ _DRAWN = {"draft_sample_method": "probabilistic"}
 class Kind:
     """Chains that differ in their length alone.
 
-    ``option`` is the command's, and ``lengths`` is its default. An engine is called ``name`` and
-    its length. ``speculation`` is its part of vLLM's ``speculative_config``; a method in there
-    takes the place of the draft.
+    ``lengths`` is the default. An engine is called ``name`` and its length. ``speculation`` is its
+    part of vLLM's ``speculative_config``; a method in there takes the place of the draft.
     """
 
-    option: str
     name: str
     lengths: tuple[int, ...]
     speculation: Mapping[str, Any]
@@ -35,18 +33,16 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "greedy": Kind("--chain", "chain", (1, 2, 3, 5, 8, 12), {}),
-    "probabilistic": Kind("--probabilistic-chain", "probabilistic chain", (2, 3, 5, 8, 12), _DRAWN),
+    "greedy": Kind("chain", (1, 2, 3, 5, 8, 12), {}),
+    "probabilistic": Kind("probabilistic chain", (2, 3, 5, 8, 12), _DRAWN),
     # Block verification accepts greedy drafts with the probabilities of the standard one, so it is
     # measured with drawn drafts alone.
     "block": Kind(
-        "--block-chain",
         "block chain",
         (2, 3, 5, 8, 12),
         {**_DRAWN, "rejection_sample_method": "block"},
     ),
     "n-gram": Kind(
-        "--ngram",
         "n-gram",
         (4, 8, 16),
         {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 5},
@@ -55,38 +51,55 @@ KINDS: Mapping[str, Kind] = {
 """Every kind of chain that vLLM has for a draft, and its n-gram. Trees are compared with the best
 of all of them."""
 
-OFF = 0
-"""The length that leaves out a kind."""
+OFF = "0"
+"""Leaves out all chains."""
 
 
-def chosen(
-    given: Mapping[str, Sequence[int] | None], temperatures: Sequence[float]
-) -> tuple[Chains, list[str]]:
+def chosen(given: Sequence[str] | None, temperatures: Sequence[float]) -> tuple[Chains, list[str]]:
     """Return the chains to measure, and notes on those that are left out.
 
-    ``given`` has the lengths of every kind; None stands for the defaults that can be measured.
+    ``given``: lengths with their kinds, as ``--chain`` takes them; None for the default lengths of
+    all kinds that can be measured.
 
     Raises:
-        ValueError: if given chains cannot be measured.
+        ValueError: if a text is no chain, or given chains cannot be measured.
     """
-    found: dict[str, Sequence[int]] = {}
+    found: dict[str, Sequence[int]] = dict.fromkeys(KINDS, ())
     notes = []
-    for name, lengths in given.items():
-        kind = KINDS[name]
-        if lengths is not None and OFF in lengths:
-            if len(lengths) > 1:
-                raise ValueError(f"{kind.option} {OFF} leaves these chains out: give it alone")
-            found[name] = ()
+    if given is None:
+        for name, kind in KINDS.items():
+            if reason := _reason_against(name, temperatures):
+                notes.append(f"Not measured: {kind.name}s ({reason}).")
+            else:
+                found[name] = kind.lengths
+    elif OFF in given and len(given) > 1:
+        raise ValueError(f"--chain {OFF} leaves all chains out: give it alone")
+    for text in dict.fromkeys(given or ()):
+        if text == OFF:
             continue
-        reason = _reason_against(name, temperatures)
-        if lengths is not None and reason:
-            raise ValueError(f"{kind.option} {lengths[0]}: {reason}")
-        if reason:
-            notes.append(f"Not measured: {kind.name}s ({reason}).")
-        found[name] = () if reason else tuple(dict.fromkeys(lengths or kind.lengths))
+        name, length = _parsed(text)
+        if reason := _reason_against(name, temperatures):
+            raise ValueError(f"--chain {text}: {reason}")
+        found[name] = (*found[name], length)
     if 0 in temperatures and any(found[name] for name in found if KINDS[name].is_drawn):
         notes.append("At temperature 0 drawn drafts are the greedy ones, and are not measured.")
     return found, notes
+
+
+def _parsed(text: str) -> tuple[str, int]:
+    """Return the kind and the length of a chain.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    name, _, length = text.rpartition(":")
+    name = name or "greedy"
+    if name not in KINDS or not length.isdecimal() or int(length) < 1:
+        raise ValueError(
+            f"--chain {text!r} must be a length, such as 5, or KIND:LENGTH with a kind of "
+            f"{', '.join(KINDS)}"
+        )
+    return name, int(length)
 
 
 def _reason_against(name: str, temperatures: Sequence[float]) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,6 +18,7 @@ from dyntree_plugin.commands.bench.measure import Server, measure, served, warm_
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result, Series
 from dyntree_plugin.commands.engine import context_of
+from dyntree_plugin.commands.loads.engine import Around
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import EngineProcess, Pool
 from dyntree_plugin.commands.loads.requests import (
@@ -109,27 +110,41 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Extras:
+    """What `benchmarks.serve` of the repository adds to a measurement.
+
+    ``labels``: names in the result for models whose folders exist on this machine only.
+    ``samplings``: parameters of all requests; every set is served with each. ``look_ups``: nodes of
+    trees without a draft. ``side_by_side``: engines kept at a time; None: as many as fit.
+    ``around``: makes what an engine's process starts the engine within.
+    """
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    samplings: Sequence[Parameters] = ({},)
+    look_ups: Sequence[int] = ()
+    side_by_side: int | None = None
+    around: Around | None = None
+
+
+@dataclass(frozen=True)
 class Contest:
     """The engines to compare: vLLM's ``chains``, and ``trees``.
 
-    ``look_ups``: nodes of trees without a draft. ``weights_at``: GB per second at which a virtual
-    link delivers the target's layers to every engine; None: without one. ``places`` is the number
-    of engines kept at a time; None: as many as fit. If there are places for all, they start
+    ``extras.side_by_side`` engines are kept at a time. If there are places for all, they start
     together, and all of them serve a load before the next load.
     """
 
     models: Models
     chains: Chains
     trees: plan.Trees
-    places: int | None = None
-    look_ups: Sequence[int] = ()
-    weights_at: float | None = None
+    extras: Extras = Extras()
 
     @property
     def budgets(self) -> list[int]:
         """The draft tokens per step of every engine but the first, which has no speculation."""
         lengths = (tokens for _, tokens, _ in listed(self.chains))
-        return [*lengths, *(nodes for nodes, _ in self.trees.values()), *self.look_ups]
+        return [*lengths, *(nodes for nodes, _ in self.trees.values()), *self.extras.look_ups]
 
     def engines(self, temperature: float) -> int:
         """Return the number of engines that are measured at a temperature."""
@@ -169,15 +184,13 @@ def of_engines(
         longest,
         chains=contest.chains,
         trees=contest.trees,
-        look_ups=contest.look_ups,
+        look_ups=contest.extras.look_ups,
     )
     settings.check(sets, engine_verifies(engines[0].arguments, tokenizer))
     notes = [*notes, *([f"{longer} prompts were too long and were left out."] if longer else [])]
     shown = [plan.labelled(engine, contest.models.labels) for engine in engines]
-    if contest.weights_at is not None:
-        notes = [_of_link(contest.weights_at, engines[0]), *notes]
-    start = partial(EngineProcess, weights_at=contest.weights_at)
-    with Pool(contest.places, start) as pool:
+    start = partial(EngineProcess, around=contest.extras.around)
+    with Pool(contest.extras.side_by_side, start) as pool:
         if together := pool.holds(len(engines)):
             pool.start([(e, warm_ups(list(served(e, loads, serves).values()))) for e in engines])
         for series in measure(
@@ -185,17 +198,6 @@ def of_engines(
             by_cell=together, serves=serves, seconds_left=seconds_left,
         ):  # fmt: skip
             yield _result(settings, shown, series, [*notes, *_left_out(settings, loads, series)])
-
-
-def _of_link(gb_per_second: float, engine: Engine) -> str:
-    """Say what the link is, and what it is not."""
-    slots = engine.arguments.get("offload_prefetch_step", 1)
-    return (
-        f"Offloaded weights are simulated: in every step of every engine a virtual link of "
-        f"{gb_per_second:g} GB/s delivers the target's layers, with room for {slots} of them at a "
-        "time, by the rules of vLLM's prefetching (--offload-group-size 1). Nothing is copied; "
-        "layers wait. The draft, the embeddings and the output layer are on the device."
-    )
 
 
 def of_servers(

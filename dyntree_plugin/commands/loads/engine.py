@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,22 +25,24 @@ if TYPE_CHECKING:
 READY, REFUSED, FAILED, SERVED = "ready", "refused", "failed", "served"
 
 Answers = list[list[int]]
+Around = Callable[[], AbstractContextManager[None]]
 
 
 def main(
     connection: Connection,
     arguments: Mapping[str, Any],
     log: Path,
-    weights_at: float | None = None,
+    around: Around | None = None,
 ) -> None:
     """Start the engine, and answer every load with (Run, Answers) until a None arrives.
 
-    ``weights_at``: GB per second at which a virtual link delivers the target's layers.
+    ``around``: makes what the engine starts within.
     """
     _die_with_parent()
     _redirect(log)
     try:
-        served = Served(arguments, weights_at)
+        with around() if around is not None else nullcontext():
+            served = Served(arguments)
     except ValueError as error:
         connection.send((REFUSED, str(error)))
         return
@@ -95,11 +98,10 @@ class _Step:
 class Served:
     """An engine that serves loads step by step."""
 
-    def __init__(self, arguments: Mapping[str, Any], weights_at: float | None = None) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        from dyntree_plugin.commands.loads.slow_weights import linked
         from dyntree_plugin.engine.configuration import CHAIN_WORKER, PLAIN_WORKER
 
         arguments = dict(arguments)
@@ -119,8 +121,7 @@ class Served:
             # With a draft, vLLM's own engine ends at an assertion.
             arguments["worker_cls"] = CHAIN_WORKER
         arguments.setdefault("enforce_eager", on_cpu)
-        with linked(weights_at):
-            self._llm = LLM(**arguments)
+        self._llm = LLM(**arguments)
         self._take_stages = _stages_of(self._llm) if on_cpu else dict
         self._begun = 0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dyntree_plugin.commands.loads.engine import FAILED, REFUSED, Answers, main
+from dyntree_plugin.commands.loads.engine import FAILED, REFUSED, Answers, Around, main
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.secrets import hidden
@@ -26,17 +26,17 @@ _END_SECONDS = 15.0
 class EngineProcess:
     """A started engine. Its process is stopped between loads, so that its threads do not spin."""
 
-    def __init__(self, engine: Engine, log: Path, *, weights_at: float | None = None) -> None:
+    def __init__(self, engine: Engine, log: Path, *, around: Around | None = None) -> None:
         """Begin to start the engine; call `wait` before using it.
 
-        ``weights_at``: GB per second at which a virtual link delivers the target's layers.
+        ``around``: makes what the engine starts within; it must be picklable.
         """
         self._name, self._log = engine.name, log
         context = multiprocessing.get_context("spawn")
         self._connection: Connection
         self._connection, theirs = context.Pipe()
         self._process: SpawnProcess = context.Process(
-            target=main, args=(theirs, engine.arguments, log, weights_at), name=engine.name
+            target=main, args=(theirs, engine.arguments, log, around), name=engine.name
         )
         self._process.start()
         theirs.close()

@@ -100,18 +100,16 @@ def following(layer: int, slots: int, layers: int) -> int:
 
 
 @contextmanager
-def linked(gb_per_second: float | None) -> Iterator[None]:
+def linked(gb_per_second: float) -> Iterator[None]:
     """Have an engine that starts in this process get its layers over a link of this speed.
 
     The engine's ``offload_prefetch_step`` is the number of layers that the device has room for.
-    None changes nothing.
 
     Raises:
         ValueError: for an engine whose weights no link of this process can delay.
     """
-    if gb_per_second is None:
-        yield
-        return
+    if gb_per_second <= 0:
+        raise ValueError(f"--weights-at {gb_per_second:g} must be above 0, in GB per second")
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -135,6 +133,16 @@ def linked(gb_per_second: float | None) -> Iterator[None]:
             "--weights-at is for engines of one process: leave tensor_parallel_size and the like "
             "out of --engine-arguments"
         )
+
+
+def note(gb_per_second: float, slots: int) -> str:
+    """Return what the link is, and what it is not, for a result."""
+    return (
+        f"Offloaded weights are simulated: in every step of every engine a virtual link of "
+        f"{gb_per_second:g} GB/s delivers the target's layers, with room for {slots} of them at a "
+        "time, by the rules of vLLM's prefetching (--offload-group-size 1). Nothing is copied; "
+        "layers wait. The draft, the embeddings and the output layer are on the device."
+    )
 
 
 def _set_maker(create: Callable[[Any], BaseOffloader]) -> None:

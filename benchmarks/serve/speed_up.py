@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.commands.bench.colours import colour, group_of
+from benchmarks.serve.colours import colour, group_of
 from dyntree_plugin.commands.bench.results import Cell, Result
 from dyntree_plugin.commands.bench.summary import Row, best_chain, best_tree, rows
 

@@ -1,16 +1,17 @@
-"""Draw a result."""
+"""Draw a result of `dyntree bench serve`: python -m benchmarks.serve.plots RESULT FOLDER"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dyntree_plugin.commands.bench import speed_up
-from dyntree_plugin.commands.bench.colours import colour, group_of
-from dyntree_plugin.commands.bench.results import Cell, Result
+from benchmarks.serve import speed_up
+from benchmarks.serve.colours import colour, group_of
+from dyntree_plugin.commands.bench.results import Cell, Result, read
 from dyntree_plugin.commands.bench.summary import Row, best_chain, best_tree, rows
 
 if TYPE_CHECKING:
@@ -154,3 +155,8 @@ def _axes(down: int, across: int, width: float, height: float) -> tuple[Figure, 
 
     figure = Figure(figsize=(width * across, height * down + 0.5), layout="constrained")
     return figure, list(figure.subplots(down, across, squeeze=False).flat)
+
+
+if __name__ == "__main__":
+    for picture in draw(read(Path(sys.argv[1])), Path(sys.argv[2])):
+        print(picture)  # noqa: T201
