@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Draft, Head
+from growth_steps import STORED, growth_of
 from replays import graph
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,12 +23,9 @@ from vllm_cpu_runner import install
 install()  # must run before the runner's modules are imported
 
 
-from dyntree_kernels.contracts import GrowthSettings  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
-from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages  # noqa: E402
-from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.sources.draft_models import DraftModels  # noqa: E402
 from dyntree_plugin.engine.sources.head import HeadStates, TargetHead  # noqa: E402
 from dyntree_plugin.engine.sources.look_up import TextLookUp  # noqa: E402
@@ -42,17 +40,12 @@ from dyntree_plugin.engine.step.rows import RowMemory, TensorRows  # noqa: E402
 from dyntree_plugin.engine.step.source import NodeSource  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.tree.budget.choice import node_buckets  # noqa: E402
-from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.drafting import grow  # noqa: E402
 from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this process interprets kernels; this is chosen when triton is imported."""
-STORED = (
-    *("parents", "depths", "values", "counts", "admitted", "grown", "ancestors", "features"),
-    *("kinds", "forwards"),
-)
 
 
 class Drafting:
@@ -90,7 +83,7 @@ class Drafting:
         self.texts = Texts()
         states: Any = self.texts
         tries = TextLookUp(states, ops.look_up, plan.shape.grafts, depth)
-        growth = self.growth(growth_type, estimate)
+        growth = growth_of(growth_type, self.trees, self.memory.of_growth, estimate)
         drafts = plan.has_draft
         stages = DraftStages(
             growth,
@@ -125,29 +118,6 @@ class Drafting:
         self.states = HeadStates(MOST, rows, expansions, HIDDEN, torch.float32, self.memory.device)
         self.roots = (self.states.root, self.states.own[:, 0])
         return TargetHead(self.model, self.model, self.states, self.memory, self.writer)
-
-    def growth(self, growth_type: Any, estimate: AcceptanceEstimate) -> Any:
-        last, plan = self.memory.last_position, self.plan
-        if growth_type is None:
-            pick = ChildPicker(plan, perturbed_logits, estimate)
-            return TensorGrowth(self.trees, pick, self.memory.of_growth)
-        return growth_type(
-            GrowthSettings(
-                of_requests=self.memory.of_requests,
-                node_budget=plan.shape.node_budget,
-                children=plan.growing.children,
-                widths=plan.growing.widths,
-                least=plan.growth.parameter or 0.0,
-                longest=last,
-                coupled=plan.coupled,
-                weights=estimate.weights,
-                rows=self.memory.of_growth.rows,
-                trees=self.trees.arrays,
-                grafts=plan.shape.grafts,
-                max_depth=plan.shape.max_depth,
-                shift=plan.shape.shift,
-            )
-        )
 
     def read_prompts(self, roots: torch.Tensor, g: torch.Generator) -> None:
         """Do as a batch with prompts does, whose rows are read without a graph."""

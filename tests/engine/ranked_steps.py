@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from growth_steps import growth_of, memory_of
 
 from vllm_cpu_runner import install
 
@@ -13,17 +14,13 @@ install()  # must run before the runner's modules are imported
 
 
 from dyntree_kernels.ancestors import unpack_bits  # noqa: E402
-from dyntree_kernels.contracts import GrowthSettings, OfRequests, RowBuffers, StepGrowth  # noqa: E402
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
-from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.paths import Paths  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.growth_stages import DraftStages, Eager, Rank  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
-from dyntree_plugin.engine.step.rows import GrowthMemory, describe  # noqa: E402
+from dyntree_plugin.engine.step.rows import describe  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.drafting import grow  # noqa: E402
 from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
 from dyntree_plugin.tree.value import AcceptanceEstimate, temperature_class  # noqa: E402
@@ -54,11 +51,7 @@ class Source:
         requests, width = len(SLOTS), max(plan.growing.widths)
         self.shift = plan.shape.shift
         rows, scratch = requests * width, plan.scratch_slots
-        ids, numbers = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-        columns = torch.arange(requests * scratch)[None]
-        buffers = RowBuffers(ids, numbers.clone(), numbers[None].clone(), columns, numbers)
-        of_requests = OfRequests.room(requests, numbers.device)
-        self.memory = GrowthMemory(of_requests, buffers, LAST)
+        self.memory = memory_of(requests, rows, requests * scratch, LAST)
         self._roots = plan.growing.roots
         self._tries = tries
         self._words = -(-scratch // 32)
@@ -115,8 +108,9 @@ class Step:
         self.source = Source(plan, tries)
         chained = torch.zeros(len(SLOTS) + 1).bool()
         source: Any = self.source  # rows without metadata
+        kind, estimate = CompiledGrowth if compiled else None, AcceptanceEstimate("cpu")
         stages = DraftStages(
-            self._growth(compiled),
+            growth_of(kind, self.trees, self.source.memory, estimate),
             self.source.memory.of_requests,
             source=source,
             writer=source,
@@ -129,30 +123,6 @@ class Step:
         player = Eager(stages, Requests(packed(), self.trees.spare), rank)
         tokens, _ = grow(player, len(plan.growing.widths))
         self.tokens = dict(zip(SLOTS, tokens.tolist(), strict=True))
-
-    def _growth(self, compiled: bool) -> StepGrowth:
-        plan, shape, memory = self.plan, self.plan.shape, self.source.memory
-        estimate = AcceptanceEstimate("cpu")
-        if not compiled:
-            pick = ChildPicker(plan, perturbed_logits, estimate)
-            return TensorGrowth(self.trees, pick, memory)
-        return CompiledGrowth(
-            GrowthSettings(
-                of_requests=memory.of_requests,
-                node_budget=shape.node_budget,
-                children=plan.growing.children,
-                widths=plan.growing.widths,
-                least=0.0,
-                longest=LAST,
-                coupled=plan.coupled,
-                weights=estimate.weights if plan.calibrated else None,
-                rows=memory.rows,
-                trees=self.trees.arrays,
-                grafts=shape.grafts,
-                max_depth=shape.max_depth,
-                shift=shape.shift,
-            )
-        )
 
     def paths(self, slot: int) -> list[Path]:
         """Return the paths of a tree's nodes."""

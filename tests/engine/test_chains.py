@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from drafted_steps import one_thread
+from growth_steps import growth_of, memory_of
 from noted_kernels import Kernel
 from scipy.stats import chisquare
 
@@ -23,10 +24,7 @@ install()  # the runner's modules need it before they are imported
 from dyntree_kernels.blocks import DecideBlocks  # noqa: E402
 from dyntree_kernels.contracts import (  # noqa: E402
     BatchRows,
-    GrowthSettings,
     OfRequests,
-    RowBuffers,
-    StepGrowth,
     Walked,
     room_for,
 )
@@ -36,15 +34,12 @@ from dyntree_kernels.cpu.walk import walk  # noqa: E402
 from dyntree_plugin.engine.papers.chain_growth import ChainGrowth  # noqa: E402
 from dyntree_plugin.engine.papers.chain_samples import ChainSamples, ChainWalk, decide  # noqa: E402
 from dyntree_plugin.engine.papers.draw_store import DrawStore  # noqa: E402
-from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
-from dyntree_plugin.engine.step.rows import GrowthMemory  # noqa: E402
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.step.verify import TreeVerifier  # noqa: E402
 from dyntree_plugin.tree.block import Chains, Chances  # noqa: E402
 from dyntree_plugin.tree.budget.chains import Limits, level_counts  # noqa: E402
-from dyntree_plugin.tree.children import ChildPicker  # noqa: E402
 from dyntree_plugin.tree.growth import GrowthConfig  # noqa: E402
 from dyntree_plugin.tree.plan import TreePlan  # noqa: E402
 from dyntree_plugin.tree.shape import TreeShape  # noqa: E402
@@ -90,14 +85,11 @@ class Engine:
         self.estimate = AcceptanceEstimate("cpu")
         self.trees = TreeStore(count, PLAN, VOCABULARY, torch.device("cpu"))
         rows, columns = count * PLAN.shape.width, count * PLAN.scratch_slots
-        none = torch.zeros(rows, dtype=torch.int64)
-        self.rows = RowBuffers(
-            none.int(), none.clone(), none[None].clone(), torch.arange(columns)[None], none.clone()
-        )
-        self.of_requests = OfRequests.room(count, torch.device("cpu"))
-        self.memory = GrowthMemory(self.of_requests, self.rows, 500)
+        self.memory = memory_of(count, rows, columns, last=500)
         self.draws = DrawStore(count, PLAN, VOCABULARY, torch.device("cpu"))
-        self.growth = ChainGrowth(self._growth(), self.draws, perturbed_logits, self.memory)
+        kind = CompiledGrowth if self.compiled else None
+        growth = growth_of(kind, self.trees, self.memory, self.estimate)
+        self.growth = ChainGrowth(growth, self.draws, perturbed_logits, self.memory)
         nodes = PLAN.shape.node_budget
         self.buffers = SimpleNamespace(
             input_ids=torch.zeros(count * (nodes + 1), dtype=torch.int32),
@@ -107,27 +99,6 @@ class Engine:
         decided = partial(decide, perturb=perturbed_logits)
         self.samples = ChainSamples(self.trees, self.draws, decided)
 
-    def _growth(self) -> StepGrowth:
-        if not self.compiled:
-            pick = ChildPicker(PLAN, perturbed_logits, self.estimate)
-            return TensorGrowth(self.trees, pick, self.memory)
-        shape = PLAN.shape
-        settings = GrowthSettings(
-            of_requests=self.of_requests,
-            node_budget=shape.node_budget,
-            children=shape.children,
-            widths=PLAN.growing.widths,
-            least=0.0,
-            longest=500,
-            coupled=PLAN.coupled,
-            weights=self.estimate.weights,
-            rows=self.rows,
-            trees=self.trees.arrays,
-            grafts=0,
-            max_depth=shape.max_depth,
-        )
-        return CompiledGrowth(settings)
-
     def grow(self, last: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
         """Return the tokens of the trees below the tokens ``last`` at positions ``roots``."""
         count, width = len(last), PLAN.shape.width
@@ -135,14 +106,14 @@ class Engine:
         free = torch.zeros(count, dtype=torch.bool)
         far = torch.full_like(roots, 500)
         slots = torch.arange(count)
-        self.of_requests.fill(
+        self.memory.of_requests.fill(
             OfRequests(roots, self.temperatures, classes, self.seeds, free, far, slots)
         )
         self.growth.start(count)
         self.growth.pick(DRAFT[last])
         for _ in PLAN.growing.widths:
             self.growth.expand(torch.zeros(count * width, 1, dtype=torch.int32))
-            self.growth.pick(DRAFT[self.rows.ids[: count * width].long()])
+            self.growth.pick(DRAFT[self.memory.rows.ids[: count * width].long()])
         return self.growth.finish()
 
     def step(self, last: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from growing import generator, paths_at, paths_of
+from growth_steps import memory_of
 from reference.growths import Path
 from tries import Edges, as_trie
 
-from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, OfRequests, RowBuffers
+from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, KINDS, LOOK_UP, OfRequests
 from dyntree_kernels.cpu.gumbel import gumbel_noise, perturbed_logits
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
-from dyntree_plugin.engine.step.rows import PAD_SLOT, GrowthMemory
+from dyntree_plugin.engine.step.rows import PAD_SLOT
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.growth import Frontier, GrowthConfig
@@ -66,18 +67,11 @@ class Step:
         self.estimate.weights += own
         pick = ChildPicker(self.plan, perturbed_logits, self.estimate)
         rows, columns = REQUESTS * SHAPE.width, REQUESTS * self.plan.scratch_slots
-        ids, slots = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
-        scratch = torch.arange(columns)[None]
-        self.rows = RowBuffers(ids, slots.clone(), slots[None].clone(), scratch, slots.clone())
+        self.memory = memory_of(REQUESTS, rows, columns, LAST)
         self.trees = TreeStore(REQUESTS, self.plan, VOCAB, torch.device("cpu"))
-        self.of_requests = OfRequests.room(REQUESTS, torch.device("cpu"))
         self.growth = TensorGrowth(self.trees, pick, self.memory)
         self.tries = random_tries(seed)
         self.ran: list[list[Path]] = [[] for _ in ROOTS]
-
-    @property
-    def memory(self) -> GrowthMemory:
-        return GrowthMemory(self.of_requests, self.rows, LAST)
 
     def logits(self, row: int, path: Path) -> torch.Tensor:
         if path in self.silent:
@@ -88,7 +82,7 @@ class Step:
         """Grow with so many draft forwards, the root's included, and store the trees."""
         chained = torch.tensor(self.chained)
         given = ROOTS, TEMPERATURES, CLASSES, SEEDS, chained, LEVELS, torch.arange(REQUESTS)
-        self.of_requests.fill(OfRequests(*given))
+        self.memory.of_requests.fill(OfRequests(*given))
         self.growth.start(REQUESTS)
         trie = as_trie(self.tries)
         self.growth.graft(trie._replace(evidence=trie.evidence.float()))
@@ -112,9 +106,9 @@ class Step:
         words = -(-self.plan.scratch_slots // 32)
         bits, rows = torch.zeros(REQUESTS * width, words, dtype=torch.int32), REQUESTS * width
         self.growth.expand(bits)
-        depths = self.rows.positions[:rows].view(REQUESTS, width) - ROOTS[:, None]
-        valid = (self.rows.slots[0, :rows] != PAD_SLOT).view(REQUESTS, width)
-        tokens = self.rows.ids[:rows].view(REQUESTS, width)
+        depths = self.memory.rows.positions[:rows].view(REQUESTS, width) - ROOTS[:, None]
+        valid = (self.memory.rows.slots[0, :rows] != PAD_SLOT).view(REQUESTS, width)
+        tokens = self.memory.rows.ids[:rows].view(REQUESTS, width)
         frontier = Frontier(tokens, depths, bits.view(REQUESTS, width, -1), valid, depths)
         paths = [paths_at(frontier, row, columns[row]) for row in range(REQUESTS)]
         for row, new in enumerate(paths):

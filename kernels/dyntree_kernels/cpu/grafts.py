@@ -99,7 +99,7 @@ def take(
         if weights.shape[0] > 0:
             own = weights[classes[r] * KINDS + LOOK_UP]
         for g in range(tokens.shape[1]):
-            parent = above[r, g]
+            parent = above[r, g] if exists[r, g] else np.int64(-1)
             depth = np.int64(1)
             if parent >= 0:
                 depth += grafts.depths[r, parent]

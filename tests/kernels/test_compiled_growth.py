@@ -1,0 +1,116 @@
+"""Check compiled growth on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numba
+import pytest
+import torch
+from graft_checks import GraftChecks
+from growth_checks import CASE, GrowthChecks
+from growth_steps import Case, Step, runs_parents, same, same_trees
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dyntree_kernels.cpu import growth
+from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_plugin.tree.shape import TreeShape
+
+
+class TestCompiledGrowth(GrowthChecks):
+    kind = CompiledGrowth
+
+
+class TestCompiledGrowthWithTries(GraftChecks):
+    kind = CompiledGrowth
+
+
+def of_two(*values: Any) -> st.SearchStrategy[tuple[Any, Any]]:
+    return st.tuples(*[st.sampled_from(values)] * 2)
+
+
+cases = st.builds(
+    Case,
+    shape=st.builds(
+        TreeShape,
+        node_budget=st.integers(1, 40),
+        max_depth=st.integers(1, 8),
+        width=st.integers(1, 6),
+        children=st.integers(1, 5),
+        coupling=st.booleans(),
+        head=st.booleans(),
+        grafts=st.sampled_from([0, 0, 3, 12, 40]),
+    ),
+    seed=st.integers(0, 10_000),
+    room=of_two(*range(45)),
+    temperatures=of_two(0.0, 0.3, 1.0),
+    chained=st.sampled_from([(), (), (0,), (1,), (0, 1)]),
+    least=st.sampled_from([None, 0.001, 0.1]),
+    calibrated=st.booleans(),
+    vocab=st.just(70),
+    levels=st.none() | of_two(*range(1, 10)),
+)
+
+
+def well_apart(step: Step) -> bool:
+    """Return whether rounding cannot change the order of the candidates of growth on tensors."""
+    gaps = step.growth._growth._pool.values.sort(dim=1).values.diff(dim=1)
+    return bool(((gaps == 0) | (gaps > 1e-5) | gaps.isnan()).all())
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases, st.integers(0, 8))
+def test_growth_of_any_shape_that_ends_after_any_forward_is_that_of_the_tensors(
+    case: Case, forwards: int
+) -> None:
+    expected = Step(case).run(forwards=forwards)
+    assume(well_apart(expected))
+    ours = Step(case, CompiledGrowth).run(forwards=forwards)
+    same(ours, expected)
+    assert not (case.shape.head and forwards >= len(ours.widths) and runs_parents(ours))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_a_trie_of_any_shape_makes_the_tree_of_the_tensors(case: Case) -> None:
+    case = replace(case, shape=replace(case.shape, grafts=max(1, case.shape.grafts)))
+    expected = Step(case).alone()
+    assume(well_apart(expected))
+    same_trees(Step(case, CompiledGrowth).alone(), expected)
+
+
+def test_a_step_that_stops_before_a_pick_keeps_what_was_picked() -> None:
+    """If a forward over the last frontier does not pay, the frontier has no picks."""
+    ours, expected = Step(CASE, CompiledGrowth), Step(CASE).run(forwards=0)
+    ours.start().pick(CASE.logits()[0])
+    ours.expand(ours.widths[0])
+    same_trees(ours.finish(), expected)
+
+
+def test_steps_need_no_kernel_that_the_warm_up_has_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: set[tuple[object, ...]] = set()
+
+    def watch(name: str) -> None:
+        kernel = getattr(growth, name)
+
+        def watched(*args: object) -> object:
+            called.add((name, *(numba.typeof(each) for each in args)))
+            return kernel(*args)
+
+        monkeypatch.setattr(growth, name, watched)
+
+    for name in ("pick_children", "_expand", "_store"):
+        watch(name)
+    growth.warm_up(torch.bfloat16)
+    warm, case = called.copy(), replace(CASE, dtype=torch.bfloat16)
+    single = replace(case, room=(40,), temperatures=(0.0,))
+    for each in (case, single, replace(case, calibrated=False)):
+        Step(each, CompiledGrowth).run()
+    assert called == warm
+    # Control: logits of another type need another kernel.
+    Step(CASE, CompiledGrowth).run()
+    assert called > warm
