@@ -55,6 +55,7 @@ screenshots: .venv/installed ## Makes the README's pictures.
 	PYTHONPATH=tests $(BIN)/python tests/monitoring/screenshots.py docs/images
 
 lint: .venv/installed ## Checks style and types.
+	$(BIN)/shellcheck scripts/*.sh .ci/run
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

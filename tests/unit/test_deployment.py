@@ -1,4 +1,4 @@
-"""What examples/deployment/ says to Docker, Kubernetes and charts agrees with the package."""
+"""What examples/deployment/ says to Docker and Kubernetes agrees with the package and with vLLM."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import dyntree_plugin
+from dyntree_plugin import plugin
 from dyntree_plugin.metrics.names import METRICS
 from dyntree_plugin.options.options import DynTreeOptions
 
@@ -25,109 +26,9 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 SERVED = ("kubernetes.yaml", "production-stack.yaml", "llm-d.yaml")
 """Files that say how the server is started."""
 
-GPU = "nvidia.com/gpu"
-
-Keys = Mapping[str, Any]
-ANY: Keys = {}
-"""Kubernetes' own objects, which the charts pass on as they are."""
-
-HTTP_PROBE = {
-    **dict.fromkeys(("initialDelaySeconds", "periodSeconds", "failureThreshold"), ANY),
-    "httpGet": {"path": ANY, "port": ANY},
-}
-PRODUCTION_STACK: Keys = {
-    "servingEngineSpec": {
-        **dict.fromkeys(("containerPort", "securityContext", "containerSecurityContext"), ANY),
-        "strategy": ANY,
-        "startupProbe": HTTP_PROBE,
-        "livenessProbe": HTTP_PROBE,
-        "readinessProbe": HTTP_PROBE,
-        "serviceMonitor": dict.fromkeys(
-            ("enabled", "interval", "scrapeTimeout", "metricRelabelings"), ANY
-        ),
-        "modelSpec": {
-            **dict.fromkeys(
-                (
-                    *("name", "repository", "tag", "modelURL", "replicaCount", "requestCPU"),
-                    *("requestMemory", "requestGPU", "pvcStorage", "enableLoRA", "affinity"),
-                ),
-                ANY,
-            ),
-            "hf_token": {"secretName": ANY, "secretKey": ANY},
-            "vllmConfig": dict.fromkeys(("enablePrefixCaching", "maxNumSeqs", "extraArgs"), ANY),
-            "keda": {
-                **dict.fromkeys(
-                    (
-                        *("enabled", "minReplicaCount", "maxReplicaCount"),
-                        *("pollingInterval", "cooldownPeriod"),
-                    ),
-                    ANY,
-                ),
-                "triggers": {
-                    "type": ANY,
-                    "metadata": dict.fromkeys(
-                        ("serverAddress", "metricName", "query", "threshold"), ANY
-                    ),
-                },
-            },
-        },
-    },
-    "routerSpec": {"routingLogic": ANY},
-}
-"""Keys of the chart vllm-stack, from helm/values.yaml and helm/values.schema.json of
-vllm-project/production-stack."""
-
-LLM_D: Keys = {
-    "modelArtifacts": dict.fromkeys(("name", "uri", "authSecretName", "size", "labels"), ANY),
-    "prefill": {"create": ANY},
-    "routing": {"servicePort": ANY, "proxy": {"enabled": ANY}},
-    "decode": {
-        **dict.fromkeys(("create", "replicas", "terminationGracePeriodSeconds"), ANY),
-        "extraConfig": ANY,
-        "parallelism": {"tensor": ANY},
-        "containers": {
-            **dict.fromkeys(("name", "image", "modelCommand", "args", "ports"), ANY),
-            **dict.fromkeys(("mountModelVolume", "resources", "extraConfig"), ANY),
-        },
-        "monitoring": {
-            "podmonitor": dict.fromkeys(
-                ("enabled", "portName", "path", "interval", "metricRelabelings"), ANY
-            )
-        },
-    },
-}
-"""Keys of the chart llm-d-modelservice, from its values.yaml and templates/_helpers.tpl."""
-
-KEDA: Keys = {
-    **dict.fromkeys(("apiVersion", "kind", "metadata"), ANY),
-    "spec": {
-        **dict.fromkeys(("scaleTargetRef", "minReplicaCount", "maxReplicaCount"), ANY),
-        **dict.fromkeys(("pollingInterval", "cooldownPeriod"), ANY),
-        "fallback": {"failureThreshold": ANY, "replicas": ANY},
-        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": ANY}},
-        "triggers": {
-            **dict.fromkeys(("type", "name", "metricType"), ANY),
-            "metadata": dict.fromkeys(("serverAddress", "query", "threshold"), ANY),
-        },
-    },
-}
-"""Keys of KEDA's ScaledObject, and of its Prometheus scaler."""
-
 
 def documents(name: str) -> list[Any]:
     return [*yaml.safe_load_all((FOLDER / name).read_text())]
-
-
-def unknown(told: Any, allowed: Keys, path: str = "") -> Iterator[str]:
-    """Yield the keys that are not allowed; items of a list are looked at by themselves."""
-    if not allowed:
-        return
-    for item in told if isinstance(told, list) else [told]:
-        for key, value in item.items():
-            if key not in allowed:
-                yield f"{path}{key}"
-            else:
-                yield from unknown(value, allowed[key], f"{path}{key}.")
 
 
 def every(told: Any, key: str) -> Iterator[Any]:
@@ -142,18 +43,18 @@ def every(told: Any, key: str) -> Iterator[Any]:
 
 
 def arguments(name: str) -> list[str]:
+    """Return the server's arguments, as they are where no variable is set."""
     (words,) = [
         words
-        for key in ("args", "extraArgs")
+        for key in ("args", "extraArgs", "command")
         for words in every(documents(name), key)
-        if "--dyntree" in words
+        if any(word.partition("=")[0] == "--dyntree" for word in words)
     ]
-    assert all(isinstance(word, str) for word in words)
-    return list(words)
+    return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in words]
 
 
 def after(words: Sequence[str], flag: str) -> str:
-    """Return the value of a flag, which follows it or stands behind `=`."""
+    """Return the value of a flag, which follows it or an ``=``."""
     for place, word in enumerate(words):
         if word == flag:
             return words[place + 1]
@@ -176,28 +77,6 @@ def vllm_metrics() -> set[str]:
     return set(re.findall(r'"(vllm:[a-z_]+)"', loggers.read_text()))
 
 
-def test_there_are_files() -> None:
-    others = ("nodes.yaml", "autoscaling.yaml", "monitoring.yaml", "drain.yaml", "compose.yaml")
-    assert {*SERVED, *others} == {path.name for path in FILES}
-
-
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("production-stack.yaml", PRODUCTION_STACK),
-        ("llm-d.yaml", LLM_D),
-        ("autoscaling.yaml", KEDA),
-    ],
-)
-def test_charts_and_resources_know_every_key(name: str, keys: Keys) -> None:
-    assert [*unknown(documents(name), keys)] == []
-
-
-def test_a_key_that_is_not_known_is_found() -> None:
-    told = {"decode": {"replicas": 2, "livenessProbe": {}}, "image": "x"}
-    assert [*unknown(told, LLM_D)] == ["decode.livenessProbe", "image"]
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_the_options_are_those_of_dyntree_and_vllm(name: str) -> None:
     words = arguments(name)
@@ -207,12 +86,41 @@ def test_the_options_are_those_of_dyntree_and_vllm(name: str) -> None:
     assert {*speculation} == {"method", "model", "num_speculative_tokens"}
 
 
+def test_vllm_and_dyntree_take_the_arguments_of_the_compose_file() -> None:
+    plugin.register()
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser, words = FlexibleArgumentParser(), arguments("compose.yaml")
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    parsed = parser.parse_args(["serve", *words])
+    assert parsed.model_tag == words[0] == arguments("kubernetes.yaml")[0]
+    assert DynTreeOptions.parse(parsed.additional_config["dyntree"]) == DynTreeOptions()
+    assert {*parsed.speculative_config} == {"method", "model", "num_speculative_tokens"}
+
+
+def test_the_compose_file_opens_ports_to_this_machine_alone_and_what_it_mounts_exists() -> None:
+    monitoring = ROOT / "grafana" / "compose.yaml"
+    ports = 0
+    for file in (FOLDER / "compose.yaml", monitoring):
+        services = yaml.safe_load(file.read_text("utf-8"))["services"]
+        for service in services.values():
+            for port in service.get("ports", ()):
+                assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port)
+                ports += 1
+            for mount in service.get("volumes", ()):
+                assert not mount.startswith(".") or (file.parent / mount.split(":")[0]).exists()
+            extended = service.get("extends", {"file": monitoring})["file"]
+            assert (file.parent / extended).resolve() == monitoring
+    assert ports == 3
+
+
 def test_the_nodes_of_a_replica_differ_in_their_head_alone() -> None:
     leader, worker = every(documents("nodes.yaml"), "args")
     assert worker == [*leader, "--headless"]
     DynTreeOptions.parse(json.loads(after(leader, "--dyntree")))
     (size,) = every(documents("nodes.yaml"), "size")
-    (gpus,) = {limits[GPU] for limits in every(documents("nodes.yaml"), "limits")}
+    (gpus,) = {limits["nvidia.com/gpu"] for limits in every(documents("nodes.yaml"), "limits")}
     assert int(after(leader, "--tensor-parallel-size")) == size * int(gpus)
 
 
@@ -224,14 +132,6 @@ def test_a_node_outlives_the_draining_of_its_leader() -> None:
     assert int(before[-1]) + drain <= int(waits[-1]) < min(graces)
 
 
-def test_every_file_serves_the_same_models() -> None:
-    told = [after(arguments(name), "--speculative-config") for name in SERVED]
-    assert len({*told}) == 1
-    (target,) = every(documents("production-stack.yaml"), "modelURL")
-    assert arguments("kubernetes.yaml")[0] == target
-    assert next(every(documents("llm-d.yaml"), "modelArtifacts"))["name"] == target
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_a_pod_may_take_as_long_as_it_drains(name: str) -> None:
     drain = int(after(arguments(name), "--shutdown-timeout"))
@@ -239,25 +139,6 @@ def test_a_pod_may_take_as_long_as_it_drains(name: str) -> None:
     (grace,) = every(documents(said), "terminationGracePeriodSeconds")
     ((_, before),) = [hook["exec"]["command"] for hook in every(documents(said), "preStop")]
     assert int(before) + drain < grace
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_a_server_has_half_an_hour_to_start(name: str) -> None:
-    (probe,) = every(documents(name), "startupProbe")
-    assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
-
-
-def test_a_full_replica_is_below_the_most_requests_that_it_takes() -> None:
-    thresholds = [
-        int(trigger["metadata"]["threshold"])
-        for name in ("autoscaling.yaml", "production-stack.yaml")
-        for triggers in every(documents(name), "triggers")
-        for trigger in triggers
-        if "num_requests" in trigger["metadata"]["query"]
-    ]
-    most = int(after(arguments("kubernetes.yaml"), "--max-num-seqs"))
-    assert len(thresholds) == 2
-    assert all(0 < threshold < most for threshold in thresholds)
 
 
 @pytest.mark.parametrize("path", [*FILES, ROOT / "docs" / "deployment.md"], ids=lambda p: p.name)
@@ -271,50 +152,24 @@ def test_every_metric_that_is_named_exists(path: Path) -> None:
     assert named - stems == set()
 
 
-def test_scaling_reads_metrics() -> None:
-    queries = [*every(documents("autoscaling.yaml"), "query")]
-    assert queries
-    assert all("vllm:" in query for query in queries)
-
-
-def test_the_image_is_of_a_vllm_that_dyntree_serves_on() -> None:
+def test_the_image_is_of_a_vllm_that_dyntree_serves_on_and_is_built_from_files_that_exist() -> None:
     (base,) = instructions("ARG")
     version = re.fullmatch(r"VLLM_IMAGE=vllm/vllm-openai:v([\d.]+)", base)
     assert version is not None
-    (wanted,) = [
-        each
-        for each in map(Requirement, PROJECT["optional-dependencies"]["gpu"])
-        if each.name == "vllm"
-    ]
-    assert version[1] in wanted.specifier
-    assert instructions("FROM") == ["${VLLM_IMAGE} AS wheel", "${VLLM_IMAGE}"]
-
-
-def test_the_image_is_built_from_what_the_package_needs() -> None:
-    copied = [name for line in instructions("COPY") for name in line.split()[:-1]]
-    needed = {"README.md", *PROJECT["license-files"], "pyproject.toml", "setup.py"}
-    folders = {"dyntree_plugin", "examples", "grafana", "kernels", "scripts"}
-    assert {*copied} == needed | folders
+    wanted = map(Requirement, PROJECT["optional-dependencies"]["gpu"])
+    (specifier,) = [each.specifier for each in wanted if each.name == "vllm"]
+    assert version[1] in specifier
+    copied = {name for line in instructions("COPY") for name in line.split()[:-1]}
     assert all((ROOT / name).exists() for name in copied)
     let_through = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
-    assert {line[1:] for line in let_through if line.startswith("!")} == {*copied}
-
-
-def test_the_image_starts_the_command_of_the_package_as_a_user_of_a_number() -> None:
-    (start,) = instructions("ENTRYPOINT")
-    assert json.loads(start) == ["dyntree", "serve"]
-    assert "dyntree" in PROJECT["scripts"]
-    (user,) = instructions("USER")
-    assert user.isdecimal()
-    assert f"--uid {user} " in " ".join(instructions("RUN"))
-    assert {*every([d for name in SERVED for d in documents(name)], "fsGroup")} == {int(user)}
+    assert {line[1:] for line in let_through if line.startswith("!")} == copied
 
 
 def test_the_images_that_are_named_have_the_version_of_the_package() -> None:
     tag = f"dyntree:{dyntree_plugin.__version__}"
     assert f"--tag {tag} ." in (FOLDER / "Dockerfile").read_text()
-    assert {*every(documents("kubernetes.yaml"), "image")} == {tag}
-    assert {*every(documents("llm-d.yaml"), "image")} == {tag}
-    assert {*every(documents("nodes.yaml"), "image")} == {tag}
+    for name in ("kubernetes.yaml", "llm-d.yaml", "nodes.yaml"):
+        assert {*every(documents(name), "image")} == {tag}
+    assert documents("compose.yaml")[0]["services"]["vllm"]["image"] == tag
     (stack,) = every(documents("production-stack.yaml"), "modelSpec")
     assert f"{stack[0]['repository']}:{stack[0]['tag']}" == tag

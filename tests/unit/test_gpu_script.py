@@ -114,37 +114,11 @@ def test_a_part_that_there_is_not_is_refused_with_those_there_are(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_the_scripts_head_and_the_readme_name_every_part(part: str) -> None:
-    head = (SCRIPTS / "gpu_e2e.sh").read_text().partition("set -uo")[0]
-    assert re.search(rf"\b{part}\b", head)
-    assert re.search(rf"\b{part}\b", (SCRIPTS.parent / "docs" / "gpu.md").read_text())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_ends_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, PART="speed-1b")
     assert done.returncode == 1
     assert "needs a CUDA device" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("variables", "kept"),
-    [
-        ({"MODELS": "/given", "XDG_CACHE_HOME": "/cache"}, "given"),
-        ({"MODELS": "", "XDG_CACHE_HOME": "/cache"}, "cache"),
-        ({"MODELS": "", "XDG_CACHE_HOME": ""}, "home/.cache"),
-    ],
-)
-def test_what_is_kept_lies_in_the_users_cache_unless_a_folder_is_given(
-    variables: dict[str, str], kept: str, tmp_path: Path
-) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nprintf %s "$XDG_CACHE_HOME" >"$(dirname "$0")/found"\nexit 1\n')
-    python.chmod(0o755)
-    inside = {name: value and f"{tmp_path}{value}" for name, value in variables.items()}
-    run(tmp_path, PART="launches", PYTHON=str(python), HOME=f"{tmp_path}/home", **inside)
-    assert (tmp_path / "found").read_text() == f"{tmp_path}/{kept}"
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -210,34 +184,12 @@ def test_a_log_leaves_out_the_tests_that_it_says_have_passed(tmp_path: Path) -> 
     assert "1 failed, 1 passed, 1 deselected" in done.stdout
 
 
-def test_launches_are_counted_once_for_the_same_code(machine: Machine) -> None:
-    for _ in range(2):
-        assert "12 operations" in machine.run(PART="launches").stdout
-    assert len(machine.calls("launches.py")) == 2  # with a draft model, and with a head
-    (machine.folder / "commit").write_text("another")
-    machine.run(PART="launches")
-    assert len(machine.calls("launches.py")) == 4
-
-
 @pytest.mark.parametrize("part", ["speed-1b", "speed-8b", "offload"])
 def test_a_whole_measurement_is_not_made_again(part: str, machine: Machine) -> None:
     machine.run(PART=part)
     (machine.folder / "whole").touch()
     assert machine.run(PART=part).returncode == 0
     assert len(machine.calls("-m benchmarks.serve")) == 1
-
-
-@pytest.mark.parametrize("part", ["first", "speed-1b", "speed-8b", "offload"])
-def test_no_engines_but_those_that_a_part_names_are_measured(part: str, machine: Machine) -> None:
-    machine.run(PART=part)
-    (call,) = machine.calls("-m benchmarks.serve")
-    named = options(call, "--chain")
-    drawn = ["3", "5", "8"] if part == "speed-1b" else []
-    for kind in ("probabilistic", "block"):
-        assert [each for each in named if kind in each] == [f"{kind}:{n}" for n in drawn]
-    assert not any("n-gram" in each for each in named)
-    together = 1 + len(named) + len(options(call, "--dyntree"))
-    assert option(call, "--side-by-side") == str(together)
 
 
 @pytest.mark.parametrize("gib", [H200, H100])
@@ -252,32 +204,11 @@ def test_the_engines_that_stand_side_by_side_leave_memory(
     assert {"--chain", "--dyntree"} <= {*call}
 
 
-def test_notes_say_what_the_installation_lacks(machine: Machine) -> None:
-    assert "vLLM is installed in full" in machine.run(PART="speed-1b").stdout
-    (machine.folder / "missing").write_text("DeepGEMM\n")
-    machine.run(PART="speed-1b")
-    _, call = machine.calls("-m benchmarks.serve")
-    assert "lacks DeepGEMM" in option(call, "--note")
-
-
-def test_a_first_part_that_began_late_still_gives_every_program_some_time(machine: Machine) -> None:
-    machine.run(PART="first", LIMIT="40")
-    (tokens,) = machine.calls("device_identity")
-    assert float(option(tokens, "--seconds")) == 30
-
-
 def test_seven_engines_of_8b_would_not_leave_it(machine: Machine) -> None:
     machine.run(PART="speed-8b", CHAINS="2 3 5 8")
     (call,) = machine.calls("-m benchmarks.serve")
     assert option(call, "--side-by-side") == "7"
     assert memory(call) > 0.9 * (H200 << 30)
-
-
-def test_one_engine_of_8b_of_each_kind_leaves_it(machine: Machine) -> None:
-    machine.run(PART="speed-8b", CHAINS="5", DRAWN="5", BUDGETS="32")
-    (call,) = machine.calls("-m benchmarks.serve")
-    assert options(call, "--chain") == ["5", "probabilistic:5", "block:5"]
-    assert memory(call) < 0.8 * (H200 << 30)
 
 
 def memory(call: list[str]) -> int:
@@ -289,32 +220,6 @@ def memory(call: list[str]) -> int:
     weights = 2 * shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
     cache = json.loads(option(call, "--engine-arguments"))["kv_cache_memory_bytes"]
     return int(option(call, "--side-by-side")) * (weights + cache + (2 << 30))
-
-
-def test_offloading_moves_every_layer_in_three_engines_and_in_no_others(machine: Machine) -> None:
-    machine.run(PART="offload")
-    (call,) = machine.calls("-m benchmarks.serve")
-    assert (option(call, "--side-by-side"), options(call, "--chain")) == ("3", ["5"])
-    (tree,) = options(call, "--dyntree")
-    assert json.loads(tree) == {"node_budget": 64}
-    given = json.loads(option(call, "--engine-arguments"))
-    assert (given["offload_group_size"], given["offload_num_in_group"]) == (1, 1)
-    assert option(call, "--output") == str(machine.out / "serve-gpu-offload.json")
-    machine.run(PART="speed-8b")
-    (_, other) = machine.calls("-m benchmarks.serve")
-    assert not any("offload" in name for name in json.loads(option(other, "--engine-arguments")))
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_kernels_are_checked_by_several_processes_where_pytest_can(
-    there: bool, machine: Machine
-) -> None:
-    if there:
-        (machine.folder / "has_xdist").touch()
-    machine.run("gpu_kernels.sh")
-    (checks,) = machine.calls("-m pytest")
-    assert ("--dist" in checks) == there
-    assert "--continue-on-collection-errors" in checks
 
 
 HIDING = """
@@ -368,8 +273,3 @@ def test_what_a_script_runs_is_there_and_does_something(script: str) -> None:
     files = re.findall(r"\b(?:tests|scripts|benchmarks)/[\w/*]+\.py\b", text)
     assert [file for file in files if not [*SCRIPTS.parent.glob(file)]] == []
     assert ours or files or script == "install.sh"
-
-
-def test_a_module_that_only_defines_does_not_run() -> None:
-    assert not runs("benchmarks.kernels.on_cpu")
-    assert not runs("benchmarks.not_there")
