@@ -6,20 +6,12 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import sabotage
-import workload
-from comparison import Outputs, accepted_per_step, mismatches
+from comparison import accepted_per_step
 from engine_process import Result
 
 pytestmark = pytest.mark.e2e
 
 Served = Callable[[str], Mapping[str, Result]]
-RUNS = workload.HEADS["head"][1]
-
-
-@pytest.mark.parametrize("name", sabotage.NAMES)
-def test_a_broken_mechanism_changes_tokens(name: str, served: Served, plain: Outputs) -> None:
-    found = mismatches(RUNS[name], served("head")[name], plain)
-    assert any(output.tokens != without.tokens for _, output, without in found)
 
 
 @pytest.mark.parametrize("name", sabotage.OF_HEADS)

@@ -227,7 +227,6 @@ LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "continued": CONTINUED,
             "max_model_len": TREE_RUNS["max_model_len"],
             "captured": TREE_RUNS["captured"],
-            **{name: FIXED_RUNS[name] for name in sabotage.NAMES},
         },
     ),
     "look-up in tensors": (without_draft(budget="fixed"), _IN_TENSORS),
@@ -279,7 +278,6 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "continued": CONTINUED,
             "max_model_len": TREE_RUNS["max_model_len"],
             "captured": TREE_RUNS["captured"],
-            **{name: FIXED_RUNS[name] for name in sabotage.NAMES},
             **{
                 name: Run(each_kind(range(32), max_tokens=24), sabotage=name)
                 for name in sabotage.OF_HEADS
@@ -321,7 +319,8 @@ other tokens."""
 
 SLOW_ENGINES = {
     *("every prompt", "draft alone", "uncoupled", "chain", "wide", "tight twin"),
-    *("look-up in tensors", "adaptive look-up", "tight look-up", "merged", "head in tensors"),
+    *("look-up in tensors", "adaptive look-up", "tight look-up", "head in tensors"),
+    *("pool", "merged"),
     *("head alone", "adaptive head", "tight head", "dyspec", "expansion"),
     "adaptive block chains",
 }

@@ -16,9 +16,11 @@ DEVICE = Path(__file__).parent / "device"
 CHECKS = sorted(path.stem for path in DEVICE.glob("check_*.py"))
 ATTENTION = {"check_attention"}
 """They have a process of their own, so that two can run at once."""
-SLOW = {"check_grafts", "check_growth_cases", "check_learn"}
+SLOW = {"check_grafts", "check_growth", "check_learn"}
 """Half a minute and more of the interpreter. Other checks run these kernels as parts of drafting
 and of steps."""
+OF_GROWTH = "usual or chained or told_apart"
+"""Names of the checks of growth that run always."""
 
 
 @pytest.mark.parametrize(
@@ -26,12 +28,13 @@ and of steps."""
     [
         pytest.param([*ATTENTION], id="attention"),
         pytest.param([name for name in CHECKS if name not in ATTENTION | SLOW], id="others"),
+        pytest.param(["check_growth", "-k", OF_GROWTH], id="growth"),
         pytest.param(sorted(SLOW), id="slow", marks=pytest.mark.slow),
     ],
 )
 def test_checks_pass(checks: list[str]) -> None:
     pytest.importorskip("triton", reason="these kernels are written in Triton")
-    files = [DEVICE / f"{name}.py" for name in checks]
-    done = pytest_interpreted(*files, interpret=not torch.cuda.is_available())
+    given = [str(DEVICE / f"{name}.py") if name in CHECKS else name for name in checks]
+    done = pytest_interpreted(*given, interpret=not torch.cuda.is_available())
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
