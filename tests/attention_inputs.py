@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
 from dyntree_kernels.ancestors import ancestor_bits, pack_bits, unpack_bits
+from dyntree_kernels.features import LayerFeatures
+from dyntree_kernels.reference import masked_attention
 
 
 def tree_mask(parents: list[int]) -> torch.Tensor:
@@ -81,3 +84,63 @@ def make_inputs(
         table=table,
         blocks=blocks,
     )
+
+
+@dataclass
+class AttentionCase:
+    """Requests over one layer's cache, which a kernel attends to. Slots that no row sees hold NaN.
+
+    ``masks`` bool [rows, columns], ``keys`` and ``values``, token-major and the context first, are
+    those of `Inputs`, one per request and on the host.
+    """
+
+    q: torch.Tensor
+    block_table: torch.Tensor
+    ctx_lens: torch.Tensor
+    qo_indptr: torch.Tensor
+    bits: torch.Tensor
+    features: LayerFeatures
+    masks: list[torch.Tensor] = field(repr=False)
+    keys: list[torch.Tensor] = field(repr=False)
+    values: list[torch.Tensor] = field(repr=False)
+
+    def attend(self, out: torch.Tensor, **options: object) -> None:
+        raise NotImplementedError
+
+    def broken(self, request: int, position: int, part: str, value: float) -> Self:
+        """Return the case with one element of each head's keys or values of a position ``value``.
+
+        ``part`` is "keys" or "values".
+        """
+        raise NotImplementedError
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+    def without_nan(self) -> None:
+        """Let slots that no row sees hold 0."""
+        for cache in self.caches:
+            cache.nan_to_num_()
+
+    def run(self, **options: object) -> torch.Tensor:
+        out = torch.full_like(self.q, torch.nan)
+        self.attend(out, **options)
+        return out
+
+    def rows(self, request: int) -> slice:
+        return slice(*self.qo_indptr[request : request + 2].tolist())
+
+    def expected(self) -> torch.Tensor:
+        """Return the oracle in float64; rows of requests without a tree are NaN."""
+        out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
+        for r, (mask, keys, values) in enumerate(
+            zip(self.masks, self.keys, self.values, strict=True)
+        ):
+            ctx = int(self.ctx_lens[r])
+            if ctx >= 0:
+                visible = torch.nn.functional.pad(mask, (ctx, 0), value=True)
+                rows = self.rows(r)
+                seen = (x.to(self.q.device) for x in (self.q[rows], keys, values, visible))
+                out[rows] = masked_attention(*seen, self.features).cpu()
+        return out

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
-from attention_inputs import make_inputs
+from attention_inputs import AttentionCase, make_inputs
 
-from dyntree_kernels.ancestors import unpack_bits
 from dyntree_kernels.cpu.attention import tree_attention
 from dyntree_kernels.cpu.layout import offsets
 from dyntree_kernels.features import LayerFeatures
-from dyntree_kernels.reference import masked_attention
 
 
 def empty_cache(
@@ -45,18 +44,10 @@ def write(
 
 
 @dataclass
-class Case:
-    """A batch of requests over one packed cache. Slots that the kernel must not read hold NaN."""
+class Case(AttentionCase):
+    """A batch of requests over one packed cache."""
 
     isa: str
-    features: LayerFeatures
-    q: torch.Tensor
-    keys: list[torch.Tensor]  # per request, token-major: context, then one row per tree column
-    values: list[torch.Tensor]
-    ctx_lens: torch.Tensor
-    qo_indptr: torch.Tensor
-    bits: torch.Tensor
-    block_table: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
 
@@ -64,27 +55,24 @@ class Case:
         size = self.key_cache.shape[2]
         return self.block_table[request, positions // size].long() * size + positions % size
 
-    def run(self) -> torch.Tensor:
-        out = torch.full_like(self.q, torch.nan)
-        self.attend(out)
-        return out
-
-    def attend(self, out: torch.Tensor) -> None:
+    def attend(self, out: torch.Tensor, **options: object) -> None:
         tree_attention(
             self.q, self.key_cache, self.value_cache, self.isa, self.block_table, self.ctx_lens,
             self.qo_indptr, self.bits, out, self.features,
         )  # fmt: skip
 
-    def expected(self) -> torch.Tensor:
-        out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
-        for r, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            ctx, rows = int(self.ctx_lens[r]), slice(*self.qo_indptr[r : r + 2].tolist())
-            if ctx < 0:
-                continue
-            seen = unpack_bits(self.bits[rows], keys.shape[0] - ctx)
-            mask = torch.nn.functional.pad(seen, (ctx, 0), value=True)
-            out[rows] = masked_attention(self.q[rows], keys, values, mask, self.features)
-        return out
+    def broken(self, request: int, position: int, part: str, value: float) -> Case:
+        kept = {"keys": self.keys[request], "values": self.values[request]}
+        row = {name: rows[position : position + 1].clone() for name, rows in kept.items()}
+        row[part][..., 3] = value
+        caches = self.key_cache.clone(), self.value_cache.clone()
+        slots = self.slots(torch.tensor([position]), request)
+        write(*caches, self.isa, slots, row["keys"], row["values"])
+        return dataclasses.replace(self, key_cache=caches[0], value_cache=caches[1])
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]:
+        return self.key_cache, self.value_cache
 
 
 def make_case(
@@ -115,6 +103,7 @@ def make_case(
         isa=isa,
         features=LayerFeatures(head_size**-0.5),
         q=made.q,
+        masks=masks,
         keys=made.keys,
         values=made.values,
         ctx_lens=torch.tensor(ctx_lens),

@@ -6,13 +6,14 @@ triton is imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from attention_inputs import make_inputs
+from attention_inputs import AttentionCase, make_inputs
 
 from dyntree_kernels.features import LayerFeatures
-from dyntree_kernels.reference import masked_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -38,19 +39,10 @@ def paged_layers(
 
 
 @dataclass
-class Case:
-    """Requests over one layer's cache. Slots that no row sees hold NaN."""
+class Case(AttentionCase):
+    """Requests over one layer's cache."""
 
-    q: torch.Tensor
     kv_cache: torch.Tensor
-    block_table: torch.Tensor
-    ctx_lens: torch.Tensor
-    qo_indptr: torch.Tensor
-    bits: torch.Tensor
-    features: LayerFeatures
-    masks: list[torch.Tensor] = field(repr=False)
-    keys: list[torch.Tensor] = field(repr=False)  # token-major, context before tree
-    values: list[torch.Tensor] = field(repr=False)
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
@@ -58,22 +50,21 @@ class Case:
             self.q, self.kv_cache, self.block_table, self.ctx_lens, self.qo_indptr, self.bits,
         )  # fmt: skip
 
-    def rows(self, request: int) -> slice:
-        return slice(*self.qo_indptr[request : request + 2].tolist())
+    def attend(self, out: torch.Tensor, **options: Any) -> None:
+        from dyntree_kernels.cuda.attention import tree_attention
 
-    def expected(self) -> torch.Tensor:
-        """Return the oracle in float64; rows of requests without a tree are NaN."""
-        out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
-        for r, (mask, keys, values) in enumerate(
-            zip(self.masks, self.keys, self.values, strict=True)
-        ):
-            ctx = int(self.ctx_lens[r])
-            if ctx >= 0:
-                visible = torch.nn.functional.pad(mask, (ctx, 0), value=True)
-                rows = self.rows(r)
-                seen = (x.to(DEVICE) for x in (self.q[rows], keys, values, visible))
-                out[rows] = masked_attention(*seen, self.features).cpu()
-        return out
+        rows = max(mask.shape[0] for mask in self.masks)
+        tree_attention(*self.arguments, out, self.features, max_rows=rows, **options)
+
+    def broken(self, request: int, position: int, part: str, value: float) -> Case:
+        cache, size = self.kv_cache.clone(), self.kv_cache.shape[2]
+        first = self.q.shape[2] * (part == "values")
+        cache[self.block_table[request, position // size], :, position % size, first + 3] = value
+        return dataclasses.replace(self, kv_cache=cache)
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]:
+        return (self.kv_cache,)
 
     def expected_lse(self) -> torch.Tensor:
         """Return the natural logarithms of the softmax denominators, float64 [T, H]."""

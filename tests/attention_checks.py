@@ -1,0 +1,169 @@
+"""Check on every device that tree attention is that of the oracles."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from attention_inputs import AttentionCase, draft_masks, tree_mask
+from tree_shapes import chain, random_tree, star
+
+from dyntree_kernels.features import LayerFeatures
+from dyntree_kernels.reference import path_attention
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def assert_matches(
+    case: AttentionCase, expected: torch.Tensor | None = None, **options: object
+) -> None:
+    """Compare with the oracle; ``expected`` is its result if the caller has it already."""
+    tolerance = TOLERANCE[case.q.dtype]
+    wanted = case.expected() if expected is None else expected
+    torch.testing.assert_close(
+        case.run(**options).double().cpu(), wanted, atol=tolerance, rtol=2 * tolerance,
+        equal_nan=True,
+    )  # fmt: skip
+
+
+def tree_batch(*nodes: int) -> list[torch.Tensor]:
+    return [tree_mask(random_tree(n, torch.Generator().manual_seed(n))) for n in nodes]
+
+
+class AttentionChecks:
+    """Tests of the ``kernel`` that runs the cases of ``make``.
+
+    ``layouts`` are arguments of ``make``, and ``ways`` options of the kernel, that hot spots are
+    tested with. ``few``: whether a run takes so long that there are fewer of them.
+    """
+
+    kernel: ClassVar[str]
+    make: ClassVar[Callable[..., AttentionCase]]
+    layouts: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
+    ways: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
+    contexts: ClassVar[Sequence[int]]
+    few: ClassVar[bool] = False
+
+    @pytest.mark.parametrize("nodes", [1, 2, 31, 32, 33, 63, 64, 65])
+    @pytest.mark.parametrize("build", ["random", "chain", "star"])
+    def test_every_node_sees_the_context_and_its_root_path(self, nodes: int, build: str) -> None:
+        g = torch.Generator().manual_seed(nodes)
+        tree = {"random": lambda n: random_tree(n, g), "chain": chain, "star": star}[build](nodes)
+        contexts = [*(self.contexts[nodes % 3 :: 3] if self.few else self.contexts)]
+        masks = [tree_mask(tree)] * len(contexts)
+        case = self.make(masks, contexts, kv_heads=1, head_size=32, seed=nodes)
+        out = case.run().cpu().double()
+        torch.testing.assert_close(out, case.expected(), atol=1e-5, rtol=1e-5)
+        for r in range(0, len(contexts), 2):
+            queries = case.q[case.rows(r)].cpu()
+            replay = path_attention(queries, case.keys[r], case.values[r], tree, case.features)
+            torch.testing.assert_close(out[case.rows(r)], replay, atol=1e-5, rtol=1e-5)
+
+    def test_draft_rows_ignore_the_columns_nobody_sees(self) -> None:
+        for layout in self.layouts:
+            case = self.make(draft_masks(), [40, 0, 63], **layout)
+            assert all(cache.isnan().any() for cache in case.caches)
+            for way in self.ways:
+                assert_matches(case, **way)
+
+    @pytest.mark.parametrize(
+        ("part", "value"),
+        [("keys", torch.nan), ("values", torch.nan), ("values", torch.inf), ("values", -torch.inf)],
+    )
+    def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(
+        self, part: str, value: float
+    ) -> None:
+        contexts = [50, 0]
+        places = [(0, 50), (0, 67), (0, 89), (1, 0), (1, 4), (0, 13)]
+        for layout in self.layouts:
+            case = self.make(tree_batch(40, 9), contexts, **layout)
+            for number, way in enumerate(self.ways):
+                whole = case.run(**way)
+                # Together the ways have every place.
+                for request, position in places[number :: 2 if self.few else 1]:
+                    out = case.broken(request, position, part, value).run(**way)
+                    node = position - contexts[request]
+                    sees = torch.zeros(len(whole), dtype=torch.bool)
+                    sees[case.rows(request)] = case.masks[request][:, node] if node >= 0 else True
+                    sees = sees.to(out.device)
+                    assert torch.equal(out[~sees], whole[~sees])
+                    assert not out[sees].isfinite().flatten(1).all(1).any()
+
+    def test_rows_that_see_nothing_get_zeros(self) -> None:
+        masks = [tree_mask(chain(5)), tree_mask(star(9)), tree_mask(chain(3))]
+        for way in self.ways:
+            case = self.make(masks, [0, 40, 0])
+            whole, bits = case.run(**way), case.bits.clone()
+            bits[:5] = 0
+            bits[15] = 0
+            out = dataclasses.replace(case, bits=bits).run(**way)
+            assert (out[:5] == 0).all()
+            assert (out[15] == 0).all()
+            assert torch.equal(out[5:14], whole[5:14])
+
+    def test_columns_beyond_the_block_table_are_not_looked_up(self) -> None:
+        case = self.make(draft_masks(), [40, 0, 63])
+        wide = torch.nn.functional.pad(case.bits, (0, 5))
+        assert torch.equal(dataclasses.replace(case, bits=wide).run(), case.run())
+
+    def test_positions_beyond_the_block_table_are_in_the_null_block(self) -> None:
+        masks = [tree_mask(chain(40)), tree_mask(chain(9)), tree_mask(chain(9))]
+        case = self.make(masks, [40, 70, 0], block_size=32)
+        case.without_nan()
+        narrow = case.block_table[:, :2].contiguous()
+        padded = torch.nn.functional.pad(narrow, (0, 1))
+        for way in self.ways:
+            found, with_null = (
+                dataclasses.replace(case, block_table=table).run(**way)
+                for table in (narrow, padded)
+            )
+            assert torch.equal(found, with_null)
+            assert not torch.equal(found, case.run(**way))
+
+    def test_requests_without_a_tree_are_left_untouched(self) -> None:
+        case = self.make([tree_mask(chain(n)) for n in (6, 3, 9)], [20, 30, 0])
+        for way in self.ways:
+            full, out = case.run(**way), torch.full_like(case.q, 7.0)
+            case.ctx_lens[1] = -1
+            case.attend(out, **way)
+            case.ctx_lens[1] = 30
+            assert (out[6:9] == 7.0).all()
+            assert torch.equal(out[:6], full[:6])
+            assert torch.equal(out[9:], full[9:])
+
+    def test_one_wrong_ancestor_bit_is_noticed(self) -> None:
+        nodes = 12 if self.few else 33
+        case = self.make(tree_batch(nodes), [20], kv_heads=1, head_size=32)
+        case.without_nan()
+        expected = case.expected()
+        for row in range(nodes):
+            bits, column = case.bits.clone(), row * 7 % nodes
+            bits[row, column // 32] ^= 1 << (column % 32)
+            if not bits[row].any():
+                continue
+            wrong = dataclasses.replace(case, bits=bits).run().double().cpu()
+            differs = ~torch.isclose(wrong, expected, atol=1e-5, rtol=1e-5).all(-1).all(-1)
+            assert differs.nonzero().flatten().tolist() == [row]
+
+    def test_equal_scores_give_the_mean_of_the_visible_values(self) -> None:
+        case = self.make(tree_batch(40, 9), [70, 0])
+        case.q.zero_()
+        assert_matches(case)
+
+    @pytest.mark.parametrize("large", [60.0, 3000.0])
+    def test_large_scores_do_not_overflow(self, large: float) -> None:
+        case = self.make([tree_mask(star(12))], [70])
+        case.q *= large
+        out = case.run().double().cpu()
+        torch.testing.assert_close(out, case.expected(), atol=1e-3, rtol=1e-3)
+
+    def test_features_that_a_kernel_does_not_serve_are_refused(self) -> None:
+        case = self.make([tree_mask(chain(3))], [5])
+        case.features = LayerFeatures(1.0, window=16, sinks=torch.zeros(4))
+        with pytest.raises(ValueError, match=f"'{self.kernel}' does not serve sinks, window"):
+            case.run()
+        with pytest.raises(ValueError, match="'reference' does not serve"):
+            case.expected()
