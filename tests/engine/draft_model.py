@@ -43,7 +43,7 @@ class Draft:
         self.arange_np = np.arange(MOST + 1, dtype=np.int32)
         self.arange_gpu = torch.from_numpy(self.arange_np)
         self.draft_is_prefilling = torch.zeros(MOST, dtype=torch.bool)
-        self.block_tables, self.attn_groups, self.kv_cache_config = BlockTables(), None, None
+        self.block_tables, self.attn_groups, self.kv_cache_config = BlockTables(), [], None
         g = torch.Generator().manual_seed(0)
         self.head = 2 * torch.randn(HIDDEN, VOCAB, generator=g)
         self.mix = torch.randn(6, HIDDEN, generator=g)

@@ -28,7 +28,10 @@ def test_the_dense_inputs_of_a_request_pose_the_same_problem(layout: str) -> Non
             )
         )
         assert bias.stride(-2) % 8 == 0
-        scores = torch.einsum("nhd,lhd->hnl", case.q[rows].cpu(), keys[0]) * case.scale + bias[0]
+        scores = (
+            torch.einsum("nhd,lhd->hnl", case.q[rows].cpu(), keys[0]) * case.features.scale
+            + bias[0]
+        )
         out = torch.einsum("hnl,lhd->nhd", scores.softmax(-1), values[0])
         torch.testing.assert_close(out.double(), expected[rows], atol=1e-5, rtol=1e-5)
 
@@ -39,5 +42,5 @@ def test_it_gives_what_the_oracle_does() -> None:
         pytest.skip("xFormers has no operators for the CPU")
     case = make_case(draft_masks(), [40, 0, 63], head_size=64, dtype=torch.float16)
     out = torch.full_like(case.q, torch.nan)
-    tree_attention(*case.arguments, out, case.scale)
+    tree_attention(*case.arguments, out, case.features)
     torch.testing.assert_close(out.double().cpu(), case.expected(), atol=2e-3, rtol=4e-3)

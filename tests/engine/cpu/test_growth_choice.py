@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from dyntree_plugin.engine.step.transfer import at_hand
 from growth_checks import CASE
 from growth_steps import VOCAB, Step
 
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
+from dyntree_plugin.engine.step.ops import at_hand
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.plan import TreePlan
