@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,18 @@ class BlockTables:
         return out[:, :rows]
 
 
+class Group:
+    """The attention of all of a draft's layers, as vLLM's `AttentionGroup`, which takes a mask."""
+
+    def __init__(self) -> None:
+        self.backend = self.kv_cache_spec = None
+        self.layer_names: list[str] = []
+        self.kv_cache_group_id = 0
+
+    def get_metadata_builder(self) -> Any:
+        return SimpleNamespace(takes_tree_mask=True)
+
+
 class Draft:
     """A draft model whose output depends on everything that a forward is given."""
 
@@ -43,7 +56,7 @@ class Draft:
         self.arange_np = np.arange(MOST + 1, dtype=np.int32)
         self.arange_gpu = torch.from_numpy(self.arange_np)
         self.draft_is_prefilling = torch.zeros(MOST, dtype=torch.bool)
-        self.block_tables, self.attn_groups, self.kv_cache_config = BlockTables(), [], None
+        self.block_tables, self.attn_groups, self.kv_cache_config = BlockTables(), [[Group()]], None
         g = torch.Generator().manual_seed(0)
         self.head = 2 * torch.randn(HIDDEN, VOCAB, generator=g)
         self.mix = torch.randn(6, HIDDEN, generator=g)
@@ -51,7 +64,7 @@ class Draft:
     def _run_model(
         self, ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any, _: Any
     ) -> torch.Tensor:
-        mask = metadata["model_specific_attn_metadata"]._mask
+        mask = metadata["attn_groups"][0][0].tree_mask
         width = metadata["max_query_len"]
         starts = metadata["query_start_loc_gpu"]
         assert starts.tolist() == [width * r for r in range(len(starts))]
