@@ -30,7 +30,7 @@ from dyntree_plugin.engine.telemetry.prometheus import TreeSpecDecodingProm  # n
 from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats  # noqa: E402
 from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
 from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
-from dyntree_plugin.tree.budget.plain_steps import FIRST_STEPS, PlainCost, PlainSteps  # noqa: E402
+from dyntree_plugin.tree.budget.plain_steps import FIRST_STEPS, PlainSteps, StepCosts  # noqa: E402
 
 PLAN = DynTreeOptions().resolve(16)
 SHAPE = PLAN.shape
@@ -72,7 +72,7 @@ class Step:
         self.found = report(self.trees, self.slots, self.walked)
         self.encoder = MsgpackEncoder()
         alone, behind, forwards = (0.003, 0.006), (0.004, 0.009), (0.002, 0.004)
-        cost = PlainCost((1, 16), 1024, alone, behind, (1, 1000), forwards)
+        cost = StepCosts((1, 16), 1024, alone, behind, (1, 1000), forwards, forwards, 1000)
         self.plain = PlainSteps(cost)
         for _ in range(FIRST_STEPS):
             self.count()

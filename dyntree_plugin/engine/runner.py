@@ -25,8 +25,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.admission.request_limits import wrap_seeds
-from dyntree_plugin.engine.budget.measured_rows import measure_rows
-from dyntree_plugin.engine.budget.plain_cost import measure
+from dyntree_plugin.engine.budget.step_costs import measure
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
 from dyntree_plugin.engine.fallback import chain_reason
@@ -221,9 +220,11 @@ class TreeRunnerMixin(TreeStage):
         began = time.monotonic()
         agree = get_tp_group().broadcast_object
         with self.measured_adapters():
-            self._plain_steps = PlainSteps(measure(self, agree))
-            if uses_adaptive_budget(self.vllm_config):
-                self.take_row_cost(measure_rows(self, agree))
+            adaptive = uses_adaptive_budget(self.vllm_config)
+            costs = measure(self, agree, closely=adaptive)
+        self._plain_steps = PlainSteps(costs)
+        if adaptive:
+            self.take_row_cost(RowCost(costs.rows, costs.with_head, costs.most_rows))
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 

@@ -60,7 +60,7 @@ class DynTreeOptions(BaseModel):
         default=None,
         description="adaptive chooses for each step how many nodes its trees verify and how many "
         "forwards draft the next ones, so that it makes the most tokens per second. It measures at "
-        "start-up what rows cost, in about 4 s, and corrects that while serving. fixed verifies "
+        "start-up what rows cost, in 4 to 8 s, and corrects that while serving. fixed verifies "
         "every tree whole. The output is the same either way.",
         json_schema_extra={
             "derived": "adaptive with growth topk and rule match; else only fixed is allowed"

@@ -25,14 +25,13 @@ def assumed_if(asked: bool) -> Iterator[None]:
 
     from dyntree_plugin.engine import runner
     from dyntree_plugin.engine.budget import by_tree
-    from dyntree_plugin.engine.budget.timed_steps import most_rows
     from dyntree_plugin.tree.budget.row_cost import RowCost
 
-    def assume(timed: Any, _: Any) -> RowCost:
-        return RowCost(ROWS, SECONDS, most_rows(timed))
+    def assume(_rows: Any, _seconds: Any, most: int) -> RowCost:
+        return RowCost(ROWS, SECONDS, most)
 
     with (
-        mock.patch.object(runner, "measure_rows", assume),
+        mock.patch.object(runner, "RowCost", assume),
         mock.patch.object(RowCost, "observe"),
         mock.patch.object(by_tree, "followed", lambda seconds, _: seconds),
     ):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dyntree_plugin.options.options import DynTreeOptions
-from dyntree_plugin.tree.budget.choice import Drafting, best_drafting
+from dyntree_plugin.tree.budget.choice import Choice, best_drafting
 from dyntree_plugin.tree.budget.row_cost import (
     LARGEST_SURPRISE,
     MEMORY,
@@ -68,7 +68,7 @@ def test_no_other_number_of_forwards_and_nodes_makes_more_tokens_per_second(
     sizes = (0, 1, 2, 4)
     worth[:, 0] = 0.0
 
-    def rate_of(choice: Drafting) -> float:
+    def rate_of(choice: Choice) -> float:
         rows = requests * (1 + choice.nodes)
         held = min(rows, len(seconds) - 1)
         took = seconds[held] * rows / held + forward * (1 + choice.forwards)
@@ -77,7 +77,7 @@ def test_no_other_number_of_forwards_and_nodes_makes_more_tokens_per_second(
     every = range(len(worth))
     for allowed in (None, every[-1:]):
         found = best_drafting(worth, requests, seconds, forward, sizes, allowed)
-        choices = [Drafting(f, n) for f in allowed or every for n in sizes]
+        choices = [Choice(f, n) for f in allowed or every for n in sizes]
         assert rate_of(found) == pytest.approx(max(map(rate_of, choices)))
 
 
@@ -85,13 +85,13 @@ def test_forwards_that_cost_more_are_fewer_and_trees_that_cost_too_much_are_none
     worth = np.array([[0, 0.6, 0.8], [0, 0.6, 1.1], [0, 0.6, 1.3]])
     seconds = 1 + 0.01 * np.arange(100)
 
-    def found(forward: float, requests: int = 1, row: float = 1.0) -> Drafting:
+    def found(forward: float, requests: int = 1, row: float = 1.0) -> Choice:
         return best_drafting(worth, requests, seconds**row, forward, (0, 1, 2))
 
-    assert found(0.01) == Drafting(2, 2)
-    assert found(0.15) == Drafting(1, 2)
-    assert found(0.5) == Drafting(0, 2)
-    assert found(0.5, requests=40, row=6.0) == Drafting(0, 0)
+    assert found(0.01) == Choice(2, 2)
+    assert found(0.15) == Choice(1, 2)
+    assert found(0.5) == Choice(0, 2)
+    assert found(0.5, requests=40, row=6.0) == Choice(0, 0)
 
 
 ROWS = (1, 2, 4, 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -21,7 +21,6 @@ class TimedRunner(Protocol):
     sampler: Any
     speculator: Any
     input_buffers: Any
-    parallel_config: Any
     trees: TreeStore
     clock: Clock
     max_num_reqs: int
@@ -33,39 +32,17 @@ class TimedRunner(Protocol):
     def _dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any: ...
 
 
-Agree = Callable[[float], float]
-"""Return the first rank's number on every rank: all ranks must run the same steps."""
+class Seconds(NamedTuple):
+    """Seconds of a step: with what follows the forward, and of the forward alone."""
 
-SLOW_STEP = 1.0
-"""Seconds of a step from which few are run at start-up, and each once. Offloaded weights take that
-long, and noise is small then."""
+    whole: float
+    forward: float
 
 
 def most_rows(runner: TimedRunner) -> int:
     """Return the rows of the largest decode step: a request's rows fit into its context."""
     of_request = min(runner.trees.shape.node_budget + 1, runner.max_model_len)
     return min(runner.max_num_reqs * of_request, runner.max_num_tokens)
-
-
-def over_few_rows(
-    runner: TimedRunner, agree: Agree, one: float, seconds: Callable[[int], float]
-) -> dict[int, float]:
-    """Return seconds by rows, ascending, from as few slow steps as tell what rows cost.
-
-    They are those of one row, which took ``one``, of one tree, and of the most that a step has,
-    unless that would probably take more than twice as long as one row. Then the line through the
-    first two has to do.
-    """
-    most = most_rows(runner)
-    tree = min(most, 1 + runner.trees.shape.node_budget)
-    found = {1: one}
-    if tree > 1:
-        found[tree] = seconds(tree)
-    if most > tree:
-        per_row = max(found[tree] - one, 0.0) / max(tree - 1, 1)
-        if agree(2 * one - found[tree] - per_row * (most - tree)) >= 0:
-            found[most] = seconds(most)
-    return found
 
 
 @contextmanager
@@ -83,7 +60,7 @@ def seconds_of(
     runner: TimedRunner,
     forward: Callable[[], torch.Tensor | None],
     sample: Callable[[torch.Tensor], object],
-) -> float:
+) -> Seconds:
     """Time one step: ``forward`` returns hidden states, ``sample`` takes them.
 
     Raises:
@@ -96,7 +73,9 @@ def seconds_of(
         raise RuntimeError("this worker does not hold the last layer of the model")
     with runner.clock("sample"):
         sample(hidden)
-    return sum(runner.clock.split().seconds().values())
+    spent = runner.clock.split().seconds()
+    whole = sum(spent.values())
+    return Seconds(whole, whole - spent["sample"])
 
 
 def sample_greedily(runner: TimedRunner, requests: int) -> None:

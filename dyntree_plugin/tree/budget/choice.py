@@ -33,8 +33,8 @@ def node_buckets(node_budget: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """A choice: draft ``forwards`` after the catch-up, and ``nodes`` that each tree verifies."""
+class Choice:
+    """Draft ``forwards`` after the catch-up, and ``nodes`` that each tree verifies."""
 
     forwards: int
     nodes: int
@@ -47,7 +47,7 @@ def best_drafting(
     forward_seconds: float,
     sizes: Sequence[int],
     forwards: range | None = None,
-) -> Drafting:
+) -> Choice:
     """Return the choice that makes the most tokens per second; of equals, the fewest forwards.
 
     Args:
@@ -67,7 +67,7 @@ def best_drafting(
     drafting = forward_seconds * np.arange(1 + first, 1 + end)
     rates = (1 + worth[first:end]) / (verifying + drafting[:, None])
     best, size = divmod(int(rates.argmax()), len(sizes))
-    return Drafting(first + best, sizes[size])
+    return Choice(first + best, sizes[size])
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,14 @@ move the estimate far."""
 
 
 @dataclass(frozen=True)
-class PlainCost:
-    """The measured seconds of the target's steps without trees, and of its forwards by rows.
+class StepCosts:
+    """The measured seconds of the target's plain steps, and of its steps by their rows.
 
     ``requests`` are ascending batch sizes. ``alone`` are the seconds of forward and sampler with
     one row per request and no context, and ``behind`` those with ``context`` tokens for each
-    request. ``rows`` ascend from 1, and ``forwards`` are the seconds of the forward alone over so
-    many rows without context. Values between the points lie on the lines through them.
+    request. ``rows`` ascend from 1; ``forwards`` and ``with_head`` are the seconds of the forward
+    over so many rows without context, alone and with the output head. A step has at most
+    ``most_rows``. Values between the points lie on the lines through them.
     """
 
     requests: tuple[int, ...]
@@ -40,6 +41,8 @@ class PlainCost:
     behind: tuple[float, ...]
     rows: tuple[int, ...]
     forwards: tuple[float, ...]
+    with_head: tuple[float, ...]
+    most_rows: int
 
     def seconds(self, requests: int, context: float) -> float:
         """Return the seconds of a step of so many requests with ``context`` tokens each."""
@@ -68,7 +71,7 @@ class PlainSteps:
     and step, however wrong the measurement was.
     """
 
-    def __init__(self, measured: PlainCost) -> None:
+    def __init__(self, measured: StepCosts) -> None:
         self._measured = measured
         self._most = measured.rows[-1]
         self._forward = np.interp(np.arange(self._most + 1), measured.rows, measured.forwards)
