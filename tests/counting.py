@@ -86,9 +86,7 @@ class Step:
 
     def add_up(self, counts: WorkerCounts) -> TreeSpecDecodingStats:
         stats = TreeSpecDecodingStats.of_step(SHAPE.node_budget, counts)
-        for row in range(self.requests):
-            stats.observe_tree(counts, row, ACCEPTED)
-        stats.observe_nodes(counts, dict.fromkeys(range(self.requests), ACCEPTED))
+        stats.observe_trees(counts, dict.fromkeys(range(self.requests), ACCEPTED))
         for tree, plain in counts.compared:
             stats.compare(tree, plain * self.requests * (1 + ACCEPTED))
         return stats

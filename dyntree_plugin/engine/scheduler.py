@@ -21,6 +21,7 @@ from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.scheduled import TreeGrammars
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
+from dyntree_plugin.engine.telemetry.sources import source_indices
 from dyntree_plugin.engine.telemetry.stats import DeliveredMetrics, TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import EMPTY_TREE
 from dyntree_plugin.tree.budget.choice import node_buckets
@@ -183,17 +184,16 @@ class TreeCounting(Scheduler):
         # vLLM also schedules draft tokens for a request with one prompt token left.
         if counts is None or not counts.decoding[row]:
             return
-        nodes = counts.nodes[row] if counts.nodes else 0
+        report = counts.report
+        nodes = 0 if report is None else int(report.verified[row])
         if nodes and isinstance(request.spec_decode_metrics, DeliveredMetrics):
             detailed = self.spec_decode_metrics_level == "detailed"
             request.spec_decode_metrics.count(nodes, accepted, detailed)
         if self._stats is None:
             return
-        self._stats.observe_tree(counts, row, accepted)
-        if nodes:
-            self._observed[row] = accepted
-        if accepted and request.sampling_params and request.sampling_params.stop:
-            path = counts.accepted_sources[row, :accepted]
+        self._observed[row] = accepted
+        if report and accepted and request.sampling_params and request.sampling_params.stop:
+            path = source_indices(report.accepted_kinds[row, :accepted])
             self._stats.paths[request.request_id] = path.tolist()  # sync: host memory
         reason = self._chain_reason or (None if nodes else EMPTY_TREE)
         if reason is not None:
@@ -210,8 +210,7 @@ class TreeCounting(Scheduler):
         self._stats = self._counts = None
         if stats is None or counts is None:
             return None
-        if self._observed:
-            stats.observe_nodes(counts, self._observed)
+        stats.observe_trees(counts, self._observed)
         self._delivered.append(self._tokens)
         for tree, plain in counts.compared:
             stats.compare(tree, plain * self._delivered.popleft())

@@ -24,6 +24,7 @@ from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
 
 FORWARDS, SIZES = 7, (0, 1, 2, 4, 8)
+VERIFIED: Any = ("a report",)
 
 
 class World:
@@ -81,7 +82,7 @@ class World:
         self.tokens += self.requests * (1 + table[forwards, SIZES.index(nodes)])
         counts = WorkerCounts(
             [True] * self.requests,
-            [nodes] * self.requests if nodes else [],
+            VERIFIED if nodes else None,
             worth=table.tolist(),
             growth_forwards=forwards if nodes else None,
             drafted=[(self.requests, 1 + forwards, self.forward * (1 + forwards))],
@@ -214,7 +215,7 @@ def test_steps_that_read_a_prompt_teach_a_scheduler_nothing(
     before = world.buckets[1], world.buckets.forwards
     for _ in range(50):
         world.now += 100.0
-        counts = WorkerCounts([True, False], [8, 0], worth=[[9.0] * 5] * 8, growth_forwards=7)
+        counts = WorkerCounts([True, False], VERIFIED, worth=[[9.0] * 5] * 8, growth_forwards=7)
         world.buckets.observe(counts, 500)
     assert (world.buckets[1], world.buckets.forwards) == before
 
@@ -230,7 +231,7 @@ def test_trees_that_no_forward_could_change_are_whole(
     for _ in range(100):
         world.now += 2.0
         counts = WorkerCounts(
-            [True], [8], worth=worth, growth_forwards=2, ended_early=ended_early,
+            [True], VERIFIED, worth=worth, growth_forwards=2, ended_early=ended_early,
             drafted=[(1, 3, 0.3)],
         )  # fmt: skip
         world.buckets.observe(counts, 9)

@@ -20,6 +20,7 @@ from vllm_cpu_runner import install
 
 install()  # must run before the runner's modules are imported
 
+from dyntree_kernels.contracts import BOTH, DRAFT, LOOK_UP, Report, report_width  # noqa: E402
 from dyntree_plugin.engine.budget.by_schedule import FORWARDS  # noqa: E402
 from dyntree_plugin.engine.patches import carry_tree_stats, log_drafts_alone  # noqa: E402
 from dyntree_plugin.engine.scheduler import TreeCounting  # noqa: E402
@@ -36,11 +37,17 @@ def worker_counts(
     look-up, of the draft, and of both.
     """
     decoding = [True] * max(2, len(nodes))
-    more.setdefault("accepted_sources", np.array([[1, 0, 2]] * len(nodes)).reshape(-1, 3))
-    at_depth = np.array([[n, 0.0, 0.0] for n in nodes]).reshape(-1, 3)
-    of_source = np.array([[n - 1.0, 1.0, 0.0] if n else [0.0] * 3 for n in nodes]).reshape(-1, 3)
-    sources = (of_source, of_source / 4)
-    return WorkerCounts(decoding, nodes, depths, moved, at_depth, at_depth / 4, *sources, **more)
+    if not nodes:
+        return WorkerCounts(decoding, **more)
+    numbers = np.zeros((len(nodes), report_width(0, 3, ranked=False)))
+    report = Report.of(numbers, 3)
+    report.verified[:], report.deepest[:], report.moved[:] = nodes, depths, moved
+    report.at_depth[:, 0] = nodes
+    report.of_kind[:, LOOK_UP] = np.minimum(nodes, 1)
+    report.of_kind[:, DRAFT] = nodes - report.of_kind[:, LOOK_UP]
+    report.expected[:], report.expected_of_kind[:] = report.at_depth / 4, report.of_kind / 4
+    report.accepted_kinds[:] = LOOK_UP, DRAFT, BOTH
+    return WorkerCounts(decoding, report, **more)
 
 
 class Counting(TreeCounting):
@@ -240,8 +247,7 @@ def test_the_counts_survive_vllms_stats_channel() -> None:
         carry_tree_stats()
         counts = worker_counts([5], [2], [1], pruned={"budget": 1})
         stats = TreeSpecDecodingStats.of_step(8, counts)
-        stats.observe_tree(counts, 0, accepted=1)
-        stats.observe_nodes(counts, {0: 1})
+        stats.observe_trees(counts, {0: 1})
         stats.fall_back("logits_processors")
         sent = MsgpackEncoder().encode(SchedulerStats(spec_decoding_stats=stats))
         got = MsgpackDecoder(SchedulerStats).decode(sent).spec_decoding_stats
@@ -260,7 +266,7 @@ def test_vllms_log_line_is_of_steps_with_drafts_alone() -> None:
     assert said == []
     counts = worker_counts([2], [1], [0])
     stats = TreeSpecDecodingStats.of_step(8, counts)
-    stats.observe_tree(counts, 0, accepted=1)
+    stats.observe_trees(counts, {0: 1})
     log.observe(stats)
     log.log(lambda *line: said.append(line))
     assert [line[1] for line in said] == [2.0]

@@ -19,6 +19,7 @@ from dyntree_plugin.engine.step.count import report  # noqa: E402
 from dyntree_plugin.engine.step.ops import Arrival, at_hand  # noqa: E402
 from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts  # noqa: E402
+from dyntree_plugin.engine.telemetry.sources import by_source, source_indices  # noqa: E402
 from dyntree_plugin.engine.telemetry.step_record import StepRecord, StepTimes  # noqa: E402
 from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 
@@ -84,16 +85,19 @@ def record_of(
 
 def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     counts = record_of(trees, verification([[1, 2, 3], [0, -1, -1]], [4, 2])).counts()
-    assert counts.nodes == [4, 2]
-    assert counts.depths == [3, 2]
-    assert counts.at_depth.tolist() == [[2, 1, 1], [1, 1, 0]]
-    assert counts.expected == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
+    found = counts.report
+    assert found is not None
+    assert found.verified.tolist() == [4, 2]
+    assert found.deepest.tolist() == [3, 2]
+    assert found.at_depth.tolist() == [[2, 1, 1], [1, 1, 0]]
+    assert found.expected == pytest.approx(np.array([[0.5 + 0.5, 0.25, 0.125], [1.0, 0.5, 0.0]]))
     # The sources are draft, look-up and both; of the path only node 3 is the draft's.
-    assert counts.of_source.tolist() == [[2, 2, 0], [0, 1, 1]]
-    assert counts.accepted_sources.tolist() == [[1, 1, 0], [2, -1, -1]]
-    assert counts.expected_of_source == pytest.approx(np.array([[0.625, 0.75, 0], [0, 0.5, 1.0]]))
+    assert by_source(found.of_kind) == {"draft": 2, "look_up": 3, "both": 1}
+    assert source_indices(found.accepted_kinds).tolist() == [[1, 1, 0], [2, -1, -1]]
+    expected = {"draft": 0.625, "look_up": 1.25, "both": 1.0}
+    assert by_source(found.expected_of_kind) == pytest.approx(expected)
     # Nodes 1, 2, 3 move to the places of nodes 0, 1, 2. Node 0 of the other tree stays in place.
-    assert counts.moved == [3, 0]
+    assert found.moved.tolist() == [3, 0]
     # Of 20 candidates, 7 were kept, and one of these was not scheduled.
     assert counts.pruned == {"budget": 13, "scheduler": 1}
 
@@ -101,7 +105,7 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
 def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
     counts = record_of(trees, prefilling=np.array([True, False])).counts()
     assert counts.decoding == [False, True]
-    assert counts.nodes == counts.depths == counts.moved == [] == [*counts.at_depth.flat]
+    assert counts.report is None
     assert counts.pruned == {"budget": 8, "scheduler": 2}
 
 
@@ -203,7 +207,7 @@ def test_times_come_with_the_counts_of_a_later_step_where_a_device_lags(trees: T
 
     first, second, third = Late(target=0.02), Late(target=9.0), Late(target=0.03)
     counts = fetch(first)
-    assert counts.nodes == [4, 2]
+    assert counts.report is not None
     assert (counts.stage_seconds, counts.compared) == ({}, [])
     first.finished = True
     counts = fetch(second, prompt=True)
@@ -231,9 +235,12 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
         0  # the next trees overwrite these
     )
     assert record.counts() == expected
-    for name in ("at_depth", "expected", "of_source", "expected_of_source", "accepted_sources"):
-        assert getattr(expected, name).any()
-        assert np.array_equal(getattr(record.counts(), name), getattr(expected, name))
+    noted, again = expected.report, record.counts().report
+    assert noted is not None
+    assert again is not None
+    for name in ("verified", "at_depth", "expected", "of_kind", "accepted_kinds"):
+        assert getattr(noted, name).any()
+        assert np.array_equal(getattr(again, name), getattr(noted, name))
     assert len(sent) == 1
 
 
@@ -252,7 +259,7 @@ def test_a_step_that_no_tree_waited_for_counts_none(budget: str) -> None:
     record.sampled(batch(DECODING), None, plan, False, None)
     record.send(at_hand)
     counts = record.counts()
-    assert (counts.nodes, counts.worth, counts.growth_forwards) == ([], [], None)
+    assert (counts.report, counts.worth, counts.growth_forwards) == (None, [], None)
     assert counts.decoding == [True, True]
     assert {*counts.pruned.values()} == {0}
 

@@ -84,7 +84,7 @@ class NodeBuckets:
         self._came = now if decoding else None
         if not decoding:
             return
-        if counts.worth and counts.nodes and counts.growth_forwards is not None:
+        if counts.worth and counts.report and counts.growth_forwards is not None:
             known = len(counts.worth) if counts.ended_early else counts.growth_forwards + 1
             seen = np.asarray(counts.worth)[:known, self._offered]
             self._worth.observe(seen, len(counts.decoding))

@@ -18,9 +18,10 @@ _INDEX = np.array([*(SOURCES.index(SOURCE_OF[kind]) for kind in range(KINDS)), -
 _OF_KIND = np.array([[SOURCE_OF[kind] == name for name in SOURCES] for kind in range(KINDS)], float)
 
 
-def by_source(of_kind: np.ndarray) -> np.ndarray:
-    """Add up columns by kind [R, KINDS] to columns by source, in the order of `SOURCES`."""
-    return of_kind @ _OF_KIND  # type: ignore[no-any-return]
+def by_source(of_kind: np.ndarray) -> dict[str, float]:
+    """Add up the numbers of R trees by kind, [R, KINDS], to totals by source."""
+    totals = of_kind.sum(axis=0) @ _OF_KIND
+    return dict(zip(SOURCES, totals.tolist(), strict=True))  # sync: host memory
 
 
 def source_indices(kinds: np.ndarray) -> np.ndarray:

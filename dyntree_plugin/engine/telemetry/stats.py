@@ -11,6 +11,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.engine.step.clock import PLAIN, TREE
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
+from dyntree_plugin.engine.telemetry.sources import by_source, source_indices
 from dyntree_plugin.tree.step import SOURCES
 
 
@@ -53,14 +54,10 @@ class TreeSpecDecodingStats(SpecDecodingStats):
         cls, num_spec_tokens: int, counts: WorkerCounts, grammar_seconds: Sequence[float] = ()
     ) -> TreeSpecDecodingStats:
         """What the worker has counted of the step as a whole, and the scheduler's own times."""
-        levels = counts.at_depth.shape[1]
         return cls(
             num_spec_tokens,
             num_accepted_tokens_per_pos=[0] * num_spec_tokens,
             num_draft_tokens_per_pos=[0] * num_spec_tokens,
-            nodes_by_depth=[0] * levels,
-            accepted_by_depth=[0] * levels,
-            estimated_by_depth=[0.0] * levels,
             pruned=counts.pruned,
             draft_forwards=counts.draft_forwards,
             node_budget=counts.node_budget,
@@ -68,32 +65,32 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             grammar_seconds=[*grammar_seconds],
         )
 
-    def observe_tree(self, counts: WorkerCounts, row: int, accepted: int) -> int:
-        """Count the step of the decoding request in ``row``; the nodes that were verified, without
-        which it has decoded plainly."""
-        nodes = counts.nodes[row] if counts.nodes else 0
-        if nodes:
-            self.observe_draft(num_draft_tokens=nodes, num_accepted_tokens=accepted)
-            self.kv_moved += counts.moved[row]
-        self.tree_nodes.append(nodes)
-        self.tree_depths.append(counts.depths[row] if nodes else 0)
-        self.accepted_paths.append(accepted)
-        return nodes
-
-    def observe_nodes(self, counts: WorkerCounts, accepted: Mapping[int, int]) -> None:
-        """Count the nodes of trees by depth and by source, from the ``accepted`` nodes by row."""
-        rows, levels = [*accepted], np.arange(counts.accepted_sources.shape[1])
-        delivered = levels < np.array([*accepted.values()])[:, None]
-        sources = np.where(delivered, counts.accepted_sources[rows], -1)
+    def observe_trees(self, counts: WorkerCounts, accepted: Mapping[int, int]) -> None:
+        """Count the steps of the decoding requests in rows of the batch, each with its ``accepted``
+        nodes. A request without a node to verify has decoded plainly."""
+        rows, self.accepted_paths = [*accepted], [*accepted.values()]
+        report = counts.report
+        if report is None:
+            self.tree_nodes, self.tree_depths = [0] * len(rows), [0] * len(rows)
+            return
+        self.tree_nodes = report.verified[rows].astype(int).tolist()  # sync: host memory
+        self.tree_depths = report.deepest[rows].astype(int).tolist()  # sync: host memory
+        self.kv_moved = int(report.moved[rows].sum())
+        for nodes, path in zip(self.tree_nodes, self.accepted_paths, strict=True):
+            if nodes:
+                self.observe_draft(num_draft_tokens=nodes, num_accepted_tokens=path)
+        levels = np.arange(report.accepted_kinds.shape[1])
+        delivered = levels < np.array(self.accepted_paths)[:, None]
+        sources = np.where(delivered, source_indices(report.accepted_kinds[rows]), -1)
         self.accepted_by_depth = delivered.sum(axis=0).tolist()  # sync: host memory
         self.accepted_by_source = {
             name: int((sources == place).sum()) for place, name in enumerate(SOURCES)
         }
-        nodes = counts.at_depth[rows].sum(axis=0).tolist()  # sync: host memory
-        self.nodes_by_depth = [int(real) for real in nodes]
-        self.estimated_by_depth = counts.expected[rows].sum(axis=0).tolist()  # sync: host memory
-        self.nodes_by_source = _by_source(counts.of_source, rows)
-        self.estimated_by_source = _by_source(counts.expected_of_source, rows)
+        by_depth = report.at_depth[rows].sum(axis=0).astype(int)
+        self.nodes_by_depth = by_depth.tolist()  # sync: host memory
+        self.estimated_by_depth = report.expected[rows].sum(axis=0).tolist()  # sync: host memory
+        self.nodes_by_source = by_source(report.of_kind[rows])
+        self.estimated_by_source = by_source(report.expected_of_kind[rows])
 
     def cut(self, request_id: str, surplus: int) -> None:
         """Take back the last ``surplus`` accepted nodes of a request, which were not delivered."""
@@ -127,9 +124,3 @@ class DeliveredMetrics(RequestSpecDecodeMetrics):
         """Leave out what vLLM counts: slots for nodes, and what it later cuts off at the end."""
 
     count = RequestSpecDecodeMetrics.observe
-
-
-def _by_source(columns: np.ndarray, rows: list[int]) -> dict[str, float]:
-    """Add up some rows of ``columns`` [R, sources]."""
-    sums = columns[rows].sum(axis=0).tolist()  # sync: host memory
-    return dict(zip(SOURCES, sums, strict=True))

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from dyntree_kernels.contracts import Report
+from dyntree_kernels.contracts import Report, report_width
 from dyntree_plugin.engine.step.clock import DRAFTING, Measured, StageTimes
 from dyntree_plugin.engine.step.ops import Arrival, Send
 from dyntree_plugin.engine.telemetry.counts import ATTRIBUTE, WorkerCounts
-from dyntree_plugin.engine.telemetry.sources import by_source, source_indices
 from dyntree_plugin.metrics.names import BUDGET, SCHEDULER
 from dyntree_plugin.tree.budget.choice import node_buckets
 from dyntree_plugin.tree.budget.worth import worth_by_forwards
@@ -41,24 +40,19 @@ class StepRecord:
         chooses the budget, so it must know what trees are worth."""
         self._plain_steps = plain_steps
         self._weighs_trees = weighs_trees
-        self._row_cost: RowCost | None = None
-        self._fewest_forwards = 0
+        self._counts = WorkerCounts()
         self._plan: TreePlan | None = None
         self._decoding = np.zeros(0, dtype=bool)
         self._context = 0.0
         self._rows = 0
-        self._node_budget = 0
         self._report: torch.Tensor | None = None
         self._verified = False
-        self._growth_forwards: int | None = 0
-        self._ended_early = False
         self._arrival: Arrival | None = None
-        self._draft_forwards = 0
         self.times: StageTimes = Measured({})
 
     def introduce(self, row_cost: RowCost, fewest_forwards: int) -> None:
         """Carry what the scheduler must know before it chooses; with the first step."""
-        self._row_cost, self._fewest_forwards = row_cost, fewest_forwards
+        self._counts.row_cost, self._counts.fewest_forwards = row_cost, fewest_forwards
 
     def sampled(
         self,
@@ -79,61 +73,45 @@ class StepRecord:
         self._decoding = ~batch.is_prefilling_np[requests]
         self._context = float(batch.num_computed_tokens_np[requests].mean())
         self._rows = batch.num_tokens
-        drafts = batch.num_draft_tokens_per_req
-        self._node_budget = plan.shape.node_budget
+        counts, drafts = self._counts, batch.num_draft_tokens_per_req
+        counts.decoding = self._decoding.tolist()  # sync: host memory
+        counts.node_budget = plan.shape.node_budget
         if plan.budget == "adaptive":
-            self._node_budget = 0 if drafts is None else int(drafts.max())
-        self._plan = plan
-        self._report, self._verified = found, verified
-        self._growth_forwards, self._ended_early = growth_forwards, ended_early
+            counts.node_budget = 0 if drafts is None else int(drafts.max())
+        counts.growth_forwards, counts.ended_early = growth_forwards, ended_early
+        self._plan, self._report, self._verified = plan, found, verified
 
     def send(self, send: Send) -> None:
         """Copy the report to the host."""
         self._arrival = None if self._report is None else send(self._report)
 
     def ended(self, draft_forwards: int, times: StageTimes) -> None:
-        self._draft_forwards, self.times = draft_forwards, times
+        self._counts.draft_forwards, self.times = draft_forwards, times
 
     def counts(self) -> WorkerCounts:
         """Return what was noted, without times; waits for the copy that `send` began."""
-        found: dict[str, Any] = {"pruned": {BUDGET: 0, SCHEDULER: 0}}
+        counts = self._counts
         if self._arrival is not None and self._plan is not None:
+            levels = self._plan.shape.max_depth
             numbers = self._arrival().numpy()  # sync: it has arrived
-            report = Report.of(numbers, self._plan.shape.max_depth)
+            report = Report.of(numbers, levels)
             judged = self._judged
-            found = {"pruned": self._pruned(report, judged), "worth": self._worth(report, judged)}
+            counts.pruned, counts.worth = self._pruned(report, judged), self._worth(report, judged)
             if self._verified:
-                found |= {
-                    "nodes": _whole(report.verified),
-                    "depths": _whole(report.deepest),
-                    "moved": _whole(report.moved),
-                    "at_depth": report.at_depth.copy(),
-                    "expected": report.expected.copy(),
-                    "of_source": by_source(report.of_kind),
-                    "expected_of_source": by_source(report.expected_of_kind),
-                    "accepted_sources": source_indices(report.accepted_kinds),
-                }
-        return WorkerCounts(
-            self._decoding.tolist(),  # sync: host memory
-            draft_forwards=self._draft_forwards,
-            node_budget=self._node_budget,
-            growth_forwards=self._growth_forwards,
-            ended_early=self._ended_early,
-            row_cost=self._row_cost,
-            fewest_forwards=self._fewest_forwards,
-            **found,
-        )
+                width = report_width(0, levels, ranked=False)
+                counts.report = Report.of(numbers[:, :width].copy(), levels)
+        return counts
 
     @property
     def _judged(self) -> np.ndarray:
         """Whether a request's tree waited for this step; else its slot holds an earlier one."""
-        judged: np.ndarray = self._decoding & (self._growth_forwards is not None)
+        judged: np.ndarray = self._decoding & (self._counts.growth_forwards is not None)
         return judged
 
     def _pruned(self, report: Report, judged: np.ndarray) -> dict[str, int]:
         offered = report.admitted
         if self._weighs_trees:  # The scheduler sized all trees alike.
-            offered = np.minimum(offered, self._node_budget)
+            offered = np.minimum(offered, self._counts.node_budget)
         by_budget, by_scheduler = (
             judged @ (report.grown - offered),
             judged @ (offered - report.verified),
@@ -161,7 +139,7 @@ class StepRecord:
         if not (seconds and self._decoding.all()):
             return []
         # Without a draft model, look-up takes the place of one forward.
-        return [(len(self._decoding), max(self._draft_forwards, 1), seconds)]
+        return [(len(self._decoding), max(self._counts.draft_forwards, 1), seconds)]
 
     def compare(self, spent: dict[str, float]) -> tuple[float, float]:
         """Return an entry of ``compared`` for a step that spent so much on its stages."""
@@ -173,10 +151,6 @@ class StepRecord:
         if step is None:
             return 0.0, 0.0
         return sum(spent.values()), step / requests
-
-
-def _whole(column: np.ndarray) -> list[int]:
-    return column.astype(int).tolist()  # type: ignore[no-any-return]  # sync: host memory
 
 
 class StepTimes:
