@@ -192,7 +192,10 @@ def chain_steps(match: Sequence[bool], chain: int) -> int:
 
 
 def steps_of_chains(match: Sequence[Sequence[bool]]) -> int:
-    """As `chain_steps`, where `match` says it for the first, second, ... token of a chain."""
+    """Target steps for a text, of chains with as many tokens as `match` has lists.
+
+    The n-th list says where the n-th token of a chain that starts there was right.
+    """
     steps = position = 0
     while position < len(match[0]):
         accepted = 0

@@ -79,7 +79,7 @@ SPECULATION_REFUSALS = (
         "rejection_sample_method",
         lambda s: s.rejection_sample_method,
         lambda method: method != "standard",
-        "a tree is verified by matching the target's own samples; leave it at 'standard'",
+        "a tree is verified by matching the target's samples; leave it at 'standard'",
     ),
     Refusal(
         "draft_sample_method",
@@ -91,7 +91,7 @@ SPECULATION_REFUSALS = (
         "kv_cache_dtype",
         lambda s: s.kv_cache_dtype,
         lambda dtype: dtype not in (None, "auto"),
-        "tree attention reads the cache in the model's own type; leave it out",
+        "tree attention reads the cache in the model's type; leave it out",
     ),
 )
 """Checks of ``SpeculativeConfig``."""
@@ -228,7 +228,7 @@ ENGINE_REFUSALS = (
         "kv_cache_dtype (cache, model)",
         lambda c: (c.cache_config.cache_dtype, dtype_of(c.model_config)),
         lambda dtypes: dtypes[0] not in ("auto", dtypes[1]),
-        "tree attention reads the cache in the model's own type; leave it at 'auto'",
+        "tree attention reads the cache in the model's type; leave it at 'auto'",
     ),
     Refusal(
         "kv_sharing_fast_prefill",
@@ -246,7 +246,7 @@ ENGINE_REFUSALS = (
         "enable_trace_replay",
         lambda c: c.model_config.enable_trace_replay,
         bool,
-        "a tree is verified by the target's own samples; leave it out",
+        "a tree is verified by the target's samples; leave it out",
     ),
     Refusal(
         "return_sampling_mask",

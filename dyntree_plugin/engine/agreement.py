@@ -55,7 +55,7 @@ def trees_of(vllm_config: VllmConfig) -> dict[str, Any]:
 def differences(told: Sequence[Mapping[str, Any]]) -> list[str]:
     """Describe every name whose values differ from rank to rank.
 
-    ``told``: what the ranks said, in order of rank.
+    ``told``: what the ranks sent, in order of rank.
     """
     names = dict.fromkeys(name for one in told for name in one)
     values = {name: [one.get(name) for one in told] for name in names}

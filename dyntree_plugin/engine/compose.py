@@ -68,7 +68,7 @@ class Composer:
             chained=self.chained,
             pays=self.ops.pays,
         )
-        # Rules that read draws know the law that they were drawn from, which must stay the draft's.
+        # Rules that read draws know the distribution of the draws, which must stay the draft's.
         ranked = source is not None and not plan.reads_draws
         return Drafter(
             stages,

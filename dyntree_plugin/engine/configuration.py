@@ -152,7 +152,7 @@ def choose_scheduler(vllm_config: VllmConfig) -> None:
 def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:
     """Let the scheduler choose how many nodes of each tree a step verifies.
 
-    vLLM's own schedule of draft tokens by batch size gets every possible size. vLLM captures CUDA
+    vLLM's schedule of draft tokens by batch size gets every possible size. vLLM captures CUDA
     graphs for these sizes, and the plugin's scheduler chooses among them.
     """
     from vllm.logger import init_logger

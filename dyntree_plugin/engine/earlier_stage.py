@@ -27,7 +27,7 @@ class EarlierStage(TreeStage):
         self.trees = PlacedTrees(self.max_num_reqs, self.plan.shape.node_budget, device)
 
     def measure_costs(self) -> None:
-        """Do nothing: the last stage measures its own part, and learns the whole while serving."""
+        """Do nothing: the last stage measures its part, and learns the whole while serving."""
 
     def update_pp_decode_requests(self) -> None:
         """Take what an earlier step of the requests decided; vLLM calls it before every step."""

@@ -28,7 +28,7 @@ def has_custom_processors(model_config: ModelConfig) -> bool:
 
 
 def chain_bytes(model_config: ModelConfig, shape: TreeShape) -> int:
-    """Return the bytes of one request's logits if every row of its tree is a chain of its own."""
+    """Return the bytes of one request's logits if every row of its tree is a separate chain."""
     rows = (shape.node_budget + 1) * (shape.max_depth + 1)
     return 4 * rows * int(model_config.get_vocab_size())
 
@@ -37,7 +37,7 @@ def chain_reason(model_config: ModelConfig, shape: TreeShape) -> str | None:
     """Return why requests are drafted with chains, or None if they have trees.
 
     Custom logits processors read the preceding rows as the preceding tokens. So every row of a tree
-    is given to them as a chain of its own, unless that would take too much memory.
+    is given to them as a separate chain, unless that would take too much memory.
     """
     too_large = chain_bytes(model_config, shape) > MAX_CHUNK_BYTES
     return LOGITS_PROCESSORS if too_large and has_custom_processors(model_config) else None

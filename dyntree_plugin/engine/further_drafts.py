@@ -25,7 +25,7 @@ class FurtherDraft:
     def __init__(
         self, model: nn.Module, vllm_config: VllmConfig, hidden_size: int, vocab_size: int
     ) -> None:
-        """``vllm_config`` is the engine's own, which knows the attention layers of all models."""
+        """``vllm_config`` is the engine's, which knows the attention layers of all models."""
         self.model = model
         self.vllm_config = vllm_config
         self.hidden_size = hidden_size

@@ -26,9 +26,9 @@ def on_device() -> Iterator[None]:
 
 
 def keep_draft_on_device(runner: Any) -> None:
-    """Have vLLM's own speculator load its draft so, if the ``runner`` has one.
+    """Have vLLM's speculator load its draft on the device, if the ``runner`` has one.
 
-    Chains that trees are compared with then start, and draft as fast.
+    Needed to compare trees with vLLM's chains: otherwise these do not start, or draft more slowly.
     """
     speculator = runner.speculator
     if hasattr(speculator, "load_draft_model"):

@@ -38,7 +38,7 @@ _making_trees = ContextVar("the configuration being made has dyntree options", d
 def add_flag() -> None:
     """Add ``--dyntree``, which fills ``additional_config``: ``EngineArgs.add_cli_args``.
 
-    Why: vLLM has no hook for a plugin's own flags, but loads plugins before it builds its parser.
+    Why: vLLM has no hook for a plugin's flags, but loads plugins before it builds its parser.
     Remove when vLLM lets plugins add arguments.
     """
     from vllm.engine.arg_utils import EngineArgs
@@ -223,7 +223,7 @@ def admit_sampling_parameters() -> None:
     """Allow min-p and logit bias with trees: ``SamplingParams._validate_spec_decode``.
 
     Why: vLLM refuses them with any speculation, because its rejection sampler cannot serve them.
-    Matching the target's own samples serves them exactly. Remove when vLLM looks at the rule in
+    Matching the target's samples serves them exactly. Remove when vLLM looks at the rule in
     use.
     """
     from vllm.sampling_params import SamplingParams

@@ -60,7 +60,7 @@ from dyntree_plugin.tree.value import AcceptanceEstimate
 
 Verify = Callable[[torch.Tensor, InputBatch, torch.Tensor | None], SamplerOutput]
 
-# vLLM shows only what is logged below the name of its own package.
+# vLLM shows only what is logged below the name of its package.
 logger = init_logger("vllm.dyntree")
 
 
@@ -284,7 +284,7 @@ class TreeRunnerMixin(TreeStage):
         if self.relay is not None:
             walked = self.step.verified
             self.relay.send(batch, None if walked is None else walked.path, self.trees)
-        # With structured output vLLM hands the drafts to the scheduler, and it needs trees.
+        # With structured output vLLM sends the drafts to the scheduler, and it needs trees.
         outline = batch.has_structured_output_reqs
         if outline:
             parents = self.trees.parents_of(batch.idx_mapping)

@@ -101,7 +101,7 @@ class TreeProposals(BaseSpeculator):
     def rehearse(
         self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
     ) -> None:
-        """Run what takes memory or has to be compiled, in vLLM's own rehearsals.
+        """Run what takes memory or has to be compiled, in vLLM's rehearsals.
 
         ``hidden``: the target's hidden states. ``most_logits``: with as many logits as there ever
         are, for vLLM's profile of memory.

@@ -17,7 +17,7 @@ from dyntree_plugin.engine.configuration import further_drafts
 from dyntree_plugin.engine.layer_kinds import LayerKind
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
 
-# vLLM shows only what is logged below the name of its own package.
+# vLLM shows only what is logged below the name of its package.
 logger = init_logger("vllm.dyntree")
 
 

@@ -36,7 +36,7 @@ class DecideBlocks(Protocol):
         Requests at a temperature above 0 have chains. The sixth column of ``rows.requests`` has the
         bits of the temperature, a float32. ``rows.sampled`` gets the accepted tokens of each chain
         and the one after them, each at the row that it is emitted from. ``rows.forbidden``, which
-        must not be None, gets the node behind the last accepted one. A chain whose first node is
+        must not be None, gets the node after the last accepted one. A chain whose first node is
         forbidden is not verified. Nothing else changes.
 
         ``logits`` [L, V], any float: the target's, after temperature, top-k and penalties.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 _WHOLE_CONTEXT = "tree attention sees the whole context; use a model without"
-_OWN_TYPE = "tree attention reads the cache in the model's own type; leave it at 'auto'"
+_OWN_TYPE = "tree attention reads the cache in the model's type; leave it at 'auto'"
 
 ADVICE: Mapping[str, str] = {
     "window": f"{_WHOLE_CONTEXT} a window, or --disable-sliding-window, which limits the context "

@@ -13,7 +13,7 @@ import torch
 
 
 class Paths(NamedTuple):
-    """Tokens between the last committed token of a request and each of M rows, the row's own too.
+    """Tokens after the last committed token of a request up to each of M rows, the row's included.
 
     ``tokens`` int32 [M, D]: from the root's child down; what is after ``lengths`` means nothing.
     ``lengths`` int32 [M]: 0 for a root.

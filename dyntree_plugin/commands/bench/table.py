@@ -1,4 +1,4 @@
-"""A result as tables in Markdown, for docs/results.md, and what all tables say."""
+"""A result as tables in Markdown, for the pages, and what all tables say."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dyntree_kernels.cuda.flashinfer_variant import Variant
 
-# vLLM shows only what is logged below the name of its own package.
+# vLLM shows only what is logged below the name of its package.
 logger = init_logger("vllm.dyntree")
 
 

@@ -23,7 +23,7 @@ from dyntree_plugin.engine.attention.metadata import TreeMask
 
 @dataclass
 class TreeCPUAttentionMetadata(CPUAttentionMetadata):
-    """``attend`` serves the rows of trees. ``has_plain`` tells whether there are other rows."""
+    """``attend`` serves the rows of trees. ``has_plain``: whether there are other rows."""
 
     attend: TreeAttention | None = None
     has_plain: bool = True

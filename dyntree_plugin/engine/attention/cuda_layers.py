@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class TreeAttentionMetadata:
     """Metadata of a batch with trees.
 
-    ``launch`` runs the kernel of trees. ``stock`` is the backend's own metadata if a request has
+    ``launch`` runs the kernel of trees. ``stock`` is the backend's metadata if a request has
     more rows than a tree: then the stock kernel runs first, and the kernel of trees overwrites its
     own rows.
     """
@@ -113,7 +113,7 @@ class TreeMetadataBuilder:
         )
         shape = common.num_reqs, common.num_actual_tokens
         for_graph = shape in self._captured and self._is_graph_shaped(common)
-        # Each number of rows may need a kernel of its own; graphs compile theirs at capture.
+        # Each number of rows may need a separate kernel; graphs compile theirs at capture.
         most = common.max_query_len if for_graph else buffers.columns
         rows = _rows(common, ctx_lens, bits, most, for_graph)
         if common.max_query_len <= buffers.columns:

@@ -36,7 +36,7 @@ class AttentionRows:
     Kernels read all tensors on the device at every launch, so a captured launch serves their
     current contents. ``max_rows`` is the largest number of rows of a request with a tree.
     ``kv_lens`` int32 [R] on the host are upper bounds of context and columns of each request; None
-    if they are unknown. ``for_graph`` tells whether a captured launch may serve the batch.
+    if they are unknown. ``for_graph``: whether a captured launch may serve the batch.
     """
 
     block_table: torch.Tensor

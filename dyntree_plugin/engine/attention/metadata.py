@@ -29,7 +29,7 @@ class TreeMask:
 
 @dataclass
 class MaskedGroup(AttentionGroup):
-    """Hands a mask to the builder of the group's metadata, beside what the model's state hands it.
+    """Passes a mask to the builder of the group's metadata, with what the model's state passes.
 
     vLLM has an argument for more metadata, but states of hybrid models fill it themselves.
     """
@@ -62,7 +62,7 @@ class _Clock(Protocol):
 
 
 class WithTreeMask:
-    """Replaces `ModelState.prepare_attn`: hands the step's mask to the builders of metadata.
+    """Replaces `ModelState.prepare_attn`: passes the step's mask to the builders of metadata.
 
     Layers of the draft get no metadata here, since the target's forward does not run them; drafting
     builds its own. The target's forward follows, so the call also starts that stage on the clock.

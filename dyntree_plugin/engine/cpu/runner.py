@@ -47,7 +47,7 @@ class EarlierCPUStage(EarlierStage, CPUModelRunner):
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
-    """Adds the CPU's kernels, and hands the scheduler only the nodes that it should verify."""
+    """Adds the CPU's kernels, and gives the scheduler only the nodes that it should verify."""
 
     _budget: TreeBudget | None = None
 
@@ -69,7 +69,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         lift_limits(sampler, self.vocab_size, WORD_TOKENS_ON_CPU)
 
     def make_grammars(self) -> DraftGrammars | None:
-        if self.trees.plan.reads_draws:  # They read the law that the draft itself has.
+        if self.trees.plan.reads_draws:  # They read the draft's distribution as it is.
             return None
         compiler = GrammarCompiler(self.vllm_config)
         return DraftGrammars(compiler, self.req_states, mask_rows, _least_of_ranks)
@@ -92,7 +92,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         """Return each request's drafts for the scheduler: the nodes that pay, without padding.
 
         A scheduler that is synchronous calls it, and then the counts are at hand. Of independent
-        draws, a small tree tells which coincide, so the room for them must not depend on it.
+        draws, a small tree shows which coincide, so the room for them must not depend on it.
         """
         drafts = super().take_draft_token_ids()
         drawn = self.trees.plan.growing.sampling == "with_replacement"

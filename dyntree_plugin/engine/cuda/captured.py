@@ -1,9 +1,9 @@
 """Stages of a step as CUDA graphs, one for each of a few numbers of requests.
 
-vLLM runs its own draft models without graphs. A decode step needs nothing of the host but the
+vLLM runs its draft models without graphs. A decode step needs nothing of the host but the
 requests' rows and the number of draft forwards, so verification, the catch-up, every forward and
 every finished tree are a graph each. The first forward begins with the roots and look-up, which
-have a graph of their own for steps without a forward. What passes from one graph to the next lies
+have a separate graph for steps without a forward. What passes from one graph to the next lies
 at fixed addresses.
 """
 

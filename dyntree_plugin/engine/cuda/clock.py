@@ -1,4 +1,4 @@
-"""A clock for a device that lags behind the host."""
+"""A clock for a device that runs later than the host."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class EventTimes:
             return self._seconds
         seconds = dict.fromkeys(STAGES, 0.0)
         if self._marks:
-            self._marks[-1][1].synchronize()  # sync: ready() tells whether it waits
+            self._marks[-1][1].synchronize()  # sync: ready() says whether it waits
         for (stage, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if stage is not None:
                 seconds[stage] += begin.elapsed_time(end) / 1e3

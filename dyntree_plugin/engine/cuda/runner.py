@@ -158,7 +158,7 @@ class TreeGPUModelRunner(GPUStage, TreeRunnerMixin):
         super().load_model(*args, **kwargs)
         if self.sampler is None:
             raise RuntimeError("vLLM made no sampler for a generating model")
-        # FlashInfer's sampler draws noise of its own, which drafting could not be coupled with.
+        # FlashInfer's sampler draws other noise, which drafting could not be coupled with.
         self.sampler.use_flashinfer = False
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config.compilation import CUDAGraphMode
 
 WIDEST = 2
-"""Times its own rows that a batch may be padded to."""
+"""A batch may be padded to this many times its rows."""
 TILE = 64
 """Rows that tensor cores multiply at a time, so that a batch of fewer costs no less."""
 
@@ -19,7 +19,7 @@ def thin_out(manager: Any) -> None:
 
     vLLM's ``CudaGraphManager`` has a graph of every tree size for every number of rows that it
     captures: 256 with trees of 0, 1, 2, 4, 8 and 16 nodes, and 30 with trees of one size. The 59
-    that are left pad a batch by at most `TILE` rows, and to `WIDEST` times its own at most, or as
+    that are left pad a batch by at most `TILE` rows, and to `WIDEST` times its rows at most, or as
     vLLM's. Call it when the manager is made, before `offer_larger`.
     """
     graphs = manager._capture_descs.get(CUDAGraphMode.FULL, [])

@@ -29,7 +29,7 @@ class StreamSend:
             on_host = tensor.to("cpu", non_blocking=True)
             arrived.record(copying)
 
-        # The device's tensor must outlive the copy, which its own stream knows nothing of.
+        # The device's tensor must outlive the copy, of which its stream knows nothing.
         def arrive(_of: torch.Tensor = tensor) -> torch.Tensor:
             arrived.synchronize()  # sync: when the output is fetched
             return on_host

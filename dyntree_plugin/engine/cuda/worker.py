@@ -37,13 +37,13 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         return times
 
     def _maybe_activate_jit_monitor(self) -> None:
-        """vLLM does it when its own kernels are compiled, and then reports every other."""
+        """vLLM does it when its kernels are compiled, and then reports every other."""
 
 
 class ChainGPUWorker(Worker):
     """vLLM's GPU worker with chains, whose draft stays on the device if the target is offloaded.
 
-    Trees are then compared with it: vLLM's own engine does not start where layers are prefetched.
+    Trees are then compared with it: vLLM's engine does not start where layers are prefetched.
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -30,9 +30,9 @@ class _Text:
 
 
 class GrammarCompiler:
-    """Compiles grammars one after the other in a thread of its own.
+    """Compiles grammars one after the other in a separate thread.
 
-    It has its own backend: the scheduler's is in another process, or in use. The first grammar
+    It has a separate backend: the scheduler's is in another process, or in use. The first grammar
     takes as long as the backend takes to read the tokenizer.
     """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dyntree_plugin.engine.step.draft import Ranking
     from dyntree_plugin.engine.step.growth_stages import Rank
 
-# vLLM shows only what is logged below the name of its own package.
+# vLLM shows only what is logged below the name of its package.
 logger = init_logger("vllm.dyntree")
 
 
@@ -106,7 +106,7 @@ class DraftGrammars:
         self._compiled.pop(slot, None)
         compiling = self._compiling.pop(slot, None)
         if compiling is not None:
-            compiling.cancel()  # Others wait behind it.
+            compiling.cancel()  # Others wait until it is compiled.
 
     def _take_compiled(self, slots: list[int]) -> None:
         """Take the grammars at these ``slots`` that every rank has compiled."""

@@ -27,7 +27,7 @@ read; None if it does not begin there. Once it has begun it is not asked again."
 
 
 class Follower:
-    """Stands behind a text, as far as the grammar is known to allow it.
+    """The state of a grammar after a text, as far as it is known to allow the text.
 
     If the text goes on in a way that the grammar does not foresee, the follower is lost, and
     everything may be drafted from then on.

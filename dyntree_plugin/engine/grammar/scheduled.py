@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TreeGrammars:
     """What the scheduler asks of vLLM's manager of structured output.
 
-    vLLM's own manager takes a grammar along the list of a request's drafts. This one takes it along
+    vLLM's manager takes a grammar along the list of a request's drafts. This one takes it along
     every path of the tree. It keeps nodes that a grammar forbids: their parents' masks do. Where
     something overrides a mask, a request ends with the token that its grammar refuses.
     """

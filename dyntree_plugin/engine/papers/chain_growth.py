@@ -57,7 +57,7 @@ class ChainGrowth(StepGrowth):
         rows = logits.view(self._requests, -1, logits.shape[1])[:, 0].float()
         seeds, drawn = self._seeds[self._place, : self._requests], of.temperatures > 0
         tokens = self._perturb(rows, of.temperatures, seeds, of.roots).argmax(dim=1)
-        # A row without a distribution has no child, and its law is not read.
+        # A row without a distribution has no child, and its distribution is not read.
         law = (rows / torch.where(drawn, of.temperatures, 1.0)[:, None]).softmax(dim=1)
         self._draws.put_chain_law(of.slots, self._place, law)
         self._growth.pick(logits, torch.where(drawn, tokens, -1))

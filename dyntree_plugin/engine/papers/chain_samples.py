@@ -1,7 +1,7 @@
 """Verification where requests at a temperature above 0 have drawn chains, and others trees.
 
 A chain's verification becomes samples: the tokens that it accepts and the one after them stand
-where the target's samples do, and the node behind them is forbidden. So one walk serves chains and
+where the target's samples do, and the node after them is forbidden. So one walk serves chains and
 trees.
 """
 

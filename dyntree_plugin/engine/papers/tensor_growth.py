@@ -18,7 +18,7 @@ from dyntree_plugin.tree.token_tree import NO_VALUE
 
 
 class TensorGrowth:
-    """Grow the trees of a plan with its own growth, and store them.
+    """Grow the trees of a plan with the plan's growth, and store them.
 
     Its state is made anew by every `start`, so that it can be captured only as a whole.
     """

@@ -1,6 +1,6 @@
-"""Verification by the papers' rules, which read the draws of a tree and the target's laws.
+"""Verification by the papers' rules, which read a tree's draws and the target's distributions.
 
-The walk takes the sampler's processed logits, and noise of its own.
+The walk takes the sampler's processed logits, and separate noise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DrawnWalk:
     ) -> Walked:
         """Verify R requests by the logits after temperature, top-k and penalties; see `TreeWalk`.
 
-        The result has memory of its own.
+        The result has separate memory.
         """
         trees, seeds, gumbel = self._trees, requests.seeds, self._rows.gumbel
         found = self._rows.of(requests, processed.shape[0], rows.forbidden)

@@ -1,4 +1,4 @@
-"""What the last stage of a pipeline tells the earlier ones: accepted paths, and the next trees."""
+"""What a pipeline's last stage sends to the earlier ones: accepted paths, and the next trees."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Sizes(Protocol):
 
 
 class TreeRelay:
-    """Sends beside vLLM's `PPHandler`, which tells earlier stages the sampled and draft tokens.
+    """Sends beside vLLM's `PPHandler`, which sends earlier stages the sampled and draft tokens.
 
     It uses the handler's stream and communicator, and its rules: nothing is sent for a batch whose
     requests need no sampled token. The message of a step is read when as many steps as there are

@@ -75,7 +75,7 @@ class TargetRanking:
         return found
 
     def _truncates(self, slots: np.ndarray) -> bool:
-        """Return whether top-k, top-p or min-p cut any request's law."""
+        """Return whether top-k, top-p or min-p cut any request's distribution."""
         states = self._states
         drawn = slots[states.temperature.np[slots] > 0]
         if not drawn.size:

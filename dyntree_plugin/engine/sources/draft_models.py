@@ -104,7 +104,7 @@ class DraftModels:
     ) -> None:
         """``speculator``: vLLM's, with the first model. ``further``: models beside it.
         ``vocabulary``: V, the target's, to which the models' may be padded otherwise.
-        ``trees_apart``: each model grows a tree of its own; see `GrowthPlan.roots`."""
+        ``trees_apart``: each model grows a separate tree; see `GrowthPlan.roots`."""
         self._trees_apart = trees_apart
         self._speculator = speculator
         self._memory = memory

@@ -1,4 +1,4 @@
-"""Look-up in the requests' own texts, which vLLM keeps on the device: a source of tries."""
+"""Look-up in the requests' texts, which vLLM keeps on the device: a source of tries."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class PromptRows:
     """Filled rows with the metadata that reads them.
 
     ``last`` int64 [R]: rows of the new roots. ``root_positions`` int64 [R]. ``read`` int64 [rows]:
-    the batch's row of what stands before each row's token.
+    the batch's row of the preceding token.
     """
 
     ids: torch.Tensor

@@ -37,7 +37,7 @@ class DraftPaths:
         tokens = self._tokens[:requests]
         tokens[:, first : first + width].copy_(ids.view(requests, width))
         seen = unpack_bits(ancestor_bits, columns)
-        # Columns off the path go behind its last place.
+        # Columns off the path go after its last place.
         places = torch.where(seen, seen.cumsum(dim=1) - 1, self._depth).clamp(max=self._depth)
         found = tokens.new_zeros(len(ids), self._depth + 1)
         found.scatter_(1, places, tokens.repeat_interleave(width, dim=0))

@@ -69,7 +69,7 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What vLLM hands to its speculator after a step of R requests, beside the batch.
+    """What vLLM gives its speculator after a step of R requests, beside the batch.
 
     ``counts`` [R]: tokens that were sampled. ``last`` [slots]: the last of them. ``next_tokens``
     [slots]: the next token of each prompt that goes on. ``hidden``: the target's hidden states

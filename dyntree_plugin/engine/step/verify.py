@@ -28,7 +28,7 @@ from dyntree_plugin.tree.value import AcceptanceEstimate
 
 
 class TreeVerifier:
-    """Verifies the trees of a batch with vLLM's own sampler."""
+    """Verifies the trees of a batch with vLLM's sampler."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class TreeVerifier:
         """Walk a batch of padding with nodes that a grammar may forbid, and with chains where there
         are any; it changes nothing.
 
-        vLLM's own warm-up never runs structured output with drafts.
+        vLLM's warm-up never runs structured output with drafts.
         """
         trees = self.trees
         device, rows = self.buffers.device, trees.shape.node_budget + 1

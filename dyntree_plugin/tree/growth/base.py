@@ -90,8 +90,8 @@ class GrowthPlan:
 
     ``start`` begins a step's growth. It takes the number of requests and ``columns`` int64 [R],
     the number of scratch columns that each request has room for. With several ``roots``, one
-    for each draft, the first call of `Growth.add` has that width, and every frontier is in as many
-    equal parts, each for the logits of one draft.
+    for each draft, the first call of `Growth.add` has that width, and every frontier is split
+    evenly, one part for each draft.
     """
 
     sampling: Sampling

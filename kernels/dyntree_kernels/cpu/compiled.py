@@ -1,6 +1,6 @@
 """Compile functions with numba, and keep their machine code on disk.
 
-numba's own cache has four faults. It invalidates a function only if the file of that function
+numba's cache has four faults. It invalidates a function only if the file of that function
 changes, although the machine code contains functions of other files. It numbers its files, so two
 processes that compile at once may read each other's files. It fails on a damaged file. It fails if
 it cannot write. Here the name of a folder is a digest of all sources that the machine code can come

@@ -1,6 +1,6 @@
 """Sampling parameters that read earlier tokens, for one row of logits.
 
-vLLM's own kernels on the CPU, which read the rows before, and those for paths share this code.
+vLLM's kernels on the CPU, which read the rows before, and those for paths share this code.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=import-untyped

@@ -124,7 +124,7 @@ def _tree_attention(
     context_tiles = ctx // BN
     tail = tl.where(ctx % BN != 0, 1, 0)
     if SEEDED:
-        # Go on from the context's own softmax. What a kernel leaves for an empty context differs.
+        # Go on from the softmax of the context. What a kernel leaves for an empty context differs.
         if ctx > 0:
             logs = LSE + token * sl_t + node * sl_t + query_head * sl_h
             m = tl.load(logs, mask=real, other=0.0) * 1.4426950408889634
@@ -152,7 +152,7 @@ def _tree_attention(
             v = _load_rows(keys + D, at, every, D, DP, False)
             m, total, acc = _accumulate(q, k, v, every, 0.0, m, total, acc, scale, False)
 
-    # What is left of the context is a tile of its own, numbered -1, before the tree's.
+    # What is left of the context is a separate tile, numbered -1, before the tree's.
     start = context_tiles + tail
     for j in tl.range(tl.maximum(lo, context_tiles) - start, hi - start, num_stages=1):
         if (j < 0) | (((used >> tl.maximum(j, 0)) & 1) != 0):

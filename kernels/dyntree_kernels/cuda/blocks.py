@@ -1,6 +1,6 @@
 """Verify drawn chains as blocks in six launches, without a copy of the distributions.
 
-The residual behind a prefix is computed and added up for one block of the vocabulary at a time. So
+The residual after a prefix is computed and added up for one block of the vocabulary at a time. So
 a row takes memory for a few numbers per block, and not for one per token.
 """
 
@@ -87,7 +87,7 @@ def _compare(
 
 @triton.jit
 def _rest(LOGITS, LAWS, LOG_SUMS, RATIOS, at, row, law, token, inside, s_logits, vocab):
-    """Return p and max(r p - q, 0) at tokens behind one prefix: ``law`` is its place among LAWS."""
+    """Return p and max(r p - q, 0) at tokens after one prefix: ``law`` is its place among LAWS."""
     x = tl.load(LOGITS + row * s_logits + token, mask=inside, other=float("-inf")).to(tl.float32)
     p = tl.exp(x - tl.load(LOG_SUMS + at))
     q = tl.load(LAWS + law * vocab + token, mask=inside, other=0.0)
@@ -100,7 +100,7 @@ def _weigh(
     REQUESTS, LOGITS, LAWS, LOG_SUMS, RATIOS, VERIFIED, MASSES, s_requests, s_logits, vocab, blocks,
     depth, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the mass of one block of the residual behind one prefix."""
+    """Store the mass of one block of the residual after one prefix."""
     request, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if place >= tl.load(VERIFIED + request):
         return
@@ -126,7 +126,7 @@ def _accept(
     REQUESTS, IDS, ROW_POSITIONS, SEEDS, RATIOS, VERIFIED, MASSES, LENGTHS, RESIDUAL, SAMPLED,
     FORBIDDEN, s_requests, blocks, depth, BLOCKS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Store how much of one chain is accepted, whether anything is left of the residual behind it,
+    """Store how much of one chain is accepted, whether anything is left of the residual after it,
     and what a walk needs to come to it."""
     request = tl.program_id(0).to(tl.int64)
     count = tl.load(VERIFIED + request)
@@ -162,14 +162,14 @@ def _draw(
     REQUESTS, ROW_POSITIONS, SEEDS, LOGITS, LAWS, LOG_SUMS, RATIOS, VERIFIED, LENGTHS, RESIDUAL,
     SCORES, TOKENS, s_requests, s_logits, vocab, blocks, depth, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the best score of one block, and its token: of the law behind the accepted tokens."""
+    """Store the best score of one block, and its token: of the distribution after them."""
     request = tl.program_id(0).to(tl.int64)
     if tl.load(VERIFIED + request) < 0:
         return
     own, length = REQUESTS + request * s_requests, tl.load(LENGTHS + request)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    # Behind the whole chain there is no law of the draft, and p is taken.
+    # After the whole chain there is no distribution of the draft, and p is taken.
     place = tl.minimum(length, depth - 1)
     p, rest = _rest(
         LOGITS, LAWS, LOG_SUMS, RATIOS, request * (depth + 1) + length, tl.load(own + 1) + length,

@@ -84,7 +84,7 @@ def _merge(
     log_sum = log_sum_of(SUMS + row * blocks, blocks, BLOCKS)
     best, found = best_of(SCORES + row * entries, entries, KEPT, RANKS, ENTRIES)
     child = rank < K
-    # Among NaN, what is found may lie behind the entries, and need not be a token.
+    # Among NaN, the result may be an index after the entries, and no token.
     tokens = tl.load(BEST + row * entries + found, mask=child & (found < entries), other=0)
     out = expansion * K + rank + (request + 1) * GRAFTS
 
@@ -152,7 +152,7 @@ def merge(
         classes: int64 [R]. chained: bool [R], requests of one child per node.
         weights: float32 [classes * KINDS, 3], weights of the learned acceptance probability; if
             None, the draft's probability takes its place.
-        expansions: the first that the rows are, and the one behind the last.
+        expansions: the first that the rows are, and the one after the last.
         children: number of children of an expansion.
         candidates: written.
         grafts: the tries, which are judged.

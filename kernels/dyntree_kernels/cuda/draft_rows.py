@@ -39,7 +39,7 @@ def _store_slots(
 
 @triton.jit
 def _see(CTX_LEN, SEQ_LEN, index, length, columns, longest):
-    """Let a request's rows see a context of this `length`, and some columns behind it by bits.
+    """Let a request's rows see a context of this `length`, and some columns after it by bits.
 
     Rows of padding see nothing: attention skips a request of context -1.
     """
@@ -160,7 +160,7 @@ def chain(
     longest: int,
     shift: int = 0,
 ) -> None:
-    """Make the rows that run on the tokens that R requests got behind their roots.
+    """Make the rows that run on the tokens that R requests got after their roots.
 
     Args:
         packed: int64 [R, C], dense rows, whose first column is a request's row in the tables, -1
@@ -199,7 +199,7 @@ def begin(
     longest: int,
     shift: int = 0,
 ) -> None:
-    """Note what growth behind the roots of R requests needs, and what its forwards' rows see.
+    """Store what growth below the roots of R requests needs, and what its forwards' rows see.
 
     Args:
         packed, roots, longest, shift: as for `chain`; columns 5 to 8 of ``packed`` are the bits of
@@ -207,7 +207,7 @@ def begin(
         chained: bool [S + 1], requests of one child per node, by their first column; the last
             entry is for what only fills the batch up.
         growth: [R] each, with the requests' entries in ``chained`` as slots; written.
-        slots: int64 [G, at least R * columns] with dense rows, of the positions behind the roots;
+        slots: int64 [G, at least R * columns] with dense rows, of the positions after the roots;
             written.
 
     Raises:

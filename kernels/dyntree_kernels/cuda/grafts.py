@@ -1,6 +1,6 @@
 """The nodes of tries in growth: take them over in one launch, judge them, and value their paths.
 
-The functions without a launch of their own are parts of the kernels of `children` and `growth`.
+The functions without a launch are parts of the kernels of `children` and `growth`.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"

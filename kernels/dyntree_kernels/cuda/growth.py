@@ -4,7 +4,7 @@ Tries take one more launch at the start.
 
 Expansion 0 is the root's, expansion 1 + c that of the node in scratch column c. The first T
 candidates are the nodes of a trie, if there is one, and candidate ``T + e * K + k`` is the k-th
-child of expansion e, so candidates stand behind their parents. As a child is never worth more than
+child of expansion e, so candidates follow their parents. As a child is never worth more than
 its parent, the N most valuable candidates, in descending order and of equals the earlier first, are
 a tree whose parents stand before their children. All shapes are known on the host, and all memory
 stays where it is, so that a CUDA graph can hold it.

@@ -84,7 +84,7 @@ class KVMover:
 
         Args:
             path: int64 [R, D] with the last dimension dense, a request's accepted nodes from the
-                root down, -1 after the last. A node stands behind those above it: rows only move
+                root down, -1 after the last. A node follows those above it: rows only move
                 forward.
             roots: int64 [R], batch row of each root, followed by its nodes' rows.
             slots: int64 [T], cache slot of every row, block * N + offset; no row moves from or to a
