@@ -47,7 +47,7 @@ gpu-e2e: ## Checks or measures the engine on a GPU: PART=first on a new machine,
 dashboards: .venv/installed ## Writes the Grafana dashboards and Prometheus' recording rules.
 	$(BIN)/python grafana/generate.py
 
-tables: .venv/installed ## Writes the generated tables into the pages of docs/.
+tables: .venv/installed ## Writes the generated tables into the pages.
 	PYTHONPATH=. $(BIN)/python scripts/write_tables.py
 
 screenshots: .venv/installed ## Makes the README's pictures.

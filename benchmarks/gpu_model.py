@@ -356,7 +356,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_shapes": lambda: _table(shapes()),
     "gpu_offloaded": lambda: _table(offloaded()),
 }
-"""The tables of docs/gpu_model.md, by their names there."""
+"""The tables of benchmarks/results/README.md, by their names there."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Write the generated tables into the pages of docs/, between their marks: make tables
+"""Write the generated tables into the pages, between their marks: make tables
 
 A table's marks are the lines `<!-- table: NAME -->` and `<!-- end -->`.
 """
@@ -18,8 +18,8 @@ from benchmarks.acceptance import report
 from dyntree_plugin import cli
 from dyntree_plugin.commands import vocabulary
 from dyntree_plugin.commands.bench import table
-from dyntree_plugin.commands.bench.results import read
-from dyntree_plugin.commands.bench.summary import rows
+from dyntree_plugin.commands.bench.results import Result, read
+from dyntree_plugin.commands.bench.summary import Row, rows
 from dyntree_plugin.commands.vocabulary import of_commands
 from dyntree_plugin.metrics import names
 from dyntree_plugin.options import pages as option_pages
@@ -37,6 +37,13 @@ def _acceptance(name: str) -> str:
     return report.markdown_table(_result(name))
 
 
+def _acceptance_of_64() -> str:
+    """Compare the growths with 64 nodes alone."""
+    cells = [line.split("|") for line in _acceptance("acceptance-cpu").splitlines() if "|" in line]
+    shown = [i for i, head in enumerate(cells[0]) if i < 2 or head.endswith(" 64 nodes ")]
+    return "\n".join("|".join(line[i] for i in shown) + "|" for line in cells)
+
+
 def _result(name: str) -> report.Result:
     loaded: report.Result = json.loads((RESULTS / f"{name}.json").read_text())
     return loaded
@@ -44,6 +51,58 @@ def _result(name: str) -> report.Result:
 
 def _speed(name: str) -> str:
     return table.markdown_table(read(RESULTS / f"{name}.json"))
+
+
+def _speed_ups(name: str) -> str:
+    """Compare engines by their times per token alone, in one table of all cells.
+
+    A text has the speed over no speculation and over the best chain; trees that lose are bold. Of
+    a kind of chains, the best length stands in each cell.
+    """
+    result = read(RESULTS / f"{name}.json")
+    columns = {f"T {c.temperature:g}, batch {c.batch}": rows(result, c) for c in result.cells()}
+    lines = [f"| × no speculation, × best chain | {' | '.join(columns)} |"]
+    lines.append("|---|" + "---:|" * len(columns))
+    for label in dict.fromkeys(_kind(result, engine.name) for engine in result.engines):
+        texts = []
+        for found in columns.values():
+            of_kind = [row for row in found if _kind(result, row.series.engine) == label]
+            fastest = min(of_kind, key=lambda row: row.tpot_ms.median, default=None)
+            texts.append(_speed_up(result, fastest))
+        lines.append(f"| {label} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def _kind(result: Result, engine: str) -> str:
+    """Return what a row shows: one engine, or the chains of a kind."""
+    kind, _, length = engine.rpartition(" of ")
+    return kind if length and result.engine(engine).kind == "chain" else engine
+
+
+def _speed_up(result: Result, row: Row | None) -> str:
+    if row is None or row.over_chain is None:
+        return table.NONE
+    name = row.series.engine
+    if name == result.engines[0].name:
+        return f"{row.tpot_ms.median:.1f} ms"
+    text = f"{row.over_first.median:.2f}, {row.over_chain.median:.2f}"
+    if result.engine(name).kind == "chain":
+        return f"{text} ({name.rpartition(' of ')[2]})"
+    lost = table.loses(row.over_first) or table.loses(row.over_chain)
+    return f"**{text}**" if table.has_trees(result, row) and lost else text
+
+
+def _of_sources() -> str:
+    """Compare what proposes candidates by tokens per step at temperature 0 with 16 nodes."""
+    methods = ("chain", "coupled, calibrated", "… with look-up", "pool with look-up")
+    methods += ("look-up alone", "vLLM's n-gram from 1")
+    lines = [f"| | {' | '.join(methods)} |", "|---|" + "---:|" * len(methods)]
+    for name in SOURCES:
+        cells = [line.split(" | ") for line in _acceptance(f"sources-{name}-cpu").splitlines()]
+        column = cells[0].index("T=0, 16 nodes")
+        values = {each[0].removeprefix("| "): each[column] for each in cells if len(each) > 1}
+        lines.append(f"| {name} | {' | '.join(values[method] for method in methods)} |")
+    return "\n".join(lines)
 
 
 def _tokens_per_step(name: str) -> str:
@@ -122,8 +181,20 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": names.markdown_table,
     "rules": pairs.markdown_table,
     "acceptance": lambda: _acceptance("acceptance-cpu"),
+    "acceptance_64": _acceptance_of_64,
     "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
+    "sources": _of_sources,
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},
+    **{
+        f"speed_{name}": partial(_speed_ups, file)
+        for name, file in {
+            "amx": "serve-llama-1b",
+            "no_amx": "serve-llama-1b-without-amx",
+            "head": "serve-llama-1b-eagle3",
+            "offload": "serve-llama-1b-offload",
+            "gpu": "serve-gpu-1b-h200",
+        }.items()
+    },
     "serve": lambda: _speed("serve-llama-1b"),
     "serve_without_amx": lambda: _speed("serve-llama-1b-without-amx"),
     "serve_eleven_chains": lambda: _speed("serve-llama-1b-eleven-chains"),
@@ -137,6 +208,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
     "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
     "serve_offload": lambda: _speed("serve-llama-1b-offload"),
+    "serve_gpu": lambda: _speed("serve-gpu-1b-h200"),
     "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
     **gpu_model.TABLES,
     "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
@@ -157,8 +229,11 @@ def with_tables(page: str) -> str:
     return MARKED.sub(lambda m: f"{m[1]}{TABLES[m[2]]().strip()}\n{m[4]}", page)
 
 
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), RESULTS / "README.md")
+
+
 def main() -> None:
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in PAGES:
         page = path.read_text()
         if (written := with_tables(page)) != page:
             path.write_text(written)

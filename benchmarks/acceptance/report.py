@@ -25,7 +25,7 @@ MORE_DRAFTING = 1.5
 _UNLIMITED = 10_000
 """More characters than a line has."""
 
-POSTERIOR_COLUMNS = ("T", "h, bits", "beta", "nodes", "foretold", "measured", "measured / foretold")
+POSTERIOR_COLUMNS = ("T", "h, bits", "beta", "nodes", "predicted", "measured", "ratio")
 
 
 def required_ratio(temperature: float) -> float:
@@ -182,7 +182,7 @@ def posterior_rows(result: Result) -> list[tuple[str, ...]]:
 
 def posterior_table(result: Result) -> Table:
     """What the posterior entropy foretells, beside what was measured."""
-    title = "tokens per step, foretold by the posterior entropy h and measured"
+    title = "tokens per step, predicted by the posterior entropy h and measured"
     table = _table(title, *POSTERIOR_COLUMNS)
     for row in posterior_rows(result):
         table.add_row(*row)

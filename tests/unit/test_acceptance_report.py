@@ -63,7 +63,7 @@ def result(folders: dict[str, Path]) -> dict[str, Any]:
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "over Sequoia" in done.output
-    assert "foretold" in done.output
+    assert "predicted" in done.output
     loaded: dict[str, Any] = json.loads(folders["result.json"].read_text())
     return loaded
 
@@ -263,6 +263,6 @@ def test_the_page_shows_the_published_result() -> None:
     published = sorted((REPOSITORY / "benchmarks" / "results").glob("acceptance-*.json"))
     if not published:
         pytest.skip("no result is published in benchmarks/results")
-    page = (REPOSITORY / "docs" / "papers.md").read_text()
+    page = (REPOSITORY / "benchmarks" / "results" / "README.md").read_text()
     for path in published:
         assert report.markdown_table(json.loads(path.read_text())) in page, path.name

@@ -67,7 +67,7 @@ def test_a_documented_command_line_is_one(page: str, words: list[str]) -> None:
 
 def test_many_are_parsed() -> None:
     parsed = [words[1:3] for _, words in FOUND if parse(words)]
-    assert len(parsed) > 20
+    assert len(parsed) > 5
     assert ["bench", "serve"] in parsed
     assert any(words[0] == "tune" for words in parsed)
 

@@ -78,8 +78,8 @@ def test_links_are_made_to_fit_the_place_of_the_page(fitted: Callable[..., str])
 def test_a_link_to_no_page_keeps_its_text_where_no_repository_is_known(
     fitted: Callable[..., str],
 ) -> None:
-    text = "See [`a.json`](../benchmarks/results/gpu-model.json) and [b](gpu.md)."
-    assert fitted(text, "docs/gpu_model.md", "") == "See `a.json` and [b](gpu.md)."
+    text = "See [`a.json`](../benchmarks/results/kernels-h200.json) and [b](gpu.md)."
+    assert fitted(text, "docs/results.md", "") == "See `a.json` and [b](gpu.md)."
 
 
 def test_pages_for_readers_elsewhere_lead_to_a_version_or_keep_their_text() -> None:
