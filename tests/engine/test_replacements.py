@@ -26,8 +26,8 @@ SOURCES = sorted(
 )
 
 OURS = (
-    "self.step.", "step.", "self._record.", "record.", "self.speculator.",
-    "self.rejection_sampler.", "self.model_runner.",
+    "self.step.", "step.", "self._record.", "record.", "self._counts.", "counts.",
+    "self.speculator.", "self.rejection_sampler.", "self.model_runner.",
 )  # fmt: skip
 """Prefixes of fields of our own objects."""
 SETTINGS = (
