@@ -30,6 +30,9 @@ BUDGET, SCHEDULER = "budget", "scheduler"
 """Why nodes that were grown are not verified: others are worth more, or vLLM's scheduler had no
 room for them in the step or in the context."""
 
+TREE, PLAIN = "tree", "plain"
+"""The two sides of the estimated speed: the step as it was, and plain steps of the target alone."""
+
 LOGITS_PROCESSORS = "logits_processors"
 """Reason of a step whose tree had to be a chain."""
 

@@ -238,6 +238,7 @@ def test_counts_are_sent_in_one_piece_as_they_were_when_noted(trees: TreeStore) 
     noted, again = expected.report, record.counts().report
     assert noted is not None
     assert again is not None
+    sent[0].zero_()  # as the next step's report may
     for name in ("verified", "at_depth", "expected", "of_kind", "accepted_kinds"):
         assert getattr(noted, name).any()
         assert np.array_equal(getattr(again, name), getattr(noted, name))

@@ -15,7 +15,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from dyntree_plugin.engine.step.clock import PLAIN, STAGES, TREE
+from dyntree_plugin.engine.step.clock import STAGES
 from dyntree_plugin.metrics import names
 from dyntree_plugin.tree.step import SOURCES
 
@@ -52,7 +52,7 @@ def label_values(metric: names.Metric) -> Sequence[tuple[str, ...]]:
         "reason": names.PRUNE_REASONS if pruned else names.FALLBACK_REASONS,
         "source": SOURCES,
         "stage": STAGES,
-        "decoding": (TREE, PLAIN),
+        "decoding": (names.TREE, names.PLAIN),
     }
     return [(str(value),) for value in values[label]]
 

@@ -18,9 +18,6 @@ draft reads the emitted tokens, or prompts. draft: the draft's forwards over nod
 DRAFTING = ("catch_up", "draft")
 """Stages whose time does not depend on the number of verified rows."""
 
-TREE, PLAIN = "tree", "plain"
-"""The two sides of the estimated speed: the step as it was, and plain steps of the target alone."""
-
 
 class StageTimes(Protocol):
     """Seconds of one step by stage. The device may not have finished the step yet."""

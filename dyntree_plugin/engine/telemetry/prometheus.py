@@ -10,13 +10,15 @@ from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
 
 from dyntree_plugin import __version__
 from dyntree_plugin.engine.configuration import plan_in_force
-from dyntree_plugin.engine.step.clock import PLAIN, STAGES, TREE
+from dyntree_plugin.engine.step.clock import STAGES
 from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import (
     CONFIG_LABELS,
     FALLBACK_REASONS,
     METRICS,
+    PLAIN,
     PRUNE_REASONS,
+    TREE,
     Metric,
 )
 from dyntree_plugin.tree.plan import TreePlan

@@ -9,9 +9,9 @@ import numpy as np
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dyntree_plugin.engine.step.clock import PLAIN, TREE
 from dyntree_plugin.engine.telemetry.counts import WorkerCounts
 from dyntree_plugin.engine.telemetry.sources import by_source, source_indices
+from dyntree_plugin.metrics.names import PLAIN, TREE
 from dyntree_plugin.tree.step import SOURCES
 
 

@@ -175,15 +175,17 @@ def chain(
         ValueError: for arrays that are not dense.
     """
     requests, width = tokens.shape
-    _require_dense(roots, counts, *tables, *rows[:3], *rows[4:], *seen)
+    _require_dense(roots, counts, *tables, *seen)
+    _require_dense(rows.ids, rows.positions, rows.bits, rows.last, rows.ends)
     if packed.stride(1) != 1 or tokens.stride(1) != 1 or rows.slots.stride(1) != 1:
         raise ValueError("the rows of requests, tokens and slots must be dense")
     if requests:
         lanes = triton.next_power_of_2(width)
         _chain[(requests,)](
-            packed, roots, tokens, counts, *tables, *rows[:4], *seen, *rows[4:], packed.stride(0),
-            tokens.stride(0), rows.slots.stride(0), width, rows.bits.shape[1], len(rows.slots),
-            longest, ROWS=lanes, SHIFT=shift, num_warps=_warps(lanes),
+            packed, roots, tokens, counts, *tables, rows.ids, rows.positions, rows.bits,
+            rows.slots, *seen, rows.last, rows.ends, packed.stride(0), tokens.stride(0),
+            rows.slots.stride(0), width, rows.bits.shape[1], len(rows.slots), longest,
+            ROWS=lanes, SHIFT=shift, num_warps=_warps(lanes),
         )  # fmt: skip
 
 

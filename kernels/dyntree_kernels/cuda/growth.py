@@ -300,7 +300,8 @@ class DeviceGrowth(StepGrowth):
         if requests:
             _expand[(requests,)](
                 values, opened, tokens, self._nodes, self._bases, self._levels, self._bits,
-                *self._grafts[:3], roots, rows.scratch, rows.ids, self._positions,
+                self._grafts.above, self._grafts.depths, self._grafts.expansions, roots,
+                rows.scratch, rows.ids, self._positions,
                 *((rows.positions, rows.above) if self._shift else (None, None)), ancestor_bits,
                 rows.slots, first, width, self._expansions, self._words, self._budget,
                 self._longest, len(rows.slots), rows.scratch.stride(0), rows.slots.stride(0),

@@ -160,7 +160,8 @@ def learn(
     lanes = triton.next_power_of_2(nodes)
     tile = max(1, min(triton.next_power_of_2(requests), _TILE // lanes))
     _learn[(regression.weights.shape[0],)](
-        *regression[:2], features, kinds, parents, path, counts, slots, classes, *regression[2:5],
+        regression.weights, regression.information, features, kinds, parents, path, counts, slots,
+        classes, regression.prior, regression.low, regression.high,
         regression.prior.shape[0], requests, nodes, path.stride(0), slots.stride(0),
         regression.strength, regression.memory, STEPS=regression.steps, DEPTH=path.shape[1],
         RB=tile, NP=lanes, num_warps=4,
