@@ -16,6 +16,7 @@ _MODULES = (
     "inputs",
     "logprobs",
     "penalties",
+    "recurrent",
     "rejection",
     "rejection_stats",
     "sampling",

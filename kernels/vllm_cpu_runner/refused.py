@@ -21,11 +21,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "sample.watermark._repeated_context_mask_kernel",
         "sample.watermark._philox_gumbel_kernel",
     ),
-    "a hybrid state-space model": (
-        "model_states.recoverssm._postprocess_recoverssm_align_kernel",
-        "model_states.mamba_hybrid._scatter_num_accepted_kernel",
-        "model_states.mamba_hybrid._fill_num_accepted_kernel",
-    ),
+    "KDA with a prefix cache": ("model_states.recoverssm._postprocess_recoverssm_align_kernel",),
     "a prompt given as embeddings": ("model_states.prompt_embeds._apply_prompt_embeds_kernel",),
     "a drafter with several MTP modules": (
         _MTP + "_prepare_input_buffers_kernel",

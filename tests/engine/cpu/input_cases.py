@@ -147,3 +147,15 @@ def expanded_requests() -> Results:
 
     expanded, local = expand_idx_mapping(int64(3, 0, -1), 6, int32(0, 3, 3, 6), 3)
     return {"expanded": expanded, "local": local}
+
+
+@case("tensor", "number")
+def accepted_of_recurrent_layers(variant: str) -> Results:
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    state = object.__new__(MambaHybridModelState)
+    state.num_accepted_tokens_gpu, state.recoverssm = int32(9, 9, 9, 9), None
+    state._align_mode = False
+    sampled = 3 if variant == "number" else int32(0, 5, 2, 7)
+    state.postprocess_state(int64(3, -1, 0), sampled)
+    return {"accepted": state.num_accepted_tokens_gpu}
