@@ -1,0 +1,72 @@
+"""Trees through a recurrent layer of the CPU, and the commit of their accepted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dyntree_kernels.cpu.recurrence import Order, trees
+from dyntree_kernels.recurrence import Commit, TreeStates, inputs
+
+
+class Layer(NamedTuple):
+    """A recurrent layer: a causal convolution, and a recurrence that reads its outputs.
+
+    ``history`` [slots, W - 1, C]: the last inputs of the convolution, the latest one last.
+    ``convolve``: takes the inputs [M, W, C] of M rows, each row's own last, to [M, C].
+    ``through``: takes what was convolved [T, C], gates [T, G] and an order to outputs [T, ...].
+    ``advance``: takes what was convolved [M, C], gates [M, G] and slots int64 [M], which differ,
+    and advances the states there by a token each, as plain decoding does. A layer without a
+    recurrence has neither.
+    """
+
+    history: torch.Tensor
+    convolve: Callable[[torch.Tensor], torch.Tensor]
+    through: Callable[[torch.Tensor, torch.Tensor, Order], torch.Tensor] | None = None
+    advance: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object] | None = None
+
+
+class TreeForward:
+    """Runs the trees of a step through recurrent layers, and leaves their states as they are."""
+
+    def __init__(self, states: TreeStates) -> None:
+        self._states = states
+        self._slots = states.slots[states.requests]
+        self._order = trees(states)
+
+    def __call__(self, layer: Layer, raw: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [T, ...] of rows with inputs ``raw`` [T, C] and ``gates`` [T, G]."""
+        taps = self._states.taps(layer.history.shape[1] + 1)
+        mixed = layer.convolve(inputs(taps, raw, layer.history, self._slots))
+        return mixed if layer.through is None else layer.through(mixed, gates, self._order)
+
+
+class PathCommit:
+    """Advances recurrent layers along the accepted paths of a step."""
+
+    def __init__(self, accepted: Commit) -> None:
+        self._accepted = accepted
+        lengths = accepted.lengths
+        taken = torch.arange(accepted.paths.shape[1]) < lengths[:, None]
+        requests, depths = taken.nonzero(as_tuple=True)
+        parents = torch.where(depths == 0, -1, torch.arange(len(depths)) - 1)
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        self._chains = TreeStates(accepted.slots, starts, parents)
+        self._rows = accepted.paths[taken]
+        self._slots = accepted.slots[requests]
+        deepest = int(lengths.max()) if len(lengths) else 0
+        self._steps = [(depths == depth).nonzero().flatten() for depth in range(deepest)]
+
+    def __call__(self, layer: Layer, raw: torch.Tensor, gates: torch.Tensor) -> None:
+        """Advance a layer. ``raw`` [T, C] and ``gates`` [T, G] are what its forward got."""
+        entries, slots = layer.history.shape[1], self._accepted.slots
+        if layer.advance is not None:
+            own = raw[self._rows]
+            taps = self._chains.taps(entries + 1)
+            mixed = layer.convolve(inputs(taps, own, layer.history, self._slots))
+            gates = gates[self._rows]
+            for rows in self._steps:
+                layer.advance(mixed[rows], gates[rows], self._slots[rows])
+        layer.history[slots] = inputs(self._accepted.taps(entries), raw, layer.history, slots)
