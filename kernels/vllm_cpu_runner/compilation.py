@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
 from dyntree_kernels.cpu import gumbel
 from vllm_cpu_runner.constraints import apply_grammar_bitmask
 from vllm_cpu_runner.drafting import flatten_sampled, prepare_draft_prefill
+from vllm_cpu_runner.recurrent import zero_kv_blocks
 from vllm_cpu_runner.target_dependent import prepare_prefill
 
 _CPU = torch.device("cpu")
@@ -39,6 +40,7 @@ def compile_kernels() -> None:
     _drafting()
     _target_dependent()
     _rejection()
+    _clearing()
 
 
 def _int32(*values: int) -> torch.Tensor:
@@ -215,3 +217,8 @@ def _rejection() -> None:
             rates,
             use_block_verification=block,
         )
+
+
+def _clearing() -> None:
+    one = _int64(1)
+    zero_kv_blocks(one.to(torch.uint64), one, one, one[:0], 1)

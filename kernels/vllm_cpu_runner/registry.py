@@ -22,7 +22,7 @@ _LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages"})
 
 
 def implements(kernel: str) -> Callable[[Implementation], Implementation]:
-    """Register the decorated function for ``vllm.v1.worker.gpu.<kernel>``.
+    """Register the decorated function for ``vllm.v1.worker.gpu.<kernel>``, or for a full name.
 
     The function must have the kernel's parameters, by name and order. `check_arguments` compares
     them, and so detects a vLLM whose kernel differs.
@@ -35,7 +35,7 @@ def implements(kernel: str) -> Callable[[Implementation], Implementation]:
                 kwargs = {k: v for k, v in kwargs.items() if k not in _LAUNCH_OPTIONS}
             function(*args, **kwargs)
 
-        IMPLEMENTATIONS[RUNNER + kernel] = launch
+        IMPLEMENTATIONS[kernel if kernel.startswith("vllm.") else RUNNER + kernel] = launch
         return function
 
     return register

@@ -21,7 +21,9 @@ from dyntree_kernels.cpu.threads import use_torch_threads
 
 
 @intrinsic
-def _pointer(typingctx: Any, address: Any) -> Any:
+def pointer(typingctx: Any, address: Any) -> Any:
+    """Return an address as a pointer, for ``numba.carray``."""
+
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
@@ -70,8 +72,8 @@ def _move(
     _element_moves(src, dst, steps[2], value_position, moves[1])
     for task in numba.prange(addresses.shape[1] * heads):
         layer, head = task // heads, task % heads
-        keys = numba.carray(_pointer(addresses[0, layer]), span, like.dtype)
-        values = numba.carray(_pointer(addresses[1, layer]), span, like.dtype)
+        keys = numba.carray(pointer(addresses[0, layer]), span, like.dtype)
+        values = numba.carray(pointer(addresses[1, layer]), span, like.dtype)
         _move_head(keys, head * steps[1], moves[0], count, key_lane)
         _move_head(values, head * steps[3], moves[1], count, value_lane)
 

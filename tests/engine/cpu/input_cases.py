@@ -159,3 +159,22 @@ def accepted_of_recurrent_layers(variant: str) -> Results:
     sampled = 3 if variant == "number" else int32(0, 5, 2, 7)
     state.postprocess_state(int64(3, -1, 0), sampled)
     return {"accepted": state.num_accepted_tokens_gpu}
+
+
+@case()
+def cleared_blocks() -> Results:
+    from vllm.v1.worker.utils import KVBlockZeroer
+
+    caches = [torch.randn(6, 40), torch.randn(6, 24)]
+    zeroer = object.__new__(KVBlockZeroer)
+    zeroer.device = CPU
+    zeroer._meta = (
+        torch.tensor([each.data_ptr() for each in caches], dtype=torch.uint64),
+        int64(40, 24),
+        int64(33, 24),
+        3,
+        16,
+        2,
+    )
+    zeroer.zero_block_ids([4, 1])
+    return {"wide": caches[0], "narrow": caches[1]}
