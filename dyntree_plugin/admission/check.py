@@ -23,6 +23,7 @@ from dyntree_plugin.admission.refusals import (
     dtype_of,
     model_refusals,
 )
+from dyntree_plugin.admission.states import STATE_REFUSALS
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
 from dyntree_plugin.options.options import HEADS, NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
 
@@ -101,7 +102,7 @@ def refuse_further_draft(
     prefix = f"{NAMESPACE}.drafts, {further.model!r}: "
     reasons = [
         *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS), further, prefix),
-        *_found(model_refusals(device_type), draft, prefix),
+        *_found(model_refusals(device_type, draft=True), draft, prefix),
         *(prefix + found for found in _vocabulary_refusals(vllm_config, further)),
     ]
     if found := kernel_refusal(draft, device_type):
@@ -154,7 +155,7 @@ def _refusals(
     if scheduler is not None:
         yield f"scheduler_cls={scheduler!r} is not supported: dyntree brings its own; leave it out"
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
-    yield from _found((*ENGINE_REFUSALS, *of_device), vllm_config)
+    yield from _found((*ENGINE_REFUSALS, *STATE_REFUSALS, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     others = (
         _unreadable_table(options, device_type),
@@ -182,7 +183,7 @@ def _speculation_refusals(
     if (draft := _draft_model(vllm_config)) is not None:
         refusals = HEAD_REFUSALS if speculation.method in HEADS else DRAFT_REFUSALS
         yield from _found(refusals, speculation, "speculative_config.")
-        yield from _found(model_refusals(device_type), draft, "draft model: ")
+        yield from _found(model_refusals(device_type, draft=True), draft, "draft model: ")
         yield from _vocabulary_refusals(vllm_config, speculation)
     try:
         plan = options.plan_for(speculation)

@@ -341,8 +341,7 @@ MODEL_REFUSALS = (
         "has_inner_state",
         lambda m: m.has_inner_state and not m.is_hybrid,
         bool,
-        "a recurrent state cannot branch; use a model with attention layers only",
-        "states",
+        "trees of a model without attention layers are not built yet; use another model",
     ),
     Refusal(
         "use_mla",
@@ -388,7 +387,10 @@ MODEL_REFUSALS = (
 """Checks of ``ModelConfig``, the target's and the draft's."""
 
 
-def model_refusals(device_type: str) -> Iterator[Refusal]:
-    """Yield the `MODEL_REFUSALS` but for features of layers that the device serves."""
-    served = SERVED_ON[device_type]
+def model_refusals(device_type: str, *, draft: bool = False) -> Iterator[Refusal]:
+    """Yield the `MODEL_REFUSALS` but for features of layers that the device serves.
+
+    The states of a ``draft`` would have to branch while it grows a tree.
+    """
+    served = SERVED_ON[device_type] - ({"states"} if draft else set())
     return (each for each in MODEL_REFUSALS if each.feature not in served)

@@ -36,7 +36,10 @@ SERVED: Mapping[str, frozenset[str]] = {
 }
 """The features that each kernel of tree attention serves."""
 
-SERVED_ON: Mapping[str, frozenset[str]] = {"cpu": SERVED["cpu"], "cuda": SERVED["triton"]}
+SERVED_ON: Mapping[str, frozenset[str]] = {
+    "cpu": SERVED["cpu"] | {"states"},
+    "cuda": SERVED["triton"],
+}
 """What is served on each type of device: features of attention, namely of the kernel that runs all
 forwards which no other kernel is chosen for; and other kinds of layers, by the names of
 ``admission/refusals.py``."""

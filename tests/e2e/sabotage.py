@@ -15,6 +15,7 @@ from unittest import mock
 import adapters
 import numpy as np
 import sabotage_of_paths
+import sabotage_of_states
 import torch
 
 NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
@@ -23,7 +24,7 @@ OF_HEADS = ("broken_head", "other_rows", "other_parents")
 OF_PATHS = ("without_paths", "rows_as_paths")
 """These break what sampling parameters read on a tree's rows."""
 
-_OTHERS = (*adapters.BROKEN, *sabotage_of_paths.BROKEN)
+_OTHERS = (*adapters.BROKEN, *sabotage_of_paths.BROKEN, *sabotage_of_states.BROKEN)
 globals().update({each.__name__: each for each in _OTHERS})
 
 
@@ -95,8 +96,7 @@ def padding_as_tree(runner: Any) -> Iterator[None]:
         starts, lengths = batch.query_start_loc_np, batch.num_scheduled_tokens
         for request in range(batch.num_reqs):
             if batch.is_prefilling_np[request] and batch.num_draft_tokens_per_req[request]:
-                first = int(starts[request])
-                mask.ancestor_bits[first : first + int(lengths[request])] = 0
+                mask.ancestor_bits[int(starts[request]) : int(starts[request + 1])] = 0
                 mask.ctx_lens[request] = batch.seq_lens[request] - int(lengths[request])
         return mask
 

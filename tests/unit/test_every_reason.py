@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 CHANGES = {
     "parallel_config.ubatch_size": 2,
     "scheduler_config.scheduler_cls": "my.Scheduler",
-    "model_config.is_hybrid": True,
+    "model_config.is_diffusion": True,
 }
-NAMED = ("ubatch_size=2", "scheduler_cls='my.Scheduler'", "target model: is_hybrid=True")
+NAMED = ("ubatch_size=2", "scheduler_cls='my.Scheduler'", "target model: is_diffusion=True")
 
 
 def with_all(config: VllmConfig, changes: Mapping[str, Any]) -> VllmConfig:

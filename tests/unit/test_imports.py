@@ -40,6 +40,7 @@ LAYERS = (
         "dyntree_plugin.engine.layer_kinds",
         "dyntree_plugin.engine.checked_layers",
         "dyntree_plugin.engine.attention",
+        "dyntree_plugin.engine.states",
     ),
     (
         "dyntree_plugin.engine.step",

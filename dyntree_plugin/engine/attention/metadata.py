@@ -18,13 +18,15 @@ class TreeMask:
     request without a tree, which stays on the stock kernel. ``ancestor_bits`` int32 [T, words]: if
     bit ``c`` of a row is set, the row sees position ``ctx_len + c``. ``has_plain``: whether any
     request is without a tree, as known on the host. ``in_place``: the tensors are rewritten for
-    every forward, so builders must keep references to them and no copies.
+    every forward, so builders must keep references to them and no copies. ``drafted``: the number
+    of requests with rows of drafts, which come first; in a prompt they are not a tree.
     """
 
     ctx_lens: torch.Tensor
     ancestor_bits: torch.Tensor
     has_plain: bool
     in_place: bool = False
+    drafted: int = 0
 
 
 @dataclass

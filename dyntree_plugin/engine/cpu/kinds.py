@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dyntree_plugin.engine.attention.kind import AttentionKind
 from dyntree_plugin.engine.layer_kinds import LayerKind
+from dyntree_plugin.engine.states.kind import StateKind
 
 _ATTENTION = "dyntree_plugin.engine.attention.cpu"
+_STATES = "dyntree_plugin.engine.states"
 
 KINDS: tuple[LayerKind, ...] = (
     AttentionKind(
         "cpu", {"CPU_ATTN": f"{_ATTENTION}.TreeCPUAttentionBackend"}, f"{_ATTENTION}.kv_mover"
+    ),
+    StateKind(
+        {
+            "MambaMixer2": f"{_STATES}.layers.TreeMambaMixer2",
+            "ShortConv": f"{_STATES}.layers.TreeShortConv",
+        },
+        f"{_STATES}.committer.committer",
     ),
 )

@@ -20,7 +20,11 @@ def place_nodes(
     requests = slice(batch.num_reqs)
     plain = (drafts == 0) | (batch.num_scheduled_tokens[requests] != drafts + 1)
     plain |= batch.is_prefilling_np[requests]
-    return TreeMask(*ops.place(batch, trees, prefill_len), has_plain=bool(plain.any()))
+    drafted = int((drafts > 0).sum())
+    if not (drafts[:drafted] > 0).all():
+        raise RuntimeError("vLLM's batch does not begin with the requests that have drafts")
+    placed = ops.place(batch, trees, prefill_len)
+    return TreeMask(*placed, has_plain=bool(plain.any()), drafted=drafted)
 
 
 def place(

@@ -1,0 +1,1 @@
+"""Trees through recurrent layers of a target, which keep one state for each request."""

@@ -1,0 +1,152 @@
+"""vLLM's builders of metadata for recurrent layers, with trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mamba2_attn import (
+    Mamba2AttentionBackend,
+    Mamba2AttentionMetadata,
+    Mamba2AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.short_conv_attn import (
+    ShortConvAttentionBackend,
+    ShortConvAttentionMetadata,
+    ShortConvAttentionMetadataBuilder,
+)
+
+from dyntree_kernels.cpu.tree_layers import TreeForward
+from dyntree_kernels.recurrence import TreeStates
+from dyntree_plugin.engine.attention.metadata import TreeMask
+
+NOT_KEPT = -1
+"""In place of a state's slot: the request has no path to keep."""
+
+
+@dataclass
+class Drafted:
+    """The first ``rows`` rows of a batch, which belong to the requests with drafts.
+
+    ``forward`` runs them. ``fresh`` int64: slots of states of which nothing is computed yet.
+    ``rest``: vLLM's metadata of the other rows, as if they were the batch; None without others.
+    """
+
+    rows: int
+    forward: TreeForward
+    fresh: torch.Tensor
+    rest: Any
+
+
+class WithDrafts:
+    """Precedes a builder of vLLM for layers with a state.
+
+    Requests with drafts do not change their states in the forward. All others are a batch of an
+    engine without speculation.
+    """
+
+    takes_tree_mask = True
+    supports_update_block_table = False
+    metadata_cls: Any
+
+    def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(spec, names, vllm_config, device)  # type: ignore[call-arg]
+        # vLLM's speculation has a state for each draft.
+        self.use_spec_decode, self.num_spec_tokens = False, 0
+        requests = vllm_config.scheduler_config.max_num_seqs
+        self.kept = torch.full((requests,), NOT_KEPT, device=device)
+        """Slots of the states, by request of the batch, that an accepted path will advance."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        tree_mask: TreeMask | None = None,
+        **of_speculation: Any,
+    ) -> Any:
+        build: Any = super().build  # type: ignore[misc]
+        self.kept.fill_(NOT_KEPT)
+        drafted = 0 if tree_mask is None else tree_mask.drafted
+        if tree_mask is None or not drafted:
+            return build(common_prefix_len, common_attn_metadata, fast_build)
+        common = common_attn_metadata
+        rows = int(common.query_start_loc_cpu[drafted])
+        others = _without_first(common, drafted, rows)
+        rest = None if others is None else build(common_prefix_len, others, fast_build)
+        slots = common.block_table_tensor[:drafted, 0].long()
+        self.kept[:drafted] = slots
+        starts = common.query_start_loc[: drafted + 1].long()
+        states = TreeStates.of(
+            slots, starts, tree_mask.ctx_lens[:drafted], tree_mask.ancestor_bits[:rows]
+        )
+        begun = common.seq_lens[:drafted] > torch.diff(starts)
+        return self.metadata_cls(
+            num_prefills=0,
+            num_prefill_tokens=0,
+            num_decodes=drafted,
+            num_decode_tokens=rows,
+            num_reqs=common.num_reqs,
+            has_initial_states_p=None,
+            query_start_loc_p=None,
+            state_indices_tensor_p=None,
+            query_start_loc_d=None,
+            num_accepted_tokens=None,
+            state_indices_tensor_d=None,
+            seq_lens=common.seq_lens,
+            drafted=Drafted(rows, TreeForward(states), slots[~begun], rest),
+        )
+
+
+def _without_first(
+    common: CommonAttentionMetadata, requests: int, rows: int
+) -> CommonAttentionMetadata | None:
+    """Return the batch without its first requests; None if there are no others."""
+    if requests == common.num_reqs:
+        return None
+    bound, prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
+    starts = common.query_start_loc_cpu[requests:] - rows
+    return common.replace(
+        query_start_loc=common.query_start_loc[requests:] - rows,
+        query_start_loc_cpu=starts,
+        seq_lens=common.seq_lens[requests:],
+        num_reqs=common.num_reqs - requests,
+        num_actual_tokens=common.num_actual_tokens - rows,
+        max_query_len=int(torch.diff(starts).max()),
+        block_table_tensor=common.block_table_tensor[requests:],
+        slot_mapping=common.slot_mapping[rows:],
+        is_prefilling=None if prefilling is None else prefilling[requests:],
+        seq_lens_cpu_upper_bound=None if bound is None else bound[requests:],
+    )
+
+
+@dataclass
+class TreeMamba2Metadata(Mamba2AttentionMetadata):
+    drafted: Drafted | None = None
+
+
+class TreeMamba2MetadataBuilder(WithDrafts, Mamba2AttentionMetadataBuilder):
+    metadata_cls = TreeMamba2Metadata
+
+
+class TreeMamba2Backend(Mamba2AttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[TreeMamba2MetadataBuilder]:
+        return TreeMamba2MetadataBuilder
+
+
+@dataclass
+class TreeShortConvMetadata(ShortConvAttentionMetadata):
+    drafted: Drafted | None = None
+
+
+class TreeShortConvMetadataBuilder(WithDrafts, ShortConvAttentionMetadataBuilder):
+    metadata_cls = TreeShortConvMetadata
+
+
+class TreeShortConvBackend(ShortConvAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[TreeShortConvMetadataBuilder]:
+        return TreeShortConvMetadataBuilder

@@ -1,0 +1,36 @@
+"""Advances the states of recurrent layers along accepted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from dyntree_kernels.cpu.tree_layers import PathCommit
+from dyntree_kernels.recurrence import Commit
+from dyntree_plugin.engine.layer_kinds import Accepted
+
+
+def committer(layers: Collection[Any], requests: int) -> Callable[[Accepted, torch.Tensor], None]:
+    """Make what keeps paths in layers `WithStates` of one KV cache group.
+
+    ``requests``: the most of the engine. The places are slots of states, negative for a request
+    whose state the forward has advanced.
+    """
+
+    def keep(accepted: Accepted, places: torch.Tensor) -> None:
+        commit = PathCommit(_commit(accepted, places, requests))
+        for layer in layers:
+            layer.advance(commit)
+
+    return keep
+
+
+def _commit(accepted: Accepted, places: torch.Tensor, requests: int) -> Commit:
+    """Return the batch rows to commit: of each request its root, and then the accepted path."""
+    slots = places[: len(accepted.path)]
+    real = (slots >= 0) & (accepted.requests >= 0) & (accepted.requests < requests)
+    path, roots = accepted.path[real], accepted.roots[real, None]
+    rows = torch.cat([roots, torch.where(path >= 0, roots + 1 + path, -1)], dim=1)
+    return Commit(slots[real], rows, (rows >= 0).sum(1))

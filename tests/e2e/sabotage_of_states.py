@@ -1,0 +1,102 @@
+"""Ways to break one mechanism of trees on recurrent layers at a time; `sabotage` says more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextmanager
+def _committing(change: Any) -> Iterator[None]:
+    """Commit what ``change`` makes of a `Commit`."""
+    from dyntree_plugin.engine.states import committer
+
+    stock = committer._commit
+    with mock.patch.object(committer, "_commit", lambda *given: change(stock(*given))):
+        yield
+
+
+@contextmanager
+def commit_dropped(runner: Any) -> Iterator[None]:
+    """Leave the states of requests with drafts as they are."""
+    with _committing(lambda commit: type(commit)(*(each[:0] for each in commit))):
+        yield
+
+
+@contextmanager
+def commit_doubled(runner: Any) -> Iterator[None]:
+    """Advance states along every path twice."""
+    from dyntree_plugin.engine.states.layers import WithStates
+
+    stock = WithStates.advance
+
+    def advance(self: Any, commit: Any) -> None:
+        stock(self, commit)
+        stock(self, commit)
+
+    with mock.patch.object(WithStates, "advance", advance):
+        yield
+
+
+@contextmanager
+def commit_of_a_sibling(runner: Any) -> Iterator[None]:
+    """Commit, in place of every accepted node, the row before it."""
+
+    def change(commit: Any) -> Any:
+        paths = commit.paths.clone()
+        paths[:, 1:] -= (paths[:, 1:] >= 0).int()
+        return commit._replace(paths=paths)
+
+    with _committing(change):
+        yield
+
+
+@contextmanager
+def commit_to_a_neighbour(runner: Any) -> Iterator[None]:
+    """Advance the state of another request of the batch."""
+    with _committing(lambda commit: commit._replace(slots=commit.slots.roll(1))):
+        yield
+
+
+@contextmanager
+def tree_as_chain(runner: Any) -> Iterator[None]:
+    """Let every row continue from the row before it."""
+    from dyntree_plugin.engine.states.builders import TreeStates
+
+    stock = TreeStates.of
+
+    def of(slots: Any, starts: Any, ctx_lens: Any, bits: Any) -> Any:
+        return stock(slots, starts, torch.full_like(ctx_lens, -1), bits)
+
+    with mock.patch.object(TreeStates, "of", of):
+        yield
+
+
+@contextmanager
+def convolved_with_a_sibling(runner: Any) -> Iterator[None]:
+    """Let convolutions read the row before a node, in place of its parent."""
+    from dyntree_plugin.engine.states.builders import TreeStates
+
+    stock = TreeStates.taps
+
+    def taps(self: Any, width: int) -> Any:
+        found = stock(self, width)
+        found[:, -2] = torch.where(found[:, -2] >= 0, found[:, -1] - 1, found[:, -2])
+        return found
+
+    with mock.patch.object(TreeStates, "taps", taps):
+        yield
+
+
+BROKEN = (
+    commit_dropped,
+    commit_doubled,
+    commit_of_a_sibling,
+    commit_to_a_neighbour,
+    tree_as_chain,
+    convolved_with_a_sibling,
+)

@@ -1,0 +1,71 @@
+"""Small targets with recurrent layers and random weights, for the embedded pair's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dyntree_plugin import pair
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+_LINEAR_FULL = ["linear_attention", "full_attention"]
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "layers_block_type": [*_LINEAR_FULL, "mlp", "linear_attention", "mlp"],
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+    },
+    "lfm2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_dim": 128,
+        "block_dim": 128,
+    },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "layer_types": _LINEAR_FULL * 2,
+        "mlp_only_layers": [0, 1, 2],
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+"""Configurations by vLLM's model types: Mamba-2, short convolutions, gated delta rule; all with
+full attention in other layers."""
+
+
+def recurrent_target(folder: Path, kind: str, seed: int = 0) -> Path:
+    """Write a target of a `CONFIGS` key, and return its folder."""
+    source = pair.paths()["target"]
+    of_pair = json.loads((source / "config.json").read_text())
+    tokens = {name: of_pair.get(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    config = AutoConfig.for_model(kind, **_COMMON, **CONFIGS[kind], **tokens)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / file, folder / file)
+    return folder
