@@ -9,8 +9,8 @@ the whole chain with the chance r. The longest prefix that passes is accepted, a
 it is drawn from the residual, or from p behind the whole chain.
 
 Where a chain ends may depend on its tokens, but each end has to be decided before the token that
-would follow is drawn: `tests/unit/test_block.py` enumerates both cases. All noise comes from the
-caller. No part of it may have been used before, because what was rejected tells of it.
+would follow is drawn: `tests/unit/tree/test_block.py` enumerates both cases. All noise comes from
+the caller. No part of it may have been used before, because what was rejected tells of it.
 """
 
 from __future__ import annotations

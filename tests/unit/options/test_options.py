@@ -345,7 +345,7 @@ def test_the_help_and_the_table_have_every_option_with_its_bounds(text: str, beg
 
 
 def test_the_page_has_the_tables_of_options() -> None:
-    page = Path(__file__).parents[2] / "docs" / "options.md"
+    page = Path(__file__).parents[3] / "docs" / "options.md"
     assert option_pages.markdown_tables() in page.read_text()
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from dyntree_plugin import cli
 from dyntree_plugin.commands.dashboards import files
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def dashboards(*arguments: str | Path) -> Result:

@@ -66,5 +66,5 @@ def test_the_markdown_table_has_a_row_for_every_growth_and_sampling():
 
 
 def test_the_docs_have_the_table_of_growths_and_rules():
-    page = Path(__file__).parents[2] / "docs" / "papers.md"
+    page = Path(__file__).parents[4] / "docs" / "papers.md"
     assert markdown_table() in page.read_text()

@@ -14,7 +14,7 @@ from test_vocabulary import SCRIPTS
 from benchmarks.serve.__main__ import USERS
 from dyntree_plugin import cli
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
 OF_VLLM = (["serve"], ["doctor"])
 """Commands that take the arguments of `vllm serve`."""

@@ -102,7 +102,7 @@ def test_the_sdist_has_every_file_of_the_repository(built: Built) -> None:
         for path in built.source.rglob("*")
         if path.is_file() and ".egg-info" not in path.parent.name
     }
-    assert {"Makefile", "tests/unit/test_house.py", "docs/images/show.png"} <= wanted
+    assert {"Makefile", "tests/repository/test_house.py", "docs/images/show.png"} <= wanted
     with tarfile.open(built.sdist) as archive:
         assert wanted - {name.partition("/")[2] for name in archive.getnames()} == set()
 

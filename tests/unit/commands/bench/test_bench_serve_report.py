@@ -16,7 +16,7 @@ from dyntree_plugin.commands.bench.chains import serves
 from dyntree_plugin.commands.bench.results import Cell, Result, Series, read
 from dyntree_plugin.commands.loads.runs import Engine, Run, Speculation
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("serve-*.json"))
 CELL = Cell(prompts="code", temperature=0.0, batch=1)
 DRAWN = {"draft_sample_method": "probabilistic"}

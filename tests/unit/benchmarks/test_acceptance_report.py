@@ -19,7 +19,7 @@ from benchmarks.acceptance.paper import REPORTED
 from benchmarks.acceptance.plots import draw
 from dyntree_plugin.provenance import provenance
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 PROMPTS = 6
 
 KNOWN = {"beta": 0.5, "bits": 1.0, "second_moment": 2.0}
