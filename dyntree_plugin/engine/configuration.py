@@ -35,9 +35,11 @@ _CHOSEN = "_dyntree_chose_backend"
 
 
 def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
-    """Return the plan of this engine's trees, or None if it has none."""
-    speculation = vllm_config.speculative_config
-    return None if speculation is None else plan_in_force(speculation)
+    """Return the plan of this engine's trees, or None if it has no dyntree options."""
+    options = DynTreeOptions.of(vllm_config.additional_config)
+    if options is None or vllm_config.speculative_config is None:
+        return None
+    return options.plan_for(vllm_config.speculative_config)
 
 
 def uses_adaptive_budget(vllm_config: VllmConfig) -> bool:

@@ -72,12 +72,15 @@ def test_a_fitted_context_reaches_the_speculator(
 
 
 def test_a_fitted_context_reaches_look_up() -> None:
-    composed: list[Any] = []
-    drafting: Any = SimpleNamespace(
-        requests=2,
+    composed: list[int] = []
+    compose: Any = SimpleNamespace(
         trees=SimpleNamespace(shape=SimpleNamespace(node_budget=4)),
-        compose=lambda *of: composed.append(of[3]),
+        drafter=lambda memory: composed.append(memory.last_position),
     )
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=2048))
-    LookUpSpeculator(config, CPU, drafting).update_max_model_len(384)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=2048),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+    )
+    steps: Any = None
+    LookUpSpeculator(config, CPU, steps, compose).update_max_model_len(384)
     assert composed == [2047, 383]

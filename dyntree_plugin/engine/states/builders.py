@@ -73,7 +73,7 @@ class WithDrafts:
         if tree_mask is None or not drafted:
             return build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
-        rows = int(common.query_start_loc_cpu[drafted])
+        rows = int(common.query_start_loc_cpu[drafted])  # sync: host memory
         others = _without_first(common, drafted, rows)
         rest = None if others is None else build(common_prefix_len, others, fast_build)
         slots = common.block_table_tensor[:drafted, 0].long()
@@ -114,7 +114,7 @@ def _without_first(
         seq_lens=common.seq_lens[requests:],
         num_reqs=common.num_reqs - requests,
         num_actual_tokens=common.num_actual_tokens - rows,
-        max_query_len=int(torch.diff(starts).max()),
+        max_query_len=int(torch.diff(starts).max()),  # sync: host memory
         block_table_tensor=common.block_table_tensor[requests:],
         slot_mapping=common.slot_mapping[rows:],
         is_prefilling=None if prefilling is None else prefilling[requests:],

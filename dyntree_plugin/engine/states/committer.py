@@ -33,4 +33,5 @@ def _commit(accepted: Accepted, places: torch.Tensor, requests: int) -> Commit:
     real = (slots >= 0) & (accepted.requests >= 0) & (accepted.requests < requests)
     path, roots = accepted.path[real], accepted.roots[real, None]
     rows = torch.cat([roots, torch.where(path >= 0, roots + 1 + path, -1)], dim=1)
-    return Commit(slots[real], rows, (rows >= 0).sum(1))
+    lengths = (rows >= 0).sum(1)
+    return Commit(slots[real], rows, lengths)  # sync: host memory

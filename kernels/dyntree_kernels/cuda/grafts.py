@@ -287,8 +287,9 @@ def graft(
     count, nodes = shape
     if not count or not nodes:
         return
+    *of_trie, _ = requests  # The trees' slots are for `store`.
     _graft[(count,)](
-        *candidates, *grafts, *trie, *requests, grafts.edges if weights is None else weights,
+        *candidates, *grafts, *trie, *of_trie, grafts.edges if weights is None else weights,
         candidates.values.shape[1], max_depth, GRAFTS=nodes, NODES=triton.next_power_of_2(nodes),
         CHILDREN=triton.next_power_of_2(children), K=children, LEARNED=weights is not None,
         NOISE=coupled, num_warps=WARPS,

@@ -138,7 +138,8 @@ class Keeping(CompiledGrowth):
         self._kept: dict[int, Any] = {}
 
     def start(self, requests: int) -> None:
-        self._kept[requests] = tuple(each.clone().numpy() for each in self._given.first(requests))
+        *others, slots = self._given.first(requests)  # Wrong slots would end the process.
+        self._kept[requests] = (*(each.clone().numpy() for each in others), slots.numpy())
         super().start(requests)
 
     def resume(self, requests: int, forwards: int) -> None:
