@@ -19,7 +19,7 @@ ATTENTION = {"check_attention"}
 SLOW = {"check_grafts", "check_growth", "check_learn"}
 """Half a minute and more of the interpreter. Other checks run these kernels as parts of drafting
 and of steps."""
-OF_GROWTH = "usual or chained or told_apart"
+OF_GROWTH = "usual or chained or told_apart or is_seen"
 """Names of the checks of growth that run always."""
 
 
@@ -28,7 +28,7 @@ OF_GROWTH = "usual or chained or told_apart"
     [
         pytest.param([*ATTENTION], id="attention"),
         pytest.param([name for name in CHECKS if name not in ATTENTION | SLOW], id="others"),
-        pytest.param(["check_growth", "-k", OF_GROWTH], id="growth"),
+        pytest.param(["check_growth", "check_grafts", "-k", OF_GROWTH], id="growth"),
         pytest.param(sorted(SLOW), id="slow", marks=pytest.mark.slow),
     ],
 )
