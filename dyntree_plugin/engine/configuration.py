@@ -34,12 +34,17 @@ _FURTHER = "_dyntree_further_drafts"
 _CHOSEN = "_dyntree_chose_backend"
 
 
-def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
-    """Return the plan of this engine's trees, or None if it has no dyntree options."""
-    options = DynTreeOptions.of(vllm_config.additional_config)
-    if options is None or vllm_config.speculative_config is None:
+def plan_in_force(speculative_config: SpeculativeConfig | None) -> TreePlan | None:
+    """Return the plan that `mark_as_tree` attached, or None for an engine without trees."""
+    if speculative_config is None:
         return None
-    return options.plan_for(vllm_config.speculative_config)
+    plan: TreePlan | None = vars(speculative_config).get(_MARK)
+    return plan
+
+
+def tree_plan(vllm_config: VllmConfig) -> TreePlan | None:
+    """Return the plan of this engine's trees, or None for an engine without trees."""
+    return plan_in_force(vllm_config.speculative_config)
 
 
 def uses_adaptive_budget(vllm_config: VllmConfig) -> bool:
@@ -217,15 +222,8 @@ def scratch_slots(speculative_config: Any) -> int:
 
 def most_draft_rows(vllm_config: VllmConfig) -> int:
     """Return the most rows of a draft forward without prompts; 0 for an engine without any."""
-    speculation = vllm_config.speculative_config
-    plan = None if speculation is None else plan_in_force(speculation)
+    plan = tree_plan(vllm_config)
     if plan is None or not plan.has_draft:
         return 0
     of_request = max(*plan.growing.widths, plan.shape.max_depth + 1, 1)
     return vllm_config.scheduler_config.max_num_seqs * of_request
-
-
-def plan_in_force(speculative_config: Any) -> TreePlan | None:
-    """Return the plan that `mark_as_tree` attached, or None for an engine without trees."""
-    plan: TreePlan | None = vars(speculative_config).get(_MARK)
-    return plan

@@ -70,7 +70,7 @@ def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
 
 def _admitted(config: VllmConfig) -> Iterator[Check]:
     speculation = config.speculative_config
-    plan = None if speculation is None else plan_in_force(speculation)
+    plan = plan_in_force(speculation)
     if plan is None or speculation is None:
         advice = f"for trees add --dyntree '{{}}' and --speculative-config '{check.EXAMPLE}'"
         yield Check(_NAME, "warn", "it asks for no trees: vLLM would run without them", advice)

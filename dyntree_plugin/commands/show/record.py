@@ -17,6 +17,7 @@ from dyntree_plugin.commands.engine import (
 )
 from dyntree_plugin.commands.show.generation import Generation
 from dyntree_plugin.commands.start import Announce
+from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.step import TreeStep
 
@@ -55,11 +56,10 @@ def _generation(
     llm: LLM, output: RequestOutput, params: SamplingParams, steps: list[TreeStep]
 ) -> Generation:
     config = llm.llm_engine.vllm_config
-    options = DynTreeOptions.of(config.additional_config)
+    options, plan = DynTreeOptions.of(config.additional_config), tree_plan(config)
     speculation = config.speculative_config
-    if options is None or speculation is None or speculation.model is None:
+    if options is None or plan is None or speculation is None or speculation.model is None:
         raise ValueError("this engine has no trees: start it with dyntree options")
-    plan = options.plan_for(speculation)
     prompt_tokens = list(output.prompt_token_ids or ())
     tokens = list(output.outputs[0].token_ids)
     in_trees = {t for step in steps for t in (step.root_token, *step.tokens, *step.emitted)}

@@ -44,7 +44,7 @@ class TreeSpecDecodingProm(SpecDecodingProm):
     ) -> None:
         super().__init__(speculative_config, labelnames, per_engine_labelvalues, *args, **kwargs)
         self._series: dict[int, list[tuple[Metric, _Series]]] = {}
-        plan = None if speculative_config is None else plan_in_force(speculative_config)
+        plan = plan_in_force(speculative_config)
         if plan is None:
             return
         families = [(metric, _family(metric, labelnames)) for metric in METRICS]

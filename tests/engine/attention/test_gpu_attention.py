@@ -22,6 +22,8 @@ from dyntree_plugin.engine.attention.kernels import (
     TritonTrees,
 )
 from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.configuration import mark_as_tree
+from dyntree_plugin.options.options import DynTreeOptions
 
 NODES, REQUESTS = 8, 4
 COLUMNS = NODES + 1
@@ -86,16 +88,18 @@ class Impl(cuda_layers.TreeAttentionImpl, StockImpl):
     pass
 
 
-def engine(**additional: Any) -> Any:
+def engine(*, trees: bool) -> Any:
+    speculation: Any = SimpleNamespace(method="draft_model", num_speculative_tokens=NODES)
+    if trees:
+        mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
     return SimpleNamespace(
-        additional_config=additional,
-        speculative_config=SimpleNamespace(method="draft_model", num_speculative_tokens=NODES),
+        speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(world_size=1),
     )
 
 
-TREES = engine(dyntree={})
+TREES = engine(trees=True)
 SPEC: Any = SimpleNamespace(num_kv_heads=2, head_size=16)
 
 
@@ -233,7 +237,7 @@ def test_full_graphs_are_for_batches_of_trees(kernels: Any) -> None:
 
 def test_an_engine_without_trees_keeps_the_stock_backend(kernels: Any) -> None:
     """After an engine with trees, the backend stays registered in the process."""
-    plain = engine()
+    plain = engine(trees=False)
     builder = Builder(SPEC, [], plain, torch.device("cpu"))
     assert builder.build(0, common(9, 9)) == "stock"
     assert builder.build_for_cudagraph_capture(common(9, 9)) == "stock for capture"

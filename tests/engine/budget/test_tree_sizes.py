@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from dyntree_plugin.engine.configuration import size_trees_by_step
+from dyntree_plugin.engine.configuration import mark_as_tree, size_trees_by_step
+from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.budget.choice import node_buckets
 
 
@@ -21,13 +22,13 @@ def sized(
     **options: str,
 ) -> set[int]:
     """Return the sizes in vLLM's table after the plugin has settled; empty if it has none."""
-    speculation = SimpleNamespace(
+    speculation: Any = SimpleNamespace(
         method="draft_model",
         num_speculative_tokens=24,
         num_speculative_tokens_per_batch_size=None,
     )
+    mark_as_tree(speculation, DynTreeOptions.parse(options).plan_for(speculation))
     config: Any = SimpleNamespace(
-        additional_config={"dyntree": options},
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(async_scheduling=asynchronous, max_num_seqs=requests),
         parallel_config=SimpleNamespace(world_size=ranks),
