@@ -10,7 +10,6 @@ from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.arguments import Method as DraftMethod
 from dyntree_plugin.commands.bench.chains import OFF
 from dyntree_plugin.commands.vocabulary import option, shared
-from dyntree_plugin.options.options import MOST_NODES
 
 OF_ENGINES = "For engines on this machine"
 OF_SERVERS = "For running servers"
@@ -19,6 +18,7 @@ OF_SERVERS = "For running servers"
 TREES: list[dict[str, Any]] = [{}, {"budget": "fixed"}]
 """Default dyntree options of the engines with trees."""
 NODES = 16
+"""Nodes of trees whose options have no ``node_budget``."""
 
 Target = Annotated[
     str | None,
@@ -76,22 +76,11 @@ Chains = Annotated[
         rich_help_panel=OF_ENGINES,
     ),
 ]
-Nodes = Annotated[
-    list[int] | None,
-    shared(
-        "--nodes",
-        "Repeatable: each is measured with every --dyntree that has no node_budget.",
-        min=1,
-        max=MOST_NODES,
-        show_default=str(NODES),
-        rich_help_panel=OF_ENGINES,
-    ),
-]
 Trees = Annotated[
     list[str] | None,
     shared(
         "--dyntree",
-        "Repeatable: each is measured.",
+        f"Without a node_budget a tree has {NODES} nodes. Repeatable: each is measured.",
         show_default="""{} and {"budget": "fixed"}""",
         rich_help_panel=OF_ENGINES,
     ),
@@ -158,16 +147,6 @@ RequestRates = Annotated[
         "PER_S",
         "Requests per second that are sent on average, however many are unanswered. "
         "Repeatable. Replaces the default of --batch; with a --batch both are measured.",
-        rich_help_panel=OF_SERVERS,
-    ),
-]
-Burstiness = Annotated[
-    float,
-    option(
-        "--burstiness",
-        "B",
-        "How even the arrivals at a --request-rate are, as in vllm bench serve: 1 is a "
-        "Poisson process, less has more bursts, more is more even.",
         rich_help_panel=OF_SERVERS,
     ),
 ]

@@ -125,7 +125,7 @@ class Client:
         tasks = []
         try:
             async with asyncio.TaskGroup() as group:
-                async for request, _ in get_request(_requests(load), load.rate, load.burstiness):
+                async for request, _ in get_request(_requests(load), load.rate):
                     tasks.append(group.create_task(one(request)))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -61,7 +61,6 @@ def serve(
     batches: arguments.Batches = None,
     temperatures: arguments.Temperatures = None,
     chains: arguments.Chains = None,
-    nodes: arguments.Nodes = None,
     trees: arguments.Trees = None,
     rounds: arguments.Rounds = 3,
     time_limit: arguments.TimeLimit = None,
@@ -71,7 +70,6 @@ def serve(
     model: arguments.Model = None,
     headers: arguments.Headers = None,
     request_rates: arguments.RequestRates = None,
-    burstiness: arguments.Burstiness = 1,
     seed: arguments.Seed = 0,
     result_file: arguments.ResultFile = None,
 ) -> None:
@@ -90,7 +88,7 @@ def serve(
         check_new_file("--output", result_file)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
-            settings = _with_rates(settings, request_rates or (), burstiness)
+            settings = _with_rates(settings, request_rates or ())
             servers = server.engines(base_urls)
             client = server.clients(
                 chat=endpoint == "chat", model=model, headers=server.headers(headers or ())
@@ -101,7 +99,7 @@ def serve(
             _refuse(context, arguments.OF_SERVERS, "without a --base-url no server is measured")
             ready_for_engine()
             further = object_of("--engine-arguments", engine_arguments)
-            of_trees = _trees(trees, nodes)
+            of_trees = _trees(trees)
             lengths, left_out = chosen(chains, settings.temperatures)
             models, remarks = _models(target, draft, method, dtype, further)
             if extras.labels:
@@ -133,7 +131,7 @@ def _refuse(context: typer.Context, panel: str, reason: str) -> None:
         raise ValueError(f"{', '.join(names)} must not be given: {reason}")
 
 
-def _with_rates(settings: Settings, rates: Sequence[float], burstiness: float) -> Settings:
+def _with_rates(settings: Settings, rates: Sequence[float]) -> Settings:
     """Return the settings with these rates of requests.
 
     Raises:
@@ -142,11 +140,7 @@ def _with_rates(settings: Settings, rates: Sequence[float], burstiness: float) -
     for rate in rates:
         if rate <= 0:
             raise ValueError(f"--request-rate {rate:g} must be above 0, in requests per second")
-    if burstiness <= 0:
-        raise ValueError(f"--burstiness {burstiness:g} must be above 0")
-    if burstiness != 1 and not rates:
-        raise ValueError("--burstiness must not be given: it is for a --request-rate")
-    return replace(settings, request_rates=rates, burstiness=burstiness)
+    return replace(settings, request_rates=rates)
 
 
 def _until(limit: float | None) -> Callable[[], float]:
@@ -197,12 +191,9 @@ def _without_progress_bars() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _trees(given: Sequence[str] | None, nodes: Sequence[int] | None) -> plan.Trees:
-    """Return the trees of every size."""
+def _trees(given: Sequence[str] | None) -> plan.Trees:
     options = [object_of("--dyntree", one) for one in given or ()] or arguments.TREES
-    if nodes and all("node_budget" in each for each in options):
-        raise ValueError("--nodes must not be given: every --dyntree has its own node_budget")
-    return plan.named_trees(options, nodes or [arguments.NODES])
+    return plan.named_trees(options, arguments.NODES)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -133,10 +133,10 @@ def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> d
     }
 
 
-def named_trees(options: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> Trees:
+def named_trees(options: Sequence[Mapping[str, Any]], nodes: int) -> Trees:
     """Return trees by names that say what their options are.
 
-    Options without a ``node_budget`` give a tree of each number of ``nodes``.
+    Without a ``node_budget`` a tree has ``nodes``.
 
     Raises:
         ValueError: if options do not fit, or two trees are the same.
@@ -144,13 +144,14 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> T
     found: dict[str, tuple[int, Mapping[str, Any]]] = {}
     for each in options:
         DynTreeOptions.parse(each)
-    for size, each in _sized(options, nodes):
+    for each in ({"node_budget": nodes, **given} for given in options):
+        size = each["node_budget"]
         DynTreeOptions.parse(each).resolve(size)
         name = f"{'static' if is_static(each) else 'dynamic'} tree of {size}"
         name = ", ".join([name, *_told_apart(each)])
         if name in found:
             raise ValueError(
-                f"--dyntree and --nodes: two have the name {name!r}; what tells them apart is "
+                f"--dyntree: two have the name {name!r}; what tells them apart is "
                 f"{', '.join(_SHOWN)}"
             )
         found[name] = size, each
@@ -166,14 +167,6 @@ def _told_apart(options: Mapping[str, Any]) -> list[str]:
     if "drafts" in told:
         told["drafts"] = 1 + len(told["drafts"])
     return [f"{name} {value}" for name, value in told.items()]
-
-
-def _sized(
-    options: Sequence[Mapping[str, Any]], nodes: Sequence[int]
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for each in options:
-        for size in [each["node_budget"]] if "node_budget" in each else nodes:
-            yield size, {"node_budget": size, **each}
 
 
 def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:

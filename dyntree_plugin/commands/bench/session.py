@@ -49,7 +49,6 @@ class Settings:
     seed: int
     samplings: Sequence[Parameters] = ({},)
     request_rates: Sequence[float] = ()
-    burstiness: float = 1.0
 
     @property
     def prompts(self) -> int:
@@ -86,8 +85,8 @@ class Settings:
                 replace(request, sampling={**sampling, **request.sampling})
                 for request in own[: max(self.requests, batch)]
             ]
-            arrivals = math.inf if rate is None else rate, self.burstiness
-            found[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed, *arrivals)
+            rate = math.inf if rate is None else rate
+            found[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed, rate)
         return found
 
     def check(self, sets: Mapping[str, Sequence[Request]], verify: Verify) -> None:

@@ -15,8 +15,7 @@ class Load:
     """The ``requests`` of one run, ``concurrency`` of them at a time; 0: without a limit.
 
     Their prompts are lists of tokens, or texts for a server. Request ``i`` has the seed
-    ``seed + i``. A server gets ``rate`` requests per second, with gaps drawn from a gamma
-    distribution of shape ``burstiness``: 1 is a Poisson process, more is more even.
+    ``seed + i``. A server gets ``rate`` requests per second on average, by a Poisson process.
     """
 
     requests: Sequence[Request]
@@ -25,7 +24,6 @@ class Load:
     max_tokens: int
     seed: int = 0
     rate: float = math.inf
-    burstiness: float = 1.0
 
     def sampling(self, number: int) -> dict[str, Any]:
         """Return all sampling parameters of a request by the names of vLLM's ``SamplingParams``.

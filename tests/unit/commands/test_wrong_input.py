@@ -133,8 +133,7 @@ bench serve --time-limit 0 → '--time-limit': 1
 bench serve --dyntree 16 → --dyntree '16' must be a JSON object
 bench serve --dyntree { → --dyntree '{' is not JSON
 bench serve --dyntree '{"node_budget": 16, "max_depth": 32}' → max_depth=32 cannot be reached
-bench serve --dyntree '{"node_budget": 8}' --nodes 8 → --nodes must not be given
-bench serve --nodes 4 --nodes 4 → two have the name 'dynamic tree of 4'
+bench serve --dyntree {} --dyntree {} → two have the name 'dynamic tree of 16'
 bench serve --target T → --target and --draft go together
 bench serve --target folder --draft folder → --target 'folder' is no model
 bench serve --engine-arguments [] → --engine-arguments '[]' must be a JSON object

@@ -279,7 +279,7 @@ def test_trees_are_named_by_what_tells_them_apart() -> None:
             {"node_budget": 8, "drafts": ["second/draft"]},
             {"budget": "fixed"},
         ],
-        [4, 16],
+        16,
     )
     assert {name: nodes for name, (nodes, _) in found.items()} == {
         "dynamic tree of 8": 8,
@@ -288,16 +288,15 @@ def test_trees_are_named_by_what_tells_them_apart() -> None:
         "static tree of 8, growth expansion": 8,
         "dynamic tree of 8, growth dyspec": 8,
         "dynamic tree of 8, drafts 2": 8,
-        "dynamic tree of 4, budget fixed": 4,
         "dynamic tree of 16, budget fixed": 16,
     }
     assert all(options["node_budget"] == nodes for nodes, options in found.values())
     with pytest.raises(ValueError, match="two have the name 'dynamic tree of 8'"):
-        plan.named_trees([{"node_budget": 8}, {}], [8])
+        plan.named_trees([{"node_budget": 8}, {}], 8)
 
 
 def test_by_default_the_products_trees_are_measured_beside_whole_ones() -> None:
-    names = list(plan.named_trees(TREES, [NODES]))
+    names = list(plan.named_trees(TREES, NODES))
     assert names == ["dynamic tree of 16", "dynamic tree of 16, budget fixed"]
     budgets = [DynTreeOptions.parse(each).resolve(16).budget for each in TREES]
     assert budgets == ["adaptive", "fixed"]

@@ -135,12 +135,11 @@ def test_every_request_brings_the_key(address: str) -> None:
     assert texts == ["abcdef"]
 
 
-@pytest.mark.parametrize("burstiness", [0.5, 1.0])
 def test_an_open_load_waits_for_time_and_for_no_answer(
-    address: str, monkeypatch: pytest.MonkeyPatch, burstiness: float
+    address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Handler, "gate", threading.Barrier(5))
-    load = Load([Request(text) for text in "vwxyz"], 0, 0.0, 6, rate=20, burstiness=burstiness)
+    load = Load([Request(text) for text in "vwxyz"], 0, 0.0, 6, rate=20)
     began = time.time()
     run, texts = Client(address, chat=False).serve(load)
     assert texts == ["abcdef"] * 5
@@ -149,20 +148,12 @@ def test_an_open_load_waits_for_time_and_for_no_answer(
     assert run.seconds > 0.24
 
 
-def test_even_arrivals_come_one_by_one(address: str) -> None:
-    load = Load([Request(text) for text in "vwxyz"], 0, 0.0, 6, rate=20, burstiness=1e9)
-    began = time.time()
-    Client(address, chat=False).serve(load)
-    for number, arrival in enumerate(sorted(Handler.arrivals), start=1):
-        assert arrival - began > number / 20 - 0.01
-
-
 def test_a_rate_is_a_load_of_its_own_that_one_request_warms_up() -> None:
-    settings = Settings(["s"], [0.0], [2], 3, 64, 1, 0, request_rates=[4.0], burstiness=2.0)
+    settings = Settings(["s"], [0.0], [2], 3, 64, 1, 0, request_rates=[4.0])
     loads = settings.loads({"s": [Request(text) for text in "xyz"]})
-    assert [(cell.pace, load.rate, load.burstiness) for cell, load in loads.items()] == [
-        ("batch 2", math.inf, 2.0),
-        ("4 requests/s", 4.0, 2.0),
+    assert [(cell.pace, load.rate) for cell, load in loads.items()] == [
+        ("batch 2", math.inf),
+        ("4 requests/s", 4.0),
     ]
     closed, opened = warm_ups(list(loads.values()))
     assert (len(closed.requests), len(opened.requests), opened.rate) == (2, 1, math.inf)
@@ -221,8 +212,6 @@ def test_a_rate_takes_the_place_of_the_default_batches(address: str, tmp_path: P
     ("more", "told"),
     [
         (["--request-rate", "0"], "--request-rate 0 must be above 0"),
-        (["--request-rate", "1", "--burstiness", "0"], "--burstiness 0 must be above 0"),
-        (["--burstiness", "2"], "--burstiness must not be given"),
         (["--header", "secret"], "--header: a header has a name and a value"),
     ],
 )
