@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import offloading, vocabularies
+from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.refusals import (
     CPU_REFUSALS,
     CUDA_BACKENDS,
@@ -155,7 +156,9 @@ def _refusals(
     if scheduler is not None:
         yield f"scheduler_cls={scheduler!r} is not supported: dyntree brings its own; leave it out"
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
-    yield from _found((*ENGINE_REFUSALS, *STATE_REFUSALS, *of_device), vllm_config)
+    yield from _found(
+        (*ENGINE_REFUSALS, *STATE_REFUSALS, *CONNECTOR_REFUSALS, *of_device), vllm_config
+    )
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     others = (
         _unreadable_table(options, device_type),

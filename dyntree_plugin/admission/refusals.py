@@ -219,12 +219,6 @@ ENGINE_REFUSALS = (
         "all rows of a tree must be sampled together; leave it out",
     ),
     Refusal(
-        "kv_transfer_config",
-        lambda c: c.kv_transfer_config and c.kv_transfer_config.kv_connector,
-        bool,
-        "trees with a KV connector are not built yet; leave it out",
-    ),
-    Refusal(
         "kv_cache_dtype (cache, model)",
         lambda c: (c.cache_config.cache_dtype, dtype_of(c.model_config)),
         lambda dtypes: dtypes[0] not in ("auto", dtypes[1]),

@@ -29,7 +29,6 @@ ENGINE: dict[str, tuple[str, Any]] = {
     "enable_dbo": ("parallel_config.enable_dbo", True),
     "ubatch_size": ("parallel_config.ubatch_size", 2),
     "enable_batch_sharded_sampling": ("parallel_config.enable_batch_sharded_sampling", True),
-    "kv_transfer_config": ("kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector")),
     "kv_cache_dtype (cache, model)": ("cache_config.cache_dtype", "fp8"),
     "kv_sharing_fast_prefill": ("cache_config.kv_sharing_fast_prefill", True),
     "enable_prompt_embeds": ("model_config.enable_prompt_embeds", True),

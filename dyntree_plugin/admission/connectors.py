@@ -1,0 +1,92 @@
+"""Which KV connectors can be combined with trees.
+
+A connector may read a slot of the KV cache only if the token is committed, and only after the step
+that accepted the token has moved it there. In a step of vLLM's runner the connector's
+``save_kv_layer`` comes before that, and ``wait_for_save`` after it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dyntree_plugin.admission.refusals import Refusal
+
+SERVED = (
+    "LMCacheConnectorV1",
+    "NixlConnector",
+    "NixlPullConnector",
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+)
+"""Connectors of vLLM whose sources follow the rule above."""
+
+DECLARED = "saves_after_verification"
+"""A class attribute by which any other connector declares that it follows the rule."""
+
+_ADVICE = (
+    "it may read slots before the accepted path is there; use one of "
+    f"{', '.join(SERVED)}, a MultiConnector of these without layer-wise saves, or a class of your "
+    f"own whose attribute {DECLARED} is true"
+)
+
+
+def unserved(config: Any) -> list[str]:
+    """Return the connectors of a ``VllmConfig`` that trees cannot be combined with."""
+    if config.kv_transfer_config is None or not config.kv_transfer_config.kv_connector:
+        return []
+    return [*_unserved(config.kv_transfer_config)]
+
+
+def _unserved(transfer: Any) -> Iterator[str]:
+    name, extra = transfer.kv_connector, transfer.kv_connector_extra_config
+    if transfer.kv_connector_module_path:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        if not getattr(KVConnectorFactory.get_connector_class(transfer), DECLARED, False):
+            yield name
+    elif name == "MultiConnector":
+        from vllm.config import KVTransferConfig
+
+        for each in extra.get("connectors", ()):
+            yield from _unserved(KVTransferConfig(**each))
+    elif name not in SERVED:
+        yield name
+    elif name == "LMCacheConnectorV1" and _lmcache_saves_by_layer(extra):
+        yield f"{name} with use_layerwise"
+
+
+def _lmcache_saves_by_layer(extra: dict[str, Any]) -> bool:
+    """Return whether LMCache's settings ask for it: arguments, environment or its file."""
+    found = [extra.get("use_layerwise"), extra.get("lmcache.use_layerwise")]
+    found.append(os.environ.get("LMCACHE_USE_LAYERWISE"))
+    if path := os.environ.get("LMCACHE_CONFIG_FILE"):
+        import yaml  # type: ignore[import-untyped]
+
+        settings = yaml.safe_load(Path(path).read_text())
+        found.append(settings.get("use_layerwise") if isinstance(settings, dict) else None)
+    return any(str(each).lower() in ("true", "1") for each in found)
+
+
+def _with_connector(config: Any) -> bool:
+    transfer = config.kv_transfer_config
+    return transfer is not None and bool(transfer.kv_connector)
+
+
+CONNECTOR_REFUSALS = (
+    Refusal("kv_transfer_config.kv_connector", unserved, bool, _ADVICE),
+    Refusal(
+        "kv_transfer_config, pipeline_parallel_size",
+        lambda c: (_with_connector(c), c.parallel_config.pipeline_parallel_size),
+        lambda found: found[0] and found[1] > 1,
+        "earlier stages save a step before its accepted path is there; set it to 1",
+    ),
+    Refusal(
+        "kv_transfer_config, is_hybrid",
+        lambda c: (_with_connector(c), c.model_config.is_hybrid),
+        all,
+        "recurrent states with a KV connector were never compared; leave it out",
+    ),
+)

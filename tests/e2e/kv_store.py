@@ -1,0 +1,158 @@
+"""KV connectors that keep committed blocks in a folder, and what breaks them.
+
+``kv_connector_extra_config["folder"]`` names the folder. A block's file is named after the tokens
+up to its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+
+Blocks = list[tuple[str, tuple[int, ...]]]
+"""Names of files, and the block of each KV cache group."""
+
+
+@dataclass
+class Transfers(KVConnectorMetadata):
+    loads: Blocks = field(default_factory=list)
+    saves: Blocks = field(default_factory=list)
+    written: list[tuple[int, ...]] = field(default_factory=list)
+    """The blocks of the step's rows."""
+
+
+class BlockStore(KVConnectorBase_V1, SupportsHMA):
+    """Saves a block in the step after which vLLM knows all of its tokens."""
+
+    saves_after_verification = True
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._folder = Path(vllm_config.kv_transfer_config.get_from_extra_config("folder", None))
+        self._size = vllm_config.cache_config.block_size
+        self._group = {
+            name: number
+            for number, group in enumerate(kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+        }
+        # The scheduler's side.
+        self._requests: dict[str, Any] = {}
+        self._blocks: dict[str, list[list[int]]] = {}
+        self._saved: dict[str, int] = {}
+        self._loads: Blocks = []
+        # The worker's side.
+        self._caches: dict[str, torch.Tensor] = {}
+
+    def _named(self, request: Any, blocks: Any, first: int, last: int) -> Iterator[Any]:
+        """Give the names and blocks of a request's blocks ``first`` to ``last`` - 1."""
+        for number in range(first, last):
+            tokens = str([*request.all_token_ids[: (number + 1) * self._size]])
+            name = hashlib.sha256(tokens.encode()).hexdigest()
+            yield name, tuple(group[number] for group in blocks) if blocks else ()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        first, last = num_computed_tokens // self._size, (request.num_tokens - 1) // self._size
+        stored = first
+        for name, _ in self._named(request, None, first, last):
+            if not (self._folder / name).exists():
+                break
+            stored += 1
+        return stored * self._size - num_computed_tokens, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._requests[request.request_id] = request
+        if num_external_tokens:
+            found = blocks.get_block_ids()
+            last = (request.num_computed_tokens + num_external_tokens) // self._size
+            first = last - num_external_tokens // self._size
+            self._loads += self._named(request, found, first, last)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Transfers:
+        computed = {}
+        for new in scheduler_output.scheduled_new_reqs:
+            self._blocks[new.req_id] = [[*group] for group in new.block_ids]
+            computed[new.req_id] = new.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, blocks, tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            computed[name] = tokens
+            if name in cached.resumed_req_ids:
+                self._blocks[name] = [[] for _ in self._blocks[name]]
+            for group, more in zip(self._blocks[name], blocks or (), strict=bool(blocks)):
+                group.extend(more)
+        found = Transfers(loads=self._loads)
+        self._loads = []
+        for name, rows in scheduler_output.num_scheduled_tokens.items():
+            request, blocks, first = (
+                self._requests[name],
+                self._blocks[name],
+                self._saved.get(name, 0),
+            )
+            end = computed[name] + rows
+            last = min(end, request.num_tokens) // self._size
+            found.saves += self._named(request, blocks, first, last)
+            touched = range(computed[name] // self._size, (end - 1) // self._size + 1)
+            found.written += [tuple(group[number] for group in blocks) for number in touched]
+            self._saved[name] = max(first, last)
+        return found
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        for known in (self._requests, self._blocks, self._saved):
+            known.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        return self.request_finished(request, block_ids)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._caches = {name: cache for name, cache in kv_caches.items() if name in self._group}
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        for name, blocks in self._get_connector_metadata().loads:
+            stored = torch.load(self._folder / name)
+            for layer, cache in self._caches.items():
+                if layer in stored:
+                    cache[blocks[self._group[layer]]] = stored[layer]
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any
+    ) -> None: ...
+
+    def wait_for_save(self) -> None:
+        for name, blocks in self._get_connector_metadata().saves:
+            torch.save(self._read(blocks), self._folder / name)
+
+    def _read(self, blocks: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        return {
+            layer: cache[blocks[self._group[layer]]].clone()
+            for layer, cache in self._caches.items()
+        }
+
+
+class EarlyStore(BlockStore):
+    """Takes the blocks of a step's rows within the forward, as layer-wise saves do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._taken: dict[tuple[str, int], torch.Tensor] = {}
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        for blocks in self._get_connector_metadata().written:
+            block = blocks[self._group[layer_name]]
+            self._taken[layer_name, block] = self._caches[layer_name][block].clone()
+
+    def _read(self, blocks: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        return {layer: self._taken[layer, blocks[self._group[layer]]] for layer in self._caches}
