@@ -71,8 +71,8 @@ class Step:
         # The walk fills in the report.
         self.found = report(self.trees, self.slots, self.walked)
         self.encoder = MsgpackEncoder()
-        alone, behind, forwards = (0.003, 0.006), (0.004, 0.009), (0.002, 0.004)
-        cost = StepCosts((1, 16), 1024, alone, behind, (1, 1000), forwards, forwards, 1000)
+        without, full, forwards = (0.003, 0.006), (0.004, 0.009), (0.002, 0.004)
+        cost = StepCosts((1, 16), 1024, without, full, (1, 1000), forwards, forwards, 1000)
         self.plain = PlainSteps(cost)
         for _ in range(FIRST_STEPS):
             self.count()

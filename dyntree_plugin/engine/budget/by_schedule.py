@@ -15,21 +15,21 @@ FORWARDS = "dyntree_forwards"
 """Attribute of a SchedulerOutput: the most draft forwards after the catch-up."""
 
 TRIED_EVERY = 64
-"""Every so many steps, trees are drafted about twice as far as it seems best, and at least two
-forwards, to learn what that is worth. The cost is less than one step in as many."""
+"""Once in this many steps, draft about twice as far as seems best, and at least two forwards, to
+learn what that is worth. That costs less than one step in as many."""
 
 
 class NodeBuckets:
     """The table in which vLLM's scheduler looks up the nodes of a request, by number of requests.
 
-    It stands in for the table of vLLM's own batch-size schedule (`dynamic_sd_lookup`), and chooses
-    the number of draft ``forwards``, too. It learns from outputs: what trees were worth, how long
-    draft forwards took, and the time from output to output, which is all that a step takes. With
-    asynchronous scheduling outputs come a step or two late.
+    It replaces the table of vLLM's batch-size schedule (`dynamic_sd_lookup`), and also chooses the
+    number of draft ``forwards``. From outputs it learns what trees were worth, how long draft
+    forwards took, and how long steps took: the time from one output to the next. With asynchronous
+    scheduling outputs come a step or two late.
     """
 
     def __init__(self, sizes: tuple[int, ...], forwards: int, *, synchronous: bool = False) -> None:
-        """``sizes``: those to choose from, ascending. ``forwards``: the most after the catch-up.
+        """``sizes``: nodes to choose from, ascending. ``forwards``: the most after the catch-up.
         ``synchronous``: a step's output comes after its drafting, not before."""
         self.sizes = sizes
         self.forwards = forwards
@@ -46,14 +46,14 @@ class NodeBuckets:
         self._came: float | None = None
 
     def __getitem__(self, requests: int) -> int:
-        """Choose the nodes of each request for a step of so many requests."""
+        """Choose the nodes of each request for a step of ``requests``."""
         self._lookups += 1
         chosen = self._choose(requests)
         self.forwards = chosen.forwards
         return chosen.nodes
 
     def _choose(self, requests: int) -> Choice:
-        """Choose the best; until enough is known, whole trees."""
+        """Choose the fastest; whole trees until enough trees were observed."""
         worth, seconds = self._worth.table, self._forward_seconds.of(requests)
         known = self._worth.whole_trees >= FIRST_TREES
         if not known or worth is None or self._cost is None or seconds is None:
@@ -71,15 +71,15 @@ class NodeBuckets:
         )
 
     def measured(self, cost: RowCost, fewest_forwards: int = 0) -> None:
-        """Take the costs that were measured at start-up, and the fewest forwards of a step."""
+        """Use the costs that were measured at start-up, and the fewest forwards of a step."""
         self._cost, self._fewest = cost, fewest_forwards
 
     def observe(self, counts: WorkerCounts, rows: int) -> None:
-        """Learn from the output of a step with so many ``rows``."""
+        """Learn from the output of a step of ``rows``."""
         now, before = time.perf_counter(), self._came
         for of_step in counts.drafted:
             self._forward_seconds.observe(*of_step)
-        # The output after a step with prompts does not come at the pace of decoding.
+        # After a step with prompts, the time to the next output is not that of decoding.
         decoding = all(counts.decoding)
         self._came = now if decoding else None
         if not decoding:

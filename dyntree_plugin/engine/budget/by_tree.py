@@ -16,18 +16,17 @@ from dyntree_plugin.tree.budget.row_cost import RowCost, followed
 STEP = 0.1
 """Weight of a step in the average rate of tokens."""
 FIRST_FORWARD_SECONDS = 1e-3
-"""Seconds of a draft forward and its growth, until one was measured."""
+"""Seconds of a draft forward and its growth, until measured."""
 FIRST_OUTSIDE_SECONDS = 2e-3
-"""Seconds of a step outside of its stages, in vLLM's scheduler and engine, until one was
-measured."""
+"""Seconds of a step outside of its stages, in vLLM's scheduler and engine, until measured."""
 
 
 class TreeBudget:
     """Chooses how many nodes of each tree the next step verifies, and when drafting ends.
 
-    The host sees each tree before the next step is scheduled. So the choice follows from the
-    values of the trees themselves; in `by_schedule` it follows from what earlier trees were worth.
-    The seconds are those of this rank's clock, so it is for engines of one rank.
+    The host has each tree before the next step is scheduled, so the choice follows from the trees'
+    values, and not from earlier trees as in `by_schedule`. It reads this rank's clock, so it is for
+    engines of one rank.
     """
 
     def __init__(self, chain_depth: int = 0) -> None:
@@ -47,7 +46,7 @@ class TreeBudget:
         self._limits = ChainLimits(chain_depth)
 
     def measured(self, cost: RowCost) -> None:
-        """Take the costs that were measured at start-up. Until then every tree is kept whole."""
+        """Use the costs that were measured at start-up. Before, every tree is kept whole."""
         self._cost = cost
 
     def cut(
@@ -70,23 +69,24 @@ class TreeBudget:
         chains = np.zeros(len(chances), dtype=bool) if drawn is None else drawn[decoding]
         curve = self._cost.seconds()
         spent = self._forwards * self._forward + self._outside
-        # Batches of about the same size have one average; in it each request counts for one.
+        # Batches of about the same size share one average per request.
         kind = len(chances).bit_length()
         usual = self._usual.get(kind)
         rate = None if usual is None else len(chances) * usual[0] / usual[1]
-        found = self._limits.cut(chances, chains, curve, rate)
+        verified = self._limits.cut(chances, chains, curve, rate)
         # Trees compete for the rows that chains leave.
-        taken, beside = found.sum() + chains.sum(), expected_tokens(chances[chains], found[chains])
+        taken = verified.sum() + chains.sum()
+        beside = expected_tokens(chances[chains], verified[chains])
         trees = best_cut(chances[~chains], curve[taken:], spent, rate, beside)
-        found[~chains] = trees.counts
+        verified[~chains] = trees.counts
         seen = np.array([trees.tokens / len(chances), trees.seconds])
         self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = len(chances) * usual[0] / usual[1]
-        self._row_seconds = _next_row_seconds(int(found.sum()) + len(found), curve)
+        self._row_seconds = _next_row_seconds(int(verified.sum()) + len(verified), curve)
         if chains.all() and (limits := self._limits.of(len(chances), curve, self._rate)):
             self._row_seconds, self._room = limits.least / self._rate, limits.nodes
         kept = counts.clone()
-        kept[torch.from_numpy(decoding)] = torch.from_numpy(found)
+        kept[torch.from_numpy(decoding)] = torch.from_numpy(verified)
         return kept
 
     def drafting_pays(self, frontier: torch.Tensor) -> bool:
@@ -101,7 +101,7 @@ class TreeBudget:
         return draft_pays(chances, self._row_seconds, self._forward, self._rate)
 
     def observe(self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]) -> None:
-        """Learn from a step with so many draft ``forwards``, if all of its requests decoded."""
+        """Learn from a step with ``forwards`` of the draft, if all of its requests decoded."""
         requests = slice(batch.num_reqs)
         computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
         self._decode_next = computed >= batch.prefill_len_np[requests]

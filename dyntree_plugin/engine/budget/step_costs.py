@@ -1,4 +1,4 @@
-"""What steps of the target cost, measured at start-up: plain steps, and steps by their rows."""
+"""Measure at start-up what steps of the target cost: plain steps, and steps by their rows."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from dyntree_plugin.engine.budget.timed_steps import (
 from dyntree_plugin.tree.budget.plain_steps import StepCosts
 
 Agree = Callable[[Any], Any]
-"""Return the first rank's numbers on every rank: all ranks must run the same steps."""
+"""Returns the first rank's numbers on every rank: all ranks must run the same steps."""
 
 CONTEXT = 1024
-"""Context of every request in the longer plain steps, or the longest that the model allows."""
+"""Context of a request in plain steps with context; less if the model allows less."""
 REPETITIONS = 5
 SIZES = 8
-"""At most so many batch sizes, and numbers of rows to begin with, are measured."""
+"""Most batch sizes, and most first numbers of rows, that are measured."""
 PLAIN_SECONDS = 10.0
-"""Time for plain steps. One request and the most requests are measured whatever they take."""
+"""Limit for plain steps. One request and the most requests are always measured."""
 ROW_SECONDS = 4.0
-"""Time for the first numbers of rows, and as much again for others between them. One row and the
-rows of one tree are measured whatever they take."""
+"""Limit for the first numbers of rows, and again for others between them. One row and the rows of
+one tree are always measured."""
 SLOW_STEP = 0.25
-"""Seconds of a step over one row from which each number of rows is run once, as noise is small."""
+"""If a step over one row takes more seconds, measure each number of rows once: noise is small."""
 RISE, SLOW_RISE = 1.05, 1.1
-"""Two numbers of rows whose seconds have this ratio get another one between them."""
+"""Measure between two numbers of rows if the ratio of their seconds is at least this; the second is
+for slow steps."""
 
 
 class _Timed:
-    """The shortest seconds of each step, which other programs disturbed least."""
+    """Keeps the shortest seconds of each step, which other programs disturbed least."""
 
     def __init__(self, run: Callable[[Any], Seconds], agree: Agree) -> None:
         self.best: dict[Any, Seconds] = {}
@@ -51,7 +52,7 @@ class _Timed:
         return self.best[step].whole
 
     def left(self, seconds: float) -> float:
-        """Return the rest of so many seconds, on every rank the same."""
+        """Return what is left of ``seconds`` since the start, the same on every rank."""
         return float(self._agree(self._began + seconds - time.perf_counter()))
 
     def repeat(self, seconds: float) -> None:
@@ -65,9 +66,9 @@ class _Timed:
 def measure(runner: TimedRunner, agree: Agree, closely: bool) -> StepCosts:
     """Time plain steps of 1, 2, 4, … requests, and forward and head over 1, 2, 4, … rows of trees.
 
-    If the engine takes many requests at once, the sizes are 1, 4, 16, …; slow steps are measured at
-    fewer. If ``closely``, further rows are measured where the seconds rise. Call it after the KV
-    cache is allocated and before the first request: the steps write into it.
+    With many requests or rows the sizes are 1, 4, 16, …; slow steps are measured at fewer. If
+    ``closely``, further rows are measured where the seconds rise. Call it after the KV cache is
+    allocated and before the first request: the steps write into it.
     """
     most = min(runner.max_num_reqs, runner.max_num_tokens)
     context = max(1, min(CONTEXT, runner.max_model_len - 1))
@@ -79,8 +80,8 @@ def measure(runner: TimedRunner, agree: Agree, closely: bool) -> StepCosts:
     return StepCosts(
         requests=tuple(sizes),
         context=context,
-        alone=tuple(plain[size, 0].whole for size in sizes),
-        behind=tuple(plain[size, context].whole for size in sizes),
+        without_context=tuple(plain[size, 0].whole for size in sizes),
+        with_context=tuple(plain[size, context].whole for size in sizes),
         rows=tuple(rows),
         forwards=tuple(by_rows[each].forward for each in rows),
         with_head=tuple(by_rows[each].whole for each in rows),
@@ -146,8 +147,8 @@ def _refine(timed: _Timed, times: int, rise: float, end: float) -> None:
 
     Kernels take rows by the block, so one row more than a block can cost as much as a whole one: in
     bfloat16 on a CPU with AMX, a step of 1B took 83.8 ms over 1 row, 87.1 over 16 and 93.9 over 17.
-    A step over offloaded weights takes their transfer or its arithmetic, whichever is longer, so
-    its seconds are level up to some number of rows. It ends if a step might not end by ``end``.
+    With offloaded weights, seconds are constant as long as the transfer takes longer than the
+    arithmetic. Stops if the next step might not finish by ``end``.
     """
 
     def ratio(span: tuple[int, int]) -> float:

@@ -33,7 +33,7 @@ class TimedRunner(Protocol):
 
 
 class Seconds(NamedTuple):
-    """Seconds of a step: with what follows the forward, and of the forward alone."""
+    """Seconds of a whole step, and of its forward."""
 
     whole: float
     forward: float
@@ -48,8 +48,8 @@ def most_rows(runner: TimedRunner) -> int:
 @contextmanager
 def without_drafting(runner: TimedRunner) -> Iterator[None]:
     """Let the runner's steps draft nothing."""
-    told: Any = runner
-    told.speculator, speculator = None, runner.speculator
+    drafting: Any = runner
+    drafting.speculator, speculator = None, runner.speculator
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ def seconds_of(
 
 
 def sample_greedily(runner: TimedRunner, requests: int) -> None:
-    """Have the first slots sample greedily, whatever vLLM's rehearsals left there."""
+    """Make the first slots sample greedily, whatever vLLM's warm-up left there."""
     for slot in range(requests):
         runner.sampler.add_request(slot, SamplingParams(temperature=0.0))
     runner.sampler.apply_staged_writes()
@@ -89,8 +89,7 @@ def sample_greedily(runner: TimedRunner, requests: int) -> None:
 def sample_plain(runner: TimedRunner, hidden: torch.Tensor) -> None:
     """Sample one token of each row as a plain step does.
 
-    vLLM's own rehearsal, ``_dummy_sampler_run``, samples a second time with every option on since
-    0.33.
+    Since 0.33 vLLM's warm-up, ``_dummy_sampler_run``, samples a second time with every option on.
     """
     rows = hidden.shape[0]
     batch = InputBatch.make_dummy(rows, rows, runner.input_buffers)

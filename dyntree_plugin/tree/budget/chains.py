@@ -1,10 +1,9 @@
-"""How many tokens of drawn chains a step verifies.
+"""Choose how many tokens of drawn chains a step verifies.
 
-Where a chain ends has to be decided before the token that would follow is drawn (`tree.block`). So
-chains are cut level by level, by the chances of that level and by limits that come from earlier
-steps. The limits follow from the nodes of earlier batches of as many requests, sorted by chance and
-averaged: how many of them make the most tokens beyond what the step's time is worth, and the chance
-of the last of these.
+Whether a chain ends must be decided before its next token is drawn (`tree.block`). So chains are
+cut level by level, by the chances of that level and by limits from earlier batches of the same
+size. Their nodes are sorted by chance and averaged over the batches. The limits are the number of
+nodes that makes the most tokens beyond what the step's time is worth, and the chance of the last.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ STEP = 0.1
 """Weight of a step in averages."""
 
 SLACK = 0.5
-"""A chain ends where a token has less than this share of the mean chance at the limit. A share of 1
-would leave rows unused in most steps."""
+"""A chain ends if its next token has less than this share of the mean chance at the limit. A share
+of 1 would leave rows unused in most steps."""
 
 FIRST_RATIO = 0.8
-"""Chance of a token after the one before it, until one was seen."""
+"""Chance of a token given the one before it, until one was observed."""
 
 
 class Limits(NamedTuple):
-    """``least``: chance of a token below which a chain ends. ``nodes``: most of all requests."""
+    """``least``: a chain ends at a token of less chance. ``nodes``: most nodes of the batch."""
 
     least: float
     nodes: int
@@ -35,9 +34,9 @@ def level_counts(chances: np.ndarray, limits: Limits) -> np.ndarray:
     """Return how many tokens of each chain to verify, int64 [R].
 
     Args:
-        chances: [R, D], estimated chance of each token that the chain is accepted up to it, known
+        chances: [R, D], estimated chance that the chain is accepted up to each token, computed
             before the token is drawn; 0 where nothing was drawn.
-        limits: known before any token was drawn.
+        limits: computed before any token was drawn.
     """
     counts = np.zeros(len(chances), dtype=np.int64)
     room = limits.nodes
@@ -51,7 +50,7 @@ def level_counts(chances: np.ndarray, limits: Limits) -> np.ndarray:
 
 
 class ChainLimits:
-    """Learns the limits of batches by their number of requests."""
+    """Learns the limits for each number of requests."""
 
     def __init__(self, depth: int) -> None:
         """``depth``: the most tokens of a chain."""
@@ -60,12 +59,12 @@ class ChainLimits:
         self._ratio = FIRST_RATIO
 
     def of(self, requests: int, row_seconds: np.ndarray, rate: float | None) -> Limits | None:
-        """Return the limits of a batch, None while nothing is known of such batches.
+        """Return the limits of a batch; None before the first batch of its size.
 
         Args:
             requests: of the batch.
             row_seconds: seconds that verification takes by its rows.
-            rate: tokens per second of the steps around this one.
+            rate: average tokens per second of recent steps.
         """
         mean = self._mean.get(requests)
         if mean is None or rate is None:
@@ -82,10 +81,10 @@ class ChainLimits:
         row_seconds: np.ndarray,
         rate: float | None,
     ) -> np.ndarray:
-        """Return how many nodes of each chain to verify, int64 [R], 0 for trees; then learn.
+        """Return how many nodes of each chain to verify, int64 [R]; 0 for trees. Then learn.
 
         Args:
-            chances: [R, N], as in `best_cut`, of trees and of chains.
+            chances: [R, N], of trees and chains, as ``values`` of `best_cut`.
             chains: bool [R], which of them are chains.
             row_seconds: as in `of`.
             rate: as in `of`.
@@ -101,15 +100,14 @@ class ChainLimits:
     def _observe(self, chances: np.ndarray, chains: np.ndarray) -> None:
         chances = chances.copy()
         chances[chains] = self._whole(chances[chains])
-        found = np.sort(chances, axis=None)[::-1]
-        mean = self._mean.setdefault(len(chances), found.copy())
-        mean += STEP * (found - mean)
+        ordered = np.sort(chances, axis=None)[::-1]
+        mean = self._mean.setdefault(len(chances), ordered.copy())
+        mean += STEP * (ordered - mean)
 
     def _whole(self, chances: np.ndarray) -> np.ndarray:
-        """Return the ``chances`` [R, N] of chains, with those of tokens that were not drafted.
+        """Return the ``chances`` [R, N] of chains, continued at the usual ratio.
 
-        These are taken to go on at the usual ratio. If they were nothing, chains would never become
-        longer.
+        If tokens that were not drafted had no chance, chains would never become longer.
         """
         drafted = (chances > 0).sum(axis=1, keepdims=True)
         going_on = chances[:, 1:] > 0
@@ -123,7 +121,9 @@ class ChainLimits:
 
 
 def expected_tokens(chances: np.ndarray, counts: np.ndarray) -> float:
-    """Return the tokens that R requests are expected to emit if their first ``counts`` nodes are
-    verified; ``chances`` [R, N] as in `best_cut`."""
+    """Return the tokens that R requests are expected to emit with their first ``counts`` nodes.
+
+    ``chances``: [R, N], as ``values`` of `best_cut`.
+    """
     verified = np.arange(chances.shape[1]) < counts[:, None]
     return float(len(chances) + chances[verified].sum())

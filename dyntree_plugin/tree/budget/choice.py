@@ -1,16 +1,16 @@
 """Choose how many nodes a step verifies, and how many draft forwards grow the next trees.
 
-A step that verifies n nodes of each tree is expected to emit one token per request and the sum of
-the nodes' values (Wald's identity along the accepted path). Its time grows with its rows. The best
-choice makes the most tokens per second.
+A step is expected to emit one token per request and the sum of its nodes' values (Wald's identity
+along the accepted path). Its time grows with its rows. The best choice makes the most tokens per
+second.
 
 `best_drafting` chooses one size for all trees of a step, before any of them is grown. `best_cut`
-and `draft_pays` choose with the trees at hand. OPT-Tree (arXiv 2406.17276) cuts one tree in this
+and `draft_pays` choose after the trees exist. OPT-Tree (arXiv 2406.17276) cuts one tree in this
 way; here the trees of a batch compete for rows.
 
 A tree's nodes are in the order of their values, so its first n nodes are its best tree of n.
 Cutting trees to their most valuable nodes is exact for rule ``match``, whose tokens no tree can
-change. It is biased for rules that reason about draws: a node's value tells what was drawn.
+change. It is biased for rules that read draws, since a node's value depends on what was drawn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 def node_buckets(node_budget: int) -> tuple[int, ...]:
     """Return the tree sizes that the scheduler may choose: 0, powers of two, and the full budget.
 
-    On CUDA each size has graphs of its own.
+    On CUDA each size has separate graphs.
     """
     powers = (1 << power for power in range((node_budget - 1).bit_length()))
     return (0, *powers, node_budget)
@@ -51,9 +51,8 @@ def best_drafting(
     """Return the choice that makes the most tokens per second; of equals, the fewest forwards.
 
     Args:
-        worth: [F + 1, sizes], mean tokens that trees of a size add, by the forwards that drafted
-            them.
-        requests: of the step.
+        worth: [F + 1, sizes], mean tokens that trees of a size add, by their draft forwards.
+        requests: number of requests of the step.
         row_seconds: seconds of a step without drafting, by its rows, up to the most rows that a
             step holds. More rows take several steps.
         forward_seconds: seconds of one draft forward. The catch-up is one more.
@@ -72,10 +71,9 @@ def best_drafting(
 
 @dataclass(frozen=True)
 class Cut:
-    """A choice for single trees.
+    """Nodes that each request verifies, ``counts`` int64 [R].
 
-    ``counts`` int64 [R]: nodes that each request verifies. ``tokens``, ``seconds``: what the step
-    is expected to emit and to take.
+    The step is expected to emit ``tokens`` in ``seconds``.
     """
 
     counts: np.ndarray
@@ -97,18 +95,19 @@ def best_cut(
 ) -> Cut:
     """Return the cut of R trees that makes the most tokens per second; of equals, the smallest.
 
-    With ``rate``, it makes the most tokens beyond what the step's time is worth at that rate. Many
-    steps together are fastest in this way (Dinkelbach, "On Nonlinear Fractional Programming",
-    1967): where trees differ from step to step, by up to 2 % over the best of each step alone.
+    With ``rate``, return the cut that makes the most tokens beyond what the step's time is worth
+    at that rate. This maximises the rate of many steps together (Dinkelbach, "On Nonlinear
+    Fractional Programming", 1967): if trees differ from step to step, by up to 2 % over the best
+    of each step.
 
     Args:
-        values: [R, N], chance of each node that its path is accepted. A request's values must not
-            rise from one node to the next. Padding has 0, and is never verified.
+        values: [R, N], chance that each node's path is accepted. A request's values must not rise
+            from one node to the next. Padding has 0, and is never verified.
         row_seconds: seconds that verification takes by its rows, from 0 up to the most rows that a
             step holds, which is at least R.
         spent: seconds of the rest of the step, its drafting included.
-        rate: tokens per second of the steps around this one.
-        beside: tokens that the step emits besides, whatever the cut.
+        rate: average tokens per second of recent steps.
+        beside: tokens that the step emits whatever the cut.
 
     Raises:
         ValueError: if values rise, or ``row_seconds`` is too short or not positive.
@@ -134,16 +133,16 @@ def best_cut(
 def draft_pays(
     frontier: np.ndarray, row_seconds: float, forward_seconds: float, rate: float
 ) -> bool:
-    """Return whether one more draft forward can earn more tokens than its time earns elsewhere.
+    """Return whether one more draft forward can earn more tokens than its time is worth.
 
-    A node's children have values that add up to the node's own at most, and each of them takes a
-    row to verify. If this forward does not pay, no later one does: its nodes are worth no more.
+    The values of a node's children add up to at most the node's value, and each child takes a row
+    to verify. If this forward does not pay, no later one does, since its nodes are worth no more.
 
     Args:
         frontier: values of the nodes that the forward would expand; 0 for padding.
         row_seconds: seconds that one more row takes to verify.
         forward_seconds: seconds of the forward.
-        rate: tokens per second of the steps around this one.
+        rate: average tokens per second of recent steps.
     """
     gain = np.maximum(frontier - rate * row_seconds, 0.0).sum()
     return bool(gain > rate * forward_seconds)

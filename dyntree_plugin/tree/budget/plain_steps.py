@@ -1,4 +1,4 @@
-"""The time of decoding without trees, which is measured first and followed while serving."""
+"""Estimate the time of decoding without trees: measured at start-up, corrected while serving."""
 
 from __future__ import annotations
 
@@ -11,62 +11,61 @@ import numpy as np
 from dyntree_plugin.tree.budget.row_cost import MEMORY, LevelAndTilt
 
 HELD = (0.01, 5.0)
-"""The weight, in observations, with which level and tilt are held at 0. If all steps have one
-number of rows, they tell the level alone: the machine is more or less busy than when it was
-measured."""
+"""Weight, in observations, that draws level and tilt to 0. If all steps have one number of rows,
+they show the level only: the machine is more or less busy than when it was measured."""
 FIRST_STEPS = 20
 """Steps to observe before any estimate is given."""
 UNSURE = 0.15
-"""The largest mean error, as a logarithm of forwards' times, with which an estimate is given. The
-mean is over recent steps, so that noise counts for little."""
+"""No estimate is given above this mean error of recent steps, a logarithm of forwards' times."""
 LARGEST_SURPRISE = 1.0
-"""The bound of one observation, as a logarithm of a forward's time: one interrupted step must not
-move the estimate far."""
+"""Bound of one observation, a logarithm of a forward's time: one interrupted step must not move the
+estimate far."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
     """The measured seconds of the target's plain steps, and of its steps by their rows.
 
-    ``requests`` are ascending batch sizes. ``alone`` are the seconds of forward and sampler with
-    one row per request and no context, and ``behind`` those with ``context`` tokens for each
-    request. ``rows`` ascend from 1; ``forwards`` and ``with_head`` are the seconds of the forward
-    over so many rows without context, alone and with the output head. A step has at most
-    ``most_rows``. Values between the points lie on the lines through them.
+    ``requests`` are ascending batch sizes. ``without_context`` are the seconds of forward and
+    sampler with one row per request and no context, and ``with_context`` those with ``context``
+    tokens for each request. ``rows`` ascend from 1. Over these rows without context, ``forwards``
+    are the seconds of the forward, and ``with_head`` those with the output head. A step has at most
+    ``most_rows``. Values between the points are interpolated linearly.
     """
 
     requests: tuple[int, ...]
     context: int
-    alone: tuple[float, ...]
-    behind: tuple[float, ...]
+    without_context: tuple[float, ...]
+    with_context: tuple[float, ...]
     rows: tuple[int, ...]
     forwards: tuple[float, ...]
     with_head: tuple[float, ...]
     most_rows: int
 
     def seconds(self, requests: int, context: float) -> float:
-        """Return the seconds of a step of so many requests with ``context`` tokens each."""
-        alone, _ = self._of_batches[min(requests, self.requests[-1])]
-        return alone + self.reading(requests, context)
+        """Return the seconds of a step of ``requests`` with ``context`` tokens each."""
+        without, _ = self._of_batches[min(requests, self.requests[-1])]
+        return without + self.reading(requests, context)
 
     def reading(self, requests: int, context: float) -> float:
-        """Return the seconds that a forward takes longer if each request has ``context`` tokens."""
-        alone, behind = self._of_batches[min(requests, self.requests[-1])]
-        return max(behind - alone, 0.0) * context / self.context
+        """Return the seconds that ``context`` tokens of each request add to a forward."""
+        without, full = self._of_batches[min(requests, self.requests[-1])]
+        return max(full - without, 0.0) * context / self.context
 
     @cached_property
     def _of_batches(self) -> list[tuple[float, float]]:
-        """``alone`` and ``behind`` of 0, 1, … requests."""
+        """``without_context`` and ``with_context`` of 0, 1, … requests."""
         every = np.arange(self.requests[-1] + 1)
-        both = [np.interp(every, self.requests, known) for known in (self.alone, self.behind)]
-        return [(float(alone), float(behind)) for alone, behind in zip(*both, strict=True)]
+        measured = self.without_context, self.with_context
+        both = [np.interp(every, self.requests, seconds) for seconds in measured]
+        return [(float(without), float(full)) for without, full in zip(*both, strict=True)]
 
 
 class PlainSteps:
-    """The seconds of the steps without trees that steps with trees replace.
+    """Estimates the seconds of the plain steps that steps with trees replace.
 
     The forwards of all steps correct the measurement by their rows, since the machine's speed may
-    change. A plain step costs no more than the target's part of the step that it is compared with,
+    change. A plain step costs at most the target's part of the step that it is compared with,
     which has at least as many rows. So the reported speed-up never exceeds the tokens per request
     and step, however wrong the measurement was.
     """
@@ -82,11 +81,11 @@ class PlainSteps:
     def seconds(
         self, requests: int, context: float, rows: int, forward: float, sampling: float
     ) -> float | None:
-        """Return the seconds of a plain step of so many decoding requests with ``context`` tokens
-        each, or None if they are not known well enough.
+        """Return the seconds of a plain step of decoding ``requests`` with ``context`` tokens each.
 
-        It learns from the step with trees of these requests, which had ``rows`` and took
-        ``forward`` and ``sampling`` seconds on the target. Call it once for each step.
+        Call it once for each step: it learns from the step with trees of these requests, which had
+        ``rows`` and took ``forward`` and ``sampling`` seconds on the target. Returns None while the
+        estimate is too uncertain.
         """
         if forward <= 0 or rows > self._most:
             return None
@@ -94,16 +93,16 @@ class PlainSteps:
         self._observe(rows, math.log(forward / expected))
         if self._steps < FIRST_STEPS or abs(self._surprise) > UNSURE:
             return None
-        own = forward + sampling
+        measured = forward + sampling
         if rows <= requests:
-            return own
+            return measured
         moved = math.exp(self._level_and_tilt.moved(requests))
-        return min(self._measured.seconds(requests, context) * moved, own)
+        return min(self._measured.seconds(requests, context) * moved, measured)
 
     def _observe(self, rows: int, moved: float) -> None:
         """Learn from a forward; ``moved`` is the log of its time over the measured one."""
-        known = self._level_and_tilt.moved(rows)
-        surprise = min(max(moved - known, -LARGEST_SURPRISE), LARGEST_SURPRISE)
-        self._level_and_tilt.observe(rows, known + surprise)
+        expected = self._level_and_tilt.moved(rows)
+        surprise = min(max(moved - expected, -LARGEST_SURPRISE), LARGEST_SURPRISE)
+        self._level_and_tilt.observe(rows, expected + surprise)
         self._surprise += (surprise - self._surprise) / MEMORY
         self._steps += 1

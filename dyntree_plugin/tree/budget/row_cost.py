@@ -1,4 +1,4 @@
-"""The cost of a step by the rows that it verifies: measured first, corrected while serving."""
+"""Estimate the seconds of a step by its rows: measured at start-up, corrected while serving."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ import numpy as np
 MEMORY = 20.0
 """Steps after which an observation counts for 1/e."""
 PRIOR = (0.01, 1.0)
-"""The weight, in observations, with which level and tilt are held at 0. If all steps have one
-number of rows, they tell the level alone."""
+"""Weight, in observations, that draws level and tilt to 0. If all steps have one number of rows,
+they show the level only."""
 MEASURED = (5.0, 25.0)
-"""The same weight for the first measurement, which is forgotten like an observation."""
+"""The same weight at the start, for the measurement; it fades like an observation."""
 SHAPE_STEP = 0.02
 """Weight of a new observation in the deviation of a single number of rows."""
 FORGETTING = 1e-3
-"""The share of such a deviation that fades with each observation, so that the rows are tried
-again."""
+"""Share of such a deviation that fades with each observation, so that the rows are tried again."""
 LARGEST_SURPRISE = 0.3
-"""The bound of one observation, as a logarithm: one interrupted step must not move the estimate
-far."""
+"""Bound of one observation, a logarithm: one interrupted step must not move the estimate far."""
 
 _KEPT = math.exp(-1 / MEMORY)
 
 
 class LevelAndTilt:
-    """The logarithm of costs over the measured ones, by rows, as a level and a tilt.
+    """Fits the logarithm of observed over measured seconds, by rows, with a level and a tilt.
 
-    Recursive least squares with forgetting find them. ``prior`` is the weight, in observations,
-    with which level and tilt are held at 0, and ``measured`` is that weight at the beginning.
+    It uses recursive least squares with forgetting. ``prior`` is the weight, in observations, that
+    draws level and tilt to 0, and ``measured`` is that weight at the start.
     """
 
     def __init__(self, measured: tuple[float, float], prior: tuple[float, float]) -> None:
@@ -41,15 +39,15 @@ class LevelAndTilt:
         self._level = self._tilt = 0.0
 
     def moved(self, rows: int) -> float:
-        """Return the logarithm at so many ``rows``."""
+        """Return the logarithm at ``rows``."""
         return self._level + self._tilt * math.log(max(rows, 1))
 
     def curve(self, log_rows: np.ndarray) -> np.ndarray:
-        """Return the logarithms at rows of these logarithms."""
+        """Return the logarithms at rows whose logarithms are ``log_rows``."""
         return self._level + self._tilt * log_rows
 
     def observe(self, rows: int, moved: float) -> None:
-        """Learn from an observation ``moved`` at so many ``rows``."""
+        """Learn from an observation ``moved`` at ``rows``."""
         at = math.log(max(rows, 1))
         self._of_level = _KEPT * self._of_level + (1 - _KEPT) * self._prior[0] + 1
         self._of_tilt = _KEPT * self._of_tilt + (1 - _KEPT) * self._prior[1] + at * at
@@ -64,18 +62,17 @@ class LevelAndTilt:
 class RowCost:
     """The seconds of a step's verification by its rows.
 
-    The shape of the curve comes from the first measurement. Observations move its level (the
-    machine is busier, contexts are longer), its tilt (cores are shared, so that rows cost more
-    than memory does), and, more slowly, single points of it. All are logarithms, so that the curve
-    stays positive. The curve never falls as rows rise: if a kernel is faster with more rows, a step
-    can be padded to them.
+    The measurement gives the shape of the curve. Observations move its level (the machine is
+    busier, contexts are longer), its tilt (cores are shared, so arithmetic slows down more than
+    memory) and, more slowly, single points. All are logarithms, so the curve stays positive. It
+    never falls as rows rise: if a kernel is faster with more rows, a step can be padded to them.
     """
 
     def __init__(self, rows: tuple[int, ...], seconds: tuple[float, ...], most: int) -> None:
         """Start from ``seconds`` of steps of ``rows``, which ascend.
 
-        Between the points, and behind the last, the curve is made of lines. ``most`` is the
-        largest number of rows that will be asked for.
+        The curve is linear between the points and after the last. ``most`` is the largest number
+        of rows that will be asked for.
 
         Raises:
             ValueError: if rows do not ascend from 1, or seconds are not positive.
@@ -92,31 +89,30 @@ class RowCost:
         self._point = np.searchsorted(middle, self._all)
         self._log_rows = np.log(np.maximum(self._all, 1.0))
         self._level_and_tilt = LevelAndTilt(MEASURED, PRIOR)
-        self._own = np.zeros(len(rows))
+        self._offset = np.zeros(len(rows))
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a step of ``rows``."""
         rows = min(rows, len(self._all) - 1)
         point = self._point[rows]
         moved = self._level_and_tilt.moved(rows)
-        expected = float(self._log_measured[rows] + self._own[point]) + moved
+        expected = float(self._log_measured[rows] + self._offset[point]) + moved
         surprise = _bounded(math.log(seconds) - expected)
         self._level_and_tilt.observe(rows, moved + surprise)
-        self._own *= 1 - FORGETTING
-        self._own[point] += SHAPE_STEP * surprise
+        self._offset *= 1 - FORGETTING
+        self._offset[point] += SHAPE_STEP * surprise
 
     def seconds(self, most: int | None = None) -> np.ndarray:
         """Return the seconds by rows, from 0 (as 1) up to ``most`` or all; they never fall."""
         end = None if most is None else most + 1
-        moved = self._level_and_tilt.curve(self._log_rows[:end]) + self._own[self._point[:end]]
+        moved = self._level_and_tilt.curve(self._log_rows[:end]) + self._offset[self._point[:end]]
         curve = np.exp(self._log_measured[:end] + moved)
         least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
         return least
 
 
 def followed(seconds: float, seen: float, memory: float = MEMORY) -> float:
-    """Return the average ``seconds`` after one more value was ``seen``, as robust as
-    `RowCost.observe`."""
+    """Return the average ``seconds`` after another value ``seen``, bounded as in `RowCost`."""
     return seconds * math.exp(_bounded(math.log(max(seen, 1e-9) / seconds)) / memory)
 
 
@@ -125,11 +121,11 @@ def _bounded(surprise: float) -> float:
 
 
 def _line(at: np.ndarray, rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the lines through the points, which go on behind the last with its slope."""
+    """Interpolate between the points, and continue after the last with the slope before it."""
     inside: np.ndarray = np.interp(at, rows, seconds)
     if len(rows) == 1:
         return inside
-    # Over the last half, as single points are noisy.
+    # The slope of the last half, since single points are noisy.
     middle = int(np.searchsorted(rows, rows[-1] / 2))
     middle = min(middle, len(rows) - 2)
     slope = max((seconds[-1] - seconds[middle]) / (rows[-1] - rows[middle]), 0.0)

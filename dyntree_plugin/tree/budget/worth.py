@@ -1,6 +1,6 @@
-"""The worth of trees by the forwards that draft them, and the cost of drafting, both learned.
+"""Learn what trees are worth by their draft forwards, and what drafting costs.
 
-They serve engines whose host must choose a step's draft forwards and nodes before it sees a tree.
+Engines need this if the host must choose a step's draft forwards and nodes before it has a tree.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ import numpy as np
 from dyntree_plugin.tree.budget.row_cost import MEMORY, followed
 
 STEP = 0.1
-"""Weight of an observation in averages that every step adds to."""
+"""Weight of a step in averages."""
 FIRST_TREES = 32
-"""Trees to draft with every forward before anything is chosen by their worth."""
+"""Trees to draft with the most forwards before their worth decides anything."""
 
 
 def worth_by_forwards(
     chances: np.ndarray, needed: np.ndarray, forwards: int, sizes: Sequence[int]
 ) -> np.ndarray:
-    """Estimate the mean worth of R trees by fewer draft forwards than drafted them.
+    """Estimate what R trees would have been worth with fewer draft forwards.
 
-    A tree's worth is the number of tokens that its nodes are expected to add: the sum of their
-    values. Entry [f, i] of the result, [forwards + 1, sizes], is the worth of the first
-    ``sizes[i]`` nodes that need f forwards at most. ``chances`` and ``needed`` [R, N] are value and
-    needed forwards (`TreeArrays.forwards`) of nodes in the order of their values; padding has value
-    0. The estimate is approximate in two ways: it counts such nodes that a later forward brought
-    (too much), and not those that later nodes drove out of the tree (too little).
+    A tree's worth is the sum of its nodes' values: the tokens that it is expected to add. Entry
+    [f, i] of the result, [forwards + 1, sizes], is the mean worth of the first ``sizes[i]`` nodes
+    that need at most f forwards. ``chances`` and ``needed`` [R, N] are value and needed forwards
+    (`TreeArrays.forwards`) of nodes in the order of their values; padding has value 0. The estimate
+    misses nodes that later ones drove out of the tree, and counts some that a later forward added.
     """
     reached = needed <= np.arange(forwards + 1)[:, None, None]
     kept = reached.cumsum(axis=2)[:, None] <= np.array(sizes)[:, None, None]
@@ -36,13 +35,10 @@ def worth_by_forwards(
 
 
 class TreeWorth:
-    """Averages of `worth_by_forwards` over trees that few forwards drafted.
-
-    For more forwards than were drafted, the last known ratios hold.
-    """
+    """Averages `worth_by_forwards`; for more forwards than a step made, by earlier ratios."""
 
     def __init__(self, forwards: int) -> None:
-        """Start without observations; ``forwards`` is the most that draft a tree."""
+        """``forwards``: the most that draft a tree."""
         self.table: np.ndarray | None = None
         """[forwards + 1, sizes]; None before the first observation."""
         self.whole_trees = 0
@@ -52,8 +48,7 @@ class TreeWorth:
         self._age = np.zeros(forwards + 1)
 
     def observe(self, seen: np.ndarray, trees: int) -> None:
-        """Learn from the mean worth ``seen`` [f + 1, sizes] of ``trees`` trees that f forwards
-        drafted."""
+        """Learn from the mean worth ``seen`` [f + 1, sizes] of trees that f forwards drafted."""
         drafted = len(seen)
         if drafted > self._forwards:
             self.whole_trees += trees
@@ -62,7 +57,7 @@ class TreeWorth:
         old = self.table.copy()
         self._age += 1
         self._times[:drafted] += 1
-        # What was not seen for long is replaced by what many trees say, not by one of them.
+        # An old entry is replaced by the mean of many trees, not of one.
         weight = 1 - (1 - STEP) ** np.minimum(self._age[:drafted], trees)
         weight = np.maximum(weight, 1 / self._times[:drafted])[:, None]
         self.table[:drafted] += weight * (seen - old[:drafted])
@@ -86,7 +81,7 @@ class ForwardSeconds:
         """Learn from a step's drafting; the forward over emitted tokens is among ``forwards``."""
         each, kind = seconds / forwards, requests.bit_length()
         average, times = self._known.get(kind, (each, 0))
-        # What was seen first may be far off.
+        # The first observations may be far off.
         memory = min(1.0 + times, MEMORY)
         self._known[kind] = followed(average, each, memory), times + 1
 

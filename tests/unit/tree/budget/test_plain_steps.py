@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dyntree_plugin.tree.budget.plain_steps import FIRST_STEPS, PlainSteps, StepCosts
 
 REQUESTS, ROWS, CONTEXT = (1, 2, 4, 8), (1, 4, 16, 64, 136), 1000
-ALONE, BEHIND = (0.010, 0.012, 0.016), (0.020, 0.032, 0.056)
-COST = StepCosts((1, 2, 4), 1000, ALONE, BEHIND, (1,), (0.01,), (0.01,), 1)
+WITHOUT, FULL = (0.010, 0.012, 0.016), (0.020, 0.032, 0.056)
+COST = StepCosts((1, 2, 4), 1000, WITHOUT, FULL, (1,), (0.01,), (0.01,), 1)
 
 
 def test_a_plain_step_between_two_that_were_measured_costs_what_lies_between() -> None:
@@ -46,9 +46,9 @@ class Engine:
         return self.forward(requests, requests, context) + 1e-3 * self.slower
 
     def measured(self) -> StepCosts:
-        alone, behind = (tuple(self.plain(n, c) for n in REQUESTS) for c in (0, CONTEXT))
+        without, full = (tuple(self.plain(n, c) for n in REQUESTS) for c in (0, CONTEXT))
         forwards = tuple(self.forward(rows, 0, 0) for rows in ROWS)
-        return StepCosts(REQUESTS, CONTEXT, alone, behind, ROWS, forwards, forwards, ROWS[-1])
+        return StepCosts(REQUESTS, CONTEXT, without, full, ROWS, forwards, forwards, ROWS[-1])
 
     def serve(
         self, steps: PlainSteps, count: int, requests: int = 1, rows: int = 17
@@ -157,14 +157,14 @@ SECONDS = st.floats(1e-3, 10)
     st.booleans(),
 )
 def test_a_step_is_never_said_to_save_more_than_its_target_took(
-    alone: tuple[float, ...],
-    behind: tuple[float, ...],
+    without: tuple[float, ...],
+    full: tuple[float, ...],
     forwards: tuple[float, ...],
     served: list[tuple[int, int, float, float]],
     alike: bool,
 ) -> None:
     steps = PlainSteps(
-        StepCosts(REQUESTS, CONTEXT, alone, behind, ROWS, forwards, forwards, ROWS[-1])
+        StepCosts(REQUESTS, CONTEXT, without, full, ROWS, forwards, forwards, ROWS[-1])
     )
     for requests, nodes, forward, sampling in served[:1] * 400 if alike else served:
         rows = requests * (1 + nodes)
