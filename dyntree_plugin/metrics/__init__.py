@@ -1,1 +1,1 @@
-"""What the plugin measures."""
+"""The plugin's metrics."""

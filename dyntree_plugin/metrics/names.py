@@ -1,4 +1,4 @@
-"""The one table of the metrics that the plugin adds to vLLM's own."""
+"""The table of the metrics that the plugin adds to vLLM's."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ CONFIG_LABELS = (
     "block_chains",
     "budget",
 )
-"""Labels of the configuration: the plugin's version, and the options in force."""
+"""The plugin's version, and the options."""
 
 
 EMPTY_TREE = "empty_tree"
-"""Reason of a step in which a request had no node to verify, such as at the end of its context, or
-since its own limit is 0."""
+"""A request had no node to verify, such as at the end of its context, or with a limit of 0."""
 
 BUDGET, SCHEDULER = "budget", "scheduler"
-"""Why nodes that were grown are not verified: others are worth more, or vLLM's scheduler had no
-room for them in the step or in the context."""
+"""Why a grown node is not verified: it does not pay, or vLLM's scheduler had no room for it in the
+step or in the context."""
 
 TREE, PLAIN = "tree", "plain"
-"""The two sides of the estimated speed: the step as it was, and plain steps of the target alone."""
+"""The two parts of the estimated speed: steps with trees, and plain steps for the same tokens."""
 
 LOGITS_PROCESSORS = "logits_processors"
-"""Reason of a step whose tree had to be a chain."""
+"""The tree had to be a chain."""
 
 FALLBACK_REASONS = (LOGITS_PROCESSORS, EMPTY_TREE)
 PRUNE_REASONS = (BUDGET, SCHEDULER)
@@ -42,10 +41,10 @@ PRUNE_REASONS = (BUDGET, SCHEDULER)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. Labels come after ``model_name`` and ``engine``, which all of them have.
+    """A metric. ``labels`` come after ``model_name`` and ``engine``, which all metrics have.
 
-    ``source`` is the field of TreeSpecDecodingStats that feeds it; without one the metric never
-    changes. Prometheus adds ``_total`` to the name of a counter.
+    ``source``: the field of TreeSpecDecodingStats with its values; None if it never changes.
+    Prometheus adds ``_total`` to the name of a counter.
     """
 
     name: str
@@ -78,23 +77,21 @@ METRICS = (
         PREFIX + "tree_nodes",
         "histogram",
         "tree_nodes",
-        "Nodes verified for one decoding request in one step, without the root; 0 if it decoded "
-        "without a tree. The histogram counts each request in each step once.",
+        "Nodes verified for one decoding request in one step, without the root; 0 without a tree.",
         buckets=(0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024),
     ),
     Metric(
         PREFIX + "tree_depth",
         "histogram",
         "tree_depths",
-        "Depth of the deepest verified node, for each decoding request in each step.",
+        "Depth of the deepest node verified for one decoding request in one step.",
         buckets=_DEPTHS,
     ),
     Metric(
         PREFIX + "accepted_path_tokens",
         "histogram",
         "accepted_paths",
-        "Accepted nodes for each decoding request in each step: the tokens that the request got, "
-        "less one.",
+        "Accepted nodes for one decoding request in one step: the tokens that it got, less one.",
         buckets=_DEPTHS,
     ),
     Metric(
@@ -115,16 +112,16 @@ METRICS = (
         PREFIX + "estimated_accepted_tokens",
         "counter",
         "estimated_by_depth",
-        "Expected number of accepted nodes at a depth: the sum, over the verified nodes, of the "
-        "estimated chance that the node is accepted.",
+        "Expected number of accepted nodes at a depth: the sum of the verified nodes' estimated "
+        "chances of being accepted.",
         labels=("depth",),
     ),
     Metric(
         PREFIX + "proposed_nodes_by_source",
         "counter",
         "nodes_by_source",
-        "Nodes verified, by source: proposed by the draft alone (draft), found by look-up in the "
-        "request's own text (look_up), or found there and judged by the draft as well (both).",
+        "Nodes verified, by source: proposed by the draft (draft), by look-up in the request's "
+        "text (look_up), or by look-up and scored by the draft (both).",
         labels=("source",),
     ),
     Metric(
@@ -138,17 +135,16 @@ METRICS = (
         PREFIX + "estimated_accepted_tokens_by_source",
         "counter",
         "estimated_by_source",
-        "Expected number of accepted nodes of a source: the sum, over the verified nodes, of the "
-        "estimated chance that the node is accepted.",
+        "Expected number of accepted nodes, by source.",
         labels=("source",),
     ),
     Metric(
         PREFIX + "pruned_nodes",
         "counter",
         "pruned",
-        "Nodes that were grown for a decoding request and not verified, by reason. budget: to "
-        "verify them was expected to cost more than it brings. scheduler: the step, the context or "
-        "the request's own limit had no room, or the request takes one more token alone.",
+        "Nodes that were grown for a decoding request and not verified, by reason. budget: "
+        "verifying them was not expected to pay. scheduler: the step, the context or the request's "
+        "limit had no room, or the request takes only one more token.",
         labels=("reason",),
     ),
     Metric(
@@ -156,30 +152,28 @@ METRICS = (
         "counter",
         "fallbacks",
         "Steps in which a decoding request got a chain or no tree, by reason. logits_processors: "
-        "with a tree, a custom logits processor would take too much memory. empty_tree: there was "
-        "no node to verify: a request takes one more token alone, or an adaptive budget finds that "
-        "no node pays.",
+        "a custom logits processor would take too much memory with a tree. empty_tree: the request "
+        "takes only one more token, or no node pays.",
         labels=("reason",),
     ),
     Metric(
         PREFIX + "kv_moved_tokens",
         "counter",
         "kv_moved",
-        "Tokens whose KV was moved to its place on the accepted path.",
+        "Accepted tokens whose KV was moved.",
     ),
     Metric(
         PREFIX + "draft_forwards",
         "counter",
         "draft_forwards",
-        "Forward passes of the draft, the catch-up included. A forward of a pool counts once.",
+        "Draft forwards, the catch-up included. A forward of a pool counts once.",
     ),
     Metric(
         PREFIX + "stage_seconds",
         "histogram",
         "stage_seconds",
-        "Time of the worker per step by stage. The stages are the same on every device: place, "
-        "target, sample, verify (walk, move of KV, learning), catch_up, draft (forwards and "
-        "growth).",
+        "Time of the worker per step, by stage: place, target, sample, verify (walk, move of KV, "
+        "learning), catch_up, draft (forwards and growth).",
         labels=("stage",),
         buckets=_SECONDS,
     ),
@@ -187,26 +181,25 @@ METRICS = (
         PREFIX + "grammar_seconds",
         "histogram",
         "grammar_seconds",
-        "Time of the scheduler to fill the bitmasks of a step with structured output, one for "
-        "every node. Where the target's forward runs beside the scheduler, it hides this time.",
+        "Time of the scheduler to fill the bitmasks of a step with structured output. If the "
+        "target's forward runs meanwhile, this time is hidden.",
         buckets=_SECONDS,
     ),
     Metric(
         PREFIX + "compared_seconds",
         "counter",
         "compared",
-        "Time of the stages of steps in which every request decoded (tree), and the time that the "
-        "target alone is estimated to take for the same tokens (plain). The estimate comes from "
-        "plain steps, measured before the engine serves; the forwards of later steps correct it. "
-        "Nothing is counted in the first 20 steps, or while forwards differ by more than about "
-        "15 % from what the corrected measurement predicts.",
+        "Time of steps in which every request decoded (tree), and the time that the target is "
+        "estimated to take for the same tokens without trees (plain). The estimate is measured at "
+        "start-up and corrected while serving. Nothing is counted while it is too uncertain, such "
+        "as in the first 20 steps.",
         labels=("decoding",),
     ),
     Metric(
         PREFIX + "node_budget",
         "gauge",
         "node_budget",
-        "Most nodes of one request's tree in the last step; with a fixed budget, the option's.",
+        "Most nodes of one request's tree in the last step; with a fixed budget, node_budget.",
     ),
     Metric(
         PREFIX + "config_info",

@@ -1,1 +1,1 @@
-"""The options of trees, from their text to one resolved record."""
+"""The options of trees: read, checked, and resolved to a plan."""

@@ -12,12 +12,16 @@ from dyntree_plugin.strict_json import from_json
 
 
 def has_options(additional_config: object) -> bool:
-    """Return whether a value for ``--additional-config`` has dyntree options."""
+    """Return whether a value of ``--additional-config`` has dyntree options."""
     return isinstance(additional_config, Mapping) and NAMESPACE in additional_config
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Read the value of ``--dyntree``; an error is one for argparse."""
+    """Read the value of ``--dyntree``.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is not a JSON object of valid options.
+    """
     try:
         value = from_json(text)
     except ValueError as error:
@@ -33,7 +37,7 @@ def json_object(text: str) -> dict[str, Any]:
 def single_keys(stock: Any) -> Callable[[str], Any]:
     """Refuse equal keys in an ``--additional-config`` that has dyntree options.
 
-    vLLM's own reader, ``stock``, takes the last of two equal keys.
+    vLLM's reader, ``stock``, takes the last of two equal keys.
     """
 
     @functools.wraps(stock)
@@ -53,7 +57,11 @@ def single_keys(stock: Any) -> Callable[[str], Any]:
 
 
 def merge_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the options of both; an option with two different values is a ValueError."""
+    """Merge the options of both.
+
+    Raises:
+        ValueError: if an option has two different values.
+    """
     for name in first.keys() & second.keys():
         if first[name] != second[name]:
             raise ValueError(
@@ -88,10 +96,10 @@ class OptionsAction(argparse.Action):
 
 
 def keeping_options(stock: Any) -> type[argparse.Action]:
-    """Derive an action of vLLM's own ``--additional-config`` that keeps dyntree options before it.
+    """Derive an action of vLLM's ``--additional-config`` that keeps earlier dyntree options.
 
-    In vLLM a second ``--additional-config`` replaces the first, and every dotted argument, such as
-    ``--additional-config.x``, counts as one.
+    In vLLM a second ``--additional-config`` replaces the first, and so does every dotted argument,
+    such as ``--additional-config.x``.
     """
 
     def __call__(

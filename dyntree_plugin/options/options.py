@@ -1,7 +1,6 @@
-"""The options of the plugin: the only source of the ``--dyntree`` flag, and of `option_pages`.
+"""The options of the plugin. The ``--dyntree`` flag, its help and the tables follow from them.
 
-The names of growths and rules come from `tree.registry`, which is loaded when one is asked for,
-since it loads torch.
+The names of growths and rules come from `tree.registry`, which loads torch, and so only if needed.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ NAMESPACE = "dyntree"
 Switch = Literal["on", "off"]
 
 WITHOUT_DRAFT = ("ngram", "ngram_gpu")
-"""vLLM's methods without a draft model. With them look-up alone makes the candidates."""
+"""vLLM's methods without a draft model: all candidates come from look-up."""
 
 HEADS = ("eagle", "eagle3", "mtp")
-"""vLLM's methods whose draft is a head of the target: it reads the target's hidden states."""
+"""vLLM's methods whose draft is a head, which reads the target's hidden states."""
 
 MOST_NODES = 1024
 MOST_DEPTH = MOST_CHILDREN = 64
@@ -52,16 +51,16 @@ class DynTreeOptions(BaseModel):
         default=None,
         ge=1,
         le=MOST_NODES,
-        description="Most nodes in one request's tree. These are the draft tokens that the target "
+        description="Most nodes in one request's tree, which are the draft tokens that the target "
         "verifies in a step. At most num_speculative_tokens.",
         json_schema_extra={"derived": "num_speculative_tokens"},
     )
     budget: Budget | None = Field(
         default=None,
-        description="adaptive chooses for each step how many nodes its trees verify and how many "
-        "forwards draft the next ones, so that it makes the most tokens per second. It measures at "
-        "start-up what rows cost, in 4 to 8 s, and corrects that while serving. fixed verifies "
-        "every tree whole. The output is the same either way.",
+        description="adaptive chooses for each step the number of nodes to verify and of draft "
+        "forwards that should make the most tokens per second. It measures at start-up what rows "
+        "cost, in 4 to 8 s, and corrects that while serving. fixed verifies every tree whole. The "
+        "output is the same either way.",
         json_schema_extra={
             "derived": "adaptive with growth topk and rule match; else only fixed is allowed"
         },
@@ -70,7 +69,7 @@ class DynTreeOptions(BaseModel):
         default=None,
         ge=1,
         le=MOST_DEPTH,
-        description="Depth of the deepest node: the most draft tokens that one step can accept. At "
+        description="Largest depth of a node: the most draft tokens that one step can accept. At "
         "most node_budget.",
         json_schema_extra={
             "derived": f"node_budget, at most {LOOK_UP_DEPTH}, with look-up; else max_forwards"
@@ -81,7 +80,7 @@ class DynTreeOptions(BaseModel):
         ge=1,
         le=MOST_DEPTH,
         description="Most draft forwards of a step, the catch-up included. A forward adds a level "
-        "to the draft's own candidates; those of look-up need none. At most max_depth.",
+        "to the draft's candidates; those of look-up need none. At most max_depth.",
         json_schema_extra={
             "derived": f"node_budget, at most {ADAPTIVE_FORWARDS}, with an adaptive budget; else "
             "2 log2(node_budget), rounded: 8 for 16, 12 for 64; without look-up, max_depth if that "
@@ -90,10 +89,9 @@ class DynTreeOptions(BaseModel):
     )
     lookup: Switch | None = Field(
         default=None,
-        description="For growth topk: add candidates from the request's own text. Look-up finds "
-        "earlier places where the text's last tokens occur, and proposes what followed them. This "
-        "needs no draft forward. The output is the same either way. With method ngram or ngram_gpu "
-        "instead of a draft model, all candidates come from there.",
+        description="For growth topk: also propose what followed earlier occurrences of the text's "
+        "last tokens in the request. This needs no draft forward. The output is the same either "
+        "way. With method ngram or ngram_gpu all candidates come from there.",
         json_schema_extra={"derived": "on with growth topk; else only off is allowed"},
     )
     width: int | None = Field(
@@ -115,43 +113,42 @@ class DynTreeOptions(BaseModel):
     )
     coupling: Switch = Field(
         default="on",
-        description="At temperature > 0, rank candidates with the target sampler's own noise, so "
-        "that the tree follows the draw that the target will make. The output is the same either "
+        description="At temperature > 0, rank candidates with the target sampler's noise, so that "
+        "the tree likely holds the token that the target will draw. The output is the same either "
         "way; off is for comparison.",
     )
 
     calibration: Switch = Field(
         default="on",
         description="Learn while serving how often the target takes a candidate of a given draft "
-        "score, and value nodes by that. The output is the same either way; off takes the draft's "
-        "probability.",
+        "score, and value nodes by that; off values them by the draft's probability. The output is "
+        "the same either way.",
     )
     block_chains: Switch = Field(
         default="off",
         description="For growth topk: a request at a temperature above 0 gets a chain that is "
-        "drawn from the draft and verified as a block. Where few nodes are verified, this emits "
-        "more tokens per step than a tree. The output is then another sample of the same "
-        "distribution, and settings that leave the output the same elsewhere leave the "
-        "distribution the same here. Greedy requests get trees. The draft's distributions are "
-        "stored (max_forwards times the vocabulary, in fp32, per request slot).",
+        "drawn from the draft and verified as a block. If few nodes are verified, this emits more "
+        "tokens per step than a tree. The output is then another sample of the same distribution; "
+        "which sample may depend on other options, such as lookup. Greedy requests get trees. The "
+        "draft's distributions are stored (max_forwards times the vocabulary, in fp32, per request "
+        "slot).",
     )
     min_value: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="For growth topk: the least value of a node, the estimated chance that its "
-        "whole path is accepted. Nodes below it are not verified, and on the CPU drafting stops if "
-        "none is left to expand. This pays if the target's cost grows with its rows.",
+        description="For growth topk: nodes of a smaller value, the estimated chance that the "
+        "whole path is accepted, are not verified. On a CPU, drafting stops if none is left to "
+        "expand. This pays if the target's cost grows with its rows.",
         json_schema_extra={"derived": "none: trees fill their budget"},
     )
     drafts: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
         default=None,
         min_length=1,
         max_length=MOST_FURTHER_DRAFTS,
-        description="Further draft models beside the one in --speculative-config. Trees grow from "
-        "the mixture of their distributions; growth expansion merges a tree of each. Each must "
-        "meet the conditions of the first, and each runs in every draft forward. A pool pays if "
-        "the further drafts are right where the first is wrong.",
+        description="Further draft models. Trees grow from the mixture of all distributions; "
+        "growth expansion merges a tree of each. Each must meet the conditions of the first, and "
+        "runs in every draft forward. This pays if they are right where the first is wrong.",
         json_schema_extra={"derived": "none: one draft"},
     )
     growth: str = Field(
@@ -162,15 +159,15 @@ class DynTreeOptions(BaseModel):
         default=None,
         description="How children come from the draft: its best tokens, or draws with or without "
         "replacement.",
-        json_schema_extra={"derived": "the growth's own"},
+        json_schema_extra={"derived": "follows from the growth"},
     )
     rule: str | None = Field(
         default=None,
-        description="How trees are verified. All rules but match give the distribution of decoding "
-        "without speculation, and store the draft's distributions (node_budget + 1 times the "
-        "vocabulary, in fp32, per request slot). A growth and a rule that would be biased together "
-        "are refused.",
-        json_schema_extra={"derived": "what fits the sampling"},
+        description="How trees are verified. All rules but match give only the distribution of "
+        "decoding without speculation, and store the draft's distributions (node_budget + 1 times "
+        "the vocabulary, in fp32, per request slot). A rule that is biased with the growth is "
+        "refused.",
+        json_schema_extra={"derived": "follows from the sampling"},
     )
     threshold: float | None = Field(
         default=None,
@@ -197,8 +194,8 @@ class DynTreeOptions(BaseModel):
 
     kernel_table: str | None = Field(
         default=None,
-        description="On CUDA: the result file of `python -m benchmarks.kernels` on such a GPU. Of "
-        "the kernels that can serve the trees, the fastest at the nearest shape is used.",
+        description="On CUDA: the result file of `python -m benchmarks.kernels` on such a GPU. The "
+        "kernel that is fastest at the nearest shape is used.",
         json_schema_extra={"derived": "none: rules choose the kernel"},
     )
 
@@ -223,10 +220,10 @@ class DynTreeOptions(BaseModel):
 
     @classmethod
     def of(cls, additional_config: object) -> DynTreeOptions | None:
-        """Return the options in an engine's ``additional_config``, or None if it asks for no tree.
+        """Return the options in an engine's ``additional_config``; None if there are none.
 
         Raises:
-            ValueError: as `parse`, and for a key that is probably a misspelling of ours.
+            ValueError: as `parse`, and for a key that is probably a misspelling.
         """
         if not isinstance(additional_config, Mapping):
             return None
@@ -260,7 +257,7 @@ class DynTreeOptions(BaseModel):
             raise ValueError("; ".join(_explain(name, given[name]) for name in wrong)) from None
 
     def plan_for(self, speculation: Any) -> TreePlan:
-        """Fill in every default for an engine with vLLM's ``SpeculativeConfig``; see `resolve`."""
+        """Do as `resolve` for an engine with this ``SpeculativeConfig`` of vLLM's."""
         draft, head = speculation.method not in WITHOUT_DRAFT, speculation.method in HEADS
         return self.resolve(speculation.num_speculative_tokens, draft=draft, head=head)
 
@@ -295,7 +292,7 @@ class DynTreeOptions(BaseModel):
             raise ValueError(f"{NAMESPACE}.{error}") from None
 
     def without_effect(self, plan: TreePlan) -> Iterator[str]:
-        """Yield, with the reason, each option that was given and that the plan does not read."""
+        """Yield a message for each option that was given and that the plan does not read."""
         growth = plan.growth.name
         for name in ("max_depth", "max_forwards", "width", "children"):
             value = getattr(self, name)
@@ -334,21 +331,21 @@ class DynTreeOptions(BaseModel):
         reads_draws = self.rule is not None and specs("rule")[self.rule].drawn is not None
         return "adaptive" if specs("growth")[self.growth].ordered and not reads_draws else "fixed"
 
-    def _own_parameter(self) -> Any:
-        """Return the value of the chosen growth's own option.
+    def _growth_parameter(self) -> Any:
+        """Return the value of the option that only the chosen growth has; None without one.
 
         Raises:
-            ValueError: if the own option of another growth is given.
+            ValueError: if such an option of another growth is given.
         """
         growths = specs("growth")
-        own = growths[self.growth].parameter
+        parameter = growths[self.growth].parameter
         for spec in growths.values():
             name = spec.parameter
-            if name and name != own and getattr(self, name) is not None:
+            if name and name != parameter and getattr(self, name) is not None:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is for growth={spec.name}, not {self.growth}"
                 )
-        return getattr(self, own) if own else None
+        return getattr(self, parameter) if parameter else None
 
     def _plan(self, shape: TreeShape, budget: Budget) -> TreePlan:
         # These load torch, which a vLLM without dyntree options does not need.
@@ -357,7 +354,7 @@ class DynTreeOptions(BaseModel):
         from dyntree_plugin.tree.plan import TreePlan
         from dyntree_plugin.tree.registry import plan_growth
 
-        growth = GrowthConfig(self.growth, self._own_parameter(), self.sampling)
+        growth = GrowthConfig(self.growth, self._growth_parameter(), self.sampling)
         growing = plan_growth(growth, shape)
         if not shape.grafts:
             # Some growths stop before max_depth, whatever the draft says.
@@ -368,7 +365,7 @@ class DynTreeOptions(BaseModel):
 
 
 def _nearly_ours(key: str) -> bool:
-    """Return whether a key is probably a misspelling of ours."""
+    """Return whether a key is probably a misspelling of `NAMESPACE`."""
     return bool(difflib.get_close_matches(key.lower(), [NAMESPACE], cutoff=0.85))
 
 

@@ -1,4 +1,4 @@
-"""The options as pages: the help of the flag, and the tables of docs/options.md."""
+"""Write the help of the flag, and the tables of docs/options.md."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.options.text import allowed, default_of, meaning
 
 OF_THE_PAPERS = ("growth", "sampling", "rule", "threshold", "expansion", "acceptance")
-"""Names of the options whose defaults are right for serving."""
+"""Options that serving does not need."""
 
 
 def help_text() -> str:
-    """Return the help of the flag, with every option."""
+    """Return the help of ``--dyntree``."""
     lines = [
         f"- {name} ({allowed(name, field)}; default {default_of(field)}): {meaning(name, field)}"
         for name, field in DynTreeOptions.model_fields.items()

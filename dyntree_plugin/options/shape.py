@@ -1,4 +1,4 @@
-"""Numbers of a tree's shape that follow from the options, where the user gives none."""
+"""Derive a tree's shape from the options."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from dyntree_plugin.options.text import specs
 from dyntree_plugin.tree.shape import Budget, TreeShape
 
 DRAWN_CHILDREN = 16
-"""Children by default of growths that draw: some draws are tokens of little chance, which use up
-places."""
+"""Default children for growths that draw, since some draws are unlikely tokens."""
 
 ADAPTIVE_FORWARDS = 16
-"""Most draft forwards by default with an adaptive budget, which makes none that does not pay."""
+"""Default of max_forwards with an adaptive budget, which makes no forward that does not pay."""
 
 LOOK_UP_DEPTH = 32
-"""Greatest depth by default with look-up, whose nodes cost no forward."""
+"""Largest default depth with look-up, whose nodes cost no forward."""
 
 
 def default_shape(node_budget: int) -> tuple[int, int, int]:
     """Return the draft forwards, width and children that suit a budget.
 
-    They come from a sweep on the embedded pair with learned values. With 16 and 64 nodes, more of
-    any gains less than 3 % accepted tokens at temperature 1, and forwards cost time.
+    On the embedded pair with learned values, 16 and 64 nodes and temperature 1, more of any gains
+    less than 3 % accepted tokens, and forwards cost time.
     """
     root = math.ceil(math.sqrt(node_budget))
     forwards = min(max(round(2 * math.log2(node_budget)), 1), node_budget)
@@ -67,7 +66,7 @@ def shape_of(
 
 
 def _looks_up(given: Mapping[str, Any], draft: bool) -> bool:
-    """Return whether look-up adds candidates; see `shape_of`."""
+    """Return whether look-up adds candidates."""
     growth, growths = given["growth"], specs("growth")
     possible = growths[growth].takes_tries
     fitting = " or ".join(spec.name for spec in growths.values() if spec.takes_tries)

@@ -28,7 +28,7 @@ def specs(option: str) -> Mapping[str, Any]:
 
 
 def meaning(name: str, field: FieldInfo) -> str:
-    """Return an option's purpose, and for ``growth`` or ``rule`` a line on each of them."""
+    """Return an option's description; for ``growth`` or ``rule``, with one of each value."""
     verb = {"growth": "grows", "rule": "is"}.get(name)
     each = "; ".join(f"{spec.name} {verb} {spec.summary}" for spec in specs(name).values())
     return f"{field.description} {each}." if each else str(field.description)
@@ -60,6 +60,6 @@ def allowed(name: str, field: FieldInfo) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return an option's default, or how it is derived."""
+    """Return an option's default, or what it follows from."""
     extra = field.json_schema_extra
     return str(extra["derived"] if isinstance(extra, dict) else field.default)

@@ -1,1 +1,1 @@
-"""Counts of steps, on their way from the worker to Prometheus."""
+"""Bring counts of steps from the worker to Prometheus."""

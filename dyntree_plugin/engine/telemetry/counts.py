@@ -1,4 +1,4 @@
-"""What a worker counts of a step, on its way to the scheduler. Imports nothing of the engine."""
+"""The counts of a step that the worker sends to the scheduler. Imports nothing of the engine."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ if TYPE_CHECKING:
     from dyntree_plugin.tree.budget.row_cost import RowCost
 
 ATTRIBUTE = "dyntree"
-"""Where a ModelRunnerOutput carries the worker's counts."""
+"""Attribute of a ModelRunnerOutput with the worker's counts."""
 
 
 @dataclass
 class WorkerCounts:
     """One step's counts.
 
-    ``decoding``: by request of the batch, whether its prompt was complete before the step.
-    ``report``: numpy's arrays on the verified trees, without chances and forwards; None where
-    nothing was verified. ``pruned``: nodes by reason. ``stage_seconds``: seconds by stage.
-    ``compared``: for each step that the device has finished since the last counts, in order, its
-    seconds, and those that the target alone takes for one token of one request; both 0 where that
-    is not known, or not every request decoded. The stages are those of these steps.
+    ``decoding``: for each request of the batch, whether its prompt was complete before the step.
+    ``report``: numpy arrays about the verified trees, without chances and forwards; None if
+    nothing was verified. ``pruned``: nodes by reason. ``stage_seconds``: seconds by stage of the
+    steps that the device has finished since the last counts. ``compared``: for each of these steps,
+    in order, its seconds, and the target's without trees for one token of one request; both 0 if
+    there is no estimate, or not every request decoded.
 
-    The scheduler chooses an adaptive budget from the rest. ``worth``: what `worth_by_forwards`
-    returns for the decoding requests' trees and each of `node_buckets`. ``growth_forwards``: draft
-    forwards after the catch-up that grew those trees; None if there were none. ``ended_early``: as
-    in `Drafted`; where the scheduler chooses the forwards, more of them would have grown the same
-    trees. ``drafted``: requests, draft forwards and seconds of drafting, for each finished step in
-    which every request decoded. ``row_cost`` and ``fewest_forwards``, with the first step: what
-    rows cost, and the fewest forwards that drafting can make.
+    The scheduler chooses an adaptive budget from the rest. ``worth``: `worth_by_forwards` of the
+    decoding requests' trees for each of `node_buckets`. ``growth_forwards``: draft forwards after
+    the catch-up that grew those trees; None without trees. ``ended_early``: as in `Drafted`; more
+    forwards would have grown the same trees. ``drafted``: requests, draft forwards and seconds of
+    drafting, for each finished step in which every request decoded. ``row_cost`` and
+    ``fewest_forwards``, with the first step: what rows cost, and the fewest forwards of a step.
     """
 
     decoding: list[bool] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What stop strings cut off, in the process that looks for them and serves the metrics."""
+"""Take tokens after a stop string off the counts, in the process that looks for stop strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
 
 
 class CutOff:
-    """Corrects one step's counts; the scheduler has counted whole paths before.
+    """Corrects one step's counts, in which the scheduler has counted whole paths.
 
     Call `ended` for each request that ends in the step, and then `correct`.
     """
@@ -18,9 +18,9 @@ class CutOff:
         self._trees = False
 
     def ended(self, request: Any, iteration: Any) -> None:
-        """Take what ``request`` does not return, a RequestState, off vLLM's counts.
+        """Take tokens that a ``request`` does not return off vLLM's counts.
 
-        ``iteration``: vLLM's IterationStats of the step.
+        ``request`` is a RequestState, and ``iteration`` the step's IterationStats.
         """
         if not self._trees or request.detokenizer is None:
             return
@@ -32,8 +32,7 @@ class CutOff:
             iteration.num_generation_tokens -= surplus
 
     def correct(self, stats: object) -> None:
-        """Take the same off ``stats``, and forget it. Without trees, vLLM's counts stay as they
-        are."""
+        """Take the same tokens off ``stats``. Without trees, vLLM's counts stay as they are."""
         if isinstance(stats, TreeSpecDecodingStats):
             self._trees = True
             for request_id, surplus in self._surplus.items():

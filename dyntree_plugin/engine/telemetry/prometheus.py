@@ -1,4 +1,4 @@
-"""The plugin's metrics in vLLM's own Prometheus registry."""
+"""Put the plugin's metrics into vLLM's Prometheus registry."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ Family = Counter | Gauge | Histogram
 
 
 class TreeSpecDecodingProm(SpecDecodingProm):
-    """vLLM's speculation counters, and ours where the engine speculates with trees.
+    """vLLM's speculation counters, and ours if the engine speculates with trees.
 
-    vLLM makes it in every process that serves metrics; what it observes came through the
-    engine's own stats channel.
+    vLLM makes it in every process that serves metrics.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class TreeSpecDecodingProm(SpecDecodingProm):
             self._begin(self._series[engine], plan)
 
     def _begin(self, series: list[tuple[Metric, _Series]], plan: TreePlan) -> None:
-        """Make every series exist from the start, so that a rate sees its first event."""
+        """Create every series at the start, so that a rate counts its first event."""
         for metric, by_label in series:
             for values in _label_values(metric, plan):
                 one = by_label[values]
@@ -70,7 +69,7 @@ class TreeSpecDecodingProm(SpecDecodingProm):
             value = getattr(spec_decoding_stats, metric.source)
             if metric.labels:
                 for label, amount in _items(value):
-                    if amount:  # of a counter's series most have nothing to add
+                    if amount:  # Most series of a counter have nothing to add.
                         _add(by_label[label,], amount)
             else:
                 for amount in value if isinstance(value, list) else [value]:
@@ -78,9 +77,9 @@ class TreeSpecDecodingProm(SpecDecodingProm):
 
 
 class _Series(dict[tuple[str, ...], Family]):
-    """An engine's series of one metric by the values of the metric's own labels.
+    """An engine's series of one metric, by label values.
 
-    Looking a series up in prometheus_client takes as long as counting.
+    They are kept because prometheus_client takes as long to look a series up as to count.
     """
 
     def __init__(self, family: Family, labels: list[object]) -> None:
@@ -98,18 +97,18 @@ def _family(metric: Metric, labelnames: list[str]) -> Family:
     if metric.kind == "histogram":
         return Histogram(metric.name, metric.meaning, names, buckets=metric.buckets)
     if metric.kind == "gauge":
-        # Of several API servers, the one that has heard of the engine last.
+        # Of several API servers, the value of the one that the engine reported to last.
         return Gauge(metric.name, metric.meaning, names, multiprocess_mode="mostrecent")
     return Counter(metric.name, metric.meaning, names)
 
 
 def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[str, ...]]:
-    """The label values of every series that a metric can have."""
+    """Return the label values of every series that a metric can have."""
     if not metric.labels:
         return [()]
     if metric.labels == CONFIG_LABELS:
         in_force = {"version": __version__, **plan.in_force()}
-        # A label that is empty is one that is not there: the growth reads no such parameter.
+        # An empty label: the growth does not read this parameter.
         return [tuple(str(in_force.get(label, "")) for label in CONFIG_LABELS)]
     (label,) = metric.labels
     values: dict[str, Iterable[object]] = {
@@ -132,7 +131,7 @@ def _add(series: Family, value: float) -> None:
 
 
 def _items(value: Mapping[str, float] | list[float]) -> Iterator[tuple[str, float]]:
-    """Label value and amount: a mapping's own, or a list's by position from 1."""
+    """Yield label value and amount; an item of a list has its position, from 1, as its label."""
     if isinstance(value, Mapping):
         yield from value.items()
     else:

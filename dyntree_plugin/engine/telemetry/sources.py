@@ -1,4 +1,4 @@
-"""The sources that users see, by the kinds of candidates that kernels know."""
+"""Name the source of a node, by the kinds of candidates in the kernels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _OF_KIND = np.array([[SOURCE_OF[kind] == name for name in SOURCES] for kind in r
 
 
 def by_source(of_kind: np.ndarray) -> dict[str, float]:
-    """Add up the numbers of R trees by kind, [R, KINDS], to totals by source."""
+    """Return the totals by source of R trees' numbers by kind, [R, KINDS]."""
     totals = of_kind.sum(axis=0) @ _OF_KIND
     return dict(zip(SOURCES, totals.tolist(), strict=True))  # sync: host memory
 
 
 def source_indices(kinds: np.ndarray) -> np.ndarray:
-    """Return the places in `SOURCES` of nodes by their ``kinds``, of the same shape; -1 for -1."""
+    """Return the indices in `SOURCES` of ``kinds``, in the same shape; -1 stays."""
     return _INDEX[kinds.astype(int)]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Counts of a scheduler's step, in vLLM's own channel for statistics."""
+"""The counts of a scheduler's step, which vLLM sends with its statistics."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from dyntree_plugin.tree.step import SOURCES
 
 @dataclass
 class TreeSpecDecodingStats(SpecDecodingStats):
-    """vLLM's counts of a scheduler step, and ours; travels in vLLM's own stats channel.
+    """vLLM's counts of a scheduler step, and ours.
 
-    ``tree_nodes``, ``tree_depths``, ``accepted_paths``: one entry per step of a decoding request,
-    zeros where it had no node to verify. ``nodes_by_depth``, ``accepted_by_depth``,
-    ``estimated_by_depth``: nodes at depth 1, 2, …: verified, accepted, and expected to be accepted.
-    ``nodes_by_source``, ``accepted_by_source``, ``estimated_by_source``: the same by source.
-    Accepted nodes are those that were delivered: of a step's tokens, all but one.
-    ``paths``: places in `SOURCES` of the accepted nodes of requests with stop strings, by request.
-    ``fallbacks``: request steps with a chain or no tree, by reason. ``grammar_seconds``: of each
-    step that filled bitmasks. ``compared``: seconds of steps with trees, and those that the target
-    alone takes for the delivered tokens. The rest is as in WorkerCounts.
+    ``tree_nodes``, ``tree_depths``, ``accepted_paths``: one entry for each decoding request, 0 if
+    it had no node to verify. ``nodes_by_depth``, ``accepted_by_depth``, ``estimated_by_depth``:
+    verified, accepted and expected accepted nodes at depth 1, 2, …. ``nodes_by_source``,
+    ``accepted_by_source``, ``estimated_by_source``: the same by source. Accepted nodes are those
+    that were delivered: of a step's tokens, all but one. ``paths``: for requests with stop strings,
+    indices in `SOURCES` of their accepted nodes. ``fallbacks``: requests with a chain or no tree,
+    by reason. ``grammar_seconds``: time of filling bitmasks. ``compared``: seconds of a step with
+    trees, and the target's without trees for the delivered tokens. The rest is as in WorkerCounts.
     """
 
     tree_nodes: list[int] = field(default_factory=list)
@@ -53,7 +52,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     def of_step(
         cls, num_spec_tokens: int, counts: WorkerCounts, grammar_seconds: Sequence[float] = ()
     ) -> TreeSpecDecodingStats:
-        """What the worker has counted of the step as a whole, and the scheduler's own times."""
+        """Return the worker's counts of the whole step, with the scheduler's times."""
         return cls(
             num_spec_tokens,
             num_accepted_tokens_per_pos=[0] * num_spec_tokens,
@@ -66,8 +65,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
         )
 
     def observe_trees(self, counts: WorkerCounts, accepted: Mapping[int, int]) -> None:
-        """Count the steps of the decoding requests in rows of the batch, each with its ``accepted``
-        nodes. A request without a node to verify has decoded plainly."""
+        """Count the trees of the decoding requests: ``accepted`` nodes by row of the batch."""
         rows, self.accepted_paths = [*accepted], [*accepted.values()]
         report = counts.report
         if report is None:
@@ -107,7 +105,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             self.accepted_by_source[SOURCES[path[depth]]] -= 1
 
     def compare(self, tree: float, plain: float) -> None:
-        """Count the seconds of a step, and those of the target alone for its tokens."""
+        """Count the seconds of a step, and the target's without trees for its tokens."""
         if tree:
             self.compared[TREE] = self.compared.get(TREE, 0.0) + tree
             self.compared[PLAIN] = self.compared.get(PLAIN, 0.0) + plain
@@ -118,9 +116,9 @@ class TreeSpecDecodingStats(SpecDecodingStats):
 
 @dataclass
 class DeliveredMetrics(RequestSpecDecodeMetrics):
-    """vLLM's metrics of one request, of nodes that were verified and tokens that were delivered."""
+    """vLLM's metrics of one request, but for verified nodes and delivered tokens."""
 
     def observe(self, *args: object, **kwargs: object) -> None:
-        """Leave out what vLLM counts: slots for nodes, and what it later cuts off at the end."""
+        """Ignore vLLM's counts: slots for nodes, and tokens that it later cuts off at the end."""
 
     count = RequestSpecDecodeMetrics.observe

@@ -1,4 +1,4 @@
-"""What the worker notes of a step, until the device has finished it and its output is fetched."""
+"""Keep a worker's counts until the device has finished the step and its output is fetched."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from dyntree_plugin.tree.plan import TreePlan
 
 MOST_SAMPLED = 8
-"""Sample at most this many trees per step when estimating worth; one of 64 nodes takes the host
-0.03 ms."""
+"""Most trees of a step whose worth is estimated; a tree of 64 nodes takes the host 0.03 ms."""
 
 
 class StepRecord:
@@ -36,8 +35,8 @@ class StepRecord:
     """
 
     def __init__(self, plain_steps: PlainSteps | None = None, weighs_trees: bool = False) -> None:
-        """``plain_steps``: estimates steps of the target alone. ``weighs_trees``: the scheduler
-        chooses the budget, so it must know what trees are worth."""
+        """``plain_steps``: estimates steps without trees. ``weighs_trees``: the scheduler chooses
+        the budget, so it needs the worth of trees."""
         self._plain_steps = plain_steps
         self._weighs_trees = weighs_trees
         self._counts = WorkerCounts()
@@ -51,23 +50,23 @@ class StepRecord:
         self.times: StageTimes = Measured({})
 
     def introduce(self, row_cost: RowCost, fewest_forwards: int) -> None:
-        """Carry what the scheduler must know before it chooses; with the first step."""
+        """Send what the scheduler needs before it can choose, with the first step."""
         self._counts.row_cost, self._counts.fewest_forwards = row_cost, fewest_forwards
 
     def sampled(
         self,
         batch: InputBatch,
-        found: torch.Tensor | None,
+        report: torch.Tensor | None,
         plan: TreePlan,
         verified: bool,
         growth_forwards: int | None,
         ended_early: bool = False,
     ) -> None:
-        """Note the step's requests.
+        """Record the step's requests.
 
-        ``found``: their report; None if no tree waited for the step. ``verified``: the trees were
-        verified. ``growth_forwards``: draft forwards that grew them; None if there were none.
-        ``ended_early``: as in `Drafted`.
+        ``report``: of their trees; None without trees. ``verified``: the trees were verified.
+        ``growth_forwards``: draft forwards that grew them; None without trees. ``ended_early``: as
+        in `Drafted`.
         """
         requests = slice(batch.num_reqs)
         self._decoding = ~batch.is_prefilling_np[requests]
@@ -79,7 +78,7 @@ class StepRecord:
         if plan.budget == "adaptive":
             counts.node_budget = 0 if drafts is None else int(drafts.max())
         counts.growth_forwards, counts.ended_early = growth_forwards, ended_early
-        self._plan, self._report, self._verified = plan, found, verified
+        self._plan, self._report, self._verified = plan, report, verified
 
     def send(self, send: Send) -> None:
         """Copy the report to the host."""
@@ -89,7 +88,7 @@ class StepRecord:
         self._counts.draft_forwards, self.times = draft_forwards, times
 
     def counts(self) -> WorkerCounts:
-        """Return what was noted, without times; waits for the copy that `send` began."""
+        """Return the counts, without times; waits for the copy that `send` began."""
         counts = self._counts
         if self._arrival is not None and self._plan is not None:
             levels = self._plan.shape.max_depth
@@ -104,13 +103,13 @@ class StepRecord:
 
     @property
     def _judged(self) -> np.ndarray:
-        """Whether a request's tree waited for this step; else its slot holds an earlier one."""
+        """Whether a request has a tree in this step; else its slot holds an earlier one."""
         judged: np.ndarray = self._decoding & (self._counts.growth_forwards is not None)
         return judged
 
     def _pruned(self, report: Report, judged: np.ndarray) -> dict[str, int]:
         offered = report.admitted
-        if self._weighs_trees:  # The scheduler sized all trees alike.
+        if self._weighs_trees:  # The scheduler chose one size for all trees.
             offered = np.minimum(offered, self._counts.node_budget)
         by_budget, by_scheduler = (
             judged @ (report.grown - offered),
@@ -125,16 +124,16 @@ class StepRecord:
             return []
         stride = -(-len(chances) // MOST_SAMPLED)
         shape = self._plan.shape
-        found = worth_by_forwards(
+        worth = worth_by_forwards(
             chances[::stride],
             needed[::stride],
             max(shape.forwards - 1, 0),
             node_buckets(shape.node_budget),
         )
-        return found.tolist()  # type: ignore[no-any-return]  # sync: host memory
+        return worth.tolist()  # type: ignore[no-any-return]  # sync: host memory
 
     def drafting(self, spent: dict[str, float]) -> list[tuple[int, int, float]]:
-        """``drafted``, of a step that spent so much on its stages."""
+        """Return entries of ``drafted`` for a step that ``spent`` these seconds on its stages."""
         seconds = sum(spent.get(stage, 0.0) for stage in DRAFTING)
         if not (seconds and self._decoding.all()):
             return []
@@ -142,7 +141,7 @@ class StepRecord:
         return [(len(self._decoding), max(self._counts.draft_forwards, 1), seconds)]
 
     def compare(self, spent: dict[str, float]) -> tuple[float, float]:
-        """Return an entry of ``compared`` for a step that spent so much on its stages."""
+        """Return an entry of ``compared`` for a step that ``spent`` these seconds on its stages."""
         requests = len(self._decoding)
         if self._plain_steps is None or not requests or not self._decoding.all():
             return 0.0, 0.0
@@ -154,14 +153,16 @@ class StepRecord:
 
 
 class StepTimes:
-    """Times on their way to the counts: a device may finish a step after its output is fetched."""
+    """Adds times to counts: a device may finish a step after its output is fetched."""
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque()
 
     def complete(self, record: StepRecord) -> WorkerCounts:
-        """The counts of a step, with the times of those steps that have finished since the last
-        call. Waits for the counts alone."""
+        """Return the counts of a step, with the times of steps that finished since the last call.
+
+        It waits for the counts, and not for times.
+        """
         counts = record.counts()
         self._records.append(record)
         while self._records and self._records[0].times.ready():
@@ -190,6 +191,6 @@ class CountedOutput(AsyncModelRunnerOutput):
         return output
 
     def get_kv_connector_output(self) -> Any:
-        # vLLM asks for it since 0.33, where `get_output` has failed.
+        # vLLM 0.33 calls it after `get_output` has failed.
         stock: Any = self._output
         return stock.get_kv_connector_output()

@@ -1,4 +1,4 @@
-"""Look at an engine's trees: a recorder in the worker, and how to reach it from outside."""
+"""Record an engine's trees in its worker, and read them from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TreeTrace:
-    """Keeps every verified tree as plain lists. Waits for the device: not for serving at speed."""
+    """Keeps every verified tree as plain lists. It waits for the device, so serving is slower."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -42,7 +42,7 @@ class TreeTrace:
             trees.kinds[slots].tolist(),  # sync: tracing
             walked.path.tolist(),  # sync: tracing
             walked.tokens.tolist(),  # sync: tracing
-            strict=False,  # a batch may be padded behind its requests
+            strict=False,  # A batch may be padded.
         )
         for request, count, context, root, tokens, parents, values, kinds, path, emitted in columns:
             if count == 0:
@@ -65,18 +65,18 @@ class TreeTrace:
         self._step += 1
 
     def take(self) -> list[dict[str, Any]]:
-        """What was kept since the last call, as vLLM can send it between processes."""
+        """Return the trees since the last call, in a form that vLLM sends between processes."""
         kept, self._kept = self._kept, []
         return [asdict(step) for step in kept]
 
 
 def start_trace(llm: LLM) -> None:
-    """Have an engine with trees keep every tree from now on."""
+    """Make an engine with trees keep every tree."""
     llm.collective_rpc("trace_trees", args=(True,))
 
 
 def stop_trace(llm: LLM) -> list[TreeStep]:
-    """End what `start_trace` began: the trees since then, in the order of their walked."""
+    """Stop keeping trees; return those since `start_trace`, in the order of their walks."""
     # Every worker of a tensor-parallel engine sees the same trees.
     kept: list[dict[str, Any]] = llm.collective_rpc("take_trace")[0]
     llm.collective_rpc("trace_trees", args=(False,))
