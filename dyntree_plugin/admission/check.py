@@ -46,21 +46,21 @@ VLLMS_MATCHES = (5, 5)
 """vLLM's default of prompt_lookup_min and prompt_lookup_max."""
 
 _SOURCES = (
-    f"trees are drafted by a draft model, --speculative-config '{EXAMPLE}', by a head of the "
-    f"target with method {', '.join(HEADS[:-1])} or {HEADS[-1]}, or without a draft by look-up in "
-    f"the requests' own texts, --speculative-config '{LOOK_UP_EXAMPLE}'"
+    f"use a draft model, --speculative-config '{EXAMPLE}', a head of the target with method "
+    f"{', '.join(HEADS[:-1])} or {HEADS[-1]}, or look-up in the requests' texts, "
+    f"--speculative-config '{LOOK_UP_EXAMPLE}'"
 )
 
 
 class Refused(ValueError):
-    """A configuration cannot be served. The arguments are all of the reasons."""
+    """A configuration cannot be served. The arguments are the reasons."""
 
     def __str__(self) -> str:
         return "dyntree cannot serve this configuration. " + ". ".join(map(str, self.args))
 
 
 def cuda_backend(model_config: Any) -> str:
-    """Return the attention backend for trees on CUDA, for users who name none."""
+    """Return the attention backend for trees on CUDA if the user names none."""
     return CUDA_BACKENDS[dtype_of(model_config) == "float32"]
 
 
@@ -73,7 +73,7 @@ def refuse_unserved(
 ) -> None:
     """Refuse a configuration that trees cannot serve.
 
-    ``workers`` are the plugin's worker classes by device type.
+    ``workers``: the plugin's worker classes by device type.
 
     Raises:
         Refused: with every reason.
@@ -92,7 +92,7 @@ def refuse_further_draft(
     device_type: str,
     kernel_refusal: KernelRefusal = lambda model, device_type: None,
 ) -> None:
-    """Refuse a draft of the option ``drafts`` that could not be the only one.
+    """Refuse a draft of the option ``drafts`` that trees cannot be grown from.
 
     ``vllm_config`` has passed `refuse_unserved`.
 
@@ -104,18 +104,18 @@ def refuse_further_draft(
     reasons = [
         *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS), further, prefix),
         *_found(model_refusals(device_type, draft=True), draft, prefix),
-        *(prefix + found for found in _vocabulary_refusals(vllm_config, further)),
+        *(prefix + reason for reason in _vocabulary_refusals(vllm_config, further)),
     ]
-    if found := kernel_refusal(draft, device_type):
-        reasons.append(prefix + found)
+    if reason := kernel_refusal(draft, device_type):
+        reasons.append(prefix + reason)
     if reasons:
         raise Refused(*reasons)
 
 
 def argument_refusals(arguments: Any, with_trees: bool) -> Iterator[str]:
-    """Find reasons in an engine's arguments, vLLM's ``EngineArgs``.
+    """Yield reasons in vLLM's ``EngineArgs``.
 
-    They explain an error that vLLM raises before it has a configuration to `refuse_unserved`.
+    They explain errors that vLLM raises before there is a configuration for `refuse_unserved`.
     """
     for key, value in (arguments.speculative_config or {}).items():
         if key == NAMESPACE or key in DynTreeOptions.model_fields:
@@ -126,13 +126,13 @@ def argument_refusals(arguments: Any, with_trees: bool) -> Iterator[str]:
             )
     if with_trees:
         yield from _adapters_exceed_step(arguments)
-        # vLLM asks for a package of its own before it makes a configuration.
+        # vLLM asks for Arctic Inference before it makes a configuration.
         if (arguments.speculative_config or {}).get("method") == "suffix":
             yield _unserved_method("suffix")
 
 
 def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
-    """Say what vLLM asks for with adapters; it has filled in the defaults of the arguments."""
+    """Say if a step is too small for vLLM's LoRA; vLLM has filled in the arguments' defaults."""
     limit, num_seqs = arguments.max_num_batched_tokens, arguments.max_num_seqs
     drafts = (arguments.speculative_config or {}).get("num_speculative_tokens")
     if not arguments.enable_lora or limit is None or num_seqs is None or drafts is None:
@@ -147,14 +147,17 @@ def _adapters_exceed_step(arguments: Any) -> Iterator[str]:
 
 
 def _refusals(
-    vllm_config: VllmConfig, options: DynTreeOptions, device_type: str, own_worker: str
+    vllm_config: VllmConfig, options: DynTreeOptions, device_type: str, our_worker: str
 ) -> Iterator[str]:
     worker = vllm_config.parallel_config.worker_cls
-    if worker not in ("auto", own_worker):
-        yield f"worker_cls={worker!r} is not supported: dyntree brings its own; leave it out"
+    if worker not in ("auto", our_worker):
+        yield f"worker_cls={worker!r} is not supported: trees need dyntree's worker; leave it out"
     scheduler = vllm_config.scheduler_config.scheduler_cls
     if scheduler is not None:
-        yield f"scheduler_cls={scheduler!r} is not supported: dyntree brings its own; leave it out"
+        yield (
+            f"scheduler_cls={scheduler!r} is not supported: trees need dyntree's scheduler; "
+            "leave it out"
+        )
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
     yield from _found(
         (*ENGINE_REFUSALS, *STATE_REFUSALS, *CONNECTOR_REFUSALS, *of_device), vllm_config
@@ -179,7 +182,7 @@ def _speculation_refusals(
     options: DynTreeOptions,
     device_type: str,
 ) -> Iterator[str]:
-    """Find reasons in the speculation, and in the draft if its method is served."""
+    """Yield reasons in the speculation, and in the draft if its method is served."""
     if speculation.method not in (*WITH_DRAFT, *WITHOUT_DRAFT):
         yield _unserved_method(speculation.method)
     yield from _found(SPECULATION_REFUSALS, speculation, "speculative_config.")
@@ -208,7 +211,7 @@ def _unserved_method(method: str | None) -> str:
 def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
     """Return the draft model's configuration; None without one, or if its method is not served.
 
-    vLLM's methods without one give the target's.
+    With methods without a draft model, vLLM's is the target's.
     """
     speculation = vllm_config.speculative_config
     if speculation is None or speculation.method not in WITH_DRAFT:
@@ -252,7 +255,7 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
 
 def _vocabulary_refusals(vllm_config: VllmConfig, speculation: SpeculativeConfig) -> Iterator[str]:
     models = vllm_config.model_config, speculation.draft_model_config
-    # The embedding of a head is the target's, or has its size.
+    # A head's embedding is the target's, or has its size.
     other_size = None if speculation.method in HEADS else vocabularies.other_size(*models)
     yield from filter(None, (other_size, vocabularies.unlike(*models)))
 
@@ -260,26 +263,24 @@ def _vocabulary_refusals(vllm_config: VllmConfig, speculation: SpeculativeConfig
 def vocabulary_advice(
     vllm_config: VllmConfig, further: SpeculativeConfig | None = None
 ) -> str | None:
-    """Describe the tokens in which the tokenizers of an admitted configuration differ, or None.
+    """Describe how the tokenizers of an admitted target and its draft differ; None if they agree.
 
-    They are those of the target and of its draft, or of a ``further`` draft.
-
-    The difference never changes the output.
+    The draft is that of the configuration, or a ``further`` one. The output is the same.
     """
     draft = _draft_model(vllm_config) if further is None else further.draft_model_config
-    found = None if draft is None else vocabularies.differing(vllm_config.model_config, draft)
-    if found is None:
+    difference = None if draft is None else vocabularies.differing(vllm_config.model_config, draft)
+    if difference is None:
         return None
     return (
-        f"The tokenizers of target and draft differ: {found}. The target hardly ever accepts such "
-        "tokens of the draft."
+        f"The tokenizers of target and draft differ: {difference}. The target hardly ever accepts "
+        "such tokens of the draft."
     )
 
 
 def padding_advice(vllm_config: VllmConfig, further: SpeculativeConfig | None = None) -> str | None:
     """Describe the padding of an admitted pair's vocabularies; None if their sizes are equal.
 
-    They are those of the target and of its draft, or of a ``further`` draft.
+    The draft is that of the configuration, or a ``further`` one.
     """
     speculation = vllm_config.speculative_config if further is None else further
     if speculation is None or speculation.method != "draft_model":
@@ -290,7 +291,7 @@ def padding_advice(vllm_config: VllmConfig, further: SpeculativeConfig | None = 
 def _beside_nodes(vllm_config: VllmConfig) -> int:
     """Return the tokens of a step that a request's tree takes besides its nodes.
 
-    These are its root, and one that a separate draft model needs for its prefill.
+    These are the root, and one for the prefill of a separate draft model.
     """
     speculation = vllm_config.speculative_config
     return 1 + (speculation is not None and speculation.method == "draft_model")
@@ -299,8 +300,8 @@ def _beside_nodes(vllm_config: VllmConfig) -> int:
 def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[str]:
     """Refuse limits of a step that are smaller than a tree.
 
-    vLLM's scheduler never starts a request whose draft does not fit into an empty step. If the
-    threshold of long prefills cuts a draft, an assertion stops the scheduler.
+    vLLM's scheduler never starts a request whose draft does not fit into an empty step, and fails
+    an assertion if the threshold of long prefills cuts a draft.
     """
     scheduler = vllm_config.scheduler_config
     batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
@@ -320,10 +321,9 @@ def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[st
 
 
 def token_budget_advice(vllm_config: VllmConfig) -> str | None:
-    """Say what to do if the whole trees of all running requests do not fit into one step.
+    """Say what to do if the trees of an admitted configuration do not all fit into one step.
 
-    vLLM then cuts trees short, which costs speed and never changes the output. The configuration
-    is an admitted one: its draft tokens are the nodes of a tree. Returns None if all trees fit.
+    vLLM then cuts trees short, which costs speed. The output is the same. Returns None if all fit.
     """
     scheduler = vllm_config.scheduler_config
     budget = scheduler.max_num_batched_tokens
@@ -341,9 +341,9 @@ def token_budget_advice(vllm_config: VllmConfig) -> str | None:
 
 
 def head_advice(vllm_config: VllmConfig) -> str | None:
-    """Say what a head of the target cannot see in an admitted configuration; None if it sees all.
+    """Say what a head cannot read in an admitted configuration; None if it reads everything.
 
-    The output does not depend on it.
+    The output is the same.
     """
     speculation = vllm_config.speculative_config
     if speculation is None or speculation.method not in HEADS:
@@ -357,16 +357,16 @@ def head_advice(vllm_config: VllmConfig) -> str | None:
 
 
 def look_up_advice(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
-    """Say what an admitted configuration without a draft model does with vLLM's own options."""
+    """Say what vLLM's options do in an admitted configuration without a draft model."""
     speculation = vllm_config.speculative_config
     if speculation is None or _draft_model(vllm_config) is not None:
         return
-    yield "There is no draft model: look-up in the requests' own texts makes all candidates."
+    yield "There is no draft model: all candidates come from look-up in the requests' texts."
     given = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     if given != VLLMS_MATCHES:
         yield (
             f"prompt_lookup_min={given[0]} and prompt_lookup_max={given[1]} are not used: the "
-            "longest matches come first, whatever their length."
+            "longest matches come first."
         )
     if speculation.method == "ngram" and device_type != "cpu":
         yield (

@@ -1,4 +1,4 @@
-"""A request's own limit on the nodes of its trees, in ``vllm_xargs``, vLLM's ``extra_args``."""
+"""Read a request's limit on its nodes, in ``vllm_xargs``, which vLLM calls ``extra_args``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 2**31 - 1
 
 
 def node_limit(params: SamplingParams | None) -> int | None:
-    """Return the most nodes that the request wants verified in a step; None without a limit."""
+    """Return the most nodes to verify for the request in a step; None without a limit."""
     if params is None or not params.extra_args:
         return None
     limit: int | None = params.extra_args.get(NAME)
@@ -24,8 +24,8 @@ def check(params: SamplingParams) -> None:
     """Check a request's arguments for dyntree.
 
     Raises:
-        VLLMValidationError: for a wrong value, or a name of ours that does not exist; vLLM
-            answers 400.
+        VLLMValidationError: for a wrong value, or an unknown name that begins with "dyntree";
+            vLLM answers 400.
     """
     from vllm.exceptions import VLLMValidationError
 

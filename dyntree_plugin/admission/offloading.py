@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 Backend = Literal["prefetch", "uva"]
 
 TILE = 64
-"""Rows that a matrix product multiplies at a time, at least. With UVA each such block reads the
-weights over the bus again; prefetching copies a layer once, whatever its rows."""
+"""Rows of a block of a matrix product, at least. With UVA each block reads the weights over the bus
+again; prefetching copies a layer once, whatever its rows."""
 
 
 @dataclass(frozen=True)
 class Offloading:
-    """What is where, in bytes of one device.
+    """Where the target's weights are, in bytes of one device.
 
-    ``target``: all of the target's weights. ``moved``: those in the host's memory. ``most``: those
-    that could be. ``buffers``: room on the device for layers that are being copied.
+    ``target``: all weights. ``moved``: those in the host's memory. ``most``: those that can be
+    moved. ``buffers``: room on the device for layers that are being copied.
     """
 
     backend: Backend
@@ -47,20 +47,20 @@ def backend_of(offload_config: Any) -> Backend | None:
 
 
 def placed(vllm_config: VllmConfig) -> Offloading | None:
-    """Return where the target's weights would be; None if nothing is offloaded, or sizes unknown.
+    """Return where the target's weights will be; None without offloading, or with unknown sizes.
 
-    With ``offload_params`` or ``cpu_offload_params`` it is the most that may be moved.
+    With ``offload_params`` or ``cpu_offload_params``, ``moved`` is an upper bound.
     """
     backend = backend_of(vllm_config.offload_config)
-    found = None if backend is None else weights.read(vllm_config.model_config)
-    if backend is None or found is None or not found.layers:
+    sizes = None if backend is None else weights.read(vllm_config.model_config)
+    if backend is None or sizes is None or not sizes.layers:
         return None
     parallel = vllm_config.parallel_config
-    layers = [size // parallel.tensor_parallel_size for size in found.layers]
-    # A stage of a pipeline has about an even share of the layers.
+    layers = [size // parallel.tensor_parallel_size for size in sizes.layers]
+    # Stages of a pipeline have about equal shares of the layers.
     stages = parallel.pipeline_parallel_size
     most = sum(layers) // stages
-    target = found.total // parallel.tensor_parallel_size // stages
+    target = sizes.total // parallel.tensor_parallel_size // stages
     if backend == "uva":
         limit = int(vllm_config.offload_config.uva.cpu_offload_gb * 2**30)
         return Offloading(backend, target, min(limit, most), most, 0)
@@ -77,7 +77,7 @@ def _prefetched(prefetch: Any, layers: list[int]) -> list[int]:
 
 
 def refusals(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
-    """Find the reasons for which such an engine cannot run."""
+    """Yield why the engine cannot offload like this."""
     backend = backend_of(vllm_config.offload_config)
     if device_type == "cpu" and backend == "prefetch":
         size = vllm_config.offload_config.prefetch.offload_group_size
@@ -86,19 +86,19 @@ def refusals(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
             "memory already; leave it out"
         )
         return
-    found = None if device_type == "cpu" else placed(vllm_config)
-    if found is None:
+    plan = None if device_type == "cpu" else placed(vllm_config)
+    if plan is None:
         return
-    wanted = found.moved * _ranks_of_host(vllm_config.parallel_config)
+    wanted = plan.moved * _ranks_of_host(vllm_config.parallel_config)
     if wanted > (memory := _host_memory().total):
         yield (
-            f"{_named(vllm_config, found.backend)} moves {gib(wanted)} of the target's weights to "
+            f"{_named(vllm_config, plan.backend)} moves {gib(wanted)} of the target's weights to "
             f"the host's memory, which is {gib(memory)}: offload less"
         )
 
 
 def advice(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
-    """Say which offloading options of an admitted configuration do not do what they seem to."""
+    """Yield warnings about offloading options that do not do what they seem to."""
     backend = backend_of(vllm_config.offload_config)
     if backend is None:
         return
@@ -106,9 +106,9 @@ def advice(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
     if device_type == "cpu":
         yield f"{named} does nothing on a CPU: the weights are in the host's memory already."
         return
-    found = placed(vllm_config)
-    if found is not None:
-        yield from _unlike_wanted(vllm_config, found, named)
+    plan = placed(vllm_config)
+    if plan is not None:
+        yield from _unlike_wanted(vllm_config, plan, named)
     rows = 1 + vllm_config.num_speculative_tokens
     if backend == "uva" and rows > TILE:
         yield (
@@ -118,20 +118,20 @@ def advice(vllm_config: VllmConfig, device_type: str) -> Iterator[str]:
         )
 
 
-def _unlike_wanted(vllm_config: VllmConfig, found: Offloading, named: str) -> Iterator[str]:
-    if not found.moved:
+def _unlike_wanted(vllm_config: VllmConfig, plan: Offloading, named: str) -> Iterator[str]:
+    if not plan.moved:
         yield (
             f"{named} offloads nothing: the target has "
             f"{vllm_config.model_config.get_total_num_hidden_layers()} layers, and the last "
             "offload_num_in_group of every whole group are offloaded."
         )
     gigabytes = vllm_config.offload_config.uva.cpu_offload_gb
-    if found.backend == "uva" and gigabytes * 2**30 > found.most:
+    if plan.backend == "uva" and gigabytes * 2**30 > plan.most:
         yield (
-            f"{named} is more than the {gib(found.most)} of the target's layers: all of them are "
+            f"{named} is more than the {gib(plan.most)} of the target's layers: all of them are "
             "offloaded, and the draft is not."
         )
-    wanted = found.moved * _ranks_of_host(vllm_config.parallel_config)
+    wanted = plan.moved * _ranks_of_host(vllm_config.parallel_config)
     free = _host_memory().available
     if wanted > free:
         yield f"{named} needs {gib(wanted)} of the host's memory, of which {gib(free)} are free."
@@ -142,7 +142,7 @@ def gib(size: float) -> str:
 
 
 def _ranks_of_host(parallel: Any) -> int:
-    """Return how many ranks of a model share this host's memory, at least."""
+    """Return the least number of a model's ranks that share this host's memory."""
     if parallel.distributed_executor_backend == "ray":
         return 1  # It may place each rank on another host.
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

@@ -1,4 +1,4 @@
-"""Read the reasons out of an error, and show each of them to the user once."""
+"""Get the reasons of an error, and show each of them to the user once."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def of(error: Exception) -> list[str]:
         return [hidden(str(each)) for each in error.args]
     if not isinstance(error, ValidationError):
         return [hidden(str(error))]
-    found: list[str] = []
+    reasons: list[str] = []
     for each in error.errors():
         cause = each.get("ctx", {}).get("error")
         message = each["msg"].removeprefix("Value error, ")
         where = "".join(f"{part}: " for part in each["loc"])
-        found += of(cause) if isinstance(cause, Refused) else [hidden(where + message)]
-    return found
+        reasons += of(cause) if isinstance(cause, Refused) else [hidden(where + message)]
+    return reasons
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error is a refusal by dyntree, or one that vLLM has wrapped."""
+    """Return whether an error is a `Refused`, also if vLLM has wrapped it."""
     if not isinstance(error, ValidationError):
         return isinstance(error, Refused)
     causes = (each.get("ctx", {}).get("error") for each in error.errors())
@@ -55,7 +55,7 @@ def logged() -> Iterator[None]:
     except ValueError as error:
         if not _not_logged.get():
             for reason in of(error):
-                # vLLM shows only what is logged below the name of its own package.
+                # vLLM shows only loggers below the name of its package.
                 init_logger("vllm.dyntree").error("dyntree: %s", reason)
         raise
 
@@ -76,7 +76,7 @@ def exit_on_mistake(
 ) -> Iterator[None]:
     """End the process on a user's mistake: status 2, and a line on stderr for each reason.
 
-    ``is_mistake`` tells which of the `MISTAKES` are the user's; others are raised.
+    ``is_mistake``: whether one of the `MISTAKES` is the user's; others are raised.
     """
     try:
         with not_logged():

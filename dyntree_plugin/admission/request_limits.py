@@ -1,7 +1,7 @@
-"""Limits of one request to the V2 runner's sampler.
+"""Limit a request to what fits into the states of the V2 runner's sampler.
 
-The sampler's states have rows of fixed width and integers of fixed size. A value that does not fit
-raises in the worker and ends the engine, so requests are refused or adjusted before that.
+The states have rows of fixed width and integers of fixed size. A value that does not fit would
+raise in the worker and end the engine, so requests are refused or adjusted before.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SEEDS = range(-(2**63), 2**64)
 
 
 def fit(params: SamplingParams, model_config: ModelConfig, *, on_cpu: bool, adapters: bool) -> None:
-    """Lower a processed request's numbers of tokens to the longest possible text.
+    """Check a processed request, and lower its numbers of tokens to the longest possible text.
 
     ``adapters``: the engine serves LoRA adapters.
 
     Raises:
-        VLLMValidationError: for a parameter that exceeds the sampler's room, or that the engine
-            cannot serve; vLLM answers 400.
+        VLLMValidationError: if a parameter does not fit into the sampler's states, or the engine
+            cannot serve it; vLLM answers 400.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -65,7 +65,7 @@ def fit(params: SamplingParams, model_config: ModelConfig, *, on_cpu: bool, adap
 def _counts(
     params: SamplingParams, vocab_size: int, on_cpu: bool
 ) -> Iterator[tuple[str, str, int, int]]:
-    """Yield parameter, unit, the number of units in the request, and the limit."""
+    """Yield parameter, unit, number of units in the request, and limit."""
     yield "logprobs", "tokens", params.logprobs or 0, vocab_size
     yield "prompt_logprobs", "tokens", params.prompt_logprobs or 0, vocab_size
     word_tokens = sum(map(len, params.bad_words_token_ids or ()))
@@ -84,9 +84,9 @@ def _counts(
 
 
 def wrap_seeds(sampler: Any) -> None:
-    """Let the ``sampler`` accept seeds beyond int64, as the int64 with the same 64 bits.
+    """Make the ``sampler`` wrap seeds beyond int64 to the int64 with the same 64 bits.
 
-    The n sequences of a request have consecutive seeds, so a valid seed may lead there.
+    The n sequences of a request have consecutive seeds, so those of a valid seed may exceed int64.
     """
     stock = sampler.add_request
 

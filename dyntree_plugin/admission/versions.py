@@ -17,7 +17,7 @@ PLATFORMS = ("cpu", "cuda")
 
 
 def installed_vllm() -> tuple[str, str] | None:
-    """Return distribution and version of the installed vLLM, or None if there is none."""
+    """Return distribution and version of the installed vLLM; None without vLLM."""
     for name in DISTRIBUTIONS:
         try:
             return name, metadata.version(name)
@@ -27,24 +27,24 @@ def installed_vllm() -> tuple[str, str] | None:
 
 
 def is_cpu_build() -> bool:
-    """Return whether the name or the version of the installed vLLM says that it is a CPU build."""
+    """Return whether the installed vLLM is a CPU build, by its name and version."""
     return "cpu" in "".join(installed_vllm() or ())
 
 
 def absence() -> str | None:
-    """Return a message if no vLLM is installed, else None."""
+    """Return a message if vLLM is not installed, else None."""
     if installed_vllm() is not None:
         return None
     none = f"none of {', '.join(DISTRIBUTIONS)} is installed"
-    return f"dyntree found no vLLM: {none}; {ADVICE}"
+    return f"dyntree needs vLLM, but {none}; {ADVICE}"
 
 
 def version_refusal() -> str | None:
     """Return why the installed vLLM is not supported, or None if it is."""
-    found = installed_vllm()
-    if found is None:
+    installed = installed_vllm()
+    if installed is None:
         return absence()
-    name, version = found
+    name, version = installed
     if SUPPORTED_VLLM.contains(Version(version).base_version):
         return None
     return (

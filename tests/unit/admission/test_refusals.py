@@ -181,12 +181,11 @@ def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_
         ({"speculative_config": None}, "speculative_config is missing"),
         (
             {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
-            "speculative_config.method='suffix' is not supported: trees are drafted by a draft "
-            "model",
+            "speculative_config.method='suffix' is not supported: use a draft model, ",
         ),
         (
             {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
-            "by look-up in the requests' own texts, --speculative-config "
+            "or look-up in the requests' texts, --speculative-config "
             """'{"method": "ngram_gpu", """,
         ),
         ({"worker_cls": "my.Worker"}, "worker_cls='my.Worker'"),

@@ -146,7 +146,7 @@ def test_another_size_is_admitted_where_the_tokenizers_show_that_it_is_padding(
     for folders in ((tmp_path, draft.parent), (target.parent, tmp_path)):
         missing = str(refusal(*folders))
         assert missing.startswith(named)
-        assert f"without a tokenizer.json of '{tmp_path}' on this machine" in missing
+        assert f"a tokenizer.json of '{tmp_path}' must be on this machine" in missing
     strangers = write("stranger", {text: 7 - number for text, number in TOKENS.items()})
     assert refusal(target.parent, strangers.parent) == (
         f"{named}use a draft with the target's vocabulary"
