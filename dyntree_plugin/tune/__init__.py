@@ -1,1 +1,1 @@
-"""Fit drafts to their target: what the stages of ``dyntree tune`` compute, without an engine."""
+"""Fit drafts to their target: the computations of ``dyntree tune``, without an engine."""

@@ -1,10 +1,9 @@
 """An EAGLE-3 head in plain torch, and the unrolled forward that trains it (arXiv 2503.01840).
 
-A row of the head reads a hidden state of position P and the token behind it, x[P+1], has the
-position P, and predicts x[P+2]. In the first step, the hidden state is the target's: the streams
-of some of its layers, side by side, through `fc`. A later step drafts behind a token that the head
-has drafted itself; there is no state of the target yet, and the row reads what the head made of the
-row before.
+A row at position P reads a hidden state of P and the next token, x[P+1], and predicts x[P+2]. In
+the first step, the hidden state is the target's: the residual streams of some of its layers,
+concatenated, through `fc`. Later steps continue after a token that the head has drafted. The target
+has no state of it yet, so the row reads the head's output of the row before.
 
 The names of the weights are those of published heads.
 """
@@ -38,9 +37,9 @@ Cached = tuple[torch.Tensor, torch.Tensor]
 def head_config(
     target: LlamaConfig, shape: Shape, layers: tuple[int, ...], vocabulary: int
 ) -> LlamaConfig:
-    """The config of a head that reads the streams before the `layers` of `target`.
+    """Return the config of a head that reads the residual streams before the `layers` of `target`.
 
-    `vocabulary` is how many of the target's tokens the head can draft.
+    `vocabulary`: number of the target's tokens that the head can draft.
 
     Raises:
         ValueError: if `layers` are not ascending numbers of layers, as vLLM orders them, or `shape`
@@ -81,9 +80,8 @@ _NUMBERS = ("d2t", "t2d")
 class Head(nn.Module):
     """One layer over the target's hidden states and the embeddings of its tokens.
 
-    `tokens` are the target's ids that the head can draft, ascending. `d2t` is what is to be added
-    to an id of the head for the target's id, and `t2d` says of each of the target's whether it is
-    among them.
+    `tokens` are the target's ids that the head can draft, ascending. An id of the head plus its
+    entry of `d2t` is the target's id; `t2d` says which of the target's ids are in `tokens`.
     """
 
     d2t: torch.Tensor
@@ -109,23 +107,22 @@ class Head(nn.Module):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The target's layers whose streams the head reads, counted from 0."""
+        """The target's layers whose input streams the head reads, counted from 0."""
         return tuple(self.config.eagle_aux_hidden_state_layer_ids)
 
     def unrolled(
         self, states: torch.Tensor, embedded: torch.Tensor, steps: int
     ) -> Iterator[torch.Tensor]:
-        """Logits of the rows of steps 1 to `steps`, each on from every position of a text.
+        """Yield the logits of steps 1 to `steps`, for drafts that begin at every position B.
 
-        `states` (batch, length, layers * hidden) are the target's, as `read_target` gives them, and
-        `embedded` (batch, length, hidden) are the embeddings of the text. Step k gives the logits
-        (batch, length - k, draft vocabulary) of the token at B + k + 1 behind the text up to B + k,
-        for every B from 0: the target's states are known up to B, and the steps before k have
-        drafted what the text says.
+        `states` (batch, length, layers * hidden) are the target's, as `read_target` returns them,
+        and `embedded` (batch, length, hidden) are the embeddings of the text. The logits of step k
+        (batch, length - k, draft vocabulary) predict the token at B + k + 1: the target's states
+        are known up to B, and the steps before k have drafted the tokens of the text.
 
-        This is the training-time test of section 3 of the paper: a row of step k, at
-        position B + k - 1, attends to the first step's rows up to B, and to the one row of each
-        later step on the way from B to itself.
+        This is the training-time test of section 3 of the paper: a row of step k, at position
+        B + k - 1, attends to the first step's rows up to B, and to the one row of each later step
+        between B and itself.
         """
         length = embedded.shape[1]
         angles = self.rotary(embedded, torch.arange(length)[None])
@@ -155,7 +152,7 @@ class _Layer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, embedded: torch.Tensor, angles: Angles, cached: list[Cached]
     ) -> torch.Tensor:
-        """The stream behind the layer, which the next step reads; `cached` grows by a step."""
+        """Return the stream after the layer, which the next step reads; append to `cached`."""
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), -1)
         hidden = hidden + self.self_attn(both, angles, cached)
         stream: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -196,10 +193,10 @@ class _Attention(nn.Module):
         on_the_way = [(query * k).sum(-1, keepdim=True) for k, _ in later]
         scores = torch.cat((scores, *on_the_way), -1) if later else scores
         weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        found = weights[..., :rows] @ values
+        mixed = weights[..., :rows] @ values
         for number, (_, v) in enumerate(later):
-            found = torch.addcmul(found, weights[..., rows + number, None], v)
-        attended: torch.Tensor = self.o_proj(found.transpose(1, 2).flatten(2))
+            mixed = torch.addcmul(mixed, weights[..., rows + number, None], v)
+        attended: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return attended
 
 
@@ -215,9 +212,9 @@ def _shape(config: Any) -> Shape:
 
 
 class OfTarget(NamedTuple):
-    """A target's weights that a head needs: `embedding` and `head` [V, H], and `norm` [H].
+    """A target's weights for a head: `embedding` and `head` [V, H], and `norm` [H].
 
-    A head reads the embedding; the other two it begins with.
+    A head reads the embedding, and starts with copies of the other two.
     """
 
     embedding: torch.Tensor
@@ -226,13 +223,13 @@ class OfTarget(NamedTuple):
 
     @classmethod
     def of(cls, target: Any) -> OfTarget:
-        """Return those of a model of transformers."""
+        """Return the weights of a model of transformers."""
         embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
         return cls(*(each.weight.detach() for each in (embedding, head, target.base_model.norm)))
 
 
 def new_head(config: LlamaConfig, tokens: torch.Tensor, target: OfTarget, seed: int) -> Head:
-    """A head with fresh fp32 weights, but with the rows of the target's own head for `tokens`."""
+    """Return a head with random fp32 weights, but the target's output rows of `tokens`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = Head(config, tokens)
@@ -247,10 +244,10 @@ def new_head(config: LlamaConfig, tokens: torch.Tensor, target: OfTarget, seed: 
 def read_target(
     target: LlamaForCausalLM, text: torch.Tensor, layers: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a head reads of `text` (batch, length), and the target's logits.
+    """Return what a head reads of `text` (batch, length), and the target's logits.
 
-    Returns the streams before the `layers`, side by side, the embeddings of the text, and the
-    logits (batch, length, vocabulary), which at a position are those of the token behind it.
+    These are the residual streams before the `layers`, concatenated, the embeddings of the text,
+    and the logits (batch, length, vocabulary), which predict the token after each position.
     """
     with torch.no_grad():
         read = target(input_ids=text, use_cache=False, output_hidden_states=True)
@@ -265,7 +262,7 @@ def save_head(head: Head, directory: Path) -> None:
     weights = {
         name: weight.to(torch.bfloat16).contiguous() if weight.is_floating_point() else weight
         for name, weight in head.state_dict().items()
-        # vLLM takes no numbers of tokens from a head that drafts all of them.
+        # vLLM accepts no `d2t` and `t2d` from a head that drafts all tokens.
         if name not in _NUMBERS or len(head.d2t) < head.config.vocab_size
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -273,10 +270,10 @@ def save_head(head: Head, directory: Path) -> None:
 
 
 def load_head(directory: Path) -> Head:
-    """The stored head in fp32, for evaluation."""
+    """Return a stored head in fp32."""
     weights = load_file(directory / "model.safetensors")
     config = LlamaConfig.from_pretrained(directory)
-    own = torch.arange(config.draft_vocab_size)
-    head = Head(config, weights["d2t"] + own if "d2t" in weights else own)
+    ids = torch.arange(config.draft_vocab_size)
+    head = Head(config, weights["d2t"] + ids if "d2t" in weights else ids)
     head.load_state_dict({name: head.state_dict()[name] for name in _NUMBERS} | weights)
     return head.float()

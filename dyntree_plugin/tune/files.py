@@ -14,7 +14,7 @@ _MOST_REASON = 200
 
 @contextmanager
 def explained(message: str) -> Iterator[None]:
-    """Raise a ValueError with this message, and the reason, for whatever the block raises.
+    """Raise a ValueError with this message, and the reason, for any exception of the block.
 
     Readers of damaged files and writers to full disks raise exceptions of all kinds.
     """
@@ -33,7 +33,7 @@ def damaged(file: Path, remedy: str = AGAIN) -> str:
 
 
 def part_of(file: Path) -> Path:
-    """Return where a file is written until it is whole."""
+    """Return the path that is written before it replaces ``file``."""
     return file.with_suffix(".part")
 
 
@@ -41,7 +41,7 @@ def part_of(file: Path) -> Path:
 def whole(file: Path) -> Iterator[Path]:
     """Yield the path to write to; its content replaces the file once it is on the disk.
 
-    If the process is killed before, or the machine stops, the file is as it was.
+    If the process is killed before, or the machine stops, the file does not change.
 
     Raises:
         ValueError: if it cannot be written.

@@ -1,4 +1,4 @@
-"""Fit a draft model to what its target has taught."""
+"""Fit a draft model to its target's distributions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GROUP = 16
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes: the ``devices`` of the working copies, None for a CPU; and their type."""
+    """The ``devices`` of the working copies, None for a CPU, and the type of their weights."""
 
     devices: tuple[torch.device, ...] | None
     dtype: torch.dtype
@@ -52,8 +52,9 @@ class Machine:
 
 
 def epochs(shards: Shards, rows: int, seed: int) -> Iterator[Batch]:
-    """Yield batches of ``rows`` texts without end. An epoch has every text once, but for a rest
-    that is no whole batch.
+    """Yield batches of ``rows`` texts without end.
+
+    An epoch has every text once, except a rest that is smaller than a batch.
 
     Raises:
         ValueError: if there are fewer texts than a batch has.
@@ -77,8 +78,8 @@ def epochs(shards: Shards, rows: int, seed: int) -> Iterator[Batch]:
 def compared(draft: PreTrainedModel, batch: Batch) -> Compared:
     """Compare a draft with the target at every position of a batch, [B * L]."""
     read: Any = draft(input_ids=batch["tokens"], use_cache=False)
-    laws = (batch["top_tokens"].flatten(0, 1), batch["top_log_probs"].flatten(0, 1))
-    return compare(read.logits.flatten(0, 1), *laws)
+    top = (batch["top_tokens"].flatten(0, 1), batch["top_log_probs"].flatten(0, 1))
+    return compare(read.logits.flatten(0, 1), *top)
 
 
 def draft_loss(draft: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -125,10 +126,7 @@ def mean_loss(model: Model, shards: Shards, loss: Loss[Model], rows: int) -> flo
 
 
 def with_adapter(draft: PreTrainedModel, rank: int, seed: int) -> Any:
-    """Return the draft with low-rank adapters on all its linear layers, which alone are trained.
-
-    LoRA, arXiv 2106.09685.
-    """
+    """Return the draft with trainable low-rank adapters on its linear layers (arXiv 2106.09685)."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(

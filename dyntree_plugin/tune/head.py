@@ -1,4 +1,4 @@
-"""Fit an EAGLE-3 head to its target (arXiv 2503.01840), by the rows that it has when it drafts."""
+"""Fit an EAGLE-3 head to its target by the training-time test (arXiv 2503.01840)."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from dyntree_plugin.tune.optimize import Batch, Loss
 from dyntree_plugin.tune.shards import WEIGHTS, Shards
 
 STEPS = 5
-"""Steps of the training-time test: tokens that a head drafts from its own drafts."""
+"""Steps of the training-time test: tokens that a head drafts one after another."""
 
 STEP_WEIGHT = 0.9
-"""How much a step weighs, beside the one before."""
+"""Weight of a step over that of the step before."""
 
 
 def unrolled_loss(
     head: Head,
     states: torch.Tensor,
     embedded: torch.Tensor,
-    laws: tuple[torch.Tensor, torch.Tensor],
+    top: tuple[torch.Tensor, torch.Tensor],
     weights: torch.Tensor,
     steps: int = STEPS,
     step_weight: float = STEP_WEIGHT,
 ) -> torch.Tensor:
     """Return the mean divergence of the head from the target, in nats, over the unrolled steps.
 
-    ``states`` and ``embedded`` are those of `Head.unrolled`. ``laws``: tokens by the head's own
-    numbers, int64 [B, L, K], -1 for those that it cannot draft, and their log probabilities for the
-    target behind each position. ``weights`` [B, L]: of the positions.
+    ``states`` and ``embedded`` are those of `Head.unrolled`. ``top``: the target's likeliest tokens
+    after each position as ids of the head, int64 [B, L, K], -1 for those that it cannot draft, and
+    their log probabilities. ``weights`` [B, L]: of the positions.
     """
-    tokens, log_probs = laws
+    tokens, log_probs = top
     total = states.new_zeros((), dtype=torch.float32)
     sum_of_weights = 0.0
-    for step, given in zip(count(1), head.unrolled(states, embedded, steps), strict=False):
-        own, share = weights[:, step:], step_weight ** (step - 1)
-        found = (own * within(given, tokens[:, step:], log_probs[:, step:])).sum()
-        total = total + share * found / own.sum().clamp(min=1)
+    for step, logits in zip(count(1), head.unrolled(states, embedded, steps), strict=False):
+        here, share = weights[:, step:], step_weight ** (step - 1)
+        loss = (here * within(logits, tokens[:, step:], log_probs[:, step:])).sum()
+        total = total + share * loss / here.sum().clamp(min=1)
         sum_of_weights += share
     return total / sum_of_weights
 
@@ -59,11 +59,11 @@ def head_loss(embedding: torch.Tensor, tokens: torch.Tensor) -> Loss[Head]:
 
     def loss(head: Head, batch: Batch) -> tuple[torch.Tensor, float]:
         weight = head.fc.weight
-        embedded, own = of_target(weight.device, weight.dtype)
-        laws = own[batch["top_tokens"].long()], batch["top_log_probs"]
+        embedded, ids = of_target(weight.device, weight.dtype)
+        top = ids[batch["top_tokens"].long()], batch["top_log_probs"]
         states = batch["states"].to(weight.dtype)
         weights = batch[WEIGHTS]
-        mean = unrolled_loss(head, states, embedded[batch["tokens"]], laws, weights)
+        mean = unrolled_loss(head, states, embedded[batch["tokens"]], top, weights)
         return weights.sum() * mean, float(weights.sum())
 
     return loss
@@ -79,6 +79,8 @@ def frequent_tokens(shards: Shards, count: int, vocabulary: int) -> torch.Tensor
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
-    """Return the layers of a target of so many whose input streams a head reads: a low one, a
-    middle one and a high one."""
+    """Return the layers whose input streams a head reads: a low, a middle and a high one.
+
+    ``layers``: the number of the target's layers.
+    """
     return (2, layers // 2, layers - 3) if layers >= 8 else (1, layers // 2, layers - 1)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 MOST_BITS = 32.0
-"""The largest surprise that is counted: no tree holds a path of so small a chance."""
+"""Largest surprise that counts: no tree has a path of a smaller chance."""
 
 BETAS = (2.0**-14, 2.0**8)
 """The least and the largest beta that is fitted."""
@@ -38,8 +38,8 @@ _HALVINGS = 24
 class Posterior:
     """The surprise of the target's tokens at one ``temperature``.
 
-    ``bits``: its mean h. ``second_moment``: the mean of its square, in bits squared. Both are of
-    ``positions`` tokens, all that the draft can draft. ``unreachable``: the share of the others.
+    ``bits``: its mean h. ``second_moment``: the mean of its square, in bits squared. Both are over
+    the ``positions`` tokens that the draft can draft. ``unreachable``: the share of the others.
     """
 
     temperature: float
@@ -54,15 +54,14 @@ class Posterior:
         cls, temperature: float, beta: float, surprises: torch.Tensor, unreachable: float = 0.0
     ) -> Posterior:
         """Return the moments of ``surprises`` [M] in bits."""
-        found = surprises.double().clamp(max=MOST_BITS)
-        moments = (float(found.mean()), float(found.square().mean()))
-        return cls(temperature, beta, *moments, len(found), unreachable)
+        bounded = surprises.double().clamp(max=MOST_BITS)
+        moments = (float(bounded.mean()), float(bounded.square().mean()))
+        return cls(temperature, beta, *moments, len(bounded), unreachable)
 
     def tokens_per_step(self, nodes: int) -> float | None:
-        """Return what the law foretells of trees of so many ``nodes``, the bonus token included.
+        """Predict the tokens per step of trees of ``nodes``, the bonus token included.
 
-        None where it says nothing: it is of trees that branch, and at so small an entropy the
-        best tree is a chain.
+        Returns None if the entropy is so small that the best tree is a chain.
         """
         inverse_chance = nodes * self.bits * math.log(2)
         if inverse_chance <= 1:
@@ -79,8 +78,8 @@ def surprises(scores: torch.Tensor, tokens: torch.Tensor, beta: float) -> torch.
 def likeliest_beta(scores: torch.Tensor, tokens: torch.Tensor) -> float:
     """Return the beta of the least mean surprise of ``tokens`` [M] by ``scores`` [M, V].
 
-    The mean is convex in 1 / beta, so its slope has one sign on each side of the least. Scores of
-    -inf are of tokens that cannot be drafted, and none of ``tokens`` has one.
+    The mean is convex in 1 / beta, so its slope changes sign at the least. Scores of -inf are of
+    tokens that cannot be drafted, and none of ``tokens`` has one.
     """
     scores = scores.clamp(min=torch.finfo(scores.dtype).min)  # a chance of 0 times -inf is NaN
     taken = scores.gather(1, tokens[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Store what the target teaches: texts, and at every position its law of the next token."""
+"""Store texts of the target and, for each position, its distribution of the next token."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from dyntree_plugin.tune.files import damaged, explained, whole
 
 TOP = 64
-"""Tokens of a law that are kept, the likeliest ones; the rest is known by its sum."""
+"""Likeliest tokens of a distribution that are kept; of the rest only the sum is known."""
 
 FLAT = {"tokens": "I32", "top_tokens": "I32", "top_log_probs": "F16", "states": "BF16"}
-"""Tensors of a shard with a row per position, and their types by the names of safetensors. The rows
-of all texts follow one another."""
+"""Tensors of a shard with a row per position, and their types in safetensors. The rows of a text
+follow those of the text before."""
 
 WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, and what the target wrote behind it at a temperature.
+    """A prompt, and what the target wrote after it at a temperature.
 
     ``seed`` determines the noise of the target's sampler.
     """
@@ -62,13 +62,13 @@ class _Place:
 class Shards:
     """The texts of several shards by number.
 
-    A shard has ``lengths`` int64 [S], and for P positions in all: ``tokens`` int32 [P],
-    ``top_tokens`` int32 [P, K] and ``top_log_probs`` float16 [P, K], the law of the token behind
-    each position at temperature 1; and ``states`` [P, …] of hidden states, where heads need them.
+    A shard has ``lengths`` int64 [S] and, for all P positions, ``tokens`` int32 [P], and
+    ``top_tokens`` int32 [P, K] and ``top_log_probs`` float16 [P, K], the distribution of the next
+    token at temperature 1. For heads it also has hidden ``states`` [P, …].
     """
 
     def __init__(self, files: Sequence[Path], vocabulary: int | None = None) -> None:
-        """``vocabulary``: size of the target's; None to trust the tokens of the files.
+        """``vocabulary``: size of the target's; None not to check the tokens.
 
         Raises:
             ValueError: if a file is damaged.
@@ -85,16 +85,16 @@ class Shards:
         return len(self._places)
 
     def weighed(self, weights: Sequence[Path]) -> Shards:
-        """Return the same texts, whose positions weigh by a file with float32 [P] for each shard.
+        """Return the same texts with weights of positions: a file with float32 [P] for each shard.
 
-        Without them all weigh 1.
+        Without weights, all positions weigh 1.
         """
-        found = copy.copy(self)
-        found._weights = []
+        weighed = copy.copy(self)
+        weighed._weights = []
         for file, positions in zip(weights, map(_positions, self._shards), strict=True):
             with explained(damaged(file)):
-                found._weights.append(load_file(file)[WEIGHTS].view(positions))
-        return found
+                weighed._weights.append(load_file(file)[WEIGHTS].view(positions))
+        return weighed
 
     @property
     def lengths(self) -> list[int]:
@@ -115,23 +115,23 @@ class Shards:
 
     def by_file(self) -> list[list[int]]:
         """Return the numbers of each file's texts."""
-        found: list[list[int]] = [[] for _ in self._shards]
+        numbers: list[list[int]] = [[] for _ in self._shards]
         for number, place in enumerate(self._places):
-            found[place.file].append(number)
-        return found
+            numbers[place.file].append(number)
+        return numbers
 
     def batch(self, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
         """Return texts, padded to the longest: a shard's tensors as [B, L, …], and ``weights``
         float32 [B, L], which are 0 for padding."""
         places = [self._places[number] for number in numbers]
         longest = max(place.length for place in places)
-        found = {
+        batch = {
             name: _padded([self._rows(place, name) for place in places], longest)
             for name in self._names()
         }
-        found[WEIGHTS] = _padded([self._weights_of(place) for place in places], longest)
-        found["tokens"] = found["tokens"].long()
-        return found
+        batch[WEIGHTS] = _padded([self._weights_of(place) for place in places], longest)
+        batch["tokens"] = batch["tokens"].long()
+        return batch
 
     def _names(self) -> list[str]:
         there = set(self._shards[0].keys())
@@ -148,7 +148,7 @@ class Shards:
 
 
 def _opened(file: Path, vocabulary: int | None) -> Any:
-    """Open a shard, and check that it holds what `Shards` explains."""
+    """Open a shard, and check its tensors."""
     with explained(damaged(file)):
         shard: Any = safe_open(file, "pt")
         positions = _positions(shard)
@@ -178,7 +178,7 @@ def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _padded(rows: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
-    found = rows[0].new_zeros(len(rows), longest, *rows[0].shape[1:])
-    for place, each in zip(found, rows, strict=True):
+    padded = rows[0].new_zeros(len(rows), longest, *rows[0].shape[1:])
+    for place, each in zip(padded, rows, strict=True):
         place[: len(each)] = each
-    return found
+    return padded

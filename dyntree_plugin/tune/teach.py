@@ -1,4 +1,4 @@
-"""Let the target read texts once, and keep its laws of the next token."""
+"""Let the target read texts once, and keep its distributions of the next token."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _POSITIONS_AT_ONCE = 4096
 
 
 @torch.inference_mode()
-def laws(
+def distributions(
     target: PreTrainedModel, samples: Sequence[Sample], layers: Sequence[int] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a shard of these samples, as `Shards` explains them.
+    """Return the tensors of a shard of these samples, as described in `Shards`.
 
-    ``layers`` are those whose input streams become ``states`` [P, layers * hidden], side by side,
-    in bfloat16.
+    The input streams of the ``layers``, concatenated, become ``states`` [P, layers * hidden] in
+    bfloat16.
     """
-    found: list[dict[str, torch.Tensor]] = [{} for _ in samples]
+    tensors: list[dict[str, torch.Tensor]] = [{} for _ in samples]
     for numbers in _batches([len(sample.tokens) for sample in samples]):
         texts = [torch.tensor(samples[number].tokens) for number in numbers]
         rows = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(target.device)
-        # What is padded stands behind the text, where no position of it looks.
+        # Padding follows the text, so no position of the text attends to it.
         read: Any = target(input_ids=rows, use_cache=False, output_hidden_states=bool(layers))
         for row, number in enumerate(numbers):
             length = len(texts[row])
             best = read.logits[row, :length].float().log_softmax(-1).topk(_kept(target))
-            found[number] = {
+            tensors[number] = {
                 "tokens": texts[row].int(),
                 "top_tokens": best.indices.int().cpu(),
                 "top_log_probs": best.values.half().cpu(),
             }
             if layers:
                 streams = [read.hidden_states[layer][row, :length] for layer in layers]
-                found[number]["states"] = torch.cat(streams, -1).to(torch.bfloat16).cpu()
-    whole = {name: torch.cat([each[name] for each in found]).contiguous() for name in found[0]}
+                tensors[number]["states"] = torch.cat(streams, -1).to(torch.bfloat16).cpu()
+    whole = {name: torch.cat([each[name] for each in tensors]).contiguous() for name in tensors[0]}
     return whole | {"lengths": torch.tensor([len(sample.tokens) for sample in samples])}
 
 
@@ -51,8 +51,8 @@ def _kept(target: PreTrainedModel) -> int:
 def _batches(lengths: Sequence[int]) -> list[list[int]]:
     """Return the numbers of texts that the target reads at once; they have similar lengths."""
     waiting = iter(sorted(range(len(lengths)), key=lambda number: -lengths[number]))
-    found = []
+    batches = []
     while first := list(islice(waiting, 1)):
         more = max(1, _POSITIONS_AT_ONCE // lengths[first[0]]) - 1
-        found.append([*first, *islice(waiting, more)])
-    return found
+        batches.append([*first, *islice(waiting, more)])
+    return batches

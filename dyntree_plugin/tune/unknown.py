@@ -1,4 +1,4 @@
-"""What a draft leaves unknown of the texts that its target wrote, in bits per token."""
+"""Measure what a draft leaves unknown of its target's texts, in bits per token."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dyntree_plugin.tune.posterior import Posterior, likeliest_beta, surprises
 from dyntree_plugin.tune.shards import WEIGHTS, Sample, Shards
 
 Logits = Callable[[Batch], torch.Tensor]
-"""Returns a draft's logits [B, L, V] of the token behind each position of a batch. Those of tokens
-that it cannot draft are -inf."""
+"""Returns a draft's logits [B, L, V] of the token after each position of a batch, -inf for tokens
+that it cannot draft."""
 
 
 @torch.inference_mode()
 def posteriors(
     logits: Logits, shards: Shards, samples: Sequence[Sample], device: torch.device
 ) -> Mapping[float, Posterior]:
-    """Return the posterior of every temperature at which the samples were written.
+    """Return the posterior for each temperature of the samples.
 
-    ``shards`` are those of the ``samples``, one by one. Beta, a single number, is fitted to the
-    same texts. Tokens that the draft cannot draft are left out, and their share is told.
+    ``shards`` have the texts of the ``samples``, in the same order. One beta is fitted to the same
+    texts. Tokens that the draft cannot draft are left out; `Posterior` has their share.
     """
-    found = {}
+    by_temperature = {}
     for temperature in sorted({sample.temperature for sample in samples}):
         numbers = [n for n, sample in enumerate(samples) if sample.temperature == temperature]
         rows = [_of_sample(logits, shards, n, samples[n], device) for n in numbers]
@@ -37,16 +37,16 @@ def posteriors(
         scores, tokens = scores[reached], tokens[reached]
         beta = likeliest_beta(scores, tokens)
         of_reached = surprises(scores, tokens, beta)
-        found[temperature] = Posterior.of(temperature, beta, of_reached, unreachable)
-    return found
+        by_temperature[temperature] = Posterior.of(temperature, beta, of_reached, unreachable)
+    return by_temperature
 
 
 def of_draft(draft: PreTrainedModel) -> Logits:
     """Return the logits of a draft model."""
 
     def logits(batch: Batch) -> torch.Tensor:
-        found: torch.Tensor = draft(input_ids=batch["tokens"], use_cache=False).logits.float()
-        return found
+        drafted: torch.Tensor = draft(input_ids=batch["tokens"], use_cache=False).logits.float()
+        return drafted
 
     return logits
 
@@ -54,18 +54,18 @@ def of_draft(draft: PreTrainedModel) -> Logits:
 def of_head(head: Head, embedding: torch.Tensor) -> Logits:
     """Return the logits of a head's first step, which reads the target's hidden states.
 
-    ``embedding`` [V, H] is the target's. The first position has no logits, and gets equal ones: a
-    head reads a token with the state before it.
+    ``embedding`` [V, H] is the target's. The first position gets equal logits, since a head reads
+    a token with the state before it.
     """
 
     def logits(batch: Batch) -> torch.Tensor:
         tokens = batch["tokens"]
         states = batch["states"].to(head.fc.weight.dtype)
-        own = next(head.unrolled(states, embedding[tokens], 1)).float()
-        found = own.new_full((*tokens.shape, len(embedding)), -torch.inf)
-        found[:, 1:, head.tokens] = own
-        found[:, 0] = 0
-        return found
+        drafted = next(head.unrolled(states, embedding[tokens], 1)).float()
+        every = drafted.new_full((*tokens.shape, len(embedding)), -torch.inf)
+        every[:, 1:, head.tokens] = drafted
+        every[:, 0] = 0
+        return every
 
     return logits
 
@@ -81,6 +81,6 @@ def _of_sample(
     positions = torch.arange(first, first + count, device=device)
     temperatures = torch.full((count,), sample.temperature, device=device)
     seeds = torch.full((count,), sample.seed, device=device)
-    own = logits(batch)[0, first : first + count].contiguous()
-    scores = perturb_on(device)(own, temperatures, seeds, positions)
+    of_answer = logits(batch)[0, first : first + count].contiguous()
+    scores = perturb_on(device)(of_answer, temperatures, seeds, positions)
     return scores, torch.tensor(sample.answer, device=device)

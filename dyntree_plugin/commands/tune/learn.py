@@ -41,7 +41,7 @@ def taught(
     advance: Callable[[int], None],
     keep: Callable[[PreTrainedModel], None] | None = None,
 ) -> None:
-    """Make the shard of every part that has none; ``layers`` as in `teach.laws`.
+    """Make the shard of every part that has none; ``layers`` as in `teach.distributions`.
 
     ``keep`` gets the target, which is loaded only if there is something to do.
     """
@@ -55,7 +55,7 @@ def taught(
         keep(target)
     for part in waiting:
         texts = samples(folder, part, vocabulary)
-        save_tensors(teach.laws(target, texts, layers), folder.shard(part))
+        save_tensors(teach.distributions(target, texts, layers), folder.shard(part))
         advance(1)
 
 

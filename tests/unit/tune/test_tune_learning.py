@@ -53,7 +53,7 @@ def shards(target: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("shards")
     files = [folder / "0.safetensors", folder / "1.safetensors"]
     for number, file in enumerate(files):
-        save_tensors(teach.laws(target, texts(20, number)), file)
+        save_tensors(teach.distributions(target, texts(20, number)), file)
     return Shards(files)
 
 
@@ -169,7 +169,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 def test_fitting_lowers_the_loss_of_texts_that_are_not_learned(
     shards: Shards, target: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    save_tensors(teach.laws(target, texts(16, 9)), tmp_path / "held-out.safetensors")
+    save_tensors(teach.distributions(target, texts(16, 9)), tmp_path / "held-out.safetensors")
     held_out = Shards([tmp_path / "held-out.safetensors"])
     before = fit.mean_loss(model(1), held_out, fit.draft_loss, 4)
     assert fit.mean_loss(trained(shards), held_out, fit.draft_loss, 4) < 0.98 * before

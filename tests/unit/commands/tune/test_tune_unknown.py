@@ -46,7 +46,7 @@ def test_a_draft_that_is_the_target_leaves_nothing_unknown(
     target: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     samples = [drawn(target, seed, (0.0, 1.0)[seed % 2]) for seed in range(12)]
-    save_tensors(teach.laws(target, samples), tmp_path / "0.safetensors")
+    save_tensors(teach.distributions(target, samples), tmp_path / "0.safetensors")
     shards = Shards([tmp_path / "0.safetensors"])
     found = unknown.posteriors(unknown.of_draft(target), shards, samples, CPU)
     assert {t: each.positions for t, each in found.items()} == {0.0: 120, 1.0: 120}
@@ -63,7 +63,7 @@ def test_tokens_that_a_draft_cannot_draft_are_counted_apart(
 ) -> None:
     """What is said of the others is what it would be without them."""
     samples = [drawn(target, seed, 1.0) for seed in range(12)]
-    save_tensors(teach.laws(target, samples), tmp_path / "0.safetensors")
+    save_tensors(teach.distributions(target, samples), tmp_path / "0.safetensors")
     shards = Shards([tmp_path / "0.safetensors"])
     written = torch.tensor([token for sample in samples for token in sample.answer])
     common = int(written.bincount(minlength=97).argmax())
@@ -90,7 +90,7 @@ def test_a_head_gives_the_logits_behind_each_token_but_the_first(
     own = torch.arange(2, 82, 2)
     head = eagle.new_head(config, own, eagle.OfTarget.of(target), 1)
     sample = drawn(target, 5, 1.0)
-    save_tensors(teach.laws(target, [sample], layers), tmp_path / "0.safetensors")
+    save_tensors(teach.distributions(target, [sample], layers), tmp_path / "0.safetensors")
     batch = Shards([tmp_path / "0.safetensors"]).batch([0])
     with torch.no_grad():
         embedding = target.get_input_embeddings().weight
