@@ -29,6 +29,8 @@ from dyntree_kernels.cuda import (  # noqa: E402
     look_up,
     paths,
     place,
+    recurrence,
+    state_commits,
     stored,
     walk,
 )
@@ -75,6 +77,10 @@ POINTERS = {
     **dict.fromkeys(("LAWS", "LOG_SUMS", "RATIOS", "MASSES"), "*fp32"),
     **dict.fromkeys(("VERIFIED", "RESIDUAL"), "*i32"),
     **dict.fromkeys(("least", "strength", "memory"), "fp32"),
+    **dict.fromkeys(("X", "STEP", "B", "C", "K", "V", "GATE", "BETA"), "*bf16"),
+    **dict.fromkeys(("RAW", "HISTORY", "WEIGHT"), "*bf16"),
+    **dict.fromkeys(("STATES", "A", "SKIP", "BIAS", "LOGS"), "*fp32"),
+    "STARTS": "*i32",
     "scale": "fp32",
 }
 SPILLED = {(128, 4, 4): 8}
@@ -275,3 +281,31 @@ def test_the_best_of_a_vocabularys_blocks_are_merged_without_spills(
         BLOCKS=blocks, NODES=max(1, nodes), ROWS=width, NOISE=True,
     )  # fmt: skip
     assert used["stack"] == 0, used
+
+
+@pytest.mark.parametrize("nodes", [16, 32, 64])
+def test_trees_pass_recurrent_layers_without_spills(nodes: int) -> None:
+    """The shapes are those of Nemotron-H and of Qwen3-Next."""
+    warps = 4 if nodes <= 32 else 8
+    space = compiled(
+        recurrence._space_trees, warps, GROUP=16, P=64, WIDTH=128, NODES=nodes, BP=32, BK=16
+    )
+    delta = compiled(
+        recurrence._delta_trees, warps, GROUP=2, KEYS=128, VALUES=128, NODES=nodes, BK=16, BV=32
+    )
+    convolved = compiled(
+        recurrence._convolve_trees, 4, WIDTH=4, NODES=nodes, BC=recurrence.CHANNELS, SILU=True
+    )
+    for used in (space, delta, convolved):
+        assert used["stack"] == 0, (space, delta, convolved)
+        assert used["shared"] <= 227 * 1024, (space, delta, convolved)
+
+
+def test_states_are_committed_without_spills() -> None:
+    for kernel, constants in (
+        (state_commits._space_commit, {"GROUP": 16, "P": 64, "WIDTH": 128, "BP": 32, "BK": 128}),
+        (state_commits._delta_commit,
+         {"GROUP": 2, "KEYS": 128, "VALUES": 128, "BK": 128, "BV": 32}),
+        (state_commits._keep_history, {"ENTRIES": 3, "BE": 4, "BC": recurrence.CHANNELS}),
+    ):  # fmt: skip
+        assert compiled(kernel, 4, **constants)["stack"] == 0, kernel

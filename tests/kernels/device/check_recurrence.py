@@ -1,0 +1,288 @@
+"""Trees through recurrent layers and their commits, against the oracle in float64."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from paged_cases import DEVICE
+from tree_shapes import chain, random_tree, star
+
+from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
+from dyntree_kernels.cuda.recurrence import TreeRows, convolve, gated_delta_rule, state_space
+from dyntree_kernels.cuda.state_commits import advance_delta_rule, advance_state_space, keep_history
+from dyntree_kernels.recurrence import Chunk, Commit, committed, inputs, tree_chunk
+
+ON_GPU = DEVICE.type == "cuda"
+SLOTS = [3, 1, 5, 2]
+SHAPES = {
+    "a word": [random_tree(15, torch.Generator().manual_seed(1)), star(16), [-1], chain(5)],
+    "two words": [random_tree(33, torch.Generator().manual_seed(2)), chain(3), [], star(31)],
+}
+"""Parents of the trees of four requests. The last one is served as a chain."""
+STATES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+class Batch(NamedTuple):
+    rows: TreeRows
+    seen: list[torch.Tensor]
+    """Of each request, whether a row is another or below it."""
+
+
+def batch(trees: list[list[int]]) -> Batch:
+    most = max(map(len, trees))
+    padded = torch.tensor([each + [-1] * (most - len(each)) for each in trees])
+    bits = ancestor_bits(padded)
+    lengths = torch.tensor([*map(len, trees)])
+    starts = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    seen = [unpack_bits(of[:n], most)[:, :n] for of, n in zip(bits, lengths, strict=True)]
+    seen[-1] = torch.ones(lengths[-1], lengths[-1]).tril().bool()
+    real = torch.arange(most) < lengths[:, None]
+    ctx = torch.tensor([7, 0, 40, -1], dtype=torch.int32)
+    given = torch.tensor(SLOTS), starts, ctx, bits[real].contiguous()
+    return Batch(TreeRows(*(each.to(DEVICE) for each in given), most), seen)
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+class Space(NamedTuple):
+    """Mamba-2 of four heads in two groups."""
+
+    states: torch.Tensor
+    x: torch.Tensor
+    dt: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    d: torch.Tensor
+    dt_bias: torch.Tensor
+
+    @classmethod
+    def make(cls, rows: int, dtype: torch.dtype) -> Space:
+        heads, size, width = 4, 24, 48
+        states = draw(7, heads, size, width, seed=1).to(dtype)
+        x, dt = draw(rows, heads, size, seed=2), draw(rows, heads, seed=3)
+        b, c = draw(rows, 2, width, seed=4), draw(rows, 2, width, seed=5)
+        a, d, bias = -draw(heads, seed=6).exp(), draw(heads, seed=7), draw(heads, seed=8)
+        return cls(states, x, dt, a, b, c, d, bias)
+
+    def run(self, rows: TreeRows) -> torch.Tensor:
+        out = torch.full_like(self.x, torch.nan)
+        state_space(rows, *self, out)
+        return out
+
+    def advance(self, accepted: Commit) -> None:
+        advance_state_space(accepted, self.states, self.x, self.dt, self.a, self.b, self.dt_bias)
+
+    def expected(self, at: slice, slot: int, seen: torch.Tensor) -> Any:
+        step = torch.nn.functional.softplus((self.dt + self.dt_bias)[at].double()).T
+        q, k = (
+            each[at].double().repeat_interleave(2, 1).transpose(0, 1) for each in (self.c, self.b)
+        )
+        v = self.x[at].double().transpose(0, 1)
+        state = self.states[slot].double().mT
+        out, chunk = tree_chunk(seen, state, q, k, v, step, self.a[:, None] * step, delta=False)
+        return (out + v * self.d[:, None, None]).transpose(0, 1), state, k, chunk
+
+    def state(self, slot: int) -> torch.Tensor:
+        return self.states[slot].mT
+
+
+class Delta(NamedTuple):
+    """A gated delta rule of four heads, whose queries and keys have two."""
+
+    states: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    @classmethod
+    def make(cls, rows: int, dtype: torch.dtype) -> Delta:
+        heads, keys, values = 4, 24, 40
+        states = draw(7, heads, keys, values, seed=1).to(dtype)
+        q, k = draw(rows, 2, keys, seed=2), draw(rows, 2, keys, seed=3)
+        v, a, b = (
+            draw(rows, heads, values, seed=4),
+            draw(rows, heads, seed=5),
+            draw(rows, heads, seed=6),
+        )
+        return cls(states, q, k, v, a, b, draw(heads, seed=7), draw(heads, seed=8))
+
+    def run(self, rows: TreeRows) -> torch.Tensor:
+        out = torch.full_like(self.v, torch.nan)
+        gated_delta_rule(rows, *self, out)
+        return out
+
+    def advance(self, accepted: Commit) -> None:
+        advance_delta_rule(
+            accepted, self.states, self.k, self.v, self.a, self.b, self.a_log, self.dt_bias
+        )
+
+    def expected(self, at: slice, slot: int, seen: torch.Tensor) -> Any:
+        log = -self.a_log.double().exp() * torch.nn.functional.softplus(
+            (self.a + self.dt_bias)[at].double()
+        )
+        q, k = (
+            each[at].double() / (each[at].double().square().sum(-1, keepdim=True) + 1e-6).sqrt()
+            for each in (self.q, self.k)
+        )
+        q, k = (each.repeat_interleave(2, 1).transpose(0, 1) for each in (q, k))
+        v, state = self.v[at].double().transpose(0, 1), self.states[slot].double()
+        beta = self.b[at].double().sigmoid().T
+        scaled = q * q.shape[-1] ** -0.5
+        out, chunk = tree_chunk(seen, state, scaled, k, v, beta, log.T, delta=True)
+        return out.transpose(0, 1), state, k, chunk
+
+    def state(self, slot: int) -> torch.Tensor:
+        return self.states[slot]
+
+
+LAYERS = pytest.mark.parametrize("kind", [Space, Delta])
+
+
+@LAYERS
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [("a word", torch.bfloat16), ("two words", torch.float32)]
+)
+def test_rows_continue_from_their_parents_and_states_stay(
+    kind: Any, shape: str, dtype: torch.dtype
+) -> None:
+    given = batch(SHAPES[shape])
+    layer = kind.make(int(given.rows.starts[-1]), dtype)
+    before = layer.states.clone()
+    found = layer.run(given.rows)
+    assert torch.equal(layer.states, before)
+    for r, slot in enumerate(SLOTS):
+        at = slice(int(given.rows.starts[r]), int(given.rows.starts[r + 1]))
+        right, *_ = layer.expected(at, slot, given.seen[r].to(DEVICE))
+        torch.testing.assert_close(found[at].double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", ["a chain", "another parent", "another's state"])
+@LAYERS
+def test_other_trees_and_states_give_other_outputs(kind: Any, wrong: str) -> None:
+    trees = [SHAPES["a word"][0], [-1], [], []]
+    given = batch(trees)
+    layer = kind.make(int(given.rows.starts[-1]), torch.float32)
+    right, rows = layer.run(given.rows), given.rows
+    if wrong == "a chain":
+        rows = rows._replace(ctx_lens=torch.full_like(rows.ctx_lens, -1))
+    elif wrong == "another parent":
+        moved = [*trees[0][:10], (trees[0][10] + 1) % 10, *trees[0][11:]]
+        rows = batch([moved, *trees[1:]]).rows
+    else:
+        rows = rows._replace(slots=rows.slots.roll(1))
+    assert (layer.run(rows)[:15] - right[:15]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("strong", [False, True])
+def test_keys_that_are_alike_and_strong_gates_stay_accurate(strong: bool) -> None:
+    given = batch(SHAPES["two words"])
+    layer = Delta.make(int(given.rows.starts[-1]), torch.float32)
+    layer.k.add_(8 * layer.k[:1])
+    layer.a.fill_(15.0 if strong else -8.0)
+    layer.b.fill_(4.0)
+    found = layer.run(given.rows)
+    for r, slot in enumerate(SLOTS):
+        at = slice(int(given.rows.starts[r]), int(given.rows.starts[r + 1]))
+        right, *_ = layer.expected(at, slot, given.seen[r].to(DEVICE))
+        torch.testing.assert_close(found[at].double(), right, rtol=1e-4, atol=1e-4)
+
+
+PATHS = [[0, 1], [0, 7], [], [0, 1, 2, 3]]
+"""Accepted rows of each request of the first batch."""
+
+
+def accepted(rows: TreeRows) -> Commit:
+    first = rows.starts[:-1].long()
+    padded = torch.tensor([path + [-1] * (4 - len(path)) for path in PATHS]).to(DEVICE)
+    paths = torch.where(padded >= 0, padded + first[:, None], -1)
+    return Commit(rows.slots, paths, torch.tensor([*map(len, PATHS)]).to(DEVICE))
+
+
+@LAYERS
+@STATES
+def test_a_commit_takes_states_along_the_accepted_path(kind: Any, dtype: torch.dtype) -> None:
+    given = batch(SHAPES["a word"])
+    layer = kind.make(int(given.rows.starts[-1]), dtype)
+    wanted = {}
+    for r, (slot, path) in enumerate(zip(SLOTS, PATHS, strict=True)):
+        at = slice(int(given.rows.starts[r]), int(given.rows.starts[r + 1]))
+        _, state, k, chunk = layer.expected(at, slot, given.seen[r].to(DEVICE))
+        here = Chunk(*chunk)
+        wanted[slot] = committed(state, torch.tensor(path), k, here) if path else state
+    before = layer.states.clone()
+    layer.advance(accepted(given.rows))
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+    for slot, right in wanted.items():
+        torch.testing.assert_close(layer.state(slot).double(), right, **close)
+    for slot in {0, 4, 6, 5}:
+        assert torch.equal(layer.states[slot], before[slot])
+
+
+@pytest.mark.parametrize(("shape", "silu"), [("a word", False), ("two words", True)])
+def test_convolutions_read_ancestors_then_the_history(shape: str, silu: bool) -> None:
+    given = batch(SHAPES[shape])
+    total, channels, width = int(given.rows.starts[-1]), 150, 4
+    history, raw = draw(7, width - 1, channels, seed=1), draw(total, channels, seed=2)
+    weight, bias = draw(channels, width, seed=3), draw(channels, seed=4)
+    out = torch.full_like(raw, torch.nan)
+    stored = history.transpose(1, 2).contiguous().transpose(1, 2)  # vLLM has both orders
+    convolve(given.rows, stored, raw, weight, bias, silu, out)
+    for r, slot in enumerate(SLOTS):
+        first = int(given.rows.starts[r])
+        for i, seen in enumerate(given.seen[r]):
+            rows = torch.cat([history[slot], raw[first + seen.nonzero().flatten().to(DEVICE)]])
+            right = (rows[-width:] * weight.T).sum(0) + bias
+            right = torch.nn.functional.silu(right) if silu else right
+            torch.testing.assert_close(out[first + i], right, rtol=1e-4, atol=1e-4)
+
+
+def test_histories_end_with_the_inputs_of_the_path() -> None:
+    given = batch(SHAPES["a word"])
+    history, raw = draw(7, 3, 150, seed=1), draw(int(given.rows.starts[-1]), 150, seed=2)
+    commit = accepted(given.rows)
+    right = history.clone()
+    right[commit.slots] = inputs(commit.taps(3), raw, history, commit.slots)
+    keep_history(commit, history, raw)
+    assert torch.equal(history, right)
+
+
+@LAYERS
+def test_many_steps_of_random_paths_are_the_recurrence(kind: Any) -> None:
+    g = torch.Generator().manual_seed(3)
+    run = kind.make(64, torch.float32)
+    state, follow = run.state(3).double().clone(), torch.tensor([3]).to(DEVICE)
+    for step in range(64 if ON_GPU else 6):
+        tree = random_tree(9, g)
+        given = batch([tree, [], [], []])
+        fresh = kind.make(9, torch.float32)
+        layer = fresh._replace(states=run.states)
+        for each in layer[1:3]:
+            each.add_(step)
+        path = [int(torch.randint(9, (1,), generator=g))]
+        while tree[path[0]] >= 0:
+            path.insert(0, tree[path[0]])
+        _, _, k, chunk = layer.expected(slice(0, 9), 3, given.seen[0].to(DEVICE))
+        if kind is Delta:  # its updates depend on the state
+            exact = layer._replace(states=run.states.double())
+            exact.states[3] = state
+            _, _, k, chunk = exact.expected(slice(0, 9), 3, given.seen[0].to(DEVICE))
+        state = committed(state, torch.tensor(path), k, chunk)
+        layer.advance(
+            Commit(follow, torch.tensor([path]).to(DEVICE), torch.tensor([len(path)]).to(DEVICE))
+        )
+    torch.testing.assert_close(run.state(3).double(), state, rtol=1e-3, atol=1e-3)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([str(Path(__file__)), "-q"]))
