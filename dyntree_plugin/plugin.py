@@ -113,7 +113,7 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
         logger.info("%s", advice)
     for line in offloading.advice(vllm_config, device_type):
         logger.warning("%s", line)
-    if unseen := check.head_advice(vllm_config):
+    if unseen := check.images_advice(vllm_config):
         logger.warning("%s", unseen)
     if padding := check.padding_advice(vllm_config):
         logger.info("%s", padding)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
+from dyntree_plugin.admission.mrope import MROPE_REFUSALS
 from dyntree_plugin.admission.refusals import (
     CPU_REFUSALS,
     CUDA_BACKENDS,
@@ -159,9 +160,8 @@ def _refusals(
             "leave it out"
         )
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
-    yield from _found(
-        (*ENGINE_REFUSALS, *STATE_REFUSALS, *CONNECTOR_REFUSALS, *of_device), vllm_config
-    )
+    of_targets = (*STATE_REFUSALS, *MROPE_REFUSALS)
+    yield from _found((*ENGINE_REFUSALS, *of_targets, *CONNECTOR_REFUSALS, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     others = (
         _unreadable_table(options, device_type),
@@ -340,13 +340,13 @@ def token_budget_advice(vllm_config: VllmConfig) -> str | None:
     )
 
 
-def head_advice(vllm_config: VllmConfig) -> str | None:
-    """Say what a head cannot read in an admitted configuration; None if it reads everything.
+def images_advice(vllm_config: VllmConfig) -> str | None:
+    """Say what a draft cannot see in an admitted configuration; None if it sees all.
 
     The output is the same.
     """
     speculation = vllm_config.speculative_config
-    if speculation is None or speculation.method not in HEADS:
+    if speculation is None or speculation.method not in WITH_DRAFT:
         return None
     if not vllm_config.model_config.supports_multimodal_inputs:
         return None

@@ -369,7 +369,8 @@ MODEL_REFUSALS = (
         "uses_mrope",
         lambda m: m.uses_mrope,
         bool,
-        "a node's position is one number; use a model with ordinary positions",
+        "trees with positions of several components are not built yet; use another model",
+        "mrope",
     ),
     Refusal(
         "dtype",
@@ -384,7 +385,8 @@ MODEL_REFUSALS = (
 def model_refusals(device_type: str, *, draft: bool = False) -> Iterator[Refusal]:
     """Yield the `MODEL_REFUSALS` but for features of layers that the device serves.
 
-    The states of a ``draft`` would have to branch while it grows a tree.
+    The states of a ``draft`` would have to branch while it grows a tree, and its positions are
+    single numbers.
     """
-    served = SERVED_ON[device_type] - ({"states"} if draft else set())
+    served = SERVED_ON[device_type] - ({"states", "mrope"} if draft else set())
     return (each for each in MODEL_REFUSALS if each.feature not in served)

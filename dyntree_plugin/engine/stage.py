@@ -22,7 +22,7 @@ from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.layer_kinds import Keeper, LayerGroup, keepers
 from dyntree_plugin.engine.pipeline.relay import TreeRelay
 from dyntree_plugin.engine.step.ops import TreeOps
-from dyntree_plugin.engine.step.place import place_nodes
+from dyntree_plugin.engine.step.place import WithTreePositions, place_nodes
 from dyntree_plugin.engine.step.records import Step
 from dyntree_plugin.engine.step.trees import PlacedTrees
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
@@ -53,6 +53,7 @@ class TreeStage(AdapterRows):
         if plan is None:
             raise RuntimeError("the tree runner was chosen for an engine without dyntree options")
         self.plan = plan
+        self._uses_mrope = vllm_config.model_config.uses_mrope
         self.ops = self.make_ops()
         self.clock = self.ops.clock
         self.trace: TreeTrace | None = None
@@ -76,6 +77,10 @@ class TreeStage(AdapterRows):
         self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
             self.model_state.prepare_attn, self._take_mask, self.clock, self._draft_layers
         )
+        if self._uses_mrope:
+            self.model_state.prepare_inputs = WithTreePositions(  # type: ignore[method-assign]
+                self.model_state.prepare_inputs, self._take_shift
+            )
 
     @property
     def _draft_layers(self) -> frozenset[str]:
@@ -125,12 +130,19 @@ class TreeStage(AdapterRows):
         if batch.num_draft_tokens:
             with self.clock("place"):
                 prefill_len = self.req_states.prefill_len.gpu
+                of_rows = batch.positions.clone() if self._uses_mrope else None
                 self.step.mask = place_nodes(batch, self.trees, prefill_len, self.ops)
+                self.step.shift = None if of_rows is None else batch.positions - of_rows
 
     def _take_mask(self) -> TreeMask | None:
         """Give the mask to the target's attention, once."""
         mask, self.step.mask = self.step.mask, None
         return mask
+
+    def _take_shift(self) -> torch.Tensor | None:
+        """Give what `WithTreePositions` adds to positions, once."""
+        shift, self.step.shift = self.step.shift, None
+        return shift
 
 
 @contextmanager

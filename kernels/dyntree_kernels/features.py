@@ -37,7 +37,7 @@ SERVED: Mapping[str, frozenset[str]] = {
 """The features that each kernel of tree attention serves."""
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
-    "cpu": SERVED["cpu"] | {"states"},
+    "cpu": SERVED["cpu"] | {"states", "mrope"},
     "cuda": SERVED["triton"],
 }
 """What is served on each type of device: features of attention, namely of the kernel that runs all

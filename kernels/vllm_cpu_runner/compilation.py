@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
+from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.sample import (
     bad_words,
     logit_bias,
@@ -75,6 +76,7 @@ def _inputs() -> None:
         input_ids, lookahead, requests, starts, token_ids, lengths, computed
     )
     input_batch.prepare_pos_seq_lens(requests, starts, computed, _int64(0), lengths)
+    RopeState(1, 1, 1, 1, _CPU).prepare_positions(requests, starts, lengths, computed)
     drafts, last_sampled = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1).long()
     input_batch.combine_sampled_and_draft_tokens(
         input_ids, requests, last_sampled, starts, lengths, _int32(0), drafts, starts, 1

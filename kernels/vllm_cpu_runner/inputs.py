@@ -89,6 +89,50 @@ def prepare_pos_seq_lens(
 
 
 @compiled
+def _rope_positions(
+    positions, prompt_positions, deltas, requests, query_start_loc, prefill_lens, computed
+):
+    axes = positions.shape[0]
+    for i in range(requests.shape[0]):
+        request = requests[i]
+        done = computed[request]
+        first, last = query_start_loc[i], query_start_loc[i + 1]
+        for axis in range(axes):
+            for j in range(last - first):
+                if done < prefill_lens[request]:
+                    found = prompt_positions[axes * request + axis, done + j]
+                else:
+                    found = done + j + deltas[request]
+                positions[axis, first + j] = found
+
+
+@implements("mm.rope._prepare_rope_positions_kernel")
+def prepare_rope_positions(
+    positions_ptr: torch.Tensor,
+    positions_stride: int,
+    prefill_positions_ptr: torch.Tensor,
+    prefill_positions_stride0: int,
+    prefill_positions_stride1: int,
+    prefill_delta_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    prefill_lens_ptr: torch.Tensor,
+    num_computed_tokens_ptr: torch.Tensor,
+    BLOCK_SIZE: int,
+    NUM_DIMS: int,
+) -> None:
+    _rope_positions(
+        positions_ptr.numpy(),
+        prefill_positions_ptr.numpy(),
+        prefill_delta_ptr.numpy(),
+        idx_mapping_ptr.numpy(),
+        query_start_loc_ptr.numpy(),
+        prefill_lens_ptr.numpy(),
+        num_computed_tokens_ptr.numpy(),
+    )
+
+
+@compiled
 def _combine(
     input_ids,
     requests,

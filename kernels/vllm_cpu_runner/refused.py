@@ -7,7 +7,6 @@ _ESTIMATOR = "spec_decode.acceptance_estimator."
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "decode context parallelism": ("cp_utils._dcp_local_seq_lens_kernel",),
-    "a multimodal rotary embedding": ("mm.rope._prepare_rope_positions_kernel",),
     "trace replay": ("sample.trace_replay._trace_replay_kernel",),
     "return_sampling_mask": ("sample.output._compact_sampling_mask_kernel",),
     "batch-sharded sampling": (

@@ -21,6 +21,7 @@ from typing import Any
 
 import adapters
 import forked
+import images
 from steady_costs import STEADY_COSTS, assumed_if
 from torch import cuda
 
@@ -50,9 +51,10 @@ Metrics = dict[str, float]
 class Request:
     """A prompt and the keyword arguments of its SamplingParams.
 
-    The prompt is a text or its tokens. ``keep`` is the number of its tokens to use. With ``turns``
-    above 1, each answer is followed by a request whose prompt is the last prompt and its answer;
-    the output is that of the last turn. ``adapter`` is the folder of a LoRA adapter.
+    The prompt is a text or its tokens, of which ``keep`` are used. With ``turns`` above 1, each
+    answer is followed by a request whose prompt is the last prompt and its answer; the output is
+    that of the last turn. ``adapter``: the folder of a LoRA adapter. ``images``: height, width and
+    seed of each of the prompt's images.
     """
 
     prompt: str | list[int]
@@ -60,6 +62,7 @@ class Request:
     keep: int | None = None
     turns: int = 1
     adapter: str | None = None
+    images: Sequence[Sequence[int]] = ()
 
     @property
     def key(self) -> str:
@@ -165,22 +168,19 @@ def answered(
     if (library := openmp.library()) is not None:
         environment["LD_PRELOAD"] = str(library)
     environment.pop("OMP_NUM_THREADS", None)
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
+    environment |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     job = {"engine": engine, "runs": {name: asdict(run) for name, run in runs.items()}}
     with tempfile.TemporaryDirectory() as folder:
-        paths = Path(folder, "job.json"), Path(folder, "results.json")
-        paths[0].write_text(json.dumps(job))
-        log = Path(folder, "log")
+        given, results, log = (Path(folder, name) for name in ("job.json", "results.json", "log"))
+        given.write_text(json.dumps(job))
         log.touch()
         forks = threads == forked.THREADS and not fresh and not cuda.is_available()
         run = forked.run if forks else _run
-        status = run(program, [*map(str, paths)], environment, log, seconds)
+        status = run(program, [str(given), str(results)], environment, log, seconds)
         if status != 0:
             failure = "failed" if status else f"was ended after {seconds:.0f} s"
             raise RuntimeError(f"the engine {engine} {failure}:\n{log.read_text()[-8000:]}")
-        found: dict[str, Any] = json.loads(paths[1].read_text())
-    return found
+        return json.loads(results.read_text())
 
 
 def _run(
@@ -296,10 +296,10 @@ class Engine:
         number_of, internal = {}, {}
         for number in numbers:
             name, self._begun = str(self._begun), self._begun + 1
-            prompt = {"prompt_token_ids": prompts[number]}
-            params = sampling_params(run.requests[number].params)
-            adapter = adapters.named(run.requests[number].adapter)
-            number_of[name] = number
+            request, number_of[name] = run.requests[number], number
+            prompt = images.prompt_of(prompts[number], request.images)
+            params = sampling_params(request.params)
+            adapter = adapters.named(request.adapter)
             internal[number] = engine.add_request(name, prompt, params, lora_request=adapter)
         steps = 0
         while engine.has_unfinished_requests():

@@ -15,6 +15,7 @@ from unittest import mock
 import adapters
 import numpy as np
 import sabotage_of_paths
+import sabotage_of_positions
 import sabotage_of_states
 import torch
 
@@ -24,8 +25,8 @@ OF_HEADS = ("broken_head", "other_rows", "other_parents")
 OF_PATHS = ("without_paths", "rows_as_paths")
 """These break what sampling parameters read on a tree's rows."""
 
-_OTHERS = (*adapters.BROKEN, *sabotage_of_paths.BROKEN, *sabotage_of_states.BROKEN)
-globals().update({each.__name__: each for each in _OTHERS})
+_OTHERS = (adapters, sabotage_of_paths, sabotage_of_positions, sabotage_of_states)
+globals().update({each.__name__: each for module in _OTHERS for each in module.BROKEN})
 
 
 @contextmanager
@@ -61,8 +62,7 @@ def chain_positions(runner: Any) -> Iterator[None]:
     """Give every node the position of its row, as in a chain."""
 
     def place(batch: Any, stock: Any) -> Any:
-        linear = batch.positions.clone()
-        mask = stock()
+        linear, mask = batch.positions.clone(), stock()
         batch.positions.copy_(linear)
         return mask
 

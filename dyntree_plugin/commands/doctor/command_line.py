@@ -82,7 +82,7 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     yield from _vocabularies(config, further)
     for found, chain_advice in default_chain_reasons(config.model_config, plan.shape):
         yield Check("requests", "warn", found, chain_advice)
-    if unseen := check.head_advice(config):
+    if unseen := check.images_advice(config):
         yield Check("draft", "warn", unseen)
     for line in check.look_up_advice(config, device_type()):
         yield Check("look-up", "ok", line)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -49,3 +52,28 @@ def place(
     bits = torch.zeros(batch.num_tokens, trees.words, dtype=torch.int32, device=rows.device)
     bits[rows] = trees.ancestors[slot, row]
     return torch.where(is_tree, batch.seq_lens[:num_reqs] - lengths, -1), bits
+
+
+class WithTreePositions:
+    """Replaces `ModelState.prepare_inputs` of a target with M-RoPE: places its nodes by depth.
+
+    A position has several components (Qwen2-VL, arXiv 2409.12191, section 2.1), which vLLM computes
+    after nodes are placed, as for a chain. In text all of them advance together, so a node's are
+    the root's plus the depth.
+    """
+
+    def __init__(
+        self,
+        prepare_inputs: Callable[..., dict[str, Any]],
+        take_shift: Callable[[], torch.Tensor | None],
+    ) -> None:
+        """``prepare_inputs`` is the stock method. ``take_shift`` gives, once per step, what placing
+        added to the rows' positions, int64 [T]; None without trees."""
+        self._prepare_inputs = prepare_inputs
+        self._take_shift = take_shift
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = self._prepare_inputs(*args, **kwargs)
+        if (shift := self._take_shift()) is not None:
+            inputs["positions"] += shift  # in place: a graph of the target reads this tensor
+        return inputs

@@ -22,6 +22,8 @@ class Step:
 
     ``most_forwards``: limit on the draft forwards after the catch-up, from the scheduler; None
     without a limit. ``mask`` (place): which rows the target's rows see; None without trees.
+    ``shift`` (place) int64 [T]: what placing added to the rows' positions; None without trees, and
+    for targets whose positions are single numbers.
     ``packed`` (verify, or draft where nothing is verified): the batch's requests, as `pack` makes
     them. ``verified`` (verify): the accepted paths; None if no request had drafts.
     ``learning`` (verify): what drafting calls first; None if nothing is learned. ``drafted``
@@ -30,6 +32,7 @@ class Step:
 
     most_forwards: int | None = None
     mask: TreeMask | None = None
+    shift: torch.Tensor | None = None
     packed: torch.Tensor | None = None
     verified: Walked | None = None
     learning: Learning | None = None

@@ -82,6 +82,19 @@ def positions_and_lengths() -> Results:
     return {"positions": positions, "lengths": lengths}
 
 
+@case(3, 4)
+def rope_positions(axes: int) -> Results:
+    from vllm.v1.worker.gpu.mm.rope import RopeState
+
+    state = RopeState(axes, 4, 20, 30, CPU)
+    state.prefill_positions.gpu.copy_(random_ids(99, 4 * axes, 30))
+    state.prefill_delta.np[:] = [-3, 5, 0, -8]
+    state.apply_staged_writes()
+    prompts = int32(12, 9, 8, 15)
+    state.prepare_positions(REQUESTS, STARTS, prompts, COMPUTED)
+    return {"positions": state.get_positions(14)}
+
+
 @case(0, 1)
 def combine_sampled_and_drafts(new_tokens: int) -> Results:
     from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens

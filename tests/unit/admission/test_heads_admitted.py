@@ -140,10 +140,10 @@ def test_a_pool_of_a_head_and_a_draft_is_refused(build: Build, head: Arguments) 
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_start_up_says_that_a_head_reads_no_images(
-    build: Build, head: Arguments, seen: bool
+@pytest.mark.parametrize("with_head", [True, False])
+def test_start_up_says_that_a_draft_reads_no_images(
+    build: Build, head: Arguments, with_head: bool, seen: bool
 ) -> None:
     path = "model_config.supports_multimodal_inputs"
-    said = check.head_advice(changed(build(**head()), path, not seen))
+    said = check.images_advice(changed(build(**head() if with_head else {}), path, not seen))
     assert said is None if seen else said is not None and "images" in said
-    assert check.head_advice(changed(build(), path, True)) is None

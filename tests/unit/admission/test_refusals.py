@@ -65,10 +65,12 @@ MODEL: dict[str, tuple[str, Any]] = {
     "uses_mrope": ("uses_mrope", True),
     "dtype": ("dtype", torch.float64),
 }
+OF_TARGETS = ("is_hybrid", "uses_mrope")
+"""What a target on a CPU may have, and a draft may not."""
 CHANGES = [
     *((option, path, value) for option, (path, value) in (ENGINE | CPU).items()),
     *((option, f"speculative_config.{p}", v) for option, (p, v) in SPECULATION.items()),
-    *((option, f"model_config.{p}", v) for option, (p, v) in MODEL.items() if p != "is_hybrid"),
+    *((name, f"model_config.{p}", v) for name, (p, v) in MODEL.items() if p not in OF_TARGETS),
     *(
         (option, f"speculative_config.draft_model_config.{p}", v)
         for option, (p, v) in MODEL.items()
@@ -144,7 +146,6 @@ OF_RECURRENT_TARGETS = {"KDA with a prefix cache"}
 """Features that are refused by vLLM's options for recurrent targets, or by a layer's class."""
 UNSERVED = {
     "decode context parallelism": "decode_context_parallel_size",
-    "a multimodal rotary embedding": "uses_mrope",
     "trace replay": "enable_trace_replay",
     "return_sampling_mask": "return_sampling_mask",
     "batch-sharded sampling": "enable_batch_sharded_sampling",

@@ -1,0 +1,103 @@
+"""Small targets with M-RoPE, vision towers and random weights, for the embedded pair's tokenizer.
+
+Their processor needs no torchvision, and takes images alone.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from dyntree_plugin import pair
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""What stands for an image in a prompt."""
+PATCH, MERGE = 14, 2
+
+_TEXT: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 6, 6]}
+_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": _TEXT["hidden_size"],
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "initializer_range": 0.2,
+}
+CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (_ROPE, {"window_size": 56, "fullatt_block_indexes": [1]}),
+    "qwen3_vl": (
+        _ROPE | {"mrope_interleaved": True},
+        {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    ),
+}
+"""Rotary parameters, and what the vision configuration has besides, by vLLM's model types."""
+
+_VIDEOS = """
+from transformers import processing_utils
+from transformers.video_processing_utils import BaseVideoProcessor
+
+class NoVideos(BaseVideoProcessor):
+    size = {"shortest_edge": 784, "longest_edge": 784}
+    patch_size, temporal_patch_size, merge_size = 14, 2, 2
+    fps, min_frames, max_frames = 2, 1, 1
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+# The class that processors ask for; without torchvision there is none.
+processing_utils.transformers_module.VideoProcessorMixin = BaseVideoProcessor
+"""
+
+
+def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
+    """Write a target of a `CONFIGS` key, and return its folder."""
+    source = pair.paths()["target"]
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    names = ("vision_start", "vision_end", "image_pad", "video_pad")
+    tokens = [f"<|{name}|>" for name in names]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(tokens), strict=True))
+    rope, vision = CONFIGS[kind]
+    end = {"bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(
+        kind,
+        text_config=_TEXT | end | {"rope_parameters": rope, "vocab_size": len(tokenizer)},
+        vision_config=_VISION | vision,
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        **end,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    images = {
+        "image_processor_type": "Qwen2VLImageProcessorPil",
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 16 * (PATCH * MERGE) ** 2},
+    }
+    videos = {"auto_map": {"AutoVideoProcessor": "videos.NoVideos"}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    (folder / "videos.py").write_text(_VIDEOS)
+    return folder
