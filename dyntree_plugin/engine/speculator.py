@@ -56,7 +56,10 @@ class TreeProposals(BaseSpeculator):
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Follow the fitted context. vLLM calls `set_attn` later, which reads it."""
-        self.max_model_len = self.draft_max_seq_len = max_model_len
+        self.draft_max_seq_len = max_model_len
+        # Since 0.33 vLLM's speculators read it from the configuration, which has it by now.
+        if not isinstance(getattr(type(self), "max_model_len", None), property):
+            self.max_model_len = max_model_len
 
     @torch.inference_mode()
     def propose(

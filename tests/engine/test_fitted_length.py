@@ -15,6 +15,7 @@ install()  # must run before the runner's modules are imported
 
 from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator  # noqa: E402
 
 from dyntree_plugin.engine.head_speculator import HeadSpeculator  # noqa: E402
 from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
@@ -60,11 +61,15 @@ def test_tokens_beyond_the_block_table_get_the_null_slot(monkeypatch: pytest.Mon
     assert rows.metadata["max_seq_len"] == 40
 
 
+@pytest.mark.parametrize("reads_configuration", [False, True], ids=["0.32", "0.33"])
 @pytest.mark.parametrize("kind", [TreeSpeculator, HeadSpeculator])
 def test_a_fitted_context_reaches_the_speculator(
-    kind: type[Any], monkeypatch: pytest.MonkeyPatch
+    kind: type[Any], reads_configuration: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GPUModelRunner, "update_max_model_len", lambda self, length: None)
+    if reads_configuration:
+        fitted = property(lambda self: 384)
+        monkeypatch.setattr(DraftModelSpeculator, "max_model_len", fitted, raising=False)
     runner: Any = object.__new__(TreeRunnerMixin)
     runner.speculator = object.__new__(kind)
     runner.update_max_model_len(384)
