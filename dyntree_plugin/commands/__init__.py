@@ -1,1 +1,1 @@
-"""The commands of the console script, a package each; what several need lies beside them."""
+"""The commands of the console script, a package each, and what several of them need."""

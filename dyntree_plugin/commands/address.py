@@ -12,11 +12,11 @@ EXAMPLE = "localhost:8000"
 def base_url(given: str) -> str:
     """Return the address of a server as the beginning of its URLs.
 
-    It needs no scheme: http is meant. A port alone is one of this machine, and so is ``:8000``.
-    The last part may be ``/metrics`` or ``/v1``, which clients and Prometheus are given.
+    The scheme is http if none is given. A port alone is on this machine, and so is ``:8000``. A
+    final ``/metrics`` or ``/v1``, as given to Prometheus and clients, is removed.
 
     Raises:
-        ValueError: if it is no address of a server.
+        ValueError: if it is not the address of a server.
     """
     text = given.strip()
     if text.isdecimal():
@@ -50,7 +50,7 @@ def _problem(url: str) -> str | None:
     if not parts.hostname:
         return "has no host"
     if port == 0 or host.endswith(":"):
-        return "has no port behind its colon"
+        return "has no port after its colon"
     if parts.query or parts.fragment or parts.username is not None:
         return "has more than a host, a port and a path"
     return None

@@ -15,15 +15,15 @@ from dyntree_plugin.options.options import HEADS, MOST_NODES
 Target = Annotated[str | None, shared("--target", show_default="the embedded one")]
 Draft = Annotated[str | None, shared("--draft", show_default="the embedded one")]
 Method = Literal["draft_model", "eagle3", "eagle", "mtp"]
-"""vLLM's names of what drafts: a model of its own, or a head that reads the target's hidden states.
-A target with MTP holds the head itself."""
+"""vLLM's names of the kinds of drafts: a model, or a head that reads the target's hidden states.
+With mtp the head is part of the target."""
 KINDS: Mapping[Method, str] = {
     "draft_model": "draft",
     "eagle3": "EAGLE-3 head",
     "eagle": "EAGLE head",
     "mtp": "MTP head",
 }
-"""What a text calls that which drafts."""
+"""The names of the kinds in texts."""
 DraftMethod = Annotated[Method, shared("--method")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Annotated[
@@ -56,7 +56,7 @@ def both_or_neither(target: str | None, draft: str | None, method: Method = "dra
 
 
 def check_models(target: str | None, draft: str | None) -> None:
-    """Refuse what can be no model, before vLLM is loaded.
+    """Refuse what cannot be a model, before vLLM is loaded.
 
     Raises:
         ValueError: naming the option and the value.
@@ -66,22 +66,22 @@ def check_models(target: str | None, draft: str | None) -> None:
 
 
 def drafter(method: str) -> Literal["draft", "head"]:
-    """Return the word for that which drafts with one of vLLM's methods."""
+    """Return the word for the draft of one of vLLM's methods."""
     return "head" if method in HEADS else "draft"
 
 
 def embedded(method: Method) -> tuple[Path, Path]:
-    """Return the folders of the embedded target and of what drafts for it.
+    """Return the folders of the embedded target and of its draft for this method.
 
     Raises:
-        ValueError: if the embedded pair has nothing for this method.
+        ValueError: if there is none.
     """
     from dyntree_plugin import pair
 
-    found = pair.paths()
+    folders = pair.paths()
     name = "draft" if method == "draft_model" else method
-    if name not in found:
+    if name not in folders:
         raise ValueError(
             f"--method {method} needs --target: the embedded target has no {KINDS[method]}"
         )
-    return found["target"], found[name]
+    return folders["target"], folders[name]

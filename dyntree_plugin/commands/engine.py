@@ -1,4 +1,4 @@
-"""An engine of vLLM in this process, and what a model's configuration tells."""
+"""Run vLLM's engine in this process, and read a model's configuration."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
 KV_CACHE_BYTES = 1 << 30
-"""Size of the KV cache. Pages of it that are never written take no memory."""
+"""Size of the KV cache. Pages that are not written take no memory."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """The models, the prompts, and how to complete them.
 
-    ``nodes`` is the size of a tree; ``options`` are more dyntree options. ``seed`` is the seed of
-    the first prompt; each later prompt adds 1. ``method`` says what the draft is. It is None where
-    the target itself holds it.
+    ``nodes``: most nodes of a tree. ``options``: more dyntree options. ``seed``: of the first
+    prompt; each later prompt adds 1. ``draft``: None if it is part of the target (``method`` mtp).
     """
 
     target: str
@@ -42,14 +41,14 @@ class Settings:
 
     @property
     def drafter(self) -> str:
-        """The word for that which drafts."""
+        """The word for the draft."""
         return drafter(self.method)
 
     @property
     def models(self) -> list[str]:
-        """Names of all models, the further drafts among the options included."""
-        own = [self.target, *([] if self.draft is None else [self.draft])]
-        return [*own, *self.options.get("drafts", ())]
+        """Names of all models, including further drafts."""
+        pair = [self.target, *([] if self.draft is None else [self.draft])]
+        return [*pair, *self.options.get("drafts", ())]
 
 
 def context_of(model: str) -> int:
@@ -60,7 +59,7 @@ def context_of(model: str) -> int:
 
 
 def stay_in_this_process() -> None:
-    """Keep vLLM from starting processes, each of which imports it anew, unless the user asks."""
+    """Keep vLLM from starting processes, which import it again, unless the user asks for them."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
@@ -77,7 +76,7 @@ def engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
 
 
 def without_trees(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of ``LLM`` for the target alone."""
+    """Return the arguments of ``LLM`` for the target without a draft."""
     from vllm.platforms import current_platform
 
     from dyntree_plugin.engine.configuration import PLAIN_WORKER

@@ -1,4 +1,4 @@
-"""Check what users name: files, folders and models. Each mistake is told before anything starts."""
+"""Check files, folders and models that users name, before anything starts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def read_text(option: str, path: Path) -> str:
 
 
 def check_new_file(option: str, path: Path | None) -> None:
-    """Refuse a path to which no file can be written.
+    """Refuse a path at which a file cannot be written.
 
     Raises:
-        ValueError: if it is a folder, or its own folder is missing or cannot be written to.
+        ValueError: if it is a folder, or the folder above is missing or not writable.
     """
     if path is None:
         return
@@ -42,7 +42,7 @@ def check_new_file(option: str, path: Path | None) -> None:
 
 
 def check_new_folder(option: str, path: Path | None) -> None:
-    """Refuse a path at which no folder can be.
+    """Refuse a path at which a folder cannot be made.
 
     Raises:
         ValueError: if a file is in the way, or permission is missing.

@@ -27,8 +27,8 @@ _GUIDE_WIDTHS = (4, 3, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """How nodes of a source look: the ``mark`` behind their numbers, and its colours in a terminal
-    and in Graphviz's language. In legends the mark is continued ``about`` the source."""
+    """How to show nodes of a source: a ``mark`` after their numbers, and its colours in a terminal
+    and in Graphviz. In legends ``about`` follows the mark."""
 
     mark: str
     about: str
@@ -39,7 +39,7 @@ class _Look:
 _LOOKS: dict[Source, _Look] = {
     "draft": _Look("draft", "", "yellow", "goldenrod"),
     "look_up": _Look("look-up", " in the text so far", "magenta", "purple"),
-    "both": _Look("both", ": look-up, and judged by the draft", "red", "crimson"),
+    "both": _Look("both", ": look-up, and scored by the draft", "red", "crimson"),
 }
 
 
@@ -127,7 +127,7 @@ def step_panel(
         (f"{ACCEPTED} accepted", "bold green"),
         "   ",
         (f"{BONUS} bonus", "bold cyan"),
-        ": the target's own token\n",
+        ": the target's token\n",
         "numbers: estimated probability of the token, and of its whole path\n",
         style="dim",
     )

@@ -1,4 +1,4 @@
-"""Prepare a command to start an engine, and keep the user informed while it waits."""
+"""Prepare to start an engine, and show progress while it starts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ from dyntree_plugin.secrets import hidden
 from dyntree_plugin.strict_json import from_json
 
 Announce = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
-"""Shows a task, and its number of parts if that is known. The context gives the function to call
-after each part."""
+"""Shows a task and, if known, its number of parts. The context gives the function to call after
+each part."""
 
 _LEVELS = {"VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def ready_for_engine() -> None:
-    """Make sure that vLLM is installed, and restart the process if Intel's OpenMP must be loaded.
-
-    Without vLLM the command ends with status 1.
-    """
+    """End with status 1 if vLLM is not installed; restart the process to load Intel's OpenMP."""
     if missing := versions.absence():
         typer.echo(missing, err=True)
         raise SystemExit(1)  # typer.Exit is a RuntimeError, which commands catch from engines
@@ -61,7 +58,7 @@ def tree_options(value: str, nodes: int) -> dict[str, Any]:
 
 
 def fetch(model: str) -> None:
-    """Download a model unless it is a folder. Hugging Face shows its own progress bars.
+    """Download a model unless it is a folder, with Hugging Face's progress bars.
 
     Raises:
         ValueError: if it cannot be downloaded.
@@ -81,7 +78,7 @@ def fetch(model: str) -> None:
 
 @contextmanager
 def announcing(console: Console) -> Iterator[Announce]:
-    """Show long tasks with a spinner, and with a bar if the number of their parts is known."""
+    """Show long tasks with a spinner, and with a bar if the number of parts is known."""
     columns = (
         SpinnerColumn(finished_text="✓"),
         TextColumn("{task.description}"),
@@ -109,8 +106,8 @@ def announcing(console: Console) -> Iterator[Announce]:
 def quiet() -> Iterator[TextIO]:
     """Keep the output of this process and its children off the screen; yield a file that shows.
 
-    Errors that vLLM has logged are shown on stderr at the end. If the block raises, all of the
-    output is shown, except for a ValueError, which itself names the user's mistake.
+    At the end, vLLM's logged errors are shown on stderr, or all output if the block raises anything
+    but a ValueError, which names the user's mistake.
     """
     warnings.simplefilter("ignore")
     os.environ.update({k: v for k, v in _LEVELS.items() if k not in os.environ})

@@ -1,4 +1,4 @@
-"""The names of options that several commands have: one meaning and one kind of value for each."""
+"""The names of options that several commands have. A name has one meaning and one kind of value."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import typer
 from typer.core import TyperOption
 
 LARGEST = 2**32 - 1
-"""The largest integer of an option. It is numpy's largest seed."""
+"""Largest integer of an option, which is numpy's largest seed."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """What the name of an option stands for. ``value`` is what follows it; "" for a switch."""
+    """The ``meaning`` of an option's name, and the name of its ``value``, which is empty for a
+    switch."""
 
     value: str
     meaning: str
@@ -24,13 +25,11 @@ class Name:
 
 NAMES: Mapping[str, Name] = {
     "--target": Name("MODEL", "Target model: a folder or a name."),
-    "--draft": Name(
-        "MODEL", "What drafts for the target: a folder or a name of a model, or of a head."
-    ),
+    "--draft": Name("MODEL", "The target's draft: a folder or a name of a model, or of a head."),
     "--method": Name(
         "METHOD",
-        "What the draft is: a draft_model, or a head that reads the target's hidden states (eagle3 "
-        "or eagle). With mtp the target itself holds the head, and --draft is left out.",
+        "Kind of the draft: a draft_model, or a head that reads the target's hidden states (eagle3 "
+        "or eagle). With mtp the head is part of the target; leave --draft out.",
     ),
     "--dtype": Name(
         "TYPE",
@@ -44,30 +43,30 @@ NAMES: Mapping[str, Name] = {
     "--num-prompts": Name("N", "Number of prompts."),
     "--max-tokens": Name("N", "Most tokens per completion."),
     "--temperature": Name("T", "Temperature of sampling; 0 is greedy."),
-    "--top-p": Name("P", "Draw from the likeliest tokens that have the probability P together."),
+    "--top-p": Name("P", "Draw from the likeliest tokens whose probabilities add up to P."),
     "--seed": Name("N", "Seed of the first prompt; each later prompt adds 1."),
     "--batch": Name("N", "Requests that are served at once."),
     "--rounds": Name("N", "Number of rounds; each measures everything once."),
     "--output": Name("PATH", "Where the result goes."),
     "--json": Name("", "Print JSON, for programs."),
-    "--verbose": Name("", "Show vLLM's own messages."),
+    "--verbose": Name("", "Show vLLM's messages."),
 }
 """In the order of the table in docs/options.md."""
 
 
 def shared(name: str, more: str = "", **settings: Any) -> Any:
-    """Return the option of a name in `NAMES`. ``more`` is what else one command says about it."""
+    """Return the option of a name in `NAMES`. ``more``: what this command adds to the meaning."""
     known = NAMES[name]
     return option(name, known.value, f"{known.meaning} {more}".strip(), **settings)
 
 
 def option(name: str, value: str, meaning: str, **settings: Any) -> Any:
-    """Return an option with the name of its ``value``, and a sentence. "" is a switch's value."""
+    """Return an option. ``value``: the name of its value, empty for a switch."""
     return typer.Option(name, metavar=value or None, help=meaning, callback=_bounded, **settings)
 
 
 def _bounded(context: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
-    """Refuse numbers that no bound of an option refuses."""
+    """Refuse infinite and too large numbers."""
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, float) and not math.isfinite(each):
             raise typer.BadParameter(f"{each:g} is not a finite number.")
@@ -77,41 +76,41 @@ def _bounded(context: typer.Context, param: typer.CallbackParam, value: Any) -> 
 
 
 def given(context: typer.Context) -> list[Any]:
-    """Return the parameters that the command line gives, as click has them."""
-    found = []
+    """Return click's parameters that the command line gives."""
+    parameters = []
     for each in context.command.params:
         source = context.get_parameter_source(each.name or "")
-        # Compared by name: some versions of typer have an enumeration of their own for click's.
+        # Some versions of typer have another enumeration than click's, with the same names.
         if source is not None and source.name == "COMMANDLINE":
-            found.append(each)
-    return found
+            parameters.append(each)
+    return parameters
 
 
 def paragraphs(text: str | None) -> str:
-    """Return a help with each paragraph on one line, unless it begins with a blank.
+    """Return a help text with each paragraph on one line, unless it begins with a blank.
 
-    typer keeps the line ends within all paragraphs but the first.
+    typer keeps line ends in all paragraphs but the first.
     """
     parts = (text or "").split("\n\n")
     return "\n\n".join(each if each.startswith(" ") else " ".join(each.split()) for each in parts)
 
 
 def of_commands(app: typer.Typer) -> dict[str, dict[str, TyperOption]]:
-    """Return the options of all commands, by the command's and the option's name."""
-    found: dict[str, dict[str, TyperOption]] = {}
+    """Return all options, by the names of command and option."""
+    commands: dict[str, dict[str, TyperOption]] = {}
 
     def walk(command: Any, name: str) -> None:
         options = [each for each in command.params if isinstance(each, TyperOption)]
-        found[name] = {each.opts[0]: each for each in options}
+        commands[name] = {each.opts[0]: each for each in options}
         for below, child in getattr(command, "commands", {}).items():
             walk(child, f"{name} {below}".strip())
 
     walk(typer.main.get_command(app), "")
-    return found
+    return commands
 
 
 def markdown_table(commands: Mapping[str, list[str]]) -> str:
-    """Return the names as a table. ``commands`` holds the commands that have an option."""
+    """Return the names as a table. ``commands``: for each name, the commands that have it."""
     rows = [
         f"| `{f'{name} {known.value}'.strip()}` | {known.meaning} | {', '.join(commands[name])} |"
         for name, known in NAMES.items()

@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_in_each_stage_ends_at_the_same_weights(
     for left in ("written/00000.json", "taught/00000.safetensors", "checkpoint-1.pt", "fitted-1"):
         killed(words, work / left)
         assert not (output / "config.json").exists()
-    assert "going on with the run" in finished(words)
+    assert "continuing the run" in finished(words)
     ours, theirs = (
         load_file(folder / "tune" / "fitted-1" / "model.safetensors") for folder in (output, whole)
     )

@@ -1,4 +1,4 @@
-"""The kinds of vLLM's chains: what each of them drafts with, and which a measurement has."""
+"""Choose the chains of vLLM's to measure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DRAWN = {"draft_sample_method": "probabilistic"}
 
 @dataclass(frozen=True)
 class Kind:
-    """Chains that differ in their length alone.
+    """Chains that differ only in length.
 
-    ``lengths`` is the default. An engine is called ``name`` and its length. ``speculation`` is its
-    part of vLLM's ``speculative_config``; a method in there takes the place of the draft.
+    An engine is called ``name`` and its length. ``lengths``: the default. ``speculation``: its part
+    of vLLM's ``speculative_config``; a method in there replaces the draft.
     """
 
     name: str
@@ -36,7 +36,7 @@ KINDS: Mapping[str, Kind] = {
     "greedy": Kind("chain", (1, 2, 3, 5, 8, 12), {}),
     "probabilistic": Kind("probabilistic chain", (2, 3, 5, 8, 12), _DRAWN),
     # Block verification accepts greedy drafts with the probabilities of the standard one, so it is
-    # measured with drawn drafts alone.
+    # measured with drawn drafts only.
     "block": Kind(
         "block chain",
         (2, 3, 5, 8, 12),
@@ -48,8 +48,7 @@ KINDS: Mapping[str, Kind] = {
         {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 5},
     ),
 }
-"""Every kind of chain that vLLM has for a draft, and its n-gram. Trees are compared with the best
-of all of them."""
+"""Every kind of chain that vLLM has for a draft, and n-gram."""
 
 OFF = "0"
 """Leaves out all chains."""
@@ -58,20 +57,20 @@ OFF = "0"
 def chosen(given: Sequence[str] | None, temperatures: Sequence[float]) -> tuple[Chains, list[str]]:
     """Return the chains to measure, and notes on those that are left out.
 
-    ``given``: lengths with their kinds, as ``--chain`` takes them; None for the default lengths of
-    all kinds that can be measured.
+    ``given``: values of ``--chain``; None for the default lengths of all kinds that can be
+    measured.
 
     Raises:
-        ValueError: if a text is no chain, or given chains cannot be measured.
+        ValueError: if a text is not a chain, or given chains cannot be measured.
     """
-    found: dict[str, Sequence[int]] = dict.fromkeys(KINDS, ())
+    chosen: dict[str, Sequence[int]] = dict.fromkeys(KINDS, ())
     notes = []
     if given is None:
         for name, kind in KINDS.items():
             if reason := _reason_against(name, temperatures):
                 notes.append(f"Not measured: {kind.name}s ({reason}).")
             else:
-                found[name] = kind.lengths
+                chosen[name] = kind.lengths
     elif OFF in given and len(given) > 1:
         raise ValueError(f"--chain {OFF} leaves all chains out: give it alone")
     for text in dict.fromkeys(given or ()):
@@ -80,10 +79,10 @@ def chosen(given: Sequence[str] | None, temperatures: Sequence[float]) -> tuple[
         name, length = _parsed(text)
         if reason := _reason_against(name, temperatures):
             raise ValueError(f"--chain {text}: {reason}")
-        found[name] = (*found[name], length)
-    if 0 in temperatures and any(found[name] for name in found if KINDS[name].is_drawn):
+        chosen[name] = (*chosen[name], length)
+    if 0 in temperatures and any(chosen[name] for name in chosen if KINDS[name].is_drawn):
         notes.append("At temperature 0 drawn drafts are the greedy ones, and are not measured.")
-    return found, notes
+    return chosen, notes
 
 
 def _parsed(text: str) -> tuple[str, int]:
@@ -129,6 +128,6 @@ def kind_of(engine: Engine) -> str:
 def serves(engine: Engine, temperature: float) -> bool:
     """Return whether an engine is measured at a temperature.
 
-    At 0 a drawn draft is the greedy one, and both verifications accept the same tokens.
+    At 0 a drawn draft is the greedy one, and all verifications accept the same tokens.
     """
     return temperature > 0 or engine.kind != "chain" or not KINDS[kind_of(engine)].is_drawn

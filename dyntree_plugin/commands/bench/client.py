@@ -1,4 +1,4 @@
-"""Measure a server that runs elsewhere, with the client of ``vllm bench serve``."""
+"""Measure a running server with the client of ``vllm bench serve``."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from dyntree_plugin.secrets import hidden
 
 PERCENTS = (50.0, 99.0)
 _SILENT_SECONDS = 600.0
-"""A server that sends nothing for so long does not answer."""
+"""Most seconds without an answer."""
 _MOST_CHARACTERS = 300
-"""Limit for what a server says of an error."""
+"""Limit for a server's message in an error."""
 
 
 class Client:
@@ -83,7 +83,7 @@ class Client:
         refusals: list[Exception] = []
 
         async def note(response: aiohttp.ClientResponse) -> None:
-            # vLLM's client keeps the status of a refusal, and drops what the server says.
+            # vLLM's client keeps the status of a refusal, and drops the server's message.
             if not response.ok:
                 refusals.append(_refusal(response, self._shown(_message(await response.text()))))
 
@@ -106,14 +106,14 @@ class Client:
                 raise type(first)(self._shown(str(first))) from error
 
     def _shown(self, text: str) -> str:
-        """Return a text on one line that a terminal may show; a server may repeat its key."""
+        """Return a text on one line and without secrets; a server may repeat its key."""
         keys = [part for value in self._headers.values() for part in (value, *value.split())]
         return escaped(hidden(" ".join(text.split()), keys))
 
     async def _send(
         self, session: aiohttp.ClientSession, load: Load, model: str
     ) -> list[RequestFuncOutput]:
-        """Send the requests as they are due, and return their outputs in the same order."""
+        """Send the requests at their times, and return their outputs in the same order."""
         room = asyncio.Semaphore(load.concurrency or len(load.requests))
 
         async def one(request: SampleRequest) -> RequestFuncOutput:
@@ -206,24 +206,24 @@ def percentiles(outputs: Sequence[RequestFuncOutput], seconds: float) -> list[Pe
 
 
 def _refusal(response: aiohttp.ClientResponse, said: str) -> Exception:
-    """Return the error for an answer that is none, with what the server said.
+    """Return the error for a failed request, with the server's message.
 
     A status of 400 to 499 is the user's mistake.
     """
     said = (said or response.reason or "")[:_MOST_CHARACTERS]
-    told = f"{response.url} answers {response.status}: {said}"
+    message = f"{response.url} answers {response.status}: {said}"
     if response.status in (401, 403):
-        told += "; OPENAI_API_KEY or a header (--header) gives a key"
-    return ValueError(told) if response.status < 500 else RuntimeError(told)
+        message += "; OPENAI_API_KEY or a header (--header) gives a key"
+    return ValueError(message) if response.status < 500 else RuntimeError(message)
 
 
 def _message(text: str) -> str:
     """Return the message of an error in JSON, or the first line of a text."""
     try:
         body = json.loads(text)
-        found = body.get("error", body)
-        if isinstance(found, Mapping):
-            found = found.get("message") or found.get("detail")
-        return str(found or "")
+        error = body.get("error", body)
+        if isinstance(error, Mapping):
+            error = error.get("message") or error.get("detail")
+        return str(error or "")
     except (ValueError, AttributeError):
         return next(iter(text.strip().splitlines()), "")

@@ -110,8 +110,8 @@ def serve(
         with _progress(console, runs) as done:
             result = _last(measured(done=done, seconds_left=seconds_left), result_file)
     except (ValueError, OSError, RuntimeError) as error:
-        told = escaped_lines(hidden(str(error)))
-        print(f"dyntree bench serve: {told}", file=sys.stderr)  # noqa: T201
+        message = escaped_lines(hidden(str(error)))
+        print(f"dyntree bench serve: {message}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1 if isinstance(error, RuntimeError) else 2) from None
     _show(console, result)
 
@@ -144,7 +144,7 @@ def _with_rates(settings: Settings, rates: Sequence[float]) -> Settings:
 
 
 def _until(limit: float | None) -> Callable[[], float]:
-    """Return a function that gives the seconds left until the limit."""
+    """Return a function that returns the seconds until the limit."""
     end = math.inf if limit is None else time.monotonic() + limit
     return lambda: end - time.monotonic()
 
@@ -157,7 +157,8 @@ def _show(console: Console, result: Result) -> None:
 
 
 def _last(results: Iterator[Result], path: Path | None) -> Result:
-    """Write every result, and return the last: an interrupted run leaves its complete rounds."""
+    """Write every result, and return the last one. After an interruption the file has all complete
+    rounds."""
     for result in results:
         if path is not None:
             write(result, path)

@@ -24,7 +24,7 @@ class Server(Protocol):
 
 
 Open = Callable[[Engine, list[Load]], AbstractContextManager[Server]]
-"""Opens an engine. These loads warm it up if it has just started."""
+"""Returns the running engine; if it has just started, it is warmed up with these loads."""
 
 
 def measure(
@@ -40,14 +40,13 @@ def measure(
 ) -> Iterator[list[Series]]:
     """Let every engine serve every load in each round, so that drift affects all of them alike.
 
-    Every other round goes backwards, so that the engine that ran last need not start again. Yields
-    all results so far after each round.
+    Every other round goes backwards, so that the engine that ran last need not start again. After
+    each round, yields all results so far. With ``by_cell``, which needs all engines running, all of
+    them serve a load before the next load comes.
 
-    With ``by_cell``, which needs all engines running, all of them serve a load before the next load
-    comes. Engines are compared over a group of loads: a whole round, or one load with ``by_cell``.
-    A group is left out if the slowest one so far would not end within ``seconds_left``.
-
-    ``serves`` says whether an engine is measured at a temperature; the first engine always is.
+    Engines are compared over a group of loads: a whole round, or one load with ``by_cell``. A group
+    is skipped if, at the pace of the slowest one, it would exceed ``seconds_left``. ``serves``:
+    whether an engine is measured at a temperature; the first engine always is.
     """
     runs: dict[tuple[str, Cell], list[Run]] = {}
     answers: dict[tuple[str, Cell], Answers] = {}
@@ -67,7 +66,7 @@ def measure(
                     for cell in filter(own.__contains__, group):
                         run, answers[engine.name, cell] = server.serve(loads[cell])
                         run = run.model_copy(update={"round": number})
-                        # A new list: those that were yielded must not grow.
+                        # A new list: a yielded one must not grow.
                         runs[engine.name, cell] = [*runs.get((engine.name, cell), ()), run]
                         done(engine, cell, run)
             slowest = max(slowest, time.monotonic() - began)
@@ -98,28 +97,28 @@ def _all_series(
 def served(
     engine: Engine, loads: Mapping[Cell, Load], serves: Callable[[Engine, float], bool]
 ) -> dict[Cell, Load]:
-    """Return the loads that an engine is to serve."""
+    """Return the loads for an engine."""
     return {cell: load for cell, load in loads.items() if serves(engine, cell.temperature)}
 
 
 def warm_ups(loads: Sequence[Load]) -> list[Load]:
     """Return one short load for each concurrency, temperature and kind of requests of the loads.
 
-    It has a request of every kind, so that no grammar is compiled while time is measured. If there
-    is no limit of concurrency, one request of each kind is enough.
+    It has a request of every kind, so that no grammar is compiled in a measurement. Without a limit
+    of concurrency, one request of each kind is enough.
     """
-    found = {}
+    short = {}
     for load in loads:
         first = load.requests[: load.concurrency or 1]
         kinds = {request.key: request for request in load.requests}
         further = [kinds[key] for key in kinds.keys() - {request.key for request in first}]
-        found[load.concurrency, load.temperature, frozenset(kinds)] = replace(
+        short[load.concurrency, load.temperature, frozenset(kinds)] = replace(
             load,
             requests=[*first, *further],
             max_tokens=min(load.max_tokens, WARM_UP_TOKENS),
             rate=math.inf,
         )
-    return list(found.values())
+    return list(short.values())
 
 
 def _series(engine: str, cell: Cell, runs: list[Run], own: Answers, first: Answers) -> Series:

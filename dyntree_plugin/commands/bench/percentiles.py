@@ -40,10 +40,10 @@ def show(console: Console, result: Result) -> None:
 def _rows(result: Result, cell: Cell) -> Iterator[tuple[str, dict[tuple[str, float], float]]]:
     """Yield each server with its percentiles by time and percent."""
     for engine, series in result.of(cell).items():
-        found: dict[tuple[str, float], list[float]] = {}
+        columns: dict[tuple[str, float], list[float]] = {}
         for name, field in TIMES.items():
             for run in series.runs:
                 for one in run.percentiles:
-                    found.setdefault((name, one.percent), []).append(getattr(one, field))
-        if found:
-            yield engine, {column: median(values) for column, values in found.items()}
+                    columns.setdefault((name, one.percent), []).append(getattr(one, field))
+        if columns:
+            yield engine, {column: median(values) for column, values in columns.items()}

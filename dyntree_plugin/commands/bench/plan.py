@@ -31,19 +31,19 @@ _SHOWN = (
 )
 
 KV_CACHE_BYTES = 1 << 29
-"""Size of an engine's KV cache. Pages that are never written take no memory."""
+"""Size of an engine's KV cache. Pages that are not written take no memory."""
 
 
 Trees = Mapping[str, tuple[int, Mapping[str, Any]]]
-"""Number of nodes and dyntree options, by the name that is shown."""
+"""Number of nodes and dyntree options, by shown name."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Target and draft, and the arguments that all engines share.
+    """Target and draft, and the arguments of all engines.
 
-    ``labels`` are the names in a result for models whose folders exist on this machine only.
-    ``method`` says what the draft is. It is None where the target itself holds it.
+    ``labels``: names in a result for models in folders of this machine. ``draft``: None if it is
+    part of the target (``method`` mtp).
     """
 
     target: str
@@ -58,7 +58,7 @@ class Models:
     ) -> dict[str, Any]:
         """Return the arguments of ``LLM`` for drafts of ``tokens`` tokens.
 
-        A method among the ``options`` takes the place of the draft.
+        A method among the ``options`` replaces the draft.
         """
         model = {} if self.draft is None or "method" in options else {"model": self.draft}
         speculation = {"method": self.method, **model, "num_speculative_tokens": tokens}
@@ -89,12 +89,12 @@ def engines(
     def engine(name: str, kind: Kind, tokens: int, own: Mapping[str, Any]) -> Engine:
         return Engine(name=name, kind=kind, budget=tokens, arguments={**shared, **own})
 
-    found = [engine("no speculation", "plain", 0, {})]
-    found += [
+    engines = [engine("no speculation", "plain", 0, {})]
+    engines += [
         engine(name, "chain", tokens, models.speculation(tokens, own))
         for name, tokens, own in of_chains
     ]
-    found += [
+    engines += [
         engine(
             f"look-up tree of {nodes}",
             "dynamic tree",
@@ -103,7 +103,7 @@ def engines(
         )
         for nodes in look_ups
     ]
-    found += [
+    engines += [
         engine(
             name,
             "static tree" if is_static(options) else "dynamic tree",
@@ -112,7 +112,7 @@ def engines(
         )
         for name, (nodes, options) in trees.items()
     ]
-    return found
+    return engines
 
 
 def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> dict[str, Any]:
@@ -121,11 +121,11 @@ def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> d
         "model": models.target,
         "dtype": models.dtype,
         "max_model_len": length,
-        # Every prompt is read in one step, and no tree has to wait for room in one.
+        # A step has room for every prompt, and for all trees.
         "max_num_batched_tokens": max(length, batch * (budget + 1)) + length,
         "max_num_seqs": batch,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        # Every run reads its prompts itself.
+        # Every run reads its prompts.
         "enable_prefix_caching": False,
         "disable_log_stats": False,
         "use_tqdm_on_load": False,
@@ -141,7 +141,7 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: int) -> Trees:
     Raises:
         ValueError: if options do not fit, or two trees are the same.
     """
-    found: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    named: dict[str, tuple[int, Mapping[str, Any]]] = {}
     for each in options:
         DynTreeOptions.parse(each)
     for each in ({"node_budget": nodes, **given} for given in options):
@@ -149,24 +149,24 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: int) -> Trees:
         DynTreeOptions.parse(each).resolve(size)
         name = f"{'static' if is_static(each) else 'dynamic'} tree of {size}"
         name = ", ".join([name, *_told_apart(each)])
-        if name in found:
+        if name in named:
             raise ValueError(
                 f"--dyntree: two have the name {name!r}; what tells them apart is "
                 f"{', '.join(_SHOWN)}"
             )
-        found[name] = size, each
-    return found
+        named[name] = size, each
+    return named
 
 
 def _told_apart(options: Mapping[str, Any]) -> list[str]:
-    """Return what the name of a tree says of its options; growth sequoia is told by "static"."""
+    """Return the part of a tree's name about its options; growth sequoia is called static."""
     if is_static(options):
         growth = options["growth"]
         return [] if growth == "sequoia" else [f"growth {growth}"]
-    told = {name: value for name, value in options.items() if name in _SHOWN}
-    if "drafts" in told:
-        told["drafts"] = 1 + len(told["drafts"])
-    return [f"{name} {value}" for name, value in told.items()]
+    shown = {name: value for name, value in options.items() if name in _SHOWN}
+    if "drafts" in shown:
+        shown["drafts"] = 1 + len(shown["drafts"])
+    return [f"{name} {value}" for name, value in shown.items()]
 
 
 def labelled(engine: Engine, labels: Mapping[str, str]) -> Engine:

@@ -16,7 +16,7 @@ from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.pair import held_out_prompts, held_out_prose
 
 CODE = "code"
-"""Python code that was held out when the embedded pair was trained."""
+"""Python code that the embedded pair was not trained on."""
 
 PROSE = "prose"
 """Docstrings of the same modules."""
@@ -25,7 +25,7 @@ NAMES = (CODE, PROSE, *sets.NAMES)
 """Names of sets, as ``--prompts`` takes them."""
 
 VLLM = "vllm:"
-"""Prefix of flags of ``vllm bench serve`` that choose one of vLLM's own data sets."""
+"""Prefix of flags of ``vllm bench serve`` that choose one of vLLM's data sets."""
 
 
 def read_all(
@@ -36,16 +36,16 @@ def read_all(
     Raises:
         ValueError: if one cannot be read, or if two have one name.
     """
-    found: dict[str, list[Request]] = {}
+    sets: dict[str, list[Request]] = {}
     for source in sources:
         name, requests = read(source, count, tokenizer, seed)
-        if name in found:
+        if name in sets:
             raise ValueError(
                 f"--prompts {source!r} has the name of another set, {name!r}: "
                 "give each set once, and files different names"
             )
-        found[name] = requests
-    return found
+        sets[name] = requests
+    return sets
 
 
 def read(source: str, count: int, tokenizer: Any, seed: int = 0) -> tuple[str, list[Request]]:

@@ -63,8 +63,8 @@ class Result(Record):
 
     def of(self, cell: Cell) -> dict[str, Series]:
         """Return the series of a cell by engine, in the order of the engines."""
-        found = {series.engine: series for series in self.series if series.cell == cell}
-        return {engine.name: found[engine.name] for engine in self.engines if engine.name in found}
+        series = {each.engine: each for each in self.series if each.cell == cell}
+        return {each.name: series[each.name] for each in self.engines if each.name in series}
 
     def engine(self, name: str) -> Engine:
         return next(engine for engine in self.engines if engine.name == name)

@@ -1,4 +1,4 @@
-"""Name the servers that run elsewhere, and make clients of them."""
+"""Name running servers, and make clients of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def engines(addresses: Sequence[str]) -> list[Engine]:
         ValueError: if an address is invalid, two have the same name, or vLLM is missing.
     """
     if missing := versions.absence():
-        raise ValueError(f"--base-url measures with vLLM's own client, and {missing}")
-    found = []
+        raise ValueError(f"--base-url measures with vLLM's client, and {missing}")
+    engines = []
     for given in addresses:
         name, separator, address = given.partition("=")
         if not separator or "://" in name or "?" in name:
@@ -32,38 +32,38 @@ def engines(addresses: Sequence[str]) -> list[Engine]:
             address = base_url(address)
         except ValueError as error:
             raise ValueError(f"--base-url {error}") from None
-        found.append(
+        engines.append(
             Engine(name=hidden(name), kind="server", budget=0, arguments={"base_url": address})
         )
-    if len({engine.name for engine in found}) < len(found):
+    if len({engine.name for engine in engines}) < len(engines):
         raise ValueError("--base-url: two servers have the same name")
-    return found
+    return engines
 
 
 def headers(given: Sequence[str]) -> dict[str, str]:
     """Return the headers of all requests, from ``KEY=VALUE``.
 
-    As in ``vllm bench serve``, OPENAI_API_KEY gives a key, and the headers prevail. Names are
-    written as vLLM's client writes its own, since it would send both of two spellings.
+    As in ``vllm bench serve``, OPENAI_API_KEY gives a key, and given headers replace it. Names are
+    spelled as in vLLM's client, which would send both of two spellings.
 
     Raises:
         ValueError: if a header is invalid.
     """
     key = os.environ.get("OPENAI_API_KEY")
-    found = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     for one in given:
         name, separator, value = (part.strip() for part in one.partition("="))
         if not (name and separator):
-            # The text itself may be a key.
+            # The text may be a key.
             raise ValueError("--header: a header has a name and a value, such as x-user=tests")
-        found[name.title()] = value
-    return found
+        headers[name.title()] = value
+    return headers
 
 
 def clients(*, chat: bool, model: str | None, headers: dict[str, str]) -> Callable[[str], Client]:
-    """Return what makes the client of an address, with the arguments of `Client`.
+    """Return a function that makes the client of an address, with the arguments of `Client`.
 
-    The first one takes seconds: it imports vLLM.
+    The first client takes seconds, since it imports vLLM.
     """
 
     def client(address: str) -> Client:

@@ -61,7 +61,7 @@ class Settings:
         return [*((batch, None) for batch in self.batches), *((0, r) for r in self.request_rates)]
 
     def runs(self, engines: Callable[[float], int]) -> int:
-        """Return the number of runs if so many engines are measured at a temperature."""
+        """Return the number of runs. ``engines``: how many are measured at a temperature."""
         cells = len(self.sets) * len(self.samplings) * len(self.paces)
         return self.rounds * cells * sum(map(engines, self.temperatures))
 
@@ -71,7 +71,7 @@ class Settings:
         Raises:
             ValueError: if a set has too few prompts for a batch.
         """
-        found = {}
+        loads = {}
         for (name, own), sampling, temperature, (batch, rate) in product(
             sets.items(), self.samplings, self.temperatures, self.paces
         ):
@@ -86,8 +86,8 @@ class Settings:
                 for request in own[: max(self.requests, batch)]
             ]
             rate = math.inf if rate is None else rate
-            found[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed, rate)
-        return found
+            loads[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed, rate)
+        return loads
 
     def check(self, sets: Mapping[str, Sequence[Request]], verify: Verify) -> None:
         """Check the sampling parameters of all requests.
@@ -112,10 +112,10 @@ class Settings:
 class Extras:
     """What `benchmarks.serve` of the repository adds to a measurement.
 
-    ``labels``: names in the result for models whose folders exist on this machine only.
-    ``samplings``: parameters of all requests; every set is served with each. ``look_ups``: nodes of
-    trees without a draft. ``side_by_side``: engines kept at a time; None: as many as fit.
-    ``around``: makes what an engine's process starts the engine within.
+    ``labels``: names in the result for models in folders of this machine. ``samplings``: parameters
+    of all requests; every set is served with each. ``look_ups``: nodes of trees without a draft.
+    ``side_by_side``: engines kept at a time; None: as many as fit. ``around``: makes the context in
+    which an engine's process starts the engine.
     """
 
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -130,8 +130,8 @@ class Extras:
 class Contest:
     """The engines to compare: vLLM's ``chains``, and ``trees``.
 
-    ``extras.side_by_side`` engines are kept at a time. If there are places for all, they start
-    together, and all of them serve a load before the next load.
+    ``extras.side_by_side`` engines are kept at a time. If that is all of them, they start together,
+    and all of them serve a load before the next load.
     """
 
     models: Models
@@ -160,7 +160,7 @@ def of_engines(
 ) -> Iterator[Result]:
     """Measure engines on this machine; yield the result so far after each round.
 
-    Measurements that would exceed ``seconds_left`` are left out, and the notes say so.
+    Measurements that would exceed ``seconds_left`` are skipped; the notes of the result name them.
 
     Raises:
         ValueError: if an option, or a model, does not fit.
@@ -247,7 +247,7 @@ def of_servers(
 
 
 def _left_out(settings: Settings, cells: Iterable[Cell], series: Sequence[Series]) -> Iterator[str]:
-    """Yield a line that says how many rounds there was time for, if not all."""
+    """If time has run out, yield a line with the number of rounds."""
     rounds = dict.fromkeys(cells, 0)
     for one in series:
         rounds[one.cell] = len(one.runs)

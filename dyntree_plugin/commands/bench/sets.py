@@ -1,7 +1,7 @@
-"""Sets of requests that bring sampling parameters: grammars, penalties and the like.
+"""Sets of requests with sampling parameters: grammars, penalties and others.
 
-Every request asks about a piece of held-out code. Answers under a grammar are short enough to end
-within the default of ``--max-tokens``, with small vocabularies too.
+Every request asks about a piece of held-out code. Answers under a grammar end within the default of
+``--max-tokens``, with small vocabularies too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ EXAMPLES: dict[str, str] = {
         '{"file": "main.py", "line": 40, "level": "error", "message": "no such name"}'
     ),
 }
-"""An answer to each question for JSON. Without one the embedded target writes blanks alone."""
+"""An example of an answer to each question for JSON, without which the embedded target writes only
+blanks."""
 
 CALLS: dict[str, str] = {
     "search": '{"query": "def main", "limit": 10}',
@@ -136,9 +137,9 @@ def _tagged(prompt: str, form: dict[str, Any]) -> Request:
 
 
 def _json_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the form of JSON with at most one blank in a row.
+    """Return a grammar of JSON with at most one blank in a row.
 
-    With the parameter ``json``, which allows any number, the embedded target writes blanks alone.
+    With parameter ``json``, which allows any number, the embedded target writes only blanks.
     """
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
 

@@ -29,9 +29,9 @@ class Spread:
 class Row:
     """One engine's figures on one cell.
 
-    ``over_first`` is the speed-up over the first engine, which has no speculation unless servers
-    are compared. It is NaN where a server does not show the time per token. ``over_chain`` is the
-    speed-up over the best chain of the cell, or None if there is none.
+    ``over_first``: speed-up over the first engine, which has no speculation unless servers are
+    compared; NaN if a server does not show the time per token. ``over_chain``: speed-up over the
+    best chain of the cell; None without one.
     """
 
     series: Series
@@ -44,9 +44,9 @@ class Row:
 
 
 def rows(result: Result, cell: Cell) -> list[Row]:
-    found = result.of(cell)
+    by_engine = result.of(cell)
     kinds = {engine.name: engine.kind for engine in result.engines}
-    first = next(iter(found.values()))
+    first = next(iter(by_engine.values()))
     chain = best_chain(result, cell)
     return [
         Row(
@@ -58,7 +58,7 @@ def rows(result: Result, cell: Cell) -> list[Row]:
             speed_up(series, first),
             None if chain is None else speed_up(series, chain),
         )
-        for name, series in found.items()
+        for name, series in by_engine.items()
     ]
 
 
@@ -79,7 +79,7 @@ def _fastest(series: Iterable[Series]) -> Series | None:
 def speed_up(series: Series, reference: Series) -> Spread:
     """Compute the speed-up within each round, so that drift between the rounds cancels.
 
-    It is NaN if one of the two came in single pieces.
+    It is NaN if one of the two sent its answers in one piece.
     """
     if in_single_pieces(series) or in_single_pieces(reference):
         return Spread(nan, nan, nan)
@@ -95,8 +95,8 @@ def in_single_pieces(series: Series) -> bool:
 def tokens_per_step(series: Series, plain: bool = False) -> float | None:
     """Return the tokens per step of a request after its first token, or None if it is unknown.
 
-    Where the steps of requests are not counted, these are the tokens per verified chain or tree,
-    with the accepted tokens after the end of an answer.
+    If the steps of requests are not counted, return the tokens per verified chain or tree,
+    including accepted tokens after the end of an answer.
     """
     steps = sum(run.request_steps for run in series.runs)
     if steps:

@@ -1,4 +1,4 @@
-"""A result as tables in Markdown, for the pages, and what all tables say."""
+"""Write a result as tables in Markdown, and the sentences of all tables."""
 
 from __future__ import annotations
 

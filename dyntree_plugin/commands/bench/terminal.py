@@ -30,7 +30,7 @@ _FIXED_SPACE = "\N{NO-BREAK SPACE}"
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a table gives up for room: ``name`` is the most characters in a line of a name."""
+    """A layout; ``name`` is the most characters in a line of an engine's name."""
 
     name: int
     ranges: bool = True
@@ -75,21 +75,21 @@ def _table(result: Result, cell: Cell, layout: _Layout) -> Table:
         show_edge=False, padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     table.add_column()
-    found = rows(result, cell)
+    shown = rows(result, cell)
     columns: list[list[Text]] = []
     for heading, value in _columns(result, layout):
-        texts = [value(row) for row in found]
+        texts = [value(row) for row in shown]
         if any(text.plain != NONE for text in texts):
             table.add_column(heading, justify="right", no_wrap=True)
             columns.append(texts)
-    for row, *values in zip(found, *columns, strict=True):
+    for row, *values in zip(shown, *columns, strict=True):
         name = _name(row.series.engine, layout.name)
         table.add_row(name, *values, style="bold" if has_trees(result, row) else None)
     return table
 
 
 def _columns(result: Result, layout: _Layout) -> Iterator[tuple[str, Callable[[Row], Text]]]:
-    """Yield the heading of every column, and what gives its value in a row."""
+    """Yield the heading of every column, and a function for its value in a row."""
 
     def ratio(spread: Spread | None, counts: bool) -> Text:
         if spread is None:
@@ -123,18 +123,18 @@ def _name(name: str, most: int) -> str:
 def _other_tokens(result: Result, cell: Cell) -> Iterator[str]:
     """Yield a line that says by how much the answers differ from the first engine's."""
     first = result.engines[0].name
-    found = result.of(cell)
-    if any(series.differing_requests is None for series in found.values()):
+    series_of = result.of(cell)
+    if any(series.differing_requests is None for series in series_of.values()):
         return
     differing = []
-    for name, series in found.items():
+    for name, series in series_of.items():
         if series.differing_requests and series.differing_tokens is None:
             differing.append(f"{name} in {series.differing_requests} texts")
         elif series.differing_tokens:
             differing.append(f"{name} in {series.differing_tokens} of {series.compared_tokens}")
     if differing:
         yield f"Other tokens than those of {first}: {', '.join(differing)}."
-    elif len(found) > 1:
+    elif len(series_of) > 1:
         yield f"All answers are those of {first}."
 
 

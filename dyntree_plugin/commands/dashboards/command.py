@@ -22,7 +22,7 @@ Prometheus Operator.
 
 
 def write(folder: Path, *, force: bool) -> str:
-    """Write the files into a folder, which is made; return what to do next.
+    """Make a folder and write the files into it; return what to do next.
 
     Raises:
         ValueError: if it cannot be written, or is not empty. With ``force``, files of these names
@@ -30,18 +30,18 @@ def write(folder: Path, *, force: bool) -> str:
         OSError: if writing fails.
     """
     check_new_folder("DIR", folder)
-    found = files.installed()
+    every = files.installed()
     if not force and folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
             f"{folder} is not empty: name another folder, or give --force, which replaces files "
             "of the same names and leaves others"
         )
-    for name in found:
+    for name in every:
         for path in (Path(name), *Path(name).parents[:-1]):
             if (folder / path).is_symlink():
                 raise ValueError(f"{folder / path} is a symbolic link: remove it")
-    for name, source in found.items():
+    for name, source in every.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    return _NEXT.format(count=len(found), folder=folder, quoted=shlex.quote(str(folder)))
+    return _NEXT.format(count=len(every), folder=folder, quoted=shlex.quote(str(folder)))

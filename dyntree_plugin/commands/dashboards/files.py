@@ -15,27 +15,26 @@ _PATTERNS = (
     "examples/deployment/*.yaml",
 )
 _OF_SOURCES = {"examples/deployment/compose.yaml"}
-"""Files that are of no use without the repository: this one builds an image from it."""
+"""Files that need a clone, from which they build an image."""
 
 
 def in_repository(root: Path) -> dict[str, Path]:
     """Return every file by its path below ``root``, the root of the repository."""
-    found = sorted(path for pattern in _PATTERNS for path in root.glob(pattern))
-    named = {path.relative_to(root).as_posix(): path for path in found}
+    paths = sorted(path for pattern in _PATTERNS for path in root.glob(pattern))
+    named = {path.relative_to(root).as_posix(): path for path in paths}
     return {name: path for name, path in named.items() if name not in _OF_SOURCES}
 
 
 def installed() -> dict[str, Path]:
     """Return every file by its path in the repository.
 
-    They lie beside this module, or in the repository if the package is installed from it as
-    editable.
+    The files lie beside this module or, in an editable installation, in the repository.
 
     Raises:
         FileNotFoundError: if they lie in neither place.
     """
     here = Path(__file__)
-    found = in_repository(here.with_name(BUNDLE)) or in_repository(here.parents[3])
-    if not found:
+    files = in_repository(here.with_name(BUNDLE)) or in_repository(here.parents[3])
+    if not files:
         raise FileNotFoundError(f"this installation has no dashboards beside {here}: reinstall it")
-    return found
+    return files

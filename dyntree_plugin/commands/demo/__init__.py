@@ -1,1 +1,1 @@
-"""`dyntree demo`: the same prompts without and with a tree, in one run."""
+"""`dyntree demo`: complete the same prompts without and with trees."""

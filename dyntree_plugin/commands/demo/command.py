@@ -99,7 +99,7 @@ def _prompts(count: int) -> list[str]:
     """Return held-out prompts.
 
     Raises:
-        ValueError: if there are not so many.
+        ValueError: if there are fewer.
     """
     try:
         return pair.held_out_prompts(count)

@@ -1,4 +1,4 @@
-"""The two engines of the demonstration, and what is measured on them."""
+"""Run the two engines of the demonstration, and measure them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion. ``tokens`` are its own, without the ``prompt_tokens`` before them."""
+    """One completion: its ``tokens``, and the number of the prompt's, ``prompt_tokens``."""
 
     prompt_tokens: list[int]
     tokens: list[int]
@@ -37,11 +37,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Run:
-    """Completions of every prompt, one after the other.
+    """Completions of the prompts, one after the other.
 
-    ``steps`` counts the target's forwards after the prompt's own: one per verified tree, or one
-    per token without trees. ``stages`` holds the worker's seconds by stage; it is empty without
-    trees.
+    ``steps``: the target's forwards after those of the prompts: one per verified tree, or one per
+    token without trees. ``stages``: the worker's seconds by stage; empty without trees.
     """
 
     completions: list[Completion]
@@ -74,7 +73,7 @@ class Comparison:
 
 
 def compare(settings: Settings, announce: Announce) -> Comparison:
-    """Complete the prompts with the target alone, then with trees, in engines of their own."""
+    """Complete the prompts in two engines: without trees, then with trees."""
     with announce("Loading vLLM", None):
         from vllm import EngineArgs
         from vllm.platforms import current_platform
@@ -82,7 +81,7 @@ def compare(settings: Settings, announce: Announce) -> Comparison:
         if current_platform.is_cpu():
             # On a GPU the memory of the first engine is free for the second when its process ends.
             stay_in_this_process()
-        # A pair that trees cannot serve is refused here, before the engines start.
+        # A pair that trees cannot serve is refused before the engines start.
         EngineArgs(**with_trees(settings)).create_engine_config()
     count = len(settings.prompts)
     with ExitStack() as stack:
@@ -148,7 +147,7 @@ def _generate(
 def _counts() -> dict[str, float]:
     """Return the plugin's metrics; the seconds of a stage are under ``stage=name``.
 
-    vLLM's `LLM.get_metrics` rounds counters to integers, which leaves nothing of seconds.
+    vLLM's `LLM.get_metrics` rounds counters to integers, which is useless for seconds.
     """
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 

@@ -45,11 +45,11 @@ def show(console: Console, settings: Settings, comparison: Comparison) -> int:
     console.print(step_times(with_tree, settings.drafter))
     if with_tree.tokens_per_second < plain.tokens_per_second:
         console.print(Text(_SLOWER.format(settings.drafter), style="yellow"))
-    found = differences(plain, with_tree)
-    console.print(verdict(plain, found, text))
-    if found and settings.dtype != "float32":
+    different = differences(plain, with_tree)
+    console.print(verdict(plain, different, text))
+    if different and settings.dtype != "float32":
         console.print(_ROUNDED)
-    return 1 if found else 0
+    return 1 if different else 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Difference:
 
 def differences(plain: Run, tree: Run) -> list[Difference]:
     """Return the first difference of every prompt whose completions differ."""
-    found = []
+    different = []
     for prompt, (a, b) in enumerate(zip(plain.completions, tree.completions, strict=True)):
         if a.tokens == b.tokens:
             continue
@@ -72,8 +72,8 @@ def differences(plain: Run, tree: Run) -> list[Difference]:
         shorter = min(len(a.tokens), len(b.tokens))
         position = next((i for i, equal in enumerate(same) if not equal), shorter)
         ends = [c.tokens[position] if position < len(c.tokens) else None for c in (a, b)]
-        found.append(Difference(prompt, position, *ends))
-    return found
+        different.append(Difference(prompt, position, *ends))
+    return different
 
 
 def most_telling(traces: Sequence[Sequence[TreeStep]]) -> tuple[int, TreeStep] | None:
@@ -152,17 +152,17 @@ def step_times(run: Run, drafter: str) -> Table:
     return table
 
 
-def verdict(plain: Run, found: Sequence[Difference], text: Detokenise) -> Text:
+def verdict(plain: Run, different: Sequence[Difference], text: Detokenise) -> Text:
     """Say whether the text is the same, and where it differs."""
     prompts = len(plain.completions)
-    if not found:
+    if not different:
         return Text(
             f"{ACCEPTED} The text is the same with and without the tree: "
             f"{prompts} completions, {plain.tokens} tokens.",
             style="bold green",
         )
-    lines = [f"The text differs with the tree in {len(found)} of {prompts} completions:"]
-    for each in found:
+    lines = [f"The text differs with the tree in {len(different)} of {prompts} completions:"]
+    for each in different:
         without, with_tree = (
             "the end" if token is None else visible(text(token))
             for token in (each.without, each.with_tree)

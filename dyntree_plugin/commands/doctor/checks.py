@@ -37,10 +37,10 @@ def machine_checks() -> Iterator[Check]:
 
 def vllm() -> Check:
     name, version = versions.installed_vllm() or ("vllm", "not installed")
-    found = f"{name} {version}"
+    installed = f"{name} {version}"
     if versions.version_refusal() is None:
-        return Check("vLLM", "ok", found)
-    return Check("vLLM", "fail", found, versions.ADVICE)
+        return Check("vLLM", "ok", installed)
+    return Check("vLLM", "fail", installed, versions.ADVICE)
 
 
 def plugin() -> Check:
@@ -51,8 +51,8 @@ def plugin() -> Check:
         return Check("plugin", "fail", f"no entry point {NAMESPACE} in {group}", advice)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAMESPACE not in allowed.split(","):
-        found = f"VLLM_PLUGINS={allowed!r} leaves it out"
-        return Check("plugin", "fail", found, f"unset it, or add {NAMESPACE}")
+        value = f"VLLM_PLUGINS={allowed!r} leaves it out"
+        return Check("plugin", "fail", value, f"unset it, or add {NAMESPACE}")
     return Check("plugin", "ok", f"entry point {NAMESPACE} in {group}")
 
 
@@ -64,15 +64,15 @@ def device() -> Check:
         from dyntree_plugin.provenance import provenance
 
         return Check("device", "ok", f"cpu: {provenance()['cpu']}, {_cores()} cores to run on")
-    found = f"{kind}: {current_platform.get_device_name()}" if kind else "none that vLLM knows"
+    device = f"{kind}: {current_platform.get_device_name()}" if kind else "none that vLLM knows"
     refusal = versions.platform_refusal(kind)
     if refusal is None:
         advice = (
             "docs/gpu.md says what ran on a GPU; for the rest, compare the tokens of a few greedy "
             "requests with those of the same engine without the dyntree options"
         )
-        return Check("device", "warn", found, advice)
-    return Check("device", "fail", found, refusal.partition(": ")[2])
+        return Check("device", "warn", device, advice)
+    return Check("device", "fail", device, refusal.partition(": ")[2])
 
 
 def runner() -> Check:
@@ -107,10 +107,10 @@ def packages(kind: str) -> Iterator[Check]:
 
 
 def companions() -> Check:
-    """Check that PyTorch's companion packages load.
+    """Check that torchvision, torchaudio and torchcodec load, if installed; Transformers imports
+    them.
 
-    Transformers imports them if they are installed. Pip may choose builds for CUDA, which do not
-    load with a PyTorch for CPUs.
+    Pip may choose CUDA builds, which do not load with a PyTorch for CPUs.
     """
     name = "companions"
     installed = [package for package in _COMPANIONS if find_spec(package) is not None]
@@ -125,8 +125,8 @@ def companions() -> Check:
             name, "ok", f"of PyTorch: {', '.join(installed) or 'none, and none is needed'}"
         )
     advice = f"pip uninstall {' '.join(broken)}; or install their builds for this PyTorch"
-    found = "; ".join(f"{package} does not load: {problem}" for package, problem in broken.items())
-    return Check(name, "fail", found, advice)
+    problems = "; ".join(f"{each} does not load: {problem}" for each, problem in broken.items())
+    return Check(name, "fail", problems, advice)
 
 
 def native_kernels() -> Check:
@@ -140,41 +140,41 @@ def native_kernels() -> Check:
     except (ImportError, RuntimeError) as problem:  # numba's errors are RuntimeErrors.
         return Check(name, "fail", f"they do not run: {problem}", "reinstall numba")
     seconds = time.perf_counter() - start
-    found = f"compiled and run in {seconds:.1f} s; largest error {error:.0e}"
+    ran = f"compiled and run in {seconds:.1f} s; largest error {error:.0e}"
     if error > 1e-4:
-        return Check(name, "fail", found, "the results are wrong: report it with this CPU's name")
-    return Check(name, "ok", found)
+        return Check(name, "fail", ran, "the results are wrong: report it with this CPU's name")
+    return Check(name, "ok", ran)
 
 
 def openmp_library() -> Check:
-    """Check which OpenMP the engines of this environment use."""
+    """Check which OpenMP engines use."""
     path = openmp.library()
     chosen = os.environ.get("LD_PRELOAD", "")
     if path is None:
-        return Check("OpenMP", "ok", "PyTorch's own; Intel's is not installed")
+        return Check("OpenMP", "ok", "PyTorch's; Intel's is not installed")
     if openmp.loaded():
         return Check("OpenMP", "ok", "libiomp5 is loaded in this process")
     if any(other in chosen for other in ("libomp", "libgomp")):
         advice = f"small models decode faster with LD_PRELOAD={path}"
         return Check("OpenMP", "warn", f"LD_PRELOAD={chosen!r} is kept", advice)
-    found = "libiomp5 is installed; dyntree's commands and vLLM's processes load it themselves"
-    return Check("OpenMP", "ok", found, f"for an engine in your own process: LD_PRELOAD={path}")
+    state = "libiomp5 is installed; dyntree's commands and vLLM's processes load it themselves"
+    return Check("OpenMP", "ok", state, f"for an engine in your process: LD_PRELOAD={path}")
 
 
 def memory(wanted: float) -> Check:
-    """Check that the share of memory is free that vLLM's CPU engine asks for."""
+    """Check that the memory that vLLM's CPU engine asks for is free."""
     import psutil  # type: ignore[import-untyped]
 
     usage = psutil.virtual_memory()
     share = usage.available / usage.total
-    found = f"{usage.available / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+    free = f"{usage.available / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if share >= wanted:
-        return Check("memory", "ok", found)
+        return Check("memory", "ok", free)
     advice = (
         f"vLLM asks for {wanted:.0%}: set --gpu-memory-utilization, which here means the CPU's "
         f"memory, to at most {max(share - 0.05, 0.05):.2f}"
     )
-    return Check("memory", "fail", found, advice)
+    return Check("memory", "fail", free, advice)
 
 
 def device_type() -> str:

@@ -1,4 +1,4 @@
-"""`dyntree doctor`: check this machine, and find what dyntree would refuse of a command line."""
+"""`dyntree doctor`: check this machine, and what dyntree would refuse of a command line."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def _checks(
     yield from machine_checks()
     if versions.installed_vllm() is None:
         return
-    found = companions()
-    yield found
-    if found.status == "fail":  # Then vLLM cannot be imported.
+    check = companions()
+    yield check
+    if check.status == "fail":  # Then vLLM cannot be imported.
         return
     from dyntree_plugin.commands.doctor import command_line, kernels
 
@@ -61,9 +61,9 @@ def _checks(
 def _default_memory() -> Check:
     from vllm import EngineArgs
 
-    found = memory(EngineArgs.gpu_memory_utilization)
+    check = memory(EngineArgs.gpu_memory_utilization)
     # A command line may ask for less memory.
-    return replace(found, status="warn") if found.status == "fail" else found
+    return replace(check, status="warn") if check.status == "fail" else check
 
 
 def _teller(screen: TextIO) -> Callable[[str], None]:

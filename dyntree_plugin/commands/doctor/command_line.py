@@ -23,7 +23,7 @@ _NAME = "command line"
 
 
 def command_line_checks(arguments: Sequence[str]) -> tuple[list[Check], VllmConfig | None]:
-    """Return a check for every refusal, or checks of the admitted engine with its configuration."""
+    """Return the refusals as checks, or the checks of an admitted engine and its configuration."""
     try:
         with reasons.not_logged():
             config = configuration(arguments)
@@ -37,7 +37,7 @@ def configuration(arguments: Sequence[str]) -> VllmConfig:
 
     Raises:
         ValueError: if vLLM or dyntree refuses them.
-        OSError: if a model is not found.
+        OSError: if there is no such model.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -61,7 +61,7 @@ def configuration(arguments: Sequence[str]) -> VllmConfig:
 
 
 def variants(config: VllmConfig | None) -> tuple[set[int], torch.dtype]:
-    """Return the head sizes and the type of a configuration's models, or the most common ones."""
+    """Return the head sizes and the type of a configuration's models, or common ones without it."""
     if config is None or config.speculative_config is None:
         return {128}, torch.bfloat16
     models = (config.model_config, config.speculative_config.draft_model_config)
@@ -80,8 +80,8 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     yield Check(_NAME, "warn" if advice else "ok", f"admitted: {in_force}", advice)
     further = further_drafts(speculation)
     yield from _vocabularies(config, further)
-    for found, chain_advice in default_chain_reasons(config.model_config, plan.shape):
-        yield Check("requests", "warn", found, chain_advice)
+    for reason, chain_advice in default_chain_reasons(config.model_config, plan.shape):
+        yield Check("requests", "warn", reason, chain_advice)
     if unseen := check.images_advice(config):
         yield Check("draft", "warn", unseen)
     for line in check.look_up_advice(config, device_type()):

@@ -26,7 +26,7 @@ def attention(
 ) -> Check:
     """Check which kernel of tree attention a model's shape gets, and why.
 
-    ``model`` names the model; without it the shape is an example. ``table`` holds measurements.
+    ``model``: its name; None for an example shape. ``table``: measurements.
     """
     name = f"attention, {model}" if model else "attention"
     cuda = torch.cuda.is_available()
@@ -83,10 +83,7 @@ def layout(head_size: int = 128, dtype: torch.dtype = torch.bfloat16, model: str
 
 
 def largest_error() -> float:
-    """Return the largest error of tree attention on the CPU for one small tree.
-
-    The reference is dense softmax.
-    """
+    """Return the largest error of the CPU's tree attention on a small tree, against softmax."""
     from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
     from dyntree_kernels.cpu.attention import tree_attention
     from dyntree_kernels.cpu.layout import unpack

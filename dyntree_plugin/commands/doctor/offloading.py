@@ -1,4 +1,4 @@
-"""Say what fits on the device where the target's weights are offloaded."""
+"""Say what fits on the device if the target's weights are offloaded."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def checks(config: VllmConfig) -> Iterator[Check]:
         yield Check(NAME, "warn", line)
     if kind == "cpu":
         return
-    found = offloading.placed(config)
-    if found is None:
+    placed = offloading.placed(config)
+    if placed is None:
         unknown = f"the weights of {config.model_config.model} are not on this machine"
         yield Check(NAME, "ok", f"{unknown}, so that what fits is not known")
         return
     from vllm.platforms import current_platform
 
-    yield fit(config, found, current_platform.get_device_total_memory())
+    yield fit(config, placed, current_platform.get_device_total_memory())
 
 
-def fit(config: VllmConfig, found: Offloading, memory: int) -> Check:
-    """Say what is left of a device with so many bytes of ``memory`` for the KV cache."""
+def fit(config: VllmConfig, placed: Offloading, memory: int) -> Check:
+    """Say what is left for the KV cache of a device with ``memory`` bytes."""
     usable = int(memory * config.cache_config.gpu_memory_utilization)
     drafts = sum(_drafts(config))
-    stays = found.target - found.moved
-    left = usable - stays - found.buffers - drafts
+    stays = placed.target - placed.moved
+    left = usable - stays - placed.buffers - drafts
     tokens = max(left, 0) // _kv_bytes(config)
     says = (
-        f"{found.backend}: {gib(found.moved)} of the target's {gib(found.target)} are in the "
+        f"{placed.backend}: {gib(placed.moved)} of the target's {gib(placed.target)} are in the "
         f"host's memory. Of {gib(usable)} on the device, {gib(stays)} of the target, "
-        f"{gib(found.buffers)} of buffers and {gib(drafts)} of drafts leave {gib(left)} for "
+        f"{gib(placed.buffers)} of buffers and {gib(drafts)} of drafts leave {gib(left)} for "
         f"activations and the KV cache: at most {tokens} tokens"
     )
     longest = config.model_config.max_model_len
@@ -60,11 +60,11 @@ def fit(config: VllmConfig, found: Offloading, memory: int) -> Check:
 
 
 def _drafts(config: VllmConfig) -> Iterator[int]:
-    """Yield the bytes of every draft that has files of its own, on one device."""
+    """Yield the bytes on one device of every draft that has files."""
     for speculation in _speculations(config):
         draft = speculation.draft_model_config
-        if speculation.method != "mtp" and (found := weights.read(draft)) is not None:
-            yield found.total // config.parallel_config.tensor_parallel_size
+        if speculation.method != "mtp" and (sizes := weights.read(draft)) is not None:
+            yield sizes.total // config.parallel_config.tensor_parallel_size
 
 
 def _speculations(config: VllmConfig) -> Iterator[SpeculativeConfig]:

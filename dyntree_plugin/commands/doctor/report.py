@@ -37,7 +37,7 @@ def failures(checks: Sequence[Check]) -> int:
 
 
 def show(checks: Sequence[Check], *, with_command: bool) -> None:
-    """Print the report as a table, with a verdict on the machine or the command line below it."""
+    """Print the report as a table, and a verdict on the machine or the command line."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")

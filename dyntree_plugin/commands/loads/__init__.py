@@ -1,1 +1,1 @@
-"""Serve loads of requests with engines in processes of their own, for `bench` and `tune`."""
+"""Serve loads of requests with engines in separate processes, for `bench` and `tune`."""

@@ -14,13 +14,13 @@ _PREFIX = "vllm:spec_decode_num_"
 
 def read(families: Iterable[Metric]) -> Speculation:
     """Sum the counters over models and engines; they are 0 without speculation."""
-    found = dict.fromkeys(Speculation.model_fields, 0)
+    counts = dict.fromkeys(Speculation.model_fields, 0)
     for family in families:
         for sample in family.samples:
             name = sample.name.removeprefix(_PREFIX).removesuffix("_total")
-            if sample.name == f"{_PREFIX}{name}_total" and name in found:
-                found[name] += round(sample.value)
-    return Speculation(**found)
+            if sample.name == f"{_PREFIX}{name}_total" and name in counts:
+                counts[name] += round(sample.value)
+    return Speculation(**counts)
 
 
 def fallbacks(families: Iterable[Metric]) -> Fallbacks:
@@ -37,7 +37,7 @@ def fallbacks(families: Iterable[Metric]) -> Fallbacks:
 
 
 def growth_of_fallbacks(before: Fallbacks, after: Fallbacks) -> Fallbacks:
-    """Return the growth; reasons that did not occur in between are left out."""
+    """Return the increase, without reasons that did not occur."""
     grown = {
         reason: count - before.by_reason.get(reason, 0) for reason, count in after.by_reason.items()
     }
@@ -50,8 +50,8 @@ def growth_of_fallbacks(before: Fallbacks, after: Fallbacks) -> Fallbacks:
 def request_steps(before: Iterable[Metric], after: Iterable[Metric], tokens: int) -> int:
     """Return the steps of single requests after those of their first tokens.
 
-    ``tokens`` is the number of tokens of all answers. If more were generated, there were other
-    requests, and the result is 0.
+    ``tokens``: those of all answers. If more were generated, there were other requests, and the
+    result is 0.
     """
     generated, steps = (
         _sum(after, name) - _sum(before, name)

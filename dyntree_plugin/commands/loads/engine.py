@@ -1,4 +1,4 @@
-"""Run one engine in a process of its own, which serves loads on request."""
+"""Run one engine in a separate process, which serves loads on request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(
 ) -> None:
     """Start the engine, and answer every load with (Run, Answers) until a None arrives.
 
-    ``around``: makes what the engine starts within.
+    ``around``: makes the context in which the engine starts.
     """
     _die_with_parent()
     _redirect(log)
@@ -67,10 +67,8 @@ def _redirect(log: Path) -> None:
 
 @dataclass
 class _Request:
-    """Times of the request, of its first token and of its last token, in seconds.
-
-    ``steps`` counts the steps that gave it tokens.
-    """
+    """The request's times, in seconds: sent, first token, last token. ``steps``: steps that gave it
+    tokens."""
 
     asked: float
     first: float | None = None
@@ -88,7 +86,8 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Step:
-    """``decodes``: it gave tokens, and read no prompt. One may wait for a grammar alone."""
+    """``decodes``: the step gave tokens and read no prompt. A step may also only wait for a
+    grammar."""
 
     seconds: float
     stages: Mapping[str, float]
@@ -118,7 +117,7 @@ class Served:
             # a CPU with its V1 runner only.
             arguments["worker_cls"] = PLAIN_WORKER
         elif not on_cpu and stock and speculation and "offload_group_size" in arguments:
-            # With a draft, vLLM's own engine ends at an assertion.
+            # With a draft, vLLM's engine fails an assertion.
             arguments["worker_cls"] = CHAIN_WORKER
         arguments.setdefault("enforce_eager", on_cpu)
         self._llm = LLM(**arguments)
@@ -201,9 +200,9 @@ def _sampling(load: Load, number: int) -> Any:
 
 
 def _stages_of(llm: LLM) -> Callable[[], dict[str, float]]:
-    """Return a function that gives the seconds of the last step by stage.
+    """Return a function that returns the seconds of the last step by stage.
 
-    An engine with trees has a clock of its own; otherwise the forwards are timed.
+    An engine with trees has a clock; in others the forwards are timed.
     """
     executor: Any = llm.llm_engine.model_executor
     runner = executor.driver_worker.worker.model_runner
@@ -224,9 +223,9 @@ def _stages_of(llm: LLM) -> Callable[[], dict[str, float]]:
         return dict(taken)
 
     def last() -> dict[str, float]:
-        found = dict(taken)
+        seconds = dict(taken)
         taken.clear()
-        return found
+        return seconds
 
     clock.take = noted
     return last
@@ -238,14 +237,14 @@ def _time_forwards(clock: StageClock, stage: str, model: Any) -> None:
 
 
 def _time_combining(clock: StageClock, head: Any) -> None:
-    """Time, as drafting, what an EAGLE-3 head does to the target's hidden states beforehand."""
+    """Count as drafting the time in which an EAGLE-3 head prepares the target's hidden states."""
     combine = getattr(head, "combine_hidden_states", None)
     if combine is not None:
         head.combine_hidden_states = clock("draft")(combine)
 
 
 def _die_with_parent() -> None:
-    """End this process with its parent, on Linux: a stopped process would outlive it."""
+    """On Linux, end this process with its parent, which a stopped process would outlive."""
     if sys.platform == "linux":
         import ctypes
         import signal

@@ -28,18 +28,18 @@ class Load:
     def sampling(self, number: int) -> dict[str, Any]:
         """Return all sampling parameters of a request by the names of vLLM's ``SamplingParams``.
 
-        No answer ends before ``max_tokens``, so that every engine has the same work, unless the
-        request has a grammar or says otherwise.
+        So that every engine has the same work, no answer ends before ``max_tokens``, unless the
+        request has a grammar or sets its end.
         """
         own = dict(self.requests[number].sampling)
         if "min_tokens" in own:
-            # A load that warms up has fewer tokens.
+            # A warm-up has fewer tokens.
             own["min_tokens"] = min(own["min_tokens"], self.max_tokens)
         seed = {"seed": self.seed + number} if self.temperature else {}
         common = {
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
-            # The end of a text is the only token that a grammar allows after its last.
+            # After its last token a grammar allows only the end of the text.
             "ignore_eos": "structured_outputs" not in own,
         }
         return common | seed | own

@@ -29,7 +29,7 @@ class EngineProcess:
     def __init__(self, engine: Engine, log: Path, *, around: Around | None = None) -> None:
         """Begin to start the engine; call `wait` before using it.
 
-        ``around``: makes what the engine starts within; it must be picklable.
+        ``around``: makes the context in which the engine starts; it must be picklable.
         """
         self._name, self._log = engine.name, log
         context = multiprocessing.get_context("spawn")
@@ -83,7 +83,7 @@ class EngineProcess:
         if kind == REFUSED:
             raise ValueError(hidden(f"{self._name}: {value}"))
         if kind == FAILED:
-            # A process that could not even begin has no log; its output went to the screen.
+            # A process that could not start has no log; its output went to the screen.
             printed = self._log.read_text(errors="replace") if self._log.exists() else ""
             printed = printed[-_LOG_CHARACTERS:]
             raise RuntimeError(hidden(f"the engine `{self._name}` failed: {value}\n{printed}"))
@@ -97,8 +97,8 @@ class EngineProcess:
 class Pool:
     """Keeps as many engines as fit; the others take turns in the last place.
 
-    ``places`` is their number. None means one on a GPU; on a CPU another engine fits as long as
-    the memory of the largest one is at most half of what is free.
+    ``places``: their number. None means one on a GPU; on a CPU another engine fits as long as the
+    largest one takes at most half of the free memory.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Pool:
 
     @contextmanager
     def engine(self, engine: Engine, warm_up: list[Load]) -> Iterator[EngineProcess]:
-        """Give the engine; start it and warm it up with these loads unless it is running."""
+        """Return the engine; unless it runs, start it and warm it up with these loads."""
         if engine.name not in self._running:
             while self._running and not self._has_room():
                 self._end_last()
@@ -134,10 +134,8 @@ class Pool:
         yield self._running[engine.name]
 
     def start(self, engines: Sequence[tuple[Engine, Sequence[Load]]]) -> None:
-        """Start all of these engines at once, however many places there are.
-
-        Then warm up each with its loads.
-        """
+        """Start all of these engines, however many places there are; then warm up each with its
+        loads."""
         for engine, _ in engines:
             log = Path(self._logs.name) / f"{self._started}.log"
             self._started += 1

@@ -9,11 +9,11 @@ from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.paths import read_text
 
 FIELDS = ("prompt", "text", "question", "turns")
-"""Fields of a JSONL line that may hold the prompt. ``turns`` is a list, as in Spec-Bench, whose
+"""Fields of a JSONL line that may have the prompt. ``turns``, as in Spec-Bench, is a list, whose
 first entry is used."""
 
 SAMPLING = "sampling"
-"""Field of a JSONL line that may hold sampling parameters of the request."""
+"""Field of a JSONL line for the request's sampling parameters."""
 
 
 def lines(path: Path) -> list[Request]:
@@ -38,8 +38,8 @@ def _request(line: str, where: str) -> Request:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a JSON object with the prompt")
-    found = next((value[name] for name in FIELDS if name in value), None)
-    prompt = found[0] if isinstance(found, list) and found else found
+    given = next((value[name] for name in FIELDS if name in value), None)
+    prompt = given[0] if isinstance(given, list) and given else given
     if not isinstance(prompt, str):
         raise ValueError(f"{where} must have its prompt as text in one of {', '.join(FIELDS)}")
     if any("\ud800" <= character <= "\udfff" for character in prompt):

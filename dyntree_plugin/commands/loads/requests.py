@@ -1,4 +1,4 @@
-"""Define a request: a prompt, and the sampling parameters that it brings."""
+"""Define a request: a prompt and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ALLOWED = (
     "top_k",
     "top_p",
 )
-"""Parameters that a request may bring. Servers take them by the same names. ``min_p`` and
-``logit_bias`` are missing, since vLLM's chains refuse them."""
+"""Parameters of a request; servers have the same names. vLLM's chains refuse ``min_p`` and
+``logit_bias``."""
 
 _SHOWN_CHARACTERS = 32
 
@@ -44,14 +44,14 @@ Verify = Callable[["SamplingParams"], None]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, which is a list of tokens, or a text; and the parameters that it brings."""
+    """A prompt, a list of tokens or a text, and its parameters."""
 
     prompt: Sequence[int] | str
     sampling: Parameters = field(default_factory=dict)
 
     @property
     def key(self) -> str:
-        """Text that is equal for equal sampling parameters."""
+        """A text that is equal for equal sampling parameters."""
         return json.dumps(self.sampling, sort_keys=True)
 
 

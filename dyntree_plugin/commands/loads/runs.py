@@ -11,7 +11,7 @@ Kind = Literal["plain", "chain", "static tree", "dynamic tree", "server"]
 
 
 class Record(BaseModel):
-    """What a result file is made of: it does not change, and has no unknown fields."""
+    """A part of a result file: it does not change, and has no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,9 +34,9 @@ class Speculation(Record):
 
 
 class Fallbacks(Record):
-    """Decoding steps of single requests of an engine with trees, and those with chains or no tree.
+    """Decoding steps of single requests, with trees, and with chains or no tree.
 
-    ``by_reason`` counts the latter by the reasons of `dyntree_fallback_steps`.
+    ``by_reason``: the latter by the reasons of `dyntree_fallback_steps`.
     """
 
     request_steps: int = 0
@@ -44,10 +44,10 @@ class Fallbacks(Record):
 
 
 class Percentile(Record):
-    """One percentile of the times of a server's run, defined as in ``vllm bench serve``.
+    """One percentile of a server's times, defined as in ``vllm bench serve``.
 
-    ``ttft_ms``: a request's time to its first token; ``tpot_ms``: its time per later token;
-    ``itl_ms``: the time between two pieces of a stream, which may have several tokens each.
+    ``ttft_ms``: time to the first token. ``tpot_ms``: time per later token. ``itl_ms``: time
+    between two pieces of a stream, which may have several tokens each.
     """
 
     percent: float
@@ -59,14 +59,12 @@ class Percentile(Record):
 class Run(Record):
     """One engine's work on one cell in one round.
 
-    ``tpot_ms`` is the time per output token after the first, over all requests; ``ttft_ms`` is the
-    mean time to the first token. ``steps`` counts engine steps that process no prompt, ``step_ms``
-    is their mean time, and ``stages_ms`` the worker's share of it by stage. For an engine in
-    another process the metrics give the stages, over all steps.
-
-    ``request_steps`` counts the steps of every single request after that of its first token; 0 if
-    they are unknown. Unlike ``speculation`` they go with ``output_tokens``, which has no token
-    after the end of an answer.
+    ``tpot_ms``: time per output token after the first, over all requests. ``ttft_ms``: mean time to
+    the first token. ``steps``: engine steps without a prompt; ``step_ms``: their mean time;
+    ``stages_ms``: the worker's share of it by stage, for an engine in another process over all
+    steps. ``request_steps``: steps of all single requests after their first tokens; 0 if unknown.
+    They belong to ``output_tokens``, which has no token after the end of an answer; ``speculation``
+    may count such tokens.
     """
 
     round: int
@@ -89,8 +87,8 @@ def latencies_ms(
 ) -> tuple[float, float]:
     """Compute ``tpot_ms`` and ``ttft_ms`` of a `Run`.
 
-    ``requests`` holds four values for each request: the times in seconds at which it was sent, at
-    which it got its first token, and its last, and its number of tokens.
+    ``requests``: for each, the seconds at which it was sent, got its first token, and got its last,
+    and its number of tokens.
 
     Raises:
         RuntimeError: if a request got none.

@@ -115,7 +115,7 @@ def show(
 
 
 def _form_of(output: Path | None) -> Format:
-    """Return what the suffix of a file says, and the terminal's form without a file."""
+    """Return the format of a file's suffix; without a file, the terminal's."""
     suffix = "" if output is None else output.suffix.lower()
     if suffix not in _BY_SUFFIX:
         known = ", ".join(filter(None, _BY_SUFFIX))
@@ -126,7 +126,7 @@ def _form_of(output: Path | None) -> Format:
 
 
 def _refuse_settings(context: typer.Context) -> None:
-    """Refuse every argument that says how to complete a prompt."""
+    """Refuse every argument about completing a prompt."""
     names = [each.opts[0] for each in given(context) if each.name not in _OF_TRACES]
     if names:
         raise typer.BadParameter(f"--from draws a saved trace: leave out {', '.join(names)}")

@@ -14,13 +14,13 @@ from dyntree_plugin.tree.step import Source, TreeStep, sources_of
 
 @dataclass(frozen=True)
 class Generation:
-    """A prompt, its completion, and the tree of every step on the way.
+    """A prompt, its completion, and the tree of every step.
 
-    ``pieces`` holds the text of each token of prompt and completion; joined they are the whole
-    text. A token that ends inside a character has an empty piece. ``texts`` holds the text of
-    every token in a tree, by its id. ``chances`` tells what a node's probability is: the draft's
-    own, or an estimate that the target accepts the node. ``drafter`` tells what ``draft`` is: a
-    model of its own, or a head of the target.
+    ``pieces``: the text of each token of prompt and completion; joined they are the whole text. A
+    token that ends inside a character has an empty piece. ``texts``: the text of every token in a
+    tree, by its id. ``chances``: whether a node's probability is the draft's, or an estimate that
+    the target accepts the node. ``drafter``: whether ``draft`` is a draft model, or a head of the
+    target.
 
     Raises:
         ValueError: if the trees do not belong to the text.

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 _BEFORE = 8
-"""Tokens to decode before a token, whose text may depend on them."""
+"""Tokens that are decoded before a token, whose text may depend on them."""
 
 
 def record(settings: Settings, announce: Announce) -> Generation:
-    """Complete the first prompt on an engine of its own, and keep every tree."""
+    """Complete the first prompt on a new engine, and keep every tree."""
     stay_in_this_process()
     with announce("Loading vLLM", None):
         arguments = with_trees(settings)
@@ -90,14 +90,14 @@ def pieces(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> lis
 
     If several tokens make one character, the last of them has it.
     """
-    found: list[str] = []
+    pieces: list[str] = []
     known = 0  # Number of leading tokens whose text is known.
     for end in range(1, len(tokens) + 1):
         start = max(known - _BEFORE, 0)
         text = decode(tokens[start:end])
         if text.endswith("\ufffd") and end < len(tokens):
-            found.append("")
+            pieces.append("")
             continue
-        found.append(text[len(decode(tokens[start:known])) :])
+        pieces.append(text[len(decode(tokens[start:known])) :])
         known = end
-    return found
+    return pieces

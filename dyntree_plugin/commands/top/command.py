@@ -49,9 +49,9 @@ def run(console: Console, address: str, interval: float, once: bool, as_json: bo
 
 @contextmanager
 def _shown(console: Console) -> Iterator[Callable[[RenderableType], None]]:
-    """Give a function that replaces what is on the screen.
+    """Return a function that replaces the screen.
 
-    Where the output is no terminal, such as a pipe, screens are printed one below the other.
+    If the output is not a terminal, screens are printed one after another.
     """
     if not console.is_terminal:
         yield console.print
@@ -63,7 +63,7 @@ def _shown(console: Console) -> Iterator[Callable[[RenderableType], None]]:
 def _changes(
     address: str, first: Page, interval: float
 ) -> Iterator[tuple[Page, Page | Unreadable]]:
-    """Yield the last readable page with the current one, or with the reason why there is none."""
+    """Yield the last readable page, with the current page or the reason why it cannot be read."""
     last = first
     while True:
         time.sleep(interval)
@@ -76,11 +76,11 @@ def _changes(
         last = now
 
 
-def _show(console: Console, address: str, found: list[Figures], as_json: bool) -> None:
+def _show(console: Console, address: str, figures: list[Figures], as_json: bool) -> None:
     if as_json:
-        _write(console, {"address": address, "engines": [asdict(one) for one in found]})
+        _write(console, {"address": address, "engines": [asdict(one) for one in figures]})
     else:
-        console.print(screen(address, found))
+        console.print(screen(address, figures))
 
 
 def _write(console: Console, look: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ class TooMuch(ValueError):
 def fetch(url: str, seconds: float, most: int) -> bytes:
     """Return the body of ``url``.
 
-    urllib's timeout applies to each piece that arrives, and none applies to name resolution. So a
-    thread waits for the answer, and its connections are closed when the time is up.
+    urllib's timeout applies to each piece that arrives, and not to name resolution. So a thread
+    waits for the answer, and its connections are closed when the time is up.
 
     Raises:
         TimeoutError: if the answer is not complete within ``seconds``.
@@ -27,7 +27,7 @@ def fetch(url: str, seconds: float, most: int) -> bytes:
     """
     handlers = _HTTP(), _HTTPS()
     opener = urllib.request.build_opener(*handlers)
-    found: list[bytes | Exception] = []
+    answers: list[bytes | Exception] = []
 
     def read() -> None:
         try:
@@ -35,18 +35,18 @@ def fetch(url: str, seconds: float, most: int) -> bytes:
                 body = response.read(most + 1)
                 if len(body) <= most and response.length:
                     raise IncompleteRead(body, response.length)
-                found.append(body)
+                answers.append(body)
         except (OSError, ValueError, HTTPException) as error:
-            found.append(error)
+            answers.append(error)
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(seconds)
-    if not found:
+    if not answers:
         for handler in handlers:
             handler.cut()
         raise TimeoutError(f"no complete answer within {seconds:g} s")
-    (answer,) = found
+    (answer,) = answers
     if isinstance(answer, Exception):
         raise answer
     if len(answer) > most:
@@ -55,7 +55,7 @@ def fetch(url: str, seconds: float, most: int) -> bytes:
 
 
 class _Cut(urllib.request.AbstractHTTPHandler):
-    """Keeps the sockets of its connections, which urllib hides."""
+    """Keeps the sockets of its connections, which urllib does not show."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,15 +13,13 @@ from dyntree_plugin.metrics.names import PREFIX
 class Figures:
     """An engine's figures over ``seconds``, or since its start if that is None.
 
-    A figure is None if nothing happened that it could be computed from.
-
-    ``acceptance_length``: tokens per request and step, the bonus token included.
-    ``tokens_per_step``: tokens of all decoding requests per forward of the target. ``speed``: ratio
-    to no speculation, as the metric ``compared_seconds`` estimates it. ``calibration``: ratio of
-    accepted tokens to those that the trees' values predicted. ``reached``: shares of request steps
-    whose accepted path is at least 1, 2, … deep. ``sources``: shares of the accepted tokens by
-    source. ``stage_seconds``: seconds per forward of the target. ``pruned``: nodes per request
-    step.
+    A figure is None without data. ``acceptance_length``: tokens per request and step, the bonus
+    token included. ``tokens_per_step``: tokens of all decoding requests per forward of the target.
+    ``speed``: estimated ratio to no speculation, from the metric ``compared_seconds``.
+    ``calibration``: ratio of accepted tokens to those that the trees' values predicted.
+    ``reached``: shares of request steps whose accepted path is at least 1, 2, … deep. ``sources``:
+    shares of the accepted tokens by source. ``stage_seconds``: seconds per forward of the target.
+    ``pruned``: nodes per request step.
     """
 
     model_name: str
@@ -49,27 +47,27 @@ class Figures:
 
 def figures(now: Page, before: Page | None = None) -> list[Figures]:
     """Return every engine's figures since ``before`` or since its start, whichever is later."""
-    found = []
-    for key, series in sorted(now.engines.items(), key=lambda found: _order(*found[0])):
+    figures = []
+    for key, series in sorted(now.engines.items(), key=lambda engine: _order(*engine[0])):
         earlier = {} if before is None else before.engines.get(key, {})
         if _has_restarted(series, earlier):
             earlier = {}
         seconds = None if before is None else now.seconds - before.seconds
-        found.append(_engine_figures(*key, seconds, _Counters(series, earlier)))
-    return found
+        figures.append(_engine_figures(*key, seconds, _Counters(series, earlier)))
+    return figures
 
 
 def _order(model_name: str, engine: str) -> tuple[str, int, str]:
-    """Return a key that puts engine 2 before engine 10."""
+    """Return a key that sorts engine 2 before engine 10."""
     return model_name, int(engine) if engine.isdecimal() else -1, engine
 
 
 def _has_restarted(now: Series, before: Series) -> bool:
     """Return whether a count has decreased. Sums of seconds may decrease by rounding."""
-    for name, found in before.items():
+    for name, series in before.items():
         if name.startswith(PREFIX) and name.endswith("_count"):
             counts = {frozenset(labels.items()): value for labels, value in now.get(name, ())}
-            if any(counts.get(frozenset(labels.items()), 0) < value for labels, value in found):
+            if any(counts.get(frozenset(labels.items()), 0) < value for labels, value in series):
                 return True
     return False
 
@@ -150,6 +148,6 @@ def _engine_figures(model_name: str, engine: str, seconds: float | None, c: _Cou
 
 
 def _shares(parts: dict[str, float], whole: float) -> dict[str, float]:
-    """Return the ratio of every part that is not 0 to the whole."""
+    """Return the ratio of each part to the whole, without zeros."""
     shares = {name: _ratio(part, whole) for name, part in parts.items() if part}
     return {name: share for name, share in shares.items() if share is not None}

@@ -28,7 +28,7 @@ Series = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class Unreadable(Exception):
-    """The server gave no page, or one without dyntree's metrics. The message is one line."""
+    """The server has no page, or one without dyntree's metrics. The message is one line."""
 
     def __init__(self, message: str) -> None:
         shown = escaped(message)

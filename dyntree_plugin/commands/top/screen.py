@@ -28,7 +28,7 @@ def screen(
 
 
 def fitted(console: Console, shown: RenderableType) -> RenderableType:
-    """Return the lines that the terminal has room for, the last of which says what is missing."""
+    """Return the lines that fit into the terminal; the last one says how many do not."""
     lines = console.render_lines(shown, pad=False)
     if len(lines) <= console.height:
         return shown

@@ -57,7 +57,7 @@ Pool = Annotated[
     option(
         "--pool",
         "N",
-        "Drafts of a pool; each learns what the earlier ones lack.",
+        "Drafts of a pool; each learns what the earlier ones do not predict.",
         min=1,
         max=1 + MOST_FURTHER_DRAFTS,
     ),
@@ -76,13 +76,13 @@ Temperatures = Annotated[
     list[float] | None,
     shared(
         "--temperature",
-        "Repeatable: the prompts take turns with all.",
+        "Repeatable: prompts use them in turn.",
         min=0,
         show_default="0, 0.6 and 1",
     ),
 ]
 MaxTokens = Annotated[int, shared("--max-tokens", min=8)]
-Epochs = Annotated[float, option("--epochs", "N", "How often every text is learned.", min=0.01)]
+Epochs = Annotated[float, option("--epochs", "N", "Number of passes over the texts.", min=0.01)]
 Rows = Annotated[int, option("--rows", "N", "Texts per training step.", min=1)]
 Rate = Annotated[
     float | None,

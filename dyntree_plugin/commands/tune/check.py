@@ -1,4 +1,4 @@
-"""Stage 4, check: tokens per step before and after, in trees on prompts that were held out."""
+"""Stage 4, check: measure tokens per step before and after, on held-out prompts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Place = tuple[float, int]
 """A temperature, and a number of nodes."""
 
 Drafts = Mapping[str, Sequence[str]]
-"""The drafts of each engine by the name that is shown; several form a pool."""
+"""The drafts of each engine, by shown name; several are a pool."""
 
 
 Steps = Mapping[Place, float]
-"""Tokens per step in every place."""
+"""Tokens per step at each temperature and number of nodes."""
 
 
 def measure(
@@ -39,27 +39,27 @@ def measure(
     Raises:
         RuntimeError: if an engine fails, or does not count its steps.
     """
-    found: dict[str, dict[Place, float]] = {name: {} for name in drafts}
+    steps: dict[str, dict[Place, float]] = {name: {} for name in drafts}
     for nodes in settings.nodes:
         for name, models in drafts.items():
             engine = engines.drafting(settings, name, models, nodes, prompts.longest)
             of_engine = _of_engine(settings, prompts, engine, advance)
-            found[name] |= {(temperature, nodes): n for temperature, n in of_engine.items()}
-    return found
+            steps[name] |= {(temperature, nodes): n for temperature, n in of_engine.items()}
+    return steps
 
 
 def _of_engine(
     settings: Settings, prompts: Prompts, engine: Engine, advance: Callable[[], None]
 ) -> dict[float, float]:
-    found = {}
+    steps = {}
     with Pool(places=1) as pool, pool.engine(engine, []) as process:
         for temperature in settings.temperatures:
             run, _ = process.serve(_load(settings, prompts, temperature))
             if not run.request_steps:
                 raise RuntimeError(f"the engine `{engine.name}` has not counted its steps")
-            found[temperature] = (run.output_tokens - run.requests) / run.request_steps
+            steps[temperature] = (run.output_tokens - run.requests) / run.request_steps
             advance()
-    return found
+    return steps
 
 
 def _load(settings: Settings, prompts: Prompts, temperature: float) -> Load:
@@ -72,7 +72,7 @@ def unknown(
 ) -> dict[str, Mapping[float, Posterior]]:
     """Return what each draft leaves unknown of the held-out texts, by temperature.
 
-    A pool is left out: it has no logits of its own.
+    A pool is left out, since it has no logits.
     """
     shards = lessons.held_out()
     texts = lessons.held_out_texts()

@@ -53,7 +53,7 @@ def tune(
     The exit status is 0 if the result is better than what it began with, 1 if not, and 2 if the
     arguments, the prompts or the models are refused.
     """
-    # Intel's OpenMP reads this when it starts; else it says that numba calls a deprecated function.
+    # Keeps Intel's OpenMP from warning that numba calls a deprecated function.
     os.environ.setdefault("KMP_WARNINGS", "0")
     with reasons.exit_on_mistake("dyntree tune"):
         given = object_of("--engine-arguments", engine_arguments)
@@ -83,7 +83,7 @@ def _default_rate(draft: str | None, head: str | None, adapter: int | None) -> f
 
 
 def _check(settings: Settings) -> None:
-    """Refuse what no model is needed for.
+    """Check the arguments that need no model.
 
     Raises:
         ValueError: if arguments do not go together.

@@ -1,4 +1,4 @@
-"""The engines of a tuning: the target alone, and with drafts whose trees are compared."""
+"""The engines of a tuning: the target, and trees of the drafts to compare."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dyntree_plugin.commands.tune.settings import Settings
 from dyntree_plugin.options.options import NAMESPACE
 
 _CPU_CACHE_BYTES = 1 << 31
-"""Size of the KV cache on a CPU. Pages that are never written take no memory."""
+"""Size of the KV cache on a CPU. Pages that are not written take no memory."""
 
 TREES = {"budget": "fixed", "lookup": "off"}
-"""Options of the trees that are compared: of the draft alone, and the same on every machine."""
+"""Options of the trees to compare: only the draft's candidates, and the same on every machine."""
 
 
 def writing(settings: Settings, longest: int) -> Engine:
-    """Return the engine that writes; ``longest``: tokens of the longest prompt."""
+    """Return the engine that writes texts. ``longest``: tokens of the longest prompt."""
     shared = _shared(settings, longest + settings.tokens + 1, 0)
     return Engine(name="target", kind="plain", budget=0, arguments=shared)
 
@@ -27,7 +27,7 @@ def writing(settings: Settings, longest: int) -> Engine:
 def drafting(
     settings: Settings, name: str, drafts: Sequence[str], nodes: int, longest: int
 ) -> Engine:
-    """Return an engine with trees of so many ``nodes``. ``drafts``: all models of a pool."""
+    """Return an engine with trees of ``nodes``. ``drafts``: all models of a pool."""
     length = longest + settings.tokens + nodes + 1
     method = settings.head or "draft_model"
     speculation = {"method": method, "model": drafts[0], "num_speculative_tokens": nodes}
@@ -42,7 +42,7 @@ def drafting(
 
 
 def load(settings: Settings, prompts: Sequence[Sequence[int]], first: int) -> Load:
-    """Return a load of these prompts, the first of which has the number ``first`` of all."""
+    """Return a load of these prompts; ``first``: the number of the first one among all."""
     asked = [
         Request(prompt, {**sampling(settings, number), "ignore_eos": False})
         for number, prompt in enumerate(prompts, start=first)
@@ -64,7 +64,7 @@ def _shared(settings: Settings, length: int, nodes: int) -> dict[str, Any]:
         "model": settings.target,
         "dtype": settings.dtype,
         "max_model_len": length,
-        # No tree has to wait for room in a step, and every prompt fits into one.
+        # A step has room for every prompt, and for all trees.
         "max_num_batched_tokens": settings.batch * (nodes + 1) + max(length, 2048),
         "max_num_seqs": settings.batch,
         "enable_prefix_caching": False,

@@ -1,4 +1,4 @@
-"""Stage 3 of a tuning for EAGLE-3 heads: fit a new head, or go on with one that there is."""
+"""Stage 3 for EAGLE-3 heads: fit a new head, or continue with an existing one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def layers_of(settings: Settings) -> tuple[int, ...]:
 
 def keep_of_target(folder: Folder, target: Any) -> None:
     """Store the target's weights that the head needs."""
-    # Clones, since a file may not hold a tensor twice, as a tied embedding would be.
+    # Clones: a file must not have a tensor twice, such as a tied embedding.
     weights = {name: each.cpu().clone() for name, each in OfTarget.of(target)._asdict().items()}
     save_tensors(weights, folder.of_target)
 
@@ -86,7 +86,7 @@ def kept_of_target(folder: Folder) -> OfTarget:
 
 
 def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -> None:
-    """Fit the head and store it, unless it is there."""
+    """Fit the head and store it, unless it is stored."""
     folder = lessons.folder
     if models.is_there(folder.fitted(1)):
         return

@@ -1,4 +1,4 @@
-"""Stages 2 and 3, teach and fit: the target reads what it wrote, and drafts learn from it."""
+"""Stages 2 and 3, teach and fit: the target reads its texts, and drafts learn from it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dyntree_plugin.tune.optimize import Checkpoint, Loss, Optimizers, Schedule,
 from dyntree_plugin.tune.shards import WEIGHTS, Sample, Shards, save_tensors
 
 MEASURED = 20
-"""How often the loss of held-out texts is measured, and the state of a training is kept."""
+"""Steps between two measurements of the loss of held-out texts, and between two checkpoints."""
 
 WARM_UP = 0.05
 DECAY = 0.5
 """Shares of the steps in which the learning rate rises and falls."""
 
 Note = Callable[[int, str], None]
-"""Gets the number of steps so far, and a line about them."""
+"""Takes the number of steps so far, and a line about them."""
 
 
 def taught(
@@ -41,9 +41,9 @@ def taught(
     advance: Callable[[int], None],
     keep: Callable[[PreTrainedModel], None] | None = None,
 ) -> None:
-    """Make the shard of every part that has none; ``layers`` as in `teach.distributions`.
+    """Make the missing shards; ``layers`` as in `teach.distributions`.
 
-    ``keep`` gets the target, which is loaded only if there is something to do.
+    ``keep`` is called with the target, which is loaded only if a shard is missing.
     """
     waiting = [part for part in range(parts) if not folder.shard(part).exists()]
     advance(parts - len(waiting))
@@ -61,9 +61,9 @@ def taught(
 
 @dataclass(frozen=True)
 class Lessons:
-    """The shards of a tuning, to ``learn`` from and ``held_out`` from learning.
+    """The shards of a tuning: to ``learn``, and ``held_out``.
 
-    ``vocabulary``: size of the target's. What reads a damaged file raises a ValueError.
+    ``vocabulary``: the target's size. A damaged file raises a ValueError.
     """
 
     folder: Folder
@@ -72,7 +72,7 @@ class Lessons:
     vocabulary: int
 
     def learn(self, weighed_for: int | None = None) -> Shards:
-        """Return what is learned; for a later member of a pool with weights of its positions."""
+        """Return the shards to learn, with weights of positions for later members of a pool."""
         numbers = range(self.held_out_parts, self.parts)
         shards = self._shards(numbers)
         if weighed_for is None:
@@ -84,34 +84,34 @@ class Lessons:
 
     def held_out_texts(self) -> list[Sample]:
         """Return the texts of `held_out`, in the same order."""
-        found = []
+        every = []
         for part in range(self.held_out_parts):
             texts = samples(self.folder, part, self.vocabulary)
             if [text.tokens for text in texts] != self._shards([part]).texts():
                 file, written = self.folder.shard(part), self.folder.written(part)
                 raise ValueError(f"{str(file)!r} is not of the texts in {str(written)!r}: {AGAIN}")
-            found += texts
-        return found
+            every += texts
+        return every
 
     def _shards(self, parts: Iterable[int]) -> Shards:
         return Shards([self.folder.shard(part) for part in parts], self.vocabulary)
 
 
 def schedule(settings: Settings, texts: int) -> Schedule:
-    """Return the schedule of a training on so many texts."""
+    """Return the schedule of a training on ``texts`` texts."""
     steps = max(1, round(settings.epochs * texts / settings.rows))
     warm_up = max(1, round(WARM_UP * steps))
     return Schedule(steps, settings.rate, settings.rows, warm_up, DECAY)
 
 
 def fitted(lessons: Lessons, settings: Settings, machine: Machine, member: int, note: Note) -> None:
-    """Fit a member of the pool and store it, unless it is there."""
+    """Fit a member of the pool and store it, unless it is stored."""
     folder = lessons.folder
     if models.is_there(folder.fitted(member)):
         return
     draft = settings.draft
     if draft is None:
-        raise ValueError("a draft model is fitted from one that there is")
+        raise ValueError("a draft model is fitted from an existing one")
     if member > 1:
         _weigh(lessons, settings, machine, member)
     start = models.folder_of(draft) if member == 1 else folder.fitted(member - 1)
@@ -142,7 +142,7 @@ def train(
     note: Note,
     optimizers: Optimizers = adamw,
 ) -> None:
-    """Train a model on the lessons, and keep the curve of its losses."""
+    """Train a model on the lessons, and store the curves of its losses."""
     folder = lessons.folder
     shards = lessons.learn(member if member > 1 else None)
     held_out = lessons.held_out()
@@ -192,5 +192,5 @@ def _weigh(lessons: Lessons, settings: Settings, machine: Machine, member: int) 
     folder = lessons.folder
     earlier = [models.reader_of(folder.fitted(n), machine) for n in range(1, member)]
     weights = boost.weights(earlier, lessons.learn(), settings.boost, settings.rows)
-    for part, found in enumerate(weights, start=lessons.held_out_parts):
-        save_tensors({WEIGHTS: found}, folder.weights(member, part))
+    for part, of_part in enumerate(weights, start=lessons.held_out_parts):
+        save_tensors({WEIGHTS: of_part}, folder.weights(member, part))

@@ -34,7 +34,7 @@ def tokenizer_of(model: str) -> Any:
 
 
 def text_config_of(model: str) -> Any:
-    """Return what a model's configuration says of its text model.
+    """Return the configuration of a model's text model.
 
     Raises:
         ValueError: if it cannot be read, or says no size of vocabulary and context.
@@ -93,10 +93,10 @@ def check(target: str, draft: str, tokenizer: Any) -> None:
             "the model that it was made from"
         )
     ours, theirs = (vocabularies.tokenizer_file(model, None) for model in (target, draft))
-    found = ours and theirs and vocabularies.difference(ours, theirs)
-    if found and found.share >= vocabularies.UNLIKE_SHARE:
+    difference = ours and theirs and vocabularies.difference(ours, theirs)
+    if difference and difference.share >= vocabularies.UNLIKE_SHARE:
         raise ValueError(
-            f"--draft {draft!r} must have the vocabulary of --target {target!r}: {found}"
+            f"--draft {draft!r} must have the vocabulary of --target {target!r}: {difference}"
         )
 
 
@@ -127,7 +127,7 @@ def _loaded(model: str | Path, dtype: str, **more: Any) -> Any:
 
 
 def save(model: Any, dtype: torch.dtype, like: Path, folder: Path) -> None:
-    """Write a model in ``dtype`` with the tokenizer, and all else but weights, of ``like``."""
+    """Write a model in ``dtype``, with the tokenizer and all files of ``like`` but weights."""
 
     def write(scratch: Path) -> None:
         for file in like.iterdir():
@@ -135,13 +135,13 @@ def save(model: Any, dtype: torch.dtype, like: Path, folder: Path) -> None:
                 shutil.copy(file, scratch / file.name)
         model.to(dtype).save_pretrained(scratch)
         for file in scratch.glob("*.safetensors"):
-            file.chmod(0o644)  # written for the owner alone
+            file.chmod(0o644)  # written for its owner only
 
     whole_folder(folder, write)
 
 
 def whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make a folder by ``write``; a process that is killed meanwhile leaves none.
+    """Make a folder by ``write``. If the process is killed meanwhile, there is no folder.
 
     Raises:
         ValueError: if it cannot be written.

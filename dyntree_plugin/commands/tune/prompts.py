@@ -15,7 +15,7 @@ FEWEST = 8
 """Prompts of each kind: to learn from, and to measure with."""
 
 STRANGE = 0.9
-"""With this number of tokens per byte or more a tokenizer hardly knows a text."""
+"""From this number of tokens per byte on, a tokenizer hardly knows a text."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def read(path: Path, tokenizer: Any, most: int, held_out: int, seed: int, *, cha
     With ``chat`` each prompt becomes a user's message in the model's chat template.
 
     Raises:
-        ValueError: if the file or a line of it cannot serve. A prompt must have 1 to ``most``
+        ValueError: if the file or a line of it is invalid. A prompt must have 1 to ``most``
             tokens.
     """
     texts = [str(request.prompt) for request in lines(path)]

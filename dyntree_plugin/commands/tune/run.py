@@ -1,4 +1,4 @@
-"""Check what a tuning is given, and run it."""
+"""Check a tuning's input, and run it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from dyntree_plugin.tune.fit import Machine
 def run(
     console: Console, settings: Settings, prompt_file: Path, output: Path, *, chat: bool
 ) -> bool:
-    """Return whether the result is better than what it began with.
+    """Run the tuning; return whether the result is better than the draft that it began with.
 
     Raises:
-        ValueError: if the prompts or the models cannot serve.
+        ValueError: if the prompts or the models are invalid.
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     _check_packages(settings)
-    found = _prompts(settings, prompt_file, chat=chat)
-    settings = replace(settings, digest=found.digest)
-    tuning = Tuning(console, Folder(output), settings, found, Machine.present())
+    prompts = _prompts(settings, prompt_file, chat=chat)
+    settings = replace(settings, digest=prompts.digest)
+    tuning = Tuning(console, Folder(output), settings, prompts, Machine.present())
     try:
         return tuning.run()
     except KeyboardInterrupt:
-        tuning.console.print("Stopped. The same command goes on from here.")
+        tuning.console.print("Stopped. The same command continues.")
         raise typer.Exit(130) from None
     except RuntimeError as error:
         print(f"dyntree tune: {error}", file=sys.stderr)  # noqa: T201
@@ -66,10 +66,10 @@ def _prompts(settings: Settings, file: Path, *, chat: bool) -> Prompts:
             f"--max-tokens {settings.tokens} and --nodes {max(settings.nodes)} leave no room for a "
             f"prompt: the models read at most {context} tokens"
         )
-    found = prompts.read(file, tokenizer, most, settings.held_out, settings.seed, chat=chat)
-    if settings.rows > len(found.learn):
+    texts = prompts.read(file, tokenizer, most, settings.held_out, settings.seed, chat=chat)
+    if settings.rows > len(texts.learn):
         raise ValueError(
-            f"--rows {settings.rows} must be at most {len(found.learn)}, the number of prompts "
+            f"--rows {settings.rows} must be at most {len(texts.learn)}, the number of prompts "
             "that are learned: those of --prompts without those of --held-out"
         )
-    return found
+    return texts

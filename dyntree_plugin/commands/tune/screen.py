@@ -1,4 +1,4 @@
-"""Show the progress of the stages, and what they have found."""
+"""Show the progress and the results of the stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dyntree_plugin.commands.tune.check import Steps
 from dyntree_plugin.tune.posterior import Posterior
 
 Update = Callable[[int, str], None]
-"""Gets how much is done, and a line about it."""
+"""Takes how much is done, and a line about it."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def stage(console: Console, name: str, total: int) -> Iterator[Update]:
 
 
 class Counter:
-    """Counts what is done, and shows it."""
+    """Counts and shows progress."""
 
     def __init__(self, update: Update) -> None:
         self._update = update
@@ -52,15 +52,15 @@ class Counter:
         self._update(self._done, "")
 
 
-def unknown_table(found: Mapping[str, Mapping[float, Posterior]]) -> Table:
+def unknown_table(posteriors: Mapping[str, Mapping[float, Posterior]]) -> Table:
     """Return the bits per token that drafts leave unknown, by temperature."""
     title = "bits per token that the draft leaves unknown, on the same prompts"
     table = Table(title=title, title_justify="left")
-    for heading in ("temperature", "tokens", *found):
+    for heading in ("temperature", "tokens", *posteriors):
         table.add_column(heading, justify="right")
-    first = next(iter(found.values()))
+    first = next(iter(posteriors.values()))
     for temperature, begun in first.items():
-        shown = [_bits(each[temperature], begun) for each in found.values()]
+        shown = [_bits(each[temperature], begun) for each in posteriors.values()]
         table.add_row(f"{temperature:g}", str(begun.positions), *shown)
     return table
 
@@ -75,12 +75,12 @@ def _bits(own: Posterior, begun: Posterior) -> str:
     return shown
 
 
-def steps_table(found: Mapping[str, Steps]) -> Table:
+def steps_table(steps: Mapping[str, Steps]) -> Table:
     """Return tokens per step by temperature and nodes, and ratios to the first engine."""
     table = Table(title="tokens per step, on prompts that were held out", title_justify="left")
-    for heading in ("temperature", "nodes", *found):
+    for heading in ("temperature", "nodes", *steps):
         table.add_column(heading, justify="right")
-    first, *others = found.values()
+    first, *others = steps.values()
     for temperature, nodes in sorted(first, key=lambda place: (place[1], place[0])):
         here = (temperature, nodes)
         shown = [f"{first[here]:.3f}"]

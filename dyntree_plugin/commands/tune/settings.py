@@ -1,4 +1,4 @@
-"""The settings of a tuning, and the folder in which its stages leave their work."""
+"""The settings of a tuning, and its folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ Boost = Literal["positions", "samples"]
 class Settings:
     """Everything that determines the result, given the models.
 
-    ``draft`` is None for a new ``head``, which drafts ``head_vocabulary`` tokens. ``adapter``: rank
-    of low-rank adapters; None to train all weights. ``pool``: number of drafts.
-    ``temperatures``: the prompts take turns with them. ``tokens``: most tokens that the target
-    writes behind a prompt. ``rows``: texts per step.
-    ``held_out``: prompts that are not learned. ``nodes``: sizes of the trees that are compared.
-    ``digest``: of the prompts.
+    ``draft``: None for a new ``head``, which drafts ``head_vocabulary`` tokens. ``adapter``: rank
+    of low-rank adapters; None to train all weights. ``pool``: number of drafts. ``temperatures``:
+    used in turn by the prompts. ``tokens``: most tokens that the target writes after a prompt.
+    ``rows``: texts per step. ``held_out``: prompts that are not learned. ``nodes``: sizes of the
+    trees to compare. ``digest``: of the prompts.
     """
 
     target: str
@@ -50,12 +49,12 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as they read from JSON, without secrets."""
-        found: dict[str, Any] = json.loads(json.dumps(hidden(asdict(self))))
-        return found
+        record: dict[str, Any] = json.loads(json.dumps(hidden(asdict(self))))
+        return record
 
 
 class Folder:
-    """The folder of a result. What the stages leave is in ``tune`` below it."""
+    """The folder of a result; its subfolder ``tune`` has the work of the stages."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
@@ -87,11 +86,11 @@ class Folder:
         return self.work / "written" / f"{part:05}.json"
 
     def shard(self, part: int) -> Path:
-        """What the target has taught of a part's texts."""
+        """The target's distributions for a part's texts."""
         return self.work / "taught" / f"{part:05}.safetensors"
 
     def weights(self, member: int, part: int) -> Path:
-        """How a part's positions weigh for a member of a pool."""
+        """The weights of a part's positions for a member of a pool."""
         return self.work / f"weights-{member}" / f"{part:05}.safetensors"
 
     def fitted(self, member: int) -> Path:
@@ -114,10 +113,10 @@ class Folder:
         """Keep other processes out of the folder.
 
         Raises:
-            ValueError: if one is there, or the folder holds something else than a run.
+            ValueError: if another process uses it, or it has other files than those of a run.
         """
         output = f"--output {str(self.output)!r}"
-        # What a run may leave that is killed before its settings are written.
+        # Files of a run that was killed before its settings were written.
         left = {self.work, self.lock, part_of(self.settings)}
         strange = {*self.output.glob("*"), *self.work.glob("*")} - left
         if strange and not self.settings.exists():
@@ -139,10 +138,10 @@ class Folder:
             yield
 
     def begin(self, settings: Settings) -> bool:
-        """Take the folder for these settings; return whether a run with them has begun there.
+        """Use the folder for these settings; return whether it already has a run with them.
 
         Raises:
-            ValueError: if it is of a run with others.
+            ValueError: if it has a run with other settings.
         """
         wanted = settings.as_json()
         if self.settings.exists():

@@ -1,4 +1,4 @@
-"""Run the stages of a tuning that are left, and judge the result."""
+"""Run the remaining stages of a tuning, and judge the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tuning:
     machine: Machine
 
     def run(self) -> bool:
-        """Run the stages that are left; return whether the result is better.
+        """Run the remaining stages; return whether the result is better.
 
         Raises:
             ValueError: if the folder, a model or an argument of vLLM does not fit.
@@ -39,7 +39,7 @@ class Tuning:
         """
         with self.folder.held():
             if self.folder.begin(self.settings):
-                self.console.print("going on with the run that is in the folder", style="dim")
+                self.console.print("continuing the run in the folder", style="dim")
             for note in self.prompts.notes:
                 self.console.print(f"note: {note}", style="yellow")
             lessons = self._lessons()
@@ -90,12 +90,12 @@ class Tuning:
             drafts["pool"] = made
         total = len(drafts) * len(self.settings.nodes) * len(self.settings.temperatures)
         with screen.stage(self.console, "check", total) as update:
-            found = check.measure(self.settings, self.prompts, drafts, screen.Counter(update))
-        result = [*found.values()][-1]
-        gain = check.gain(None if began is None else found["before"], result)
+            steps = check.measure(self.settings, self.prompts, drafts, screen.Counter(update))
+        result = [*steps.values()][-1]
+        gain = check.gain(None if began is None else steps["before"], result)
         unknown = check.unknown(lessons, self.settings, self.machine, drafts)
-        self._report(found, unknown, gain)
-        self.console.print(screen.steps_table(found))
+        self._report(steps, unknown, gain)
+        self.console.print(screen.steps_table(steps))
         self.console.print(screen.unknown_table(unknown))
         if gain <= 1:
             self.console.print(
@@ -123,13 +123,13 @@ class Tuning:
 
     def _report(
         self,
-        found: Mapping[str, check.Steps],
+        steps: Mapping[str, check.Steps],
         unknown: Mapping[str, Mapping[float, Posterior]],
         gain: float,
     ) -> None:
         cells = [
             {"drafts": name, "temperature": place[0], "nodes": place[1], "tokens_per_step": n}
-            for name, places in found.items()
+            for name, places in steps.items()
             for place, n in places.items()
         ]
         left = [
@@ -141,7 +141,7 @@ class Tuning:
         write_json(self.folder.report, about | {"cells": cells, "unknown": left, "gain": gain})
 
     def _place(self) -> None:
-        """Copy the result to where it belongs."""
+        """Copy the result to its place in the folder."""
         for member in self._members:
             to = self.folder.result(member, self.settings.pool)
             shutil.copytree(self.folder.fitted(member), to, dirs_exist_ok=True)

@@ -18,7 +18,7 @@ PART = 128
 
 
 def parts(prompts: Prompts) -> tuple[list[Sequence[list[int]]], int]:
-    """Return the prompts in parts, and how many of the parts are held out; these come first."""
+    """Return the prompts in parts, and the number of held-out parts, which come first."""
     cut = [
         [some[at : at + PART] for at in range(0, len(some), PART)]
         for some in (prompts.held_out, prompts.learn)
@@ -32,7 +32,7 @@ def write(
     prompts: Prompts,
     advance: Callable[[int], None],
 ) -> None:
-    """Write every part that is not there yet; ``advance`` gets the number of each part's prompts.
+    """Write every missing part; ``advance`` gets the number of each part's prompts.
 
     Raises:
         ValueError: if vLLM refuses the model or an argument.
@@ -62,22 +62,22 @@ def write(
 
 
 def samples(folder: Folder, part: int, vocabulary: int) -> list[Sample]:
-    """Read a part that a target of so many tokens has written.
+    """Read a part's texts of a target with ``vocabulary`` tokens.
 
     Raises:
         ValueError: if the file is damaged.
     """
     file = folder.written(part)
     with explained(damaged(file)):
-        found = [
+        samples = [
             Sample(tuple(each["prompt"]), tuple(each["answer"]), each["temperature"], each["seed"])
             for each in json.loads(file.read_text())
         ]
-        if not found:
+        if not samples:
             raise ValueError("it has no texts")
-        for sample in found:
+        for sample in samples:
             _check(sample, vocabulary)
-    return found
+    return samples
 
 
 def _check(sample: Sample, vocabulary: int) -> None:

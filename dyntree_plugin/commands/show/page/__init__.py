@@ -26,7 +26,7 @@ def render(generation: Generation) -> str:
         "data": data,
     }
     page = (files / "page.html").read_text("utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
 
 def _page(generation: Generation) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_kernels_that_do_not_compile_fail(attention: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("library", "loaded", "chosen", "status", "told"),
     [
-        (None, False, "", "ok", "PyTorch's own"),
+        (None, False, "", "ok", "PyTorch's; Intel's is not"),
         ("/lib/libiomp5.so", True, "", "ok", "is loaded"),
         ("/lib/libiomp5.so", False, "", "ok", "LD_PRELOAD=/lib/libiomp5.so"),
         ("/lib/libiomp5.so", False, "/usr/lib/libgomp.so.1", "warn", "libgomp.so.1"),
