@@ -117,10 +117,10 @@ def listed(chains: Chains) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
 
 def kind_of(engine: Engine) -> str:
     """Return the name of the kind of a chain."""
-    own = engine.arguments.get("speculative_config", {})
+    speculation = engine.arguments.get("speculative_config", {})
 
     def agrees(kind: Kind) -> bool:
-        return all(own.get(key) == value for key, value in kind.speculation.items())
+        return all(speculation.get(key) == value for key, value in kind.speculation.items())
 
     return [name for name, kind in KINDS.items() if agrees(kind)][-1]
 

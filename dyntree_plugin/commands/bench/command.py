@@ -178,12 +178,12 @@ def _models(
     _without_progress_bars()
     if target is not None:
         return Models(target, draft, dtype, further, method=method), []
-    own, drafting = embedded(method)
+    folder, drafting = embedded(method)
     labels = {str(path): f"the embedded {n.replace('_', ' ')}" for n, path in pair.paths().items()}
     labels[str(drafting)] = f"the embedded {KINDS[method]}"
     what = "pair" if method == "draft_model" else f"target and its {KINDS[method]}"
     notes = [f"The embedded {what}, {dtype}."]
-    return Models(str(own), str(drafting), dtype, further, labels, method), notes
+    return Models(str(folder), str(drafting), dtype, further, labels, method), notes
 
 
 def _without_progress_bars() -> None:

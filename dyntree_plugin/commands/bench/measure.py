@@ -59,11 +59,11 @@ def measure(
                 return
             began = time.monotonic()
             for engine in engines if number % 2 == 0 else list(reversed(engines)):
-                own = served(engine, loads, serves)
-                if own.keys().isdisjoint(group):
+                to_serve = served(engine, loads, serves)
+                if to_serve.keys().isdisjoint(group):
                     continue
-                with opened(engine, warm_ups(list(own.values()))) as server:
-                    for cell in filter(own.__contains__, group):
+                with opened(engine, warm_ups(list(to_serve.values()))) as server:
+                    for cell in filter(to_serve.__contains__, group):
                         run, answers[engine.name, cell] = server.serve(loads[cell])
                         run = run.model_copy(update={"round": number})
                         # A new list: a yielded one must not grow.
@@ -121,10 +121,10 @@ def warm_ups(loads: Sequence[Load]) -> list[Load]:
     return list(short.values())
 
 
-def _series(engine: str, cell: Cell, runs: list[Run], own: Answers, first: Answers) -> Series:
+def _series(engine: str, cell: Cell, runs: list[Run], answers: Answers, first: Answers) -> Series:
     if cell.temperature:
         return Series(engine=engine, cell=cell, runs=runs)
-    pairs = list(zip(own, first, strict=True))
+    pairs = list(zip(answers, first, strict=True))
     requests = sum(a != b for a, b in pairs)
     if any(isinstance(answer, str) for answer in first):
         return Series(engine=engine, cell=cell, runs=runs, differing_requests=requests)
@@ -138,7 +138,7 @@ def _series(engine: str, cell: Cell, runs: list[Run], own: Answers, first: Answe
     )
 
 
-def differing(own: Sequence[object], wanted: Sequence[object]) -> int:
+def differing(answers: Sequence[object], wanted: Sequence[object]) -> int:
     """Number of positions in which two answers differ; a missing token counts."""
-    same = sum(a == b for a, b in zip(own, wanted, strict=False))
-    return max(len(own), len(wanted)) - same
+    same = sum(a == b for a, b in zip(answers, wanted, strict=False))
+    return max(len(answers), len(wanted)) - same

@@ -86,13 +86,13 @@ def engines(
         models, max(cell.batch for cell in cells), longest + budget + 1, budget
     )
 
-    def engine(name: str, kind: Kind, tokens: int, own: Mapping[str, Any]) -> Engine:
-        return Engine(name=name, kind=kind, budget=tokens, arguments={**shared, **own})
+    def engine(name: str, kind: Kind, tokens: int, arguments: Mapping[str, Any]) -> Engine:
+        return Engine(name=name, kind=kind, budget=tokens, arguments={**shared, **arguments})
 
     engines = [engine("no speculation", "plain", 0, {})]
     engines += [
-        engine(name, "chain", tokens, models.speculation(tokens, own))
-        for name, tokens, own in of_chains
+        engine(name, "chain", tokens, models.speculation(tokens, speculation))
+        for name, tokens, speculation in of_chains
     ]
     engines += [
         engine(

@@ -106,11 +106,11 @@ def _of_vllm(flags: list[str], count: int, tokenizer: Any, seed: int) -> tuple[s
         _refuse(flags, "they need a tokenizer, which no server gives: use a JSONL file")
     parser: Any = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
     add_dataset_parser(parser)
-    own = ["--num-prompts", str(count), "--seed", str(seed), "--no-oversample"]
+    ours = ["--num-prompts", str(count), "--seed", str(seed), "--no-oversample"]
     if getattr(tokenizer, "chat_template", None) is None:
-        own.append("--skip-chat-template")
+        ours.append("--skip-chat-template")
     parser.error = partial(_refuse, flags)
-    arguments = parser.parse_args([*own, *flags])
+    arguments = parser.parse_args([*ours, *flags])
     arguments.backend = "openai"
     texts: list[str] = []
     try:

@@ -72,18 +72,18 @@ class Settings:
             ValueError: if a set has too few prompts for a batch.
         """
         loads = {}
-        for (name, own), sampling, temperature, (batch, rate) in product(
+        for (name, requests), sampling, temperature, (batch, rate) in product(
             sets.items(), self.samplings, self.temperatures, self.paces
         ):
-            if len(own) < batch:
+            if len(requests) < batch:
                 raise ValueError(
-                    f"--batch {batch} needs as many prompts, and {name!r} has {len(own)}"
+                    f"--batch {batch} needs as many prompts, and {name!r} has {len(requests)}"
                 )
             shown = hidden(", ".join(filter(None, [name, title(sampling)])))
             cell = Cell(prompts=shown, temperature=temperature, batch=batch, request_rate=rate)
             asked = [
                 replace(request, sampling={**sampling, **request.sampling})
-                for request in own[: max(self.requests, batch)]
+                for request in requests[: max(self.requests, batch)]
             ]
             rate = math.inf if rate is None else rate
             loads[cell] = Load(asked, batch, temperature, self.max_tokens, self.seed, rate)
@@ -101,8 +101,8 @@ class Settings:
                 raise ValueError(f"--sampling: two have the name {name!r}")
         for sampling in filter(None, self.samplings):
             check(sampling, f"--sampling {json.dumps(sampling)}", self.max_tokens, verify)
-        for name, own in sets.items():
-            for key, request in {request.key: request for request in own}.items():
+        for name, requests in sets.items():
+            for key, request in {request.key: request for request in requests}.items():
                 source = f"--prompts: the sampling {key} of {name!r}"
                 if request.sampling:
                     check(request.sampling, source, self.max_tokens, verify)
@@ -147,7 +147,7 @@ class Contest:
 
     def engines(self, temperature: float) -> int:
         """Return the number of engines that are measured at a temperature."""
-        drawn = sum(len(own) for name, own in self.chains.items() if KINDS[name].is_drawn)
+        drawn = sum(len(lengths) for name, lengths in self.chains.items() if KINDS[name].is_drawn)
         return 1 + len(self.budgets) - (0 if temperature else drawn)
 
 
@@ -176,7 +176,7 @@ def of_engines(
         sets[name], left_out = prompts.tokens(read, tokenizer, most)
         longer += left_out
     loads = settings.loads(sets)
-    longest = max(len(each.prompt) for own in sets.values() for each in own) + settings.max_tokens
+    longest = max(len(each.prompt) for one in sets.values() for each in one) + settings.max_tokens
     engines = plan.engines(
         contest.models,
         list(loads),
@@ -223,11 +223,11 @@ def of_servers(
 
     @contextmanager
     def opened(engine: Engine, warm_up: list[Load]) -> Iterator[Server]:
-        own = client(engine.arguments["base_url"])
+        server = client(engine.arguments["base_url"])
         for load in warm_up if engine.name not in warm else []:
-            own.serve(load)
+            server.serve(load)
         warm.add(engine.name)
-        yield own
+        yield server
 
     remarks = [
         "Acceptance is from each server's /metrics. If it has other clients, they count too, as do "

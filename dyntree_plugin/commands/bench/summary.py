@@ -120,9 +120,9 @@ def fallback_shares(series: Series) -> dict[str, float]:
 
 def is_longest(result: Result, chain: Series) -> bool:
     """Return whether a longer chain of its kind than the measured ones may be better."""
-    own = result.engine(chain.engine)
-    of_kind = [e for e in result.engines if e.kind == "chain" and kind_of(e) == kind_of(own)]
-    return own.budget == max(engine.budget for engine in of_kind)
+    measured = result.engine(chain.engine)
+    of_kind = [e for e in result.engines if e.kind == "chain" and kind_of(e) == kind_of(measured)]
+    return measured.budget == max(engine.budget for engine in of_kind)
 
 
 def _spread(series: Series, value: Callable[[Run], float]) -> Spread:

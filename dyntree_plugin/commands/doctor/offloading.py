@@ -68,11 +68,11 @@ def _drafts(config: VllmConfig) -> Iterator[int]:
 
 
 def _speculations(config: VllmConfig) -> Iterator[SpeculativeConfig]:
-    own = config.speculative_config
-    if own is None or own.method in WITHOUT_DRAFT:
+    speculation = config.speculative_config
+    if speculation is None or speculation.method in WITHOUT_DRAFT:
         return
-    yield own
-    yield from further_drafts(own)
+    yield speculation
+    yield from further_drafts(speculation)
 
 
 def _kv_bytes(config: VllmConfig) -> int:

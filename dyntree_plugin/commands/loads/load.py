@@ -31,15 +31,15 @@ class Load:
         So that every engine has the same work, no answer ends before ``max_tokens``, unless the
         request has a grammar or sets its end.
         """
-        own = dict(self.requests[number].sampling)
-        if "min_tokens" in own:
+        given = dict(self.requests[number].sampling)
+        if "min_tokens" in given:
             # A warm-up has fewer tokens.
-            own["min_tokens"] = min(own["min_tokens"], self.max_tokens)
+            given["min_tokens"] = min(given["min_tokens"], self.max_tokens)
         seed = {"seed": self.seed + number} if self.temperature else {}
         common = {
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
             # After its last token a grammar allows only the end of the text.
-            "ignore_eos": "structured_outputs" not in own,
+            "ignore_eos": "structured_outputs" not in given,
         }
-        return common | seed | own
+        return common | seed | given

@@ -65,13 +65,13 @@ def unknown_table(posteriors: Mapping[str, Mapping[float, Posterior]]) -> Table:
     return table
 
 
-def _bits(own: Posterior, begun: Posterior) -> str:
+def _bits(draft: Posterior, begun: Posterior) -> str:
     """Return the bits of a draft, and their ratio to those of the first if they are comparable."""
-    shown = f"{own.bits:.3f}"
-    if own is not begun and own.unreachable == begun.unreachable:
-        shown += f" ({own.bits / begun.bits - 1:+.1%})"
-    if own.unreachable:
-        shown += f", {own.unreachable:.1%} of tokens left out"
+    shown = f"{draft.bits:.3f}"
+    if draft is not begun and draft.unreachable == begun.unreachable:
+        shown += f" ({draft.bits / begun.bits - 1:+.1%})"
+    if draft.unreachable:
+        shown += f", {draft.unreachable:.1%} of tokens left out"
     return shown
 
 
