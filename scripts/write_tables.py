@@ -15,12 +15,9 @@ from pathlib import Path
 
 from benchmarks import gpu_model
 from benchmarks.acceptance import report
-from dyntree_plugin import cli
-from dyntree_plugin.commands import vocabulary
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.bench.summary import Row, rows
-from dyntree_plugin.commands.vocabulary import of_commands
 from dyntree_plugin.metrics import names
 from dyntree_plugin.options import pages as option_pages
 from dyntree_plugin.tree import pairs
@@ -177,7 +174,6 @@ def _body(path: Path, name: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "step": _step,
     "options": option_pages.markdown_tables,
-    "names": lambda: vocabulary.markdown_table(_commands()),
     "metrics": names.markdown_table,
     "rules": pairs.markdown_table,
     "acceptance": lambda: _acceptance("acceptance-cpu"),
@@ -213,15 +209,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **gpu_model.TABLES,
     "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
 }
-
-
-def _commands() -> dict[str, list[str]]:
-    """Return the commands that have an option, by the option's name."""
-    found: dict[str, list[str]] = {}
-    for command, options in of_commands(cli.app).items():
-        for name in options:
-            found.setdefault(name, []).append(f"`{command}`")
-    return found
 
 
 def with_tables(page: str) -> str:

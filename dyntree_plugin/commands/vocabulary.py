@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
-from typer.core import TyperOption
 
 LARGEST = 2**32 - 1
 """Largest integer of an option, which is numpy's largest seed."""
@@ -51,7 +50,6 @@ NAMES: Mapping[str, Name] = {
     "--json": Name("", "Print JSON, for programs."),
     "--verbose": Name("", "Show vLLM's messages."),
 }
-"""In the order of the table in docs/options.md."""
 
 
 def shared(name: str, more: str = "", **settings: Any) -> Any:
@@ -93,26 +91,3 @@ def paragraphs(text: str | None) -> str:
     """
     parts = (text or "").split("\n\n")
     return "\n\n".join(each if each.startswith(" ") else " ".join(each.split()) for each in parts)
-
-
-def of_commands(app: typer.Typer) -> dict[str, dict[str, TyperOption]]:
-    """Return all options, by the names of command and option."""
-    commands: dict[str, dict[str, TyperOption]] = {}
-
-    def walk(command: Any, name: str) -> None:
-        options = [each for each in command.params if isinstance(each, TyperOption)]
-        commands[name] = {each.opts[0]: each for each in options}
-        for below, child in getattr(command, "commands", {}).items():
-            walk(child, f"{name} {below}".strip())
-
-    walk(typer.main.get_command(app), "")
-    return commands
-
-
-def markdown_table(commands: Mapping[str, list[str]]) -> str:
-    """Return the names as a table. ``commands``: for each name, the commands that have it."""
-    rows = [
-        f"| `{f'{name} {known.value}'.strip()}` | {known.meaning} | {', '.join(commands[name])} |"
-        for name, known in NAMES.items()
-    ]
-    return "\n".join(["| option | meaning | commands |", "|---|---|---|", *rows])

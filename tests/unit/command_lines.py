@@ -1,9 +1,12 @@
-"""Run a command line of ``dyntree`` in this process."""
+"""Run a command line of ``dyntree`` in this process, and list the commands' options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import typer
+from typer.core import TyperOption
 from typer.testing import CliRunner, Result
 
 from dyntree_plugin import cli
@@ -28,3 +31,17 @@ def status(*words: str) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     raise AssertionError("the command did not end the process")
+
+
+def of_commands(app: typer.Typer) -> dict[str, dict[str, TyperOption]]:
+    """Return all options, by the names of command and option."""
+    commands: dict[str, dict[str, TyperOption]] = {}
+
+    def walk(command: Any, name: str) -> None:
+        options = [each for each in command.params if isinstance(each, TyperOption)]
+        commands[name] = {each.opts[0]: each for each in options}
+        for below, child in getattr(command, "commands", {}).items():
+            walk(child, f"{name} {below}".strip())
+
+    walk(typer.main.get_command(app), "")
+    return commands

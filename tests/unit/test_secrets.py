@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from command_lines import ran
+from command_lines import of_commands, ran
 from rich.console import Console
 from streaming_server import Handler, listening
 
@@ -25,7 +25,6 @@ from dyntree_plugin.commands.loads.pool import EngineProcess
 from dyntree_plugin.commands.loads.runs import Engine, Run
 from dyntree_plugin.commands.tune.settings import Folder, Settings
 from dyntree_plugin.commands.tune.tuning import Tuning
-from dyntree_plugin.commands.vocabulary import of_commands
 from dyntree_plugin.provenance import provenance
 from dyntree_plugin.secrets import hidden
 

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 import typer
-from command_lines import ran
+from command_lines import of_commands, ran
 from typer.core import TyperOption
 
 from benchmarks.acceptance import command as acceptance
 from benchmarks.serve import __main__ as serve
 from dyntree_plugin import cli
 from dyntree_plugin.commands.bench import prompts
-from dyntree_plugin.commands.vocabulary import NAMES, of_commands, option, shared
+from dyntree_plugin.commands.vocabulary import NAMES, option, shared
 
 COMMANDS = (
     "serve", "pair", "demo", "show", "tune", "doctor", "top", "dashboards", "bench", "bench serve",
