@@ -120,7 +120,7 @@ def step_panel(
 ) -> RenderableType:
     """Draw one step's tree below the last lines of ``before``, the text up to its root.
 
-    ``sources``: those of all trees that are shown. If there are several, every node shows its own.
+    ``sources``: of all shown trees. If there are several, every node shows its source.
     """
     lines = escaped_lines("\n".join(before.splitlines()[-_CODE_LINES:]).strip("\n"))
     legend = Text.assemble(
@@ -163,7 +163,7 @@ def dot(
     """Return the whole tree in Graphviz's language, with accepted nodes filled.
 
     ``name`` is the name of the graph, an identifier of that language. ``sources``: those of all
-    trees that are shown. If there are several, every node shows its own.
+    trees that are shown. If there are several, every node shows its source.
     """
     accepted = set(step.accepted)
     end = step.accepted[-1] if step.accepted else -1

@@ -53,7 +53,7 @@ PromptSets = Annotated[
     ),
 ]
 NumPrompts = Annotated[int, shared("--num-prompts", "Per set; a larger --batch raises it.", min=1)]
-MaxTokens = Annotated[int, shared("--max-tokens", "Every answer has so many.", min=2)]
+MaxTokens = Annotated[int, shared("--max-tokens", "Every answer has this many.", min=2)]
 Batches = Annotated[
     list[int] | None,
     shared("--batch", "Repeatable: each is measured.", min=1, show_default="1 and 4"),

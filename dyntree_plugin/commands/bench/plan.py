@@ -148,17 +148,16 @@ def named_trees(options: Sequence[Mapping[str, Any]], nodes: int) -> Trees:
         size = each["node_budget"]
         DynTreeOptions.parse(each).resolve(size)
         name = f"{'static' if is_static(each) else 'dynamic'} tree of {size}"
-        name = ", ".join([name, *_told_apart(each)])
+        name = ", ".join([name, *_shown_options(each)])
         if name in named:
             raise ValueError(
-                f"--dyntree: two have the name {name!r}; what tells them apart is "
-                f"{', '.join(_SHOWN)}"
+                f"--dyntree: two have the name {name!r}; names differ by {', '.join(_SHOWN)}"
             )
         named[name] = size, each
     return named
 
 
-def _told_apart(options: Mapping[str, Any]) -> list[str]:
+def _shown_options(options: Mapping[str, Any]) -> list[str]:
     """Return the part of a tree's name about its options; growth sequoia is called static."""
     if is_static(options):
         growth = options["growth"]

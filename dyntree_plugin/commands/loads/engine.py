@@ -106,8 +106,8 @@ class Served:
         arguments = dict(arguments)
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            # Forwards are timed where they run. On a GPU the engine has a process of its own, as is
-            # vLLM's default: work on a step's output then overlaps with the next step.
+            # Forwards are timed in this process. On a GPU the engine has another, as by default, so
+            # that work on a step's output overlaps with the next step.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         speculation = arguments.get("speculative_config", {})
         stock = "additional_config" not in arguments
