@@ -162,8 +162,8 @@ def dot(
 ) -> str:
     """Return the whole tree in Graphviz's language, with accepted nodes filled.
 
-    ``name`` is the name of the graph, an identifier of that language. ``sources``: those of all
-    trees that are shown. If there are several, every node shows its source.
+    ``name``: of the graph, an identifier of that language. ``sources``: of all shown trees. If
+    there are several, every node shows its source.
     """
     accepted = set(step.accepted)
     end = step.accepted[-1] if step.accepted else -1
