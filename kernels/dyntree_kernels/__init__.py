@@ -17,6 +17,7 @@ Every implementation of tree attention shares one contract::
   never read, so the numbers of rows and columns may differ: verification has one column per node,
   and a draft forward has few rows over all scratch positions.
 - features: `LayerFeatures` of the layer. A kernel raises ValueError for features that it does not
-  serve (`features.SERVED`).
+  serve (`features.SERVED`). The position of a row is ctx_lens[r] plus the number of its bits minus
+  1. A window must have more positions than any row has bits: it hides parts of the context alone.
 - Softmax and both products are accumulated in fp32.
 """

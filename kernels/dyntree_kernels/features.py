@@ -28,21 +28,23 @@ ADVICE: Mapping[str, str] = {
 }
 """For each feature, why no kernel may serve it, and what to do then."""
 
+_BEYOND = frozenset({"window", "soft_cap", "sinks"})
+
 SERVED: Mapping[str, frozenset[str]] = {
-    "reference": frozenset(),
-    "cpu": frozenset(),
+    "reference": _BEYOND,
+    "cpu": _BEYOND,
     "triton": frozenset(),
     "flashinfer": frozenset(),
 }
 """The features that each kernel of tree attention serves."""
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
-    "cpu": SERVED["cpu"] | {"states", "mrope"},
-    "cuda": SERVED["triton"],
+    "cpu": frozenset({"states", "mrope"}),
+    "cuda": frozenset(),
 }
-"""What is served on each type of device: features of attention, namely of the kernel that runs all
-forwards which no other kernel is chosen for; and other kinds of layers, by the names of
-``admission/refusals.py``."""
+"""What is served on each type of device: features of attention, which also the kernel must serve
+that runs all forwards which no other kernel is chosen for; and other kinds of layers, by the names
+of ``admission/refusals.py``."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,8 @@ def masked_attention(
 
     Args:
         q: [n, H, D]; keys, values: [L, Hkv, D], positions in cache order.
-        mask: bool [n, L], whether a row sees a position. A position that no row sees may hold
-            any value.
+        mask: bool [n, L], whether a row sees a position. Of these it sees the last ones alone, as
+            many as a window has. A position that no row sees may hold any value.
 
     Returns:
         float64 [n, H, D]; zeros for a row that sees nothing.
@@ -29,12 +29,14 @@ def masked_attention(
     """
     features.check("reference")
     group = q.shape[1] // keys.shape[1]
+    if features.window is not None:
+        mask = mask & (mask.flip(1).cumsum(1).flip(1) <= features.window)
     used = mask.any(0)
     k = keys[used].double().repeat_interleave(group, 1)
     v = values[used].double().repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * features.scale
+    scores = _capped(torch.einsum("nhd,lhd->hnl", q.double(), k), features)
     seen = mask[:, used]
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights = _weights(scores.masked_fill(~seen, float("-inf")), features)
     weights = weights.masked_fill(~seen.any(1)[:, None], 0.0)
     # Zero times a value that is not finite is not zero. Such values are added separately, and only
     # to the rows that see them.
@@ -73,9 +75,23 @@ def path_attention(
         path = [node]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
-        chain = [*range(ctx), *(ctx + step for step in path)]
+        chain = [*range(ctx), *(ctx + step for step in path)][-(features.window or 0) :]
         k = keys[chain].double().repeat_interleave(group, 1)
         v = values[chain].double().repeat_interleave(group, 1)
-        scores = torch.einsum("hd,lhd->lh", q[node].double(), k) * features.scale
-        out[node] = torch.einsum("lh,lhd->hd", scores.softmax(0), v)
+        scores = _capped(torch.einsum("hd,lhd->hl", q[node].double(), k), features)
+        weights = _weights(scores[:, None], features)[:, 0]
+        out[node] = torch.einsum("hl,lhd->hd", weights, v)
     return out
+
+
+def _capped(products: torch.Tensor, features: LayerFeatures) -> torch.Tensor:
+    scores, cap = products * features.scale, features.soft_cap
+    return scores if cap is None else cap * (scores / cap).tanh()
+
+
+def _weights(scores: torch.Tensor, features: LayerFeatures) -> torch.Tensor:
+    """Return the softmax of scores [H, n, L] that a head's sink takes a share of."""
+    if features.sinks is None:
+        return scores.softmax(-1)
+    sinks = features.sinks.to(scores)[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]

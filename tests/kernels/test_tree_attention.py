@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from attention_checks import AttentionChecks, assert_matches
@@ -13,6 +14,7 @@ from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention, _tree_attention
 from dyntree_kernels.cpu.kv_move import _move, kv_move
+from dyntree_kernels.cpu.simd import tanh
 from dyntree_kernels.cpu.warm_up import warm_up
 
 
@@ -148,3 +150,11 @@ def test_mistaken_arguments_are_named() -> None:
         dataclasses.replace(case, key_cache=case.key_cache[:, :, :16]).run()
     with pytest.raises(ValueError, match="dense within a row"):
         case.attend(case.run().transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def test_tanh_is_numpys() -> None:
+    magnitudes = np.geomspace(1e-6, 40, 1000, dtype=np.float32)
+    x = np.concatenate([-magnitudes, magnitudes])
+    found = np.array([tanh(each) for each in x])
+    np.testing.assert_allclose(found, np.tanh(x.astype(np.float64)), rtol=5e-7)
+    assert np.isnan(tanh(np.float32(np.nan)))

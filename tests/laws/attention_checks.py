@@ -14,6 +14,14 @@ from tree_shapes import chain, random_tree, star
 from dyntree_kernels.features import LayerFeatures
 from dyntree_kernels.reference import path_attention
 
+WINDOW = 40
+BEYOND: dict[str, dict[str, Any]] = {
+    "window": {"window": WINDOW},
+    "soft cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": torch.tensor([0.0, 3.0, -2.0, 5.0])},
+    "all": {"window": WINDOW, "soft_cap": 1.5, "sinks": torch.tensor([0.0, 3.0, -2.0, 5.0])},
+}
+"""Features of layers with four query heads."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -160,10 +168,79 @@ class AttentionChecks:
         out = case.run().double().cpu()
         torch.testing.assert_close(out, case.expected(), atol=1e-3, rtol=1e-3)
 
+    def with_features(
+        self, masks: list[torch.Tensor], contexts: list[int], name: str, **layout: Any
+    ) -> AttentionCase:
+        """Return a case of layers with `BEYOND`; blocks that no row sees are freed."""
+        case = self.make(masks, contexts, **layout)
+        own = {
+            key: value.to(case.q.device) if isinstance(value, torch.Tensor) else value
+            for key, value in BEYOND[name].items()
+        }
+        case.features = dataclasses.replace(case.features, **own)
+        case.free(BEYOND[name].get("window", 1 << 20))
+        return case
+
+    @pytest.mark.parametrize("name", BEYOND)
+    def test_windows_soft_caps_and_sinks(self, name: str) -> None:
+        contexts = [0, 1, 30, WINDOW - 1, WINDOW, WINDOW + 1, 71, 72, 73, 95, 96, 97, 200]
+        if self.few:
+            contexts = contexts[::2]
+        g = torch.Generator().manual_seed(7)
+        trees = [chain(9), star(9), random_tree(35, g)]
+        trees = [trees[number % 3] for number in range(len(contexts))]
+        for layout in self.layouts:
+            case = self.with_features([tree_mask(tree) for tree in trees], contexts, name, **layout)
+            for way in self.ways:
+                assert_matches(case, **way)
+        exact = self.with_features([tree_mask(tree) for tree in trees], contexts, name)
+        out = exact.run().cpu().double()
+        kept = dataclasses.replace(exact.features, sinks=BEYOND[name].get("sinks"))
+        for r, tree in enumerate(trees):
+            queries = exact.q[exact.rows(r)].cpu()
+            replay = path_attention(queries, exact.keys[r], exact.values[r], tree, kept)
+            torch.testing.assert_close(out[exact.rows(r)], replay, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            *({"window": size} for size in (WINDOW - 1, WINDOW + 1, None)),
+            {"soft_cap": None},
+            {"soft_cap": 1.4},
+            {"sinks": None},
+        ],
+        ids=str,
+    )
+    def test_a_wrong_feature_changes_every_row(self, wrong: dict[str, Any]) -> None:
+        case = self.with_features(tree_batch(9, 4), [100, 60], "all")
+        case.without_nan()
+        right = case.run()
+        case.features = dataclasses.replace(case.features, **wrong)
+        differs = ~torch.isclose(case.run(), right, atol=1e-5, rtol=1e-5)
+        assert differs.flatten(1).any(1).all()
+
+    def test_the_edge_of_a_window_follows_the_depth_of_a_row(self) -> None:
+        tree, context = [-1, 0, 0, 0, 1, 2, 3, 4, 4], 77
+        depths = torch.tensor([0, 1, 1, 1, 2, 2, 2, 3, 3])
+        case = self.with_features([tree_mask(tree)], [context], "window")
+        for depth in range(5):
+            edge = context - WINDOW + depth
+            for way in self.ways:
+                out = case.broken(0, edge, "values", torch.nan).run(**way).cpu()
+                assert torch.equal(out.isnan().flatten(1).any(1), depths < depth)
+
+    def test_a_row_that_sees_its_sink_alone_gets_zeros(self) -> None:
+        for way in self.ways:
+            case = self.with_features([tree_mask(chain(3))], [0], "all")
+            case.bits[1] = 0
+            out = case.run(**way)
+            assert (out[1] == 0).all()
+            assert out[0].abs().min() > 0
+
     def test_features_that_a_kernel_does_not_serve_are_refused(self) -> None:
         case = self.make([tree_mask(chain(3))], [5])
-        case.features = LayerFeatures(1.0, window=16, sinks=torch.zeros(4))
-        with pytest.raises(ValueError, match=f"'{self.kernel}' does not serve sinks, window"):
+        case.features = LayerFeatures(1.0, window=16, chunk=16, alibi=torch.zeros(4))
+        with pytest.raises(ValueError, match=f"'{self.kernel}' does not serve alibi, chunk"):
             case.run()
         with pytest.raises(ValueError, match="'reference' does not serve"):
             case.expected()

@@ -123,6 +123,12 @@ class AttentionCase:
         for cache in self.caches:
             cache.nan_to_num_()
 
+    def free(self, window: int) -> None:
+        """Put the null block in place of those that no root sees, as vLLM does."""
+        size = self.caches[0].shape[2]
+        for request, ctx in enumerate(self.ctx_lens.tolist()):
+            self.block_table[request, : max(0, ctx - window + 1) // size] = 0
+
     def run(self, **options: object) -> torch.Tensor:
         out = torch.full_like(self.q, torch.nan)
         self.attend(out, **options)

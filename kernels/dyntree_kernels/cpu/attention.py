@@ -13,80 +13,33 @@ import torch
 
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.layout import flat, is_paired
-from dyntree_kernels.cpu.simd import (
-    LANES,
-    ROWS,
-    accumulate,
-    as_numpy,
-    exp,
-    from_float,
-    row_maximum,
-    to_float,
-    widen,
-)
+from dyntree_kernels.cpu.simd import LANES, ROWS, accumulate, as_numpy, from_float, to_float
 from dyntree_kernels.cpu.threads import use_torch_threads
+from dyntree_kernels.cpu.tiles import (
+    ALL,
+    MASKED,
+    TILE,
+    ZERO,
+    add_non_finite,
+    cap_scores,
+    load_keys,
+    load_values,
+    mask_scores,
+    softmax_step,
+)
 from dyntree_kernels.features import LayerFeatures
 
-_TILE = 32  # cache positions per step of the online softmax; one word is a row's mask of them
 _CHUNK = 64  # limit on the query rows (tree rows times query heads of one KV head) of a task
-_MASKED = np.float32(-np.inf)
-_INFINITY = np.float32(np.inf)
-_ZERO = np.float32(0)
-_ALL = np.uint32(0xFFFFFFFF)
-_UNROLLED = {"reassoc", "contract", "nsz"}  # lets sums vectorise, and keeps NaN
-
-
-@compiled
-def _load_keys(dst, block, n, start, paired):
-    """Copy the _TILE positions from `start` of a block's keys into dst[D, _TILE]."""
-    d = dst.shape[0]
-    if not paired:
-        for i in range(d):
-            for j in range(0, _TILE, LANES):
-                widen(dst, i, j, block, i * n + start + j)
-        return
-    for group in range(_TILE // LANES):
-        base = (start // LANES + group) * d * LANES
-        for pair in range(d // 2):
-            row = block[base + pair * 2 * LANES : base + (pair + 1) * 2 * LANES]
-            for e in range(2):
-                for j in range(LANES):
-                    dst[2 * pair + e, group * LANES + j] = to_float(row[2 * j + e])
-
-
-@compiled
-def _load_values(dst, block, n, start, paired, seen):
-    """Copy the _TILE positions from `start` of a block's values into dst[_TILE, D].
-
-    Values at positions outside the bit mask `seen` become zero. Their weight is zero, but its
-    product with a value that is not finite would be NaN.
-    """
-    d = dst.shape[1]
-    if not paired:
-        for j in range(_TILE):
-            for i in range(0, d, LANES):
-                widen(dst, j, i, block, (start + j) * d + i)
-    else:
-        for group in range(d // LANES):
-            base = (group * n + start) * LANES
-            for pair in range(_TILE // 2):
-                row = block[base + pair * 2 * LANES : base + (pair + 1) * 2 * LANES]
-                for e in range(2):
-                    for i in range(LANES):
-                        dst[2 * pair + e, group * LANES + i] = to_float(row[2 * i + e])
-    if seen != _ALL:
-        for j in range(_TILE):
-            if (seen >> np.uint32(j)) & np.uint32(1) == 0:
-                dst[j, :] = _ZERO
+_NO_WINDOW = np.int64(1 << 62)
 
 
 @compiled
 def _seen_word(bits, column):
-    """Return _TILE bits from `column` on. Columns before 0 are context, which every row sees."""
-    if column <= -_TILE:
-        return _ALL
+    """Return TILE bits from `column` on. Columns before 0 are context, which every row sees."""
+    if column <= -TILE:
+        return ALL
     word, shift = column >> 5, np.uint32(column & 31)
-    low = bits[word] if word >= 0 else _ALL
+    low = bits[word] if word >= 0 else ALL
     high = bits[word + 1] if word + 1 < bits.shape[0] else np.uint32(0)
     if shift == 0:
         return low
@@ -94,108 +47,112 @@ def _seen_word(bits, column):
 
 
 @compiled
-def _mask_scores(scores, words):
-    for i in range(scores.shape[0]):
-        word = words[i]
-        for j in range(_TILE):
-            if (word >> np.uint32(j)) & np.uint32(1) == 0:
-                scores[i, j] = _MASKED
+def _first_seen(bits, ctx, window, edges):
+    """Fill `edges` with the first position of the context that each row sees.
 
-
-@compiled(fastmath=_UNROLLED)
-def _softmax_step(scores, sums, state):
-    """Turn a tile of scores into weights, and rescale the running sums to the new maxima.
-
-    The weight of a masked score is 0. A score that is NaN makes its row NaN.
+    Return the least and the greatest. The position of a row is that of its last ancestor in a
+    chain: it sees the context, then as many columns as it has bits.
     """
-    for i in range(scores.shape[0]):
-        high = state[i, 0]
-        found = row_maximum(scores, i)
-        top = found if found > high else high
-        if top > high:
-            shrink = exp(high - top)
-            state[i, 0] = top
-            state[i, 1] *= shrink
-            for j in range(sums.shape[1]):
-                sums[i, j] *= shrink
-        total = _ZERO
-        # In a row that has seen no position yet, top is -inf, and -inf - top would be NaN.
-        shift = top if top > _MASKED else _ZERO
-        for j in range(_TILE):
-            weight = exp(scores[i, j] - shift)
-            scores[i, j] = weight
-            total += weight
-        state[i, 1] += total
+    least, greatest = np.int64(ctx), np.int64(0)
+    for i in range(bits.shape[0]):
+        length = np.int64(ctx)
+        for word in bits[i]:
+            while word != 0:
+                word &= word - np.uint32(1)
+                length += 1
+        edges[i] = min(max(length - window, 0), ctx)
+        least, greatest = min(least, edges[i]), max(greatest, edges[i])
+    return least, greatest
 
 
 @compiled
-def _add_non_finite(out, scores, values, words):
-    """Add values that are not all finite to the rows that see their positions, and clear them.
+def _seen_words(words, bits, heads, ctx, start, edges):
+    """Fill `words` [rows] with the bits of the TILE positions from `start` that each row sees.
 
-    The product of all weights and values would give NaN to rows that do not see them.
+    Return the bits of those that any row sees. edges: as of `_first_seen`, or None.
     """
-    for j in range(_TILE):
-        infinite = np.int32(0)
-        for k in range(values.shape[1]):
-            infinite += np.int32(not abs(values[j, k]) < _INFINITY)
-        if infinite > 0:
-            for i in range(out.shape[0]):
-                if (words[i] >> np.uint32(j)) & np.uint32(1):
-                    for k in range(values.shape[1]):
-                        out[i, k] += scores[i, j] * values[j, k]
-            values[j, :] = _ZERO
+    seen = np.uint32(0)
+    for i in range(bits.shape[0]):
+        word = _seen_word(bits[i], start - ctx)
+        if edges is not None:
+            hidden = edges[i] - start
+            if hidden >= TILE:
+                word = np.uint32(0)
+            elif hidden > 0:
+                word &= ALL << np.uint32(hidden)
+        seen |= word
+        words[i * heads : (i + 1) * heads] = word
+    return seen
 
 
 @compiled
 def _chunk_attention(
-    q, keys, values, n, paired, k_steps, v_steps, table, ctx, bits, heads, out, workspace, words
-):
+    q, keys, values, n, paired, k_steps, v_steps, table, ctx, bits, heads, out, workspace, words,
+    beyond, head,
+):  # fmt: skip
     """Compute the attention of the rows of one chunk over one KV head.
 
-    q, out: [rows, D], one row for each tree row and each of the `heads` query heads; q is scaled. A
-    row that sees no position gets zeros. bits: [rows / heads, words]. k_steps, v_steps: block
-    stride, and offset of the KV head. workspace, words: working memory.
+    q, out: [rows, D], one row for each tree row and each of the `heads` query heads from `head` on;
+    q is scaled. A row that sees no position gets zeros. bits: [rows / heads, words]. k_steps,
+    v_steps: block stride, and offset of the KV head. workspace, words: working memory. beyond:
+    window, soft cap, and sinks [H], or None; either compiles a separate function.
     """
     rows, d = q.shape
-    tile_size = d * _TILE
-    tile_keys = workspace[:tile_size].reshape(d, _TILE)
-    tile_values = workspace[tile_size : 2 * tile_size].reshape(_TILE, d)
+    tile_size = d * TILE
+    tile_keys = workspace[:tile_size].reshape(d, TILE)
+    tile_values = workspace[tile_size : 2 * tile_size].reshape(TILE, d)
     at = 2 * tile_size
-    scores = workspace[at : at + rows * _TILE].reshape(rows, _TILE)
-    at += rows * _TILE
+    scores = workspace[at : at + rows * TILE].reshape(rows, TILE)
+    at += rows * TILE
     state = workspace[at : at + 2 * rows].reshape(rows, 2)  # maximum and sum of the weights
-    state[:, 0] = _MASKED
-    state[:, 1] = _ZERO
-    out[:, :] = _ZERO
-    for start in range(0, ctx + 32 * bits.shape[1], _TILE):
-        seen = _ALL
-        if start + _TILE > ctx:
-            seen = np.uint32(0)
-            for i in range(bits.shape[0]):
-                word = _seen_word(bits[i], start - ctx)
-                seen |= word
-                words[i * heads : (i + 1) * heads] = word
+    state[:, 0] = MASKED
+    state[:, 1] = ZERO
+    out[:, :] = ZERO
+    first, whole, edges = 0, 0, None
+    if beyond is not None:
+        edges = np.empty(bits.shape[0], np.int64)
+        first, whole = _first_seen(bits, ctx, beyond[0], edges)
+        _begin_with_sinks(state, beyond[2], head, heads)
+    for start in range(first // TILE * TILE, ctx + 32 * bits.shape[1], TILE):
+        seen, masked = ALL, start + TILE > ctx or start < whole
+        if masked:
+            seen = _seen_words(words, bits, heads, ctx, start, edges)
             if seen == 0:
                 continue
         place = start // n
         block = np.int64(table[place]) if place < len(table) else np.int64(0)
         k_block = keys[block * k_steps[0] + k_steps[1] :]
         v_block = values[block * v_steps[0] + v_steps[1] :]
-        _load_keys(tile_keys, k_block, n, start % n, paired)
-        _load_values(tile_values, v_block, n, start % n, paired, seen)
-        scores[:, :] = _ZERO
+        load_keys(tile_keys, k_block, n, start % n, paired)
+        load_values(tile_values, v_block, n, start % n, paired, seen)
+        scores[:, :] = ZERO
         accumulate(scores, q, tile_keys)
-        if start + _TILE > ctx:
-            _mask_scores(scores, words)
-        _softmax_step(scores, out, state)
-        if start + _TILE > ctx:
-            _add_non_finite(out, scores, tile_values, words)
+        if beyond is not None and beyond[1] > ZERO:
+            cap_scores(scores, beyond[1])
+        if masked:
+            mask_scores(scores, words)
+        softmax_step(scores, out, state)
+        if masked:
+            add_non_finite(out, scores, tile_values, words)
         accumulate(out, scores, tile_values)
-    for i in range(rows):
-        if state[i, 1] == _ZERO:
+    _divide(out, state)
+
+
+@compiled
+def _begin_with_sinks(state, sinks, head, heads):
+    """Begin with a weight for each row's sink, which has no value; -inf for no sink."""
+    for i in range(state.shape[0]):
+        state[i, 0] = sinks[head + i % heads]
+        state[i, 1] = np.float32(state[i, 0] > MASKED)
+
+
+@compiled
+def _divide(out, state):
+    for i in range(out.shape[0]):
+        if state[i, 1] == ZERO:
             continue  # The row sees no position.
         inverse = np.float32(1) / state[i, 1]
-        for j in range(d):
+        for j in range(out.shape[1]):
             out[i, j] *= inverse
 
 
@@ -207,7 +164,7 @@ def _load_rows(dst, q, step, first, head, heads, rows, scale):
         row = q[at : at + d]
         for j in range(d):
             dst[i, j] = to_float(row[j]) * scale
-    dst[rows:] = _ZERO
+    dst[rows:] = ZERO
 
 
 @compiled
@@ -223,7 +180,7 @@ def _store_rows(src, out, step, first, head, heads, rows):
 @compiled(parallel=True, nogil=True)
 def _tree_attention(
     q, q_step, keys, values, steps, n, d, paired, block_table, ctx_lens, qo_indptr, bits,
-    kv_heads, heads, chunk, out, out_step, scale, workspace, words,
+    kv_heads, heads, chunk, out, out_step, scale, workspace, words, beyond,
 ):  # fmt: skip
     threads = workspace.shape[0]
     for thread in numba.prange(threads):
@@ -250,7 +207,7 @@ def _tree_attention(
                         queries, keys, values, n, paired, (steps[0], h * steps[1]),
                         (steps[2], h * steps[3]), block_table[r], ctx,
                         bits[first : first + count], heads, result, space[2 * rows * d :],
-                        words[thread],
+                        words[thread], beyond, h * heads,
                     )  # fmt: skip
                     _store_rows(result, out, out_step, first, h * heads, heads, count * heads)
 
@@ -268,10 +225,10 @@ class PackedCache:
     def __init__(self, key_cache: torch.Tensor, value_cache: torch.Tensor, isa: str) -> None:
         self.paired = is_paired(isa)
         _, self.heads, self.block_size, self.head_size = key_cache.shape
-        if self.block_size % _TILE or self.head_size % LANES:
+        if self.block_size % TILE or self.head_size % LANES:
             raise ValueError(
                 f"block size {self.block_size} and head size {self.head_size} must be multiples "
-                f"of {_TILE} and {LANES}"
+                f"of {TILE} and {LANES}"
             )
         # numba compiles a kernel per dtype and memory order of an argument, so each has one.
         self.keys, self.values = as_numpy(flat(key_cache)), as_numpy(flat(value_cache))
@@ -319,21 +276,33 @@ class TreeAttention:
         if tokens == 0:
             return
         heads = q_heads // kv_heads
-        threads = use_torch_threads(2 * tokens * q_heads * d // LANES * self._mean_ctx)
+        read = min(self._mean_ctx, features.window or self._mean_ctx)
+        threads = use_torch_threads(2 * tokens * q_heads * d // LANES * read)
         chunk = max(1, min(_CHUNK // heads, tokens * kv_heads // threads))
         self._allocate(threads, -(-chunk * heads // ROWS) * ROWS, d)
         _tree_attention(
             _rows(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
             cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
             heads, chunk, _rows(out), out.stride(0), np.float32(features.scale), self._floats,
-            self._words,
+            self._words, _beyond(features, q_heads),
         )  # fmt: skip
 
     def _allocate(self, threads: int, rows: int, d: int) -> None:
-        size = rows * (2 * d + _TILE + 2) + 2 * d * _TILE
+        size = rows * (2 * d + TILE + 2) + 2 * d * TILE
         if self._floats.shape != (threads, size):
             self._floats = np.empty((threads, size), np.float32)
             self._words = np.zeros((threads, rows), np.uint32)
+
+
+def _beyond(
+    features: LayerFeatures, heads: int
+) -> tuple[np.int64, np.float32, np.ndarray[Any, Any]] | None:
+    """Return the window, the soft cap and the sinks [H] of a layer as the kernel takes them."""
+    if not features.beyond:
+        return None
+    sinks = torch.full((heads,), -torch.inf) if features.sinks is None else features.sinks
+    window = _NO_WINDOW if features.window is None else np.int64(features.window)
+    return window, np.float32(features.soft_cap or 0), sinks.detach().float().contiguous().numpy()
 
 
 def _rows(x: torch.Tensor) -> np.ndarray[Any, Any]:

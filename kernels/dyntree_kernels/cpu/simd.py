@@ -214,6 +214,27 @@ def exp(x):
     return scaled if x > _LOWEST else (_ZERO if x <= _LOWEST else x)
 
 
+_TANH_LIMIT = np.float32(7.90531110763549805)  # beyond it float32 has no number below 1
+_A1, _A3, _A5 = map(np.float32, (4.89352455891786e-3, 6.37261928875436e-4, 1.48572235717979e-5))
+_A7, _A9 = map(np.float32, (5.12229709037114e-8, -8.60467152213735e-11))
+_A11, _A13 = map(np.float32, (2.00018790482477e-13, -2.76076847742355e-16))
+_B0, _B2 = map(np.float32, (4.89352518554385e-3, 2.26843463243900e-3))
+_B4, _B6 = map(np.float32, (1.18534705686654e-4, 1.19825839466702e-6))
+
+
+@numba.njit(fastmath={"contract"})
+def tanh(x):
+    """Return tanh of a float32, NaN for NaN. Loops over it vectorise.
+
+    The relative error is below 5e-7. The quotient of polynomials is that of Eigen.
+    """
+    y = _TANH_LIMIT if x > _TANH_LIMIT else x
+    y = -_TANH_LIMIT if y < -_TANH_LIMIT else y
+    s = y * y
+    upper = y * (_A1 + s * (_A3 + s * (_A5 + s * (_A7 + s * (_A9 + s * (_A11 + s * _A13))))))
+    return upper / (_B0 + s * (_B2 + s * (_B4 + s * _B6)))
+
+
 def _product(vectors: int) -> Any:
     """Return an intrinsic for c[i : i + ROWS, j : j + W] += a[i : i + ROWS] @ b[:, j : j + W].
 

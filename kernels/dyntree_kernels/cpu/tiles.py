@@ -1,0 +1,123 @@
+"""Tiles of keys, values and scores, of which tree attention makes an online softmax."""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# numba infers the argument types of compiled functions. Their docstrings give the shapes.
+
+from __future__ import annotations
+
+import numpy as np
+
+from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.simd import LANES, exp, row_maximum, tanh, to_float, widen
+
+TILE = 32  # cache positions per step of the online softmax; one word is a row's mask of them
+MASKED = np.float32(-np.inf)
+ZERO = np.float32(0)
+ALL = np.uint32(0xFFFFFFFF)
+_INFINITY = np.float32(np.inf)
+_UNROLLED = {"reassoc", "contract", "nsz"}  # lets sums vectorise, and keeps NaN
+
+
+@compiled
+def load_keys(dst, block, n, start, paired):
+    """Copy the TILE positions from `start` of a block's keys into dst[D, TILE]."""
+    d = dst.shape[0]
+    if not paired:
+        for i in range(d):
+            for j in range(0, TILE, LANES):
+                widen(dst, i, j, block, i * n + start + j)
+        return
+    for group in range(TILE // LANES):
+        base = (start // LANES + group) * d * LANES
+        for pair in range(d // 2):
+            row = block[base + pair * 2 * LANES : base + (pair + 1) * 2 * LANES]
+            for e in range(2):
+                for j in range(LANES):
+                    dst[2 * pair + e, group * LANES + j] = to_float(row[2 * j + e])
+
+
+@compiled
+def load_values(dst, block, n, start, paired, seen):
+    """Copy the TILE positions from `start` of a block's values into dst[TILE, D].
+
+    Values at positions outside the bit mask `seen` become zero. Their weight is zero, but its
+    product with a value that is not finite would be NaN.
+    """
+    d = dst.shape[1]
+    if not paired:
+        for j in range(TILE):
+            for i in range(0, d, LANES):
+                widen(dst, j, i, block, (start + j) * d + i)
+    else:
+        for group in range(d // LANES):
+            base = (group * n + start) * LANES
+            for pair in range(TILE // 2):
+                row = block[base + pair * 2 * LANES : base + (pair + 1) * 2 * LANES]
+                for e in range(2):
+                    for i in range(LANES):
+                        dst[2 * pair + e, group * LANES + i] = to_float(row[2 * i + e])
+    if seen != ALL:
+        for j in range(TILE):
+            if (seen >> np.uint32(j)) & np.uint32(1) == 0:
+                dst[j, :] = ZERO
+
+
+@compiled(fastmath=_UNROLLED)
+def cap_scores(scores, cap):
+    inverse = np.float32(1) / cap
+    for i in range(scores.shape[0]):
+        for j in range(TILE):
+            scores[i, j] = cap * tanh(scores[i, j] * inverse)
+
+
+@compiled
+def mask_scores(scores, words):
+    for i in range(scores.shape[0]):
+        word = words[i]
+        for j in range(TILE):
+            if (word >> np.uint32(j)) & np.uint32(1) == 0:
+                scores[i, j] = MASKED
+
+
+@compiled(fastmath=_UNROLLED)
+def softmax_step(scores, sums, state):
+    """Turn a tile of scores into weights, and rescale the running sums to the new maxima.
+
+    The weight of a masked score is 0. A score that is NaN makes its row NaN.
+    """
+    for i in range(scores.shape[0]):
+        high = state[i, 0]
+        found = row_maximum(scores, i)
+        top = found if found > high else high
+        if top > high:
+            shrink = exp(high - top)
+            state[i, 0] = top
+            state[i, 1] *= shrink
+            for j in range(sums.shape[1]):
+                sums[i, j] *= shrink
+        total = ZERO
+        # In a row that has seen no position yet, top is -inf, and -inf - top would be NaN.
+        shift = top if top > MASKED else ZERO
+        for j in range(TILE):
+            weight = exp(scores[i, j] - shift)
+            scores[i, j] = weight
+            total += weight
+        state[i, 1] += total
+
+
+@compiled
+def add_non_finite(out, scores, values, words):
+    """Add values that are not all finite to the rows that see their positions, and clear them.
+
+    The product of all weights and values would give NaN to rows that do not see them.
+    """
+    for j in range(TILE):
+        infinite = np.int32(0)
+        for k in range(values.shape[1]):
+            infinite += np.int32(not abs(values[j, k]) < _INFINITY)
+        if infinite > 0:
+            for i in range(out.shape[0]):
+                if (words[i] >> np.uint32(j)) & np.uint32(1):
+                    for k in range(values.shape[1]):
+                        out[i, k] += scores[i, j] * values[j, k]
+            values[j, :] = ZERO
