@@ -78,8 +78,11 @@ class LayerKind(Protocol):
         """Return whether a layer of vLLM is of this kind."""
         ...
 
-    def unserved(self, layer: Any) -> Iterator[str]:
-        """Yield why trees cannot pass a layer of this kind: what it has, and what to do."""
+    def unserved(self, layer: Any, rows: int) -> Iterator[str]:
+        """Yield why trees cannot pass a layer of this kind: what it has, and what to do.
+
+        ``rows``: of the largest tree, its root included.
+        """
         ...
 
     def keeper(self, group: LayerGroup) -> Keeper | None:

@@ -93,7 +93,7 @@ def _triton(p: Problem) -> str | None:
         return f"a cache of {p.kv_dtype} needs capability 8.9"
     if p.kv_dtype != p.dtype and p.kv_dtype not in _FLOAT8:
         return f"{p.dtype} with a cache of {p.kv_dtype}"
-    return None if p.head_size <= 256 else f"head size {p.head_size} is above 256"
+    return None if p.head_size <= 512 else f"head size {p.head_size} is above 512"
 
 
 def _flashinfer(p: Problem) -> str | None:

@@ -33,7 +33,7 @@ _BEYOND = frozenset({"window", "soft_cap", "sinks"})
 SERVED: Mapping[str, frozenset[str]] = {
     "reference": _BEYOND,
     "cpu": _BEYOND,
-    "triton": frozenset(),
+    "triton": _BEYOND,
     "flashinfer": frozenset(),
 }
 """The features that each kernel of tree attention serves."""

@@ -12,7 +12,7 @@ import workload
 from comparison import accepted_per_step, by_request, mismatches
 from engine_process import Request, Result, Run, serve
 from features import PROMPTS, SEEDS
-from recurrent_targets import recurrent_target
+from random_targets import random_target
 
 pytestmark = pytest.mark.e2e
 
@@ -68,7 +68,7 @@ Results = Mapping[str, Mapping[str, Result]]
 def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
     @cache
     def serve_all(kind: str) -> Results:
-        model = str(recurrent_target(tmp_path_factory.mktemp("targets") / kind, kind))
+        model = str(random_target(tmp_path_factory.mktemp("targets") / kind, kind))
         jobs = _engines(model)
         return {name: serve(*job, threads=1) for name, job in jobs.items()}
 

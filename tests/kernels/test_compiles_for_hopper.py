@@ -81,8 +81,11 @@ POINTERS = {
     **dict.fromkeys(("RAW", "HISTORY", "WEIGHT"), "*bf16"),
     **dict.fromkeys(("STATES", "A", "SKIP", "BIAS", "LOGS"), "*fp32"),
     "STARTS": "*i32",
+    "SINKS": "*bf16",
     "scale": "fp32",
 }
+PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0}
+"""Attention without features."""
 SPILLED = {(128, 4, 4): 8}
 """Bytes of attention's stack, by rows, group and splits. This tile needs two registers more than
 there are, to treat values that are not finite."""
@@ -166,16 +169,36 @@ def test_attention_at_head_size_128_does_not_spill(
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, PAGE=16,
         BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words, SPLITS=splits,
-        SEEDED=seeded, WANT_LSE=False,
+        SEEDED=seeded, WANT_LSE=False, **PLAIN,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, group, splits), 0), used
+    assert used["shared"] <= 227 * 1024, used
+
+
+@pytest.mark.parametrize(
+    "features", [{"WINDOW": 128}, {"WINDOW": 4096, "CAP": 72.1, "SINKS": None}]
+)
+@pytest.mark.parametrize(
+    ("head_size", "rows"), [(64, 64), (64, 128), (256, 32), (512, 16), (512, 64)]
+)
+def test_attention_of_every_head_size_and_feature_fits(
+    head_size: int, rows: int, features: dict[str, Any]
+) -> None:
+    tile = attention.tiling(head_size, rows, 2)
+    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, 8))
+    used = compiled(
+        attention._tree_attention, tile.warps, tile.stages, H=8, G=8, D=head_size, DP=head_size,
+        PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
+        SEEDED=False, WANT_LSE=False, **{"CAP": 0.0, **features},
+    )  # fmt: skip
+    assert used["stack"] == 0, used
     assert used["shared"] <= 227 * 1024, used
 
 
 def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
     used = compiled(
         attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, PAGE=16, BLOCKS=512, BM=128,
-        BN=64, NODES=32, WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False,
+        BN=64, NODES=32, WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False, **PLAIN,
     )  # fmt: skip
     assert used["stack"] > max(SPILLED.values()), used
 

@@ -75,7 +75,10 @@ class TreeMetadataBuilder:
         stock: Any = self
         heads = Heads(stock.num_heads_q, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
         made = (vllm_config.compilation_config.static_forward_context[n] for n in layer_names)
-        features = frozenset[str]().union(*(features_of(layer).beyond for layer in made))
+        layers = [features_of(layer) for layer in made]
+        # One of each kind, for which the kernel is compiled.
+        self._layers = {(x.window, x.soft_cap, x.sinks is None): x for x in layers}
+        features = frozenset[str]().union(*(each.beyond for each in layers))
         self._kernel, self._drafting_kernel = choose_kernel(
             heads, vllm_config, kv_cache_spec, columns, device, features
         )
@@ -83,7 +86,8 @@ class TreeMetadataBuilder:
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
         """Compile kernels; the arguments are those of `TritonTrees.warm_up`."""
         if self._buffers is not None:
-            self._drafting_kernel.warm_up(kv_cache, dtype, table, self._buffers)
+            layers = self._layers.values()
+            self._drafting_kernel.warm_up(kv_cache, dtype, table, self._buffers, layers)
 
     def build(
         self,

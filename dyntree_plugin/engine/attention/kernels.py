@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -73,8 +74,10 @@ class TritonTrees:
     def plan(self, rows: AttentionRows) -> Launch:
         from dyntree_kernels.cuda.attention import tree_attention
 
-        splits = self.splits(len(rows.ctx_lens), rows.max_rows)
-        count = rows.num_rows
+        count, columns = rows.num_rows, 32 * rows.ancestor_bits.shape[1]
+        splits = functools.cache(
+            lambda window: self.splits(len(rows.ctx_lens), rows.max_rows, window, columns)
+        )
 
         def launch(
             q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, features: LayerFeatures
@@ -89,15 +92,20 @@ class TritonTrees:
                 out[:count],
                 features,
                 max_rows=rows.max_rows,
-                splits=splits,
+                splits=splits(features.window),
             )
 
         return launch
 
     def warm_up(
-        self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor, rows: MaskBuffers
+        self,
+        kv_cache: torch.Tensor,
+        dtype: torch.dtype,
+        table: torch.Tensor,
+        rows: MaskBuffers,
+        layers: Iterable[LayerFeatures],
     ) -> None:
-        """Compile the kernels for batches of any size, on requests without rows.
+        """Compile the kernels for batches of any size and ``layers``, on requests without rows.
 
         ``kv_cache`` is that of one layer. ``table`` [R, blocks] is the block table of the largest
         batch.
@@ -113,10 +121,17 @@ class TritonTrees:
                 nobody = AttentionRows(
                     table[:requests], lengths, begin, bits, count, rows.columns, begin, None
                 )
-                self.plan(nobody)(q, kv_cache, torch.empty_like(q), LayerFeatures(scale=1.0))
+                launch = self.plan(nobody)
+                for features in layers:
+                    launch(q, kv_cache, torch.empty_like(q), features)
 
-    def splits(self, requests: int, max_rows: int) -> int:
-        """Return how many programs share a tile: a power of two, since each number is a kernel."""
+    def splits(
+        self, requests: int, max_rows: int, window: int | None = None, columns: int = 0
+    ) -> int:
+        """Return how many programs share a tile: a power of two, since each number is a kernel.
+
+        Behind a ``window`` there are no more tiles than it and ``columns`` of the tree have.
+        """
         from dyntree_kernels.cuda.attention import tiling
 
         if self._one_split:
@@ -125,6 +140,8 @@ class TritonTrees:
         tile = tiling(self._heads.size, packed, self._element_size)
         programs = -(-packed // tile.block_m) * self._heads.kv * requests
         wanted = min(32, max(1, 2 * self._processors // programs))
+        if window is not None:
+            wanted = min(wanted, 1 + (window + columns) // tile.block_n)
         return 1 << (wanted.bit_length() - 1)
 
 

@@ -34,7 +34,7 @@ class AttentionKind:
     def serves(self, layer: Any) -> bool:
         return type(layer) is Attention  # a subclass may mask in another way
 
-    def unserved(self, layer: Any) -> Iterator[str]:
+    def unserved(self, layer: Any, rows: int) -> Iterator[str]:
         backend = layer.get_attn_backend()
         other = {
             f"backend {backend.__name__}": backend not in self._classes,
@@ -47,6 +47,12 @@ class AttentionKind:
             f"{each} is not supported {ANOTHER_MODEL}" for each, there in other.items() if there
         )
         features = features_of(layer)
+        if features.window is not None and features.window <= rows:
+            yield (
+                f"sliding_window={features.window} is not supported: a tree of "
+                f"dyntree.node_budget={rows - 1} and its root must be smaller than the window; "
+                f"lower dyntree.node_budget to at most {max(features.window - 2, 1)}"
+            )
         named = {
             "window": f"sliding_window={features.window}",
             "chunk": f"attention_chunk_size={features.chunk}",

@@ -36,7 +36,7 @@ class StateKind:
     def serves(self, layer: Any) -> bool:
         return type(layer) in self._classes.values()
 
-    def unserved(self, layer: Any) -> Iterator[str]:
+    def unserved(self, layer: Any, rows: int) -> Iterator[str]:
         return iter(())
 
     def keeper(self, group: LayerGroup) -> Keeper:

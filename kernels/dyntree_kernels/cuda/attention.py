@@ -18,6 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from dyntree_kernels.cuda.tiles import (
+    accumulate,
+    load_rows,
+    row_bits,
+    without_what_is_not_finite,
+)
 from dyntree_kernels.features import LayerFeatures
 
 LOG2_E = 1.4426950408889634
@@ -34,48 +40,12 @@ def _or(a, b):
 
 
 @triton.jit
-def _load_rows(base, offsets, wanted, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, DP] at base + offsets; zero where not wanted and beyond D."""
-    d = tl.arange(0, DP)
-    at = base + offsets[:, None] + d[None, :]
-    if D != DP:
-        return tl.load(at, mask=wanted[:, None] & (d < D)[None, :], other=0.0)
-    if MASKED:
-        return tl.load(at, mask=wanted[:, None], other=0.0)
-    return tl.load(at)
-
-
-@triton.jit
 def _cache_offsets(
     TABLE, position, wanted, s_block, s_slot, PAGE: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     held = wanted & (position < BLOCKS * PAGE)
     block = tl.load(TABLE + position // PAGE, mask=held, other=0).to(tl.int64)
     return block * s_block + (position % PAGE) * s_slot
-
-
-@triton.jit
-def _without_what_is_not_finite(v):
-    """Values with rows of zeros for those that are not all finite, and NaN for each of these rows,
-    0 for the others: a weight of zero times what is not finite is not zero."""
-    blame = tl.sum(v.to(tl.float32) * 0.0, 1)
-    return tl.where((blame == 0.0)[:, None], v, 0.0), blame
-
-
-@triton.jit
-def _accumulate(q, k, v, visible, blame, m, total, acc, scale, MASKED: tl.constexpr):
-    """One step of the online softmax in base 2, over the columns of k and v; where MASKED, rows
-    that see a column get its ``blame``."""
-    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-    if MASKED:
-        s = tl.where(visible, s + blame[None, :], float("-inf"))
-    new = tl.maximum(m, tl.max(s, 1))
-    # A row that has seen nothing yet keeps -inf, which must not meet itself in a difference.
-    shift = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - shift[:, None])
-    fade = tl.exp2(m - shift)
-    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-    return new, total * fade + tl.sum(p, 1), acc
 
 
 @triton.jit
@@ -95,11 +65,12 @@ def _used_tiles(
 
 @triton.jit
 def _tree_attention(
-    Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, words,
+    Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, SINKS, scale, words,
     packed_rows, sq_t, sq_h, s_block, s_head, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr,
     WORDS: tl.constexpr, SPLITS: tl.constexpr, SEEDED: tl.constexpr, WANT_LSE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -116,11 +87,15 @@ def _tree_attention(
     query_head = head * G + row % G
     real = row < nodes * G
     token = first.to(tl.int64)
-    q = _load_rows(Q + token * sq_t, node * sq_t + query_head * sq_h, real, D, DP, True)
+    q = load_rows(Q + token * sq_t, node * sq_t + query_head * sq_h, real, D, DP, True)
 
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
+    if SINKS is not None:
+        sink = tl.load(SINKS + query_head).to(tl.float32) * 1.4426950408889634
+        m = tl.where(split == 0, sink, m)
+        total += tl.where(split == 0, 1.0, 0.0)
     context_tiles = ctx // BN
     tail = tl.where(ctx % BN != 0, 1, 0)
     if SEEDED:
@@ -130,12 +105,23 @@ def _tree_attention(
             m = tl.load(logs, mask=real, other=0.0) * 1.4426950408889634
             total = tl.full([BM], 1.0, tl.float32)
             rows = node * so_t + query_head * so_h
-            acc = _load_rows(OUT + token * so_t, rows, real, D, DP, True).to(tl.float32)
+            acc = load_rows(OUT + token * so_t, rows, real, D, DP, True).to(tl.float32)
         context_tiles = context_tiles * 0
         tail = tail * 0
 
     used = _used_tiles(BITS, first, nodes, s_bits, words, BM, BN, G, NODES, WORDS, tile)
-    tiles = context_tiles + tail + tl.cdiv(words * 32, BN)
+    # Context tiles from `lead` on need no mask. Before them come those with the edges of a window.
+    edge = row * 0
+    begin = context_tiles * 0
+    lead = context_tiles * 0
+    if WINDOW > 0:
+        ancestors = row_bits(BITS, token, node, real, s_bits, words, BM)
+        edge = tl.where(real, tl.minimum(tl.maximum(ctx + ancestors - WINDOW, 0), ctx), ctx)
+        begin = tl.min(edge, 0) // BN
+        lead = tl.minimum(tl.cdiv(tl.max(tl.where(real, edge, 0), 0), BN), context_tiles)
+    plain = context_tiles - lead
+    masked = lead - begin + tail
+    tiles = plain + masked + tl.cdiv(words * 32, BN)
     share = tl.cdiv(tiles, SPLITS)
     lo = split * share
     hi = tl.minimum(lo + share, tiles)
@@ -144,17 +130,17 @@ def _tree_attention(
     column = tl.arange(0, BN)
 
     if not SEEDED:
-        for j in range(lo, tl.minimum(hi, context_tiles)):
-            position = j * BN + column
+        for j in range(lo, tl.minimum(hi, plain)):
+            position = (lead + j) * BN + column
             every = position >= 0
             at = _cache_offsets(table, position, every, s_block, s_slot, PAGE, BLOCKS)
-            k = _load_rows(keys, at, every, D, DP, False)
-            v = _load_rows(keys + D, at, every, D, DP, False)
-            m, total, acc = _accumulate(q, k, v, every, 0.0, m, total, acc, scale, False)
+            k = load_rows(keys, at, every, D, DP, False)
+            v = load_rows(keys + D, at, every, D, DP, False)
+            m, total, acc = accumulate(q, k, v, every, 0.0, m, total, acc, scale, False, CAP)
 
-    # What is left of the context is a separate tile, numbered -1, before the tree's.
-    start = context_tiles + tail
-    for j in tl.range(tl.maximum(lo, context_tiles) - start, hi - start, num_stages=1):
+    # Masked tiles of the context have negative numbers: leading ones, then what is left of it.
+    start = plain + masked
+    for j in tl.range(tl.maximum(lo, plain) - start, hi - start, num_stages=1):
         if (j < 0) | (((used >> tl.maximum(j, 0)) & 1) != 0):
             c = j * BN + column
             of_tree = (c >= 0) & (c < words * 32)
@@ -163,14 +149,18 @@ def _tree_attention(
                 mask=real[:, None] & of_tree[None, :],
                 other=0,
             )
-            position = tl.where(j < 0, context_tiles * BN + column, ctx + c)
-            sees = ((bits >> (c & 31)[None, :]) & 1) | (position < ctx).to(tl.int32)[None, :]
+            number = tl.where(j + tail < 0, lead + j + tail, context_tiles)
+            position = tl.where(j < 0, number * BN + column, ctx + c)
+            in_context = (position < ctx)[None, :]
+            if WINDOW > 0:
+                in_context = in_context & (position[None, :] >= edge[:, None])
+            sees = ((bits >> (c & 31)[None, :]) & 1) | in_context.to(tl.int32)
             seen = tl.max(sees, 0) != 0
             at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE, BLOCKS)
-            v = _load_rows(keys + D, at, seen, D, DP, True)
-            v, blame = _without_what_is_not_finite(v.to(q.dtype))
-            k = _load_rows(keys, at, seen, D, DP, True)
-            m, total, acc = _accumulate(q, k, v, sees != 0, blame, m, total, acc, scale, True)
+            v = load_rows(keys + D, at, seen, D, DP, True)
+            v, blame = without_what_is_not_finite(v.to(q.dtype))
+            k = load_rows(keys, at, seen, D, DP, True)
+            m, total, acc = accumulate(q, k, v, sees != 0, blame, m, total, acc, scale, True, CAP)
 
     if SPLITS > 1:
         # Partial results lie in packed row order, so that their place needs no division.
@@ -229,7 +219,7 @@ def _reduce_splits(
 
 @dataclass(frozen=True)
 class Tiling:
-    """Launch parameters: rows and columns of a tile, warps and pipeline stages."""
+    """Launch parameters: rows of a tile, its columns (32 or 64), warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -243,6 +233,8 @@ def tiling(head_size: int, rows: int, element_size: int) -> Tiling:
     With 16-bit caches and head groups of a power of two they do not spill on sm_90.
     """
     padded = triton.next_power_of_2(head_size)
+    if padded > 256:
+        return Tiling(32, 32, 8, 2)
     if element_size == 4 or padded > 128:
         return Tiling(32 if rows <= 32 else 64, 32, 4 if rows <= 32 else 8, 2)
     largest = 64 if rows <= SMALL_TILES else 128
@@ -303,6 +295,8 @@ def tree_attention(
             not serve.
     """
     features.check("triton")
+    if seeded and features.beyond:
+        raise ValueError(f"two passes do not serve {', '.join(sorted(features.beyond))}")
     tokens, heads, d = q.shape
     kv_heads, page = kv_cache.shape[1:3]
     _check(q, kv_cache, ancestor_bits, out, lse, seeded)
@@ -330,13 +324,14 @@ def tree_attention(
     shape = {"D": d, "DP": padded, "SPLITS": splits}
     _tree_attention[(grid[0], grid[1], requests * splits)](
         q, kv_cache, out, logs, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
-        ancestor_bits, features.scale * LOG2_E, words, tokens * group,
+        ancestor_bits, features.sinks, features.scale * LOG2_E, words, tokens * group,
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
         ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page,
         BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
         NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, group)),
         WORDS=triton.next_power_of_2(words), SEEDED=seeded, WANT_LSE=lse is not None and not seeded,
+        WINDOW=features.window or 0, CAP=(features.soft_cap or 0.0) * LOG2_E,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

@@ -252,6 +252,7 @@ def test_the_kernels_geometry_is_one_of_few(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(splits) <= {1, 2, 4, 8, 16, 32}
     assert splits == sorted(splits, reverse=True)
     assert splits[0] > splits[-1] == 1
+    assert [triton.splits(1, 65, window, 96) for window in (16, 128, 4096)] == [2, 4, splits[0]]
     alone = TritonTrees(Heads(32, 8, 128), 2, 132, one_split=True)
     assert {alone.splits(requests, 65) for requests in (1, 8, 64)} == {1}
 

@@ -187,7 +187,7 @@ def found(config: VllmConfig, *layers: dict[str, Any]) -> list[str]:
             arguments = {"type": Attention, "num_kv_heads": 1, **each}
             arguments.pop("type")(2, 32, 1.0, prefix=f"layers.{number}", **arguments)
     made = config.compilation_config.static_forward_context
-    return list(refusals(made, KINDS))
+    return list(refusals(made, KINDS, rows=9))
 
 
 @pytest.mark.parametrize(("arguments", "named"), BEYOND, ids=[named for _, named in BEYOND])

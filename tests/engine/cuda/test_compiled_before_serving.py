@@ -52,7 +52,8 @@ def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
     buffers = MaskBuffers(MOST, ROWS, columns, torch.device("cpu"))
     cache = torch.zeros(2, heads.kv, 16, 2 * heads.size, dtype=torch.bfloat16)
     table = torch.zeros(MOST, 8, dtype=torch.int32)
-    kernel.warm_up(cache, torch.bfloat16, table, buffers)
+    layers = LayerFeatures(0.1), LayerFeatures(0.1, window=128, soft_cap=50.0)
+    kernel.warm_up(cache, torch.bfloat16, table, buffers, layers)
     rehearsed = [{*each.compiled} for each in kernels]
     q = torch.zeros(ROWS, heads.query, heads.size, dtype=torch.bfloat16)
     start = torch.zeros(MOST + 1, dtype=torch.int32)
@@ -60,7 +61,9 @@ def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
         begin = start[: requests + 1]
         lengths, bits = buffers.fill(begin, start[:requests], rows)
         batch = AttentionRows(table[:requests], lengths, begin, bits, rows, columns, begin, None)
-        kernel.plan(batch)(q[:rows], cache, torch.empty_like(q[:rows]), LayerFeatures(0.1))
+        launch = kernel.plan(batch)
+        for layer in layers:
+            launch(q[:rows], cache, torch.empty_like(q[:rows]), layer)
     assert [{*each.compiled} for each in kernels] == rehearsed
     assert all(rehearsed)
 

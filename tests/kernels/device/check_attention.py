@@ -45,7 +45,16 @@ def test_every_physical_layout_is_read(layout: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_size"),
-    [(1, 2, 32), (4, 2, 64), (5, 1, 32), (7, 2, 16), (8, 1, 128), (2, 2, 80), (1, 1, 256)],
+    [
+        (1, 2, 32),
+        (4, 2, 64),
+        (5, 1, 32),
+        (7, 2, 16),
+        (8, 1, 128),
+        (2, 2, 80),
+        (1, 1, 256),
+        (2, 1, 512),
+    ],
 )
 def test_ragged_batches_of_every_shape(group: int, kv_heads: int, head_size: int) -> None:
     masks = tree_batch(17, 1, 9)
@@ -213,6 +222,9 @@ def test_mistaken_arguments_are_named() -> None:
         dataclasses.replace(case, bits=case.bits.repeat(1, 200)).run()
     with pytest.raises(ValueError, match="needs the lse of the context"):
         case.run(seeded=True)
+    case.features = dataclasses.replace(case.features, window=40, soft_cap=2.0)
+    with pytest.raises(ValueError, match="two passes do not serve soft_cap, window"):
+        case.run(seeded=True, lse=torch.zeros(3, 4, device=DEVICE))
 
 
 def test_bits_may_be_wider_than_the_tree_and_their_rows_padded() -> None:

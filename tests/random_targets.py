@@ -1,4 +1,4 @@
-"""Small targets with recurrent layers and random weights, for the embedded pair's tokenizer."""
+"""Small targets with random weights, for the embedded pair's tokenizer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _LINEAR_FULL = ["linear_attention", "full_attention"]
+_WINDOWS = {
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 
-CONFIGS: dict[str, dict[str, Any]] = {
+RECURRENT: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "layers_block_type": [*_LINEAR_FULL, "mlp", "linear_attention", "mlp"],
         "ssm_state_size": 16,
@@ -56,13 +61,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Configurations by vLLM's model types: Mamba-2, short convolutions, gated delta rule; all with
 full attention in other layers."""
 
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        **_WINDOWS,
+        "attn_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "mistral": {"num_hidden_layers": 3, "sliding_window": 16},
+    "gpt_oss": {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Windows and caps, windows, windows in all layers, windows and sinks; by vLLM's model types."""
 
-def recurrent_target(folder: Path, kind: str, seed: int = 0) -> Path:
-    """Write a target of a `CONFIGS` key, and return its folder."""
+
+def random_target(folder: Path, kind: str, seed: int = 0) -> Path:
+    """Write a target of a key of `RECURRENT` or `WINDOWED`, and return its folder."""
     source = pair.paths()["target"]
     of_pair = json.loads((source / "config.json").read_text())
     tokens = {name: of_pair.get(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
-    config = AutoConfig.for_model(kind, **_COMMON, **CONFIGS[kind], **tokens)
+    own = (RECURRENT | WINDOWED)[kind]
+    config = AutoConfig.for_model(kind, **_COMMON | own, **tokens)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
