@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
-from dyntree_plugin.admission.refusals import Refusal
+from collections.abc import Callable
+from typing import Any
+
+from dyntree_plugin.admission.refusals import Refusal, dtype_of
+
+
+def _with_states(
+    option: str, value: Callable[[Any], Any], refused: Callable[[Any], Any], advice: str
+) -> Refusal:
+    return Refusal(
+        f"is_hybrid, {option}",
+        lambda c: (c.model_config.is_hybrid, value(c)),
+        lambda found: found[0] and refused(found[1]),
+        advice,
+    )
+
 
 STATE_REFUSALS = (
-    Refusal(
-        "is_hybrid, enable_prefix_caching",
-        lambda c: (c.model_config.is_hybrid, c.cache_config.enable_prefix_caching),
-        all,
+    _with_states(
+        "enable_prefix_caching",
+        lambda c: c.cache_config.enable_prefix_caching,
+        bool,
         "prefixes of recurrent states are not cached with trees; use --no-enable-prefix-caching",
     ),
-    Refusal(
-        "is_hybrid, pipeline_parallel_size",
-        lambda c: (c.model_config.is_hybrid, c.parallel_config.pipeline_parallel_size),
-        lambda found: found[0] and found[1] > 1,
+    _with_states(
+        "pipeline_parallel_size",
+        lambda c: c.parallel_config.pipeline_parallel_size,
+        lambda stages: stages > 1,
         "trees through the recurrent layers of a pipeline are not built yet; set it to 1",
+    ),
+    _with_states(
+        "dtype",
+        lambda c: dtype_of(c.model_config),
+        lambda dtype: dtype == "float16",
+        "not compared yet with decoding without trees; set --dtype to bfloat16 or float32",
+    ),
+    _with_states(
+        "mamba_cache_dtype",
+        lambda c: c.cache_config.mamba_cache_dtype,
+        lambda dtype: dtype != "auto",
+        "not compared yet with decoding without trees; leave it out",
+    ),
+    _with_states(
+        "mamba_ssm_cache_dtype",
+        lambda c: c.cache_config.mamba_ssm_cache_dtype,
+        lambda dtype: dtype == "float16",
+        "not compared yet with decoding without trees; set it to bfloat16 or float32",
+    ),
+    _with_states(
+        "enable_lora",
+        lambda c: c.lora_config is not None,
+        bool,
+        "not compared yet with decoding without trees; leave it out",
     ),
     Refusal(
         "use_replayssm",

@@ -14,7 +14,8 @@ MARGINS = {"bfloat16": 0.25, "float32": 0.01}
 """Most logits by which rounding may move two tokens against each other. In bf16, it is four units
 in the last place of a logit between 8 and 16. In fp32, rounding moves them by far less."""
 
-_KNOWN = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos"}
+_KNOWN = {"max_tokens", "temperature", "top_p", "seed", "ignore_eos", "stop"}
+_KNOWN_WITHOUT_TOP_P = _KNOWN - {"top_p"} | {"allowed_token_ids"}
 
 Noise = Callable[[int, int], torch.Tensor]
 """Return the sampler's noise [vocabulary] of a seed and a position."""
@@ -138,7 +139,7 @@ def gap(place: Place, scores: Scores, noise: Noise) -> float:
     It is infinite if the request uses a parameter that is not computed here.
     """
     params = place.request.params
-    if not params.keys() <= _KNOWN:
+    if not (params.keys() <= _KNOWN or params.keys() <= _KNOWN_WITHOUT_TOP_P):
         return math.inf
     temperature = params.get("temperature", 1.0)
     top_p = params.get("top_p", 1.0)
