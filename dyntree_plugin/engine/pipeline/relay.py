@@ -112,6 +112,8 @@ class TreeRelay:
 
     def __init__(self, handler: PPHandler, shape: Sizes, stages: int) -> None:
         self._handler = handler
+        # A request gets a path and one more token. Since 0.33 vLLM sends no others, and checks it.
+        handler.max_sample_len = shape.max_depth + 1
         self._sizes = shape.max_depth, shape.node_budget, -(-(shape.node_budget + 1) // 32)
         # One entry for each of the last steps, None where nothing was sent.
         self._queue: deque[_Pending | None] = deque([None] * stages)

@@ -15,6 +15,8 @@ from vllm_cpu_runner import install
 
 install()  # the runner's modules need it before they are imported
 
+from vllm.v1.worker.gpu.pp_utils import PPHandler  # noqa: E402
+
 from dyntree_plugin.engine.pipeline import relay as relays  # noqa: E402
 from dyntree_plugin.engine.pipeline.relay import Decided, Rows, TreeRelay  # noqa: E402
 from dyntree_plugin.engine.step.trees import PlacedTrees  # noqa: E402
@@ -186,6 +188,25 @@ def test_rows_are_kept_while_later_steps_overwrite_vllms(relay: TreeRelay, wire:
     of_step.query_start_loc.fill_(0)
     assert rows.places[0].equal(torch.arange(of_step.num_tokens))
     assert rows.roots.tolist() == [0, 1 + NODES]
+
+
+@pytest.mark.parametrize("number", [1, DEPTH + 1])
+def test_sampled_tokens_have_the_width_of_a_path(
+    number: int, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since 0.33 vLLM refuses to send another number."""
+    widths: list[int] = []
+    monkeypatch.setattr(
+        torch.distributed, "broadcast", lambda sent, src, group: widths.append(sent.shape[1])
+    )
+    handler, of_step = wire.handler(), batch([1])
+    handler.is_last_rank, handler.max_sample_len = True, NODES + 1
+    of_step.num_draft_tokens = number - 1
+    TreeRelay(handler, SHAPE, STAGES)
+    none = torch.zeros(1, dtype=torch.int32)
+    PPHandler.broadcast(handler, torch.ones(1, number, dtype=torch.int64), none, none, of_step)
+    allowed = getattr(PPHandler, "_sample_len", lambda *_: DEPTH + 1)(handler, of_step)
+    assert widths[0] == allowed
 
 
 def test_every_bit_of_a_tree_survives_the_way() -> None:
