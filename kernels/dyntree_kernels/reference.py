@@ -17,12 +17,12 @@ def masked_attention(
     """Attend with a dense masked softmax in float64.
 
     Args:
-        q: [n, H, D]; keys, values: [L, Hkv, D], positions in cache order.
+        q: [n, H, D]; keys: [L, Hkv, D], values: [L, Hkv, V], positions in cache order.
         mask: bool [n, L], whether a row sees a position. Of these it sees the last ones alone, as
             many as a window has. A position that no row sees may hold any value.
 
     Returns:
-        float64 [n, H, D]; zeros for a row that sees nothing.
+        float64 [n, H, V]; zeros for a row that sees nothing.
 
     Raises:
         ValueError: for features that are not served.
@@ -58,11 +58,12 @@ def path_attention(
 
     Args:
         q: [n, H, D], one row per node.
-        keys, values: [ctx + n, Hkv, D], the context followed by one position per node.
+        keys, values: [ctx + n, Hkv, D] and [ctx + n, Hkv, V], the context followed by one position
+            per node.
         parents: parent of each node within 0..n-1, negative for a root.
 
     Returns:
-        float64 [n, H, D].
+        float64 [n, H, V].
 
     Raises:
         ValueError: for features that are not served.
@@ -70,7 +71,7 @@ def path_attention(
     features.check("reference")
     ctx = keys.shape[0] - len(parents)
     group = q.shape[1] // keys.shape[1]
-    out = torch.empty(q.shape, dtype=torch.float64)
+    out = torch.empty(*q.shape[:2], values.shape[2], dtype=torch.float64)
     for node in range(len(parents)):
         path = [node]
         while parents[path[0]] >= 0:

@@ -276,7 +276,7 @@ class Engine:
         from vllm.model_executor.layers.attention import Attention
 
         layers = get_layers_from_vllm_config(self.llm.llm_engine.vllm_config, Attention)
-        return str(getattr(next(iter(layers.values())), "isa", None))
+        return str(getattr(next(iter(layers.values()), None), "isa", None))
 
     def _prompt(self, request: Request) -> list[int]:
         prompt = request.prompt

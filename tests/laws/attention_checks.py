@@ -134,7 +134,8 @@ class AttentionChecks:
     def test_requests_without_a_tree_are_left_untouched(self) -> None:
         case = self.make([tree_mask(chain(n)) for n in (6, 3, 9)], [20, 30, 0])
         for way in self.ways:
-            full, out = case.run(**way), torch.full_like(case.q, 7.0)
+            full = case.run(**way)
+            out = torch.full_like(full, 7.0)
             case.ctx_lens[1] = -1
             case.attend(out, **way)
             case.ctx_lens[1] = 30

@@ -130,16 +130,20 @@ class AttentionCase:
             self.block_table[request, : max(0, ctx - window + 1) // size] = 0
 
     def run(self, **options: object) -> torch.Tensor:
-        out = torch.full_like(self.q, torch.nan)
+        out = self.q.new_full(self.out_shape, torch.nan)
         self.attend(out, **options)
         return out
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:2], self.values[0].shape[-1])
 
     def rows(self, request: int) -> slice:
         return slice(*self.qo_indptr[request : request + 2].tolist())
 
     def expected(self) -> torch.Tensor:
         """Return the oracle in float64; rows of requests without a tree are NaN."""
-        out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
+        out = torch.full(self.out_shape, torch.nan, dtype=torch.float64)
         for r, (mask, keys, values) in enumerate(
             zip(self.masks, self.keys, self.values, strict=True)
         ):

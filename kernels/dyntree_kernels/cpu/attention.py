@@ -29,7 +29,7 @@ from dyntree_kernels.cpu.tiles import (
 )
 from dyntree_kernels.features import LayerFeatures
 
-_CHUNK = 64  # limit on the query rows (tree rows times query heads of one KV head) of a task
+CHUNK = 64  # limit on the query rows (tree rows times query heads of one KV head) of a task
 _NO_WINDOW = np.int64(1 << 62)
 
 
@@ -66,7 +66,7 @@ def _first_seen(bits, ctx, window, edges):
 
 
 @compiled
-def _seen_words(words, bits, heads, ctx, start, edges):
+def seen_words(words, bits, heads, ctx, start, edges):
     """Fill `words` [rows] with the bits of the TILE positions from `start` that each row sees.
 
     Return the bits of those that any row sees. edges: as of `_first_seen`, or None.
@@ -116,7 +116,7 @@ def _chunk_attention(
     for start in range(first // TILE * TILE, ctx + 32 * bits.shape[1], TILE):
         seen, masked = ALL, start + TILE > ctx or start < whole
         if masked:
-            seen = _seen_words(words, bits, heads, ctx, start, edges)
+            seen = seen_words(words, bits, heads, ctx, start, edges)
             if seen == 0:
                 continue
         place = start // n
@@ -135,7 +135,7 @@ def _chunk_attention(
         if masked:
             add_non_finite(out, scores, tile_values, words)
         accumulate(out, scores, tile_values)
-    _divide(out, state)
+    divide(out, state)
 
 
 @compiled
@@ -147,7 +147,7 @@ def _begin_with_sinks(state, sinks, head, heads):
 
 
 @compiled
-def _divide(out, state):
+def divide(out, state):
     for i in range(out.shape[0]):
         if state[i, 1] == ZERO:
             continue  # The row sees no position.
@@ -157,7 +157,7 @@ def _divide(out, state):
 
 
 @compiled
-def _load_rows(dst, q, step, first, head, heads, rows, scale):
+def load_rows(dst, q, step, first, head, heads, rows, scale):
     d = dst.shape[1]
     for i in range(rows):
         at = (first + i // heads) * step + (head + i % heads) * d
@@ -168,7 +168,7 @@ def _load_rows(dst, q, step, first, head, heads, rows, scale):
 
 
 @compiled
-def _store_rows(src, out, step, first, head, heads, rows):
+def store_rows(src, out, step, first, head, heads, rows):
     d = src.shape[1]
     for i in range(rows):
         at = (first + i // heads) * step + (head + i % heads) * d
@@ -202,14 +202,14 @@ def _tree_attention(
                     space = workspace[thread]
                     queries = space[: rows * d].reshape(rows, d)
                     result = space[rows * d : 2 * rows * d].reshape(rows, d)
-                    _load_rows(queries, q, q_step, first, h * heads, heads, count * heads, scale)
+                    load_rows(queries, q, q_step, first, h * heads, heads, count * heads, scale)
                     _chunk_attention(
                         queries, keys, values, n, paired, (steps[0], h * steps[1]),
                         (steps[2], h * steps[3]), block_table[r], ctx,
                         bits[first : first + count], heads, result, space[2 * rows * d :],
                         words[thread], beyond, h * heads,
                     )  # fmt: skip
-                    _store_rows(result, out, out_step, first, h * heads, heads, count * heads)
+                    store_rows(result, out, out_step, first, h * heads, heads, count * heads)
 
 
 class PackedCache:
@@ -278,12 +278,12 @@ class TreeAttention:
         heads = q_heads // kv_heads
         read = min(self._mean_ctx, features.window or self._mean_ctx)
         threads = use_torch_threads(2 * tokens * q_heads * d // LANES * read)
-        chunk = max(1, min(_CHUNK // heads, tokens * kv_heads // threads))
+        chunk = max(1, min(CHUNK // heads, tokens * kv_heads // threads))
         self._allocate(threads, -(-chunk * heads // ROWS) * ROWS, d)
         _tree_attention(
-            _rows(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
+            rows_of(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
             cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
-            heads, chunk, _rows(out), out.stride(0), np.float32(features.scale), self._floats,
+            heads, chunk, rows_of(out), out.stride(0), np.float32(features.scale), self._floats,
             self._words, _beyond(features, q_heads),
         )  # fmt: skip
 
@@ -305,7 +305,7 @@ def _beyond(
     return window, np.float32(features.soft_cap or 0), sinks.detach().float().contiguous().numpy()
 
 
-def _rows(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def rows_of(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the memory from the first to the last element of x [T, H, D]."""
     (tokens, heads, d), (step, *within) = x.shape, x.stride()
     if within != [d, 1]:

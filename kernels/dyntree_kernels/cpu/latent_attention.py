@@ -1,0 +1,164 @@
+"""Tree attention over a cache of latent vectors (multi-head latent attention), on the CPU.
+
+A position's latent vector is its key for every query head, and the first elements of the vector are
+its value: DeepSeek-V2 (arXiv 2405.04434), section 2.1, with the projections of keys and values
+absorbed into those of queries and outputs.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+# numba infers the argument types of compiled functions. Their docstrings give the shapes.
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+
+from dyntree_kernels.cpu.attention import (
+    CHUNK,
+    TreeAttention,
+    divide,
+    load_rows,
+    rows_of,
+    seen_words,
+    store_rows,
+)
+from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.layout import flat
+from dyntree_kernels.cpu.simd import LANES, ROWS, accumulate, as_numpy, widen
+from dyntree_kernels.cpu.threads import use_torch_threads
+from dyntree_kernels.cpu.tiles import (
+    ALL,
+    MASKED,
+    TILE,
+    ZERO,
+    add_non_finite,
+    mask_scores,
+    softmax_step,
+)
+
+
+@compiled
+def _load_latents(rows, columns, cache, steps, n, table, start, seen):
+    """Copy the TILE positions from `start` into rows [TILE, D] and columns [D, TILE].
+
+    Those outside the bit mask `seen` become zero. steps: of a block and of a position.
+    """
+    for j in range(TILE):
+        if (seen >> np.uint32(j)) & np.uint32(1) == 0:
+            rows[j, :] = ZERO
+            continue
+        place = (start + j) // n
+        block = np.int64(table[place]) if place < len(table) else np.int64(0)
+        at = block * steps[0] + (start + j) % n * steps[1]
+        for i in range(0, rows.shape[1], LANES):
+            widen(rows, j, i, cache, at + i)
+    for i in range(rows.shape[1]):
+        for j in range(TILE):
+            columns[i, j] = rows[j, i]
+
+
+@compiled
+def _chunk_attention(q, cache, steps, n, table, ctx, bits, heads, out, workspace, words):
+    """Compute the attention of the rows of one chunk.
+
+    q [rows, D], out [rows, V]: one row for each tree row and each of the `heads` query heads; q is
+    scaled. A row that sees no position gets zeros. bits: [rows / heads, words]. workspace, words:
+    working memory.
+    """
+    rows, d = q.shape
+    tile_size = d * TILE
+    columns = workspace[:tile_size].reshape(d, TILE)
+    latents = workspace[tile_size : 2 * tile_size].reshape(TILE, d)
+    at = 2 * tile_size
+    scores = workspace[at : at + rows * TILE].reshape(rows, TILE)
+    at += rows * TILE
+    state = workspace[at : at + 2 * rows].reshape(rows, 2)  # maximum and sum of the weights
+    state[:, 0] = MASKED
+    state[:, 1] = ZERO
+    out[:, :] = ZERO
+    for start in range(0, ctx + 32 * bits.shape[1], TILE):
+        seen = ALL
+        if start + TILE > ctx:
+            seen = seen_words(words, bits, heads, ctx, start, None)
+            if seen == 0:
+                continue
+        _load_latents(latents, columns, cache, steps, n, table, start, seen)
+        scores[:, :] = ZERO
+        accumulate(scores, q, columns)
+        if start + TILE > ctx:
+            mask_scores(scores, words)
+        softmax_step(scores, out, state)
+        if start + TILE > ctx:
+            add_non_finite(out, scores, latents[:, : out.shape[1]], words)
+        accumulate(out, scores, latents)  # of latents, as many columns as `out` has
+    divide(out, state)
+
+
+@compiled(parallel=True, nogil=True)
+def _latent_attention(
+    q, q_step, cache, steps, n, sizes, block_table, ctx_lens, qo_indptr, bits, heads, chunk, out,
+    out_step, scale, workspace, words,
+):  # fmt: skip
+    threads, (d, v) = workspace.shape[0], sizes
+    for thread in numba.prange(threads):
+        task = 0
+        for r in range(ctx_lens.shape[0]):
+            if ctx_lens[r] < 0:
+                continue
+            length = qo_indptr[r + 1] - qo_indptr[r]
+            chunks = (length + chunk - 1) // chunk
+            for number in range(chunks):
+                task += 1
+                if task % threads != thread:
+                    continue
+                first = qo_indptr[r] + number * length // chunks
+                count = qo_indptr[r] + (number + 1) * length // chunks - first
+                rows = (count * heads + ROWS - 1) // ROWS * ROWS
+                space = workspace[thread]
+                queries = space[: rows * d].reshape(rows, d)
+                result = space[rows * d : rows * (d + v)].reshape(rows, v)
+                load_rows(queries, q, q_step, first, 0, heads, count * heads, scale)
+                _chunk_attention(
+                    queries, cache, steps, n, block_table[r], np.int64(ctx_lens[r]),
+                    bits[first : first + count], heads, result, space[rows * (d + v) :],
+                    words[thread],
+                )  # fmt: skip
+                store_rows(result, out, out_step, first, 0, heads, count * heads)
+
+
+class LatentTreeAttention(TreeAttention):
+    """Computes the latent attention of one forward's tree rows, layer by layer."""
+
+    def __call__(  # type: ignore[override]
+        self, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: float
+    ) -> None:
+        """Write the attention of ``q`` over a layer's cache to ``out``.
+
+        Args:
+            q: [T, H, D], queries in the space of the latent vectors. D is a multiple of 16.
+            cache: [blocks, N, D] in float32, bfloat16 or float16, with dense vectors.
+            out: [T, H, V], whose V is a multiple of 16 and at most D.
+            scale: of the products of queries and keys.
+
+        Raises:
+            ValueError: for an unsupported dtype or shape.
+        """
+        (tokens, heads, d), v = q.shape, out.shape[-1]
+        if out.shape[:2] != q.shape[:2] or cache.shape[-1] != d or v > d or d % LANES or v % LANES:
+            raise ValueError(
+                f"q {tuple(q.shape)}, out {tuple(out.shape)} and cache {tuple(cache.shape)} must "
+                f"be [T, H, D], [T, H, V] and [blocks, N, D] with multiples of {LANES}, V <= D"
+            )
+        if cache.stride(-1) != 1:
+            raise ValueError(f"vectors of the cache must be dense, but have {cache.stride()}")
+        if tokens == 0:
+            return
+        threads = use_torch_threads(2 * tokens * heads * d // LANES * self._mean_ctx)
+        chunk = max(1, min(CHUNK // heads, tokens // threads))
+        self._allocate(threads, -(-chunk * heads // ROWS) * ROWS, d)
+        _latent_attention(
+            rows_of(q), q.stride(0), as_numpy(flat(cache)), cache.stride()[:2], cache.shape[1],
+            (d, v), self._block_table, self._ctx_lens, self._qo_indptr, self._bits, heads, chunk,
+            rows_of(out), out.stride(0), np.float32(scale), self._floats, self._words,
+        )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Batches over a cache of latent vectors, which are keys and whose first elements are values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from attention_inputs import AttentionCase, make_inputs
+
+from dyntree_kernels.features import LayerFeatures
+
+
+@dataclass
+class LatentCase(AttentionCase):
+    """Requests over the cache [blocks, N, D] of one layer, for the ``kernel``.
+
+    ``kernel`` takes q, the cache, block table, context lengths, first rows and ancestor bits, and
+    by name ``out`` and ``scale``.
+    """
+
+    kernel: Callable[..., None]
+    cache: torch.Tensor
+
+    def attend(self, out: torch.Tensor, **options: object) -> None:
+        self.kernel(
+            self.q, self.cache, self.block_table, self.ctx_lens, self.qo_indptr, self.bits,
+            out=out, scale=self.features.scale, **options,
+        )  # fmt: skip
+
+    def broken(self, request: int, position: int, part: str, value: float) -> LatentCase:
+        """Keys have elements of their own, while those of values belong to keys too."""
+        size = self.cache.shape[1]
+        cache, block = self.cache.clone(), self.block_table[request, position // size]
+        cache[block, position % size, -1 if part == "keys" else 3] = value
+        return dataclasses.replace(self, cache=cache)
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]:
+        return (self.cache,)
+
+
+def make_latent_case(
+    kernel: Callable[..., None],
+    masks: list[torch.Tensor],
+    ctx_lens: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 1,
+    head_size: int = 48,
+    rope: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> LatentCase:
+    """Return a case from bool masks [rows, columns], one per request, over permuted blocks.
+
+    ``head_size``: D, of which the last ``rope`` elements belong to no value. Columns that no row
+    sees are not in the cache.
+    """
+    made = make_inputs(
+        masks, ctx_lens, group=heads, kv_heads=kv_heads, head_size=head_size,
+        block_size=block_size, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    cache = torch.full((made.blocks, block_size, head_size), torch.nan, dtype=dtype)
+    for keys, at, blocks in zip(made.keys, made.seen, made.table, strict=True):
+        cache[blocks[at // block_size], at % block_size] = keys[at, 0]
+    return LatentCase(
+        features=LayerFeatures(head_size**-0.5),
+        q=made.q.to(device),
+        masks=masks,
+        keys=made.keys,
+        values=[keys[..., : head_size - rope] for keys in made.keys],
+        ctx_lens=torch.tensor(ctx_lens, device=device),
+        qo_indptr=made.qo_indptr.to(device),
+        bits=made.bits.to(device),
+        block_table=made.table.int().to(device),
+        kernel=kernel,
+        cache=cache.to(device),
+    )
