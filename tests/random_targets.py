@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,18 @@ WINDOWED: dict[str, dict[str, Any]] = {
 """Windows and caps, windows, windows in all layers, windows and sinks; by vLLM's model types."""
 
 
-def random_target(folder: Path, kind: str, seed: int = 0) -> Path:
-    """Write a target of a key of `RECURRENT` or `WINDOWED`, and return its folder."""
+def random_target(
+    folder: Path, kind: str, seed: int = 0, shape: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a target of a model type of transformers, and return its folder.
+
+    ``shape``: its configuration; that of a key of `RECURRENT` or `WINDOWED` without one.
+    """
     source = pair.paths()["target"]
     of_pair = json.loads((source / "config.json").read_text())
     tokens = {name: of_pair.get(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
-    own = (RECURRENT | WINDOWED)[kind]
-    config = AutoConfig.for_model(kind, **_COMMON | own, **tokens)
+    of_kind = shape or _COMMON | (RECURRENT | WINDOWED)[kind]
+    config = AutoConfig.for_model(kind, **of_kind, **tokens)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
+from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_REFUSALS
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
 from dyntree_plugin.admission.refusals import (
     CPU_REFUSALS,
@@ -103,7 +104,7 @@ def refuse_further_draft(
     draft = further.draft_model_config
     prefix = f"{NAMESPACE}.drafts, {further.model!r}: "
     reasons = [
-        *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS), further, prefix),
+        *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS, *LATENT_DRAFT_REFUSALS), further, prefix),
         *_found(model_refusals(device_type, draft=True), draft, prefix),
         *(prefix + reason for reason in _vocabulary_refusals(vllm_config, further)),
     ]
@@ -160,7 +161,7 @@ def _refusals(
             "leave it out"
         )
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
-    of_targets = (*STATE_REFUSALS, *MROPE_REFUSALS)
+    of_targets = (*STATE_REFUSALS, *LATENT_REFUSALS, *MROPE_REFUSALS)
     yield from _found((*ENGINE_REFUSALS, *of_targets, *CONNECTOR_REFUSALS, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     others = (
@@ -188,7 +189,8 @@ def _speculation_refusals(
     yield from _found(SPECULATION_REFUSALS, speculation, "speculative_config.")
     if (draft := _draft_model(vllm_config)) is not None:
         refusals = HEAD_REFUSALS if speculation.method in HEADS else DRAFT_REFUSALS
-        yield from _found(refusals, speculation, "speculative_config.")
+        tables = (*refusals, *LATENT_DRAFT_REFUSALS)
+        yield from _found(tables, speculation, "speculative_config.")
         yield from _found(model_refusals(device_type, draft=True), draft, "draft model: ")
         yield from _vocabulary_refusals(vllm_config, speculation)
     try:

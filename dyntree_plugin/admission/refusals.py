@@ -341,7 +341,7 @@ MODEL_REFUSALS = (
         "use_mla",
         lambda m: m.use_mla,
         bool,
-        "tree attention does not read MLA's cache; use a model with multi-head attention",
+        "trees pass latent attention on a CPU alone; use a model with multi-head attention",
         "mla",
     ),
     Refusal(

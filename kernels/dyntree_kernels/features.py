@@ -39,7 +39,7 @@ SERVED: Mapping[str, frozenset[str]] = {
 """The features that each kernel of tree attention serves."""
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset({"states", "mrope"}),
+    "cpu": frozenset({"states", "mla", "mrope"}),
     "cuda": frozenset(),
 }
 """What is served on each type of device: features of attention, which also the kernel must serve

@@ -14,6 +14,7 @@ from unittest import mock
 
 import adapters
 import numpy as np
+import sabotage_of_latent
 import sabotage_of_paths
 import sabotage_of_positions
 import sabotage_of_states
@@ -25,7 +26,13 @@ OF_HEADS = ("broken_head", "other_rows", "other_parents")
 OF_PATHS = ("without_paths", "rows_as_paths")
 """These break what sampling parameters read on a tree's rows."""
 
-_OTHERS = (adapters, sabotage_of_paths, sabotage_of_positions, sabotage_of_states)
+_OTHERS = (
+    adapters,
+    sabotage_of_latent,
+    sabotage_of_paths,
+    sabotage_of_positions,
+    sabotage_of_states,
+)
 globals().update({each.__name__: each for module in _OTHERS for each in module.BROKEN})
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
 
@@ -57,6 +58,28 @@ def masked(
                 "of a tree as to a chain"
             )
     return [[MaskedGroup(**vars(each), tree_mask=mask) for each in some] for some in groups]
+
+
+def without_first(
+    common: CommonAttentionMetadata, requests: int, rows: int
+) -> CommonAttentionMetadata | None:
+    """Return the batch without its first requests; None if there are no others."""
+    if requests == common.num_reqs:
+        return None
+    bound, prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
+    starts = common.query_start_loc_cpu[requests:] - rows
+    return common.replace(
+        query_start_loc=common.query_start_loc[requests:] - rows,
+        query_start_loc_cpu=starts,
+        seq_lens=common.seq_lens[requests:],
+        num_reqs=common.num_reqs - requests,
+        num_actual_tokens=common.num_actual_tokens - rows,
+        max_query_len=int(torch.diff(starts).max()),  # sync: host memory
+        block_table_tensor=common.block_table_tensor[requests:],
+        slot_mapping=common.slot_mapping[rows:],
+        is_prefilling=None if prefilling is None else prefilling[requests:],
+        seq_lens_cpu_upper_bound=None if bound is None else bound[requests:],
+    )
 
 
 class _Clock(Protocol):

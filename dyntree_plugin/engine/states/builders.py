@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.short_conv_attn import (
 
 from dyntree_kernels.cpu.tree_layers import TreeForward
 from dyntree_kernels.recurrence import TreeStates
-from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.attention.metadata import TreeMask, without_first
 
 NOT_KEPT = -1
 """In place of a state's slot: the request has no path to keep."""
@@ -74,7 +74,7 @@ class WithDrafts:
             return build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
         rows = int(common.query_start_loc_cpu[drafted])  # sync: host memory
-        others = _without_first(common, drafted, rows)
+        others = without_first(common, drafted, rows)
         rest = None if others is None else build(common_prefix_len, others, fast_build)
         slots = common.block_table_tensor[:drafted, 0].long()
         self.kept[:drafted] = slots
@@ -98,28 +98,6 @@ class WithDrafts:
             seq_lens=common.seq_lens,
             drafted=Drafted(rows, TreeForward(states), slots[~begun], rest),
         )
-
-
-def _without_first(
-    common: CommonAttentionMetadata, requests: int, rows: int
-) -> CommonAttentionMetadata | None:
-    """Return the batch without its first requests; None if there are no others."""
-    if requests == common.num_reqs:
-        return None
-    bound, prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
-    starts = common.query_start_loc_cpu[requests:] - rows
-    return common.replace(
-        query_start_loc=common.query_start_loc[requests:] - rows,
-        query_start_loc_cpu=starts,
-        seq_lens=common.seq_lens[requests:],
-        num_reqs=common.num_reqs - requests,
-        num_actual_tokens=common.num_actual_tokens - rows,
-        max_query_len=int(torch.diff(starts).max()),  # sync: host memory
-        block_table_tensor=common.block_table_tensor[requests:],
-        slot_mapping=common.slot_mapping[rows:],
-        is_prefilling=None if prefilling is None else prefilling[requests:],
-        seq_lens_cpu_upper_bound=None if bound is None else bound[requests:],
-    )
 
 
 @dataclass

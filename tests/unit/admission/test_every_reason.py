@@ -43,7 +43,7 @@ def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: st
     served = method == "draft_model"
     assert (f"speculative_config.method={method!r} is not supported" in reason) != served
     # The draft of another method is not one that could be served.
-    assert ("draft model: use_mla=True" in reason) == served
+    assert ("use_mla (target, draft)=(False, True)" in reason) == served
     # vLLM sets it for method dflash.
     assert ("parallel_drafting=True" in reason) == (method != "dflash")
 

@@ -65,7 +65,7 @@ MODEL: dict[str, tuple[str, Any]] = {
     "uses_mrope": ("uses_mrope", True),
     "dtype": ("dtype", torch.float64),
 }
-OF_TARGETS = ("is_hybrid", "uses_mrope")
+OF_TARGETS = ("is_hybrid", "use_mla", "uses_mrope")
 """What a target on a CPU may have, and a draft may not."""
 CHANGES = [
     *((option, path, value) for option, (path, value) in (ENGINE | CPU).items()),
@@ -74,6 +74,7 @@ CHANGES = [
     *(
         (option, f"speculative_config.draft_model_config.{p}", v)
         for option, (p, v) in MODEL.items()
+        if option != "use_mla"
     ),
 ]
 

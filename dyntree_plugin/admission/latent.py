@@ -1,0 +1,43 @@
+"""What cannot be combined with trees if the target or a draft has multi-head latent attention."""
+
+from __future__ import annotations
+
+from dyntree_plugin.admission.refusals import Refusal
+
+LATENT_REFUSALS = (
+    Refusal(
+        "index_topk",
+        lambda c: getattr(c.model_config.hf_text_config, "index_topk", None),
+        bool,
+        "trees do not pass sparse attention with an indexer (DSA); use a model without",
+    ),
+    Refusal(
+        "use_mla, tensor_parallel_size, pipeline_parallel_size",
+        lambda c: (
+            c.model_config.use_mla,
+            c.parallel_config.tensor_parallel_size,
+            c.parallel_config.pipeline_parallel_size,
+        ),
+        lambda found: found[0] and found[1] * found[2] > 1,
+        "trees through latent attention on several ranks were not compared yet; set the sizes to 1",
+    ),
+)
+"""Checks of ``VllmConfig``."""
+
+LATENT_DRAFT_REFUSALS = (
+    Refusal(
+        "use_mla (target, draft)",
+        lambda s: (s.target_model_config.use_mla, s.draft_model_config.use_mla),
+        lambda found: found[0] != found[1],
+        "vLLM's kernels for latent and for other attention take blocks of different sizes; use a "
+        "draft with the target's kind of attention, or look-up",
+    ),
+    Refusal(
+        "method, use_mla",
+        lambda s: (s.method, s.draft_model_config.use_mla),
+        lambda found: found[0] in ("eagle", "eagle3") and found[1],
+        "trees of an EAGLE head with latent attention were not compared yet; use the target's own "
+        "module of multi-token prediction, method mtp, or look-up",
+    ),
+)
+"""Checks of a ``SpeculativeConfig`` with a draft model or a head."""

@@ -1,0 +1,39 @@
+"""Multi-head latent attention, as a kind of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.model_executor.layers.attention import MLAAttention
+
+from dyntree_plugin.engine.attention.features import UNQUANTISED
+from dyntree_plugin.engine.attention.kind import AttentionKind
+from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL
+
+
+class LatentKind(AttentionKind):
+    """The `LayerKind` of vLLM's class ``MLAAttention``."""
+
+    def serves(self, layer: Any) -> bool:
+        return type(layer) is MLAAttention
+
+    def unserved(self, layer: Any) -> Iterator[str]:
+        backend = layer.get_attn_backend()
+        if layer.indexer is not None or layer.use_sparse:
+            yield f"sparse latent attention (DSA) is not supported {ANOTHER_MODEL}"
+        elif backend not in self._classes:
+            yield (
+                f"backend {backend.get_name()} is not supported: trees pass latent attention on "
+                f"{' and '.join(self.backends)}; set --attention-backend to it"
+            )
+        if layer.sliding_window is not None:
+            yield (
+                f"sliding_window={layer.sliding_window} of latent attention is not supported "
+                f"{ANOTHER_MODEL}"
+            )
+        if layer.kv_cache_dtype not in UNQUANTISED:
+            yield (
+                f"kv_cache_dtype={layer.kv_cache_dtype!r} of latent attention is not supported: "
+                "leave it at 'auto'"
+            )

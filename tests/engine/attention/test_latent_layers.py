@@ -1,0 +1,193 @@
+"""Trees in vLLM's multi-head latent attention on a CPU, without an engine."""
+
+from __future__ import annotations
+
+import dyntree_plugin.engine.cpu.worker  # noqa: F401  # isort: skip  # before vLLM's V2 modules
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attention_inputs import tree_mask
+from latent_inputs import LatentCase, make_latent_case
+from tree_shapes import chain
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.latent import LatentKind
+from dyntree_plugin.engine.attention.latent_cpu import (
+    TreeCPUMLABackend,
+    TreeCPUMLAImpl,
+    TreeCPUMLAMetadataBuilder,
+)
+from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.cpu.kinds import KINDS
+from dyntree_plugin.engine.layer_kinds import Accepted, LayerGroup, keepers
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM's CPU_MLA")
+
+FORK = [-1, 0, 0, 2]
+DEEPSEEK = {"head_size": 576, "rope": 64}
+
+
+def batch_of(case: LatentCase, *others: int) -> CommonAttentionMetadata:
+    """Return the batch of a case's requests, and of new ones with so many tokens each."""
+    lengths = torch.tensor([*torch.diff(case.qo_indptr), *others])
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    computed = torch.tensor([20, 10, *[0] * len(others)])[: len(lengths)]
+    table = torch.nn.functional.pad(case.block_table, (0, 0, 0, len(others)))
+    seq_lens = (computed + lengths).int()
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        num_reqs=len(lengths),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(lengths.max()),
+        max_seq_len=64,
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        # As after drafts of which some were rejected.
+        seq_lens_cpu_upper_bound=seq_lens + 3,
+    )
+
+
+@pytest.fixture
+def case() -> LatentCase:
+    """A tree, and a prompt's last token that vLLM has filled up with drafts: a chain."""
+    masks = [tree_mask(FORK), tree_mask(chain(4))]
+    made = make_latent_case(lambda *_: None, masks, [20, 10], **DEEPSEEK)
+    made.without_nan()
+    return made
+
+
+@pytest.fixture
+def builder() -> TreeCPUMLAMetadataBuilder:
+    made = object.__new__(TreeCPUMLAMetadataBuilder)
+    made._buffers = MaskBuffers(8, 64, 4, torch.device("cpu"))
+    return made
+
+
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> list[CommonAttentionMetadata]:
+    """Note the batches of which vLLM builds metadata: decodes first, then the last, a prompt."""
+    noted: list[CommonAttentionMetadata] = []
+
+    def build(self: Any, prefix: int, common: CommonAttentionMetadata, fast: bool = False) -> Any:
+        noted.append(common)
+        decodes = common.num_reqs - 1
+        decode = SimpleNamespace(
+            block_table=common.block_table_tensor[:decodes], seq_lens=common.seq_lens[:decodes]
+        )
+        return SimpleNamespace(
+            num_decodes=decodes,
+            num_decode_tokens=decodes,
+            num_prefills=1,
+            prefill="prefill",
+            decode=decode,
+        )
+
+    monkeypatch.setattr(MLACommonMetadataBuilder, "build", build)
+    return noted
+
+
+def mask_of(case: LatentCase, *, in_place: bool = False) -> TreeMask:
+    lengths = torch.tensor([20, 10 if in_place else -1], dtype=torch.int32)
+    bits = case.bits.clone()
+    if not in_place:
+        bits[4:] = 1 << 3  # of no meaning for a chain
+    return TreeMask(lengths, bits, has_plain=not in_place, in_place=in_place, drafted=2)
+
+
+def attended(case: LatentCase, metadata: Any, q: torch.Tensor) -> torch.Tensor:
+    impl: Any = object.__new__(TreeCPUMLAImpl)
+    impl.kv_lora_rank, impl.scale = 512, case.features.scale
+    given = q.split([512, 64], -1)  # as vLLM passes it
+    out, lse = impl.forward_mqa(given, case.cache, metadata, None)
+    assert lse is None
+    return out
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_trees_and_prompts_with_drafts_see_what_they_should(
+    case: LatentCase, builder: TreeCPUMLAMetadataBuilder, in_place: bool
+) -> None:
+    metadata = builder.build(0, batch_of(case), tree_mask=mask_of(case, in_place=in_place))
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.prefill) == (2, 8, None)
+    found = attended(case, metadata, case.q)
+    torch.testing.assert_close(found.double(), case.expected(), atol=1e-5, rtol=1e-5)
+
+
+def test_requests_without_drafts_are_vllms(
+    case: LatentCase, builder: TreeCPUMLAMetadataBuilder, stock: list[CommonAttentionMetadata]
+) -> None:
+    metadata = builder.build(0, batch_of(case, 1, 5), tree_mask=mask_of(case))
+    (rest,) = stock
+    assert rest.query_start_loc_cpu.tolist() == [0, 1, 6]
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 9)
+    assert (metadata.num_prefills, metadata.prefill) == (1, "prefill")
+    torch.manual_seed(0)
+    plain = torch.randn(1, *case.q.shape[1:])
+    found = attended(case, metadata, torch.cat([case.q, plain]))
+    trees = builder.build(0, batch_of(case), tree_mask=mask_of(case))
+    assert found[:8].equal(attended(case, trees, case.q))
+    alone, _ = CPUMLAImpl.forward_mqa(
+        SimpleNamespace(kv_lora_rank=512, scale=case.features.scale),  # type: ignore[arg-type]
+        plain, case.cache, metadata.rest, None,
+    )  # fmt: skip
+    assert found[8:].equal(alone)
+
+
+def test_lengths_on_the_host_are_those_of_the_device(
+    case: LatentCase, builder: TreeCPUMLAMetadataBuilder, stock: list[CommonAttentionMetadata]
+) -> None:
+    batch = batch_of(case)
+    builder.build(0, batch)
+    assert stock[0].seq_lens_cpu_upper_bound is batch.seq_lens
+
+
+def layer(**changes: Any) -> Any:
+    backend = changes.pop("backend", TreeCPUMLABackend)
+    plain = {"indexer": None, "use_sparse": False, "sliding_window": None, "kv_cache_dtype": "auto"}
+    return SimpleNamespace(get_attn_backend=lambda: backend, **plain | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"backend": CPUMLABackend}, "backend CPU_MLA is not .* set --attention-backend to it"),
+        ({"use_sparse": True}, r"sparse latent attention \(DSA\) is not supported"),
+        ({"indexer": object()}, r"sparse latent attention \(DSA\) is not supported"),
+        ({"sliding_window": 64}, "sliding_window=64 of latent attention is not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' of latent attention is not supported"),
+    ],
+)
+def test_what_a_layer_has_beyond_is_named(changes: dict[str, Any], named: str) -> None:
+    (kind,) = (each for each in KINDS if isinstance(each, LatentKind))
+    (reason,) = kind.unserved(layer(**changes))
+    assert re.match(named, reason)
+    assert list(kind.unserved(layer())) == []
+
+
+def test_a_path_moves_in_the_cache_of_every_layer() -> None:
+    memories = [torch.arange(4 * 16 * 48).float().view(4, 16, 48) + each for each in (0.0, 0.5)]
+    layers = {}
+    for number, memory in enumerate(memories):
+        made: Any = object.__new__(MLAAttention)
+        torch.nn.Module.__init__(made)
+        made.kv_cache, made.head_size = memory, 48
+        layers[f"layers.{number}"] = made
+    before = [memory.clone().view(-1, 48) for memory in memories]
+    slots = torch.tensor([30, 31, 50, 51, 52, 53, 7])  # over two blocks; one of another request
+    (keeper,) = keepers(KINDS, [LayerGroup(layers, slots, torch.zeros(1, 1).int(), {})])
+    path = torch.tensor([[1, 2, 4, -1]])
+    keeper.keep(Accepted(path, torch.tensor([0]), torch.tensor([0])), keeper.places)
+    for memory, old in zip(memories, before, strict=True):
+        expected = old.clone()
+        expected[[31, 50, 51]] = old[[50, 51, 53]]
+        assert memory.view(-1, 48).equal(expected)

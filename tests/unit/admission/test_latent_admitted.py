@@ -1,0 +1,59 @@
+"""Targets with multi-head latent attention: what is admitted with them, and what is refused."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import pytest
+from configurations import changed, refusal_of
+
+from dyntree_plugin.admission import check
+from dyntree_plugin.engine.configuration import WORKERS
+from dyntree_plugin.options.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TARGET = ("model_config.use_mla", "speculative_config.target_model_config.use_mla")
+DRAFT = "speculative_config.draft_model_config.use_mla"
+
+
+@pytest.fixture
+def latent(admitted: VllmConfig) -> VllmConfig:
+    """Return a configuration whose target and draft have latent attention."""
+    return reduce(lambda config, path: changed(config, path, True), (*TARGET, DRAFT), admitted)
+
+
+def test_latent_attention_is_admitted_on_a_cpu_in_targets_and_their_drafts(
+    latent: VllmConfig,
+) -> None:
+    check.refuse_unserved(latent, DynTreeOptions(), "cpu", WORKERS)
+    with pytest.raises(check.Refused, match="target model: use_mla=True") as error:
+        check.refuse_unserved(latent, DynTreeOptions(), "cuda", WORKERS)
+    assert "draft model: use_mla=True" in str(error.value)
+
+
+def test_a_draft_with_other_attention_than_its_target_is_refused(latent: VllmConfig) -> None:
+    reason = refusal_of(changed(latent, DRAFT, False))
+    assert "use_mla (target, draft)=(True, False) is not supported" in reason
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_eagle_heads_with_latent_attention_are_refused(latent: VllmConfig, method: str) -> None:
+    reason = refusal_of(changed(latent, "speculative_config.method", method))
+    assert f"method, use_mla=({method!r}, True) is not supported" in reason
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("parallel_config.tensor_parallel_size", 2, "pipeline_parallel_size=(True, 2, 1)"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=(True, 1, 2)"),
+        ("model_config.hf_text_config.index_topk", 2048, "index_topk=2048"),
+    ],
+)
+def test_what_was_not_compared_is_refused(
+    latent: VllmConfig, path: str, value: int, named: str
+) -> None:
+    assert f"{named} is not supported" in refusal_of(changed(latent, path, value))
