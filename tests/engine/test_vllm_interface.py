@@ -32,6 +32,7 @@ CPU = [
     "cpu.runner.EarlierCPUStage",
     "cpu.worker.TreeCPUWorker",
     "cpu.worker.PlainCPUWorker",
+    *[f"attention.latent_cpu.TreeCPUMLA{part}" for part in ("Backend", "Impl", "MetadataBuilder")],
 ]
 SHARED = [
     "speculator.TreeSpeculator",

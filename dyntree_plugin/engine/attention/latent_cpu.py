@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from dyntree_kernels.cpu.latent_attention import LatentTreeAttention
+from dyntree_kernels.cpu.latent_attention import LatentTreeAttention, warm_up
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.cpu import PathMover
 from dyntree_plugin.engine.attention.metadata import TreeMask, without_first
@@ -49,6 +49,7 @@ class TreeCPUMLAMetadataBuilder(MLACommonMetadataBuilder[Metadata]):
             plan.shape.node_budget + 1,
             device,
         )
+        warm_up(vllm_config.model_config.dtype)
 
     def build(
         self,
