@@ -34,7 +34,6 @@ class TestLatentAttention(AttentionChecks):
     kernel = "cpu"
     make = staticmethod(make_case)
     contexts = (0, 1, 31, 32, 33, 95, 200)
-    test_features_that_a_kernel_does_not_serve_are_refused = None  # It takes a scale alone.
 
 
 @pytest.mark.parametrize("heads", [1, 2, 16, 128])

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from attention_checks import AttentionChecks, assert_matches
+from attention_checks import FeatureChecks, assert_matches
 from attention_inputs import tree_mask
 from tree_cases import make_case
 from tree_shapes import chain, random_tree, star
@@ -18,7 +18,7 @@ from dyntree_kernels.cpu.simd import tanh
 from dyntree_kernels.cpu.warm_up import warm_up
 
 
-class TestTreeAttention(AttentionChecks):
+class TestTreeAttention(FeatureChecks):
     kernel = "cpu"
     make = staticmethod(make_case)
     layouts = ({}, {"isa": "amx", "dtype": torch.bfloat16})

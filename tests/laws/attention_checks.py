@@ -169,6 +169,10 @@ class AttentionChecks:
         out = case.run().double().cpu()
         torch.testing.assert_close(out, case.expected(), atol=1e-3, rtol=1e-3)
 
+
+class FeatureChecks(AttentionChecks):
+    """Tests of a kernel that serves windows, soft caps and sinks besides."""
+
     def with_features(
         self, masks: list[torch.Tensor], contexts: list[int], name: str, **layout: Any
     ) -> AttentionCase:

@@ -18,7 +18,7 @@ class LatentKind(AttentionKind):
     def serves(self, layer: Any) -> bool:
         return type(layer) is MLAAttention
 
-    def unserved(self, layer: Any) -> Iterator[str]:
+    def unserved(self, layer: Any, rows: int) -> Iterator[str]:
         backend = layer.get_attn_backend()
         if layer.indexer is not None or layer.use_sparse:
             yield f"sparse latent attention (DSA) is not supported {ANOTHER_MODEL}"

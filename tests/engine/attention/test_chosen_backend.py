@@ -51,6 +51,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
         capability = classmethod(lambda cls: DeviceCapability(major, 0))
         monkeypatch.setattr(cuda.CudaPlatformBase, "get_device_capability", capability)
         config: Any = SimpleNamespace(
+            speculative_config=None,
             attention_config=AttentionConfig(backend=named and AttentionBackendEnum[named]),
             model_config=SimpleNamespace(
                 dtype=getattr(torch, dtype), get_head_size=lambda: 128, is_mm_prefix_lm=False

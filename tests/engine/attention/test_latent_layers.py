@@ -169,9 +169,9 @@ def layer(**changes: Any) -> Any:
 )
 def test_what_a_layer_has_beyond_is_named(changes: dict[str, Any], named: str) -> None:
     (kind,) = (each for each in KINDS if isinstance(each, LatentKind))
-    (reason,) = kind.unserved(layer(**changes))
+    (reason,) = kind.unserved(layer(**changes), 17)
     assert re.match(named, reason)
-    assert list(kind.unserved(layer())) == []
+    assert list(kind.unserved(layer(), 17)) == []
 
 
 def test_a_path_moves_in_the_cache_of_every_layer() -> None:

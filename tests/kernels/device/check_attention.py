@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_checks import AttentionChecks, assert_matches, tree_batch
+from attention_checks import FeatureChecks, assert_matches, tree_batch
 from attention_inputs import draft_masks, tree_mask
 from paged_cases import DEVICE, LAYOUTS, Case, make_case
 from tree_shapes import chain
@@ -28,7 +28,7 @@ BFLOAT16 = pytest.param(
 LARGE = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
 
 
-class TestTreeAttentionOnTheDevice(AttentionChecks):
+class TestTreeAttentionOnTheDevice(FeatureChecks):
     kernel = "triton"
     make = staticmethod(make_case)
     ways = ({"splits": 1, "tiles": SMALL}, {"splits": 3, "tiles": SMALL})
