@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dyntree_plugin import pair
@@ -37,6 +38,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
         "n_groups": 2,
+        "num_nextn_predict_layers": 1,
+        "mtp_layers_block_type": ["full_attention"],
     },
     "lfm2": {
         "num_hidden_layers": 4,
@@ -48,11 +51,12 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "num_hidden_layers": 4,
         "layer_types": _LINEAR_FULL * 2,
-        "mlp_only_layers": [0, 1, 2],
+        "mlp_only_layers": [1, 2],
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
+        "num_nextn_predict_layers": 1,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
@@ -75,6 +79,15 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 """Windows and caps, windows, windows in all layers, windows and sinks; by vLLM's model types."""
 
+MODULES: dict[str, tuple[str, str, tuple[str, ...], float]] = {
+    "nemotron_h": ("backbone.layers.1.", "layers.0.eh_proj",
+                   ("layers.0.enorm", "layers.0.hnorm", "layers.0.final_layernorm"), 1.0),
+    "qwen3_next": ("model.layers.3.", "fc",
+                   ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"), 0.0),
+}  # fmt: skip
+"""What modules of multi-token prediction are made of: the target's layer that they repeat, the name
+of what joins a token's embedding and a hidden state, and the names and the values of norms."""
+
 
 def random_target(
     folder: Path, kind: str, seed: int = 0, shape: Mapping[str, Any] | None = None
@@ -91,6 +104,21 @@ def random_target(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
+    if kind in MODULES:
+        _add_module(folder / "model.safetensors", *MODULES[kind])
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / file, folder / file)
     return folder
+
+
+def _add_module(
+    file: Path, layer: str, joins: str, norms: tuple[str, ...], of_norms: float
+) -> None:
+    """Add a module that joins by half of the embedding and the hidden state."""
+    stored, size = load_file(file), _COMMON["hidden_size"]
+    own = {f"layers.0.{name.removeprefix(layer)}": weight.clone()
+           for name, weight in stored.items() if name.startswith(layer)}  # fmt: skip
+    own[f"{joins}.weight"] = torch.eye(size).repeat(1, 2) / 2
+    own |= {f"{name}.weight": torch.full((size,), of_norms) for name in norms}
+    stored |= {f"mtp.{name}": weight for name, weight in own.items()}
+    save_file(stored, file, metadata={"format": "pt"})

@@ -15,16 +15,21 @@ from device_identity import VOCABULARY, noise
 from engine_process import Request, Result, Run, serve
 from features import PROMPTS, SEEDS
 from margins import MARGINS, Scores, places, scores_of, scoring, verdict
-from random_targets import random_target
+from random_targets import MODULES, random_target
 from ranks import serve_on_ranks
 from slow import marked
 
 pytestmark = pytest.mark.e2e
 
 NODES = 8
-KINDS = ("nemotron_h", "lfm2")
+KINDS = ("nemotron_h", "lfm2", "qwen3_next")
+IN_FLOAT32 = {"qwen3_next": {"worker_extension_cls": "float32_delta_net.Extension"}}
+"""What the engine without trees takes besides."""
 TREES = [
-    (engine, kind) for kind in KINDS for engine in ("draft", "look-up", "two ranks", "compiled")
+    (engine, kind)
+    for kind in KINDS
+    for engine in ("draft", "look-up", "head", "two ranks", "compiled")
+    if engine != "head" or kind in MODULES
 ]
 SLOW = ("two ranks", "compiled")
 FEW = {"allowed_token_ids": [300, 301, 302]}
@@ -54,7 +59,7 @@ BROKEN = [each.__name__ for each in sabotage_of_states.BROKEN]
 Engines = Mapping[str, tuple[dict[str, Any], dict[str, Run]]]
 
 
-def _engines(model: str) -> Engines:
+def _engines(model: str, kind: str) -> Engines:
     """Arguments and runs by name."""
     # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
     common = {
@@ -66,9 +71,10 @@ def _engines(model: str) -> Engines:
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | common | TIGHT
     sound, broken = {"sound": RUN}, {name: Run(REQUESTS, sabotage=name) for name in BROKEN}
     return {
-        "plain": (plain, sound),
+        "plain": (plain | IN_FLOAT32.get(kind, {}), sound),
         "draft": (draft, sound | broken | {"again": RUN}),
         "look-up": (look_up, sound | {"aborted": ABORTED, "again": RUN}),
+        "head": (workload.with_head(model, "mtp", NODES, budget="fixed") | common, sound),
         "two ranks": (draft, sound),
         "compiled": (draft | {"enforce_eager": False}, sound),
         "plain in bfloat16": (plain | HALF | {"max_logprobs": -1}, sound),
@@ -103,7 +109,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
     @cache
     def of_kind(kind: str) -> Target:
         folder = tmp_path_factory.mktemp("targets") / kind
-        return Target(_engines(str(random_target(folder, kind))))
+        return Target(_engines(str(random_target(folder, kind)), kind))
 
     return of_kind
 

@@ -33,6 +33,7 @@ CPU = [
     "cpu.worker.TreeCPUWorker",
     "cpu.worker.PlainCPUWorker",
     *[f"attention.latent_cpu.TreeCPUMLA{part}" for part in ("Backend", "Impl", "MetadataBuilder")],
+    *[f"states.layers.Tree{layer}" for layer in ("MambaMixer2", "ShortConv", "GatedDeltaNet")],
 ]
 SHARED = [
     "speculator.TreeSpeculator",

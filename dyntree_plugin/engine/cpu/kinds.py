@@ -25,6 +25,7 @@ KINDS: tuple[LayerKind, ...] = (
         {
             "MambaMixer2": f"{_STATES}.layers.TreeMambaMixer2",
             "ShortConv": f"{_STATES}.layers.TreeShortConv",
+            "QwenGatedDeltaNetAttention": f"{_STATES}.layers.TreeGatedDeltaNet",
         },
         f"{_STATES}.committer.committer",
     ),

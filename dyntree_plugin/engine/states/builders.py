@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import (
+    GDNAttentionBackend,
+    GDNAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.mamba2_attn import (
     Mamba2AttentionBackend,
-    Mamba2AttentionMetadata,
     Mamba2AttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.short_conv_attn import (
     ShortConvAttentionBackend,
-    ShortConvAttentionMetadata,
     ShortConvAttentionMetadataBuilder,
 )
 
@@ -28,7 +30,7 @@ NOT_KEPT = -1
 
 @dataclass
 class Drafted:
-    """The first ``rows`` rows of a batch, which belong to the requests with drafts.
+    """Metadata of a batch whose first ``rows`` rows belong to the requests with drafts.
 
     ``forward`` runs them. ``fresh`` int64: slots of states of which nothing is computed yet.
     ``rest``: vLLM's metadata of the other rows, as if they were the batch; None without others.
@@ -48,13 +50,12 @@ class WithDrafts:
     """
 
     takes_tree_mask = True
-    supports_update_block_table = False
-    metadata_cls: Any
 
     def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(spec, names, vllm_config, device)  # type: ignore[call-arg]
         # vLLM's speculation has a state for each draft.
         self.use_spec_decode, self.num_spec_tokens = False, 0
+        self.supports_update_block_table = False
         requests = vllm_config.scheduler_config.max_num_seqs
         self.kept = torch.full((requests,), NOT_KEPT, device=device)
         """Slots of the states, by request of the batch, that an accepted path will advance."""
@@ -63,7 +64,7 @@ class WithDrafts:
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        *args: Any,
         tree_mask: TreeMask | None = None,
         **of_speculation: Any,
     ) -> Any:
@@ -71,11 +72,11 @@ class WithDrafts:
         self.kept.fill_(NOT_KEPT)
         drafted = 0 if tree_mask is None else tree_mask.drafted
         if tree_mask is None or not drafted:
-            return build(common_prefix_len, common_attn_metadata, fast_build)
+            return build(common_prefix_len, common_attn_metadata)
         common = common_attn_metadata
         rows = int(common.query_start_loc_cpu[drafted])  # sync: host memory
         others = without_first(common, drafted, rows)
-        rest = None if others is None else build(common_prefix_len, others, fast_build)
+        rest = others and build(common_prefix_len, others)
         slots = common.block_table_tensor[:drafted, 0].long()
         self.kept[:drafted] = slots
         starts = common.query_start_loc[: drafted + 1].long()
@@ -83,30 +84,11 @@ class WithDrafts:
             slots, starts, tree_mask.ctx_lens[:drafted], tree_mask.ancestor_bits[:rows]
         )
         begun = common.seq_lens[:drafted] > torch.diff(starts)
-        return self.metadata_cls(
-            num_prefills=0,
-            num_prefill_tokens=0,
-            num_decodes=drafted,
-            num_decode_tokens=rows,
-            num_reqs=common.num_reqs,
-            has_initial_states_p=None,
-            query_start_loc_p=None,
-            state_indices_tensor_p=None,
-            query_start_loc_d=None,
-            num_accepted_tokens=None,
-            state_indices_tensor_d=None,
-            seq_lens=common.seq_lens,
-            drafted=Drafted(rows, TreeForward(states), slots[~begun], rest),
-        )
-
-
-@dataclass
-class TreeMamba2Metadata(Mamba2AttentionMetadata):
-    drafted: Drafted | None = None
+        return Drafted(rows, TreeForward(states), slots[~begun], rest)
 
 
 class TreeMamba2MetadataBuilder(WithDrafts, Mamba2AttentionMetadataBuilder):
-    metadata_cls = TreeMamba2Metadata
+    pass
 
 
 class TreeMamba2Backend(Mamba2AttentionBackend):
@@ -115,16 +97,21 @@ class TreeMamba2Backend(Mamba2AttentionBackend):
         return TreeMamba2MetadataBuilder
 
 
-@dataclass
-class TreeShortConvMetadata(ShortConvAttentionMetadata):
-    drafted: Drafted | None = None
-
-
 class TreeShortConvMetadataBuilder(WithDrafts, ShortConvAttentionMetadataBuilder):
-    metadata_cls = TreeShortConvMetadata
+    pass
 
 
 class TreeShortConvBackend(ShortConvAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TreeShortConvMetadataBuilder]:
         return TreeShortConvMetadataBuilder
+
+
+class TreeGDNMetadataBuilder(WithDrafts, GDNAttentionMetadataBuilder):
+    pass
+
+
+class TreeGDNBackend(GDNAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[TreeGDNMetadataBuilder]:
+        return TreeGDNMetadataBuilder

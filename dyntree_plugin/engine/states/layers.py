@@ -10,19 +10,25 @@ from typing import Any, ClassVar
 import torch
 import vllm._custom_ops as ops
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backend import AttentionBackend
 
-from dyntree_kernels.cpu.recurrence import Order, state_space, trees
+from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space, trees
 from dyntree_kernels.cpu.tree_layers import Layer, PathCommit
-from dyntree_kernels.recurrence import TreeStates
+from dyntree_kernels.recurrence import TreeStates, inputs
+from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL
 from dyntree_plugin.engine.states.builders import (
     Drafted,
+    TreeGDNBackend,
     TreeMamba2Backend,
     TreeShortConvBackend,
 )
+
+ONE_ROW = TreeStates(torch.zeros(1).long(), torch.arange(2), torch.tensor([-1]))
 
 
 class WithStates:
@@ -63,8 +69,13 @@ class WithStates:
 
     def drafted(self) -> Drafted | None:
         """Return the rows of this forward's requests with drafts; None if there are none."""
+        metadata = self.metadata()
+        return metadata if isinstance(metadata, Drafted) else None
+
+    def metadata(self) -> Any:
+        """Return the metadata of this forward; None while vLLM measures memory."""
         metadata: Any = get_forward_context().attn_metadata
-        return None if metadata is None else getattr(metadata.get(self.prefix), "drafted", None)
+        return None if metadata is None else metadata.get(self.prefix)
 
     @contextmanager
     def without(self, drafted: Drafted) -> Iterator[None]:
@@ -85,6 +96,10 @@ class WithStates:
         self._read = raw, gates
         found: torch.Tensor = drafted.forward(self.layer, raw, gates)
         return found
+
+    def unserved(self) -> Iterator[str]:
+        """Yield why trees cannot pass this layer."""
+        return iter(())
 
     def warm_up(self) -> None:
         """Compile what the forward runs; the caches are there."""
@@ -126,10 +141,9 @@ class TreeMambaMixer2(WithStates, MambaMixer2):
         return Layer(self.history, self._convolve, self._outputs, self._decode)
 
     def warm_up(self) -> None:
-        row = TreeStates(torch.zeros(1).long(), torch.arange(2), torch.tensor([-1]))
-        weights: Any = self.conv_weights
+        weights: Any = self.conv1d.weight
         mixed = torch.zeros(1, self.tped_conv_size, dtype=weights.dtype)
-        self._outputs(mixed, mixed[:, : self.tped_dt_size], trees(row))
+        self._outputs(mixed, mixed[:, : self.tped_dt_size], trees(ONE_ROW))
 
     def _convolve(self, windows: torch.Tensor) -> Any:
         return self.convolve(windows, self.conv_weights, self.conv1d.bias, self.activation)
@@ -181,3 +195,122 @@ class TreeShortConv(WithStates, ShortConv):
     def _convolve(self, windows: torch.Tensor) -> Any:
         conv: Any = self.conv
         return self.convolve(windows, conv.weight.squeeze(1), conv.bias, None)
+
+
+class TreeGatedDeltaNet(WithStates, QwenGatedDeltaNetAttention):
+    """Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next.
+
+    vLLM's operators for a CPU take bfloat16 alone. In float32 our kernel runs all rows.
+    """
+
+    backend = TreeGDNBackend
+    # Of vLLM's forwards, this one enters the core by an operator that asks the layer for it.
+    forward_cpu = QwenGatedDeltaNetAttention.forward_cuda
+
+    def unserved(self) -> Iterator[str]:
+        if not self.gqa_interleaved_layout:
+            yield f"Gated DeltaNet of Qwen3.5 is not supported {ANOTHER_MODEL}"
+
+    def _forward_core(
+        self,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        drafted, rest, rows = self.drafted(), self.metadata(), 0
+        if drafted is not None:
+            rest, rows = drafted.rest, drafted.rows
+            gates = torch.cat([a[:rows], b[:rows]], dim=1)
+            core_attn_out[:rows] = self.through(drafted, mixed_qkv[:rows].clone(), gates)
+        if rest is None:
+            return
+        given = mixed_qkv[rows:], b[rows:], a[rows:], core_attn_out[rows:]
+        if mixed_qkv.dtype == torch.bfloat16:
+            gdn_attention._cpu_gdn_attention_nonspec(self, rest, *given)
+        else:
+            self._in_order(rest, *given)
+
+    @property
+    def layer(self) -> Layer:
+        return Layer(self.history, self._convolve, self._outputs, self._decode)
+
+    def warm_up(self) -> None:
+        weights: Any = self.conv1d.weight
+        mixed = torch.zeros(1, self.conv_dim // self.tp_size, dtype=weights.dtype)
+        gates = mixed[:, : 2 * self.num_v_heads // self.tp_size]
+        self._outputs(mixed, gates, trees(ONE_ROW))
+
+    @property
+    def _states(self) -> torch.Tensor:
+        """The states [slots, heads, K, V], as vLLM's operators for a CPU keep them."""
+        return gdn_attention._ssm_state_view(self)
+
+    def _in_order(
+        self,
+        rest: Any,
+        raw: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Run rows that follow each other in their requests, and advance the states."""
+        slots, starts = rest.non_spec_state_indices_tensor.long(), rest.non_spec_query_start_loc
+        if rest.has_initial_state is not None:
+            for state in self.kv_cache:
+                state[slots[~rest.has_initial_state]] = 0
+        count = rest.num_actual_tokens
+        above = torch.arange(-1, count - 1)
+        above[starts[:-1]] = -1
+        rows = TreeStates(slots, starts, above)
+        windows = inputs(
+            rows.taps(self.conv_kernel_size), raw[:count], self.history, slots[rows.requests]
+        )
+        self.history[slots] = windows[starts[1:] - 1, 1:]
+        gates = torch.cat([a[:count], b[:count]], dim=1)
+        out[:count] = self._outputs(self._convolve(windows), gates, sequences(slots, starts))
+
+    def _convolve(self, windows: torch.Tensor) -> Any:
+        unpacked = gdn_attention._unpacked_conv_weight(self)
+        packed: Any = self.conv1d.weight
+        if unpacked.data_ptr() == packed.data_ptr():
+            return self.convolve(windows, unpacked, self.conv1d.bias, self.activation)
+        return ops.causal_conv1d_update_cpu(
+            x=windows[:, -1].contiguous(),
+            conv_states=windows[:, :-1].contiguous().transpose(1, 2),
+            weight=packed,
+            bias=self.conv1d.bias,
+            silu_activation=self.activation == "silu",
+            conv_state_indices=torch.arange(len(windows), dtype=torch.int32),
+            is_weight_packed=True,
+        )
+
+    def _split(self, mixed: torch.Tensor) -> Any:
+        split: Any = self.rearrange_mixed_qkv
+        return split(mixed)
+
+    def _outputs(self, mixed: torch.Tensor, gates: torch.Tensor, order: Order) -> torch.Tensor:
+        q, k, v = (each[0] for each in self._split(mixed))
+        a, b = gates.chunk(2, dim=1)
+        return gated_delta_rule(order, self._states, q, k, v, a, b, self.A_log, self.dt_bias)
+
+    def _decode(self, mixed: torch.Tensor, gates: torch.Tensor, slots: torch.Tensor) -> None:
+        starts = torch.arange(len(slots) + 1)
+        if mixed.dtype != torch.bfloat16:
+            self._outputs(mixed, gates, sequences(slots, starts))
+            return
+        q, k, v = self._split(mixed)
+        a, b = (each.contiguous() for each in gates.chunk(2, dim=1))
+        ops.fused_sigmoid_gating_delta_rule_update_cpu(
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            q=q,
+            k=k,
+            v=v,
+            a=a,
+            b=b,
+            initial_state_source=self._states,
+            initial_state_indices=slots.int(),
+            cu_seqlens=starts.int(),
+            use_qk_l2norm_in_kernel=True,
+        )
