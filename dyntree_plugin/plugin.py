@@ -48,6 +48,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     Raises:
         ValueError: naming every option that stands in the way, its value and what to do.
     """
+    from dyntree_kernels.tries import MOST_ON_CUDA
     from dyntree_plugin.admission import check
     from dyntree_plugin.engine import configuration
     from dyntree_plugin.engine.attention import served
@@ -61,6 +62,8 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     for each in further:
         check.refuse_further_draft(vllm_config, each, device_type, served.refusal)
     plan = options.plan_for(speculation)
+    if device_type == "cuda":
+        plan = plan.with_tries_of(MOST_ON_CUDA)
     speculation = cast("SpeculativeConfig", speculation)
     configuration.mark_as_tree(speculation, plan)
     configuration.attach_further_drafts(speculation, further)
@@ -107,6 +110,8 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
     logger = init_logger("vllm.dyntree")
     in_force = ", ".join(f"{name}={value}" for name, value in plan.in_force().items())
     logger.info("dyntree %s is active: %s", __version__, in_force)
+    if 0 < plan.shape.grafts < plan.shape.node_budget:
+        logger.info("Look-up adds at most %d nodes to a tree on CUDA.", plan.shape.grafts)
     for line in check.look_up_advice(vllm_config, device_type):
         logger.info("%s", line)
     if advice := check.token_budget_advice(vllm_config):

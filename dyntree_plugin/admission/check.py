@@ -200,6 +200,19 @@ def _speculation_refusals(
         return
     yield from options.without_effect(plan)
     yield from _tree_exceeds_step(vllm_config, plan.shape.node_budget)
+    if device_type == "cuda" and not plan.has_draft:
+        yield from _tree_exceeds_trie(plan.shape.node_budget)
+
+
+def _tree_exceeds_trie(node_budget: int) -> Iterator[str]:
+    from dyntree_kernels.tries import MOST_ON_CUDA
+
+    if node_budget > MOST_ON_CUDA:
+        yield (
+            f"node_budget={node_budget} is too large without a draft model: on CUDA look-up makes "
+            f"trees of at most {MOST_ON_CUDA} nodes; lower num_speculative_tokens or "
+            f"{NAMESPACE}.node_budget to that"
+        )
 
 
 def _found(table: Iterable[Refusal], config: Any, prefix: str = "") -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -59,6 +59,10 @@ class TreePlan:
                 f"block_chains=on is for growth=topk with rule=match, not growth="
                 f"{self.growth.name} with rule={self.rule}; use block_chains=off"
             )
+
+    def with_tries_of(self, most: int) -> TreePlan:
+        """Return the plan with at most so many nodes of a trie in a tree."""
+        return replace(self, shape=replace(self.shape, grafts=min(self.shape.grafts, most)))
 
     @property
     def growing(self) -> GrowthPlan:

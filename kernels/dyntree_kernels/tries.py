@@ -16,6 +16,9 @@ LONGEST_MATCH = 32
 WINDOW = 65536
 """The latest tokens of a request, in which a look-up searches."""
 
+MOST_ON_CUDA = 64
+"""Most nodes of a trie on CUDA, where one program compares all of them with each other."""
+
 
 class Trie(NamedTuple):
     """T nodes for each of R requests, parents first; all are [R, T].

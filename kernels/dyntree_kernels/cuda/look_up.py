@@ -12,13 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dyntree_kernels.tries import LONGEST_MATCH, MATCHES, WINDOW, Trie, check_look_up
+from dyntree_kernels.tries import (
+    LONGEST_MATCH,
+    MATCHES,
+    MOST_ON_CUDA,
+    WINDOW,
+    Trie,
+    check_look_up,
+)
 
 MOST_DEPTH = 64
 """Limit of ``max_depth``: one program holds the continuations of all places in its registers."""
-
-MOST_NODES = 64
-"""Limit per trie: one program compares all of its nodes with each other."""
 
 _BLOCK = 1024  # places that one program looks at
 _MOST_TOKENS = 2**25
@@ -162,7 +166,7 @@ def look_up(
     (requests, nodes), longest = trie.tokens.shape, tokens.shape[1]
     for name, value, most in (
         ("max_depth", max_depth, MOST_DEPTH),
-        ("nodes", nodes, MOST_NODES),
+        ("nodes", nodes, MOST_ON_CUDA),
         ("tokens", longest, _MOST_TOKENS),
     ):
         if value > most:

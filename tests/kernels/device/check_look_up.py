@@ -7,8 +7,8 @@ import torch
 from look_up_checks import CASES, LAW, Case, LookUpChecks, compare
 from paged_cases import DEVICE
 
-from dyntree_kernels.cuda.look_up import MOST_DEPTH, MOST_NODES, look_up
-from dyntree_kernels.tries import Trie
+from dyntree_kernels.cuda.look_up import MOST_DEPTH, look_up
+from dyntree_kernels.tries import MOST_ON_CUDA, Trie
 
 
 class TestTheLookUpInTwoLaunches(LookUpChecks):
@@ -18,7 +18,7 @@ class TestTheLookUpInTwoLaunches(LookUpChecks):
 
     @pytest.mark.parametrize(
         ("case", "named"),
-        [(Case(4, MOST_DEPTH + 1), "max_depth=65"), (Case(MOST_NODES + 1, 4), "nodes=65")],
+        [(Case(4, MOST_DEPTH + 1), "max_depth=65"), (Case(MOST_ON_CUDA + 1, 4), "nodes=65")],
     )
     def test_what_does_not_fit_is_refused(self, case: Case, named: str) -> None:
         with pytest.raises(ValueError, match=named):

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from configurations import Build
+from configurations import Build, changed
 
+from dyntree_kernels.tries import MOST_ON_CUDA
+from dyntree_plugin import plugin
 from dyntree_plugin.admission import check
+from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
+from dyntree_plugin.options.options import DynTreeOptions
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 16}
 
@@ -36,6 +40,47 @@ def test_an_engine_with_a_draft_says_that_it_looks_up_besides(
     build()
     assert "lookup=True" in logged()
     assert "There is no draft model" not in logged()
+
+
+@pytest.mark.parametrize(("device", "nodes"), [("cpu", 128), ("cuda", MOST_ON_CUDA)])
+def test_tries_are_no_larger_than_the_device_makes_them(
+    build: Build,
+    logged: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    nodes: int,
+) -> None:
+    config = build(speculative={"num_speculative_tokens": 128})
+    for path, value in (
+        ("scheduler_config.scheduler_cls", None),
+        ("parallel_config.worker_cls", "auto"),
+        ("attention_config.backend", None),
+    ):
+        config = changed(config, path, value)
+    monkeypatch.setattr(configuration, "is_marked", lambda _: False)
+    logged()
+    plugin.admit(config, DynTreeOptions(), device)
+    plan = tree_plan(config)
+    assert plan is not None
+    assert (plan.shape.node_budget, plan.shape.grafts) == (128, nodes)
+    assert (f"at most {nodes} nodes" in logged()) is (device == "cuda")
+
+
+def test_on_cuda_trees_of_look_up_alone_are_no_larger_than_a_trie(build: Build) -> None:
+    larger = alone(num_speculative_tokens=MOST_ON_CUDA + 1)
+    for arguments, device, fits in (
+        (larger, "cpu", True),
+        (larger, "cuda", False),
+        (larger | {"dyntree": {"node_budget": MOST_ON_CUDA}}, "cuda", True),
+    ):
+        config = changed(build(**arguments), "scheduler_config.scheduler_cls", None)
+        config = changed(config, "parallel_config.worker_cls", "auto")
+        options = DynTreeOptions(**arguments.get("dyntree", {}))
+        if fits:
+            check.refuse_unserved(config, options, device, WORKERS)
+            continue
+        with pytest.raises(check.Refused, match="node_budget=65 is too large without a draft"):
+            check.refuse_unserved(config, options, device, WORKERS)
 
 
 def test_no_slots_are_reserved_and_no_draft_is_compiled_without_a_draft_model(
