@@ -1,6 +1,6 @@
 """Small targets with M-RoPE, vision towers and random weights, for the embedded pair's tokenizer.
 
-Their processor needs no torchvision, and takes images alone.
+Their processors need no torchvision.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import heads
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from dyntree_plugin import pair
 
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What stands for an image in a prompt."""
+IMAGE, VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+"""What stands for an image and for a video in a prompt."""
 PATCH, MERGE = 14, 2
 
 _TEXT: dict[str, Any] = {
@@ -49,16 +50,27 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Rotary parameters, and what the vision configuration has besides, by vLLM's model types."""
 
 _VIDEOS = """
-from transformers import processing_utils
+import torch
+from transformers import BatchFeature, processing_utils
 from transformers.video_processing_utils import BaseVideoProcessor
 
-class NoVideos(BaseVideoProcessor):
-    size = {"shortest_edge": 784, "longest_edge": 784}
+class Videos(BaseVideoProcessor):
+    size = {"shortest_edge": 3136, "longest_edge": 50176}
     patch_size, temporal_patch_size, merge_size = 14, 2, 2
-    fps, min_frames, max_frames = 2, 1, 1
+    fps, min_frames, max_frames = 2, 2, 4
 
     def __init__(self, *args, **kwargs):
         pass
+
+    def __call__(self, videos, video_metadata=None, **kwargs):
+        if isinstance(videos[0], list):
+            (videos,), (video_metadata,) = videos, video_metadata
+        frames = [torch.as_tensor(video) for video in videos]
+        grids = [(len(each) // 2, each.shape[1] // 14, each.shape[2] // 14) for each in frames]
+        patches = torch.cat([each.reshape(-1, 3 * 2 * 14 * 14) for each in frames]) / 255
+        grids = torch.tensor(grids)
+        found = {"pixel_values_videos": patches, "video_grid_thw": grids}
+        return BatchFeature(found | {"video_metadata": video_metadata})
 
 # The class that processors ask for; without torchvision there is none.
 processing_utils.transformers_module.VideoProcessorMixin = BaseVideoProcessor
@@ -96,8 +108,23 @@ def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
         "temporal_patch_size": 2,
         "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 16 * (PATCH * MERGE) ** 2},
     }
-    videos = {"auto_map": {"AutoVideoProcessor": "videos.NoVideos"}}
+    videos = {"auto_map": {"AutoVideoProcessor": "videos.Videos"}}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     (folder / "videos.py").write_text(_VIDEOS)
     return folder
+
+
+def head_of(folder: Path, target: Path) -> Path:
+    """Write an EAGLE-3 head of such a target, and return its folder.
+
+    Its layer adds nothing to the target's state after the first layer.
+    """
+    config = json.loads((target / "config.json").read_text())["text_config"]
+    weights = heads.layer_weights(config, torch.zeros)
+    weights["fc.weight"] = torch.eye(config["hidden_size"])
+    weights["norm.weight"] = torch.ones(config["hidden_size"])
+    layers = {"eagle_aux_hidden_state_layer_ids": [1], "num_aux_hidden_states": 1}
+    sizes = {name: config[name] for name in ("vocab_size", *_TEXT) if name != "num_hidden_layers"}
+    own = sizes | layers | {"draft_vocab_size": config["vocab_size"]}
+    return heads.write_head(folder, weights, own, torch.float32)

@@ -1,4 +1,4 @@
-"""Images in the prompts of these tests."""
+"""Images and videos in the prompts of these tests."""
 
 from __future__ import annotations
 
@@ -7,20 +7,39 @@ from typing import Any
 
 import numpy as np
 
+FRAMES_PER_SECOND = 2
+
 
 def prompt_of(tokens: list[int], images: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return vLLM's prompt of these tokens, with an image of noise for each (height, width, seed).
+    """Return vLLM's prompt of these tokens, which have a placeholder for each image and video.
 
-    The tokens have one placeholder for each image.
+    The pixels are noise. An image is (height, width, seed), a video (frames, height, width, seed).
     """
     prompt: dict[str, Any] = {"prompt_token_ids": tokens}
     if images:
-        prompt["multi_modal_data"] = {"image": [_noise(*each) for each in images]}
+        data: dict[str, list[Any]] = {}
+        for *size, seed in images:
+            pixels = np.random.default_rng(seed).integers(256, size=(*size, 3), dtype=np.uint8)
+            video = len(size) == 3
+            data.setdefault("video" if video else "image", []).append(
+                (pixels, _metadata(len(pixels))) if video else _image(pixels)
+            )
+        prompt["multi_modal_data"] = data
     return prompt
 
 
-def _noise(height: int, width: int, seed: int) -> Any:
+def _image(pixels: np.ndarray) -> Any:
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def _metadata(frames: int) -> dict[str, Any]:
+    return {
+        "fps": FRAMES_PER_SECOND,
+        "total_num_frames": frames,
+        "duration": frames / FRAMES_PER_SECOND,
+        "frames_indices": [*range(frames)],
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }

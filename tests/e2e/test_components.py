@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,26 +15,29 @@ from comparison import accepted_per_step, by_request, explain, mismatches
 from engine_process import Request, Result, Run
 from features import PROMPTS, SEEDS
 from image_engine import serve
-from vision_targets import IMAGE, vision_target
+from vision_targets import IMAGE, VIDEO, head_of, vision_target
 
 pytestmark = pytest.mark.e2e
 
 NODES = 8
 FEW = [300, 301, 302]
 """Random weights repeat nothing. Of so few tokens, look-up and a draft guess many."""
-SIZES = [(56, 84), (112, 112), (28, 140), (84, 28)]
-"""Height and width of images, of which 28 x 28 pixels take one token."""
+SIZES = [(56, 84), (112, 112), (4, 28, 56), (28, 140), (84, 28)]
+"""Height and width of images, of which 28 x 28 pixels take one token; frames of a video first.
+
+An image advances positions by less than its tokens, and this video by more."""
 
 
 def _request(number: int) -> Request:
-    """None, one or two images, between texts or before one; three temperatures."""
+    """None, one or two images or videos, between texts or before one; three temperatures."""
     temperature = (0, 0.7, 1)[number // 3 % 3]
     params = {"temperature": temperature, "max_tokens": 32, "allowed_token_ids": FEW}
     seed = {"seed": SEEDS[number]} if temperature else {}
     images = [(*SIZES[(number + at) % len(SIZES)], number) for at in range(number % 3)]
     texts = [PROMPTS[number + at][: 60 * (number % 4)] for at in range(len(images))]
-    prompt = "".join(text + IMAGE for text in texts) + PROMPTS[number][:80]
-    return Request(prompt, params | seed, images=images)
+    seen = (IMAGE if len(image) == 3 else VIDEO for image in images)
+    prompt = "".join(text + each for text, each in zip(texts, seen, strict=True))
+    return Request(prompt + PROMPTS[number][:80], params | seed, images=images)
 
 
 REQUESTS = [_request(number) for number in range(27)]
@@ -43,56 +47,62 @@ BROKEN = {
     each.__name__: Run(GREEDY, sabotage=each.__name__) for each in sabotage_of_positions.BROKEN
 }
 
-TIGHT = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_gpu_blocks_override": 24}
+TIGHT = {
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 8,
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 12,
+}
 """Prompts are read in chunks, whose ends are in images, too, and some of them twice."""
 
-Results = Mapping[str, Mapping[str, Result]]
+Served = Callable[[str, str], Mapping[str, Result]]
+"""Gives an engine's results by run, given the kind of target and the engine's name."""
 
 
-def _engines(model: str) -> dict[str, tuple[dict[str, Any], dict[str, Run]]]:
-    """Arguments and runs by name."""
-    common = {
-        "model": model,
-        "trust_remote_code": True,
-        "limit_mm_per_prompt": {"image": 2, "video": 0},
-    }
-    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed")
-    return {
-        "plain": (workload.without_tree() | common, {"sound": RUN}),
-        "draft": (workload.tree(NODES) | common, {"sound": RUN, **BROKEN, "again": RUN}),
-        "look-up": (look_up | common | TIGHT, {"sound": RUN, "again": RUN}),
-    }
+def _engine(name: str, model: Path) -> tuple[dict[str, Any], dict[str, Run]]:
+    """Arguments and runs."""
+    twice = {"sound": RUN, "again": RUN}
+    arguments, runs = {
+        "plain": lambda: (workload.without_tree(), {"sound": RUN}),
+        "draft": lambda: (workload.tree(NODES), twice | BROKEN),
+        "look-up": lambda: (
+            workload.without_draft(NODES, "ngram_gpu", budget="fixed") | TIGHT, twice
+        ),
+        "head": lambda: (
+            workload.with_head(head_of(model.with_name("head"), model), nodes=NODES, budget="fixed")
+            | TIGHT,
+            twice,
+        ),
+    }[name]()  # fmt: skip
+    images = {"trust_remote_code": True, "limit_mm_per_prompt": {"image": 2, "video": 1}}
+    return arguments | images | {"model": str(model)}, runs
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    @cache
-    def serve_all(kind: str) -> Results:
-        model = str(vision_target(tmp_path_factory.mktemp("targets") / kind, kind))
-        return {name: serve(*job) for name, job in _engines(model).items()}
-
-    return serve_all
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = tmp_path_factory.mktemp("targets")
+    target = cache(lambda kind: vision_target(folder / kind / "target", kind))
+    return cache(lambda kind, name: serve(*_engine(name, target(kind))))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("engine", ["draft", "look-up"])
-def test_no_token_differs(kind: str, engine: str, served: Callable[[str], Results]) -> None:
-    results = served(kind)
-    plain = by_request(RUN, results["plain"]["sound"])
-    for name in ("sound", "again"):
-        found = mismatches(RUN, results[engine][name], plain)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("qwen2_5_vl", "draft"), ("qwen2_5_vl", "look-up"), ("qwen3_vl", "head")],
+)
+def test_no_token_differs(kind: str, name: str, served: Served) -> None:
+    plain, results = by_request(RUN, served(kind, "plain")["sound"]), served(kind, name)
+    for run in ("sound", "again"):
+        found = mismatches(RUN, results[run], plain)
         assert not found, explain(found)
-    metrics = results[engine]["sound"].metrics
-    assert accepted_per_step(results[engine]["sound"]) > 0.5
-    assert (metrics["vllm:num_preemptions_total"] > 0) == (engine == "look-up")
+    metrics = results["sound"].metrics
+    assert accepted_per_step(results["sound"]) > 0.5
+    assert (metrics["vllm:num_preemptions_total"] > 0) == (name != "draft")
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_tokens_differ_if_positions_are_wrong(
-    broken: str, served: Callable[[str], Results]
-) -> None:
-    results = served("qwen2_5_vl")
-    plain = by_request(RUN, results["plain"]["sound"])
-    found = [request for request, *_ in mismatches(BROKEN[broken], results["draft"][broken], plain)]
+def test_tokens_differ_if_positions_are_wrong(broken: str, served: Served) -> None:
+    plain = by_request(RUN, served("qwen2_5_vl", "plain")["sound"])
+    result = served("qwen2_5_vl", "draft")[broken]
+    found = [request for request, *_ in mismatches(BROKEN[broken], result, plain)]
     assert any(request.images for request in found)
     assert any(not request.images for request in found) == (broken != "without_delta")
