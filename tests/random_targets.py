@@ -62,9 +62,17 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
     },
+    "falcon_h1": {
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+    },
 }
-"""Configurations by vLLM's model types: Mamba-2, short convolutions, gated delta rule; all with
-full attention in other layers."""
+"""Configurations by vLLM's model types: Mamba-2, short convolutions, gated delta rule, with full
+attention in other layers; Mamba-2 and full attention in every layer."""
 
 WINDOWED: dict[str, dict[str, Any]] = {
     "gemma2": {
