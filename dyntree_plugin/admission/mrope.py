@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from dyntree_plugin.admission.refusals import Refusal
+from dyntree_plugin.admission.refusals import dtype_of
+from dyntree_plugin.admission.states import given
 
 TARGETS = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 """Architectures whose tokens were compared with those of engines without speculation."""
 
-
-def _target(config: Any) -> tuple[bool, str]:
-    model = config.model_config
-    return model.uses_mrope, model.architecture if model.uses_mrope else ""
-
-
-def _ranks(config: Any) -> tuple[bool, int, int]:
-    parallel = config.parallel_config
-    sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return config.model_config.uses_mrope, *sizes
-
+_NOT_COMPARED = "not compared yet with decoding without trees"
+_with_mrope = partial(given, "uses_mrope")
 
 MROPE_REFUSALS = (
-    Refusal(
-        "uses_mrope, architecture",
-        _target,
-        lambda found: found[0] and found[1] not in TARGETS,
-        f"with M-RoPE trees were compared on {' and '.join(TARGETS)} alone; use one of these",
+    _with_mrope(
+        "architecture",
+        lambda c: c.model_config.architecture,
+        lambda name: name not in TARGETS,
+        f"{_NOT_COMPARED}; use one of {', '.join(TARGETS)}",
     ),
-    Refusal(
-        "uses_mrope, tensor_parallel_size, pipeline_parallel_size",
-        _ranks,
-        lambda found: found[0] and max(found[1:]) > 1,
-        "with M-RoPE trees were compared on one rank alone; set both to 1",
+    _with_mrope(
+        "dtype",
+        lambda c: dtype_of(c.model_config),
+        lambda dtype: dtype == "float16",
+        f"{_NOT_COMPARED}; set --dtype to bfloat16 or float32",
     ),
-    Refusal(
-        "uses_mrope, enable_lora",
-        lambda c: (c.model_config.uses_mrope, c.lora_config is not None),
-        all,
-        "with M-RoPE trees were not compared with adapters; leave --enable-lora out",
+    _with_mrope(
+        "tensor_parallel_size",
+        lambda c: c.parallel_config.tensor_parallel_size,
+        lambda ranks: ranks > 1,
+        f"{_NOT_COMPARED}; set it to 1",
+    ),
+    _with_mrope(
+        "pipeline_parallel_size",
+        lambda c: c.parallel_config.pipeline_parallel_size,
+        lambda stages: stages > 1,
+        f"{_NOT_COMPARED}; set it to 1",
+    ),
+    _with_mrope(
+        "enable_lora", lambda c: c.lora_config is not None, bool, f"{_NOT_COMPARED}; leave it out"
     ),
 )
 """Checks of ``VllmConfig``."""

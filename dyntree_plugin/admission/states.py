@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dyntree_plugin.admission.refusals import Refusal, dtype_of
 
 
-def _with_states(
-    option: str, value: Callable[[Any], Any], refused: Callable[[Any], Any], advice: str
+def given(
+    target: str,
+    option: str,
+    value: Callable[[Any], Any],
+    refused: Callable[[Any], Any],
+    advice: str,
 ) -> Refusal:
+    """Return a check of ``VllmConfig`` for models whose configuration says ``target``."""
     return Refusal(
-        f"is_hybrid, {option}",
-        lambda c: (c.model_config.is_hybrid, value(c)),
+        f"{target}, {option}",
+        lambda c: (getattr(c.model_config, target), value(c)),
         lambda found: found[0] and refused(found[1]),
         advice,
     )
 
+
+_with_states = partial(given, "is_hybrid")
 
 STATE_REFUSALS = (
     _with_states(
