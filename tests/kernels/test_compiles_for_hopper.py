@@ -25,6 +25,7 @@ from dyntree_kernels.cuda import (  # noqa: E402
     growth,
     gumbel,
     kv_move,
+    latent_attention,
     learn,
     look_up,
     paths,
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 POINTERS = {
-    **dict.fromkeys(("Q", "KV", "OUT", "LOGITS"), "*bf16"),
+    **dict.fromkeys(("Q", "KV", "CACHE", "OUT", "LOGITS"), "*bf16"),
     **dict.fromkeys(("LSE", "PARTIAL", "PARTIAL_M", "PARTIAL_L", "TEMPERATURES"), "*fp32"),
     **dict.fromkeys(("SCORES", "SUMS"), "*fp32"),
     **dict.fromkeys(("TABLE", "CTX", "INDPTR", "BITS"), "*i32"),
@@ -190,6 +191,23 @@ def test_attention_of_every_head_size_and_feature_fits(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=8, D=head_size, DP=head_size,
         PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
         SEEDED=False, WANT_LSE=False, **{"CAP": 0.0, **features},
+    )  # fmt: skip
+    assert used["stack"] == 0, used
+    assert used["shared"] <= 227 * 1024, used
+
+
+@pytest.mark.parametrize("rows", [16, 17])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_latent_attention_of_deepseeks_size_does_not_spill(
+    rows: int, heads: int, splits: int
+) -> None:
+    tile = latent_attention.latent_tiling(rows, 2)
+    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, heads))
+    used = compiled(
+        latent_attention._latent_attention, tile.warps, tile.stages, G=heads, V=512, R=64, PAGE=64,
+        BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=splits,
+        WANT_LSE=True,
     )  # fmt: skip
     assert used["stack"] == 0, used
     assert used["shared"] <= 227 * 1024, used

@@ -14,8 +14,8 @@ from interpreted import pytest_interpreted
 
 DEVICE = Path(__file__).parent / "device"
 CHECKS = sorted(path.stem for path in DEVICE.glob("check_*.py"))
-ATTENTION = {"check_attention"}
-"""They have a process of their own, so that two can run at once."""
+ATTENTION = {"check_attention", "check_latent"}
+"""Each has a process of its own, so that several can run at once."""
 SLOW = {"check_grafts", "check_growth", "check_learn"}
 """Half a minute and more of the interpreter. Other checks run these kernels as parts of drafting
 and of steps."""
@@ -26,7 +26,7 @@ OF_GROWTH = "usual or chained or told_apart or is_seen"
 @pytest.mark.parametrize(
     "checks",
     [
-        pytest.param([*ATTENTION], id="attention"),
+        *(pytest.param([name], id=name) for name in sorted(ATTENTION)),
         pytest.param([name for name in CHECKS if name not in ATTENTION | SLOW], id="others"),
         pytest.param(["check_growth", "check_grafts", "-k", OF_GROWTH], id="growth"),
         pytest.param(sorted(SLOW), id="slow", marks=pytest.mark.slow),

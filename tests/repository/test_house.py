@@ -22,7 +22,7 @@ MOST_LINES_OF_CPU = 300
 """Most lines of all of ``engine/cpu``; vLLM's runner on a CPU has a package of its own."""
 MOST_LINES_OF_A_BODY = 50
 
-PROGRAMS = {"_tree_attention", "_learn"}
+PROGRAMS = {"_latent_attention", "_learn", "_tree_attention"}
 """Triton programs that are one loop each. A part of the loop would need most of its variables."""
 
 

@@ -44,6 +44,12 @@ def accumulate(
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
     if CAP > 0:
         s = _capped(s, CAP)
+    return fold(s, v.to(q.dtype), visible, blame, m, total, acc, MASKED)
+
+
+@triton.jit
+def fold(s, v, visible, blame, m, total, acc, MASKED: tl.constexpr):
+    """The rest of `accumulate`, with scores in base 2 and values in the type of queries."""
     if MASKED:
         s = tl.where(visible, s + blame[None, :], float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
@@ -51,7 +57,7 @@ def accumulate(
     shift = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - shift[:, None])
     fade = tl.exp2(m - shift)
-    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return new, total * fade + tl.sum(p, 1), acc
 
 

@@ -1,0 +1,208 @@
+"""Tree attention over a paged cache of latent vectors (multi-head latent attention), in Triton.
+
+All query heads are rows of one tile, and a tile of vectors is read once: for the scores whole, and
+for the values without its last R elements. The rest is as in `cuda.attention`.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dyntree_kernels.cuda.attention import (
+    LOG2_E,
+    MAX_TILES,
+    Tiling,
+    _cache_offsets,
+    _processors,
+    _reduce_splits,
+    _used_tiles,
+    nodes_per_tile,
+)
+from dyntree_kernels.cuda.tiles import fold, load_rows, without_what_is_not_finite
+
+
+@triton.jit
+def _accumulate(
+    q, q_rotated, v, rotated, visible, blame, m, total, acc, scale, MASKED: tl.constexpr
+):  # fmt: skip
+    """As `tiles.accumulate`, with keys of two parts, the first of which are the values."""
+    v = v.to(q.dtype)
+    s = tl.dot(q, tl.trans(v), input_precision="ieee")
+    s = tl.dot(q_rotated, tl.trans(rotated.to(q.dtype)), s, input_precision="ieee")
+    return fold(s * scale, v, visible, blame, m, total, acc, MASKED)
+
+
+@triton.jit
+def _latent_attention(
+    Q, CACHE, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, scale, words,
+    packed_rows, sq_t, sq_h, s_block, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
+    G: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
+    SPLITS: tl.constexpr, WANT_LSE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    request = tl.program_id(1) // SPLITS
+    split = tl.program_id(1) % SPLITS
+    first = tl.load(INDPTR + request)
+    nodes = tl.load(INDPTR + request + 1) - first
+    ctx = tl.load(CTX + request).to(tl.int32)
+    if (tile * BM >= nodes * G) | (ctx < 0):
+        return
+
+    row = tile * BM + tl.arange(0, BM)
+    node = row // G
+    head = row % G
+    real = row < nodes * G
+    token = first.to(tl.int64)
+    rows = node * sq_t + head * sq_h
+    q = load_rows(Q + token * sq_t, rows, real, V, V, True)
+    q_rotated = load_rows(Q + token * sq_t + V, rows, real, R, R, True)
+
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, V], tl.float32)
+    context_tiles = ctx // BN
+    start = context_tiles + tl.where(ctx % BN != 0, 1, 0)
+    used = _used_tiles(BITS, first, nodes, s_bits, words, BM, BN, G, NODES, WORDS, tile)
+    tiles = start + tl.cdiv(words * 32, BN)
+    share = tl.cdiv(tiles, SPLITS)
+    lo = split * share
+    hi = tl.minimum(lo + share, tiles)
+    table = TABLE + request.to(tl.int64) * s_table
+    column = tl.arange(0, BN)
+
+    for j in range(lo, tl.minimum(hi, context_tiles)):
+        position = j * BN + column
+        every = position >= 0
+        at = _cache_offsets(table, position, every, s_block, s_slot, PAGE, BLOCKS)
+        v = load_rows(CACHE, at, every, V, V, False)
+        rotated = load_rows(CACHE + V, at, every, R, R, False)
+        m, total, acc = _accumulate(
+            q, q_rotated, v, rotated, every, 0.0, m, total, acc, scale, False
+        )
+
+    # What is left of the context is a separate tile, numbered -1, before the tree's.
+    for j in tl.range(tl.maximum(lo, context_tiles) - start, hi - start, num_stages=1):
+        if (j < 0) | (((used >> tl.maximum(j, 0)) & 1) != 0):
+            c = j * BN + column
+            of_tree = (c >= 0) & (c < words * 32)
+            bits = tl.load(
+                BITS + token * s_bits + (node * s_bits)[:, None] + (c // 32)[None, :],
+                mask=real[:, None] & of_tree[None, :],
+                other=0,
+            )
+            position = tl.where(j < 0, context_tiles * BN + column, ctx + c)
+            sees = ((bits >> (c & 31)[None, :]) & 1) | (position < ctx).to(tl.int32)[None, :]
+            seen = tl.max(sees, 0) != 0
+            at = _cache_offsets(table, position, seen, s_block, s_slot, PAGE, BLOCKS)
+            v = load_rows(CACHE, at, seen, V, V, True)
+            v, blame = without_what_is_not_finite(v.to(q.dtype))
+            rotated = load_rows(CACHE + V, at, seen, R, R, True)
+            m, total, acc = _accumulate(
+                q, q_rotated, v, rotated, sees != 0, blame, m, total, acc, scale, True
+            )
+
+    if SPLITS > 1:
+        part = split.to(tl.int64) * packed_rows + first * G + tile * BM
+        r = tl.arange(0, BM)
+        at = PARTIAL + part * V + (r * V)[:, None] + tl.arange(0, V)[None, :]
+        tl.store(at, acc, mask=real[:, None])
+        tl.store(PARTIAL_M + part + r, m, mask=real)
+        tl.store(PARTIAL_L + part + r, total, mask=real)
+    else:
+        acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+        out = OUT + token * so_t + (node * so_t + head * so_h)[:, None] + tl.arange(0, V)[None, :]
+        tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None])
+        if WANT_LSE:
+            natural = (m + tl.log2(total)) / 1.4426950408889634
+            tl.store(LSE + token * sl_t + node * sl_t + head * sl_h, natural, mask=real)
+
+
+def latent_tiling(rows: int, element_size: int) -> Tiling:
+    """Tiles for `rows` packed rows per request, of vectors as long as DeepSeek's.
+
+    With 16-bit caches they do not spill on sm_90.
+    """
+    if element_size == 4:
+        return Tiling(16, 32, 8, 1)
+    return Tiling(16, 32, 4, 2) if rows <= 16 else Tiling(32, 32, 8, 2)
+
+
+def latent_tree_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    ctx_lens: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    ancestor_bits: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    lse: torch.Tensor | None = None,
+    max_rows: int | None = None,
+    splits: int | None = None,
+    tiles: Tiling | None = None,
+) -> None:
+    """Latent attention of tree rows over a paged cache, written to `out`.
+
+    The arguments that are not listed are those of `cuda.attention.tree_attention`.
+
+    Args:
+        q: [T, H, V + R], queries in the space of the latent vectors; V and R are powers of two of
+            at least 16.
+        cache: [blocks, N, V + R] with dense vectors.
+        out: [T, H, V].
+        scale: of the products of queries and keys.
+
+    Raises:
+        ValueError: for shapes or strides that the kernel does not read.
+    """
+    (tokens, heads, d), v, words = q.shape, out.shape[-1], ancestor_bits.shape[1]
+    r = d - v
+    if (
+        out.shape[:2] != q.shape[:2]
+        or cache.shape[-1] != d
+        or any(x < 16 or x & (x - 1) for x in (v, r))
+        or any(x.stride(-1) != 1 for x in (q, out, cache, ancestor_bits))
+    ):
+        raise ValueError(
+            f"q {tuple(q.shape)}, out {tuple(out.shape)} and cache {tuple(cache.shape)} must be "
+            "[T, H, V + R], [T, H, V] and [blocks, N, V + R] with powers of two from 16 on, and "
+            "their last dimension dense"
+        )
+    if tokens == 0:
+        return
+    max_rows = min(max_rows or tokens, tokens)
+    tile = tiles or latent_tiling(max_rows * heads, cache.element_size())
+    if words * 32 > MAX_TILES * tile.block_n:
+        limit = MAX_TILES * tile.block_n
+        raise ValueError(f"{words * 32} tree columns, at most {limit} are served")
+    requests, row_tiles = len(ctx_lens), triton.cdiv(max_rows * heads, tile.block_m)
+    if splits is None:
+        splits = max(1, min(32, 2 * _processors(q.device) // (row_tiles * requests)))
+    partial = sums = maxima = out
+    if splits > 1:
+        partial = torch.empty(splits * tokens * heads, v, dtype=torch.float32, device=q.device)
+        maxima, sums = torch.empty(2, len(partial), dtype=torch.float32, device=q.device)
+    logs, log_strides = (out, (0, 0)) if lse is None else (lse, lse.stride())
+    written = {"SPLITS": splits, "WANT_LSE": lse is not None}
+    _latent_attention[(row_tiles, requests * splits)](
+        q, cache, out, logs, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
+        ancestor_bits, scale * LOG2_E, words, tokens * heads, q.stride(0), q.stride(1),
+        *cache.stride()[:2], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
+        ancestor_bits.stride(0), G=heads, V=v, R=r, PAGE=cache.shape[1],
+        BLOCKS=block_table.shape[1], BM=tile.block_m, BN=tile.block_n,
+        NODES=triton.next_power_of_2(nodes_per_tile(tile.block_m, heads)),
+        WORDS=triton.next_power_of_2(words), **written, num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        heads_per_program = min(8, triton.next_power_of_2(heads))
+        _reduce_splits[(max_rows, requests, triton.cdiv(heads, heads_per_program))](
+            out, logs, partial, maxima, sums, ctx_lens, qo_indptr, tokens * heads, out.stride(0),
+            out.stride(1), *log_strides, H=1, G=heads, D=v, DP=v, BH=heads_per_program, **written,
+        )  # fmt: skip
