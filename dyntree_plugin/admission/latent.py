@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from dyntree_plugin.admission.refusals import Refusal
+from collections.abc import Callable
+from typing import Any
+
+from dyntree_plugin.admission.refusals import Refusal, dtype_of
+
+
+def _with_latent(
+    option: str, value: Callable[[Any], Any], refused: Callable[[Any], Any], advice: str
+) -> Refusal:
+    return Refusal(
+        f"use_mla, {option}",
+        lambda c: (c.model_config.use_mla, value(c)),
+        lambda found: found[0] and refused(found[1]),
+        advice,
+    )
+
 
 LATENT_REFUSALS = (
-    Refusal(
+    _with_latent(
         "index_topk",
         lambda c: getattr(c.model_config.hf_text_config, "index_topk", None),
         bool,
         "trees do not pass sparse attention with an indexer (DSA); use a model without",
     ),
-    Refusal(
-        "use_mla, tensor_parallel_size, pipeline_parallel_size",
-        lambda c: (
-            c.model_config.use_mla,
-            c.parallel_config.tensor_parallel_size,
-            c.parallel_config.pipeline_parallel_size,
-        ),
-        lambda found: found[0] and found[1] * found[2] > 1,
-        "trees through latent attention on several ranks were not compared yet; set the sizes to 1",
+    _with_latent(
+        "pipeline_parallel_size",
+        lambda c: c.parallel_config.pipeline_parallel_size,
+        lambda stages: stages > 1,
+        "not compared yet with decoding without trees; set it to 1",
+    ),
+    _with_latent(
+        "dtype",
+        lambda c: dtype_of(c.model_config),
+        lambda dtype: dtype == "float16",
+        "not compared yet with decoding without trees; set --dtype to bfloat16 or float32",
+    ),
+    _with_latent(
+        "enable_lora",
+        lambda c: c.lora_config is not None,
+        bool,
+        "not compared yet with decoding without trees; leave it out",
     ),
 )
 """Checks of ``VllmConfig``."""

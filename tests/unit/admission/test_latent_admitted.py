@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from configurations import changed, refusal_of
 
 from dyntree_plugin.admission import check
@@ -48,12 +49,13 @@ def test_eagle_heads_with_latent_attention_are_refused(latent: VllmConfig, metho
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("parallel_config.tensor_parallel_size", 2, "pipeline_parallel_size=(True, 2, 1)"),
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=(True, 1, 2)"),
-        ("model_config.hf_text_config.index_topk", 2048, "index_topk=2048"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=(True, 2)"),
+        ("model_config.hf_text_config.index_topk", 2048, "index_topk=(True, 2048)"),
+        ("model_config.dtype", torch.float16, "dtype=(True, 'float16')"),
+        ("lora_config", object(), "enable_lora=(True, True)"),
     ],
 )
 def test_what_was_not_compared_is_refused(
-    latent: VllmConfig, path: str, value: int, named: str
+    latent: VllmConfig, path: str, value: Any, named: str
 ) -> None:
-    assert f"{named} is not supported" in refusal_of(changed(latent, path, value))
+    assert f"use_mla, {named} is not supported" in refusal_of(changed(latent, path, value))

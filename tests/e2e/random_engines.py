@@ -1,0 +1,78 @@
+"""Engines of targets with random weights, and whether their tokens differ with trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from comparison import by_request, mismatches
+from device_identity import VOCABULARY, noise
+from engine_process import Request, Result, Run, serve
+from features import PROMPTS, SEEDS
+from margins import MARGINS, Scores, Verdict, places, scores_of, scoring, verdict
+from ranks import serve_on_ranks
+
+FEW = {"allowed_token_ids": [300, 301, 302]}
+"""Random weights repeat nothing. Of so few tokens, look-up and a draft guess many."""
+
+
+def _request(number: int, **params: Any) -> Request:
+    """One of three temperatures; prompts of one token, of a few, and of several chunks."""
+    temperature = (0, 0.7, 1)[number % 3]
+    seed = {"seed": SEEDS[number]} if temperature else {}
+    keep = (1, 9, 30, None)[number % 4]
+    text = PROMPTS[number] * (1 + number % 2)
+    return Request(text, {"temperature": temperature, "max_tokens": 40} | seed | params, keep=keep)
+
+
+REQUESTS = [
+    *(_request(number, **FEW) for number in range(24)),
+    *(_request(number, stop=["e", "ti"]) for number in range(24, 30)),
+]
+RUN = Run(REQUESTS)
+ABORTED = Run(REQUESTS, abort_after={number: 2 + number % 5 for number in range(0, 30, 2)})
+NODES = 8
+
+Engines = Mapping[str, tuple[dict[str, Any], dict[str, Run]]]
+"""Arguments and runs by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A target, and what its engines did: on two ranks, if that is the name of the engine.
+
+    ``variables`` extend the environment of some engines.
+    """
+
+    engines: Engines
+    variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    results: dict[str, Mapping[str, Result]] = field(default_factory=dict)
+
+    def served(self, engine: str) -> Mapping[str, Result]:
+        if engine not in self.results:
+            arguments, runs = self.engines[engine]
+            if engine == "two ranks":
+                ranked = serve_on_ranks(arguments, runs)
+                self.results[engine] = {name: each.result for name, each in ranked.items()}
+            else:
+                own = self.variables.get(engine, {})
+                self.results[engine] = serve(arguments, runs, threads=1, **own)
+        return self.results[engine]
+
+    def differing(self, engine: str, name: str, plain: str = "plain") -> int:
+        run, wanted = self.engines[engine][1][name], by_request(RUN, self.served(plain)["sound"])
+        return len(mismatches(run, self.served(engine)[name], wanted))
+
+    def in_bfloat16(self) -> Verdict:
+        """Compare the engines "plain in bfloat16" and "draft in bfloat16"."""
+        plain = self.served("plain in bfloat16")["sound"]
+        found = places(RUN, self.served("draft in bfloat16")["sound"], by_request(RUN, plain))
+        apart = [place for place in found if place is not None]
+        scores: list[Scores] = []
+        if apart:
+            runs = {"scores": scoring(apart, VOCABULARY)}
+            answers = serve(self.engines["plain in bfloat16"][0], runs, threads=1)["scores"].outputs
+            scores = scores_of([answer for answer in answers if answer is not None])
+        answers = [answer for answer in plain.outputs if answer is not None]
+        return verdict(found, answers, scores, noise, MARGINS["bfloat16"])
