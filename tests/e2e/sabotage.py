@@ -18,6 +18,7 @@ import sabotage_of_heads
 import sabotage_of_latent
 import sabotage_of_paths
 import sabotage_of_positions
+import sabotage_of_states
 import torch
 
 NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
