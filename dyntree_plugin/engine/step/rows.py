@@ -87,8 +87,10 @@ class RowMemory:
     def _most_slots(self) -> int:
         """Return for how many positions every block table has slots."""
         tables = self.block_tables
-        slots = tables.block_table_strides * tables.block_sizes_tensor
-        return int(slots[tables.slot_mapping_enabled].min())  # sync: before the first step
+        arrays = tables.block_table_strides, tables.block_sizes_tensor, tables.slot_mapping_enabled
+        # Without a kernel, since the stand-in for a GPU of docs/gpu.md runs none.
+        groups = zip(*(each.tolist() for each in arrays), strict=True)  # sync: before any step
+        return int(min(blocks * size for blocks, size, mapped in groups if mapped))
 
     @property
     def of_growth(self) -> GrowthMemory:
