@@ -7,18 +7,6 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.gdn_attn import (
-    GDNAttentionBackend,
-    GDNAttentionMetadataBuilder,
-)
-from vllm.v1.attention.backends.mamba2_attn import (
-    Mamba2AttentionBackend,
-    Mamba2AttentionMetadataBuilder,
-)
-from vllm.v1.attention.backends.short_conv_attn import (
-    ShortConvAttentionBackend,
-    ShortConvAttentionMetadataBuilder,
-)
 
 from dyntree_kernels.cpu.tree_layers import TreeForward
 from dyntree_kernels.recurrence import TreeStates
@@ -87,31 +75,8 @@ class WithDrafts:
         return Drafted(rows, TreeForward(states), slots[~begun], rest)
 
 
-class TreeMamba2MetadataBuilder(WithDrafts, Mamba2AttentionMetadataBuilder):
-    pass
-
-
-class TreeMamba2Backend(Mamba2AttentionBackend):
-    @staticmethod
-    def get_builder_cls() -> type[TreeMamba2MetadataBuilder]:
-        return TreeMamba2MetadataBuilder
-
-
-class TreeShortConvMetadataBuilder(WithDrafts, ShortConvAttentionMetadataBuilder):
-    pass
-
-
-class TreeShortConvBackend(ShortConvAttentionBackend):
-    @staticmethod
-    def get_builder_cls() -> type[TreeShortConvMetadataBuilder]:
-        return TreeShortConvMetadataBuilder
-
-
-class TreeGDNMetadataBuilder(WithDrafts, GDNAttentionMetadataBuilder):
-    pass
-
-
-class TreeGDNBackend(GDNAttentionBackend):
-    @staticmethod
-    def get_builder_cls() -> type[TreeGDNMetadataBuilder]:
-        return TreeGDNMetadataBuilder
+def with_drafts(backend: Any) -> Any:
+    """Return vLLM's ``backend`` with a builder `WithDrafts`."""
+    name = f"Tree{backend.__name__}"
+    builder = type(f"{name}Builder", (WithDrafts, backend.get_builder_cls()), {})
+    return type(name, (backend,), {"get_builder_cls": staticmethod(lambda: builder)})

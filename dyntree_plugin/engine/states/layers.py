@@ -16,17 +16,15 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionBackend
 
 from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space, trees
 from dyntree_kernels.cpu.tree_layers import Layer, PathCommit
 from dyntree_kernels.recurrence import TreeStates, inputs
 from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL
-from dyntree_plugin.engine.states.builders import (
-    Drafted,
-    TreeGDNBackend,
-    TreeMamba2Backend,
-    TreeShortConvBackend,
-)
+from dyntree_plugin.engine.states.builders import Drafted, with_drafts
 
 ONE_ROW = TreeStates(torch.zeros(1).long(), torch.arange(2), torch.tensor([-1]))
 
@@ -120,7 +118,7 @@ class WithStates:
 
 
 class TreeMambaMixer2(WithStates, MambaMixer2):
-    backend = TreeMamba2Backend
+    backend = with_drafts(Mamba2AttentionBackend)
 
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
         drafted = self.drafted()
@@ -172,7 +170,7 @@ class TreeMambaMixer2(WithStates, MambaMixer2):
 
 
 class TreeShortConv(WithStates, ShortConv):
-    backend = TreeShortConvBackend
+    backend = with_drafts(ShortConvAttentionBackend)
 
     def forward_native(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         drafted = self.drafted()
@@ -203,7 +201,7 @@ class TreeGatedDeltaNet(WithStates, QwenGatedDeltaNetAttention):
     vLLM's operators for a CPU take bfloat16 alone. In float32 our kernel runs all rows.
     """
 
-    backend = TreeGDNBackend
+    backend = with_drafts(GDNAttentionBackend)
     # Of vLLM's forwards, this one enters the core by an operator that asks the layer for it.
     forward_cpu = QwenGatedDeltaNetAttention.forward_cuda
 
