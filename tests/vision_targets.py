@@ -46,8 +46,19 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _ROPE | {"mrope_interleaved": True},
         {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
     ),
+    "qwen3_5": (
+        _ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+        {"num_position_embeddings": 64},
+    ),
 }
 """Rotary parameters, and what the vision configuration has besides, by vLLM's model types."""
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 _VIDEOS = """
 import torch
@@ -87,9 +98,10 @@ def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(tokens), strict=True))
     rope, vision = CONFIGS[kind]
     end = {"bos_token_id": 0, "eos_token_id": 0}
+    own = _DELTA_NET if kind == "qwen3_5" else {}
     config = AutoConfig.for_model(
         kind,
-        text_config=_TEXT | end | {"rope_parameters": rope, "vocab_size": len(tokenizer)},
+        text_config=_TEXT | own | end | {"rope_parameters": rope, "vocab_size": len(tokenizer)},
         vision_config=_VISION | vision,
         vision_start_token_id=ids["vision_start"],
         vision_end_token_id=ids["vision_end"],

@@ -7,7 +7,11 @@ from functools import partial
 from dyntree_plugin.admission.refusals import dtype_of
 from dyntree_plugin.admission.states import given
 
-TARGETS = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+TARGETS = (
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
 """Architectures whose tokens were compared with those of engines without speculation."""
 
 _NOT_COMPARED = "not compared yet with decoding without trees"

@@ -13,6 +13,7 @@ from engine_process import Result, Run, answered, main, result_of
 CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
 """Classes by their modules, which import a part of torchvision that images do not need."""
 

@@ -37,7 +37,7 @@ class StateKind:
         return type(layer) in self._classes.values()
 
     def unserved(self, layer: Any, rows: int) -> Iterator[str]:
-        yield from layer.unserved()
+        return iter(())
 
     def keeper(self, group: LayerGroup) -> Keeper:
         builders = {id(each): each for each in map(group.builders.__getitem__, group.layers)}

@@ -23,7 +23,6 @@ from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionBackend
 from dyntree_kernels.cpu.recurrence import Order, gated_delta_rule, sequences, state_space, trees
 from dyntree_kernels.cpu.tree_layers import Layer, PathCommit
 from dyntree_kernels.recurrence import TreeStates, inputs
-from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL
 from dyntree_plugin.engine.states.builders import Drafted, with_drafts
 
 ONE_ROW = TreeStates(torch.zeros(1).long(), torch.arange(2), torch.tensor([-1]))
@@ -94,10 +93,6 @@ class WithStates:
         self._read = raw, gates
         found: torch.Tensor = drafted.forward(self.layer, raw, gates)
         return found
-
-    def unserved(self) -> Iterator[str]:
-        """Yield why trees cannot pass this layer."""
-        return iter(())
 
     def warm_up(self) -> None:
         """Compile what the forward runs; the caches are there."""
@@ -196,7 +191,7 @@ class TreeShortConv(WithStates, ShortConv):
 
 
 class TreeGatedDeltaNet(WithStates, QwenGatedDeltaNetAttention):
-    """Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next.
+    """Gated DeltaNet (arXiv 2412.06464) as in Qwen3-Next and Qwen3.5.
 
     vLLM's operators for a CPU take bfloat16 alone. In float32 our kernel runs all rows.
     """
@@ -204,10 +199,6 @@ class TreeGatedDeltaNet(WithStates, QwenGatedDeltaNetAttention):
     backend = with_drafts(GDNAttentionBackend)
     # Of vLLM's forwards, this one enters the core by an operator that asks the layer for it.
     forward_cpu = QwenGatedDeltaNetAttention.forward_cuda
-
-    def unserved(self) -> Iterator[str]:
-        if not self.gqa_interleaved_layout:
-            yield f"Gated DeltaNet of Qwen3.5 is not supported {ANOTHER_MODEL}"
 
     def _forward_core(
         self,

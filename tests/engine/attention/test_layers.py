@@ -35,7 +35,6 @@ from dyntree_plugin.engine.checked_layers import checked, refusals
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.cpu.worker import TreeCPUWorker
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker
-from dyntree_plugin.engine.states.layers import TreeGatedDeltaNet
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="layers are made on a CPU")
 
@@ -210,15 +209,6 @@ def test_a_feature_that_the_kernel_serves_is_admitted(
         "layer layers.2: logits_soft_cap=30.0 is not supported: tree attention has no soft cap; "
         "use a model without it"
     )
-
-
-@pytest.mark.parametrize("of_qwen3_next", [True, False])
-def test_gated_delta_net_is_served_as_in_qwen3_next_alone(of_qwen3_next: bool) -> None:
-    layer: Any = torch.nn.Module.__new__(TreeGatedDeltaNet)
-    layer.gqa_interleaved_layout = of_qwen3_next
-    found = [*refusals({"layers.0": layer}, KINDS, 16)]
-    reason = "layer layers.0: Gated DeltaNet of Qwen3.5 is not supported by tree attention"
-    assert [each.startswith(reason) for each in found] == ([] if of_qwen3_next else [True])
 
 
 def test_a_quantised_cache_is_named(make: Make) -> None:
