@@ -27,7 +27,6 @@ class TestLatentAttentionOnTheDevice(AttentionChecks):
     ways = ({"splits": 1, "tiles": SMALL}, {"splits": 3, "tiles": SMALL})
     contexts = (0, 17, 95)
     few = not ON_GPU
-    test_features_that_a_kernel_does_not_serve_are_refused = None  # It takes a scale alone.
 
 
 @pytest.mark.parametrize("heads", [5, 16])
