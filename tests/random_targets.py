@@ -1,4 +1,4 @@
-"""Small targets with random weights, for the embedded pair's tokenizer."""
+"""Small targets for the embedded pair's tokenizer: with random weights, or changed copies of it."""
 
 from __future__ import annotations
 
@@ -111,11 +111,21 @@ def random_target(
     config = AutoConfig.for_model(kind, **of_kind, **tokens)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if config.tie_word_embeddings:  # Of large embeddings, the last token alone would decide.
+        model.get_input_embeddings().weight.data *= 0.1
     model.save_pretrained(folder)
     if kind in MODULES:
         _add_module(folder / "model.safetensors", *MODULES[kind])
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / file, folder / file)
+    return folder
+
+
+def changed_copy(source: Path, folder: Path, **changes: Any) -> Path:
+    """Copy a model with ``changes`` to its configuration; return ``folder``."""
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
 
 

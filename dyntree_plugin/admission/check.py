@@ -28,6 +28,7 @@ from dyntree_plugin.admission.refusals import (
 )
 from dyntree_plugin.admission.states import STATE_REFUSALS
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
+from dyntree_plugin.admission.windows import WINDOW_REFUSALS
 from dyntree_plugin.options.options import HEADS, NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _refusals(
             "leave it out"
         )
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
-    of_targets = (*STATE_REFUSALS, *LATENT_REFUSALS, *MROPE_REFUSALS)
+    of_targets = (*STATE_REFUSALS, *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
     yield from _found((*ENGINE_REFUSALS, *of_targets, *CONNECTOR_REFUSALS, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     others = (

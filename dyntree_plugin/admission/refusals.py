@@ -345,11 +345,11 @@ MODEL_REFUSALS = (
         "mla",
     ),
     Refusal(
-        "sliding_window",
-        lambda m: m.get_sliding_window(),
-        lambda window: window is not None,
-        ADVICE["window"],
-        "window",
+        "is_mm_prefix_lm",
+        lambda m: m.is_mm_prefix_lm,
+        bool,
+        "trees behind tokens of an image that see each other both ways were not compared; for text "
+        "alone use --limit-mm-per-prompt with 0 of each kind of input that the model takes",
     ),
     Refusal(
         "attention_chunk_size",
@@ -357,13 +357,6 @@ MODEL_REFUSALS = (
         lambda size: size is not None,
         ADVICE["chunk"],
         "chunk",
-    ),
-    Refusal(
-        "attn_logit_softcapping",
-        lambda m: getattr(m.hf_text_config, "attn_logit_softcapping", None),
-        bool,
-        ADVICE["soft_cap"],
-        "soft_cap",
     ),
     Refusal(
         "uses_mrope",

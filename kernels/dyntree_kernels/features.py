@@ -6,27 +6,26 @@ The module imports no torch, so that configurations can be checked without it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-_WHOLE_CONTEXT = "tree attention sees the whole context; use a model without"
+_ON_A_CPU = "trees pass such layers on a CPU alone; use a model without"
 _OWN_TYPE = "tree attention reads the cache in the model's type; leave it at 'auto'"
 
 ADVICE: Mapping[str, str] = {
-    "window": f"{_WHOLE_CONTEXT} a window, or --disable-sliding-window, which limits the context "
-    "to the window",
-    "chunk": f"{_WHOLE_CONTEXT} chunked attention",
-    "soft_cap": "tree attention has no soft cap; use a model without it",
-    "sinks": "tree attention has no sinks; use a model without them",
+    "window": _ON_A_CPU,
+    "soft_cap": _ON_A_CPU,
+    "sinks": _ON_A_CPU,
+    "chunk": "tree attention has no chunks; use a model without them",
     "alibi": "tree attention has no bias by distance; use a model without it",
     "query_scale": _OWN_TYPE,
     "key_scale": _OWN_TYPE,
     "value_scale": _OWN_TYPE,
 }
-"""For each feature, why no kernel may serve it, and what to do then."""
+"""For each feature that a device may not serve, why, and what to do then."""
 
 _BEYOND = frozenset({"window", "soft_cap", "sinks"})
 
@@ -39,7 +38,7 @@ SERVED: Mapping[str, frozenset[str]] = {
 """The features that each kernel of tree attention serves."""
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset({"states", "mla", "mrope"}),
+    "cpu": SERVED["cpu"] | {"states", "mla", "mrope"},
     "cuda": frozenset(),
 }
 """What is served on each type of device: features of attention, which also the kernel must serve
@@ -72,7 +71,8 @@ class LayerFeatures:
     """Names of the features that the layer has."""
 
     def __post_init__(self) -> None:
-        found = frozenset(name for name in ADVICE if getattr(self, name) is not None)
+        optional = {each.name for each in fields(self) if each.default is None}
+        found = frozenset(name for name in optional if getattr(self, name) is not None)
         object.__setattr__(self, "beyond", found)
 
     def check(self, kernel: str) -> None:

@@ -19,6 +19,7 @@ import sabotage_of_latent
 import sabotage_of_paths
 import sabotage_of_positions
 import sabotage_of_states
+import sabotage_of_windows
 import torch
 
 NAMES = ("without_kv_move", "chain_positions", "wrong_ancestor_bit", "wrong_child")
@@ -34,6 +35,7 @@ _OTHERS = (
     sabotage_of_paths,
     sabotage_of_positions,
     sabotage_of_states,
+    sabotage_of_windows,
 )
 globals().update({each.__name__: each for module in _OTHERS for each in module.BROKEN})
 

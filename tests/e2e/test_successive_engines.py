@@ -19,7 +19,7 @@ GEMMA2 = {
     "query_pre_attn_scalar": 32,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-"""A model that trees refuse: its layers have a window and a soft cap."""
+"""A model whose layers have a window and a soft cap."""
 
 
 @pytest.mark.e2e

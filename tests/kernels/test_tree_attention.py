@@ -105,11 +105,14 @@ def test_a_chain_agrees_with_the_stock_causal_kernel(dtype: torch.dtype) -> None
 
 
 def test_a_step_after_warm_up_compiles_nothing() -> None:
-    warm_up(torch.float32)
+    warm_up(torch.float32, beyond=True)
     compiled = len(_tree_attention.signatures), len(_move.signatures)
     case = make_case([tree_mask(star(4))], [9])
     case.block_table = torch.nn.functional.pad(case.block_table, (0, 3))[:, :2]
     case.ctx_lens = case.ctx_lens.int()
+    case.run()
+    sinks = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    case.features = dataclasses.replace(case.features, window=6, sinks=sinks)
     case.run()
     kv_move([case.key_cache], [case.value_cache], "vec", *torch.ones(2, 1, 5, dtype=torch.int32))
     assert (len(_tree_attention.signatures), len(_move.signatures)) == compiled

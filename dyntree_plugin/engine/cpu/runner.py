@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
@@ -22,6 +23,7 @@ from dyntree_kernels.cpu.bitmasks import mask_rows
 from dyntree_kernels.cpu.warm_up import warm_up
 from dyntree_plugin.admission.node_limit import node_limit
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
+from dyntree_plugin.engine.attention.features import features_of
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.configuration import sizes_single_trees
 from dyntree_plugin.engine.cpu.ops import CPUOps
@@ -43,7 +45,7 @@ class EarlierCPUStage(EarlierStage, CPUModelRunner):
         return CPUOps()
 
     def warm_up_kernels(self) -> None:
-        _warm_up(self.dtype)
+        _warm_up(self.vllm_config)
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
@@ -75,7 +77,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         return DraftGrammars(compiler, self.req_states, mask_rows, _least_of_ranks)
 
     def warm_up_kernels(self) -> None:
-        _warm_up(self.dtype)
+        _warm_up(self.vllm_config)
 
     def take_row_cost(self, cost: RowCost) -> None:
         if self._budget is None:
@@ -117,9 +119,11 @@ def make_runner(vllm_config: VllmConfig, device: torch.device) -> CPUModelRunner
     return (TreeCPUModelRunner if last else EarlierCPUStage)(vllm_config, device)
 
 
-def _warm_up(dtype: Any) -> None:
+def _warm_up(vllm_config: Any) -> None:
     vllm_cpu_runner.warm_up()
-    warm_up(dtype)
+    layers = get_layers_from_vllm_config(vllm_config, Attention).values()
+    beyond = any(features_of(layer).beyond for layer in layers)
+    warm_up(vllm_config.model_config.dtype, beyond=beyond)
 
 
 def _least_of_ranks(numbers: list[int]) -> list[int]:

@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.gpu_worker import Worker
 
+from dyntree_kernels.features import SERVED_ON
 from dyntree_plugin.admission.check import Refused
 from dyntree_plugin.engine import worker
 from dyntree_plugin.engine.checked_layers import checked, refusals
@@ -170,10 +171,8 @@ def test_a_model_of_full_attention_loads(make: Make, weights: mock.Mock) -> None
 
 BEYOND: list[tuple[dict[str, Any], str]] = [
     ({"head_size_v": 16}, "head_size (K, V)=(32, 16)"),
-    ({"per_layer_sliding_window": 16}, "sliding_window=16"),
+    ({"per_layer_sliding_window": 9}, "sliding_window=9"),
     ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
-    ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0"),
-    ({"sinks": torch.zeros(2)}, "attention sinks"),
     ({"attn_backend": CPUAttentionBackend}, "backend CPUAttentionBackend"),
     ({"kv_sharing_target_layer_name": "layers.0"}, "the KV cache of another layer"),
     ({"type": RSWAAttention, "rswa_window": 16}, "class RSWAAttention"),
@@ -198,16 +197,23 @@ def test_what_a_layer_has_beyond_tree_attention_is_named(
     assert reason.startswith(f"layer layers.1: {named} is not supported")
 
 
-def test_a_feature_that_the_kernel_serves_is_admitted(
+def test_features_that_the_device_lacks_are_named(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KINDS[0], "_served", frozenset({"window"}))
-    windowed, capped = {"per_layer_sliding_window": 16}, {"logits_soft_cap": 30.0}
-    assert found(make(), windowed) == []
-    (reason,) = found(make(), windowed, capped)
+    monkeypatch.setattr(KINDS[0], "_served", SERVED_ON["cuda"])
+    features = {"logits_soft_cap": 30.0, "sinks": torch.zeros(2), "per_layer_sliding_window": 16}
+    starts = [reason.partition(" is not")[0] for reason in found(make(), features)]
+    named = ("attention sinks", "logits_soft_cap=30.0", "sliding_window=16")
+    assert starts == [f"layer layers.1: {each}" for each in named]
+
+
+def test_features_that_the_kernel_serves_are_admitted(make: Make) -> None:
+    served = {"logits_soft_cap": 30.0, "sinks": torch.zeros(2)}
+    assert found(make(), served, {"per_layer_sliding_window": 10}) == []
+    (reason,) = found(make(), served, {"per_layer_sliding_window": 9})
     assert reason == (
-        "layer layers.2: logits_soft_cap=30.0 is not supported: tree attention has no soft cap; "
-        "use a model without it"
+        "layer layers.2: sliding_window=9 is not supported: a tree of dyntree.node_budget=8 and "
+        "its root must be smaller than the window; lower dyntree.node_budget to at most 7"
     )
 
 
@@ -219,11 +225,11 @@ def test_a_quantised_cache_is_named(make: Make) -> None:
 
 
 def test_every_feature_is_named_once_with_the_number_of_its_layers(make: Make) -> None:
-    both = {"logits_soft_cap": 30.0, "alibi_slopes": [0.5, 0.25]}
-    reasons = found(make(), both, {"logits_soft_cap": 30.0})
+    both = {"per_layer_sliding_window": 9, "alibi_slopes": [0.5, 0.25]}
+    reasons = found(make(), both, {"per_layer_sliding_window": 9})
     starts = (
+        "layer layers.1 and 1 more: sliding_window=9 is not",
         "layer layers.1: ALiBi is not",
-        "layer layers.1 and 1 more: logits_soft_cap=30.0 is not",
     )
     assert all(reason.startswith(start) for reason, start in zip(reasons, starts, strict=True))
 
@@ -235,7 +241,7 @@ def test_a_worker_refuses_layers_however_vllm_made_them(
     config = make()
 
     def load_model(self: Any) -> None:
-        layer = Attention(2, 32, 1.0, num_kv_heads=1, prefix="layers.0", logits_soft_cap=30.0)
+        layer = Attention(2, 32, 1.0, num_kv_heads=1, prefix="layers.0", alibi_slopes=[1.0, 0.5])
         assert config.compilation_config.static_forward_context == {"layers.0": layer}
 
     monkeypatch.setattr(worker, "check_ranks", lambda config: None)
@@ -244,6 +250,6 @@ def test_a_worker_refuses_layers_however_vllm_made_them(
     with (
         mock.patch.object(Worker, "load_model", load_model),
         set_current_vllm_config(config),
-        pytest.raises(Refused, match=r"layer layers\.0: logits_soft_cap=30.0 is not supported"),
+        pytest.raises(Refused, match=r"layer layers\.0: ALiBi is not supported"),
     ):
         made.load_model()

@@ -41,10 +41,9 @@ def test_further_drafts_need_a_first_one(build: Build, model_folder: MakeFolder)
     [
         ({"vocab_size": 64}, "vocab_size (target, draft)=(128, 64)"),
         ({"max_position_embeddings": 128}, "max_model_len (target, draft)=(256, 128)"),
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32},
-         "sliding_window=32"),
+        ({"attention_chunk_size": 32}, "attention_chunk_size=32"),
     ],
-)  # fmt: skip
+)
 def test_what_a_first_draft_may_not_be_no_further_one_may(
     build: Build, model_folder: MakeFolder, changes: dict[str, Any], named: str
 ) -> None:

@@ -127,10 +127,9 @@ def test_what_look_up_alone_cannot_serve_is_refused(
 
 def test_a_targets_refusal_is_named_once(build: Build, model_folder: Callable[..., str]) -> None:
     """vLLM gives the target's configuration for that of the draft."""
-    window = model_folder("window", sliding_window=64, model_type="mistral",
-                          architectures=["MistralForCausalLM"])  # fmt: skip
-    with pytest.raises(ValueError, match="target model: sliding_window") as error:
-        build(model=window, **alone())
+    chunks = model_folder("chunks", attention_chunk_size=64)
+    with pytest.raises(ValueError, match="target model: attention_chunk_size") as error:
+        build(model=chunks, **alone())
     assert "draft model:" not in str(error.value)
 
 

@@ -59,9 +59,8 @@ MODEL: dict[str, tuple[str, Any]] = {
     "is_hybrid": ("is_hybrid", True),
     "has_inner_state": ("has_inner_state", True),
     "use_mla": ("use_mla", True),
-    "sliding_window": ("hf_text_config.sliding_window", 64),
+    "is_mm_prefix_lm": ("is_mm_prefix_lm", True),
     "attention_chunk_size": ("attention_chunk_size", 64),
-    "attn_logit_softcapping": ("hf_text_config.attn_logit_softcapping", 50.0),
     "uses_mrope": ("uses_mrope", True),
     "dtype": ("dtype", torch.float64),
 }
@@ -117,11 +116,11 @@ def test_one_change_is_refused_with_its_option_and_advice(
 def test_what_the_layers_of_a_device_serve_is_admitted_there(
     admitted: VllmConfig, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    monkeypatch.setattr(refusals, "SERVED_ON", {"cpu": {"window"}, "cuda": set()})
-    windowed = changed(admitted, f"{of}.hf_text_config.sliding_window", 64)
-    check.refuse_unserved(windowed, DynTreeOptions(), "cpu", WORKERS)
-    with pytest.raises(check.Refused, match="sliding_window=64 is not supported"):
-        check.refuse_unserved(windowed, DynTreeOptions(), "cuda", WORKERS)
+    monkeypatch.setattr(refusals, "SERVED_ON", {"cpu": {"chunk"}, "cuda": set()})
+    chunked = changed(admitted, f"{of}.attention_chunk_size", 64)
+    check.refuse_unserved(chunked, DynTreeOptions(), "cpu", WORKERS)
+    with pytest.raises(check.Refused, match="attention_chunk_size=64 is not supported"):
+        check.refuse_unserved(chunked, DynTreeOptions(), "cuda", WORKERS)
 
 
 def test_every_refusal_of_the_tables_is_tested() -> None:

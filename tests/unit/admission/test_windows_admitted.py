@@ -1,0 +1,41 @@
+"""Targets whose layers have windows: what is admitted with them, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from configurations import changed, refusal_of
+
+from dyntree_plugin.admission import check
+from dyntree_plugin.engine.configuration import WORKERS
+from dyntree_plugin.options.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@pytest.fixture
+def windowed(admitted: VllmConfig) -> VllmConfig:
+    return changed(admitted, "model_config.hf_text_config.sliding_window", 64)
+
+
+def test_windows_are_admitted_in_target_and_draft(windowed: VllmConfig) -> None:
+    of_draft = "speculative_config.draft_model_config.hf_text_config.sliding_window"
+    check.refuse_unserved(changed(windowed, of_draft, 32), DynTreeOptions(), "cpu", WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("parallel_config.tensor_parallel_size", 2, "tensor_parallel_size=(64, 2)"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=(64, 2)"),
+        ("model_config.dtype", torch.float16, "dtype=(64, 'float16')"),
+        ("lora_config", object(), "enable_lora=(64, True)"),
+    ],
+)
+def test_what_was_not_compared_is_refused(
+    windowed: VllmConfig, path: str, value: Any, named: str
+) -> None:
+    assert f"sliding_window, {named} is not supported" in refusal_of(changed(windowed, path, value))
