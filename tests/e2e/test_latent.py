@@ -16,10 +16,10 @@ from slow import marked
 pytestmark = pytest.mark.e2e
 
 SOFTMAX, SIGMOID = "deepseek_v2", "deepseek_v3"
-"""Targets by what routes to their experts. The second has a module of multi-token prediction."""
+"""Targets by what routes to their experts. The second has a module of multi-token prediction, which
+vLLM runs whenever the target's own folder is to draft."""
 TREES = [
     ("draft", SOFTMAX),
-    ("draft", SIGMOID),
     ("look-up", SOFTMAX),
     ("module", SIGMOID),
     ("two ranks", SOFTMAX),
@@ -32,7 +32,7 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 40}
 """Of 16 positions, which vLLM's kernel for CPUs asks for."""
 
 
-def _engines(kind: str, model: str) -> Engines:
+def _engines(model: str) -> Engines:
     """Arguments and runs by name. The draft is the target itself."""
     target = {"model": model}
     plain = workload.without_tree() | target
@@ -44,7 +44,7 @@ def _engines(kind: str, model: str) -> Engines:
     return {
         "plain": (plain, sound),
         "dense": (plain, sound),
-        "draft": (draft, sound | (broken if kind == SOFTMAX else {}) | {"again": RUN}),
+        "draft": (draft, sound | broken | {"again": RUN}),
         "look-up": (look_up | FEW_BLOCKS, sound | {"aborted": ABORTED, "again": RUN}),
         "module": (module, sound | {"again": RUN}),
         "two ranks": (draft, sound),
@@ -59,7 +59,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
     @cache
     def of_kind(kind: str) -> Target:
         model = latent_target(tmp_path_factory.mktemp("targets") / kind, kind)
-        return Target(_engines(kind, str(model)), {"dense": {"VLLM_MLA_DISABLE": "1"}})
+        return Target(_engines(str(model)), {"dense": {"VLLM_MLA_DISABLE": "1"}})
 
     return of_kind
 
@@ -69,7 +69,8 @@ def test_no_token_differs(engine: str, kind: str, target: Callable[[str], Target
     own = target(kind)
     names = [name for name in own.engines[engine][1] if name not in BROKEN]
     assert {name: own.differing(engine, name) for name in names} == dict.fromkeys(names, 0)
-    assert accepted_per_step(own.served(engine)["sound"]) > (3 if engine == "draft" else 0.5)
+    least = {"look-up": 0.5, "module": 0.5}.get(engine, 3)
+    assert accepted_per_step(own.served(engine)["sound"]) > least
 
 
 def test_requests_are_preempted(target: Callable[[str], Target]) -> None:
@@ -101,4 +102,4 @@ def test_in_bfloat16_tokens_differ_by_rounding_alone(
     assert judged.unexcused == 0
     assert judged.excused <= len(REQUESTS) // 5
     unmoved = own.differing("draft in bfloat16", "without_kv_move", "plain in bfloat16")
-    assert unmoved > len(REQUESTS) // 2
+    assert unmoved > judged.excused
