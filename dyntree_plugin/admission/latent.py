@@ -27,6 +27,12 @@ LATENT_REFUSALS = (
         "trees do not pass sparse attention with an indexer (DSA); use a model without",
     ),
     _with_latent(
+        "tensor_parallel_size",
+        lambda c: c.parallel_config.tensor_parallel_size,
+        lambda ranks: ranks > 1,
+        "not compared yet with decoding without trees; set it to 1",
+    ),
+    _with_latent(
         "pipeline_parallel_size",
         lambda c: c.parallel_config.pipeline_parallel_size,
         lambda stages: stages > 1,

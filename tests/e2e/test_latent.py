@@ -22,10 +22,9 @@ TREES = [
     ("draft", SOFTMAX),
     ("look-up", SOFTMAX),
     ("module", SIGMOID),
-    ("two ranks", SOFTMAX),
     ("compiled", SOFTMAX),
 ]
-SLOW = ("two ranks", "compiled")
+SLOW = ("compiled",)
 BROKEN = ("without_kv_move", "wrong_ancestor_bit", "chain_positions", "without_rope_part")
 HALF = {"dtype": "bfloat16"}
 FEW_BLOCKS = {"num_gpu_blocks_override": 40}
@@ -47,7 +46,6 @@ def _engines(model: str) -> Engines:
         "draft": (draft, sound | broken | {"again": RUN}),
         "look-up": (look_up | FEW_BLOCKS, sound | {"aborted": ABORTED, "again": RUN}),
         "module": (module, sound | {"again": RUN}),
-        "two ranks": (draft, sound),
         "compiled": (draft | {"enforce_eager": False}, sound),
         "plain in bfloat16": (plain | HALF | {"max_logprobs": -1}, sound),
         "draft in bfloat16": (draft | HALF, sound | {"without_kv_move": broken["without_kv_move"]}),

@@ -49,6 +49,7 @@ def test_eagle_heads_with_latent_attention_are_refused(latent: VllmConfig, metho
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
+        ("parallel_config.tensor_parallel_size", 2, "tensor_parallel_size=(True, 2)"),
         ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=(True, 2)"),
         ("model_config.hf_text_config.index_topk", 2048, "index_topk=(True, 2048)"),
         ("model_config.dtype", torch.float16, "dtype=(True, 'float16')"),
