@@ -82,7 +82,8 @@ def test_no_token_differs(kind: str, engine: str, served: Callable[[str], Result
     assert {name: _differing(results, engine, name) for name in sound} == dict.fromkeys(sound, 0)
     assert accepted_per_step(results[engine]["sound"]) > 0.5
     preempted = results[engine]["sound"].metrics["vllm:num_preemptions_total"]
-    assert (preempted > 0) == (engine == "look-up")
+    # Windows in all layers leave blocks enough.
+    assert (preempted > 0) == (engine == "look-up" and kind != "mistral")
     if engine == "draft":
         assert results[engine]["again"].metrics["vllm:prefix_cache_hits_total"] > 0
 
