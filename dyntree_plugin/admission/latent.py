@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dyntree_plugin.admission.refusals import Refusal
+from dyntree_plugin.admission.uncompared import Targets
 
-from dyntree_plugin.admission.refusals import Refusal, dtype_of
-
-
-def _with_latent(
-    option: str, value: Callable[[Any], Any], refused: Callable[[Any], Any], advice: str
-) -> Refusal:
-    return Refusal(
-        f"use_mla, {option}",
-        lambda c: (c.model_config.use_mla, value(c)),
-        lambda found: found[0] and refused(found[1]),
-        advice,
-    )
-
+_LATENT = Targets("use_mla", lambda m: m.use_mla)
 
 LATENT_REFUSALS = (
-    _with_latent(
+    _LATENT.refusal(
         "index_topk",
         lambda c: getattr(c.model_config.hf_text_config, "index_topk", None),
         bool,
         "trees do not pass sparse attention with an indexer (DSA); use a model without",
     ),
-    _with_latent(
-        "tensor_parallel_size",
-        lambda c: c.parallel_config.tensor_parallel_size,
-        lambda ranks: ranks > 1,
-        "not compared yet with decoding without trees; set it to 1",
-    ),
-    _with_latent(
-        "pipeline_parallel_size",
-        lambda c: c.parallel_config.pipeline_parallel_size,
-        lambda stages: stages > 1,
-        "not compared yet with decoding without trees; set it to 1",
-    ),
-    _with_latent(
-        "dtype",
-        lambda c: dtype_of(c.model_config),
-        lambda dtype: dtype == "float16",
-        "not compared yet with decoding without trees; set --dtype to bfloat16 or float32",
-    ),
-    _with_latent(
-        "enable_lora",
-        lambda c: c.lora_config is not None,
-        bool,
-        "not compared yet with decoding without trees; leave it out",
-    ),
+    *_LATENT.uncompared("tensor_parallel_size", "pipeline_parallel_size", "dtype", "enable_lora"),
 )
 """Checks of ``VllmConfig``."""
 

@@ -12,6 +12,8 @@ import workload
 from comparison import accepted_per_step, by_request, mismatches
 from engine_process import Result, Run, serve
 from features import long
+from random_engines import RUN as SHORT
+from random_engines import Target
 from random_targets import changed_copy, random_target
 from sabotage_of_windows import OF_WINDOWS
 
@@ -98,6 +100,29 @@ def test_tokens_differ_if_a_mechanism_is_broken(
         name: _differing(results, "draft", name) for name in results["draft"] if name not in sound
     }
     assert all(found.values()), found
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_in_bfloat16_tokens_differ_by_rounding_alone(
+    kind: str, tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    of = {"model": str(random_target(tmp_path / kind, kind)), "dtype": "bfloat16"}
+    broken = Run(SHORT.requests, sabotage="without_kv_move")
+    own = Target(
+        {
+            "plain in bfloat16": (
+                workload.without_tree() | of | {"max_logprobs": -1},
+                {"sound": SHORT},
+            ),
+            "draft in bfloat16": (workload.tree(NODES) | of, {"sound": SHORT, "broken": broken}),
+        }
+    )
+    judged = own.in_bfloat16()
+    tell(f"{kind} in bfloat16: {judged}")
+    assert judged.unexcused == 0
+    assert judged.excused <= len(SHORT.requests) // 5
+    unmoved = own.differing("draft in bfloat16", "broken", "plain in bfloat16")
+    assert unmoved > judged.excused
 
 
 TRAINED = Run(

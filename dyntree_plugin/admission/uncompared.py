@@ -1,0 +1,64 @@
+"""Options with which a kind of targets was not compared with decoding without trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from dyntree_plugin.admission.refusals import Refusal, dtype_of
+
+
+class _Row(NamedTuple):
+    value: Callable[[Any], Any]
+    refused: Callable[[Any], Any]
+    advice: str
+
+
+_OPTIONS = {
+    "tensor_parallel_size": _Row(
+        lambda c: c.parallel_config.tensor_parallel_size, lambda ranks: ranks > 1, "set it to 1"
+    ),
+    "pipeline_parallel_size": _Row(
+        lambda c: c.parallel_config.pipeline_parallel_size, lambda stages: stages > 1, "set it to 1"
+    ),
+    "dtype": _Row(
+        lambda c: dtype_of(c.model_config),
+        lambda dtype: dtype == "float16",
+        "set --dtype to bfloat16 or float32",
+    ),
+    "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
+    "mamba_cache_dtype": _Row(
+        lambda c: c.cache_config.mamba_cache_dtype, lambda dtype: dtype != "auto", "leave it out"
+    ),
+    "mamba_ssm_cache_dtype": _Row(
+        lambda c: c.cache_config.mamba_ssm_cache_dtype,
+        lambda dtype: dtype == "float16",
+        "set it to bfloat16 or float32",
+    ),
+}
+
+
+class Targets(NamedTuple):
+    """Targets of one kind: ``kind`` reads from a model's configuration whether it is of that kind,
+    and ``name`` is what messages call that."""
+
+    name: str
+    kind: Callable[[Any], Any]
+
+    def refusal(
+        self, option: str, value: Callable[[Any], Any], refused: Callable[[Any], Any], advice: str
+    ) -> Refusal:
+        """Return a check of ``VllmConfig`` that other targets pass."""
+        return Refusal(
+            f"{self.name}, {option}",
+            lambda c: (self.kind(c.model_config), value(c)),
+            lambda found: bool(found[0]) and refused(found[1]),
+            advice,
+        )
+
+    def uncompared(self, *options: str) -> Iterator[Refusal]:
+        """Return checks of options with which these targets were not compared."""
+        for option in options:
+            value, refused, advice = _OPTIONS[option]
+            why = f"not compared yet with decoding without trees; {advice}"
+            yield self.refusal(option, value, refused, why)
