@@ -129,7 +129,7 @@ def latent_mover(layers: Sequence[Any]) -> PathMover:
 
     def move(source: torch.Tensor, target: torch.Tensor) -> None:
         moved = (source >= 0) & (target >= 0)
-        sources, targets = source[moved], target[moved]
+        sources, targets = source[moved], target[moved]  # sync: host memory
         for cache in caches:
             cache[targets] = cache[sources]
 
