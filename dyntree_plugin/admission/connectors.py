@@ -59,15 +59,23 @@ def _unserved(transfer: Any) -> Iterator[str]:
 
 
 def _lmcache_saves_by_layer(extra: dict[str, Any]) -> bool:
-    """Return whether LMCache's settings ask for it: arguments, environment or its file."""
-    found = [extra.get("use_layerwise"), extra.get("lmcache.use_layerwise")]
-    found.append(os.environ.get("LMCACHE_USE_LAYERWISE"))
-    if path := os.environ.get("LMCACHE_CONFIG_FILE"):
-        import yaml  # type: ignore[import-untyped]
+    """Return whether arguments, the environment or LMCache's file ask for layer-wise saves.
 
-        settings = yaml.safe_load(Path(path).read_text())
-        found.append(settings.get("use_layerwise") if isinstance(settings, dict) else None)
-    return any(str(each).lower() in ("true", "1") for each in found)
+    Raises:
+        ValueError: if the file cannot be read.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    settings = None
+    if path := os.environ.get("LMCACHE_CONFIG_FILE"):
+        try:
+            settings = yaml.safe_load(Path(path).read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"LMCACHE_CONFIG_FILE={path!r} cannot be read: {error}") from error
+    of_file = settings.get("use_layerwise") if isinstance(settings, dict) else None
+    of_arguments = extra.get("use_layerwise"), extra.get("lmcache.use_layerwise")
+    asked = (*of_arguments, os.environ.get("LMCACHE_USE_LAYERWISE"), of_file)
+    return any(str(each).lower() in ("true", "1") for each in asked)
 
 
 def _with_connector(config: Any) -> bool:
@@ -90,3 +98,4 @@ CONNECTOR_REFUSALS = (
         "recurrent states with a KV connector were never compared; leave it out",
     ),
 )
+"""Checks of ``VllmConfig``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,13 +33,13 @@ class TreeForward:
     """Runs the trees of a step through recurrent layers, and leaves their states as they are."""
 
     def __init__(self, states: TreeStates) -> None:
-        self._states = states
+        self._taps = cache(states.taps)  # Most layers have one width.
         self._slots = states.slots[states.requests]
         self._order = trees(states)
 
     def __call__(self, layer: Layer, raw: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Return the outputs [T, ...] of rows with inputs ``raw`` [T, C] and ``gates`` [T, G]."""
-        taps = self._states.taps(layer.history.shape[1] + 1)
+        taps = self._taps(layer.history.shape[1] + 1)
         mixed = layer.convolve(inputs(taps, raw, layer.history, self._slots))
         return mixed if layer.through is None else layer.through(mixed, gates, self._order)
 
@@ -53,7 +54,8 @@ class PathCommit:
         requests, depths = taken.nonzero(as_tuple=True)
         parents = torch.where(depths == 0, -1, torch.arange(len(depths)) - 1)
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        self._chains = TreeStates(accepted.slots, starts, parents)
+        self._taps = cache(TreeStates(accepted.slots, starts, parents).taps)
+        self._kept = cache(accepted.taps)
         self._rows = accepted.paths[taken]
         self._slots = accepted.slots[requests]
         deepest = int(lengths.max()) if len(lengths) else 0
@@ -64,9 +66,9 @@ class PathCommit:
         entries, slots = layer.history.shape[1], self._accepted.slots
         if layer.advance is not None:
             own = raw[self._rows]
-            taps = self._chains.taps(entries + 1)
+            taps = self._taps(entries + 1)
             mixed = layer.convolve(inputs(taps, own, layer.history, self._slots))
             gates = gates[self._rows]
             for rows in self._steps:
                 layer.advance(mixed[rows], gates[rows], self._slots[rows])
-        layer.history[slots] = inputs(self._accepted.taps(entries), raw, layer.history, slots)
+        layer.history[slots] = inputs(self._kept(entries), raw, layer.history, slots)

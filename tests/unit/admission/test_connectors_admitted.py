@@ -85,6 +85,9 @@ def test_layer_wise_saves_of_lmcache_are_seen_in_its_own_settings(
     check.refuse_unserved(config, DynTreeOptions(), "cpu", WORKERS)
     settings.write_text("use_layerwise: true\n")
     assert "with use_layerwise" in refusal_of(config)
+    settings.write_text("{")
+    with pytest.raises(ValueError, match=r"LMCACHE_CONFIG_FILE='.*lmcache.yaml' cannot be read"):
+        check.refuse_unserved(config, DynTreeOptions(), "cpu", WORKERS)
     settings.write_text("")
     monkeypatch.setenv("LMCACHE_USE_LAYERWISE", "True")
     assert "with use_layerwise" in refusal_of(config)
