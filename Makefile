@@ -8,7 +8,7 @@ export MAKECMDGOALS
 help: ## Shows the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: .venv/installed ## Completes code with and without the tree, and draws a tree.
+demo: .venv/engine ## Completes code with and without the tree, and draws a tree.
 	@$(BIN)/dyntree demo $(ARGS)
 
 FAST := not e2e and not gpu and not monitoring and not slow
@@ -67,6 +67,10 @@ format: .venv/installed ## Formats the code.
 clean: ## Removes the virtual environment and every cache.
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.venv/installed: pyproject.toml scripts/install.sh
+.venv/engine: pyproject.toml scripts/install.sh
 	@scripts/install.sh
+	@touch $@
+
+.venv/installed: .venv/engine
+	@scripts/install.sh tools
 	@touch $@

