@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import offloading, vocabularies
+from dyntree_plugin.admission.attention_kernels import kernel_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_REFUSALS
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
@@ -165,11 +165,9 @@ def _refusals(
     of_targets = (*STATE_REFUSALS, *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
     yield from _found((*ENGINE_REFUSALS, *of_targets, *CONNECTOR_REFUSALS, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
-    others = (
-        _unreadable_table(options, device_type),
-        _too_many_children(vllm_config.model_config, options),
-    )
-    yield from filter(None, others)
+    yield from kernel_refusals(vllm_config, options, device_type)
+    if reason := _too_many_children(vllm_config.model_config, options):
+        yield reason
     yield from offloading.refusals(vllm_config, device_type)
     speculation = vllm_config.speculative_config
     if speculation is None:
@@ -242,21 +240,6 @@ def _without_kernel(
     for name, model in models:
         if model is not None and (reason := kernel_refusal(model, device_type)):
             yield f"{name} model: {reason}"
-
-
-def _unreadable_table(options: DynTreeOptions, device_type: str) -> str | None:
-    if options.kernel_table is None:
-        return None
-    given = f"dyntree.kernel_table={options.kernel_table!r}"
-    if device_type != "cuda":
-        return f"{given} is for CUDA, which has several kernels; leave it out"
-    from dyntree_kernels.dispatch import load_table
-
-    try:
-        load_table(Path(options.kernel_table))
-    except (OSError, ValueError) as error:
-        return f"{given} must be a result file of `python -m benchmarks.kernels`: {error}"
-    return None
 
 
 def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> str | None:

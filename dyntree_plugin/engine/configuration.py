@@ -64,14 +64,14 @@ def sizes_single_trees(vllm_config: VllmConfig, device_type: str) -> bool:
     return uses_adaptive_budget(vllm_config) and device_type == "cpu" and synchronous and alone
 
 
-def measured_kernels(vllm_config: VllmConfig) -> list[Measurement]:
-    """Load the kernel table that the user gave. Admission has checked that it can be read."""
+def asked_attention(vllm_config: VllmConfig) -> tuple[str, list[Measurement]]:
+    """Return the options `attention` and `kernel_table`, which admission has checked."""
     from dyntree_kernels.dispatch import load_table
 
     options = DynTreeOptions.of(vllm_config.additional_config)
     if options is None or options.kernel_table is None:
-        return []
-    return load_table(Path(options.kernel_table))
+        return options.attention if options else "auto", []
+    return options.attention, load_table(Path(options.kernel_table))
 
 
 def mark_as_tree(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:

@@ -192,11 +192,17 @@ class DynTreeOptions(BaseModel):
         json_schema_extra={"derived": "none; growth sequoia needs it"},
     )
 
+    attention: Literal["auto", "flashinfer", "triton"] = Field(
+        default="auto",
+        description="On CUDA: the kernel of the target's trees. FlashInfer's is compiled when an "
+        "engine first starts with it. With auto it is used only if it is compiled and "
+        "`kernel_table` has it as the fastest.",
+    )
     kernel_table: str | None = Field(
         default=None,
         description="On CUDA: the result file of `python -m benchmarks.kernels` on such a GPU. The "
-        "kernel that is fastest at the nearest shape is used.",
-        json_schema_extra={"derived": "none: rules choose the kernel"},
+        "kernel that takes the least time per step at the nearest shape is used.",
+        json_schema_extra={"derived": "none: Triton's kernel"},
     )
 
     @field_validator("expansion", "acceptance", "drafts", mode="before")

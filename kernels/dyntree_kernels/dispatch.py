@@ -25,7 +25,7 @@ class Problem:
     """The shape of an attention problem: `rows` per request after about `context` positions.
 
     `capability` is the CUDA device's; None on a CPU. `features` names what a layer has beyond a
-    scale, as in `LayerFeatures.beyond`.
+    scale, as in `LayerFeatures.beyond`. `layers` share one plan of a step.
     """
 
     device: str
@@ -38,6 +38,7 @@ class Problem:
     rows: int
     context: int
     features: frozenset[str] = frozenset()
+    layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One entry of a result file of `python -m benchmarks.kernels`."""
+    """One entry of a result file of `python -m benchmarks.kernels`.
+
+    `microseconds` are of one layer, `plan_microseconds` of the host once per step.
+    """
 
     implementation: str
     device: str
@@ -60,6 +64,11 @@ class Measurement:
     rows: int
     context: int
     microseconds: float
+    plan_microseconds: float | None = None
+
+    def of_step(self, layers: int) -> float:
+        """Return the microseconds of a step."""
+        return layers * self.microseconds + (self.plan_microseconds or 0)
 
 
 def load_table(path: Path) -> list[Measurement]:
@@ -104,11 +113,6 @@ def _flashinfer(p: Problem) -> str | None:
     return None if p.head_size in (64, 128, 256) else f"head size {p.head_size}"
 
 
-def _lacking(name: str, p: Problem) -> str | None:
-    lacking = p.features - SERVED[name]
-    return f"no {', '.join(sorted(lacking))}" if lacking else None
-
-
 _OBSTACLE: dict[str, Callable[[Problem], str | None]] = {
     "cpu": _cpu,
     "triton": _triton,
@@ -120,6 +124,14 @@ They stand in the order of preference without a measurement. Triton goes before 
 plans on the host in every step, and in CUDA graphs multiplies tiles of 128 rows for trees of any
 size.
 """
+
+
+def obstacle(name: str, problem: Problem) -> str | None:
+    """Return why an implementation cannot serve a problem, or None."""
+    if reason := _OBSTACLE[name](problem):
+        return reason
+    lacking = problem.features - SERVED[name]
+    return f"no {', '.join(sorted(lacking))}" if lacking else None
 
 
 def installed() -> set[str]:
@@ -143,14 +155,12 @@ def choose(
     if unknown:
         raise ValueError(f"unknown implementations {sorted(unknown)}; there are {list(_OBSTACLE)}")
     obstacles = {
-        name: (obstacle(problem) or _lacking(name, problem))
-        if name in available
-        else "not installed"
-        for name, obstacle in _OBSTACLE.items()
+        name: obstacle(name, problem) if name in available else "not installed"
+        for name in _OBSTACLE
     }
-    serving = [name for name, obstacle in obstacles.items() if obstacle is None]
+    serving = [name for name, reason in obstacles.items() if reason is None]
     if not serving:
-        reasons = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in obstacles.items())
         raise ValueError(f"no kernel serves tree attention of {problem} ({reasons})")
     choice = _fastest(problem, serving, table) or Choice(
         serving[0], "the first one that serves this shape; no measurement of it"
@@ -177,11 +187,12 @@ def _fastest(p: Problem, serving: list[str], table: Collection[Measurement]) -> 
 
     nearest = min(distance(m) for m in alike)
     candidates = [m for m in alike if distance(m) == nearest]
-    best = min(candidates, key=lambda m: m.microseconds)
+    best = min(candidates, key=lambda m: m.of_step(p.layers))
     others = ", ".join(
-        f"{m.implementation} {m.microseconds:.1f} µs" for m in candidates if m is not best
+        f"{m.implementation} {m.of_step(p.layers):.0f} µs" for m in candidates if m is not best
     )
     reason = (
-        f"measured {best.microseconds:.1f} µs at {best.rows} rows after {best.context} positions"
+        f"measured {best.of_step(p.layers):.0f} µs per step at {best.rows} rows after "
+        f"{best.context} positions"
     )
     return Choice(best.implementation, f"{reason} (others: {others or 'none'})")

@@ -11,7 +11,7 @@ from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.commands.doctor import kernels, offloading
 from dyntree_plugin.commands.doctor.checks import device_type, memory
 from dyntree_plugin.commands.doctor.report import Check
-from dyntree_plugin.engine.configuration import further_drafts, measured_kernels, plan_in_force
+from dyntree_plugin.engine.configuration import asked_attention, further_drafts, plan_in_force
 from dyntree_plugin.engine.fallback import default_chain_reasons
 
 if TYPE_CHECKING:
@@ -91,8 +91,11 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     if plan.has_draft:
         models.append(("draft", speculation.draft_model_config))
     models += [(f"draft {each.model}", each.draft_model_config) for each in further]
+    rows, (asked, table) = plan.shape.node_budget + 1, asked_attention(config)
     for name, model in models:
-        yield from _model_checks(name, model, plan.shape.node_budget + 1, measured_kernels(config))
+        # Drafts run on Triton on every GPU.
+        kernel = asked if name == "target" else "triton"
+        yield from _model_checks(name, model, rows, kernel, table)
     cache = config.cache_config
     if device_type() == "cpu" and cache.kv_cache_memory_bytes is None:
         yield memory(cache.gpu_memory_utilization)
@@ -111,12 +114,13 @@ def _vocabularies(config: VllmConfig, further: Sequence[SpeculativeConfig]) -> I
 
 
 def _model_checks(
-    name: str, model: ModelConfig, rows: int, table: list[Measurement]
+    name: str, model: ModelConfig, rows: int, asked: str, table: list[Measurement]
 ) -> Iterator[Check]:
     architecture = model.model_arch_config
     heads, kv_heads = architecture.total_num_attention_heads, model.get_total_num_kv_heads()
-    shape = (heads, kv_heads, model.get_head_size(), _dtype(model), rows)
-    yield kernels.attention(*shape, model=name, table=table)
+    layers = model.get_total_num_hidden_layers()
+    shape = (heads, kv_heads, model.get_head_size(), _dtype(model), rows, layers)
+    yield kernels.attention(*shape, model=name, asked=asked, table=table)
     if device_type() == "cpu":
         yield kernels.layout(model.get_head_size(), _dtype(model), model=name)
 

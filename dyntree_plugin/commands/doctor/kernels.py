@@ -21,12 +21,15 @@ def attention(
     head_size: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     rows: int = _ROWS,
+    layers: int = 32,
     model: str = "",
+    asked: str = "auto",
     table: Collection[dispatch.Measurement] = (),
 ) -> Check:
     """Check which kernel of tree attention a model's shape gets, and why.
 
-    ``model``: its name; None for an example shape. ``table``: measurements.
+    ``model``: its name; None for an example shape. ``asked``: the option `attention`. ``table``:
+    measurements.
     """
     name = f"attention, {model}" if model else "attention"
     cuda = torch.cuda.is_available()
@@ -40,26 +43,29 @@ def attention(
         kv_dtype=dtype,
         rows=rows,
         context=_CONTEXT,
+        layers=layers,
     )
     shape = (
         f"{heads} heads, {kv_heads} of them with KV, of size {head_size} in "
         f"{str(dtype).removeprefix('torch.')}"
     )
     try:
-        choice = dispatch.choose(problem, _available(problem), table)
+        choice = dispatch.choose(problem, _available(problem, asked), table)
     except ValueError as error:
         return Check(name, "fail", f"none for {shape}", str(error).partition("(")[2].rstrip(")"))
     example = "" if model else ", for example"
     return Check(name, "ok", f"{choice.name}{example} for {shape}: {choice.reason}")
 
 
-def _available(problem: dispatch.Problem) -> set[str]:
+def _available(problem: dispatch.Problem, asked: str) -> set[str]:
     """Return the names of the kernels that an engine would choose from."""
     if problem.capability is None:
         return dispatch.installed()
-    from dyntree_plugin.engine.attention.choice import built_variant
+    if asked != "auto":
+        return dispatch.installed() & {asked}
+    from dyntree_plugin.engine.attention.choice import flashinfer_variant
 
-    built = built_variant(problem.dtype, problem.kv_dtype, problem.head_size)
+    built = flashinfer_variant(problem)
     return dispatch.installed() & ({"triton"} if built is None else {"triton", "flashinfer"})
 
 

@@ -13,7 +13,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from dyntree_kernels import dispatch
 from dyntree_plugin.engine.attention.kernels import FlashInferTrees, Heads, TreeKernel, TritonTrees
-from dyntree_plugin.engine.configuration import chosen_backend, measured_kernels
+from dyntree_plugin.engine.configuration import asked_attention, chosen_backend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,10 +81,13 @@ def choose_kernel(
         rows=columns,
         context=vllm_config.model_config.max_model_len,
         features=features,
+        layers=vllm_config.model_config.get_num_layers(vllm_config.parallel_config),
     )
-    variant = built_variant(dtype, kv_cache_spec.dtype, heads.size)
+    asked, table = asked_attention(vllm_config)
+    variant = None if asked == "triton" else flashinfer_variant(problem, asked == "flashinfer")
     built = {"triton"} if variant is None else {"triton", "flashinfer"}
-    choice = dispatch.choose(problem, built, measured_kernels(vllm_config))
+    # FlashInfer has no windows, so the layers that have one stay with Triton.
+    choice = dispatch.choose(problem, {asked} & built or built, table)
     logger.info_once(
         "tree attention of %d heads, %d with KV, by %s: %s",
         heads.query,
@@ -117,16 +120,21 @@ def choose_kernel(
     return flashinfer, triton
 
 
-def built_variant(dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int) -> Variant | None:
-    """Return FlashInfer's module for these layers, or None if it is not built.
+def flashinfer_variant(problem: dispatch.Problem, compile_it: bool = False) -> Variant | None:
+    """Return FlashInfer's module for these layers, or None if it does not serve them.
 
-    Serving never compiles it.
+    Without ``compile_it``, also None if it is not built. It is compiled while the engine starts.
     """
-    if importlib.util.find_spec("flashinfer") is None:
+    if importlib.util.find_spec("flashinfer") is None or dispatch.obstacle("flashinfer", problem):
         return None
-    from dyntree_kernels.cuda.flashinfer_variant import HEAD_SIZES, Variant
+    from dyntree_kernels.cuda.flashinfer_variant import Variant, build
 
-    if dtype not in (torch.float16, torch.bfloat16) or head_size not in HEAD_SIZES:
+    variant = Variant(problem.dtype, problem.kv_dtype, problem.head_size)
+    if variant.is_built():
+        return variant
+    if not compile_it:
         return None
-    variant = Variant(dtype, kv_dtype, head_size)
-    return variant if variant.is_built() else None
+    logger.info_once("Compiling FlashInfer's tree attention, which takes minutes and is kept.")
+    seconds = build(variant, logger.debug)
+    logger.info("Compiled FlashInfer's tree attention in %d s.", seconds)
+    return variant

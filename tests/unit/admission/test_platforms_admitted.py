@@ -12,7 +12,7 @@ import pytest
 import torch
 from configurations import Build, changed
 
-from dyntree_plugin.admission import check, refusals
+from dyntree_plugin.admission import attention_kernels, check, refusals
 from dyntree_plugin.engine.attention import served
 from dyntree_plugin.engine.configuration import WORKERS
 from dyntree_plugin.options.options import DynTreeOptions
@@ -181,3 +181,18 @@ def test_a_kernel_table_is_read_before_anything_loads(
     check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
     with pytest.raises(check.Refused, match=r"kernel_table='.*' is for CUDA"):
         check.refuse_unserved(admitted, options, "cpu", WORKERS)
+
+
+def test_flashinfer_by_name_is_refused_where_it_cannot_serve(
+    admitted: VllmConfig, on_cuda: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = DynTreeOptions(attention="flashinfer")
+    with pytest.raises(check.Refused, match="attention='flashinfer' is for CUDA"):
+        check.refuse_unserved(admitted, options, "cpu", WORKERS)
+    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: None)
+    with pytest.raises(check.Refused, match="needs FlashInfer: pip install"):
+        check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
+    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name)
+    with pytest.raises(check.Refused, match=r"cannot be followed: .*allowed: .*; use triton"):
+        check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
+    check.refuse_unserved(on_cuda, DynTreeOptions(attention="triton"), "cuda", WORKERS)

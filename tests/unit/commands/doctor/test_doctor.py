@@ -221,7 +221,7 @@ def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
 ) -> None:
     """An engine does not compile FlashInfer's kernels."""
     monkeypatch.setattr(dispatch, "installed", lambda: installed)
-    monkeypatch.setattr(choice, "built_variant", lambda *_: built)
+    monkeypatch.setattr(choice, "flashinfer_variant", lambda *_: built)
     assert kernels.attention(table=table).found.startswith(chosen)
 
 
@@ -230,7 +230,7 @@ def test_what_was_measured_decides_which_attention_a_gpu_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "installed", lambda: {"triton", "flashinfer"})
-    monkeypatch.setattr(choice, "built_variant", lambda *_: "module")
+    monkeypatch.setattr(choice, "flashinfer_variant", lambda *_: "module")
     fast = dispatch.Measurement("triton", "NVIDIA H200", 4, 128, "bfloat16", 17, 1024, 5.0)
     slow = replace(fast, implementation="flashinfer", microseconds=9.0)
     assert kernels.attention(table=[fast, slow]).found.startswith("triton")

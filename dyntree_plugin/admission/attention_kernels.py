@@ -1,0 +1,56 @@
+"""Refuse the options that choose a kernel of tree attention where they cannot be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dyntree_plugin.admission import versions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from dyntree_plugin.options.options import DynTreeOptions
+
+
+def kernel_refusals(
+    vllm_config: VllmConfig, options: DynTreeOptions, device_type: str
+) -> Iterator[str]:
+    """Yield why `attention` and `kernel_table` cannot be followed."""
+    for name in sorted({"attention", "kernel_table"} & options.model_fields_set):
+        given = f"dyntree.{name}={getattr(options, name)!r}"
+        if device_type != "cuda":
+            yield f"{given} is for CUDA, which has several kernels; leave it out"
+        elif name == "kernel_table" and options.kernel_table is not None:
+            yield from _unreadable(given, options.kernel_table)
+        elif name == "attention" and options.attention == "flashinfer":
+            yield from _without_flashinfer(given, vllm_config)
+
+
+def _unreadable(given: str, path: str) -> Iterator[str]:
+    from dyntree_kernels.dispatch import load_table
+
+    try:
+        load_table(Path(path))
+    except (OSError, ValueError) as error:
+        yield f"{given} must be a result file of `python -m benchmarks.kernels`: {error}"
+
+
+def _without_flashinfer(given: str, vllm_config: VllmConfig) -> Iterator[str]:
+    if find_spec("flashinfer") is None:
+        yield f"{given} needs FlashInfer: pip install '{versions.FLASHINFER}'"
+        return
+    import torch
+
+    from dyntree_kernels.cuda.flashinfer_variant import Variant, find_cuda_home
+
+    model = vllm_config.model_config
+    dtype = getattr(torch, str(model.dtype).removeprefix("torch."))
+    try:
+        variant = Variant(dtype, dtype, model.get_head_size())
+        if not variant.is_built():
+            find_cuda_home()
+    except (ValueError, RuntimeError) as error:
+        yield f"{given} cannot be followed: {error}; use triton"
