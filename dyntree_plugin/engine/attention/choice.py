@@ -103,21 +103,23 @@ def choose_kernel(
     )
     if variant is None or choice.name != "flashinfer":
         return triton, triton
-    block_size = kv_cache_spec.block_size
-    max_len = vllm_config.model_config.max_model_len
-    rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    # A request with a tree has two rows at least.
-    requests = min(vllm_config.scheduler_config.max_num_seqs, rows // 2)
     flashinfer = FlashInferTrees(
         variant,
         heads,
-        block_size,
-        max_len,
+        kv_cache_spec.block_size,
+        vllm_config.model_config.max_model_len,
         device,
         processors=properties.multi_processor_count,
-        graphs=(requests, rows),
+        graphs=_graph_sizes(vllm_config),
     )
     return flashinfer, triton
+
+
+def _graph_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Return the most requests and the most rows of a captured batch of trees."""
+    rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    # A request with a tree has two rows at least.
+    return min(vllm_config.scheduler_config.max_num_seqs, rows // 2), rows
 
 
 def flashinfer_variant(problem: dispatch.Problem, compile_it: bool = False) -> Variant | None:
