@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from benchmarks.acceptance.pooled import DraftDecoder
+from benchmarks.acceptance.slot_values import ValuedSlots, described
 from dyntree_kernels.contracts import DRAFT
 from dyntree_plugin.tree.children import Children, DraftRows
 from dyntree_plugin.tree.drafting import grow as grow_trees
@@ -33,10 +34,15 @@ _LAYERED = ("dyspec", "threshold")
 
 @dataclass(frozen=True)
 class Requests:
-    """What drafting asks of R requests: ``seeds`` int64 [R] and the common temperature."""
+    """What drafting asks of R requests: ``seeds`` int64 [R] and the common temperature.
+
+    ``of_roots``: whether children are drawn with noise of the root's position, of which each node
+    has its own part.
+    """
 
     seeds: torch.Tensor
     temperature: float
+    of_roots: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,14 +82,16 @@ def grow(
     logits: torch.Tensor,
     requests: Requests,
     trie: JudgedTrie | None = None,
+    growing: GrowthPlan | None = None,
 ) -> Grown:
     """Grow one step's trees below the last token of each context, by the engine's own loop.
 
     ``logits`` [R, V]: the draft's after the contexts; of several drafts that grow a tree each,
     [R * drafts, V]. The draft runs on those nodes alone whose
-    children may become part of the tree. ``trie``: candidates of another source.
+    children may become part of the tree. ``trie``: candidates of another source. ``growing``: in
+    place of the plan's growth.
     """
-    stages = _Stages(plan, pick, draft, logits, requests, trie)
+    stages = _Stages(plan, pick, draft, logits, requests, trie, growing or _thrifty(plan))
     tree, _ = grow_trees(stages, len(stages.growing.widths))
     forwards = stages.forwards
     if plan.growth.name in _LAYERED:
@@ -130,9 +138,10 @@ class _Stages:
         logits: torch.Tensor,
         requests: Requests,
         trie: JudgedTrie | None,
+        growing: GrowthPlan,
     ) -> None:
         root = torch.zeros_like(draft.lengths)
-        self.growing = growing = _thrifty(plan)
+        self.growing = growing
         self._growth = growing.start(len(root), torch.full_like(root, growing.scratch_slots))
         self._branches = draft.branches(
             growing.scratch_slots, max(len(growing.widths) + 1, plan.shape.max_depth)
@@ -193,16 +202,16 @@ class _Adder:
         """``logits`` [M, V] and ``depths`` [M] of the ``valid`` nodes [R, W]."""
         at, slot = valid.nonzero(as_tuple=True)
         temperature = torch.full_like(logits[:, 0], self._requests.temperature)
-        rows = DraftRows(
+        asking = DraftRows(
             temperature=temperature,
             classes=temperature_class(temperature),
             seeds=self._requests.seeds[at],
             chained=torch.zeros_like(at, dtype=torch.bool),
-            positions=self._roots[at] + depths,
+            positions=self._roots[at] + (0 if self._requests.of_roots else depths),
             columns=self._column + slot,
         )
         self._column += valid.shape[1]
-        picked = self._pick(logits, rows, self._requests.temperature == 0, self._asked(valid))
+        picked = self._pick(logits, asking, self._requests.temperature == 0, self._asked(valid))
         size = (*valid.shape, self._growth.children)
         tokens = picked.tokens.new_zeros(size)
         tokens[valid] = picked.tokens
@@ -223,9 +232,11 @@ class _Adder:
         if picked.distributions is None:
             self._growth.add(tokens, log_probs)
             return
-        # The growth is given a placeholder: padded to all nodes, distributions take many times
-        # the memory of those there are.
-        self._growth.add(tokens, log_probs, log_probs.new_zeros(*valid.shape, 1))
+        # The growth is given what values read of the distributions: padded to all nodes, these
+        # take many times the memory of those there are.
+        rows = log_probs.new_zeros(*valid.shape, 2)
+        rows[valid] = described(picked.distributions)
+        self._growth.add(tokens, log_probs, rows)
         index = torch.zeros_like(valid, dtype=torch.int64)
         index[valid] = torch.arange(self._count, self._count + len(at), device=at.device)
         self._laws.append(picked.distributions)
@@ -248,6 +259,8 @@ class _Adder:
 
     def learned_from(self, tree: TokenTree) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the features and the kinds of a tree's nodes, if values are learned."""
+        if isinstance(self._growth, ValuedSlots):
+            return self._growth.features_of(tree), None
         if not self._features:
             return None, None
         features = torch.cat(self._features, 1)

@@ -12,11 +12,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.acceptance.calibrate import learn_values, look_ups, positional_acceptance
+from benchmarks.acceptance.calibrate import (
+    learn_slot_values,
+    learn_values,
+    look_ups,
+    positional_acceptance,
+)
 from benchmarks.acceptance.drafting import Pick
 from benchmarks.acceptance.methods import Method, Setting
 from benchmarks.acceptance.posterior import fitted_beta, measure
 from benchmarks.acceptance.simulate import Counts, simulate
+from benchmarks.acceptance.slot_values import SlotValues, valued
 from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import Prompts, write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
@@ -102,6 +108,7 @@ class Lesson:
     acceptance: tuple[float, ...] = ()
     beta: float | None = None
     values: dict[str, AcceptanceEstimate] = field(default_factory=dict)
+    slots: dict[str, SlotValues] = field(default_factory=dict)
 
 
 @dataclass
@@ -127,6 +134,9 @@ class Cell:
             "steps": c.steps,
             "tokens": c.tokens,
             "tokens_per_step": tokens,
+            "expected_tokens_per_step": c.expected_tokens,
+            "standard_error": c.standard_error,
+            "by_prompt": [[int(steps), round(tokens, 3)] for steps, tokens in c.by_prompt.tolist()],
             "draft_forwards_per_step": forwards,
             "draft_rows_per_step": expanded,
             "nodes_per_step": nodes,
@@ -216,8 +226,13 @@ class Laboratory:
 
     def _learn(self, temperature: float) -> Lesson:
         pair, prompts = self.pair, self._calibration
-        names = {method.name for method in self.trial.methods}
         lesson = Lesson()
+        for method in (each for each in self.trial.methods if each.slots and temperature > 0):
+            setting = self._setting(LEARNING_BUDGET, temperature, lesson)
+            lesson.slots[method.name] = learn_slot_values(
+                pair.target, pair.draft, prompts, method, setting, self.trial.tokens
+            )
+        names = {method.name for method in self.trial.methods}
         learning = [method for method in self.trial.methods if method.name in _LEARNING]
         if not (learning or "sequoia" in names or self.trial.posterior):
             return lesson
@@ -249,8 +264,6 @@ class Laboratory:
         pick: Pick = picker
         if setting.greedy and method.greedy_draft != 1:
             pick = _at_temperature(pick, method.greedy_draft)
-        if method.block:
-            pick = with_noise_of_roots(pick)
         vocabulary = self.pair.draft.config.get_text_config().vocab_size
         size = max(16, _NODES_AT_ONCE // setting.budget)
         for start in range(0, len(self._prompts), size):
@@ -268,6 +281,7 @@ class Laboratory:
                 temperature,
                 tokens,
                 lookups=lookups,
+                growing=valued(plan, lesson.slots[method.name]) if method.slots else None,
             )
         return Cell(method, setting, plan, counts, time.perf_counter() - started)
 
@@ -292,21 +306,5 @@ def _at_temperature(pick: Pick, temperature: float) -> Pick:
         logits: torch.Tensor, rows: DraftRows, all_greedy: bool, asked: Asked | None = None
     ) -> Children:
         return pick(logits / temperature, rows, all_greedy, asked)
-
-    return picked
-
-
-def with_noise_of_roots(pick: Pick) -> Pick:
-    """Have a chain drawn with noise of its root's position, of which each draw has its own part.
-
-    A chain's columns number its draws.
-    """
-
-    def picked(
-        logits: torch.Tensor, rows: DraftRows, all_greedy: bool, asked: Asked | None = None
-    ) -> Children:
-        return pick(
-            logits, rows._replace(positions=rows.positions - rows.columns), all_greedy, asked
-        )
 
     return picked

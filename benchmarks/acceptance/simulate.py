@@ -14,7 +14,8 @@ from benchmarks.acceptance.looking_up import LookUps
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.pooled import DraftDecoder, PooledDecoder
 from benchmarks.acceptance.texts import Prompts
-from benchmarks.acceptance.verifying import Verifier
+from benchmarks.acceptance.verifying import Blocks, Verifier
+from dyntree_plugin.tree.growth.base import GrowthPlan
 from dyntree_plugin.tree.plan import TreePlan
 from dyntree_plugin.tree.token_tree import Accepted, TokenTree
 
@@ -32,7 +33,8 @@ class Counts:
     ``forwards`` and nodes ``expanded`` in them. ``lengths`` [D + 1]: steps by accepted nodes.
     ``nodes_at`` [D]: nodes by depth. ``edges`` and ``paths`` [BINS, 3]: nodes, their summed
     chance and how many were accepted, by that chance: of a node to be accepted where its parent
-    was, and of its whole path.
+    was, and of its whole path. ``by_prompt`` [P, 2]: the steps of each prompt, and its tokens,
+    averaged over what verification draws where its chances are known.
     """
 
     steps: int
@@ -42,6 +44,7 @@ class Counts:
     expanded: int
     lengths: torch.Tensor
     nodes_at: torch.Tensor
+    by_prompt: torch.Tensor
     edges: torch.Tensor
     paths: torch.Tensor
 
@@ -51,21 +54,46 @@ class Counts:
             return torch.zeros(shape, dtype=torch.float64)
 
         bins = (BINS, 3)
-        return cls(0, 0, 0, 0, 0, zeros(depth + 1), zeros(depth), zeros(*bins), zeros(*bins))
+        return cls(
+            0, 0, 0, 0, 0, zeros(depth + 1), zeros(depth), zeros(0, 2), zeros(*bins), zeros(*bins)
+        )
 
     def __iadd__(self, other: Counts) -> Self:
         for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+            mine, more = getattr(self, each.name), getattr(other, each.name)
+            both = torch.cat([mine, more]) if each.name == "by_prompt" else mine + more
+            setattr(self, each.name, both)
         return self
 
-    def add(self, grown: Grown, accepted: Accepted) -> None:
-        """Count one step of every request."""
+    @property
+    def standard_error(self) -> float:
+        """The standard error of `expected_tokens`, over prompts."""
+        steps, tokens = self.by_prompt.T
+        off = tokens - self.expected_tokens * steps
+        return float((off**2).sum().sqrt() / steps.sum())
+
+    @property
+    def expected_tokens(self) -> float:
+        """Tokens per step, averaged over what verification draws where its chances are known."""
+        steps, tokens = self.by_prompt.sum(0).tolist()
+        return float(tokens / steps)
+
+    def add(
+        self,
+        grown: Grown,
+        accepted: Accepted,
+        on_path: torch.Tensor | None,
+        prompts: torch.Tensor,
+    ) -> None:
+        """Count one step of the requests of ``prompts`` int64 [R]; ``on_path``: see `Verifier`."""
         tree = grown.tree
         self.steps += len(tree.counts)
         self.tokens += int((accepted.lengths + 1).sum())
         self.nodes += int(tree.counts.sum())
         self.forwards += int(grown.forwards.sum())
         self.expanded += int(grown.expanded.sum())
+        tokens = 1 + (accepted.lengths if on_path is None else on_path.sum(1)).double()
+        self.by_prompt[prompts.cpu()] += torch.stack([torch.ones_like(tokens), tokens], 1).cpu()
         self.lengths += torch.bincount(accepted.lengths, minlength=len(self.lengths)).cpu()
         real = torch.arange(tree.tokens.shape[1], device=tree.tokens.device) < tree.counts[:, None]
         depths = torch.bincount(tree.depths[real] - 1, minlength=len(self.nodes_at))
@@ -107,7 +135,9 @@ class _Sources:
         lookups: LookUps | None,
         prompts: Prompts,
         longest: int,
+        growing: GrowthPlan | None,
     ) -> None:
+        self._growing = growing
         self._plan = plan
         self._pick = pick
         self._lookups = lookups
@@ -134,7 +164,9 @@ class _Sources:
             trie = self._lookups.tries()
         if self._decoder is not None:
             logits = self._decoder.append(fresh, sizes)
-            grown = grow(self._plan, self._pick, self._decoder, logits, requests, trie)
+            grown = grow(
+                self._plan, self._pick, self._decoder, logits, requests, trie, self._growing
+            )
             rows = 1 if self._trees_apart else self._drafts
             return replace(
                 grown, forwards=self._drafts * grown.forwards, expanded=rows * grown.expanded
@@ -155,19 +187,23 @@ def simulate(
     tokens: int,
     observe: Observe | None = None,
     lookups: LookUps | None = None,
+    growing: GrowthPlan | None = None,
 ) -> Counts:
     """Decode until every request has emitted ``tokens``, the one behind its prompt included.
 
     A step's tokens all count, those beyond ``tokens`` too: cutting the last step short would
     favour short trees. ``observe`` sees every step of every request. ``lookups``: look-up in the
     same prompts; without ``drafts`` it is the only source. Draft forwards and the nodes expanded
-    in them are counted for each draft.
+    in them are counted for each draft. ``growing``: in place of the plan's growth.
     """
     depth = plan.shape.max_depth
     counts = Counts.none(depth)
-    sources = _Sources(plan, pick, drafts, lookups, prompts, prompts.longest + tokens + depth + 1)
+    counts.by_prompt = torch.zeros(len(prompts), 2, dtype=torch.float64)
+    longest = prompts.longest + tokens + depth + 1
+    sources = _Sources(plan, pick, drafts, lookups, prompts, longest, growing)
     fresh, sizes = verifier.first()[:, None], torch.ones_like(prompts.lengths)
     emitted, seeds = sizes, prompts.seeds
+    which = torch.arange(len(prompts), device=seeds.device)
     while True:
         going = (emitted < tokens).nonzero()[:, 0]
         if len(going) == 0:
@@ -175,10 +211,13 @@ def simulate(
         if len(going) < len(emitted):
             sources.keep(going)
             verifier.keep(going)
-            fresh, sizes, emitted, seeds = (x[going] for x in (fresh, sizes, emitted, seeds))
-        grown = sources.grow(fresh, sizes, Requests(seeds, temperature))
+            fresh, sizes, emitted, seeds, which = (
+                x[going] for x in (fresh, sizes, emitted, seeds, which)
+            )
+        requests = Requests(seeds, temperature, of_roots=isinstance(verifier, Blocks))
+        grown = sources.grow(fresh, sizes, requests)
         accepted = verifier.verify(grown)
-        counts.add(grown, accepted)
+        counts.add(grown, accepted, verifier.on_path, which)
         if observe is not None:
             observe(grown, accepted)
         fresh, sizes = accepted.tokens, accepted.lengths + 1

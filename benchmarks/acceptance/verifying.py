@@ -9,7 +9,7 @@ gets the same numbers from less:
   much of it as lies in the tree.
 - The sampled rules decide at one node after another. `Walk` runs the target on the nodes it comes
   to, one decode for each level and all requests.
-- A block is accepted as a whole. `Blocks` runs the target on all of its tokens at once.
+- A drawn tree is accepted as a whole. `Blocks` runs the target on all of its nodes at once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from transformers import PreTrainedModel
 from benchmarks.acceptance.drafting import Grown
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.texts import Prompts
-from dyntree_plugin.tree.block import Chains
+from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import DrawnRule, draw
 from dyntree_plugin.tree.perturb import perturb_on
-from dyntree_plugin.tree.token_tree import Accepted
+from dyntree_plugin.tree.token_tree import Accepted, TokenTree
+from dyntree_plugin.tree.traversal import traverse
 
 
 class Verifier(Protocol):
-    """The target's side of R requests."""
+    """The target's side of R requests.
+
+    ``on_path`` [R, N] are the chances of the last trees' nodes to be on the accepted path, None
+    where these are not computed.
+    """
+
+    on_path: torch.Tensor | None
 
     def first(self) -> torch.Tensor:
         """The token that the target emits behind each prompt, int64 [R]: the first root."""
@@ -47,6 +54,7 @@ class Replay:
 
     def __init__(self, text: torch.Tensor) -> None:
         """``text`` int64 [R, T]: what the target writes; a step looks as deep as its tree."""
+        self.on_path: torch.Tensor | None = None
         self._text = text
         self._next = torch.ones_like(text[:, 0])
 
@@ -139,6 +147,7 @@ class Walk:
         self._target = _Target(target, prompts, temperature, positions)
         self._decoder = self._target.decoder
         self._rule = rule
+        self.on_path: torch.Tensor | None = None
         self._root = self._target.first()
 
     def first(self) -> torch.Tensor:
@@ -187,46 +196,54 @@ class Walk:
 
 
 class Blocks:
-    """Accepts drawn chains as blocks, with noise of the root's position, which no later step uses
-    again. The chains must be drawn with such noise, too."""
+    """Accepts drawn chains as blocks, and drawn trees by traversal, with noise of the root's
+    position, which no later step uses again. Trees must be drawn with such noise, too."""
 
     def __init__(
         self, target: PreTrainedModel, prompts: Prompts, temperature: float, positions: int
     ) -> None:
-        """``positions``: the longest context there will be, with all tokens of a chain."""
+        """``positions``: the longest context there will be."""
         self._target = _Target(target, prompts, temperature, positions)
         self._decoder = self._target.decoder
-        self._root = self._target.first()
+        self._fresh = self._target.first()[:, None]
+        self._sizes = torch.ones_like(prompts.lengths)
+        self.on_path: torch.Tensor | None = None
 
     def first(self) -> torch.Tensor:
-        return self._root
+        return self._fresh[:, 0]
 
     def keep(self, requests: torch.Tensor) -> None:
         self._target.keep(requests)
-        self._root = self._root[requests]
+        self._fresh, self._sizes = self._fresh[requests], self._sizes[requests]
 
     @torch.inference_mode()
     def verify(self, grown: Grown) -> Accepted:
-        tree, laws, roots = grown.tree, grown.laws, self._decoder.lengths
+        tree, laws = grown.tree, grown.laws
         if tree.draws is None or laws is None:
-            raise ValueError("a block needs chains of drawn tokens")
-        depth = int(tree.depths.max())
-        tokens = tree.tokens[:, :depth]
-        read = torch.cat([self._root[:, None], tokens], dim=1)
-        behind = self._decoder.read(read, torch.full_like(roots, depth + 1))
-        # The node of each level stands below the one before it: columns begin with the root's.
-        rows = laws.rows.gather(1, tree.draws.columns[:, :depth])
-        target = self._target.law(behind).view(len(roots), depth + 1, -1)
-        chains = Chains(tokens, tree.counts, laws.log_probs[rows].exp(), target)
-        found = chains.chances()
-        lengths = found.accepted(uniform(self._target.gumbel(ACCEPT, roots, depth)))
-        law = chains.next_law(found, lengths)
-        self._root = draw(law, self._target.gumbel(BONUS, roots, law.shape[1]))
-        self._decoder.cut(roots + 1 + lengths)
-        places = torch.arange(depth, device=lengths.device)
-        emitted = torch.nn.functional.pad(tokens, (0, 1))
-        return Accepted(
-            torch.where(places < lengths[:, None], places, -1),
-            lengths,
-            emitted.scatter(1, lengths[:, None], self._root[:, None]),
-        )
+            raise ValueError("a block needs drawn tokens")
+        target = self._laws_after(tree)
+        rows = laws.rows.gather(1, tree.draws.columns)
+        found = traverse(tree.tokens, tree.parents, tree.counts, laws.log_probs[rows], target)
+        self.on_path = found.on_path()
+        roots = self._decoder.lengths - 1
+        last = found.accepted(uniform(self._target.gumbel(ACCEPT, roots, target.shape[1])))
+        path = found.path_to(last, int(tree.depths.max()))
+        lengths = (path >= 0).sum(1)
+        law = found.residual[torch.arange(len(last), device=last.device), last]
+        bonus = draw(law, self._target.gumbel(BONUS, roots, law.shape[1]))
+        emitted = torch.nn.functional.pad(tree.tokens.gather(1, path.clamp(min=0)), (0, 1))
+        self._fresh = emitted.scatter(1, lengths[:, None], bonus[:, None])
+        self._sizes = lengths + 1
+        return Accepted(path, lengths, self._fresh)
+
+    def _laws_after(self, tree: TokenTree) -> torch.Tensor:
+        """Return the target's distributions after the root and every node, [R, N + 1, V]."""
+        root = self._target.law(self._decoder.append(self._fresh, self._sizes))
+        size = tree.tokens.shape[1]
+        valid = torch.arange(size, device=root.device) < tree.counts[:, None]
+        branches = self._decoder.branches(size, int(tree.depths.max()))
+        ancestors = ancestor_bits(tree.parents)
+        nodes = branches.extend(tree.tokens, tree.depths, ancestors, valid)
+        laws = root[:, None].repeat(1, size + 1, 1)
+        laws[:, 1:][valid] = self._target.law(nodes)
+        return laws

@@ -270,7 +270,7 @@ def emitted_by_draws(
         for k, level in zip(outcome, stated, strict=True):
             reached = torch.nn.functional.pad(1 - level.accept, (1, 0), value=1.0).cumprod(1)
             weights *= reached[:, k] * (level.accept[:, k] if k < tries else 1.0)
-        law += _continued(weights, walk.path, walk.lengths, walk.residual, tree.tokens, target)
+        law += continued(weights, walk.path, walk.lengths, walk.residual, tree.tokens, target)
     return law
 
 
@@ -298,7 +298,7 @@ def emitted_by_match(grown: Grown, target: Model, scheduled: int | torch.Tensor)
         int(tree.depths.max()),
     )
     bonus = accepted.tokens.gather(1, accepted.lengths[:, None])[:, 0]
-    return _continued(
+    return continued(
         per_draw(grown.chances) * chances,
         accepted.path,
         accepted.lengths,
@@ -321,7 +321,7 @@ def _different_trees(grown: Grown) -> Grown:
     return Grown(trees, chances, grown.codes[first], grown.depths[first])
 
 
-def _continued(
+def continued(
     weights: torch.Tensor,
     path: torch.Tensor,
     lengths: torch.Tensor,

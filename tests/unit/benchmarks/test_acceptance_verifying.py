@@ -10,10 +10,10 @@ from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
 from transformers import PreTrainedModel
 
 from benchmarks.acceptance.drafting import Grown, Pick, Requests, grow
-from benchmarks.acceptance.experiment import with_noise_of_roots
 from benchmarks.acceptance.methods import METHODS, Setting
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.simulate import simulate
+from benchmarks.acceptance.slot_values import SlotValues, valued
 from benchmarks.acceptance.texts import Prompts, logits_along, write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from dyntree_plugin.options.options import DynTreeOptions
@@ -46,13 +46,19 @@ def grown_behind(plan: TreePlan, context: Context, prompts: Prompts, temperature
 
 
 def grown_by(
-    pick: Pick, plan: TreePlan, context: Context, prompts: Prompts, temperature: float
+    pick: Pick,
+    plan: TreePlan,
+    context: Context,
+    prompts: Prompts,
+    temperature: float,
+    of_roots: bool = False,
 ) -> Grown:
     read = Prompts.of(context, 0, CPU)
     decoder = Decoder(in_rows(0.2), len(context), read.longest + 1)
     logits = decoder.append(read.tokens, read.lengths)
     with torch.inference_mode():
-        return grow(plan, pick, decoder, logits, Requests(prompts.seeds, temperature))
+        requests = Requests(prompts.seeds, temperature, of_roots)
+        return grow(plan, pick, decoder, logits, requests)
 
 
 def dense_logits(grown: Grown, context: Context) -> torch.Tensor:
@@ -147,7 +153,7 @@ def blocks_on(grown: Grown, context: Context, seeds: torch.Tensor, temperature: 
         return PERTURB(zeros, torch.ones(len(roots)), stream(seeds, purpose), roots)
 
     found = chains.chances()
-    lengths = found.accepted(uniform(noise(ACCEPT, DEPTH)))
+    lengths = found.accepted(uniform(noise(ACCEPT, DEPTH + 1))[:, 1:])
     bonus = draw(chains.next_law(found, lengths), noise(BONUS, VOCABULARY))
     path = torch.where(torch.arange(DEPTH) < lengths[:, None], torch.arange(DEPTH), -1)
     tokens = torch.nn.functional.pad(tree.tokens, (0, 1))
@@ -233,15 +239,16 @@ def test_reading_a_chain_alone_accepts_what_a_block_over_a_verified_tree_does() 
     assert_same(lazily_and_densely(plan, Blocks(in_rows(), prompts, 0.8, 60), prompts, 0.8))
 
 
-def excess_of_blocks(target: PreTrainedModel) -> tuple[float, float]:
-    """Let block chains write with this ``target``, and compare with the law of `in_rows`.
+def excess_of_blocks(name: str, target: PreTrainedModel) -> tuple[float, float]:
+    """Let a method write with this ``target``, and compare with the law of `in_rows`.
 
     Return the mean over all tokens of -log p less the entropy, which is 0 for samples of the law,
     and its standard error.
     """
     prompts, temperature = some_prompts(*[4] * 400), 1.0
-    plan = METHODS["block"].plan(Setting(DEPTH, temperature, DEPTH, ()))
-    pick = with_noise_of_roots(ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu")))
+    plan = METHODS[name].plan(Setting(DEPTH, temperature, DEPTH, ()))
+    pick = ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu"))
+    growing = valued(plan, SlotValues()) if METHODS[name].slots else None
     told: list[list[int]] = [[] for _ in range(len(prompts))]
     verifier = Blocks(target, prompts, temperature, 80)
     for words, first in zip(told, verifier.first().tolist(), strict=True):
@@ -258,7 +265,9 @@ def excess_of_blocks(target: PreTrainedModel) -> tuple[float, float]:
             told[place] += words
 
     verifier.keep = kept  # type: ignore[method-assign]
-    simulate(plan, pick, [in_rows(0.3)], prompts, verifier, temperature, 24, observe)
+    simulate(
+        plan, pick, [in_rows(0.3)], prompts, verifier, temperature, 24, observe, growing=growing
+    )
     text = torch.tensor([words[:24] for words in told])
     law = (logits_along(in_rows(), prompts, text) / temperature).log_softmax(1)
     entropy = -(law.exp() * law).sum(1)
@@ -266,11 +275,12 @@ def excess_of_blocks(target: PreTrainedModel) -> tuple[float, float]:
     return float(excess.mean()), float(excess.std() / len(excess) ** 0.5)
 
 
-def test_texts_of_block_chains_have_the_law_of_the_target() -> None:
+@pytest.mark.parametrize("name", ["block", "traversal"])
+def test_texts_have_the_law_of_the_target(name: str) -> None:
     """Control: those of another target have not."""
-    excess, error = excess_of_blocks(in_rows())
+    excess, error = excess_of_blocks(name, in_rows())
     assert abs(excess) < 4 * error
-    excess, error = excess_of_blocks(in_rows(0.2))
+    excess, error = excess_of_blocks(name, in_rows(0.2))
     assert excess > 8 * error
 
 
@@ -284,13 +294,13 @@ def test_chains_draw_with_noise_of_their_root() -> None:
         return ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu"))(*arguments)
 
     prompts = some_prompts(*PROMPTS)
-    for through, steps in ((pick, 1), (with_noise_of_roots(pick), 0)):
+    for of_roots in (False, True):
         asked.clear()
         context = [row[:n].tolist() for row, n in zip(prompts.tokens, prompts.lengths, strict=True)]
-        grown_by(through, plan, context, prompts, 1.0)
+        grown_by(pick, plan, context, prompts, 1.0, of_roots)
         for place, rows in enumerate(asked):
             assert rows.columns.tolist() == [place] * len(context)
-            expected = [len(words) - 1 + steps * place for words in context]
+            expected = [len(words) - 1 + (0 if of_roots else place) for words in context]
             assert rows.positions.tolist() == expected
         assert len(asked) == DEPTH
 
