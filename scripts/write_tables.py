@@ -30,6 +30,14 @@ SOURCES = ("code", "prose", "edit", "retrieval", "conversation")
 """Workloads on which sources of candidates are compared."""
 
 
+DRAWN = tuple(
+    f"{kind}-{temperature}"
+    for kind in ("drawn-trees", "drawn-chains", "coupled-trees")
+    for temperature in ("0.6", "1")
+)
+"""Results of the laboratory on the same prompts."""
+
+
 def _acceptance(name: str) -> str:
     return report.markdown_table(_result(name))
 
@@ -178,6 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules": pairs.markdown_table,
     "acceptance": lambda: _acceptance("acceptance-cpu"),
     "acceptance_64": _acceptance_of_64,
+    "drawn_trees": lambda: report.drawn_markdown([_result(f"{name}-cpu") for name in DRAWN]),
     "posterior": lambda: report.posterior_markdown(_result("posterior-cpu")),
     "sources": _of_sources,
     **{f"sources_{name}": partial(_acceptance, f"sources-{name}-cpu") for name in SOURCES},

@@ -270,6 +270,45 @@ def markdown_table(result: Result) -> str:
     )
 
 
+def drawn_markdown(results: Sequence[Result]) -> str:
+    """Compare drawn trees with the block chain of the most tokens among those of as many nodes at
+    most, on the same prompts."""
+    cells = [cell for result in results for cell in result["cells"]]
+    lines = [
+        "| temperature | nodes | coupled tree | best block chain | drawn tree | tree / chain |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for tree in (cell for cell in cells if cell["method"] == "traversal"):
+        here, budget = tree["temperature"], tree["budget"]
+        chain = max(
+            (c for c in cells if (c["method"], c["temperature"]) == ("block", here)
+             and c["budget"] <= budget),
+            key=lambda c: float(c["expected_tokens_per_step"]),
+        )  # fmt: skip
+        coupled = find(cells, "calibrated", here, budget)
+        figures = ["–" if c is None else _with_error(c) for c in (coupled, chain, tree)]
+        quotient, error = ratio(tree, chain)
+        line = [f"{here:g}", str(budget), *figures, f"{quotient:.2f} ± {error:.2f}"]
+        lines.append("| " + " | ".join(line) + " |")
+    return "\n".join(lines)
+
+
+def _with_error(cell: Cell) -> str:
+    return f"{cell['expected_tokens_per_step']:.2f} ± {cell['standard_error']:.2f}"
+
+
+def ratio(cell: Cell, other: Cell) -> tuple[float, float]:
+    """Return how many times another cell's tokens per step a cell has on the same prompts, and the
+    standard error over prompts."""
+    means, off = [], []
+    for each in (cell, other):
+        steps, tokens = zip(*each["by_prompt"], strict=True)
+        means.append(sum(tokens) / sum(steps))
+        off.append([t / sum(tokens) - s / sum(steps) for s, t in each["by_prompt"]])
+    squares = sum((a - b) ** 2 for a, b in zip(*off, strict=True))
+    return means[0] / means[1], means[0] / means[1] * float(squares**0.5)
+
+
 def heading(result: Result) -> Group:
     """What was run, and on what."""
     s, where = result["settings"], result["provenance"]

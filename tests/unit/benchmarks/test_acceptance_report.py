@@ -131,6 +131,34 @@ def test_the_markdown_table_holds_every_figure_and_the_ratios(result: dict[str, 
     assert by_label["coupled"][:2] == ["–", "–"]
 
 
+def test_drawn_trees_stand_beside_block_chains_of_as_many_nodes_at_most(
+    result: dict[str, Any],
+) -> None:
+    _, _, *rows = report.drawn_markdown([result]).splitlines()
+    cells = result["cells"]
+    trees = [cell for cell in cells if cell["method"] == "traversal"]
+    assert len(rows) == len(trees)
+    for row, tree in zip(rows, trees, strict=True):
+        here, budget = tree["temperature"], tree["budget"]
+        chains = [
+            cell["expected_tokens_per_step"] for cell in cells
+            if (cell["method"], cell["temperature"]) == ("block", here) and cell["budget"] <= budget
+        ]  # fmt: skip
+        quotient = tree["expected_tokens_per_step"] / max(chains)
+        assert row.startswith(f"| {here:g} | {budget} |")
+        assert f" {max(chains):.2f} ± " in row
+        assert row.split("|")[-2].startswith(f" {quotient:.2f} ± ")
+
+
+def test_the_error_of_a_ratio_is_that_over_prompts_that_both_have() -> None:
+    """Prompts on which both cells are twice as good tell nothing of their ratio."""
+    one = {"by_prompt": [[10, 20.0], [10, 40.0], [10, 60.0]]}
+    assert report.ratio({"by_prompt": [[10, 40.0], [10, 80.0], [10, 120.0]]}, one) == (2, 0)
+    found, error = report.ratio({"by_prompt": [[10, 60.0], [10, 40.0], [10, 20.0]]}, one)
+    assert found == 1
+    assert error == pytest.approx(2 * (2 * (20 / 120 - 40 / 120) ** 2) ** 0.5)
+
+
 def test_what_the_posterior_entropy_foretells_stands_beside_what_was_measured(
     result: dict[str, Any],
 ) -> None:
