@@ -103,6 +103,7 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
     from vllm.logger import init_logger
 
     from dyntree_plugin.admission import check, offloading
+    from dyntree_plugin.admission.blocks import block_advice
     from dyntree_plugin.engine.configuration import further_drafts
     from dyntree_plugin.engine.fallback import default_chain_reasons
 
@@ -118,8 +119,8 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
         logger.info("%s", advice)
     for line in offloading.advice(vllm_config, device_type):
         logger.warning("%s", line)
-    if unseen := check.images_advice(vllm_config):
-        logger.warning("%s", unseen)
+    for said in filter(None, (check.images_advice(vllm_config), block_advice(vllm_config))):
+        logger.warning("%s", said)
     if padding := check.padding_advice(vllm_config):
         logger.info("%s", padding)
     if difference := check.vocabulary_advice(vllm_config):

@@ -22,7 +22,7 @@ def random_head(folder: Path, seed: int = 0, **config: Any) -> Path:
 
     The target accepts hardly any of its tokens.
     """
-    target = _target_config()
+    target = target_config()
     hidden, vocabulary = target["hidden_size"], target["vocab_size"]
     generator = torch.Generator().manual_seed(seed)
     weights = layer_weights(target, lambda *shape: 0.05 * torch.randn(*shape, generator=generator))
@@ -42,7 +42,7 @@ def mirror_head(folder: Path) -> Path:
     Its layer adds nothing, so that what it returns is the hidden state that it was given: the
     target's last one, or in further forwards that of the row's parent.
     """
-    target = _target_config()
+    target = target_config()
     hidden = target["hidden_size"]
     weights = layer_weights(target, torch.zeros)
     weights["fc.weight"] = torch.eye(hidden)
@@ -55,7 +55,7 @@ def mirror_head(folder: Path) -> Path:
 
 def first_eagle_mirror(folder: Path) -> Path:
     """Write a head of EAGLE's first kind that does as `mirror_head`; return its folder."""
-    target = _target_config()
+    target = target_config()
     hidden = target["hidden_size"]
     weights = {}
     for name, each in layer_weights(target, torch.zeros).items():
@@ -70,7 +70,7 @@ def first_eagle_mirror(folder: Path) -> Path:
 def mtp_mirror(folder: Path) -> Path:
     """Write the embedded target as a MiMo with a module of multi-token prediction, which does as
     `mirror_head`; return its folder."""
-    target = _target_config()
+    target = target_config()
     hidden = target["hidden_size"]
     stored = load_file(pair.paths()["target"] / "model.safetensors")
     norm = stored.pop("model.norm.weight").float()
@@ -100,7 +100,7 @@ def mtp_mirror(folder: Path) -> Path:
     return written
 
 
-def _target_config() -> dict[str, Any]:
+def target_config() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((pair.paths()["target"] / "config.json").read_text())
     return found
 
@@ -144,7 +144,7 @@ def write_head(
         for name, each in weights.items()
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    of_target = _target_config()
+    of_target = target_config()
     of_target.pop("transformers_version", None)
     written = of_target | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -217,12 +217,12 @@ class PlainHead:
         )
         return seen.transpose(0, 1).flatten(1) @ self._weight("midlayer.self_attn.o_proj").T
 
-    def _turned(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return heads [heads, T, size] turned by the angles of positions 0, 1, …."""
+    def _turned(self, heads: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Return heads [heads, T, size] turned by the angles of positions ``first``, …."""
         half = heads.shape[2] // 2
         theta = self._config["rope_parameters"]["rope_theta"]
         rates = theta ** -(torch.arange(half) / half)
-        angles = torch.arange(heads.shape[1])[:, None] * rates
+        angles = (first + torch.arange(heads.shape[1]))[:, None] * rates
         first, second = heads.split(half, dim=2)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)

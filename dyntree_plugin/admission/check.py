@@ -5,12 +5,14 @@ It reads vLLM's configuration and imports nothing of vLLM.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
+from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, block_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_REFUSALS
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
@@ -29,7 +31,8 @@ from dyntree_plugin.admission.refusals import (
 from dyntree_plugin.admission.states import STATE_REFUSALS
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
 from dyntree_plugin.admission.windows import WINDOW_REFUSALS
-from dyntree_plugin.options.options import HEADS, NAMESPACE, WITHOUT_DRAFT, DynTreeOptions
+from dyntree_plugin.options.methods import BLOCKS, HEADS, OF_TARGET, WITH_DRAFT, WITHOUT_DRAFT
+from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -42,16 +45,13 @@ model, or None if it has one."""
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
 LOOK_UP_EXAMPLE = '{"method": "ngram_gpu", "num_speculative_tokens": 16}'
 
-WITH_DRAFT = ("draft_model", *HEADS)
-"""vLLM's methods with a draft model or a head that are served."""
-
 VLLMS_MATCHES = (5, 5)
 """vLLM's default of prompt_lookup_min and prompt_lookup_max."""
 
 _SOURCES = (
     f"use a draft model, --speculative-config '{EXAMPLE}', a head of the target with method "
-    f"{', '.join(HEADS[:-1])} or {HEADS[-1]}, or look-up in the requests' texts, "
-    f"--speculative-config '{LOOK_UP_EXAMPLE}'"
+    f"{', '.join(HEADS[:-1])} or {HEADS[-1]}, a block draft with method {' or '.join(BLOCKS)}, or "
+    f"look-up in the requests' texts, --speculative-config '{LOOK_UP_EXAMPLE}'"
 )
 
 
@@ -164,6 +164,7 @@ def _refusals(
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
     of_targets = (*STATE_REFUSALS, *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
     yield from _found((*ENGINE_REFUSALS, *of_targets, *CONNECTOR_REFUSALS, *of_device), vllm_config)
+    yield from _found(block_refusals(device_type), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     yield from kernel_refusals(vllm_config, options, device_type)
     if reason := _too_many_children(vllm_config.model_config, options):
@@ -187,8 +188,9 @@ def _speculation_refusals(
         yield _unserved_method(speculation.method)
     yield from _found(SPECULATION_REFUSALS, speculation, "speculative_config.")
     if (draft := _draft_model(vllm_config)) is not None:
-        refusals = HEAD_REFUSALS if speculation.method in HEADS else DRAFT_REFUSALS
-        tables = (*refusals, *LATENT_DRAFT_REFUSALS)
+        refusals = HEAD_REFUSALS if speculation.method in OF_TARGET else DRAFT_REFUSALS
+        of_block = BLOCK_DRAFT_REFUSALS if speculation.method in BLOCKS else ()
+        tables = (*refusals, *LATENT_DRAFT_REFUSALS, *of_block)
         yield from _found(tables, speculation, "speculative_config.")
         yield from _found(model_refusals(device_type, draft=True), draft, "draft model: ")
         yield from _vocabulary_refusals(vllm_config, speculation)
@@ -255,7 +257,8 @@ def _too_many_children(model_config: ModelConfig, options: DynTreeOptions) -> st
 def _vocabulary_refusals(vllm_config: VllmConfig, speculation: SpeculativeConfig) -> Iterator[str]:
     models = vllm_config.model_config, speculation.draft_model_config
     # A head's embedding is the target's, or has its size.
-    other_size = None if speculation.method in HEADS else vocabularies.other_size(*models)
+    of_target = speculation.method in OF_TARGET
+    other_size = None if of_target else vocabularies.other_size(*models)
     yield from filter(None, (other_size, vocabularies.unlike(*models)))
 
 
@@ -287,13 +290,17 @@ def padding_advice(vllm_config: VllmConfig, further: SpeculativeConfig | None = 
     return vocabularies.padding(vllm_config.model_config, speculation.draft_model_config)
 
 
-def _beside_nodes(vllm_config: VllmConfig) -> int:
-    """Return the tokens of a step that a request's tree takes besides its nodes.
+def _beside_nodes(vllm_config: VllmConfig, nodes: int) -> int:
+    """Return the tokens of a step that a request's tree takes besides its ``nodes``.
 
-    These are the root, and one for the prefill of a separate draft model.
+    These are the root, and what vLLM sets aside for the draft: for a separate model a token, for
+    its prefill; before 0.33 for a block draft about as many as the nodes.
     """
-    speculation = vllm_config.speculative_config
-    return 1 + (speculation is not None and speculation.method == "draft_model")
+    if vllm_config.speculative_config is None:
+        return 1
+    speculation = copy.copy(vllm_config.speculative_config)
+    speculation.num_speculative_tokens = nodes  # of a block draft it is not that yet
+    return 1 + speculation.max_num_new_slots_for_drafting
 
 
 def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[str]:
@@ -304,7 +311,7 @@ def _tree_exceeds_step(vllm_config: VllmConfig, node_budget: int) -> Iterator[st
     """
     scheduler = vllm_config.scheduler_config
     batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
-    limits = [("max_num_batched_tokens", batched, _beside_nodes(vllm_config))]
+    limits = [("max_num_batched_tokens", batched, _beside_nodes(vllm_config, node_budget))]
     if scheduled is not None and scheduled < batched:  # By default they are equal.
         limits.append(("max_num_scheduled_tokens", scheduled, 1))
     if scheduler.long_prefill_token_threshold:
@@ -327,7 +334,7 @@ def token_budget_advice(vllm_config: VllmConfig) -> str | None:
     scheduler = vllm_config.scheduler_config
     budget = scheduler.max_num_batched_tokens
     budget = min(budget, scheduler.max_num_scheduled_tokens or budget)
-    beside = _beside_nodes(vllm_config)
+    beside = _beside_nodes(vllm_config, vllm_config.num_speculative_tokens)
     tree, num_seqs = vllm_config.num_speculative_tokens + beside, scheduler.max_num_seqs
     if num_seqs * tree <= budget:
         return None

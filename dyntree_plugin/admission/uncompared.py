@@ -27,6 +27,7 @@ _OPTIONS = {
         "set --dtype to bfloat16 or float32",
     ),
     "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
+    "kv_transfer_config": _Row(lambda c: c.kv_transfer_config is not None, bool, "leave it out"),
     "mamba_cache_dtype": _Row(
         lambda c: c.cache_config.mamba_cache_dtype, lambda dtype: dtype != "auto", "leave it out"
     ),
@@ -40,10 +41,11 @@ _OPTIONS = {
 
 class Targets(NamedTuple):
     """Targets of one kind: ``kind`` reads from a model's configuration whether it is of that kind,
-    and ``name`` is what messages call that."""
+    and ``name`` is what messages call that. ``of``: what ``kind`` reads of a ``VllmConfig``."""
 
     name: str
     kind: Callable[[Any], Any]
+    of: Callable[[Any], Any] = lambda c: c.model_config
 
     def refusal(
         self, option: str, value: Callable[[Any], Any], refused: Callable[[Any], Any], advice: str
@@ -51,7 +53,7 @@ class Targets(NamedTuple):
         """Return a check of ``VllmConfig`` that other targets pass."""
         return Refusal(
             f"{self.name}, {option}",
-            lambda c: (self.kind(c.model_config), value(c)),
+            lambda c: (self.kind(self.of(c)), value(c)),
             lambda found: bool(found[0]) and refused(found[1]),
             advice,
         )

@@ -10,7 +10,8 @@ import typer
 
 from dyntree_plugin.commands.paths import check_model
 from dyntree_plugin.commands.vocabulary import shared
-from dyntree_plugin.options.options import HEADS, MOST_NODES
+from dyntree_plugin.options.methods import HEADS
+from dyntree_plugin.options.options import MOST_NODES
 
 Target = Annotated[str | None, shared("--target", show_default="the embedded one")]
 Draft = Annotated[str | None, shared("--draft", show_default="the embedded one")]

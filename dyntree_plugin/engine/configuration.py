@@ -216,6 +216,8 @@ def scratch_slots(speculative_config: Any) -> int:
     plan = plan_in_force(speculative_config)
     if plan is None or not plan.has_draft:
         return 0
+    if plan.shape.block:  # the root, and a mask for each token of the block
+        return plan.shape.block + 1
     # A draft model reads the last emitted token before the target does: one slot more.
     return plan.scratch_slots + 1 + plan.shape.shift
 
@@ -225,5 +227,4 @@ def most_draft_rows(vllm_config: VllmConfig) -> int:
     plan = tree_plan(vllm_config)
     if plan is None or not plan.has_draft:
         return 0
-    of_request = max(*plan.growing.widths, plan.shape.max_depth + 1, 1)
-    return vllm_config.scheduler_config.max_num_seqs * of_request
+    return vllm_config.scheduler_config.max_num_seqs * plan.most_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -84,16 +85,26 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
         slots: dict[str, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run rows of the head; see `LoadedHead`."""
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=len(ids),
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=slots,
-            batch_descriptor=BatchDescriptor(num_tokens=len(ids)),
-        ):
+        with forward_context(self.vllm_config, len(ids), metadata, slots):
             found = self.model(
                 input_ids=ids, positions=positions, hidden_states=states, inputs_embeds=None
             )
         # Some heads return one tensor for both.
         return found if isinstance(found, tuple) else (found, found)
+
+
+def forward_context(
+    vllm_config: VllmConfig,
+    rows: int,
+    metadata: dict[str, Any] | None,
+    slots: dict[str, torch.Tensor] | None,
+) -> AbstractContextManager[None]:
+    """Return vLLM's context of a forward over so many rows, without a graph."""
+    return set_forward_context(
+        metadata,
+        vllm_config,
+        num_tokens=rows,
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        slot_mapping=slots,
+        batch_descriptor=BatchDescriptor(num_tokens=rows),
+    )

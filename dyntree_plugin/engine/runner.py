@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.admission.request_limits import wrap_seeds
+from dyntree_plugin.engine.block_speculator import BlockSpeculator
 from dyntree_plugin.engine.budget.step_costs import measure
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.configuration import uses_adaptive_budget
@@ -313,9 +314,11 @@ class TreeRunnerMixin(TreeStage):
 
 def _speculator_for(
     plan: TreePlan,
-) -> type[TreeSpeculator | HeadSpeculator | LookUpSpeculator]:
+) -> type[TreeSpeculator | HeadSpeculator | BlockSpeculator | LookUpSpeculator]:
     if not plan.has_draft:
         return LookUpSpeculator
+    if plan.shape.block:
+        return BlockSpeculator
     return HeadSpeculator if plan.shape.head else TreeSpeculator
 
 

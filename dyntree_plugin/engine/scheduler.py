@@ -57,7 +57,7 @@ class TreeCounting(Scheduler):
                 # Graphs are captured for these sizes. Entry 0 of the table belongs to no batch.
                 sizes = tuple(sorted({*self.dynamic_sd_lookup[1:]}))
             synchronous = not self.scheduler_config.async_scheduling
-            lookup: Any = NodeBuckets(sizes, len(plan.growing.widths), synchronous=synchronous)
+            lookup: Any = NodeBuckets(sizes, plan.further_forwards, synchronous=synchronous)
             self._buckets = self.dynamic_sd_lookup = lookup
 
     def _handle_stopped_request(self, request: Request) -> bool:

@@ -168,8 +168,9 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
 
 def row_memory(model: DraftModelSpeculator, plan: TreePlan) -> RowMemory:
     """Allocate the rows of draft forwards; the attention of ``model`` is set."""
-    most_rows = max((*plan.growing.widths, plan.shape.max_depth + 1))
-    return RowMemory(model, most_rows, plan.scratch_slots, plan.shape.shift)
+    # A block draft keeps the target's states, and its cache ends before the root.
+    shift = -1 if plan.shape.block else plan.shape.shift
+    return RowMemory(model, plan.most_rows, plan.scratch_slots, shift)
 
 
 class LookUpSpeculator(TreeProposals):

@@ -19,7 +19,14 @@ from pydantic import (
     field_validator,
 )
 
-from dyntree_plugin.options.shape import ADAPTIVE_FORWARDS, DRAWN_CHILDREN, LOOK_UP_DEPTH, shape_of
+from dyntree_plugin.options.methods import BLOCKS, HEADS, WITHOUT_DRAFT
+from dyntree_plugin.options.shape import (
+    ADAPTIVE_FORWARDS,
+    BLOCK_NODES,
+    DRAWN_CHILDREN,
+    LOOK_UP_DEPTH,
+    shape_of,
+)
 from dyntree_plugin.options.text import allowed, specs
 from dyntree_plugin.tree.shape import Budget, Sampling, TreeShape
 
@@ -30,12 +37,6 @@ NAMESPACE = "dyntree"
 """The key of our options in vLLM's ``additional_config``, and the name of the flag."""
 
 Switch = Literal["on", "off"]
-
-WITHOUT_DRAFT = ("ngram", "ngram_gpu")
-"""vLLM's methods without a draft model: all candidates come from look-up."""
-
-HEADS = ("eagle", "eagle3", "mtp")
-"""vLLM's methods whose draft is a head, which reads the target's hidden states."""
 
 MOST_NODES = 1024
 MOST_DEPTH = MOST_CHILDREN = 64
@@ -52,8 +53,11 @@ class DynTreeOptions(BaseModel):
         ge=1,
         le=MOST_NODES,
         description="Most nodes in one request's tree, which are the draft tokens that the target "
-        "verifies in a step. At most num_speculative_tokens.",
-        json_schema_extra={"derived": "num_speculative_tokens"},
+        "verifies in a step. At most num_speculative_tokens; with a block draft (method dflash or "
+        "dspark) that is the length of the block, and no limit.",
+        json_schema_extra={
+            "derived": f"num_speculative_tokens; with a block draft at least {BLOCK_NODES}"
+        },
     )
     budget: Budget | None = Field(
         default=None,
@@ -70,9 +74,10 @@ class DynTreeOptions(BaseModel):
         ge=1,
         le=MOST_DEPTH,
         description="Largest depth of a node: the most draft tokens that one step can accept. At "
-        "most node_budget.",
+        "most node_budget, and with a block draft at most num_speculative_tokens.",
         json_schema_extra={
-            "derived": f"node_budget, at most {LOOK_UP_DEPTH}, with look-up; else max_forwards"
+            "derived": f"node_budget, at most {LOOK_UP_DEPTH}, with look-up; else max_forwards; "
+            "the most with a block draft"
         },
     )
     max_forwards: int | None = Field(
@@ -265,26 +270,27 @@ class DynTreeOptions(BaseModel):
     def plan_for(self, speculation: Any) -> TreePlan:
         """Do as `resolve` for an engine with this ``SpeculativeConfig`` of vLLM's."""
         draft, head = speculation.method not in WITHOUT_DRAFT, speculation.method in HEADS
-        return self.resolve(speculation.num_speculative_tokens, draft=draft, head=head)
+        block = speculation.method in BLOCKS
+        return self.resolve(speculation.num_speculative_tokens, draft=draft, head=head, block=block)
 
     def resolve(
-        self, num_speculative_tokens: int, *, draft: bool = True, head: bool = False
+        self, slots: int, *, draft: bool = True, head: bool = False, block: bool = False
     ) -> TreePlan:
-        """Fill in every default for an engine with `num_speculative_tokens`.
+        """Fill in every default for an engine with num_speculative_tokens = ``slots``.
 
-        ``draft``: there is a draft model, or a ``head`` of the target.
+        ``draft``: there is a draft model, a ``head`` of the target, or a draft of a ``block`` of so
+        many tokens.
 
         Raises:
             ValueError: naming the options that do not fit this engine or each other.
         """
-        slots = num_speculative_tokens
-        node_budget = slots if self.node_budget is None else self.node_budget
+        node_budget = self.node_budget or (max(slots, BLOCK_NODES) if block else slots)
         if node_budget > MOST_NODES:
             raise ValueError(
                 f"num_speculative_tokens={slots} is more than the {MOST_NODES} nodes that a tree "
                 f"may have: lower it, or set {NAMESPACE}.node_budget to at most {MOST_NODES}"
             )
-        if node_budget > slots:
+        if node_budget > slots and not block:
             raise ValueError(
                 f"{NAMESPACE}.node_budget={node_budget} exceeds num_speculative_tokens={slots}: "
                 f"lower it to at most {slots}, or raise num_speculative_tokens in "
@@ -292,7 +298,10 @@ class DynTreeOptions(BaseModel):
             )
         budget = self.budget or self._default_budget()
         try:
-            shape = shape_of(self.model_dump(), node_budget, budget, draft=draft, head=head)
+            length = slots if block else 0
+            shape = shape_of(
+                self.model_dump(), node_budget, budget, draft=draft, head=head, block=length
+            )
             return self._plan(shape, budget)
         except ValueError as error:
             raise ValueError(f"{NAMESPACE}.{error}") from None
@@ -309,6 +318,8 @@ class DynTreeOptions(BaseModel):
                 yield f"{given} with growth={growth}: leave it out"
             elif not plan.has_draft and name != "max_depth":
                 yield f"{given} without a draft model: leave it out"
+            elif plan.shape.block and name == "max_forwards":
+                yield f"{given} with a block draft, which makes one forward: leave it out"
             elif name == "max_depth" and not plan.shape.grafts and self._forwards_limit(value):
                 yield (
                     f"{given} with max_forwards={self.max_forwards} and lookup=off: leave it out"

@@ -15,6 +15,9 @@ DRAWN_CHILDREN = 16
 ADAPTIVE_FORWARDS = 16
 """Default of max_forwards with an adaptive budget, which makes no forward that does not pay."""
 
+BLOCK_NODES = 16
+"""Least default of node_budget with a block draft."""
+
 LOOK_UP_DEPTH = 32
 """Largest default depth with look-up, whose nodes cost no forward."""
 
@@ -31,12 +34,18 @@ def default_shape(node_budget: int) -> tuple[int, int, int]:
 
 
 def shape_of(
-    given: Mapping[str, Any], node_budget: int, budget: Budget, *, draft: bool, head: bool = False
+    given: Mapping[str, Any],
+    node_budget: int,
+    budget: Budget,
+    *,
+    draft: bool,
+    head: bool = False,
+    block: int = 0,
 ) -> TreeShape:
     """Fill in the shape of trees of ``node_budget`` nodes.
 
     ``given``: every option's value, None where the user gives none. ``draft``: there is a draft
-    model, or a ``head`` of the target.
+    model, a ``head`` of the target, or a draft of ``block`` tokens at once.
 
     Raises:
         ValueError: beginning with the name of an option that does not fit the others.
@@ -47,7 +56,12 @@ def shape_of(
     if given["expansion"] is not None:
         forwards = len(given["expansion"])
     looks_up = _looks_up(given, draft)
-    depth, forwards = _depths(given, node_budget, forwards, looks_up)
+    if block:
+        _check_block(given)
+        usual = min(block, node_budget)
+        depth = forwards = _depths(given, node_budget, usual, False, block)[0]
+    else:
+        depth, forwards = _depths(given, node_budget, forwards, looks_up)
     spec = specs("growth")[given["growth"]]
     if "children" in spec.reads and "best" not in spec.samplings:
         children = DRAWN_CHILDREN
@@ -62,7 +76,14 @@ def shape_of(
         node_budget if looks_up else 0,
         1 + len(given["drafts"] or ()),
         head,
+        block,
     )
+
+
+def _check_block(given: Mapping[str, Any]) -> None:
+    for name, only in (("growth", "topk"), ("block_chains", "off")):
+        if given[name] != only:
+            raise ValueError(f"{name}={given[name]} does not go with a block draft: use {only}")
 
 
 def _looks_up(given: Mapping[str, Any], draft: bool) -> bool:
@@ -86,13 +107,15 @@ def _looks_up(given: Mapping[str, Any], draft: bool) -> bool:
 
 
 def _depths(
-    given: Mapping[str, Any], node_budget: int, usual: int, looks_up: bool
+    given: Mapping[str, Any], node_budget: int, usual: int, looks_up: bool, block: int = 0
 ) -> tuple[int, int]:
     """Return the depth of the deepest node, and the most draft forwards; see `shape_of`.
 
     ``usual``: the draft forwards where nothing limits them.
     """
     limits = {"node_budget": node_budget}
+    if 0 < block < node_budget:
+        limits["num_speculative_tokens"] = block
     for name in ("max_depth", "max_forwards"):
         value = given[name]
         if value is None:

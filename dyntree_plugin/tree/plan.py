@@ -75,6 +75,16 @@ class TreePlan:
         return self.growing.scratch_slots
 
     @property
+    def further_forwards(self) -> int:
+        """Most draft forwards of a step after the first."""
+        return 0 if self.shape.block else len(self.growing.widths)
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a request in a draft forward, or in the growth after it, without prompts."""
+        return max(*self.growing.widths, self.shape.max_depth + 1, self.shape.block + 1)
+
+    @property
     def reads_draws(self) -> bool:
         """Whether verification reasons about the draft's distributions."""
         return RULES[self.rule].drawn is not None
@@ -115,6 +125,8 @@ class TreePlan:
             read.add("drafts")
         if self.shape.head:
             read.add("head")
+        if self.shape.block:
+            read = (read | {"block"}) - {"max_forwards"}
         own = self.growth.parameter
         return {
             "growth": spec.name,

@@ -23,7 +23,8 @@ class TreeShape:
     forwards per step, the root's included; 0 without a draft model, None for ``max_depth``.
     ``grafts``: nodes that look-up may propose, 0 for none. ``drafts``: models of a pool, 1 if
     there is no pool. ``head``: the draft is a head of the target, which reads the output of a
-    node's parent, so that no forward runs both.
+    node's parent, so that no forward runs both. ``block``: tokens after the root whose
+    logits one forward of a block draft gives; 0 for other drafts.
     """
 
     node_budget: int
@@ -35,6 +36,7 @@ class TreeShape:
     grafts: int = 0
     drafts: int = 1
     head: bool = False
+    block: int = 0
 
     def __post_init__(self) -> None:
         for name in ("node_budget", "max_depth", "width", "children", "drafts"):

@@ -147,6 +147,14 @@ def with_head(head: Any, method: str = "eagle3", nodes: int = 16, **options: Any
     return with_options(**options) | of_models
 
 
+def with_block(
+    block: Any, method: str = "dflash", length: int = 5, **options: Any
+) -> dict[str, Any]:
+    """Return arguments of ``LLM`` for an engine whose trees the block draft in a folder drafts."""
+    speculation = {"method": method, "model": str(block), "num_speculative_tokens": length}
+    return with_options(**options) | {"speculative_config": speculation}
+
+
 def without_tree(**arguments: Any) -> dict[str, Any]:
     """Return arguments of ``LLM`` for vLLM's V2 runner on the same target."""
     target = str(pair.paths()["target"])

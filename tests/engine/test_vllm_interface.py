@@ -36,6 +36,7 @@ CPU = [
     *[f"states.layers.Tree{layer}" for layer in ("MambaMixer2", "ShortConv", "GatedDeltaNet")],
 ]
 SHARED = [
+    "block_speculator.BlockSpeculator",
     "speculator.TreeSpeculator",
     "speculator.LookUpSpeculator",
     "scheduler.TreeScheduler",

@@ -59,6 +59,7 @@ LAYERS = (
         "dyntree_plugin.engine.compose",
         "dyntree_plugin.engine.earlier_stage",
         "dyntree_plugin.engine.further_drafts",
+        "dyntree_plugin.engine.block_speculator",
         "dyntree_plugin.engine.head_speculator",
         "dyntree_plugin.engine.pipeline",
         "dyntree_plugin.engine.speculator",

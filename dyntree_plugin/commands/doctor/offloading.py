@@ -12,7 +12,7 @@ from dyntree_plugin.admission.offloading import Offloading, gib
 from dyntree_plugin.commands.doctor.checks import device_type
 from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.configuration import further_drafts
-from dyntree_plugin.options.options import WITHOUT_DRAFT
+from dyntree_plugin.options.methods import WITHOUT_DRAFT
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig

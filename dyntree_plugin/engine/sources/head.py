@@ -43,6 +43,13 @@ class LoadedHead(Protocol):
     ) -> torch.Tensor: ...
 
 
+def joined(target: TargetStates, at: torch.Tensor) -> torch.Tensor:
+    """Return the target's hidden states in rows ``at`` int64 [N] of a step, [N, layers * H]."""
+    # Joined first: of several layers that takes fewer launches than to select from each.
+    layers = target.hidden
+    return (layers[0] if len(layers) == 1 else torch.cat(layers, dim=-1)).index_select(0, at)
+
+
 class HeadStates:
     """Hidden states of R requests that pass from one forward to another, at fixed addresses.
 
@@ -126,9 +133,7 @@ class TargetHead:
         torch.index_select(states, 0, last, out=self._states.own[: len(last), 0])
 
     def _combined(self, target: TargetStates, at: torch.Tensor) -> torch.Tensor:
-        # Joined first: of several layers that takes fewer launches than to select from each.
-        joined = target.hidden[0] if len(target.hidden) == 1 else torch.cat(target.hidden, dim=-1)
-        return self._head.combine(joined.index_select(0, at))
+        return self._head.combine(joined(target, at))
 
     def _run(self, rows: FilledRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._head.run(rows.ids, rows.positions, states, rows.metadata, rows.slots_by_layer)

@@ -40,6 +40,7 @@ class DraftStages:
         max_depth: int,
         chained: torch.Tensor,
         pays: Callable[[StepGrowth], bool],
+        at_once: bool = False,
     ) -> None:
         """Compose the sources of candidates with a growth.
 
@@ -47,14 +48,17 @@ class DraftStages:
         the ``writer`` of its rows; None without one. ``tries``: candidates that need no forward;
         None without any. ``widths``: nodes of a request in each forward. ``max_depth``: of the
         deepest node. ``chained`` bool [slots + 1]: requests whose trees are chains; the last entry
-        is for padding. ``pays``: as in `TreeOps`.
+        is for padding. ``pays``: as in `TreeOps`. ``at_once``: the root's forward of
+        ``source`` gives all logits, so that whole trees grow with it, and others are not counted.
 
         Raises:
             ValueError: if there is no source at all.
         """
         if source is None and tries is None:
             raise ValueError("growth needs a draft model or tries")
-        self.widths = tuple(widths)
+        self._widths = tuple(widths)
+        self.widths = () if at_once else self._widths
+        self._at_once = at_once
         self._growth = growth
         self._of_requests = of_requests
         self._source = source
@@ -64,7 +68,7 @@ class DraftStages:
         self._pays = pays
         # Kernels that verification has compiled read paths of the same form.
         most = len(of_requests.slots)
-        self._paths = DraftPaths(most, sum(self.widths), max_depth, self.device)
+        self._paths = DraftPaths(most, sum(self._widths), max_depth, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +100,9 @@ class DraftStages:
         logits = self.root_logits(requests)
         if logits is not None:
             self.pick(requests, logits, self.root_paths(logits), rank)
+            if self._at_once:
+                numbers = range(len(self._widths))
+                all(self.forward(requests, number, rank) for number in numbers)
 
     def root_logits(self, requests: Requests) -> torch.Tensor | None:
         """Start the trees, and return the draft's logits after the roots; None without a draft."""
@@ -119,7 +126,9 @@ class DraftStages:
         With ``rank`` it must have ranked the logits of the root and of all earlier forwards.
         """
         rows = self._rows(requests, number)
-        if self._growth.expand(rows.ancestor_bits) == 0 or not self._pays(self._growth):
+        if self._growth.expand(rows.ancestor_bits) == 0:
+            return False
+        if not (self._at_once or self._pays(self._growth)):
             return False
         logits = self._draft.forward(rows, *self._shape(requests, number))
         paths = None if rank is None else self._paths_of(requests, number, rows)
@@ -152,14 +161,14 @@ class DraftStages:
     def _rows(self, requests: Requests, number: int) -> TreeRows:
         if self._writer is None:
             raise RuntimeError("without a draft model there are no rows")
-        return self._writer.rows(len(requests.packed), self.widths[number])
+        return self._writer.rows(len(requests.packed), self._widths[number])
 
     def _shape(self, requests: Requests, number: int) -> tuple[int, int]:
         """Return the number of requests, and the first expansion of a forward."""
-        return len(requests.packed), expansions_of(self.widths, number + 1)[0]
+        return len(requests.packed), expansions_of(self._widths, number + 1)[0]
 
     def _paths_of(self, requests: Requests, number: int, rows: TreeRows) -> Paths:
-        first = sum(self.widths[:number])
+        first = sum(self._widths[:number])
         return self._paths.add(len(requests.packed), first, rows.ids, rows.ancestor_bits)
 
     @property

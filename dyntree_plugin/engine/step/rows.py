@@ -103,12 +103,15 @@ class RowMemory:
         return self._row_starts[width, : requests + 1]
 
     def slots_of(
-        self, requests: Requests, positions: torch.Tensor, out: torch.Tensor
+        self, index: torch.Tensor, positions: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the cache slots of ``positions`` [R, W], int64 [groups, R, W] within ``out``."""
+        """Compute the cache slots of ``positions`` [R, W], int64 [groups, R, W] within ``out``.
+
+        ``index`` int64 [R]: the requests' slots in vLLM's states.
+        """
         num_reqs, width = positions.shape
         slots = self.block_tables.compute_slot_mappings(
-            requests.index.contiguous(),  # vLLM's kernel takes no stride
+            index.contiguous(),  # vLLM's kernel takes no stride
             self.starts(num_reqs, width),
             positions.flatten(),
             num_reqs * width,
@@ -193,12 +196,12 @@ class TensorRows:
         real = (step < emitted.counts[:, None]) & (after <= memory.last_position)
         tokens_at = after.clamp(max=memory.last_position)
         positions = tokens_at + memory.shift
-        slots = memory.slots_of(requests, positions, memory.slots)
+        slots = memory.slots_of(requests.index, positions, memory.slots)
         self._see(emitted.roots, columns=width)
         rows = memory.tree_rows(num_reqs, width, columns=width)
         rows.ids.view(num_reqs, width).copy_(emitted.tokens[:, :width])
         rows.positions.view(num_reqs, width).copy_(positions)
-        rows.ancestor_bits.view(num_reqs, width, -1).copy_(_chain_bits(step))
+        rows.ancestor_bits.view(num_reqs, width, -1).copy_(first_bits(step + 1))
         rows.slots.copy_(slots.masked_fill(~real, PAD_SLOT).flatten(1))
         # Padding requests may hold a count of another batch.
         final = (emitted.counts.long() - 1).clamp(min=0, max=width - 1)
@@ -215,7 +218,7 @@ class TensorRows:
         if memory.scratch:
             after = roots[:, None] + 1 + torch.arange(memory.scratch, device=memory.device)
             positions = after.clamp(max=memory.last_position) + memory.shift
-            memory.slots_of(requests, positions, memory.scratch_slots)
+            memory.slots_of(requests.index, positions, memory.scratch_slots)
             self._see(roots, memory.scratch)
 
     def rows(self, requests: int, width: int) -> TreeRows:
@@ -278,8 +281,9 @@ def _words(columns: int) -> int:
     return max(1, -(-columns // 32))
 
 
-def _chain_bits(step: torch.Tensor) -> torch.Tensor:
-    """Return ancestor bits int32 [E, words] of rows 0, 1, … that see themselves and all before."""
-    word = torch.arange(-(-step.shape[0] // 32), device=step.device)
-    ones = (step[:, None] + 1 - 32 * word).clamp(0, 32)
+def first_bits(counts: torch.Tensor) -> torch.Tensor:
+    """Return ancestor bits int32 [..., W, words] of W rows that see the first of W columns, as many
+    as ``counts`` int64 [..., W]."""
+    word = torch.arange(_words(counts.shape[-1]), device=counts.device)
+    ones = (counts[..., None] - 32 * word).clamp(0, 32)
     return ((torch.ones_like(ones) << ones) - 1).int()

@@ -123,12 +123,13 @@ class StepRecord:
         if self._plan is None or not self._weighs_trees or not chances.size:
             return []
         stride = -(-len(chances) // MOST_SAMPLED)
-        shape = self._plan.shape
+        forwards = self._plan.further_forwards
         worth = worth_by_forwards(
             chances[::stride],
-            needed[::stride],
-            max(shape.forwards - 1, 0),
-            node_buckets(shape.node_budget),
+            # A block draft makes one forward, whatever growth expands.
+            needed[::stride] * (forwards > 0),
+            forwards,
+            node_buckets(self._plan.shape.node_budget),
         )
         return worth.tolist()  # type: ignore[no-any-return]  # sync: host memory
 

@@ -28,7 +28,7 @@ def with_all(config: VllmConfig, changes: Mapping[str, Any]) -> VllmConfig:
     return reduce(lambda found, path: changed(found, path, changes[path]), changes, config)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "dflash", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "medusa"])
 def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: str) -> None:
     of_speculation = {
         "speculative_config.method": method,
@@ -44,8 +44,7 @@ def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: st
     assert (f"speculative_config.method={method!r} is not supported" in reason) != served
     # The draft of another method is not one that could be served.
     assert ("use_mla (target, draft)=(False, True)" in reason) == served
-    # vLLM sets it for method dflash.
-    assert ("parallel_drafting=True" in reason) == (method != "dflash")
+    assert "parallel_drafting=True" in reason
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,8 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
     assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
 
 
-METHODS = {"a DFlash drafter": "dflash"}
-REPLACED = {"an n-gram drafter"}
-"""Features whose kernels no engine with trees calls: look-up has its own."""
+REPLACED = {"an n-gram drafter", "a DFlash drafter"}
+"""Features whose kernels no engine with trees calls: look-up and block drafts have their own."""
 OF_HEADS = {"a drafter with several MTP modules"}
 """Features that are refused with a head alone; `test_heads_admitted` has them."""
 OF_RECURRENT_TARGETS = {"KDA with a prefix cache"}
@@ -159,15 +158,10 @@ UNSERVED = {
 def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_starts(
     admitted: VllmConfig,
 ) -> None:
-    assert METHODS.keys() | UNSERVED.keys() | REPLACED | OF_HEADS | OF_RECURRENT_TARGETS == (
-        REFUSED.keys()
-    )
+    assert UNSERVED.keys() | REPLACED | OF_HEADS | OF_RECURRENT_TARGETS == REFUSED.keys()
     changes = {option: (path, value) for option, path, value in reversed(CHANGES)}
     for option in UNSERVED.values():
         assert f"{option}=" in refusal_of(changed(admitted, *changes[option]))
-    for method in METHODS.values():
-        reason = refusal_of(changed(admitted, "speculative_config.method", method))
-        assert f"speculative_config.method={method!r} is not supported" in reason
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""What cannot be combined with trees of a block draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dyntree_plugin.admission.refusals import Refusal, dtype_of
+from dyntree_plugin.admission.uncompared import Targets
+from dyntree_plugin.options.methods import BLOCKS
+
+MODELS = ("DFlashDraftModel", "Qwen3DSparkModel")
+"""vLLM's names of the models whose blocks grow trees."""
+
+_BLOCK = Targets(
+    "method",
+    lambda s: s is not None and s.method in BLOCKS and s.method,
+    lambda c: c.speculative_config,
+)
+
+
+def _windows(speculation: Any) -> list[str]:
+    """Return the options of a block draft that give its layers windows."""
+    config = speculation.draft_model_config.hf_config
+    layers = getattr(config, "layer_types", None) or ()
+    own = getattr(config, "dflash_config", None) or {}
+    found = {
+        "layer_types": "sliding_attention" in layers,
+        "dflash_config.use_swa": own.get("use_swa"),
+    }
+    return [name for name, given in found.items() if given]
+
+
+def _partial(speculation: Any) -> tuple[int | None, int | None]:
+    """Return what makes a block draft's logits cover a part of the vocabulary."""
+    config = speculation.draft_model_config.hf_config
+    size = getattr(config, "draft_vocab_size", None)
+    smaller = size if size and size < config.vocab_size else None
+    return smaller, getattr(config, "dspark_draft_topk", None)
+
+
+def _root_of_dflash_proposes(speculation: Any) -> bool:
+    own = getattr(speculation.draft_model_config.hf_config, "dflash_config", None) or {}
+    return speculation.method == "dflash" and bool(own.get("sample_from_anchor"))
+
+
+_REFUSALS = (
+    _BLOCK.refusal(
+        "target's is_hybrid, use_mla, uses_mrope, sliding_window",
+        lambda c: (
+            c.model_config.is_hybrid,
+            c.model_config.use_mla,
+            c.model_config.uses_mrope,
+            c.model_config.get_sliding_window(),
+        ),
+        any,
+        "a block draft was not compared yet on such targets; use a target with full multi-head "
+        "attention and single positions, or another draft",
+    ),
+    *_BLOCK.uncompared(
+        "tensor_parallel_size", "pipeline_parallel_size", "dtype", "enable_lora",
+        "kv_transfer_config",
+    ),
+)  # fmt: skip
+
+BLOCK_DRAFT_REFUSALS = (
+    Refusal(
+        "draft's architectures",
+        lambda s: s.draft_model_config.architectures,
+        lambda names: not {*names} & {*MODELS},
+        f"of block drafts, {' and '.join(MODELS)} alone grow trees yet; use such a draft, or "
+        "vLLM without dyntree",
+    ),
+    Refusal(
+        "draft_vocab_size, dspark_draft_topk",
+        _partial,
+        any,
+        "trees of a block draft whose logits cover a part of the vocabulary were not compared yet; "
+        "use a draft of the whole vocabulary, without dspark_draft_topk",
+    ),
+    Refusal(
+        "draft's quantization",
+        lambda s: s.draft_model_config.quantization,
+        bool,
+        "quantised block drafts were not compared yet; use one that is not quantised",
+    ),
+    Refusal(
+        "dflash_config.sample_from_anchor",
+        _root_of_dflash_proposes,
+        bool,
+        "vLLM does not serve that with method dflash, either; use method dspark for such a draft",
+    ),
+    Refusal(
+        "draft's windows",
+        _windows,
+        bool,
+        "trees of block drafts whose layers have windows are not built yet; use another draft",
+    ),
+)
+"""Checks of a ``SpeculativeConfig`` with a block draft."""
+
+
+def block_advice(vllm_config: Any) -> str | None:
+    """Say what was not compared of an admitted configuration with a block draft; None for others.
+
+    The draft does not decide the output.
+    """
+    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    if speculation.method not in BLOCKS or (dtype_of(model), model.enforce_eager) == (
+        "float32",
+        True,
+    ):
+        return None
+    return (
+        "Trees of a block draft were compared with decoding without trees in float32 with "
+        f"--enforce-eager alone, and not with dtype={dtype_of(model)}, enforce_eager="
+        f"{model.enforce_eager}."
+    )
+
+
+def block_refusals(device_type: str) -> Iterator[Refusal]:
+    """Yield the checks of ``VllmConfig`` for a device."""
+    yield from _REFUSALS
+    yield _BLOCK.refusal(
+        "device",
+        lambda c: device_type,
+        lambda device: device != "cpu",
+        "trees of block drafts grow on a CPU alone yet; use a head of the target or a draft model",
+    )

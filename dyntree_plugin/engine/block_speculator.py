@@ -1,0 +1,126 @@
+"""vLLM's speculator with trees that a block draft proposes in one forward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import nn
+from vllm import _custom_ops as ops
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.dflash.utils import load_dflash_model
+from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
+
+from dyntree_plugin.engine.compose import Composer
+from dyntree_plugin.engine.head_speculator import forward_context
+from dyntree_plugin.engine.offloading import on_device
+from dyntree_plugin.engine.sources.block import BlockDraft
+from dyntree_plugin.engine.speculator import Steps, TreeProposals, row_memory
+
+
+class BlockSpeculator(TreeProposals, DraftModelSpeculator):
+    """Loads, profiles and places a block draft as the stock class does."""
+
+    model: Any
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
+    ) -> None:
+        super().__init__(vllm_config, device)
+        self.steps, self.compose = steps, compose
+        self.length = compose.trees.plan.shape.block
+        config: Any = self.draft_model_config.hf_config
+        self.mask_token = get_parallel_drafting_token_id(config)
+        self.causal = not dflash_has_any_non_causal(config)
+        anchored = getattr(config, "sample_from_anchor", True)
+        self.root_proposes = self.method == "dspark" and anchored
+        # Before vLLM profiles the memory, so that it is counted.
+        most = self.max_num_reqs * (compose.trees.plan.shape.max_depth + 1)
+        dtype: Any = self.dtype  # vLLM has resolved its name by now
+        self.given = torch.zeros(most, self.hidden_size, dtype=dtype, device=device)
+
+    @on_device()
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        """Load the draft, which shares the target's embedding and output layer if it has none.
+
+        For the draft ``num_speculative_tokens`` is the length of its block.
+        """
+        config = copy.copy(self.vllm_config)
+        config.speculative_config = copy.copy(self.speculative_config)
+        config.speculative_config.num_speculative_tokens = self.length
+        load = load_dspark_model if self.method == "dspark" else load_dflash_model
+        found: Any = load(target_model, config)
+        if self.device.type == "cpu":
+            found.model._normalize_context_k = _by_layer(found.model)
+        return cast(nn.Module, found)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        memory = row_memory(self, self.compose.trees.plan)
+        writer = self.compose.ops.row_writer(memory)
+        source = BlockDraft(self, self, memory, writer, length=self.length, given=self.given)
+        self.drafter = self.compose.drafter(memory.of_growth, source, writer)
+
+    def rehearse(
+        self, batch: InputBatch, hidden: tuple[torch.Tensor, ...], most_logits: bool
+    ) -> None:
+        """Run one forward."""
+        rows = batch.num_tokens
+        ids, positions = batch.input_ids[:rows], batch.positions[:rows]
+        states = self.combine(torch.cat([layer[:rows] for layer in hidden], dim=-1))
+        self.keep(states, positions, None)
+        self.compute_draft_logits(self.run(ids, positions, None, None)[: batch.num_reqs], 0)
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Turn the target's hidden states into the draft's; see `LoadedBlock`."""
+        combined: torch.Tensor = self.model.combine_hidden_states(hidden)
+        return combined
+
+    def bias(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Return what tokens add to the logits after them; see `LoadedBlock`."""
+        if self.method != "dspark":
+            return None
+        bias: torch.Tensor = self.model.markov_bias(self.model.markov_embed(tokens))
+        return bias
+
+    def keep(
+        self, states: torch.Tensor, positions: torch.Tensor, slots: dict[str, torch.Tensor] | None
+    ) -> None:
+        """Write keys and values; see `LoadedBlock`."""
+        names = self.model.get_draft_kv_cache_layer_names()
+        of_layers = None if slots is None else [slots[name] for name in names]
+        self.model.precompute_and_store_context_kv(states, positions, of_layers)
+
+    def run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: dict[str, Any] | None,
+        slots: dict[str, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Run the rows of blocks; see `LoadedBlock`."""
+        with forward_context(self.vllm_config, len(ids), metadata, slots):
+            found: torch.Tensor = self.model(input_ids=ids, positions=positions, inputs_embeds=None)
+        return found
+
+
+def _by_layer(model: Any) -> Any:
+    """Return what normalizes keys [layers, N, heads, size], each layer with its own weights.
+
+    vLLM's kernel for CPUs takes the first layer's weights for all of them.
+    """
+
+    def normalize(keys: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_like(keys)
+        for out, given, weight in zip(found, keys, model._k_norm_weights, strict=True):
+            ops.rms_norm(out, given, weight, model._rms_norm_eps)
+        return found
+
+    return normalize

@@ -1,0 +1,17 @@
+"""vLLM's methods of speculation, by what their drafts are."""
+
+from __future__ import annotations
+
+WITHOUT_DRAFT = ("ngram", "ngram_gpu")
+"""There is no draft model: all candidates come from look-up."""
+
+HEADS = ("eagle", "eagle3", "mtp")
+"""The draft is a head, which reads the target's hidden states."""
+
+BLOCKS = ("dflash", "dspark")
+"""The draft is a block draft, and num_speculative_tokens is the length of a block. It reads the
+target's hidden states, too."""
+
+OF_TARGET = (*HEADS, *BLOCKS)
+
+WITH_DRAFT = ("draft_model", *OF_TARGET)

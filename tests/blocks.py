@@ -1,0 +1,129 @@
+"""Block drafts of random weights for the embedded target, and what a block draft computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from heads import PlainHead, target_config, write_head
+
+LENGTH = 5
+LAYERS = 2
+TARGET_LAYERS = (0, 2, 4)
+RANK = 8
+
+
+def random_block(folder: Path, seed: int = 0, *, of_parent: bool = False, **config: Any) -> Path:
+    """Write a DFlash draft of random weights, or a DSpark draft; return its folder.
+
+    Its embedding and its output layer are the target's. ``of_parent``: logits depend on the token
+    before, too, and the root proposes the first token, as in DSpark.
+    """
+    target = target_config()
+    hidden, inner, size = target["hidden_size"], target["intermediate_size"], target["head_dim"]
+    queries, keys = (target[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    def norm(size: int) -> torch.Tensor:
+        return 0.5 + 2 * torch.rand(size, generator=generator)
+
+    weights = {"fc.weight": draw(hidden, len(TARGET_LAYERS) * hidden)}
+    weights |= {f"{name}.weight": norm(hidden) for name in ("hidden_norm", "norm")}
+    for number in range(LAYERS):
+        of_layer = {
+            "self_attn.q_proj": draw(queries, hidden),
+            "self_attn.k_proj": draw(keys, hidden),
+            "self_attn.v_proj": draw(keys, hidden),
+            "self_attn.o_proj": draw(hidden, queries),
+            "self_attn.q_norm": norm(size),
+            "self_attn.k_norm": norm(size),
+            "mlp.gate_proj": draw(inner, hidden),
+            "mlp.up_proj": draw(inner, hidden),
+            "mlp.down_proj": draw(hidden, inner),
+            "input_layernorm": norm(hidden),
+            "post_attention_layernorm": norm(hidden),
+        }
+        weights |= {f"layers.{number}.{name}.weight": each for name, each in of_layer.items()}
+    own = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": LAYERS,
+        "attention_bias": False,
+        "dflash_config": {"mask_token_id": 3, "target_layer_ids": [*TARGET_LAYERS]},
+    }
+    if of_parent:
+        own |= {"architectures": ["DSparkDraftModel"], "markov_rank": RANK}
+        weights |= {
+            f"markov_head.markov_w{number}.weight": 4 * draw(target["vocab_size"], RANK)
+            for number in (1, 2)
+        }
+    return write_head(folder, weights, own | config, dtype=torch.float32)
+
+
+class PlainBlock(PlainHead):
+    """A stored block draft in plain torch, which runs one block as its authors define it."""
+
+    @torch.inference_mode()
+    def logits(
+        self, text: list[int], path: list[int], *, causal: bool = False, stale: int = 0
+    ) -> torch.Tensor:
+        """Return the logits [V] after ``text`` and the nodes of ``path``.
+
+        The target has read all of the text but its last token. ``causal``: a place of the block
+        sees those before it alone. ``stale``: tokens at the end of the context that are missing.
+        """
+        ids = torch.tensor([text[:-1]])
+        layers = self.target.model(input_ids=ids, output_hidden_states=True)
+        own = self._config["dflash_config"]
+        states = [self._stream(layers, ids, number + 1) for number in own["target_layer_ids"]]
+        context = self._norm(torch.cat(states, dim=-1) @ self._weight("fc").T, "hidden_norm")
+        kept = len(context) - stale
+        first = 0 if "markov_rank" in self._config else 1  # row that gives the first token
+        block = torch.tensor([text[-1]] + [own["mask_token_id"]] * (LENGTH - 1 + first))
+        rows = self.target.model.embed_tokens(block)
+        for number in range(LAYERS):
+            name = f"layers.{number}."
+            normed = self._norm(rows, f"{name}input_layernorm")
+            rows = rows + self._block_attention(context[:kept], len(context), normed, name, causal)
+            normed = self._norm(rows, f"{name}post_attention_layernorm")
+            gate, up = (
+                normed @ self._weight(f"{name}mlp.{each}_proj").T for each in ("gate", "up")
+            )
+            inner = torch.nn.functional.silu(gate) * up
+            rows = rows + inner @ self._weight(f"{name}mlp.down_proj").T
+        scores = self._scores(rows[len(path) + first])
+        if first == 1:
+            return scores
+        before, after = (self._weight(f"markov_head.markov_w{number}") for number in (1, 2))
+        return scores + after @ before[[*text, *path][-1]]
+
+    def _block_attention(
+        self, context: torch.Tensor, root: int, rows: torch.Tensor, name: str, causal: bool
+    ) -> torch.Tensor:
+        """Attend from the ``rows`` of a block at ``root`` to themselves and the ``context``."""
+
+        def heads(rows: torch.Tensor, kind: str, first: int) -> torch.Tensor:
+            found = rows @ self._weight(f"{name}self_attn.{kind}_proj").T
+            found = found.unflatten(1, (-1, self._config["head_dim"]))
+            if kind != "v":
+                found = self._norm(found, f"{name}self_attn.{kind}_norm")
+            found = found.transpose(0, 1)
+            return found if kind == "v" else self._turned(found, first)
+
+        keys, values = (
+            torch.cat([heads(context, kind, 0), heads(rows, kind, root)], dim=1) for kind in "kv"
+        )
+        queries = heads(rows, "q", root)
+        groups = len(queries) // len(keys)
+        keys, values = (each.repeat_interleave(groups, dim=0) for each in (keys, values))
+        seen = torch.ones(len(rows), keys.shape[1], dtype=torch.bool)
+        if causal:
+            seen = seen.tril(len(context))
+        found = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen
+        )
+        return found.transpose(0, 1).flatten(1) @ self._weight(f"{name}self_attn.o_proj").T

@@ -1,0 +1,151 @@
+"""Block drafts: each row of logits is that of its position, and the tokens are those without
+trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blocks
+import pooled
+import pytest
+import torch
+import workload
+from comparison import accepted_per_step, by_request, explain, mismatches
+from engine_process import Result, Run, answered, serve
+from random_engines import REQUESTS, RUN, Target
+from slow import marked
+from transformers import AutoTokenizer
+
+from dyntree_plugin import pair
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What an engine with a block draft did. ``notes`` pairs texts and paths with logits."""
+
+    block: blocks.PlainBlock
+    notes: list[pooled.Note]
+
+    def apart(self, notes: list[pooled.Note], **changes: Any) -> torch.Tensor:
+        """Return how far the engine's logits are from the draft's alone, [notes]."""
+        found = torch.stack([logits[0] for _, _, logits in notes])
+        alone = torch.stack([self.block.logits(text, path, **changes) for text, path, _ in notes])
+        return (found - alone).abs().amax(1)
+
+
+@pytest.fixture(scope="module", params=marked(["dflash", "dspark"], {"dspark"}))
+def noted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Noted:
+    folder, method = tmp_path_factory.mktemp("block"), request.param
+    block = blocks.random_block(folder / "block", of_parent=method == "dspark")
+    tokenizer = AutoTokenizer.from_pretrained(pair.paths()["target"])
+    job: dict[str, Any] = {
+        "arguments": workload.with_block(block, method, budget="fixed"),
+        "prompts": [tokenizer.encode(text) for text in pair.held_out_prompts(4, seed=2)],
+        "notes": str(folder / "notes"),
+    }
+    answered(str(Path(pooled.__file__)), job, {}, threads=1)
+    return Noted(blocks.PlainBlock(block), torch.load(folder / "notes"))
+
+
+def test_every_row_says_what_the_draft_says_alone(noted: Noted) -> None:
+    """At the roots, after prompts in chunks and after accepted paths, and at expanded nodes."""
+    notes = noted.notes[::23]
+    assert float(noted.apart(notes).max()) < 2e-3
+    assert {len(path) for _, path, _ in notes} >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"deeper": 1}, {"causal": True}, {"stale": 1}], ids=["depth", "bits", "context"]
+)
+def test_what_a_row_reads_is_seen(wrong: dict[str, Any], noted: Noted) -> None:
+    """Control: with the next position, with causal bits, and without the context's last token, the
+    draft alone says something else."""
+    deeper = wrong.get("deeper", 0)
+    changes = {name: each for name, each in wrong.items() if name != "deeper"}
+    notes = [(text, [*path, *[0] * deeper], logits) for text, path, logits in noted.notes[::97]]
+    notes = [note for note in notes if len(note[1]) < blocks.LENGTH]
+    assert float(noted.apart(notes, **changes).min()) > 0.01
+
+
+RUNS = {
+    "sound": Run([*REQUESTS, *workload.EVERYTHING[::6]]),
+    "aborted": Run(REQUESTS, abort_after={number: 2 + number % 5 for number in range(0, 30, 2)}),
+    "again": Run([*REQUESTS, *workload.DEMANDING]),
+}
+EVERY = Run([*{request.key: request for run in RUNS.values() for request in run.requests}.values()])
+TIGHT = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24}
+Served = Mapping[str, Mapping[str, Result]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Serve without trees; with DFlash, look-up, chunks of prompts and preemption; and with DSpark
+    alone."""
+    folder = tmp_path_factory.mktemp("served")
+    block = blocks.random_block(folder / "block", seed=1)
+    other = blocks.random_block(folder / "other", seed=1, of_parent=True)
+    alone = workload.with_block(other, "dspark", node_budget=24, budget="fixed", lookup="off")
+    return {
+        "plain": serve(workload.without_tree(), {"every": EVERY}, threads=1),
+        "block": serve(workload.with_block(block) | TIGHT | workload.STEADY, RUNS, threads=1),
+        "alone": serve(alone, {"sound": RUNS["sound"]}, threads=1),
+    }
+
+
+@pytest.mark.parametrize(("engine", "run"), [*(("block", run) for run in RUNS), ("alone", "sound")])
+def test_the_tokens_are_those_without_trees(engine: str, run: str, served: Served) -> None:
+    plain = by_request(EVERY, served["plain"]["every"])
+    found = mismatches(RUNS[run], served[engine][run], plain)
+    assert not found, explain(found)
+    if run != "aborted":  # With an adaptive budget, trees of random weights are small.
+        assert accepted_per_step(served[engine][run]) > (0.02 if engine == "block" else 0.5)
+
+
+def test_requests_are_preempted_and_prefixes_are_hit(served: Served) -> None:
+    metrics = served["block"]["again"].metrics
+    assert metrics["vllm:num_preemptions_total"] > 0
+    assert metrics["vllm:prefix_cache_hits_total"] > 0
+
+
+@pytest.mark.slow
+def test_in_bfloat16_tokens_differ_by_rounding_alone(
+    tmp_path: Path, tell: Callable[[str], None]
+) -> None:
+    """Control: with keys and values left where the tree put them, more of them differ."""
+    block, half = blocks.random_block(tmp_path / "block"), {"dtype": "bfloat16"}
+    broken = Run(RUN.requests, sabotage="without_kv_move")
+    own = Target(
+        {
+            "plain in bfloat16": (
+                workload.without_tree() | half | {"max_logprobs": -1},
+                {"sound": RUN},
+            ),
+            "draft in bfloat16": (
+                workload.with_block(block, budget="fixed", lookup="off") | half,
+                {"sound": RUN, "broken": broken},
+            ),
+        }
+    )
+    judged = own.in_bfloat16()
+    tell(f"a block draft in bfloat16: {judged}")
+    assert judged.unexcused == 0
+    assert judged.excused <= len(REQUESTS) // 5
+    assert accepted_per_step(own.served("draft in bfloat16")["sound"]) > 0.5
+    unmoved = own.differing("draft in bfloat16", "broken", "plain in bfloat16")
+    assert unmoved > judged.excused
+
+
+@pytest.mark.slow
+def test_compiled_models_say_the_same(served: Served, tmp_path: Path) -> None:
+    block = blocks.random_block(tmp_path / "block", seed=1)
+    compiled = workload.with_block(block, budget="fixed") | {"enforce_eager": False}
+    run = Run(REQUESTS)
+    found = serve(compiled, {"compiled": run}, threads=1)["compiled"]
+    differing = mismatches(run, found, by_request(EVERY, served["plain"]["every"]))
+    assert not differing, explain(differing)
+    assert accepted_per_step(found) > 0.5

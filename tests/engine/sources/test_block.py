@@ -1,0 +1,209 @@
+"""A block draft: what its forward is given, and the trees that grow from its logits."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Draft
+from drafted_steps import NO_BATCH, packed, without_vllm
+from growth_steps import growth_of
+from torch import nn
+from vllm.model_executor.models import qwen3_dflash, qwen3_dspark
+from vllm.v1.worker.gpu.spec_decode.dflash import utils as of_dflash
+from vllm.v1.worker.gpu.spec_decode.dspark import utils as of_dspark
+
+from dyntree_kernels.ancestors import unpack_bits
+from dyntree_kernels.cpu.growth import CompiledGrowth
+from dyntree_plugin.engine import block_speculator
+from dyntree_plugin.engine.cpu.ops import CPUOps
+from dyntree_plugin.engine.sources.block import BlockDraft
+from dyntree_plugin.engine.step.catch_up import CatchUp
+from dyntree_plugin.engine.step.draft import Drafter
+from dyntree_plugin.engine.step.growth_stages import DraftStages
+from dyntree_plugin.engine.step.ops import NoGraphs
+from dyntree_plugin.engine.step.records import Emitted, TargetStates
+from dyntree_plugin.engine.step.rows import RowMemory, TensorRows
+from dyntree_plugin.engine.step.trees import TreeStore
+from dyntree_plugin.options.options import DynTreeOptions
+from dyntree_plugin.tree.drafting import grow
+from dyntree_plugin.tree.value import AcceptanceEstimate
+
+LENGTH, MASK = 5, VOCAB - 1
+ROOTS = torch.tensor([9, 20, LONGEST - 4])
+COUNTS = torch.tensor([2, 1, 1], dtype=torch.int32)
+
+
+class Block(Draft):
+    """A loaded block, whose rows say the next tokens of a fixed text by their positions."""
+
+    mask_token = MASK
+
+    def __init__(self, causal: bool, root_proposes: bool = False) -> None:
+        super().__init__()
+        self.causal, self.root_proposes = causal, root_proposes
+        self.kept: list[Any] = []
+        self.ran: list[Any] = []
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def keep(self, states: torch.Tensor, positions: torch.Tensor, slots: Any) -> None:
+        self.kept.append((states.clone(), positions.clone(), slots[0].clone()))
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, metadata: Any, _: Any) -> Any:
+        mask = metadata["attn_groups"][0][0].tree_mask
+        slots = metadata["slot_mappings"][0]
+        given = (ids, positions, slots, mask.ancestor_bits, mask.ctx_lens)
+        self.ran.append([each.clone() for each in given])
+        return positions[:, None].float() + self.root_proposes
+
+    def bias(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        if not self.root_proposes:
+            return None
+        return 9.0 * torch.nn.functional.one_hot((3 * tokens.long() + 1) % VOCAB, VOCAB)
+
+    def compute_draft_logits(self, hidden: torch.Tensor, _: int) -> torch.Tensor:
+        logits = -0.1 * torch.arange(VOCAB).expand(len(hidden), -1).clone()
+        logits[torch.arange(len(hidden)), text(hidden[:, 0].long())] = 3.0
+        return logits
+
+
+def text(positions: torch.Tensor) -> torch.Tensor:
+    return 7 * positions % (VOCAB - 2)
+
+
+class Drafting:
+    """Steps of three requests, of which the last has little room, at temperatures of 0."""
+
+    def __init__(self, causal: bool = False, root_proposes: bool = False, **options: Any) -> None:
+        plan = DynTreeOptions(lookup="off", budget="fixed", **options).resolve(LENGTH, block=True)
+        self.block: Any = Block(causal, root_proposes)
+        self.trees = TreeStore(MOST, plan, VOCAB, torch.device("cpu"))
+        memory = RowMemory(self.block, plan.most_rows, plan.scratch_slots, -1)
+        writer = TensorRows(memory)
+        given = torch.zeros(MOST * (LENGTH + 1), HIDDEN)
+        source = BlockDraft(self.block, self.block, memory, writer, length=LENGTH, given=given)
+        growth = growth_of(CompiledGrowth, self.trees, memory.of_growth, AcceptanceEstimate("cpu"))
+        self.stages = DraftStages(
+            growth,
+            memory.of_requests,
+            source=source,
+            writer=writer,
+            tries=None,
+            widths=plan.growing.widths,
+            max_depth=LENGTH,
+            chained=torch.zeros(MOST + 1, dtype=torch.bool),
+            pays=lambda _: False,
+            at_once=True,
+        )
+        self.drafter = Drafter(
+            self.stages, CPUOps(), NoGraphs(), max_depth=LENGTH, spare=self.trees.spare
+        )
+
+    def step(self) -> tuple[torch.Tensor, int]:
+        """Return the tokens of the trees, and the forwards after the catch-up."""
+        requests = packed([0, 3, 6])
+        player = self.drafter._player(requests)
+        tokens = torch.arange(3 * (LENGTH + 1)).view(3, -1)
+        hidden = torch.arange(60.0)[:, None].expand(-1, HIDDEN)
+        path = torch.tensor([[4, -1, -1, -1, -1], *[[-1] * 5] * 2])
+        states = TargetStates((hidden,), torch.tensor([0, 20, 40]), path, torch.zeros(0))
+        player.catch_up(CatchUp(NO_BATCH, Emitted(ROOTS, tokens, COUNTS, 2), states, LENGTH))
+        return grow(player, len(self.stages.widths))
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_vllm(monkeypatch)
+
+
+def test_a_tree_of_one_child_is_the_blocks_chain() -> None:
+    """Of the best token of each position. Control: at other positions they differ."""
+    tokens, forwards = Drafting(children=1, width=1, node_budget=LENGTH).step()
+    roots = ROOTS + COUNTS
+    for request, root in enumerate(roots[:2]):
+        places = int(root) + 1 + torch.arange(LENGTH)
+        assert torch.equal(tokens[request], text(places))
+        assert not torch.equal(text(places), text(places + 1))
+    assert forwards == 0
+
+
+def test_a_draft_may_read_the_token_before_and_propose_from_the_root() -> None:
+    """As DSpark does: each token of the chain is the one that its parent makes likely."""
+    drafting = Drafting(root_proposes=True, children=1, width=1, node_budget=LENGTH)
+    tokens, _ = drafting.step()
+    assert len(drafting.block.ran[0][0]) == 3 * LENGTH
+    for before, after in zip([1, *tokens[0, :-1].tolist()], tokens[0].tolist(), strict=True):
+        assert after == (3 * before + 1) % VOCAB
+
+
+def test_one_forward_grows_a_whole_tree() -> None:
+    drafting = Drafting(node_budget=16)
+    drafting.step()
+    assert len(drafting.block.ran) == 1
+    assert int(drafting.trees.counts[0]) == 16
+    assert int(drafting.trees.depths[0].max()) == LENGTH
+
+
+def test_it_keeps_the_states_before_the_emitted_tokens() -> None:
+    """Those of the root and of accepted nodes; a token that was not emitted has no slot."""
+    drafting = Drafting()
+    drafting.step()
+    ((states, positions, slots),) = drafting.block.kept
+    assert states[:, 0].view(3, 2)[0].tolist() == [0, 5]  # node 4 is in row 5
+    assert states[:, 0].view(3, 2)[1:, 0].tolist() == [20, 40]
+    assert positions.view(3, 2)[:, 0].tolist() == ROOTS.tolist()
+    assert (slots.view(3, 2)[:, 1] < 0).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_is_the_root_and_masks_that_see_each_other(causal: bool) -> None:
+    drafting = Drafting(causal)
+    drafting.step()
+    ((ids, positions, slots, bits, context),) = drafting.block.ran
+    roots, width = ROOTS + COUNTS, LENGTH + 1
+    assert ids.view(3, width)[:, 0].tolist() == [1, 6, 12]
+    assert (ids.view(3, width)[:, 1:] == MASK).all()
+    places = roots[:, None] + torch.arange(width)
+    assert torch.equal(positions.view(3, width), places.clamp(max=LONGEST - 1))
+    assert context.tolist() == roots.tolist()
+    real = places < LONGEST
+    assert torch.equal(slots.view(3, width) >= 0, real)
+    seen = unpack_bits(bits, width).view(3, width, width)
+    wanted = real[:, None, :].expand(-1, width, -1)
+    assert torch.equal(seen[:2], (wanted.tril() if causal else wanted)[:2])
+    # No row sees a place behind the longest text.
+    assert not seen[2][:, ~real[2]].any()
+    assert seen[2][:, real[2]].any(dim=1).all()
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_vllm_builds_the_draft_for_its_block_and_not_for_the_trees_nodes(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def load(target: nn.Module, config: Any) -> nn.Module:
+        seen.append(config.speculative_config.num_speculative_tokens)
+        return target
+
+    monkeypatch.setattr(block_speculator, f"load_{method}_model", load)
+    made: Any = object.__new__(block_speculator.BlockSpeculator)
+    speculation = SimpleNamespace(num_speculative_tokens=16)
+    made.speculative_config, made.method, made.length = speculation, method, LENGTH
+    made.vllm_config = SimpleNamespace(speculative_config=speculation)
+    made.device = torch.device("meta")
+    made.load_draft_model(nn.Module(), set())
+    assert seen == [LENGTH]
+    assert speculation.num_speculative_tokens == 16
+
+
+def test_what_vllm_reads_of_the_number_while_it_builds_a_block_draft_is_known() -> None:
+    """Two reads on ROCm. Look at further ones: they get the length of the block."""
+    modules = (qwen3_dflash, qwen3_dspark, of_dflash, of_dspark)
+    found = [inspect.getsource(each).count("num_speculative_tokens") for each in modules]
+    assert found == [2, 0, 0, 0]

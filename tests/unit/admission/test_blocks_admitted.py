@@ -1,0 +1,168 @@
+"""Engines with a block draft: what is admitted, what is refused, and who reads which number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from configurations import Build, changed, refusal_of
+
+from dyntree_plugin.admission import check
+from dyntree_plugin.admission.blocks import block_advice
+from dyntree_plugin.engine import configuration
+from dyntree_plugin.engine.configuration import WORKERS, plan_in_force
+from dyntree_plugin.options.options import DynTreeOptions
+
+LENGTH = 5
+Arguments = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def block(model_folder: Callable[..., str]) -> Arguments:
+    """Return a function that makes the arguments of an engine with a DFlash draft.
+
+    ``changes`` are those of the draft's configuration.
+    """
+
+    def make(method: str = "dflash", **changes: Any) -> dict[str, Any]:
+        config = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": 1,
+            "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0]},
+        }
+        folder = model_folder("block", **config | changes)
+        speculation = {"method": method, "model": folder, "num_speculative_tokens": LENGTH}
+        return {"speculative_config": speculation}
+
+    return make
+
+
+def test_the_engine_has_the_trees_number_and_the_plan_the_blocks(
+    build: Build, block: Arguments
+) -> None:
+    config = build(**block(), dyntree={"node_budget": 24})
+    plan = plan_in_force(config.speculative_config)
+    assert plan is not None
+    assert config.num_speculative_tokens == 24
+    assert (plan.shape.block, plan.shape.max_depth) == (LENGTH, LENGTH)
+    assert plan.further_forwards == 0
+    # The root's row and those of the masks.
+    assert configuration.scratch_slots(config.speculative_config) == LENGTH + 1
+    assert configuration.most_draft_rows(config) >= config.scheduler_config.max_num_seqs * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "depth"),
+    [({}, 16, LENGTH), ({"node_budget": 3}, 3, 3), ({"max_depth": 2, "lookup": "off"}, 16, 2)],
+)
+def test_the_block_limits_the_depth_and_not_the_nodes(
+    options: dict[str, Any], nodes: int, depth: int
+) -> None:
+    shape = DynTreeOptions(**options).resolve(LENGTH, block=True).shape
+    assert (shape.node_budget, shape.max_depth) == (nodes, depth)
+    assert DynTreeOptions().resolve(40, block=True).shape.node_budget == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_depth": 6}, "max_depth=6 cannot be reached with num_speculative_tokens=5"),
+        ({"growth": "chain"}, "growth=chain does not go with a block draft: use topk"),
+        ({"block_chains": "on"}, "block_chains=on does not go with a block draft: use off"),
+        ({"max_forwards": 2}, "max_forwards=2 has no effect with a block draft"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(
+    build: Build, block: Arguments, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        build(**block(), dyntree=options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "draft's architectures=['DFlash2DraftModel']"),
+        ({"draft_vocab_size": 64}, "draft_vocab_size, dspark_draft_topk=(64, None)"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "sample_from_anchor": True}},
+            "dflash_config.sample_from_anchor=True",
+        ),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True},
+            "draft's windows=['layer_types']",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": 1, "use_swa": True, "swa_window_size": 8}},
+            "draft's windows=['dflash_config.use_swa']",
+        ),
+    ],
+)
+def test_other_drafts_are_refused(
+    build: Build, block: Arguments, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        build(**block(**changes))
+    assert f"speculative_config.{named} is not supported" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("parallel_config.tensor_parallel_size", 2, "tensor_parallel_size=('dflash', 2)"),
+        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=('dflash', 2)"),
+        ("speculative_config.draft_model_config.quantization", "fp8", "quantization='fp8'"),
+        ("model_config.dtype", torch.float16, "dtype=('dflash', 'float16')"),
+        ("lora_config", object(), "enable_lora=('dflash', True)"),
+        (
+            "kv_transfer_config",
+            SimpleNamespace(kv_connector=None),
+            "kv_transfer_config=('dflash', True)",
+        ),
+        ("model_config.is_hybrid", True, "('dflash', (True, False, False, None))"),
+        ("model_config.hf_text_config.sliding_window", 64, "('dflash', (False, False, False, 64))"),
+    ],
+)
+def test_what_was_not_compared_is_refused(
+    build: Build, block: Arguments, path: str, value: Any, named: str
+) -> None:
+    admitted = changed(build(**block()), "scheduler_config.scheduler_cls", None)
+    assert f"{named} is not supported" in refusal_of(changed(admitted, path, value))
+
+
+def test_dspark_is_admitted_without_a_choice_of_candidates(build: Build, block: Arguments) -> None:
+    of_qwen3 = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 2}
+    assert build(**block("dspark", **of_qwen3)).num_speculative_tokens == 16
+    with pytest.raises(ValueError, match=r"dspark_draft_topk=\(None, 8\) is not supported"):
+        build(**block("dspark", **of_qwen3, dspark_draft_topk=8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warns"),
+    [({"enforce_eager": True}, False), ({}, True), ({"dtype": "bfloat16"}, True)],
+)
+def test_start_up_says_what_was_not_compared(
+    build: Build, block: Arguments, arguments: dict[str, Any], warns: bool
+) -> None:
+    said = block_advice(build(**block(), **arguments))
+    assert (said is not None and "were compared" in said) == warns
+    assert block_advice(build(**arguments)) is None
+
+
+def test_cuda_is_refused_by_name(build: Build, block: Arguments) -> None:
+    admitted = changed(build(**block()), "scheduler_config.scheduler_cls", None)
+    on_cuda = changed(admitted, "parallel_config.worker_cls", "auto")
+    with pytest.raises(check.Refused, match=r"method, device=\('dflash', 'cuda'\)"):
+        check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
+
+
+def test_vllms_scheduler_sets_a_slot_aside_for_every_node(build: Build, block: Arguments) -> None:
+    """Control: a step with room for one token less than admission asks for is refused."""
+    least = {"max_num_seqs": 2, "max_model_len": 16}
+    build(**block(), **least, max_num_batched_tokens=33)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=32 is too small: .* 33 tokens"):
+        build(**block(), **least, max_num_batched_tokens=32)
