@@ -102,7 +102,7 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
     """Log the options in force, and advice on the rest of the configuration."""
     from vllm.logger import init_logger
 
-    from dyntree_plugin.admission import check, offloading
+    from dyntree_plugin.admission import check, heads, offloading
     from dyntree_plugin.admission.blocks import block_advice
     from dyntree_plugin.engine.configuration import further_drafts
     from dyntree_plugin.engine.fallback import default_chain_reasons
@@ -118,6 +118,8 @@ def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:
     if advice := check.token_budget_advice(vllm_config):
         logger.info("%s", advice)
     for line in offloading.advice(vllm_config, device_type):
+        logger.warning("%s", line)
+    for line in heads.advice(vllm_config):
         logger.warning("%s", line)
     for said in filter(None, (check.images_advice(vllm_config), block_advice(vllm_config))):
         logger.warning("%s", said)

@@ -68,8 +68,8 @@ def first_eagle_mirror(folder: Path) -> Path:
 
 
 def mtp_mirror(folder: Path) -> Path:
-    """Write the embedded target as a MiMo with a module of multi-token prediction, which does as
-    `mirror_head`; return its folder."""
+    """Write the embedded target as a MiMo with two modules of multi-token prediction; return its
+    folder. The first does as `mirror_head`, and the numbers of the second are NaN."""
     target = target_config()
     hidden = target["hidden_size"]
     stored = load_file(pair.paths()["target"] / "model.safetensors")
@@ -92,8 +92,13 @@ def mtp_mirror(folder: Path) -> Path:
     stored[f"{module}input_proj.weight"] = torch.cat(
         [torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1
     )
+    stored |= {
+        name.replace(module, "model.mtp_layers.1."): torch.full_like(weight, torch.nan)
+        for name, weight in stored.items()
+        if name.startswith(module)
+    }
     config = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
-    layers = {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": 1}
+    layers = {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": 2}
     written = write_head(folder, stored, config | layers, dtype=torch.float32)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pair.paths()["target"] / file, written / file)

@@ -30,6 +30,14 @@ _WINDOWS = {
     "sliding_window": 16,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+_GEMMA4 = {
+    "sliding_window": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "tie_word_embeddings": True,
+}
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "nemotron_h": {
@@ -84,8 +92,17 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "mistral": {"num_hidden_layers": 3, "sliding_window": 16},
     "gpt_oss": {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma4_text": {
+        **_GEMMA4,
+        "num_hidden_layers": 6,
+        "layer_types": _WINDOWS["layer_types"] + _WINDOWS["layer_types"][:2],
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 1024,
+    },
 }
-"""Windows and caps, windows, windows in all layers, windows and sinks; by vLLM's model types."""
+"""Windows and caps, windows, windows in all layers, windows and sinks, windows and layers that read
+the cache of another; by vLLM's model types."""
 
 MODULES: dict[str, tuple[str, str, tuple[str, ...], float]] = {
     "nemotron_h": ("backbone.layers.1.", "layers.0.eh_proj",
@@ -104,21 +121,40 @@ def random_target(
 
     ``shape``: its configuration; that of a key of `RECURRENT` or `WINDOWED` without one.
     """
-    source = pair.paths()["target"]
-    of_pair = json.loads((source / "config.json").read_text())
-    tokens = {name: of_pair.get(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     of_kind = shape or _COMMON | (RECURRENT | WINDOWED)[kind]
-    config = AutoConfig.for_model(kind, **of_kind, **tokens)
+    _write(folder, AutoConfig.for_model(kind, **of_kind, **_tokens()), seed)
+    if kind in MODULES:
+        _add_module(folder / "model.safetensors", *MODULES[kind])
+    return folder
+
+
+def gemma4_assistant(folder: Path, seed: int = 1) -> Path:
+    """Write a module of Gemma-4 that drafts for the target of that kind; return its folder."""
+    layers = _WINDOWS["layer_types"][:2]
+    own = {"hidden_size": 64, "num_hidden_layers": 2, "layer_types": layers}
+    own |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    text = _COMMON | _GEMMA4 | own | _tokens()
+    config = AutoConfig.for_model(
+        "gemma4_assistant", text_config=text, backbone_hidden_size=_COMMON["hidden_size"]
+    )
+    _write(folder, config, seed)
+    return folder
+
+
+def _tokens() -> dict[str, Any]:
+    of_pair = json.loads((pair.paths()["target"] / "config.json").read_text())
+    return {name: of_pair.get(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+
+
+def _write(folder: Path, config: Any, seed: int) -> None:
+    source = pair.paths()["target"]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if config.tie_word_embeddings:  # Of large embeddings, the last token alone would decide.
         model.get_input_embeddings().weight.data *= 0.1
     model.save_pretrained(folder)
-    if kind in MODULES:
-        _add_module(folder / "model.safetensors", *MODULES[kind])
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / file, folder / file)
-    return folder
 
 
 def changed_copy(source: Path, folder: Path, **changes: Any) -> Path:

@@ -14,6 +14,7 @@ from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
 from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, block_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
+from dyntree_plugin.admission.heads import HEAD_REFUSALS
 from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_REFUSALS
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
 from dyntree_plugin.admission.refusals import (
@@ -22,7 +23,6 @@ from dyntree_plugin.admission.refusals import (
     CUDA_REFUSALS,
     DRAFT_REFUSALS,
     ENGINE_REFUSALS,
-    HEAD_REFUSALS,
     SPECULATION_REFUSALS,
     Refusal,
     dtype_of,

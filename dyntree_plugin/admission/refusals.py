@@ -43,12 +43,6 @@ def dtype_of(model_config: Any) -> str:
     return str(model_config.dtype).removeprefix("torch.")
 
 
-def _modules(speculation: Any) -> int:
-    """Return the number of a draft's modules of multi-token prediction, 1 for other drafts."""
-    config = speculation.draft_model_config.hf_config
-    return int(getattr(config, "num_nextn_predict_layers", None) or 1)
-
-
 SPECULATION_REFUSALS = (
     Refusal(
         "use_heterogeneous_vocab",
@@ -96,15 +90,20 @@ SPECULATION_REFUSALS = (
 )
 """Checks of ``SpeculativeConfig``."""
 
-_SPLIT = Refusal(
-    "draft_tensor_parallel_size (draft, target)",
-    lambda s: (s.draft_tensor_parallel_size, s.target_parallel_config.tensor_parallel_size),
-    lambda sizes: sizes[0] != sizes[1],
-    "the draft must be split like the target; leave it out",
-)
+
+def split(speculation: Any) -> tuple[int, int]:
+    """Return over how many ranks a user asks to split the draft, and the target."""
+    of_target: int = speculation.target_parallel_config.tensor_parallel_size
+    return speculation.draft_tensor_parallel_size, of_target
+
 
 DRAFT_REFUSALS = (
-    _SPLIT,
+    Refusal(
+        "draft_tensor_parallel_size (draft, target)",
+        split,
+        lambda sizes: sizes[0] != sizes[1],
+        "vLLM's V2 runner splits every draft over the target's ranks; leave it out",
+    ),
     Refusal(
         "max_model_len (target, draft)",
         lambda s: (s.target_model_config.max_model_len, s.draft_model_config.max_model_len),
@@ -113,40 +112,6 @@ DRAFT_REFUSALS = (
     ),
 )
 """Checks of a ``SpeculativeConfig`` with a draft model; `vocabularies.other_size` is another."""
-
-HEAD_REFUSALS = (
-    _SPLIT,
-    Refusal(
-        "vocab_size (target, draft)",
-        lambda s: (
-            s.target_model_config.get_vocab_size(),
-            s.draft_model_config.get_vocab_size(),
-        ),
-        lambda sizes: sizes[0] != sizes[1],
-        "a head is trained for one target; use a head of this one",
-    ),
-    Refusal(
-        "num_nextn_predict_layers",
-        _modules,
-        _above_one,
-        "a forward over a tree runs nodes of different depths, and each module is for one depth; "
-        "use a head of one module, such as an EAGLE-3 head, or look-up",
-    ),
-    Refusal(
-        "use_gemma4_mtp",
-        lambda s: s.use_gemma4_mtp(),
-        bool,
-        "trees of a head that reads the target's KV cache are not built yet; use look-up",
-    ),
-    Refusal(
-        "use_local_argmax_reduction",
-        lambda s: s.use_local_argmax_reduction,
-        bool,
-        "a tree needs more than the draft's best token; leave it out",
-    ),
-)
-"""Checks of a ``SpeculativeConfig`` with a head of the target. vLLM makes its positions reach as
-far as the target's."""
 
 
 def _ranks_of_experts(config: Any) -> tuple[int, str]:
@@ -311,6 +276,12 @@ CUDA_REFUSALS = (
         ),
         lambda name: name not in (None, *CUDA_BACKENDS),
         f"trees run on {' and '.join(CUDA_BACKENDS)}; leave it out",
+    ),
+    Refusal(
+        "speculative_config.use_gemma4_mtp",
+        lambda c: c.speculative_config and c.speculative_config.use_gemma4_mtp(),
+        bool,
+        "trees of a head that reads the target's KV cache are grown on a CPU alone; use look-up",
     ),
 )
 """Checks of ``VllmConfig`` on CUDA."""

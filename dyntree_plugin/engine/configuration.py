@@ -214,8 +214,8 @@ def chosen_backend(attention_config: AttentionConfig) -> AttentionBackendEnum | 
 def scratch_slots(speculative_config: Any) -> int:
     """Return the KV slots that drafting needs; 0 for an engine without trees or a draft model."""
     plan = plan_in_force(speculative_config)
-    if plan is None or not plan.has_draft:
-        return 0
+    if plan is None or not plan.has_draft or speculative_config.use_gemma4_mtp():
+        return 0  # Gemma-4's module writes no keys or values.
     if plan.shape.block:  # the root, and a mask for each token of the block
         return plan.shape.block + 1
     # A draft model reads the last emitted token before the target does: one slot more.

@@ -12,16 +12,19 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
+from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.offloading import on_device
-from dyntree_plugin.engine.sources.head import HeadStates, TargetHead
+from dyntree_plugin.engine.sources.head import ContextHead, HeadStates, TargetHead
 from dyntree_plugin.engine.speculator import Steps, TreeProposals, row_memory
 
 
 class HeadSpeculator(TreeProposals, DraftModelSpeculator):
     """Loads, profiles and places a head as the stock class does."""
+
+    source: type[TargetHead] = TargetHead
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, steps: Steps, compose: Composer
@@ -35,9 +38,15 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
             plan.shape.max_depth + 1,
             1 + plan.scratch_slots,
             self.hidden_size,
+            self.logits_size,
             self.dtype,  # type: ignore[arg-type]  # vLLM has resolved its name by now
             device,
         )
+
+    @property
+    def logits_size(self) -> int:
+        """Size of what gives a row's logits."""
+        return self.hidden_size
 
     @on_device()
     def load_draft_model(
@@ -48,9 +57,10 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        memory = row_memory(self, self.compose.trees.plan)
+        context_only = self.source is ContextHead
+        memory = row_memory(self, self.compose.trees.plan, context_only=context_only)
         writer = self.compose.ops.row_writer(memory)
-        source = TargetHead(self, self, self.states, memory, writer)
+        source = self.source(self, self, self.states, memory, writer)
         self.drafter = self.compose.drafter(memory.of_growth, source, writer)
 
     def rehearse(
@@ -91,6 +101,18 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
             )
         # Some heads return one tensor for both.
         return found if isinstance(found, tuple) else (found, found)
+
+
+class ContextSpeculator(HeadSpeculator, Gemma4Speculator):
+    """Drafts with Gemma-4's module, which reads the target's KV cache."""
+
+    source = ContextHead
+    load_draft_model = on_device()(Gemma4Speculator.load_draft_model)
+
+    @property
+    def logits_size(self) -> int:
+        # The module is narrower than the states that it hands on, which have the target's size.
+        return int(self.draft_model_config.hf_text_config.hidden_size)
 
 
 def forward_context(

@@ -33,7 +33,7 @@ from dyntree_plugin.engine.fallback import chain_reason
 from dyntree_plugin.engine.grammar.drafted import DraftGrammars, InTurn
 from dyntree_plugin.engine.grammar.drafts import RecentDrafts
 from dyntree_plugin.engine.grammar.tries import GrammarTries
-from dyntree_plugin.engine.head_speculator import HeadSpeculator
+from dyntree_plugin.engine.head_speculator import ContextSpeculator, HeadSpeculator
 from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.sampling.parameters import TreeParameters
 from dyntree_plugin.engine.sampling.processors import (
@@ -109,7 +109,7 @@ class TreeRunnerMixin(TreeStage):
             tries=self._tries(plan),
             ranking=self._ranking,
         )
-        speculator = _speculator_for(plan)
+        speculator = _speculator_for(plan, vllm_config.speculative_config)
         self.speculator: TreeProposals = speculator(vllm_config, device, self, self.compose)
         self.recent_drafts = RecentDrafts(self.pipeline_stages, device)
         self._step_times = StepTimes()
@@ -313,13 +313,15 @@ class TreeRunnerMixin(TreeStage):
 
 
 def _speculator_for(
-    plan: TreePlan,
+    plan: TreePlan, speculation: Any
 ) -> type[TreeSpeculator | HeadSpeculator | BlockSpeculator | LookUpSpeculator]:
     if not plan.has_draft:
         return LookUpSpeculator
     if plan.shape.block:
         return BlockSpeculator
-    return HeadSpeculator if plan.shape.head else TreeSpeculator
+    if not plan.shape.head:
+        return TreeSpeculator
+    return ContextSpeculator if speculation.use_gemma4_mtp() else HeadSpeculator
 
 
 class RejectionSampler:

@@ -166,11 +166,17 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
             of_width(model.compute_draft_logits(found[at], 0), vocabulary)
 
 
-def row_memory(model: DraftModelSpeculator, plan: TreePlan) -> RowMemory:
-    """Allocate the rows of draft forwards; the attention of ``model`` is set."""
+def row_memory(
+    model: DraftModelSpeculator, plan: TreePlan, *, context_only: bool = False
+) -> RowMemory:
+    """Allocate the rows of draft forwards; the attention of ``model`` is set.
+
+    ``context_only``: as in `RowMemory`.
+    """
     # A block draft keeps the target's states, and its cache ends before the root.
     shift = -1 if plan.shape.block else plan.shape.shift
-    return RowMemory(model, plan.most_rows, plan.scratch_slots, shift)
+    most_rows, scratch = plan.most_rows, plan.scratch_slots
+    return RowMemory(model, most_rows, scratch, shift, context_only=context_only)
 
 
 class LookUpSpeculator(TreeProposals):

@@ -19,6 +19,7 @@ ADVICE: Mapping[str, str] = {
     "window": _ON_A_CPU,
     "soft_cap": _ON_A_CPU,
     "sinks": _ON_A_CPU,
+    "shared_cache": _ON_A_CPU,
     "chunk": "tree attention has no chunks; use a model without them",
     "alibi": "tree attention has no bias by distance; use a model without it",
     "query_scale": _OWN_TYPE,
@@ -38,7 +39,7 @@ SERVED: Mapping[str, frozenset[str]] = {
 """The features that each kernel of tree attention serves."""
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
-    "cpu": SERVED["cpu"] | {"states", "mla", "mrope"},
+    "cpu": SERVED["cpu"] | {"shared_cache", "states", "mla", "mrope"},
     "cuda": frozenset(),
 }
 """What is served on each type of device: features of attention, which also the kernel must serve

@@ -90,7 +90,8 @@ def main(job_path: str, results_path: str) -> None:
     )
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
     notes = note_drafts(runner.req_states, runner.speculator.drafter.stages._source)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    own = {"max_tokens": TOKENS} | job.get("params", {})
+    params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **own)
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     torch.save(notes.found, job["notes"])

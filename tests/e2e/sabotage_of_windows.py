@@ -97,6 +97,19 @@ def edge_by_root(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
+def moved_twice(runner: Any) -> Iterator[None]:
+    """Move the rows of a cache once for each layer that reads it."""
+    from dyntree_plugin.engine import layer_kinds
+    from dyntree_plugin.engine.attention import kind
+
+    groups = map(runner._target_layers, range(len(runner.kv_cache_config.kv_cache_groups)))
+    with mock.patch.object(kind, "_by_shape", lambda layers: [[each] for each in layers]):
+        keepers = layer_kinds.keepers(runner.ops.kinds, groups)
+    with mock.patch.object(runner, "keepers", keepers):
+        yield
+
+
+@contextmanager
 def null_block_of_nan(runner: Any) -> Iterator[None]:
     """Fill the block that stands for freed ones with NaN. Output must not change."""
     for cache in runner.kv_caches:
@@ -121,4 +134,11 @@ def draft_without_window(runner: Any) -> Iterator[None]:
 
 
 OF_WINDOWS = (wider_window, narrower_window, without_window, edge_by_row, edge_by_root)
-BROKEN = (*OF_WINDOWS, without_soft_cap, without_sinks, null_block_of_nan, draft_without_window)
+BROKEN = (
+    *OF_WINDOWS,
+    without_soft_cap,
+    without_sinks,
+    moved_twice,
+    null_block_of_nan,
+    draft_without_window,
+)

@@ -115,7 +115,9 @@ class Drafting:
             self.roots = (models.models[0].root_hidden,)
             return models
         rows, expansions = self.plan.shape.max_depth + 1, 1 + self.memory.scratch
-        self.states = HeadStates(MOST, rows, expansions, HIDDEN, torch.float32, self.memory.device)
+        self.states = HeadStates(
+            MOST, rows, expansions, HIDDEN, HIDDEN, torch.float32, self.memory.device
+        )
         self.roots = (self.states.root, self.states.own[:, 0])
         return TargetHead(self.model, self.model, self.states, self.memory, self.writer)
 

@@ -39,6 +39,7 @@ SHARED = [
     "block_speculator.BlockSpeculator",
     "speculator.TreeSpeculator",
     "speculator.LookUpSpeculator",
+    "head_speculator.ContextSpeculator",
     "scheduler.TreeScheduler",
     "scheduler.AsyncTreeScheduler",
     "telemetry.step_record.CountedOutput",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from dyntree_plugin.admission import check, reasons
+from dyntree_plugin.admission import check, heads, reasons
 from dyntree_plugin.commands.doctor import kernels, offloading
 from dyntree_plugin.commands.doctor.checks import device_type, memory
 from dyntree_plugin.commands.doctor.report import Check
@@ -82,6 +82,8 @@ def _admitted(config: VllmConfig) -> Iterator[Check]:
     yield from _vocabularies(config, further)
     for reason, chain_advice in default_chain_reasons(config.model_config, plan.shape):
         yield Check("requests", "warn", reason, chain_advice)
+    for line in heads.advice(config):
+        yield Check("draft", "warn", line)
     if unseen := check.images_advice(config):
         yield Check("draft", "warn", unseen)
     for line in check.look_up_advice(config, device_type()):

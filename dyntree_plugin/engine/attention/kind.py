@@ -41,7 +41,6 @@ class AttentionKind:
             f"head_size (K, V)={(layer.head_size, layer.head_size_v)}": (
                 layer.head_size != layer.head_size_v
             ),
-            "the KV cache of another layer": layer.kv_sharing_target_layer_name is not None,
         }
         yield from (
             f"{each} is not supported {ANOTHER_MODEL}" for each, there in other.items() if there
@@ -59,9 +58,11 @@ class AttentionKind:
             "soft_cap": f"logits_soft_cap={features.soft_cap}",
             "sinks": "attention sinks",
             "alibi": "ALiBi",
+            "shared_cache": "the KV cache of another layer",
         }
         quantised = f"kv_cache_dtype={layer.kv_cache_dtype!r}"
-        lacking = sorted(features.beyond - self._served)
+        shared = {"shared_cache"} if layer.kv_sharing_target_layer_name is not None else set()
+        lacking = sorted((features.beyond | shared) - self._served)
         yield from dict.fromkeys(
             f"{named.get(each, quantised)} is not supported: {ADVICE[each]}" for each in lacking
         )

@@ -55,7 +55,7 @@ class HeadStates:
 
     ``given`` [R * E, H]: the head's input for emitted tokens, from the target. ``own``
     [R, expansions, H]: of what a step expands, from the head's own rows; the first is the root's.
-    ``root`` [R, H]: what gives the logits after the roots.
+    ``root`` [R, L]: what gives the logits after the roots.
     """
 
     def __init__(
@@ -64,15 +64,16 @@ class HeadStates:
         most_emitted: int,
         expansions: int,
         hidden_size: int,
+        logits_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(*shape, hidden_size, dtype=dtype, device=device)
+            return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.given = zeros(requests * most_emitted)
-        self.own = zeros(requests, expansions)
-        self.root = zeros(requests)
+        self.given = zeros(requests * most_emitted, hidden_size)
+        self.own = zeros(requests, expansions, hidden_size)
+        self.root = zeros(requests, logits_size)
 
 
 class TargetHead:
@@ -137,3 +138,36 @@ class TargetHead:
 
     def _run(self, rows: FilledRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._head.run(rows.ids, rows.positions, states, rows.metadata, rows.slots_by_layer)
+
+
+class ContextHead(TargetHead):
+    """A head whose rows read the target's KV cache, and see the context alone: Gemma-4's module.
+
+    It writes no keys or values. So it reads no emitted token but the root, and all nodes stand
+    where the root does. With prompts it has a row for every token, as in vLLM's chain, and the
+    roots' alone are used.
+    """
+
+    def receive(self, step: CatchUp) -> None:
+        """Copy the target's states before the roots."""
+        before = step.target.rows_before(step.emitted.most)
+        states = self._combined(step.target, before.gather(1, _last(step.emitted))[:, 0])
+        self._states.given[: len(states)].copy_(states)
+
+    def follow(self, requests: Requests, emitted: Emitted) -> None:
+        last = _last(emitted)
+        root = emitted.tokens.gather(1, last)
+        one = torch.ones_like(emitted.counts)
+        super().follow(requests, Emitted(emitted.roots + last[:, 0], root, one, most=1))
+
+    def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
+        """Run the head over filled rows; return the logits of all of them, [R * width, V]."""
+        roots = self._memory.root_positions[:requests, None] + self.shift
+        rows.positions.view(requests, -1).copy_(roots.expand(requests, len(rows.ids) // requests))
+        return super().forward(rows, requests, first)
+
+
+def _last(emitted: Emitted) -> torch.Tensor:
+    """Return the number of each request's last emitted token, int64 [R, 1]."""
+    # Padding requests may hold a count of another batch.
+    return (emitted.counts.long() - 1).clamp(min=0, max=emitted.most - 1)[:, None]

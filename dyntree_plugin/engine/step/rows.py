@@ -42,11 +42,17 @@ class RowMemory:
     """
 
     def __init__(
-        self, model: DraftModelSpeculator, most_rows: int, scratch: int, shift: int = 0
+        self,
+        model: DraftModelSpeculator,
+        most_rows: int,
+        scratch: int,
+        shift: int = 0,
+        *,
+        context_only: bool = False,
     ) -> None:
         """``model``: the stock speculator, whose attention and block tables are set.
         ``most_rows``: the most rows of a request in one forward. ``scratch``: the nodes of a
-        request that a step expands."""
+        request that a step expands. ``context_only``: rows of nodes see no node."""
         self._model = model
         self.device = model.device
         self.dtype: Any = model.dtype  # vLLM has resolved its name by now
@@ -65,6 +71,7 @@ class RowMemory:
         self.positions = zeros(rows, dtype=torch.int64)
         self.above = zeros(requests * most_rows, dtype=torch.int64)
         self._bits = zeros(requests * most_rows * words, dtype=torch.int32)
+        self._no_bits = torch.zeros_like(self._bits) if context_only else None
         groups = self.block_tables.num_kv_cache_groups
         self.slots = zeros(groups, rows, dtype=torch.int64)
         self.scratch_slots = zeros(groups, requests * max(1, scratch), dtype=torch.int64)
@@ -127,19 +134,24 @@ class RowMemory:
         """Return the rows of a forward over ``width`` nodes per request; see `RowWriter.rows`."""
         shape = requests, width
         if shape not in self._forwards:
-            self._forwards[shape] = self.tree_rows(requests, width, self.scratch)
+            self._forwards[shape] = self.tree_rows(requests, width, self.scratch, self._no_bits)
         return self._forwards[shape]
 
-    def tree_rows(self, requests: int, width: int, columns: int) -> TreeRows:
+    def tree_rows(
+        self, requests: int, width: int, columns: int, seen: torch.Tensor | None = None
+    ) -> TreeRows:
         """Return rows, and metadata that reads them, for a forward of ``width`` rows per request.
 
         The caller fills them. Ancestor bits stand for the ``columns`` cache slots after the
-        context.
+        context. ``seen``: memory of the bits that attention reads, if these are others.
         """
         model, rows, words = self._model, requests * width, _words(columns)
-        bits = self._bits[: rows * words].view(rows, words)
+        of_rows, of_mask = (
+            memory[: rows * words].view(rows, words)
+            for memory in (self._bits, self._bits if seen is None else seen)
+        )
         slots = self.slots[:, :rows]
-        mask = TreeMask(self.ctx_lens[:requests], bits, has_plain=False, in_place=True)
+        mask = TreeMask(self.ctx_lens[:requests], of_mask, has_plain=False, in_place=True)
         metadata = build_attn_metadata(
             attn_groups=masked(model.attn_groups, mask),
             num_reqs=requests,
@@ -158,7 +170,7 @@ class RowMemory:
         )
         by_layer = build_slot_mappings_by_layer(slots, model.kv_cache_config)
         ids, positions, above = self.ids[:rows], self.positions[:rows], self.above[:rows]
-        return TreeRows(ids, positions, bits, slots, above, metadata, by_layer)
+        return TreeRows(ids, positions, of_rows, slots, above, metadata, by_layer)
 
 
 class RowWriter(Protocol):

@@ -174,7 +174,6 @@ BEYOND: list[tuple[dict[str, Any], str]] = [
     ({"per_layer_sliding_window": 9}, "sliding_window=9"),
     ({"alibi_slopes": [0.5, 0.25]}, "ALiBi"),
     ({"attn_backend": CPUAttentionBackend}, "backend CPUAttentionBackend"),
-    ({"kv_sharing_target_layer_name": "layers.0"}, "the KV cache of another layer"),
     ({"type": RSWAAttention, "rswa_window": 16}, "class RSWAAttention"),
 ]
 
@@ -202,13 +201,16 @@ def test_features_that_the_device_lacks_are_named(
 ) -> None:
     monkeypatch.setattr(KINDS[0], "_served", SERVED_ON["cuda"])
     features = {"logits_soft_cap": 30.0, "sinks": torch.zeros(2), "per_layer_sliding_window": 16}
+    features["kv_sharing_target_layer_name"] = "layers.0"
     starts = [reason.partition(" is not")[0] for reason in found(make(), features)]
-    named = ("attention sinks", "logits_soft_cap=30.0", "sliding_window=16")
+    named = ("the KV cache of another layer", "attention sinks", "logits_soft_cap=30.0")
+    named += ("sliding_window=16",)
     assert starts == [f"layer layers.1: {each}" for each in named]
 
 
 def test_features_that_the_kernel_serves_are_admitted(make: Make) -> None:
-    served = {"logits_soft_cap": 30.0, "sinks": torch.zeros(2)}
+    served: dict[str, Any] = {"logits_soft_cap": 30.0, "sinks": torch.zeros(2)}
+    served["kv_sharing_target_layer_name"] = "layers.0"
     assert found(make(), served, {"per_layer_sliding_window": 10}) == []
     (reason,) = found(make(), served, {"per_layer_sliding_window": 9})
     assert reason == (

@@ -69,15 +69,3 @@ def test_without_speculation_all_other_reasons_are_given(
         check.refuse_unserved(without, DynTreeOptions(), device, WORKERS)
     for each in (*NAMED, "speculative_config is missing", named):
         assert each in str(refused.value)
-
-
-def test_what_nothing_but_work_stands_against_is_said_to_be_not_built_yet(
-    admitted: VllmConfig,
-) -> None:
-    changes = {
-        "speculative_config.method": "mtp",
-        "speculative_config.use_gemma4_mtp": lambda: True,
-    }
-    reasons = refusal_of(with_all(admitted, changes)).split(". ")
-    (reason,) = (each for each in reasons if "use_gemma4_mtp=" in each)
-    assert "not built yet" in reason

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from configurations import WIDTH, Build, changed, refusal_of
 
-from dyntree_plugin.admission import check, refusals
+from dyntree_plugin.admission import check, heads
 from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force
 
@@ -70,11 +70,25 @@ def test_a_module_of_the_target_is_admitted(build: Build, model_folder: Callable
     assert plan.shape.head
 
 
-def test_several_modules_are_refused_whatever_the_number_of_tokens(
-    build: Build, model_folder: Callable[..., str]
+def test_of_several_modules_start_up_says_that_the_first_is_used(
+    build: Build, model_folder: Callable[..., str], logged: Callable[[], str]
 ) -> None:
-    with pytest.raises(ValueError, match="num_nextn_predict_layers=2 is not supported"):
-        build(**with_modules(model_folder, 2))
+    build(**with_modules(model_folder, 1))
+    assert "modules" not in logged()
+    build(**with_modules(model_folder, 2))
+    assert "num_nextn_predict_layers=2 modules" in logged()
+
+
+def test_start_up_says_that_a_head_is_split_like_the_target(build: Build, head: Arguments) -> None:
+    """Control: a separate draft with another split is refused."""
+    path = "speculative_config.draft_tensor_parallel_size"
+    with_head = build(**head())
+    assert list(heads.advice(with_head)) == []
+    (said,) = heads.advice(changed(with_head, path, 2))
+    assert said.startswith("draft_tensor_parallel_size=2 has no effect")
+    assert "draft_tensor_parallel_size (draft, target)=(2, 1)" in refusal_of(
+        changed(build(), path, 2)
+    )
 
 
 def test_a_head_declared_for_a_shorter_context_is_admitted(build: Build, head: Arguments) -> None:
@@ -101,19 +115,23 @@ def test_a_tree_of_a_head_takes_one_token_of_a_step_besides_its_nodes(
 
 
 def test_a_head_needs_a_slot_less_than_a_draft_model(build: Build, head: Arguments) -> None:
-    """The root's row has the position before it, which the target has filled."""
+    """The root's row has the position before it, which the target has filled. Gemma-4's module
+    needs none."""
     of_head, of_draft = (
         configuration.scratch_slots(build(**arguments).speculative_config)
         for arguments in (head(), {})
     )
     assert of_head == of_draft - 1
+    without = changed(build(**head()), "speculative_config.use_gemma4_mtp", lambda: True)
+    assert configuration.scratch_slots(without.speculative_config) == 0
 
 
 CHANGES: dict[str, tuple[str, Any]] = {
-    "draft_tensor_parallel_size (draft, target)": ("draft_tensor_parallel_size", 2),
     "vocab_size (target, draft)": ("draft_model_config.model_arch_config.vocab_size", 127),
-    "num_nextn_predict_layers": ("draft_model_config.hf_config.num_nextn_predict_layers", 2),
-    "use_gemma4_mtp": ("use_gemma4_mtp", lambda: True),
+    "num_nextn_predict_layers, architecture": (
+        "draft_model_config.hf_config.num_nextn_predict_layers",
+        2,
+    ),
     "use_local_argmax_reduction": ("use_local_argmax_reduction", True),
 }
 
@@ -125,13 +143,13 @@ def test_one_change_is_refused_with_its_option_and_advice(
     path, value = CHANGES[option]
     admitted = changed(build(**head()), "scheduler_config.scheduler_cls", None)
     reason = refusal_of(changed(admitted, f"speculative_config.{path}", value))
-    (refusal,) = (each for each in refusals.HEAD_REFUSALS if each.option == option)
+    (refusal,) = (each for each in heads.HEAD_REFUSALS if each.option == option)
     assert f"{option}=" in reason
     assert refusal.advice in reason
 
 
 def test_every_refusal_of_heads_is_tested() -> None:
-    assert {each.option for each in refusals.HEAD_REFUSALS} == CHANGES.keys()
+    assert {each.option for each in heads.HEAD_REFUSALS} == CHANGES.keys()
 
 
 def test_a_pool_of_a_head_and_a_draft_is_refused(build: Build, head: Arguments) -> None:

@@ -56,6 +56,15 @@ def test_on_cuda_a_backend_that_carries_no_trees_is_refused(
     assert "FLASH_ATTN and TRITON_ATTN" in reason
 
 
+def test_gemma4s_module_is_refused_on_cuda_alone(admitted: VllmConfig, on_cuda: VllmConfig) -> None:
+    path = "speculative_config.use_gemma4_mtp"
+    check.refuse_unserved(changed(admitted, path, lambda: True), DynTreeOptions(), "cpu", WORKERS)
+    with pytest.raises(check.Refused, match=f"{path}=True is not supported"):
+        check.refuse_unserved(
+            changed(on_cuda, path, lambda: True), DynTreeOptions(), "cuda", WORKERS
+        )
+
+
 @pytest.mark.parametrize("name", check.CUDA_BACKENDS)
 def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig, name: str) -> None:
     named = changed(on_cuda, "attention_config.backend", SimpleNamespace(name=name))

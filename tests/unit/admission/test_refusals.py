@@ -137,10 +137,8 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
     assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
 
 
-REPLACED = {"an n-gram drafter", "a DFlash drafter"}
-"""Features whose kernels no engine with trees calls: look-up and block drafts have their own."""
-OF_HEADS = {"a drafter with several MTP modules"}
-"""Features that are refused with a head alone; `test_heads_admitted` has them."""
+REPLACED = {"an n-gram drafter", "a DFlash drafter", "a drafter with several MTP modules"}
+"""Features whose kernels no engine with trees calls."""
 OF_RECURRENT_TARGETS = {"KDA with a prefix cache"}
 """Features that are refused by vLLM's options for recurrent targets, or by a layer's class."""
 UNSERVED = {
@@ -158,7 +156,7 @@ UNSERVED = {
 def test_everything_that_the_cpu_has_no_kernel_for_is_refused_before_the_engine_starts(
     admitted: VllmConfig,
 ) -> None:
-    assert UNSERVED.keys() | REPLACED | OF_HEADS | OF_RECURRENT_TARGETS == REFUSED.keys()
+    assert UNSERVED.keys() | REPLACED | OF_RECURRENT_TARGETS == REFUSED.keys()
     changes = {option: (path, value) for option, path, value in reversed(CHANGES)}
     for option in UNSERVED.values():
         assert f"{option}=" in refusal_of(changed(admitted, *changes[option]))
