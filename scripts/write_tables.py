@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import gpu_model
 from benchmarks.acceptance import report
@@ -179,6 +180,41 @@ def _body(path: Path, name: str) -> str:
     return f"# {path.relative_to(ROOT / 'dyntree_plugin')}: {name}\n{body}"
 
 
+def _recipes() -> str:
+    """Say by which method each recipe of vLLM is served, and what stands against its own."""
+    groups = json.loads((ROOT / "scripts" / "recipes.json").read_text())
+    lines = ["| recipes | attention | drafts | on a CPU | on CUDA |", "|---|---|---|---|---|"]
+    for each in groups:
+        own = each["methods"][0]
+        cells = [", ".join(each["recipes"]), each["attention"], f"`{own}`"]
+        cells += [_served(each[device], own) for device in DEVICES]
+        lines.append(f"| {' | '.join(cells)} |")
+    counts = [_counted(groups, device) for device in DEVICES]
+    every = sum(len(each["recipes"]) for each in groups)
+    head = f"Of {every} recipes, {counts[0]} are served on a CPU, and {counts[1]} on CUDA."
+    return "\n".join([head, "", *lines])
+
+
+DEVICES = ("cpu", "cuda")
+
+
+def _served(outcome: dict[str, Any], own: str) -> str:
+    names = (each.removeprefix("speculative_config.") for each in outcome["refused"])
+    reasons = "refused: " + ", ".join(f"`{name}`" for name in names)
+    if outcome["served"] is None:
+        return reasons
+    return (
+        "served" if outcome["served"] == own else f"with look-up alone; its own draft is {reasons}"
+    )
+
+
+def _counted(groups: list[dict[str, Any]], device: str) -> str:
+    """Count the recipes that are served, and those of them whose own drafts are."""
+    served = [(each[device]["served"], each) for each in groups if each[device]["served"]]
+    own = sum(len(each["recipes"]) for name, each in served if name in each["methods"])
+    return f"{sum(len(each['recipes']) for _, each in served)} ({own} with their own drafts)"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step": _step,
     "options": option_pages.markdown_tables,
@@ -210,6 +246,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
     "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
     "serve_head_1b": lambda: _speed("serve-llama-1b-eagle3"),
+    "recipes": _recipes,
     "requests": lambda: _by_requests("requests-cpu", "requests-penalty-cpu"),
     "requests_drawn": lambda: _by_requests("requests-drawn-cpu"),
     "serve_offload": lambda: _speed("serve-llama-1b-offload"),

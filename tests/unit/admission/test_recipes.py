@@ -1,0 +1,114 @@
+"""What admission says to the configurations of vLLM's recipes: the facts of a file, and a page."""
+
+from __future__ import annotations
+
+import dyntree_plugin.engine.cpu.worker  # noqa: F401  # isort: skip  # before vLLM's V2 modules
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from configurations import changed
+
+from dyntree_kernels.features import SERVED_ON
+from dyntree_plugin.admission import check
+from dyntree_plugin.engine.attention.latent import LatentKind
+from dyntree_plugin.engine.configuration import WORKERS
+from dyntree_plugin.engine.cpu import kinds as on_cpu
+from dyntree_plugin.engine.cuda import kinds as on_cuda
+from dyntree_plugin.engine.states.kind import StateKind
+from dyntree_plugin.options.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+RECIPES: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[3] / "scripts" / "recipes.json").read_text()
+)
+LOOK_UP = "ngram_gpu"
+OF_TEXT = ("sliding_window", "index_topk", "num_nextn_predict_layers")
+"""What admission reads from the file of a model, and not from what vLLM makes of it."""
+WITH_FLAGS = {
+    "is_hybrid": ("cache_config.enable_prefix_caching", False),
+    "is_mm_prefix_lm": ("model_config.is_mm_prefix_lm", False),
+}
+"""What the page asks for in every recipe of such targets: no prefix cache, and text alone."""
+KINDS = {"cpu": on_cpu.KINDS, "cuda": on_cuda.KINDS}
+
+
+def layers_of(device: str) -> set[str]:
+    """Return the features and, beside ``Attention``, the classes of layers that trees pass."""
+    kinds = KINDS[device]
+    states = {name for kind in kinds if isinstance(kind, StateKind) for name in kind._layers}
+    latent = {"MLAAttention" for kind in kinds if isinstance(kind, LatentKind)}
+    return SERVED_ON[device] | states | latent
+
+
+def facts(recipe: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a recipe changes in a configuration, if it is drafted by ``method``."""
+    mtp = method.endswith("mtp")
+    yield "speculative_config.method", "mtp" if mtp else method
+    if method == "gemma4_mtp":
+        yield "speculative_config.use_gemma4_mtp", lambda: True
+    if "cache_dtype" in recipe:
+        yield "cache_config.cache_dtype", recipe["cache_dtype"]
+    if method == recipe["methods"][0]:
+        for name, value in recipe.get("speculation", {}).items():
+            yield f"speculative_config.{name}", value
+    paths = [("target", "model_config"), ("target", "speculative_config.target_model_config")]
+    if method != LOOK_UP:
+        paths.append(("draft", "speculative_config.draft_model_config"))
+    for model, path in paths:
+        for name, value in recipe.get(model, {}).items():
+            of_text = "hf_config." if model == "draft" else "hf_text_config."
+            yield f"{path}.{of_text if name in OF_TEXT else ''}{name}", value
+    yield from (WITH_FLAGS[each] for each in recipe.get("target", {}) if each in WITH_FLAGS)
+
+
+def refused(config: VllmConfig, recipe: dict[str, Any], method: str, device: str) -> list[str]:
+    """Return the names of what admission refuses, in the configuration and in the layers."""
+    for path, value in facts(recipe, method):
+        config = changed(config, path, value)
+    layers = [each for each in recipe.get("layers", ()) if each not in layers_of(device)]
+    try:
+        check.refuse_unserved(config, DynTreeOptions(), device, WORKERS)
+    except check.Refused as error:
+        return [str(each).partition("=")[0].rpartition(": ")[2] for each in error.args] + layers
+    return layers
+
+
+def outcome(config: VllmConfig, recipe: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the method by which a recipe is served, and what stands against its own."""
+    methods = [*recipe["methods"], LOOK_UP]
+    reasons = {method: refused(config, recipe, method, device) for method in methods}
+    served = next((method for method, found in reasons.items() if not found), None)
+    return {"served": served, "refused": list(dict.fromkeys(reasons[methods[0]]))}
+
+
+@pytest.fixture(scope="module")
+def on(admitted: VllmConfig) -> Callable[[str], VllmConfig]:
+    """Return the base of all configurations on a device: full attention, and one rank."""
+    on_cuda = changed(admitted, "parallel_config.worker_cls", "auto")
+    return {"cpu": admitted, "cuda": changed(on_cuda, "attention_config.backend", None)}.__getitem__
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_recipes_are_served_as_the_page_says(
+    on: Callable[[str], VllmConfig], device: str
+) -> None:
+    found = {", ".join(each["recipes"]): outcome(on(device), each, device) for each in RECIPES}
+    written = {", ".join(each["recipes"]): each[device] for each in RECIPES}
+    assert found == written, json.dumps(found)
+
+
+def test_a_feature_that_a_device_serves_no_more_is_seen(
+    on: Callable[[str], VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: without windows, latent attention, states or M-RoPE fewer recipes are served."""
+    lost = {"window": "sliding_window", "mla": "use_mla", "states": "is_hybrid"}
+    for feature, fact in (lost | {"mrope": "uses_mrope"}).items():
+        recipe = next(r for r in RECIPES if fact in r.get("target", {}) and r["cpu"]["served"])
+        with monkeypatch.context() as patched:
+            patched.setitem(SERVED_ON, "cpu", SERVED_ON["cpu"] - {feature})
+            assert outcome(on("cpu"), recipe, "cpu")["served"] is None
