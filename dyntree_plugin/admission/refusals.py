@@ -320,7 +320,7 @@ MODEL_REFUSALS = (
         lambda m: m.is_mm_prefix_lm,
         bool,
         "trees behind tokens of an image that see each other both ways were not compared; for text "
-        "alone use --limit-mm-per-prompt with 0 of each kind of input that the model takes",
+        "alone use --language-model-only",
     ),
     Refusal(
         "attention_chunk_size",
