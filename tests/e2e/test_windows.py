@@ -16,6 +16,7 @@ from random_engines import RUN as SHORT
 from random_engines import Target
 from random_targets import changed_copy, random_target
 from sabotage_of_windows import OF_WINDOWS
+from slow import marked
 
 from dyntree_plugin import pair
 
@@ -102,7 +103,7 @@ def test_tokens_differ_if_a_mechanism_is_broken(
     assert all(found.values()), found
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", marked(KINDS, {"gemma3_text", "mistral"}))
 def test_in_bfloat16_tokens_differ_by_rounding_alone(
     kind: str, tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
