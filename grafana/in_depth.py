@@ -179,4 +179,11 @@ def _trees() -> list[Panel]:
             Query(HERE.per("reason").rate(PREFIX + "pruned_nodes_total"), "{{reason}}"),
             named=PRUNE_REASONS,
         ),
+        lines(
+            "Weight updates",
+            "Updates per second of the weights of target and draft. The further the target moves "
+            "from what its draft was trained for, the fewer nodes it accepts.",
+            COUNT,
+            Query(HERE.per("model").rate(PREFIX + "weight_updates_total"), "{{model}}"),
+        ),
     ]

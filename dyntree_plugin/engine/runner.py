@@ -233,6 +233,11 @@ class TreeRunnerMixin(TreeStage):
         """Give the measured costs to what chooses the budget: here, to the scheduler."""
         self._row_cost = cost
 
+    def weights_replaced(self, model: str) -> None:
+        """Start the values of nodes anew, and have the scheduler forget with the next step."""
+        self.estimate.forget()
+        self._record.weights_replaced(model)
+
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Begin a step, and forget what was known of the slots that new requests take."""
         super().add_requests(scheduler_output)

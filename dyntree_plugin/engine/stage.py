@@ -46,6 +46,9 @@ class TreeStage(AdapterRows):
         """Compile what the steps run; the model is loaded, the KV cache is not there."""
         raise NotImplementedError
 
+    def weights_replaced(self, model: str) -> None:
+        """Forget what was learned of the weights of ``model``: the target's or the draft's."""
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         with _no_speculator():
             super().__init__(vllm_config, device)

@@ -16,6 +16,7 @@ from dyntree_plugin.engine.checked_layers import checked
 from dyntree_plugin.engine.configuration import further_drafts
 from dyntree_plugin.engine.layer_kinds import LayerKind
 from dyntree_plugin.engine.telemetry.trace import TreeTrace
+from dyntree_plugin.metrics.names import DRAFT, TARGET
 
 # vLLM shows only what is logged below the name of its package.
 logger = init_logger("vllm.dyntree")
@@ -25,7 +26,7 @@ class TreeWorkerMixin:
     """Compares the trees of all ranks, brings what trees need to the layers, and traces trees.
 
     It also keeps the drafts alive where vLLM knows one of them at most: when weights are discarded
-    or replaced.
+    or replaced. What was learned of the old weights is then forgotten.
 
     It precedes a platform's worker class whose ``model_runner`` is a `TreeRunnerMixin`.
     """
@@ -35,6 +36,8 @@ class TreeWorkerMixin:
     kinds: ClassVar[Sequence[LayerKind]]
     """The kinds of layers that trees can pass."""
     _kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    _lost = False
+    _weight_update_is_draft: bool
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with reasons.logged():
@@ -55,7 +58,7 @@ class TreeWorkerMixin:
             of_drafts = {id(each): each for draft in self._drafts() for each in _weights(draft)}
             own = [each for name, each in of_drafts.items() if name not in of_target]
             copies = [each.detach().to("cpu", copy=True) for each in own]  # sync: no steps
-            self._kept = list(zip(own, copies, strict=True))
+            self._kept, self._lost = list(zip(own, copies, strict=True)), True
         super().sleep(level)  # type: ignore[misc]
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -64,12 +67,15 @@ class TreeWorkerMixin:
         if tags is None or "weights" in tags:
             for weight, kept in self._kept:
                 weight.data.copy_(kept)
-            self._kept = ()
+            if self._lost:  # The next weights may come past every call below.
+                self.model_runner.weights_replaced(TARGET)
+            self._kept, self._lost = (), False
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Replace the target's weights; those of the drafts stay."""
         self._say_that_drafts_stay()
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        self.model_runner.weights_replaced(TARGET)
 
     def start_weight_update(self) -> None:
         """Begin to replace the target's weights; those of the drafts stay."""
@@ -90,6 +96,10 @@ class TreeWorkerMixin:
                 "updates the first draft alone; leave dyntree.drafts out"
             )
         super().start_draft_weight_update()  # type: ignore[misc]
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()  # type: ignore[misc]
+        self.model_runner.weights_replaced(DRAFT if self._weight_update_is_draft else TARGET)
 
     def supports_draft_weight_updates(self) -> bool:
         supported: bool = super().supports_draft_weight_updates()  # type: ignore[misc]

@@ -32,6 +32,9 @@ step or in the context."""
 TREE, PLAIN = "tree", "plain"
 """The two parts of the estimated speed: steps with trees, and plain steps for the same tokens."""
 
+TARGET, DRAFT = "target", "draft"
+"""The models whose weights vLLM can replace while it serves."""
+
 LOGITS_PROCESSORS = "logits_processors"
 """The tree had to be a chain."""
 
@@ -184,6 +187,14 @@ METRICS = (
         "Time of the scheduler to fill the bitmasks of a step with structured output. If the "
         "target's forward runs meanwhile, this time is hidden.",
         buckets=_SECONDS,
+    ),
+    Metric(
+        PREFIX + "weight_updates",
+        "counter",
+        "replaced",
+        "Times that a model's weights were replaced, counted with the next step: by "
+        "reload_weights, a finished weight update, or waking up from sleep of level 2.",
+        labels=("model",),
     ),
     Metric(
         PREFIX + "compared_seconds",

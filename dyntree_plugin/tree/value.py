@@ -135,6 +135,12 @@ class AcceptanceEstimate:
         """float32 [CLASSES * KINDS, 1 + FEATURES, 1 + FEATURES]: the inverse of the weights'
         covariance."""
 
+    def forget(self) -> None:
+        """Start anew, at the same addresses: after a poor draft, values are so low that no step
+        verifies a node to learn from."""
+        self.weights.copy_(self.prior.repeat(CLASSES, 1))
+        self.information.copy_(self._prior_information.expand_as(self.information))
+
     @property
     def regression(self) -> Regression:
         """The tensors and constants, for kernels that observe."""

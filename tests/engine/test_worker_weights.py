@@ -28,12 +28,14 @@ class StockWorker:
     """Discard all weights at level 2, as vLLM's worker on CUDA does."""
 
     def __init__(self, models: list[Model], **parts: Any) -> None:
-        self.models, self.updated = models, list[str]()
+        self.models, self.updated, self.replaced = models, list[str](), list[str]()
+        self._weight_update_is_draft = False
         further = [SimpleNamespace(model=each) for each in models[2:]]
         self.model_runner: Any = SimpleNamespace(
             get_model=lambda: models[0],
             get_draft_model=lambda: models[1] if models[1:] else None,
             speculator=SimpleNamespace(further=further) if further else SimpleNamespace(),
+            weights_replaced=self.replaced.append,
         )
         self.vllm_config: Any = SimpleNamespace(speculative_config=SimpleNamespace(**parts))
 
@@ -52,6 +54,10 @@ class StockWorker:
 
     def start_draft_weight_update(self) -> None:
         self.updated.append("draft")
+        self._weight_update_is_draft = True
+
+    def finish_weight_update(self) -> None:
+        self.updated.append("end")
 
     def supports_draft_weight_updates(self) -> bool:
         return True
@@ -121,6 +127,22 @@ def test_an_update_of_one_of_several_drafts_is_refused() -> None:
     assert alone.supports_draft_weight_updates()
     alone.start_draft_weight_update()
     assert alone.updated == ["draft"]
+
+
+def test_the_runner_hears_whose_weights_were_replaced_once_they_are() -> None:
+    worker = Worker([Model(), Model()], further=())
+    worker.start_weight_update()
+    worker.start_draft_weight_update()
+    for level in (1, 2):
+        worker.sleep(level)
+        worker.wake_up(["kv_cache"])
+        assert not worker.replaced, "nothing was replaced yet"
+        worker.wake_up(["weights"])
+        worker.wake_up()
+        assert worker.replaced == ["target"] * (level == 2)
+    worker.reload_weights()
+    worker.finish_weight_update()
+    assert worker.replaced == ["target", "target", "draft"]
 
 
 @pytest.mark.parametrize("method", ["reload_weights", "start_weight_update"])

@@ -33,6 +33,13 @@ def test_alerts_fire_on_bad_series_and_stay_silent_on_good_ones(path: Path, bina
 
 CHANGES = {
     "another threshold": ("speed:ratio5m < 1\n", "speed:ratio5m < 0.5\n", "DynTreeDoesNotPay"),
+    "weights": ("increase(vllm:dyntree_weight_updates_total[30m])) > 0", "vector(0))", "Fell"),
+    "loads": (
+        "external_prefix_cache_hits_total[30m])) > 0",
+        "prefix_cache_hits_total[30m])) > 0",
+        "Fell",
+    ),
+    "loads from the start": ("[30m] offset 30m)) > 0", "[30m] offset 30m)) < 0", "Fell"),
     "silence of a server with trees": (
         "unless on (job, instance) vllm:dyntree_config_info",
         "",

@@ -77,6 +77,8 @@ class NodeBuckets:
     def observe(self, counts: WorkerCounts, rows: int) -> None:
         """Learn from the output of a step of ``rows``."""
         now, before = time.perf_counter(), self._came
+        if counts.replaced:  # The worth of trees is another with other weights.
+            self._worth = TreeWorth(self._most)
         for of_step in counts.drafted:
             self._forward_seconds.observe(*of_step)
         # After a step with prompts, the time to the next output is not that of decoding.

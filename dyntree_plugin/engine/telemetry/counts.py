@@ -21,7 +21,8 @@ class WorkerCounts:
 
     ``decoding``: for each request of the batch, whether its prompt was complete before the step.
     ``report``: numpy arrays about the verified trees, without chances and forwards; None if
-    nothing was verified. ``pruned``: nodes by reason. ``stage_seconds``: seconds by stage of the
+    nothing was verified. ``pruned``: nodes by reason. ``replaced``: how often the weights of a
+    model were replaced before the step. ``stage_seconds``: seconds by stage of the
     steps that the device has finished since the last counts. ``compared``: for each of these steps,
     in order, its seconds, and the target's without trees for one token of one request; both 0 if
     there is no estimate, or not every request decoded.
@@ -37,6 +38,7 @@ class WorkerCounts:
     decoding: list[bool] = field(default_factory=list)
     report: Report | None = field(default=None, compare=False)
     pruned: dict[str, int] = field(default_factory=lambda: {BUDGET: 0, SCHEDULER: 0})
+    replaced: dict[str, int] = field(default_factory=dict)
     draft_forwards: int = 0
     node_budget: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)

@@ -14,10 +14,12 @@ from dyntree_plugin.engine.step.clock import STAGES
 from dyntree_plugin.engine.telemetry.stats import TreeSpecDecodingStats
 from dyntree_plugin.metrics.names import (
     CONFIG_LABELS,
+    DRAFT,
     FALLBACK_REASONS,
     METRICS,
     PLAIN,
     PRUNE_REASONS,
+    TARGET,
     TREE,
     Metric,
 )
@@ -115,6 +117,7 @@ def _label_values(metric: Metric, plan: TreePlan) -> list[tuple[str, ...]]:
         "depth": range(1, plan.shape.max_depth + 1),
         "reason": PRUNE_REASONS if metric.source == "pruned" else FALLBACK_REASONS,
         "source": SOURCES,
+        "model": (TARGET, DRAFT),
         "stage": STAGES,
         "decoding": (TREE, PLAIN),
     }

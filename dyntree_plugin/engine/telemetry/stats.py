@@ -41,6 +41,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
     paths: dict[str, list[int]] = field(default_factory=dict)
     pruned: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)
     kv_moved: int = 0
     draft_forwards: int = 0
     node_budget: int = 0
@@ -58,6 +59,7 @@ class TreeSpecDecodingStats(SpecDecodingStats):
             num_accepted_tokens_per_pos=[0] * num_spec_tokens,
             num_draft_tokens_per_pos=[0] * num_spec_tokens,
             pruned=counts.pruned,
+            replaced=counts.replaced,
             draft_forwards=counts.draft_forwards,
             node_budget=counts.node_budget,
             stage_seconds=counts.stage_seconds,

@@ -53,6 +53,10 @@ class StepRecord:
         """Send what the scheduler needs before it can choose, with the first step."""
         self._counts.row_cost, self._counts.fewest_forwards = row_cost, fewest_forwards
 
+    def weights_replaced(self, model: str) -> None:
+        """Count that the weights of ``model`` were replaced before this step."""
+        self._counts.replaced[model] = self._counts.replaced.get(model, 0) + 1
+
     def sampled(
         self,
         batch: InputBatch,

@@ -46,6 +46,7 @@ class World:
         self.random = np.random.default_rng(0)
         self.waiting: tuple[int, int] | None = None  # forwards and nodes of the last trees
         self.tokens = 0.0
+        self.replaced: dict[str, int] = {}
         self.chosen: list[tuple[int, int]] = []
 
     def worth(self, chance: float) -> np.ndarray:
@@ -80,12 +81,14 @@ class World:
         table = self.worth(drawn)
         table[forwards:] = table[forwards]
         self.tokens += self.requests * (1 + table[forwards, SIZES.index(nodes)])
+        replaced, self.replaced = self.replaced, {}
         counts = WorkerCounts(
             [True] * self.requests,
             VERIFIED if nodes else None,
             worth=table.tolist(),
             growth_forwards=forwards if nodes else None,
             drafted=[(self.requests, 1 + forwards, self.forward * (1 + forwards))],
+            replaced=replaced,
         )
         self.buckets.observe(counts, self.requests * (1 + nodes))
         nodes = self.buckets[self.requests]
@@ -160,6 +163,21 @@ def test_without_trying_more_a_change_is_not_seen(monkeypatch: pytest.MonkeyPatc
         world.run(1300)
         shares.append(world.run(640))
     assert shares[0] > 0.95
+    assert shares[1] < 0.8
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_new_weights_are_judged_within_64_steps(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = []
+    for replaced in ({model: 1}, {}):  # The second is the control: nobody told.
+        world = World(monkeypatch, requests=64, row=0.01, chance=0.05)
+        world.run(600)
+        vars(world).update(chance=0.99, replaced=replaced)
+        world.run(64)
+        shares.append(world.run(32))
+    assert shares[0] > 0.9
     assert shares[1] < 0.8
 
 

@@ -229,12 +229,13 @@ def test_what_the_worker_counted_of_the_step_is_handed_on() -> None:
         [1, 1],
         [0, 0],
         pruned={"budget": 3},
+        replaced={"target": 2},
         draft_forwards=8,
         node_budget=16,
         stage_seconds={"target": 0.5},
     )
     stats = Counting().step(counts, {})
-    assert stats.pruned == {"budget": 3}
+    assert (stats.pruned, stats.replaced) == ({"budget": 3}, {"target": 2})
     assert (stats.draft_forwards, stats.node_budget) == (8, 16)
     assert stats.stage_seconds == {"target": 0.5}
 

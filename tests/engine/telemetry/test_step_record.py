@@ -14,6 +14,7 @@ from vllm_cpu_runner import install
 install()  # must run before the runner's modules are imported
 
 from dyntree_kernels.contracts import BESIDE, BOTH, DRAFT, LOOK_UP, Walked  # noqa: E402
+from dyntree_plugin.engine.runner import TreeRunnerMixin  # noqa: E402
 from dyntree_plugin.engine.step.clock import Measured, StageTimes  # noqa: E402
 from dyntree_plugin.engine.step.count import report  # noqa: E402
 from dyntree_plugin.engine.step.ops import Arrival, at_hand  # noqa: E402
@@ -100,6 +101,17 @@ def test_a_step_counts_its_nodes_from_its_tensors(trees: TreeStore) -> None:
     assert found.moved.tolist() == [3, 0]
     # Of 20 candidates, 7 were kept, and one of these was not scheduled.
     assert counts.pruned == {"budget": 13, "scheduler": 1}
+
+
+def test_new_weights_are_told_with_the_next_step_and_values_start_anew() -> None:
+    runner: Any = object.__new__(TreeRunnerMixin)
+    forgotten: list[str] = []
+    runner.estimate = SimpleNamespace(forget=lambda: forgotten.append("values"))
+    runner._record = StepRecord()
+    for model in ("target", "draft", "target"):
+        runner.weights_replaced(model)
+    assert runner._record.counts().replaced == {"target": 2, "draft": 1}
+    assert forgotten == ["values"] * 3
 
 
 def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:

@@ -132,6 +132,14 @@ def test_without_forgetting_it_follows_much_later():
     assert 2 * calibration_error(forgets, 1.5) < calibration_error(clings, 1.5)
 
 
+def test_what_it_forgets_it_forgets_at_the_same_addresses():
+    new, estimate = AcceptanceEstimate("cpu").regression, AcceptanceEstimate("cpu")
+    kept = learn(estimate, 3.0, 20).regression
+    assert not torch.equal(kept.weights, new.weights)
+    estimate.forget()
+    assert all(map(torch.equal, kept[:2], new[:2]))
+
+
 def test_temperatures_learn_apart():
     estimate = AcceptanceEstimate("cpu")
     for step in range(60):
