@@ -141,9 +141,8 @@ ENGINE_REFUSALS = (
         "data_parallel_size or elastic_ep_max_dp_size (ranks, target)",
         _ranks_of_experts,
         lambda found: found[0] > 1 and found[1] != "dense",
-        "the ranks of a mixture-of-experts target make every forward together, and trees of "
-        "different requests take different numbers of draft forwards; set it to 1, or use a dense "
-        "target",
+        "trees on ranks that share experts were not compared yet with those on one rank, since "
+        "vLLM's CPU build runs no such ranks; set it to 1, or use a dense target",
     ),
     Refusal(
         "async_scheduling, pipeline_parallel_size",

@@ -1,13 +1,16 @@
-"""All ranks of an engine must make the same trees. Ranks on several nodes are started by hand."""
+"""What the ranks of an engine agree on: its trees, what steps cost, and the rows of forwards.
+
+Ranks on several nodes are started by hand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_dp_group, get_tp_group, get_world_group
 
 from dyntree_plugin import __version__
 from dyntree_plugin.engine.configuration import tree_plan
@@ -64,3 +67,28 @@ def differences(told: Sequence[Mapping[str, Any]]) -> list[str]:
         for name, found in values.items()
         if any(value != found[0] for value in found)
     ]
+
+
+def sizes_alone(vllm_config: VllmConfig, rows: int) -> torch.Tensor | None:
+    """Return what vLLM takes for the rows of a draft's forward on every data-parallel rank, int32
+    [ranks]; None on one rank.
+
+    Without it vLLM asks every rank before each forward, and ranks draft with different numbers of
+    forwards. A draft without experts exchanges nothing, so the other ranks' rows do not matter.
+    """
+    ranks = vllm_config.parallel_config.data_parallel_size
+    return None if ranks == 1 else torch.full((ranks,), rows, dtype=torch.int32)
+
+
+def agreement_of(vllm_config: VllmConfig) -> Callable[[Any], Any]:
+    """Return what gives the first rank's numbers to all ranks that run the target together."""
+    groups = [get_tp_group()]
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        groups.append(get_dp_group())
+
+    def agree(numbers: Any) -> Any:
+        for group in groups:
+            numbers = group.broadcast_object(numbers)
+        return numbers
+
+    return agree

@@ -11,8 +11,27 @@ from vllm.config import SpeculativeConfig, VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from dyntree_plugin.engine.agreement import sizes_alone
 from dyntree_plugin.engine.configuration import further_drafts
 from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
+
+
+@as_one_stage()
+def run_alone(
+    draft: Any,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    attn_metadata: dict[str, Any] | None,
+    slot_mappings: dict[str, torch.Tensor] | None,
+    num_tokens_across_dp: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run a forward of a draft as ``StandaloneARSpeculator._run_model``, for this rank alone.
+
+    That reads nothing of the speculator but the model and the configuration.
+    """
+    sizes = sizes_alone(draft.vllm_config, len(input_ids))
+    stock = StandaloneARSpeculator._run_model
+    return stock(draft, input_ids, positions, attn_metadata, slot_mappings, sizes)
 
 
 class FurtherDraft:
@@ -31,11 +50,7 @@ class FurtherDraft:
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
 
-    @as_one_stage()
-    def _run_model(self, *args: Any) -> torch.Tensor:
-        """Run a forward; the arguments are those of ``StandaloneARSpeculator._run_model``."""
-        # It reads nothing of the speculator but the model and the configuration.
-        return StandaloneARSpeculator._run_model(cast(StandaloneARSpeculator, self), *args)
+    _run_model = run_alone
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         return StandaloneARSpeculator.compute_draft_logits(

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from dyntree_plugin.engine.agreement import sizes_alone
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.sources.head import ContextHead, HeadStates, TargetHead
@@ -126,6 +127,7 @@ def forward_context(
         metadata,
         vllm_config,
         num_tokens=rows,
+        num_tokens_across_dp=sizes_alone(vllm_config, rows),
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
         slot_mapping=slots,
         batch_descriptor=BatchDescriptor(num_tokens=rows),

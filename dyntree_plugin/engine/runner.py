@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -25,6 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
 from dyntree_plugin.admission.request_limits import wrap_seeds
+from dyntree_plugin.engine.agreement import agreement_of
 from dyntree_plugin.engine.block_speculator import BlockSpeculator
 from dyntree_plugin.engine.budget.step_costs import measure
 from dyntree_plugin.engine.compose import Composer
@@ -219,7 +219,7 @@ class TreeRunnerMixin(TreeStage):
     def measure_costs(self) -> None:
         """Measure what steps cost, before the first request."""
         began = time.monotonic()
-        agree = get_tp_group().broadcast_object
+        agree = agreement_of(self.vllm_config)
         with self.measured_adapters():
             adaptive = uses_adaptive_budget(self.vllm_config)
             costs = measure(self, agree, closely=adaptive)

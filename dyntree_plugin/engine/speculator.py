@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModel
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from dyntree_plugin.engine.compose import Composer
-from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_drafts
+from dyntree_plugin.engine.further_drafts import FurtherDraft, load_further_drafts, run_alone
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 from dyntree_plugin.engine.sources.draft_models import DraftModels, LoadedModel
@@ -128,7 +128,7 @@ class TreeSpeculator(TreeProposals, StandaloneARSpeculator):
         self.steps, self.compose = steps, compose
         self.further: list[FurtherDraft] = []
 
-    _run_model = as_one_stage()(StandaloneARSpeculator._run_model)
+    _run_model = run_alone
 
     @on_device()
     @as_one_stage()
