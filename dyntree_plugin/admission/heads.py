@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.admission.refusals import Refusal, split
-from dyntree_plugin.options.options import HEADS
+from dyntree_plugin.options.methods import HEADS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -196,12 +196,10 @@ class DynTreeOptions(BaseModel):
         "second, …; `python -m benchmarks.acceptance.positional` measures it.",
         json_schema_extra={"derived": "none; growth sequoia needs it"},
     )
-
     attention: Literal["auto", "flashinfer", "triton"] = Field(
         default="auto",
-        description="On CUDA: the kernel of the target's trees. FlashInfer's is compiled when an "
-        "engine first starts with it. With auto it is used only if it is compiled and "
-        "`kernel_table` has it as the fastest.",
+        description="On CUDA: the kernel of the target's trees. flashinfer is compiled when first "
+        "asked for. auto takes it if it is compiled, and the fastest in `kernel_table`.",
     )
     kernel_table: str | None = Field(
         default=None,
