@@ -345,16 +345,17 @@ def _ratio(value: float) -> str:
     return f"**{value:.2f}**" if round(value, 2) < 1 else f"{value:.2f}"
 
 
-def _table(rows: Iterator[list[str]]) -> str:
+def markdown(rows: Iterator[list[str]]) -> str:
+    """Return a table whose first row is its head."""
     head, *lines = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines])
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "gpu_measured": lambda: _table(beside_measured()),
-    "gpu_gains": lambda: _table(gains()),
-    "gpu_shapes": lambda: _table(shapes()),
-    "gpu_offloaded": lambda: _table(offloaded()),
+    "gpu_measured": lambda: markdown(beside_measured()),
+    "gpu_gains": lambda: markdown(gains()),
+    "gpu_shapes": lambda: markdown(shapes()),
+    "gpu_offloaded": lambda: markdown(offloaded()),
 }
 """The tables of benchmarks/results/README.md, by their names there."""
 

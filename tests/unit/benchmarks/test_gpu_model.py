@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import gpu_model
+from benchmarks import gpu_model, gpu_states
 from benchmarks.gpu_model import (
     ASSUMED,
     BLOCK,
@@ -98,3 +98,12 @@ def test_a_step_that_was_measured_is_forecast_by_its_own_nodes_and_requests() ->
     for row in rows[1:]:
         measured, forecast = (float(row[at].strip("*")) for at in (5, 6))
         assert 0.3 < forecast / measured < 1.0
+
+
+def test_a_tree_takes_less_than_two_states_and_a_chain_one_for_each_row() -> None:
+    for nodes in gpu_states.NODES:
+        assert gpu_states.tree_memory(nodes) < 2 * gpu_states.STATE
+        assert gpu_states.chain_memory(nodes) > (nodes + 1) * gpu_states.STATE
+    assert gpu_states.chain_bytes(64) - gpu_states.chain_bytes(16) == 48 * gpu_states.STATE
+    steps = [row[5].split(", ") for row in [*gpu_states.forecast()][1:]]
+    assert all(float(tree) < float(chain) for tree, chain in steps)
