@@ -14,12 +14,7 @@ TARGETS = (
 _MROPE = Targets("uses_mrope", lambda m: m.uses_mrope)
 
 MROPE_REFUSALS = (
-    _MROPE.refusal(
-        "architecture",
-        lambda c: c.model_config.architecture,
-        lambda name: name not in TARGETS,
-        f"not compared yet with decoding without trees; use one of {', '.join(TARGETS)}",
-    ),
+    _MROPE.other_than(TARGETS),
     *_MROPE.uncompared("dtype", "tensor_parallel_size", "pipeline_parallel_size", "enable_lora"),
 )
 """Checks of ``VllmConfig``."""

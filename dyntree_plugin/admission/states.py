@@ -5,6 +5,15 @@ from __future__ import annotations
 from dyntree_plugin.admission.refusals import Refusal
 from dyntree_plugin.admission.uncompared import Targets
 
+TARGETS = (
+    "NemotronHForCausalLM",
+    "FalconH1ForCausalLM",
+    "Lfm2ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+)
+"""Architectures whose tokens were compared with those of engines without speculation."""
+
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
 STATE_REFUSALS = (
@@ -20,7 +29,11 @@ STATE_REFUSALS = (
         lambda stages: stages > 1,
         "trees through the recurrent layers of a pipeline are not built yet; set it to 1",
     ),
-    *_RECURRENT.uncompared("dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "enable_lora"),
+    _RECURRENT.other_than(TARGETS),
+    *_RECURRENT.uncompared(
+        *("dtype", "quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+        *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"),
+    ),
     Refusal(
         "use_replayssm",
         lambda c: c.cache_config.use_replayssm,

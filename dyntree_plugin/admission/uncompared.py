@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from dyntree_plugin.admission.refusals import Refusal, dtype_of
@@ -26,6 +27,14 @@ _OPTIONS = {
         lambda dtype: dtype == "float16",
         "set --dtype to bfloat16 or float32",
     ),
+    "quantization": _Row(
+        lambda c: c.model_config.quantization, bool, "use weights that are not quantised"
+    ),
+    "VLLM_SSM_CONV_STATE_LAYOUT": _Row(
+        lambda c: os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"),
+        lambda layout: layout == "DS",
+        "unset it",
+    ),
     "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
     "kv_transfer_config": _Row(lambda c: c.kv_transfer_config is not None, bool, "leave it out"),
     "mamba_cache_dtype": _Row(
@@ -37,6 +46,9 @@ _OPTIONS = {
         "set it to bfloat16 or float32",
     ),
 }
+
+
+_WHY = "not compared yet with decoding without trees; "
 
 
 class Targets(NamedTuple):
@@ -62,5 +74,13 @@ class Targets(NamedTuple):
         """Return checks of options with which these targets were not compared."""
         for option in options:
             value, refused, advice = _OPTIONS[option]
-            why = f"not compared yet with decoding without trees; {advice}"
-            yield self.refusal(option, value, refused, why)
+            yield self.refusal(option, value, refused, _WHY + advice)
+
+    def other_than(self, compared: Collection[str]) -> Refusal:
+        """Return a check of the architecture: all but the ``compared`` ones are refused."""
+        return self.refusal(
+            "architecture",
+            lambda c: c.model_config.architecture,
+            lambda name: name not in compared,
+            f"{_WHY}use one of {', '.join(compared)}",
+        )

@@ -12,7 +12,6 @@ import vllm._custom_ops as ops
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backend import AttentionBackend
@@ -60,8 +59,6 @@ class WithStates:
     def history(self) -> torch.Tensor:
         """The convolution's last inputs, [slots, width - 1, channels]."""
         history: torch.Tensor = self.kv_cache[0]
-        if is_conv_state_dim_first():
-            history = history.transpose(-1, -2)
         return history
 
     def drafted(self) -> Drafted | None:

@@ -8,7 +8,7 @@ import pytest
 from configurations import changed, refusal_of
 from vllm.config import LoRAConfig
 
-from dyntree_plugin.admission import check
+from dyntree_plugin.admission import check, states
 from dyntree_plugin.engine.configuration import WORKERS
 from dyntree_plugin.options.options import DynTreeOptions
 
@@ -16,17 +16,25 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def test_recurrent_targets_are_admitted_on_a_cpu_without_a_prefix_cache_or_a_pipeline(
-    admitted: VllmConfig,
+def _hybrid(config: VllmConfig, architecture: str = states.TARGETS[0]) -> VllmConfig:
+    hybrid = changed(config, "model_config.is_hybrid", True)
+    return changed(hybrid, "model_config.architecture", architecture)
+
+
+def _without_prefix_cache(config: VllmConfig) -> VllmConfig:
+    return changed(config, "cache_config.enable_prefix_caching", False)
+
+
+@pytest.mark.parametrize("architecture", states.TARGETS)
+def test_compared_targets_are_admitted_on_a_cpu_without_a_prefix_cache(
+    admitted: VllmConfig, architecture: str
 ) -> None:
-    hybrid = changed(admitted, "model_config.is_hybrid", True)
-    others = changed(hybrid, "cache_config.use_replayssm", True)
-    reason = refusal_of(changed(others, "parallel_config.pipeline_parallel_size", 2))
+    hybrid = _hybrid(admitted, architecture)
+    reason = refusal_of(changed(hybrid, "cache_config.use_replayssm", True))
     assert "use_replayssm=True is not supported" in reason
-    assert "is_hybrid, pipeline_parallel_size=(True, 2) is not supported" in reason
     assert "enable_prefix_caching=(True, True) is not supported" in reason
     assert "use --no-enable-prefix-caching" in reason
-    alone = changed(hybrid, "cache_config.enable_prefix_caching", False)
+    alone = _without_prefix_cache(hybrid)
     check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
     with pytest.raises(check.Refused, match="target model: is_hybrid=True"):
         check.refuse_unserved(alone, DynTreeOptions(), "cuda", WORKERS)
@@ -35,7 +43,9 @@ def test_recurrent_targets_are_admitted_on_a_cpu_without_a_prefix_cache_or_a_pip
 @pytest.mark.parametrize(
     ("option", "value", "named"),
     [
+        ("model_config.architecture", "BambaForCausalLM", "architecture=(True, 'BambaFor"),
         ("model_config.dtype", "float16", "dtype=(True, 'float16')"),
+        ("model_config.quantization", "awq", "quantization=(True, 'awq')"),
         ("cache_config.mamba_cache_dtype", "float32", "mamba_cache_dtype=(True, 'float32')"),
         ("cache_config.mamba_ssm_cache_dtype", "float16", "mamba_ssm_cache_dtype=(True, "),
         ("lora_config", LoRAConfig(), "enable_lora=(True, True)"),
@@ -44,7 +54,17 @@ def test_recurrent_targets_are_admitted_on_a_cpu_without_a_prefix_cache_or_a_pip
 def test_what_was_not_compared_is_refused_for_recurrent_targets_alone(
     admitted: VllmConfig, option: str, value: object, named: str
 ) -> None:
-    alone = changed(changed(admitted, option, value), "cache_config.enable_prefix_caching", False)
+    alone = changed(_without_prefix_cache(admitted), option, value)
     check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
-    reason = refusal_of(changed(alone, "model_config.is_hybrid", True))
+    reason = refusal_of(changed(_hybrid(_without_prefix_cache(admitted)), option, value))
     assert f"is_hybrid, {named}" in reason
+
+
+def test_another_layout_of_convolutions_is_refused(
+    admitted: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = _without_prefix_cache(_hybrid(admitted))
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    check.refuse_unserved(hybrid, DynTreeOptions(), "cpu", WORKERS)
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    assert "VLLM_SSM_CONV_STATE_LAYOUT=(True, 'DS') is not supported" in refusal_of(hybrid)
