@@ -51,6 +51,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_position_embeddings": 64},
     ),
 }
+CONFIGS["qwen3_5_moe"] = CONFIGS["qwen3_5"]
 """Rotary parameters, and what the vision configuration has besides, by vLLM's model types."""
 _DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -58,6 +59,13 @@ _DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+}
+
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }
 
 _VIDEOS = """
@@ -98,7 +106,8 @@ def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(tokens), strict=True))
     rope, vision = CONFIGS[kind]
     end = {"bos_token_id": 0, "eos_token_id": 0}
-    own = _DELTA_NET if kind == "qwen3_5" else {}
+    own = _DELTA_NET if kind.startswith("qwen3_5") else {}
+    own = own | (_EXPERTS if kind.endswith("moe") else {})
     config = AutoConfig.for_model(
         kind,
         text_config=_TEXT | own | end | {"rope_parameters": rope, "vocab_size": len(tokenizer)},
@@ -128,11 +137,12 @@ def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
 
 
 def head_of(folder: Path, target: Path) -> Path:
-    """Write an EAGLE-3 head of such a target, and return its folder.
+    """Write an EAGLE-3 head of such a target, or of one without a tower; return its folder.
 
     Its layer adds nothing to the target's state after the first layer.
     """
-    config = json.loads((target / "config.json").read_text())["text_config"]
+    config = json.loads((target / "config.json").read_text())
+    config = config.get("text_config", config)
     weights = heads.layer_weights(config, torch.zeros)
     weights["fc.weight"] = torch.eye(config["hidden_size"])
     weights["norm.weight"] = torch.ones(config["hidden_size"])

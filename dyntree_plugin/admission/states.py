@@ -23,12 +23,6 @@ STATE_REFUSALS = (
         bool,
         "prefixes of recurrent states are not cached with trees; use --no-enable-prefix-caching",
     ),
-    _RECURRENT.refusal(
-        "pipeline_parallel_size",
-        lambda c: c.parallel_config.pipeline_parallel_size,
-        lambda stages: stages > 1,
-        "trees through the recurrent layers of a pipeline are not built yet; set it to 1",
-    ),
     _RECURRENT.other_than(TARGETS),
     *_RECURRENT.uncompared(
         *("dtype", "quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from dyntree_plugin.engine.agreement import sizes_alone
 from dyntree_plugin.engine.compose import Composer
 from dyntree_plugin.engine.offloading import on_device
+from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 from dyntree_plugin.engine.sources.head import ContextHead, HeadStates, TargetHead
 from dyntree_plugin.engine.speculator import Steps, TreeProposals, row_memory
 
@@ -87,6 +88,7 @@ class HeadSpeculator(TreeProposals, DraftModelSpeculator):
         combined: torch.Tensor = model.combine_hidden_states(hidden)
         return combined
 
+    @as_one_stage()
     def run(
         self,
         ids: torch.Tensor,

@@ -12,6 +12,7 @@ from engine_process import Request, Result, Run, serve
 from features import PROMPTS, SEEDS
 from margins import MARGINS, Scores, Verdict, places, scores_of, scoring, verdict
 from ranks import serve_on_ranks
+from stages import serve_in_stages
 
 FEW = {"allowed_token_ids": [300, 301, 302]}
 """Random weights repeat nothing. Of so few tokens, look-up and a draft guess many."""
@@ -31,6 +32,8 @@ REQUESTS = [
     *(_request(number, stop=["e", "ti"]) for number in range(24, 30)),
 ]
 RUN = Run(REQUESTS)
+FLOAT32_DELTA_NET = {"worker_extension_cls": "float32_delta_net.Extension"}
+"""What engines without trees take besides if the target has Gated DeltaNet in float32."""
 ABORTED = Run(REQUESTS, abort_after={number: 2 + number % 5 for number in range(0, 30, 2)})
 NODES = 8
 
@@ -40,7 +43,7 @@ Engines = Mapping[str, tuple[dict[str, Any], dict[str, Run]]]
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A target, and what its engines did: on two ranks, if that is the name of the engine.
+    """A target, and what its engines did: on two ranks or stages, if that is the engine's name.
 
     ``variables`` extend the environment of some engines.
     """
@@ -55,6 +58,8 @@ class Target:
             if engine == "two ranks":
                 ranked = serve_on_ranks(arguments, runs)
                 self.results[engine] = {name: each.result for name, each in ranked.items()}
+            elif engine == "two stages":
+                self.results[engine] = serve_in_stages(arguments, runs)
             else:
                 own = self.variables.get(engine, {})
                 self.results[engine] = serve(arguments, runs, threads=1, **own)

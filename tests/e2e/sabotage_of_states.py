@@ -34,9 +34,9 @@ def commit_doubled(runner: Any) -> Iterator[None]:
 
     stock = WithStates.advance
 
-    def advance(self: Any, commit: Any) -> None:
-        stock(self, commit)
-        stock(self, commit)
+    def advance(self: Any, *given: Any) -> None:
+        stock(self, *given)
+        stock(self, *given)
 
     with mock.patch.object(WithStates, "advance", advance):
         yield
@@ -89,6 +89,20 @@ def convolved_with_a_sibling(runner: Any) -> Iterator[None]:
         return found
 
     with mock.patch.object(TreeStates, "taps", taps):
+        yield
+
+
+@contextmanager
+def commit_of_the_latest_forward(runner: Any) -> Iterator[None]:
+    """Advance states by what the latest forward read, whichever the paths belong to."""
+    from dyntree_plugin.engine.states.layers import WithStates
+
+    def advance(self: Any, commit: Any, number: int) -> None:
+        (own, _), (raw, gates) = dict(self._read)[number], self._read[-1][1]
+        rows = torch.arange(len(own)) % len(raw)
+        commit(self.layer, raw[rows], gates[rows])
+
+    with mock.patch.object(WithStates, "advance", advance):
         yield
 
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 from engine_process import Engine, Result, Run, answered, result_of, run_of
 from ranks import UNBOUND
+from sabotage_of_states import commit_dropped, commit_of_the_latest_forward  # noqa: F401
 
 BROKEN = ("without_paths_of_earlier_stages", "without_trees_of_earlier_stages")
 

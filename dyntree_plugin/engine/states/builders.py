@@ -13,17 +13,19 @@ from dyntree_kernels.recurrence import TreeStates
 from dyntree_plugin.engine.attention.metadata import TreeMask, without_first
 
 NOT_KEPT = -1
-"""In place of a state's slot: the request has no path to keep."""
+"""In place of a slot and of a forward: the request has no path to keep."""
 
 
 @dataclass
 class Drafted:
     """Metadata of a batch whose first ``rows`` rows belong to the requests with drafts.
 
-    ``forward`` runs them. ``fresh`` int64: slots of states of which nothing is computed yet.
-    ``rest``: vLLM's metadata of the other rows, as if they were the batch; None without others.
+    ``number``: of the forward. ``forward`` runs the rows. ``fresh`` int64: slots of states of which
+    nothing is computed yet. ``rest``: vLLM's metadata of the other rows, as if they were the batch;
+    None without others.
     """
 
+    number: int
     rows: int
     forward: TreeForward
     fresh: torch.Tensor
@@ -45,8 +47,10 @@ class WithDrafts:
         self.use_spec_decode, self.num_spec_tokens = False, 0
         self.supports_update_block_table = False
         requests = vllm_config.scheduler_config.max_num_seqs
-        self.kept = torch.full((requests,), NOT_KEPT, device=device)
-        """Slots of the states, by request of the batch, that an accepted path will advance."""
+        self._forwards = 0
+        self.kept = torch.full((requests, 2), NOT_KEPT, device=device)
+        """Of each request of the batch, the slot of the state that an accepted path will advance,
+        and the number of the forward."""
 
     def build(
         self,
@@ -66,13 +70,14 @@ class WithDrafts:
         others = without_first(common, drafted, rows)
         rest = others and build(common_prefix_len, others)
         slots = common.block_table_tensor[:drafted, 0].long()
-        self.kept[:drafted] = slots
+        self._forwards += 1
+        self.kept[:drafted, 0], self.kept[:, 1] = slots, self._forwards
         starts = common.query_start_loc[: drafted + 1].long()
         states = TreeStates.of(
             slots, starts, tree_mask.ctx_lens[:drafted], tree_mask.ancestor_bits[:rows]
         )
         begun = common.seq_lens[:drafted] > torch.diff(starts)
-        return Drafted(rows, TreeForward(states), slots[~begun], rest)
+        return Drafted(self._forwards, rows, TreeForward(states), slots[~begun], rest)
 
 
 def with_drafts(backend: Any) -> Any:

@@ -16,13 +16,16 @@ def committer(layers: Collection[Any], requests: int) -> Callable[[Accepted, tor
     """Make what keeps paths in layers `WithStates` of one KV cache group.
 
     ``requests``: the most of the engine. The places are slots of states, negative for a request
-    whose state the forward has advanced.
+    whose state the forward has advanced, and the number of the forward, negative without drafts.
     """
 
     def keep(accepted: Accepted, places: torch.Tensor) -> None:
-        commit = PathCommit(_commit(accepted, places, requests))
+        number = int(places[0, 1])  # sync: host memory
+        if number < 0:
+            return
+        commit = PathCommit(_commit(accepted, places[:, 0], requests))
         for layer in layers:
-            layer.advance(commit)
+            layer.advance(commit, number)
 
     return keep
 

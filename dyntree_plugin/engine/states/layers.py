@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import vllm._custom_ops as ops
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -30,8 +32,9 @@ ONE_ROW = TreeStates(torch.zeros(1).long(), torch.arange(2), torch.tensor([-1]))
 class WithStates:
     """Precedes a recurrent layer of vLLM: keeps one state per request, and advances it by a path.
 
-    Between the forward of drafts and the commit of their path the layer holds what its convolution
-    and its recurrence read of these rows.
+    Between a forward of drafts and the commit of their paths the layer holds what its convolution
+    and its recurrence read of these rows. An earlier stage of a pipeline gets the paths of a
+    forward when as many others as there are stages may have begun.
     """
 
     prefix: str
@@ -41,7 +44,9 @@ class WithStates:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_spec = 0  # The convolution's history has no room for drafts.
-        self._read: tuple[torch.Tensor, torch.Tensor] | None = None
+        stages = get_pp_group()
+        pending = 1 if stages.is_last_rank else stages.world_size
+        self._read: deque[tuple[int, tuple[torch.Tensor, torch.Tensor]]] = deque(maxlen=pending)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
@@ -87,18 +92,16 @@ class WithStates:
         if len(drafted.fresh):
             for state in self.kv_cache:
                 state[drafted.fresh] = 0
-        self._read = raw, gates
+        self._read.append((drafted.number, (raw, gates)))
         found: torch.Tensor = drafted.forward(self.layer, raw, gates)
         return found
 
     def warm_up(self) -> None:
         """Compile what the forward runs; the caches are there."""
 
-    def advance(self, commit: PathCommit) -> None:
-        """Advance the states along accepted paths of the last forward."""
-        if self._read is None:
-            raise RuntimeError(f"layer {self.prefix} has no forward whose paths it could keep")
-        commit(self.layer, *self._read)
+    def advance(self, commit: PathCommit, number: int) -> None:
+        """Advance the states along accepted paths of the forward of this number."""
+        commit(self.layer, *dict(self._read)[number])
 
     def convolve(self, windows: torch.Tensor, weight: Any, bias: Any, activation: Any) -> Any:
         """Convolve inputs [M, width, C] to [M, C], as vLLM's decoding does."""

@@ -36,6 +36,9 @@ def test_compared_targets_are_admitted_on_a_cpu_without_a_prefix_cache(
     assert "use --no-enable-prefix-caching" in reason
     alone = _without_prefix_cache(hybrid)
     check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
+    piped = changed(alone, "parallel_config.pipeline_parallel_size", 2)
+    piped = changed(piped, "scheduler_config.async_scheduling", True)
+    check.refuse_unserved(piped, DynTreeOptions(), "cpu", WORKERS)
     with pytest.raises(check.Refused, match="target model: is_hybrid=True"):
         check.refuse_unserved(alone, DynTreeOptions(), "cuda", WORKERS)
 
