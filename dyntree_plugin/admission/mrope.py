@@ -8,6 +8,7 @@ TARGETS = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Architectures whose tokens were compared with those of engines without speculation."""
 

@@ -11,6 +11,7 @@ TARGETS = (
     "Lfm2ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Architectures whose tokens were compared with those of engines without speculation."""
 

@@ -11,11 +11,12 @@ from typing import Any
 from engine_process import Result, Run, answered, main, result_of
 
 CLASSES = {
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
 }
-"""Classes by their modules, which import a part of torchvision that images do not need."""
+"""Modules of classes, which import a part of torchvision that images do not need."""
 
 
 def serve(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Result]:
@@ -32,7 +33,7 @@ def without_torchvision() -> None:
     sys.modules[name] = transforms
     from vllm import ModelRegistry
 
-    for module, cls in CLASSES.items():
+    for cls, module in CLASSES.items():
         path = f"vllm.model_executor.models.{module}"
         ModelRegistry.register_model(cls, getattr(import_module(path), cls))
 

@@ -15,6 +15,7 @@ from comparison import accepted_per_step, by_request, explain, mismatches
 from engine_process import Request, Result, Run
 from features import PROMPTS, SEEDS
 from image_engine import serve
+from random_engines import FLOAT32_DELTA_NET
 from vision_targets import IMAGE, VIDEO, head_of, vision_target
 
 pytestmark = pytest.mark.e2e
@@ -55,25 +56,19 @@ TIGHT = {
 }
 """Prompts are read in chunks, whose ends are in images, too, and some of them twice."""
 
-OF_KIND: dict[str, dict[str, Any]] = {"qwen3_5": {"enable_prefix_caching": False}}
-IN_FLOAT32: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"worker_extension_cls": "float32_delta_net.Extension"}
-}
-"""What all engines and the engine without trees take besides, by kind."""
-
 Served = Callable[[str, str], Mapping[str, Result]]
 """Gives an engine's results by run, given the kind of target and the engine's name."""
 
 
 def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str, Run]]:
     """Arguments and runs."""
-    twice = {"sound": RUN, "again": RUN}
+    twice, recurrent = {"sound": RUN, "again": RUN}, kind.startswith("qwen3_5")
+    in_float32 = FLOAT32_DELTA_NET if recurrent else {}
+    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | TIGHT
     arguments, runs = {
-        "plain": lambda: (workload.without_tree() | IN_FLOAT32.get(kind, {}), {"sound": RUN}),
+        "plain": lambda: (workload.without_tree() | in_float32, {"sound": RUN}),
         "draft": lambda: (workload.tree(NODES), twice | BROKEN),
-        "look-up": lambda: (
-            workload.without_draft(NODES, "ngram_gpu", budget="fixed") | TIGHT, twice
-        ),
+        "look-up": lambda: (look_up, twice),
         "head": lambda: (
             workload.with_head(head_of(model.with_name("head"), model), nodes=NODES, budget="fixed")
             | TIGHT,
@@ -81,7 +76,8 @@ def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str
         ),
     }[name]()  # fmt: skip
     images = {"trust_remote_code": True, "limit_mm_per_prompt": {"image": 2, "video": 1}}
-    return arguments | images | OF_KIND.get(kind, {}) | {"model": str(model)}, runs
+    caching = {"enable_prefix_caching": False} if recurrent else {}
+    return arguments | images | caching | {"model": str(model)}, runs
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +94,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         ("qwen2_5_vl", "look-up"),
         ("qwen3_vl", "head"),
         ("qwen3_5", "look-up"),
+        pytest.param("qwen3_5", "head", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", "look-up", marks=pytest.mark.slow),
     ],
 )
 def test_no_token_differs(kind: str, name: str, served: Served) -> None:
@@ -108,7 +106,7 @@ def test_no_token_differs(kind: str, name: str, served: Served) -> None:
     metrics = results["sound"].metrics
     assert accepted_per_step(results["sound"]) > 0.5
     # A block of Qwen3.5 has room for a whole request.
-    preempted = name != "draft" and kind != "qwen3_5"
+    preempted = name != "draft" and not kind.startswith("qwen3_5")
     assert (metrics["vllm:num_preemptions_total"] > 0) == preempted
 
 

@@ -19,7 +19,7 @@ from state_blocks import Blocks, serve_noting
 pytestmark = pytest.mark.e2e
 
 NODES = 8
-BLOCKS = 40
+TIGHT = {"num_gpu_blocks_override": 40}
 FEW = {"allowed_token_ids": [300, 301, 302]}
 """Of so few tokens look-up guesses many."""
 
@@ -33,11 +33,17 @@ def _request(number: int, **params: Any) -> Request:
 
 REQUESTS = [_request(number) for number in range(24)]
 STOPPED = [_request(number, stop_token_ids=[302], min_tokens=8) for number in range(24, 48)]
-MANY = [_request(number, max_tokens=200) for number in range(200)]
+
+
+def _aborted(requests: int) -> Run:
+    many = [_request(number % len(PROMPTS), max_tokens=200) for number in range(requests)]
+    return Run(many, abort_after={number: 2 + number % 7 for number in range(requests)})
+
+
 RUNS = {
     "preempted": Run(REQUESTS),
     "stopped": Run(STOPPED),
-    "aborted": Run(MANY, abort_after={number: 2 + number % 7 for number in range(200)}),
+    "aborted": _aborted(200),
     "limited": limited(REQUESTS, 0, 3, None, 1),
 }
 
@@ -65,8 +71,7 @@ def served(folder: Callable[[str], str]) -> Served:
     model = folder("nemotron_h")
     every = Run([*REQUESTS, *STOPPED])
     plain = serve(workload.without_tree() | _common(model), {"all": every}, threads=1)
-    tight = _with_trees(model) | {"num_gpu_blocks_override": BLOCKS}
-    return by_request(every, plain["all"]), serve_noting(tight, RUNS)
+    return by_request(every, plain["all"]), serve_noting(_with_trees(model) | TIGHT, RUNS)
 
 
 @pytest.mark.parametrize("name", ["preempted", "stopped"])
@@ -100,6 +105,16 @@ def test_a_request_holds_one_state_in_each_layer_and_gives_everything_back(
 
 def test_all_requests_were_aborted_within_their_answers(served: Served) -> None:
     assert not any(served[1]["aborted"][0].outputs)
+
+
+@pytest.mark.slow
+def test_after_a_thousand_aborted_requests_all_blocks_are_free(
+    folder: Callable[[str], str],
+) -> None:
+    run = {"aborted": _aborted(1000)}
+    ((result, blocks),) = serve_noting(_with_trees(folder("nemotron_h")) | TIGHT, run).values()
+    assert not any(result.outputs)
+    assert blocks.lost == 0
 
 
 def test_no_token_differs_where_every_layer_has_attention_and_a_state(
