@@ -70,6 +70,14 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
     },
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": _LINEAR_FULL * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 64,
+    },
     "falcon_h1": {
         "num_hidden_layers": 2,
         "mamba_d_ssm": 128,
@@ -79,8 +87,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
     },
 }
-"""Configurations by vLLM's model types: Mamba-2, short convolutions, gated delta rule, with full
-attention in other layers; Mamba-2 and full attention in every layer."""
+"""Configurations by vLLM's model types: Mamba-2, short convolutions, gated delta rule and Mamba-2,
+with full attention in other layers; Mamba-2 and full attention in every layer."""
 
 WINDOWED: dict[str, dict[str, Any]] = {
     "gemma2": {

@@ -8,6 +8,7 @@ from dyntree_plugin.admission.uncompared import Targets
 TARGETS = (
     "NemotronHForCausalLM",
     "FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
     "Lfm2ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForConditionalGeneration",

@@ -13,7 +13,9 @@ from comparison import Outputs, accepted_per_step, by_request, explain, mismatch
 from engine_process import Request, Result, Run, serve
 from features import PROMPTS, SEEDS
 from limited import check_tokens, limited
+from random_engines import FLOAT32_DELTA_NET
 from random_targets import random_target
+from slow import marked
 from state_blocks import Blocks, serve_noting
 
 pytestmark = pytest.mark.e2e
@@ -33,6 +35,7 @@ def _request(number: int, **params: Any) -> Request:
 
 REQUESTS = [_request(number) for number in range(24)]
 STOPPED = [_request(number, stop_token_ids=[302], min_tokens=8) for number in range(24, 48)]
+GROWING = [_request(number, max_tokens=400) for number in range(12)]
 
 
 def _aborted(requests: int) -> Run:
@@ -46,6 +49,13 @@ RUNS = {
     "aborted": _aborted(200),
     "limited": limited(REQUESTS, 0, 3, None, 1),
 }
+OTHERS = {
+    "falcon_h1": (REQUESTS, {}),
+    "granitemoehybrid": (REQUESTS, {}),
+    "qwen3_next": (GROWING, {"num_gpu_blocks_override": 30}),
+}
+"""Requests and arguments: Mamba-2 and attention in every layer, experts, preempted states of Gated
+DeltaNet."""
 
 
 def _common(model: str) -> dict[str, Any]:
@@ -117,12 +127,13 @@ def test_after_a_thousand_aborted_requests_all_blocks_are_free(
     assert blocks.lost == 0
 
 
-def test_no_token_differs_where_every_layer_has_attention_and_a_state(
-    folder: Callable[[str], str],
-) -> None:
-    model, run = folder("falcon_h1"), {"all": Run(REQUESTS)}
-    plain = serve(workload.without_tree() | _common(model), run, threads=1)["all"]
-    result = serve(_with_trees(model), run, threads=1)["all"]
+@pytest.mark.parametrize("kind", marked(OTHERS, ("granitemoehybrid", "qwen3_next")))
+def test_no_token_differs_with_other_targets(kind: str, folder: Callable[[str], str]) -> None:
+    model, (requests, options) = folder(kind), OTHERS[kind]
+    run, in_float32 = {"all": Run(requests)}, FLOAT32_DELTA_NET if kind == "qwen3_next" else {}
+    plain = serve(workload.without_tree() | _common(model) | in_float32, run, threads=1)["all"]
+    result = serve(_with_trees(model) | options, run, threads=1)["all"]
     found = mismatches(run["all"], result, by_request(run["all"], plain))
     assert not found, explain(found)
     assert accepted_per_step(result) > 0.5
+    assert (result.metrics["vllm:num_preemptions_total"] > 0) == (kind == "qwen3_next")
