@@ -87,6 +87,7 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
 
 def _choose_attention(vllm_config: VllmConfig) -> None:
     """Name a backend that carries trees, unless the user has; vLLM may prefer others."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from dyntree_plugin.admission import check
@@ -94,7 +95,8 @@ def _choose_attention(vllm_config: VllmConfig) -> None:
 
     attention = vllm_config.attention_config
     if attention.backend is None:
-        attention.backend = AttentionBackendEnum[check.cuda_backend(vllm_config.model_config)]
+        capability = current_platform.get_device_capability()
+        attention.backend = AttentionBackendEnum[check.cuda_backend(vllm_config, capability)]
         configuration.mark_as_chosen(attention)
 
 

@@ -165,6 +165,26 @@ def _write(folder: Path, config: Any, seed: int) -> None:
         shutil.copy(source / file, folder / file)
 
 
+def with_cache_scales(folder: Path, kind: str, of_keys: float, of_values: float) -> Path:
+    """Write a `random_target` whose checkpoint has scales for a cache in float8_e4m3fn."""
+    random_target(folder, kind)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    quantisation = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "ignore": ["re:.*"],
+        "kv_cache_scheme": scheme | {"dynamic": False},
+    }
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    read, stored = json.loads(config.read_text()), load_file(weights)
+    config.write_text(json.dumps(read | {"quantization_config": quantisation}))
+    for layer in range(read["num_hidden_layers"]):
+        for name, scale in (("k_scale", of_keys), ("v_scale", of_values)):
+            stored[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
+    save_file(stored, weights, metadata={"format": "pt"})
+    return folder
+
+
 def changed_copy(source: Path, folder: Path, **changes: Any) -> Path:
     """Copy a model with ``changes`` to its configuration; return ``folder``."""
     shutil.copytree(source, folder)

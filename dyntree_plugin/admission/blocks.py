@@ -59,7 +59,7 @@ _REFUSALS = (
     ),
     *_BLOCK.uncompared(
         "tensor_parallel_size", "pipeline_parallel_size", "dtype", "enable_lora",
-        "kv_transfer_config",
+        "kv_transfer_config", "kv_cache_dtype",
     ),
 )  # fmt: skip
 

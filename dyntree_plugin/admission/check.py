@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
 from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, block_refusals
@@ -17,6 +18,7 @@ from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.heads import HEAD_REFUSALS
 from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_REFUSALS
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
+from dyntree_plugin.admission.quantised_caches import QUANTISED_CACHE_REFUSALS
 from dyntree_plugin.admission.refusals import (
     CPU_REFUSALS,
     CUDA_BACKENDS,
@@ -26,6 +28,7 @@ from dyntree_plugin.admission.refusals import (
     SPECULATION_REFUSALS,
     Refusal,
     dtype_of,
+    kv_cache_dtype,
     model_refusals,
 )
 from dyntree_plugin.admission.states import STATE_REFUSALS
@@ -38,9 +41,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 
-KernelRefusal = Callable[[Any, str], str | None]
-"""Takes a ``ModelConfig`` and the device type. Returns why this hardware has no kernel for the
-model, or None if it has one."""
+KernelRefusal = Callable[[Any, str, str], str | None]
+"""Takes a ``ModelConfig``, the device type and vLLM's name of the type of the KV cache. Returns why
+this hardware has no kernel for the model, or None if it has one."""
 
 EXAMPLE = '{"method": "draft_model", "model": "<draft>", "num_speculative_tokens": 16}'
 LOOK_UP_EXAMPLE = '{"method": "ngram_gpu", "num_speculative_tokens": 16}'
@@ -62,9 +65,13 @@ class Refused(ValueError):
         return "dyntree cannot serve this configuration. " + ". ".join(map(str, self.args))
 
 
-def cuda_backend(model_config: Any) -> str:
-    """Return the attention backend for trees on CUDA if the user names none."""
-    return CUDA_BACKENDS[dtype_of(model_config) == "float32"]
+def cuda_backend(vllm_config: VllmConfig, capability: Any) -> str:
+    """Return the attention backend for trees on CUDA if the user names none.
+
+    The first one reads quantised caches on Hopper alone.
+    """
+    unread = kv_cache_dtype(vllm_config) in KV_CACHE_DTYPES and capability and capability.major != 9
+    return CUDA_BACKENDS[bool(unread) or dtype_of(vllm_config.model_config) == "float32"]
 
 
 def refuse_unserved(
@@ -72,7 +79,7 @@ def refuse_unserved(
     options: DynTreeOptions,
     device_type: str,
     workers: Mapping[str, str],
-    kernel_refusal: KernelRefusal = lambda model, device_type: None,
+    kernel_refusal: KernelRefusal = lambda model, device_type, cache: None,
 ) -> None:
     """Refuse a configuration that trees cannot serve.
 
@@ -93,7 +100,7 @@ def refuse_further_draft(
     vllm_config: VllmConfig,
     further: SpeculativeConfig,
     device_type: str,
-    kernel_refusal: KernelRefusal = lambda model, device_type: None,
+    kernel_refusal: KernelRefusal = lambda model, device_type, cache: None,
 ) -> None:
     """Refuse a draft of the option ``drafts`` that trees cannot be grown from.
 
@@ -109,7 +116,7 @@ def refuse_further_draft(
         *_found(model_refusals(device_type, draft=True), draft, prefix),
         *(prefix + reason for reason in _vocabulary_refusals(vllm_config, further)),
     ]
-    if reason := kernel_refusal(draft, device_type):
+    if reason := kernel_refusal(draft, device_type, kv_cache_dtype(vllm_config)):
         reasons.append(prefix + reason)
     if reasons:
         raise Refused(*reasons)
@@ -163,7 +170,8 @@ def _refusals(
         )
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
     of_targets = (*STATE_REFUSALS, *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
-    yield from _found((*ENGINE_REFUSALS, *of_targets, *CONNECTOR_REFUSALS, *of_device), vllm_config)
+    tables = (*ENGINE_REFUSALS, *of_targets, *QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS)
+    yield from _found((*tables, *of_device), vllm_config)
     yield from _found(block_refusals(device_type), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     yield from kernel_refusals(vllm_config, options, device_type)
@@ -238,9 +246,9 @@ def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
 def _without_kernel(
     vllm_config: VllmConfig, device_type: str, kernel_refusal: KernelRefusal
 ) -> Iterator[str]:
-    models = (("target", vllm_config.model_config), ("draft", _draft_model(vllm_config)))
-    for name, model in models:
-        if model is not None and (reason := kernel_refusal(model, device_type)):
+    cache = kv_cache_dtype(vllm_config)
+    for name, model in (("target", vllm_config.model_config), ("draft", _draft_model(vllm_config))):
+        if model is not None and (reason := kernel_refusal(model, device_type, cache)):
             yield f"{name} model: {reason}"
 
 

@@ -15,6 +15,7 @@ LATENT_REFUSALS = (
         "trees do not pass sparse attention with an indexer (DSA); use a model without",
     ),
     *_LATENT.uncompared("tensor_parallel_size", "pipeline_parallel_size", "dtype", "enable_lora"),
+    *_LATENT.uncompared("kv_cache_dtype"),
 )
 """Checks of ``VllmConfig``."""
 

@@ -17,5 +17,6 @@ _MROPE = Targets("uses_mrope", lambda m: m.uses_mrope)
 MROPE_REFUSALS = (
     _MROPE.other_than(TARGETS),
     *_MROPE.uncompared("dtype", "tensor_parallel_size", "pipeline_parallel_size", "enable_lora"),
+    *_MROPE.uncompared("kv_cache_dtype"),
 )
 """Checks of ``VllmConfig``."""

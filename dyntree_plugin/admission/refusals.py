@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dyntree_kernels.features import ADVICE, SERVED_ON
+from dyntree_kernels.features import ADVICE, KV_CACHE_DTYPES, OTHER_CACHE, SERVED_ON
 
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 """vLLM's attention backends on CUDA that serve trees. The first one needs 16-bit types."""
@@ -41,6 +41,16 @@ def _above_one(value: int) -> bool:
 
 def dtype_of(model_config: Any) -> str:
     return str(model_config.dtype).removeprefix("torch.")
+
+
+def kv_cache_dtype(config: Any) -> str:
+    """Return vLLM's name of the type of the KV cache in a ``VllmConfig``.
+
+    With "auto", vLLM quantises the cache if the checkpoint has scales for that.
+    """
+    chosen = str(config.cache_config.cache_dtype)
+    of_checkpoint = getattr(config.model_config.hf_config, "quantization_config", None) or {}
+    return "fp8" if chosen == "auto" and of_checkpoint.get("kv_cache_scheme") else chosen
 
 
 SPECULATION_REFUSALS = (
@@ -85,7 +95,7 @@ SPECULATION_REFUSALS = (
         "kv_cache_dtype",
         lambda s: s.kv_cache_dtype,
         lambda dtype: dtype not in (None, "auto"),
-        "tree attention reads the cache in the model's type; leave it out",
+        "the draft's cache has the type of the target's; leave it out",
     ),
 )
 """Checks of ``SpeculativeConfig``."""
@@ -184,9 +194,9 @@ ENGINE_REFUSALS = (
     ),
     Refusal(
         "kv_cache_dtype (cache, model)",
-        lambda c: (c.cache_config.cache_dtype, dtype_of(c.model_config)),
-        lambda dtypes: dtypes[0] not in ("auto", dtypes[1]),
-        "tree attention reads the cache in the model's type; leave it at 'auto'",
+        lambda c: (kv_cache_dtype(c), dtype_of(c.model_config)),
+        lambda dtypes: dtypes[0] not in ("auto", dtypes[1], *KV_CACHE_DTYPES),
+        OTHER_CACHE,
     ),
     Refusal(
         "kv_sharing_fast_prefill",

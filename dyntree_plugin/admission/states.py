@@ -28,7 +28,7 @@ STATE_REFUSALS = (
     _RECURRENT.other_than(TARGETS),
     *_RECURRENT.uncompared(
         *("dtype", "quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-        *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"),
+        *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora", "kv_cache_dtype"),
     ),
     Refusal(
         "use_replayssm",

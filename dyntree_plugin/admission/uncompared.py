@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from dyntree_plugin.admission.refusals import Refusal, dtype_of
+from dyntree_kernels.features import KV_CACHE_DTYPES
+from dyntree_plugin.admission.refusals import Refusal, dtype_of, kv_cache_dtype
 
 
 class _Row(NamedTuple):
@@ -34,6 +35,12 @@ _OPTIONS = {
         lambda c: os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"),
         lambda layout: layout == "DS",
         "unset it",
+    ),
+    "kv_cache_dtype": _Row(
+        kv_cache_dtype, lambda dtype: dtype in KV_CACHE_DTYPES, "set it to the model's type"
+    ),
+    "kv_cache_dtype_skip_layers": _Row(
+        lambda c: c.cache_config.kv_cache_dtype_skip_layers, bool, "leave it out"
     ),
     "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
     "kv_transfer_config": _Row(lambda c: c.kv_transfer_config is not None, bool, "leave it out"),

@@ -8,6 +8,8 @@ Every implementation of tree attention shares one contract::
 - q, out: [T, H, D], rows of all requests. The cache already holds them, and their context.
 - key_cache, value_cache, isa: [blocks, Hkv, N, D], packed for the instruction set `isa`. On CUDA
   one `kv_cache` [blocks, Hkv, N, 2 * D] replaces them: keys before values, in any physical order.
+  Their type is that of q, or float8_e4m3fn with scales among the features. Then q on CUDA may have
+  that type as well, and `out` decides in which type products are made.
 - block_table: int32 [R, max_blocks]. Positions beyond it are in block 0, vLLM's null block.
 - ctx_lens: int [R], number of leading cache positions that all rows of a request see. -1 marks a
   request without a tree: its rows of `out` are not changed.

@@ -88,7 +88,7 @@ def load_table(path: Path) -> list[Measurement]:
 def _cpu(p: Problem) -> str | None:
     if p.capability is not None:
         return "it runs on the CPU"
-    if p.dtype not in (torch.float32, *_HALF) or p.kv_dtype != p.dtype:
+    if p.dtype not in (torch.float32, *_HALF) or p.kv_dtype not in (p.dtype, _FLOAT8[0]):
         return f"{p.dtype} with a cache of {p.kv_dtype}"
     return None if p.head_size % 16 == 0 else f"head size {p.head_size} is no multiple of 16"
 

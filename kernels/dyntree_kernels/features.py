@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+"""vLLM's names of the quantised KV caches that trees read: float8_e4m3fn with scales."""
+
 _ON_A_CPU = "trees pass such layers on a CPU alone; use a model without"
-_OWN_TYPE = "tree attention reads the cache in the model's type; leave it at 'auto'"
+OTHER_CACHE = f"trees read {' and '.join(KV_CACHE_DTYPES)} and the model's type; leave it at 'auto'"
 
 ADVICE: Mapping[str, str] = {
     "window": _ON_A_CPU,
@@ -22,25 +25,24 @@ ADVICE: Mapping[str, str] = {
     "shared_cache": _ON_A_CPU,
     "chunk": "tree attention has no chunks; use a model without them",
     "alibi": "tree attention has no bias by distance; use a model without it",
-    "query_scale": _OWN_TYPE,
-    "key_scale": _OWN_TYPE,
-    "value_scale": _OWN_TYPE,
+    "query_scale": "tree attention has no quantised queries there; leave kv_cache_dtype at 'auto'",
 }
 """For each feature that a device may not serve, why, and what to do then."""
 
-_BEYOND = frozenset({"window", "soft_cap", "sinks"})
+SCALES = frozenset({"query_scale", "key_scale", "value_scale"})
+_MASKS = frozenset({"window", "soft_cap", "sinks"})
 
 SERVED: Mapping[str, frozenset[str]] = {
-    "reference": _BEYOND,
-    "cpu": _BEYOND,
-    "triton": _BEYOND,
+    "reference": _MASKS | SCALES,
+    "cpu": _MASKS | SCALES - {"query_scale"},
+    "triton": _MASKS | SCALES,
     "flashinfer": frozenset(),
 }
 """The features that each kernel of tree attention serves."""
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
     "cpu": SERVED["cpu"] | {"shared_cache", "states", "mla", "mrope"},
-    "cuda": frozenset(),
+    "cuda": SCALES,
 }
 """What is served on each type of device: features of attention, which also the kernel must serve
 that runs all forwards which no other kernel is chosen for; and other kinds of layers, by the names
@@ -55,7 +57,7 @@ class LayerFeatures:
     included. ``chunk``: positions of a chunk; a row sees nothing before its chunk. ``soft_cap``: a
     score s becomes soft_cap * tanh(s / soft_cap). ``sinks`` [H]: a logit for each query head that
     no value belongs to. ``alibi`` [H]: slopes of a bias by distance. ``query_scale``,
-    ``key_scale``, ``value_scale`` float32, one number or one for each head: factors of quantised
+    ``key_scale``, ``value_scale`` float32, one number or one for each KV head: factors of quantised
     queries, keys and values. Tensors are the layer's own, on its device.
     """
 
@@ -75,6 +77,11 @@ class LayerFeatures:
         optional = {each.name for each in fields(self) if each.default is None}
         found = frozenset(name for name in optional if getattr(self, name) is not None)
         object.__setattr__(self, "beyond", found)
+
+    def of_heads(self, name: str, heads: int) -> torch.Tensor | None:
+        """Return a scale for each of the KV ``heads``, or None if the layer has no such scale."""
+        scale: torch.Tensor | None = getattr(self, name)
+        return None if scale is None else scale.expand(heads)
 
     def check(self, kernel: str) -> None:
         """Raise ValueError unless ``kernel``, a key of `SERVED`, serves all of the features."""

@@ -28,13 +28,12 @@ def masked_attention(
         ValueError: for features that are not served.
     """
     features.check("reference")
-    group = q.shape[1] // keys.shape[1]
+    q, keys, values, group = *_widened(q, keys, values, features), q.shape[1] // keys.shape[1]
     if features.window is not None:
         mask = mask & (mask.flip(1).cumsum(1).flip(1) <= features.window)
     used = mask.any(0)
-    k = keys[used].double().repeat_interleave(group, 1)
-    v = values[used].double().repeat_interleave(group, 1)
-    scores = _capped(torch.einsum("nhd,lhd->hnl", q.double(), k), features)
+    k, v = (x[used].repeat_interleave(group, 1) for x in (keys, values))
+    scores = _capped(torch.einsum("nhd,lhd->hnl", q, k), features)
     seen = mask[:, used]
     weights = _weights(scores.masked_fill(~seen, float("-inf")), features)
     weights = weights.masked_fill(~seen.any(1)[:, None], 0.0)
@@ -70,19 +69,32 @@ def path_attention(
     """
     features.check("reference")
     ctx = keys.shape[0] - len(parents)
-    group = q.shape[1] // keys.shape[1]
+    q, keys, values, group = *_widened(q, keys, values, features), q.shape[1] // keys.shape[1]
     out = torch.empty(*q.shape[:2], values.shape[2], dtype=torch.float64)
     for node in range(len(parents)):
         path = [node]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
         chain = [*range(ctx), *(ctx + step for step in path)][-(features.window or 0) :]
-        k = keys[chain].double().repeat_interleave(group, 1)
-        v = values[chain].double().repeat_interleave(group, 1)
-        scores = _capped(torch.einsum("hd,lhd->hl", q[node].double(), k), features)
+        k, v = (x[chain].repeat_interleave(group, 1) for x in (keys, values))
+        scores = _capped(torch.einsum("hd,lhd->hl", q[node], k), features)
         weights = _weights(scores[:, None], features)[:, 0]
         out[node] = torch.einsum("hl,lhd->hd", weights, v)
     return out
+
+
+def _widened(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, features: LayerFeatures
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values in float64, with their scales."""
+    heads = keys.shape[1]
+    found = []
+    for x, name in ((q, "query_scale"), (keys, "key_scale"), (values, "value_scale")):
+        scale = features.of_heads(name, heads)
+        factors = torch.ones(heads) if scale is None else scale
+        factors = factors.repeat_interleave(x.shape[1] // heads)[:, None]
+        found.append(x.double() * factors.to(x.device, torch.float64))
+    return found[0], found[1], found[2]
 
 
 def _capped(products: torch.Tensor, features: LayerFeatures) -> torch.Tensor:

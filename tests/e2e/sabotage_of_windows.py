@@ -12,7 +12,7 @@ import torch
 
 
 @contextmanager
-def _features(change: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
+def other_features(change: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
     """Let the kernel of trees have other features of each layer."""
     from dyntree_plugin.engine.attention.cpu import TreeAttention
 
@@ -27,31 +27,31 @@ def _features(change: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def wider_window(runner: Any) -> Iterator[None]:
-    with _features(lambda of: {"window": of.window and of.window + 1}):
+    with other_features(lambda of: {"window": of.window and of.window + 1}):
         yield
 
 
 @contextmanager
 def narrower_window(runner: Any) -> Iterator[None]:
-    with _features(lambda of: {"window": of.window and of.window - 1}):
+    with other_features(lambda of: {"window": of.window and of.window - 1}):
         yield
 
 
 @contextmanager
 def without_window(runner: Any) -> Iterator[None]:
-    with _features(lambda of: {"window": None}):
+    with other_features(lambda of: {"window": None}):
         yield
 
 
 @contextmanager
 def without_soft_cap(runner: Any) -> Iterator[None]:
-    with _features(lambda of: {"soft_cap": None}):
+    with other_features(lambda of: {"soft_cap": None}):
         yield
 
 
 @contextmanager
 def without_sinks(runner: Any) -> Iterator[None]:
-    with _features(lambda of: {"sinks": None}):
+    with other_features(lambda of: {"sinks": None}):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,15 @@ POINTERS = {
     **dict.fromkeys(("STATES", "A", "SKIP", "BIAS", "LOGS"), "*fp32"),
     "STARTS": "*i32",
     "SINKS": "*bf16",
+    **dict.fromkeys(("QUERY_SCALE", "KEY_SCALE", "VALUE_SCALE"), "*fp32"),
     "scale": "fp32",
 }
+UNQUANTISED = dict.fromkeys(("QUERY_SCALE", "KEY_SCALE", "VALUE_SCALE"))
 PLAIN: dict[str, Any] = {"SINKS": None, "WINDOW": 0, "CAP": 0.0}
 """Attention without features."""
-SPILLED = {(128, 4, 4): 8}
-"""Bytes of attention's stack, by rows, group and splits. This tile needs two registers more than
-there are, to treat values that are not finite."""
+SPILLED = {(128, 4, 4): 8, (16, 4, "*bf16"): 8}
+"""Bytes of attention's stack, by rows, group, and splits or queries beside a quantised cache. The
+first tile needs two registers more than there are, to treat values that are not finite."""
 ODD = {
     *["words", "nodes", "depth", "max_depth", "blocks", "vocab", "packed_rows", "s_bits"],
     *[
@@ -123,10 +126,12 @@ SHIFTS = (0, -1)
 """Positions of a draft's rows, less those of their tokens."""
 
 
-def compiled(kernel: Any, warps: int, stages: int = 3, **constants: Any) -> dict[str, int]:
+def compiled(
+    kernel: Any, warps: int, stages: int = 3, types: Mapping[str, str] = POINTERS, **constants: Any
+) -> dict[str, int]:
     """Return the registers and bytes of stack per thread, and the bytes of shared memory."""
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
@@ -170,7 +175,7 @@ def test_attention_at_head_size_128_does_not_spill(
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=group, D=128, DP=128, PAGE=16,
         BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=words, SPLITS=splits,
-        SEEDED=seeded, WANT_LSE=False, **PLAIN,
+        SEEDED=seeded, WANT_LSE=False, **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] <= SPILLED.get((rows, group, splits), 0), used
     assert used["shared"] <= 227 * 1024, used
@@ -190,9 +195,25 @@ def test_attention_of_every_head_size_and_feature_fits(
     used = compiled(
         attention._tree_attention, tile.warps, tile.stages, H=8, G=8, D=head_size, DP=head_size,
         PAGE=16, BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2,
-        SEEDED=False, WANT_LSE=False, **{"CAP": 0.0, **features},
+        SEEDED=False, WANT_LSE=False, **{"CAP": 0.0, **UNQUANTISED, **features},
     )  # fmt: skip
     assert used["stack"] == 0, used
+    assert used["shared"] <= 227 * 1024, used
+
+
+@pytest.mark.parametrize("of_queries", ["*bf16", "*fp8e4nv"])
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_attention_over_quantised_caches_fits(rows: int, of_queries: str) -> None:
+    tile = attention.tiling(128, rows, 1)
+    nodes = triton.next_power_of_2(attention.nodes_per_tile(tile.block_m, 4))
+    of_scale = {} if of_queries == "*fp8e4nv" else {"QUERY_SCALE": None}
+    used = compiled(
+        attention._tree_attention, tile.warps, tile.stages,
+        POINTERS | {"Q": of_queries, "KV": "*fp8e4nv"}, H=8, G=4, D=128, DP=128, PAGE=16,
+        BLOCKS=512, BM=tile.block_m, BN=tile.block_n, NODES=nodes, WORDS=2, SPLITS=2, SEEDED=False,
+        WANT_LSE=False, **PLAIN, **of_scale,
+    )  # fmt: skip
+    assert used["stack"] <= SPILLED.get((rows, 4, of_queries), 0), used
     assert used["shared"] <= 227 * 1024, used
 
 
@@ -216,7 +237,7 @@ def test_latent_attention_of_deepseeks_size_does_not_spill(
 def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
     used = compiled(
         attention._tree_attention, 4, 3, H=8, G=4, D=128, DP=128, PAGE=16, BLOCKS=512, BM=128,
-        BN=64, NODES=32, WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False, **PLAIN,
+        BN=64, NODES=32, WORDS=2, SPLITS=4, SEEDED=False, WANT_LSE=False, **PLAIN, **UNQUANTISED,
     )  # fmt: skip
     assert used["stack"] > max(SPILLED.values()), used
 

@@ -62,6 +62,7 @@ def test_an_implementation_that_is_not_served_is_not_chosen_however_fast_it_was(
         ({"kv_dtype": torch.float8_e4m3fn}, "triton"),
         ({"kv_dtype": torch.float8_e4m3fn, "capability": (8, 0)}, "flashinfer"),
         ({"capability": None, "device": "cpu"}, "cpu"),
+        ({"capability": None, "kv_dtype": torch.float8_e4m3fn}, "cpu"),
     ],
 )
 def test_a_kernel_that_serves_the_shape_is_found(change: dict[str, object], name: str) -> None:

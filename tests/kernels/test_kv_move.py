@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,18 @@ LAYOUTS = [
     ("vec", torch.bfloat16, 64),
     ("vec16", torch.float16, 80),
     ("amx", torch.bfloat16, 64),
+    ("vec", torch.float8_e4m3fn, 64),
+    ("amx", torch.float8_e4m3fn, 32),
 ]
+
+BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def random_layers(
     layers: int, head_size: int, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return caches of arbitrary bits, including NaN."""
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    bits = BITS[dtype.itemsize]
     info = torch.iinfo(bits)
     shape = (layers, 12, 3, 64, head_size)
     caches = torch.randint(info.min, info.max, shape, dtype=bits).view(dtype)
@@ -37,7 +42,7 @@ def snapshot(keys: list[torch.Tensor], values: list[torch.Tensor], isa: str) -> 
     """Return the raw bits [2 * layers, slots, Hkv, D]."""
     rows = [rows for k, v in zip(keys, values, strict=True) for rows in unpack(k, v, isa)]
     stacked = torch.stack(rows)
-    return stacked.view(torch.int32 if stacked.element_size() == 4 else torch.int16)
+    return stacked.view(BITS[stacked.element_size()])
 
 
 @pytest.mark.parametrize(("isa", "dtype", "head_size"), LAYOUTS)
@@ -87,7 +92,9 @@ def test_decoding_after_a_move_equals_decoding_from_a_fresh_cache(
         path.insert(0, tree[path[0]])
     accepted, length = torch.tensor(path), ctx + len(path)
     assert path != list(range(len(path)))
-    options = {"isa": isa, "dtype": dtype, "head_size": head_size}
+    options: dict[str, Any] = {"isa": isa, "dtype": dtype, "head_size": head_size}
+    if dtype.itemsize == 1:
+        options |= {"dtype": torch.bfloat16, "kv_dtype": dtype}
     # Both decode the same new token. In ``fresh``, the context is the accepted path in chain order.
     fresh = make_case([tree_mask(chain(1))], [length], **options)
     moved = make_case([tree_mask(tree)], [ctx], **options)

@@ -22,6 +22,10 @@ class TestTreeAttention(FeatureChecks):
     kernel = "cpu"
     make = staticmethod(make_case)
     layouts = ({}, {"isa": "amx", "dtype": torch.bfloat16})
+    quantised = (
+        {"kv_dtype": torch.float8_e4m3fn},
+        {"kv_dtype": torch.float8_e4m3fn, "isa": "amx", "dtype": torch.bfloat16},
+    )
     contexts = (0, 1, 31, 32, 33, 95, 200)
 
 
@@ -80,24 +84,40 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chain_agrees_with_the_stock_causal_kernel(dtype: torch.dtype) -> None:
+def test_a_chain_agrees_with_the_stock_causal_kernel(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
     ops = pytest.importorskip("vllm._custom_ops", reason="needs vLLM's attention operator")
     if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         pytest.skip("this vLLM was not built for the CPU")
-    case = make_case([tree_mask(chain(n)) for n in (17, 40)], [100, 33], head_size=64, dtype=dtype)
-    for cache in (case.key_cache, case.value_cache):
-        cache.nan_to_num_(0.0)  # vLLM's kernel multiplies whole blocks
+    if kv_dtype and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM quantises the cache with AVX-512 alone")
+    masks = [tree_mask(chain(n)) for n in (17, 40)]
+    case = make_case(masks, [100, 33], head_size=64, dtype=dtype, kv_dtype=kv_dtype)
+    caches = {"key_cache": case.key_cache, "value_cache": case.value_cache}
+    of_scales = {}
+    if kv_dtype:
+        scales = {"key_scale": 0.7, "value_scale": 1.9}
+        own = {name: torch.tensor(scale) for name, scale in scales.items()}
+        case.features = dataclasses.replace(case.features, **own)
+        of_scales = {"k_scale": 0.7, "v_scale": 1.9, "kv_cache_dtype": "fp8"}
+        caches = {name: cache.view(torch.uint8) for name, cache in caches.items()}
+    else:
+        case.without_nan()  # vLLM's kernel multiplies whole blocks
     seq_lens = (case.ctx_lens + torch.tensor([17, 40])).int()
     metadata = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=2, num_heads=4, num_kv_heads=2, head_dim=64, seq_lens=seq_lens, dtype=dtype,
         query_start_loc=case.qo_indptr, causal=True, sliding_window_size=-1, isa="vec",
-        enable_kv_split=False,
+        enable_kv_split=False, kv_cache_dtype=of_scales.get("kv_cache_dtype", "auto"),
     )  # fmt: skip
     stock = torch.empty_like(case.q)
     ops.cpu_attention_with_kv_cache(
-        case.q, case.key_cache, case.value_cache, stock, case.qo_indptr, seq_lens,
-        case.features.scale, True, None, -1, case.block_table, 0.0, metadata, None,
+        query=case.q, **caches, output=stock, query_start_loc=case.qo_indptr, seq_lens=seq_lens,
+        scale=case.features.scale, causal=True, alibi_slopes=None, sliding_window=-1,
+        block_table=case.block_table, softcap=0.0, scheduler_metadata=metadata, s_aux=None,
+        **of_scales,
     )  # fmt: skip
     expected, out = case.expected(), case.run().double()
     error, stock_error = (out - expected).abs().max(), (stock.double() - expected).abs().max()
@@ -145,8 +165,8 @@ def test_mistaken_arguments_are_named() -> None:
     case = make_case([tree_mask(chain(3))], [5])
     with pytest.raises(ValueError, match="isa='neon'"):
         dataclasses.replace(case, isa="neon").run()
-    with pytest.raises(ValueError, match=r"float8_e4m3fn .* allowed: float32, bfloat16, float16"):
-        dataclasses.replace(case, key_cache=case.key_cache.to(torch.float8_e4m3fn)).run()
+    with pytest.raises(ValueError, match=r"float8_e5m2 .* allowed: float32, bfloat16, float16"):
+        dataclasses.replace(case, key_cache=case.key_cache.to(torch.float8_e5m2)).run()
     with pytest.raises(ValueError, match="multiple of the 2 KV heads"):
         dataclasses.replace(case, q=case.q[:, :3].contiguous()).run()
     with pytest.raises(ValueError, match="block size 16"):

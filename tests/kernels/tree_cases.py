@@ -17,7 +17,8 @@ def empty_cache(
     blocks: int, kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return key and value halves of a cache in vLLM's shape and strides, full of NaN."""
-    cache = torch.full((blocks, kv_heads, 2 * block_size, head_size), torch.nan, dtype=dtype)
+    shape = (blocks, kv_heads, 2 * block_size, head_size)
+    cache = torch.full(shape, torch.nan).to(dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
     return key_cache, value_cache
 
@@ -39,6 +40,8 @@ def write(
     ):
         flat = cache.as_strided((blocks, heads, block_size * head_size), (*cache.stride()[:2], 1))
         element = position[slots % block_size][:, None] + lane
+        if rows.element_size() == 1:  # torch has no assignment by index for them
+            flat, rows = flat.view(torch.uint8), rows.view(torch.uint8)
         for head in range(heads):
             flat[:, head][(slots // block_size)[:, None], element] = rows[:, head]
 
@@ -84,6 +87,7 @@ def make_case(
     head_size: int = 32,
     block_size: int = 32,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     isa: str = "vec",
     seed: int = 0,
 ) -> Case:
@@ -93,9 +97,9 @@ def make_case(
     """
     made = make_inputs(
         masks, ctx_lens, group=group, kv_heads=kv_heads, head_size=head_size,
-        block_size=block_size, dtype=dtype, seed=seed,
+        block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, seed=seed,
     )  # fmt: skip
-    caches = empty_cache(made.blocks, kv_heads, block_size, head_size, dtype)
+    caches = empty_cache(made.blocks, kv_heads, block_size, head_size, kv_dtype or dtype)
     for k, v, at, of_request in zip(made.keys, made.values, made.seen, made.table, strict=True):
         slots = of_request[at // block_size] * block_size + at % block_size
         write(*caches, isa, slots, k[at], v[at])

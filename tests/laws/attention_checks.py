@@ -19,9 +19,16 @@ BEYOND: dict[str, dict[str, Any]] = {
     "window": {"window": WINDOW},
     "soft cap": {"soft_cap": 1.5},
     "sinks": {"sinks": torch.tensor([0.0, 3.0, -2.0, 5.0])},
-    "all": {"window": WINDOW, "soft_cap": 1.5, "sinks": torch.tensor([0.0, 3.0, -2.0, 5.0])},
+    "scales": {"key_scale": torch.tensor([0.7]), "value_scale": torch.tensor(1.6)},
 }
-"""Features of layers with four query heads."""
+BEYOND["all"] = {
+    **BEYOND["window"],
+    **BEYOND["soft cap"],
+    **BEYOND["sinks"],
+    "key_scale": torch.tensor([0.6, 1.3]),
+    "value_scale": torch.tensor([1.9, 0.8]),
+}
+"""Features of layers with four query heads and two KV heads."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -37,6 +44,14 @@ def assert_matches(
     )  # fmt: skip
 
 
+def on(device: torch.device, features: Mapping[str, Any]) -> dict[str, Any]:
+    """Return features whose tensors are on ``device``."""
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in features.items()
+    }
+
+
 def tree_batch(*nodes: int) -> list[torch.Tensor]:
     return [tree_mask(random_tree(n, torch.Generator().manual_seed(n))) for n in nodes]
 
@@ -44,6 +59,7 @@ def tree_batch(*nodes: int) -> list[torch.Tensor]:
 class AttentionChecks:
     """Tests of the ``kernel`` that runs the cases of ``make``.
 
+    ``quantised`` are arguments of ``make`` with a quantised cache, whose NaN need not be kept.
     ``layouts`` are arguments of ``make``, and ``ways`` options of the kernel, that hot spots are
     tested with. ``few``: whether a run takes so long that there are fewer of them.
     """
@@ -51,6 +67,7 @@ class AttentionChecks:
     kernel: ClassVar[str]
     make: ClassVar[Callable[..., AttentionCase]]
     layouts: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
+    quantised: ClassVar[Sequence[Mapping[str, Any]]] = ()
     ways: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
     contexts: ClassVar[Sequence[int]]
     few: ClassVar[bool] = False
@@ -178,11 +195,7 @@ class FeatureChecks(AttentionChecks):
     ) -> AttentionCase:
         """Return a case of layers with `BEYOND`; blocks that no row sees are freed."""
         case = self.make(masks, contexts, **layout)
-        own = {
-            key: value.to(case.q.device) if isinstance(value, torch.Tensor) else value
-            for key, value in BEYOND[name].items()
-        }
-        case.features = dataclasses.replace(case.features, **own)
+        case.features = dataclasses.replace(case.features, **on(case.q.device, BEYOND[name]))
         case.free(BEYOND[name].get("window", 1 << 20))
         return case
 
@@ -194,13 +207,13 @@ class FeatureChecks(AttentionChecks):
         g = torch.Generator().manual_seed(7)
         trees = [chain(9), star(9), random_tree(35, g)]
         trees = [trees[number % 3] for number in range(len(contexts))]
-        for layout in self.layouts:
+        for layout in (*self.layouts, *(self.quantised if name == "all" else ())):
             case = self.with_features([tree_mask(tree) for tree in trees], contexts, name, **layout)
             for way in self.ways:
                 assert_matches(case, **way)
         exact = self.with_features([tree_mask(tree) for tree in trees], contexts, name)
         out = exact.run().cpu().double()
-        kept = dataclasses.replace(exact.features, sinks=BEYOND[name].get("sinks"))
+        kept = dataclasses.replace(exact.features, **BEYOND[name])
         for r, tree in enumerate(trees):
             queries = exact.q[exact.rows(r)].cpu()
             replay = path_attention(queries, exact.keys[r], exact.values[r], tree, kept)
@@ -213,6 +226,9 @@ class FeatureChecks(AttentionChecks):
             {"soft_cap": None},
             {"soft_cap": 1.4},
             {"sinks": None},
+            {"key_scale": None},
+            {"value_scale": None},
+            {"key_scale": BEYOND["all"]["value_scale"], "value_scale": BEYOND["all"]["key_scale"]},
         ],
         ids=str,
     )
@@ -220,7 +236,7 @@ class FeatureChecks(AttentionChecks):
         case = self.with_features(tree_batch(9, 4), [100, 60], "all")
         case.without_nan()
         right = case.run()
-        case.features = dataclasses.replace(case.features, **wrong)
+        case.features = dataclasses.replace(case.features, **on(case.q.device, wrong))
         differs = ~torch.isclose(case.run(), right, atol=1e-5, rtol=1e-5)
         assert differs.flatten(1).any(1).all()
 

@@ -56,6 +56,7 @@ def make_inputs(
     block_size: int,
     dtype: torch.dtype,
     seed: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> Inputs:
     """Return inputs for bool masks [rows, columns], one per request, over permuted blocks."""
     g = torch.Generator().manual_seed(seed)
@@ -66,7 +67,7 @@ def make_inputs(
     table = torch.randperm(blocks - 1, generator=g).view(len(masks), table_width) + 1
     keys, values, seen, bits = [], [], [], []
     for mask, ctx, length in zip(masks, ctx_lens, lengths, strict=True):
-        k, v = torch.randn(2, length, kv_heads, head_size, generator=g).to(dtype)
+        k, v = torch.randn(2, length, kv_heads, head_size, generator=g).to(kv_dtype or dtype)
         keys.append(k)
         values.append(v)
         by_some = torch.nn.functional.pad(mask.any(0), (ctx, 0), value=True)

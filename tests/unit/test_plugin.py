@@ -187,7 +187,7 @@ def errors(log: str) -> list[str]:
     return [line.partition("dyntree: ")[2] for line in log.splitlines() if "ERROR" in line]
 
 
-TWO_REASONS = {"enable_prompt_embeds": True, "kv_cache_dtype": "fp8"}
+TWO_REASONS = {"enable_prompt_embeds": True, "kv_cache_dtype": "fp8_e5m2"}
 
 
 def test_every_reason_is_a_logged_line_unless_the_command_shows_them(
@@ -313,7 +313,8 @@ def test_on_cuda_attention_is_by_a_backend_that_carries_trees(
     backend = AttentionBackendEnum[named] if named else None
     config: Any = SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend),
-        model_config=SimpleNamespace(dtype=dtype),
+        model_config=SimpleNamespace(dtype=dtype, hf_config=None),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     plugin._choose_attention(config)
     assert config.attention_config.backend is AttentionBackendEnum[found]

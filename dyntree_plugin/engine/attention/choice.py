@@ -12,6 +12,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from dyntree_kernels import dispatch
+from dyntree_plugin.admission.refusals import kv_cache_dtype
+from dyntree_plugin.engine.attention.features import element_type
 from dyntree_plugin.engine.attention.kernels import FlashInferTrees, Heads, TreeKernel, TritonTrees
 from dyntree_plugin.engine.configuration import asked_attention, chosen_backend
 
@@ -35,7 +37,7 @@ def log_backend(vllm_config: VllmConfig) -> None:
     wanted = AttentionSelectorConfig(
         head_size=model.get_head_size(),
         dtype=model.dtype,
-        kv_cache_dtype=cache.cache_dtype,
+        kv_cache_dtype=cast(Any, kv_cache_dtype(vllm_config)),
         block_size=cache.block_size if cache.user_specified_block_size else None,
         use_mm_prefix=model.is_mm_prefix_lm,
         use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
@@ -77,7 +79,7 @@ def choose_kernel(
         kv_heads=heads.kv,
         head_size=heads.size,
         dtype=dtype,
-        kv_dtype=kv_cache_spec.dtype,
+        kv_dtype=element_type(kv_cache_spec.dtype),
         rows=columns,
         context=vllm_config.model_config.max_model_len,
         features=features,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from dyntree_kernels.cpu.attention import PackedCache, TreeAttention
 from dyntree_kernels.cpu.kv_move import KVMover
-from dyntree_plugin.engine.attention.features import WithFeatures
+from dyntree_kernels.features import SCALES, LayerFeatures
+from dyntree_plugin.engine.attention.features import WithFeatures, element_type
 from dyntree_plugin.engine.attention.metadata import TreeMask
 
 
@@ -69,6 +70,17 @@ class TreeCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class TreeCPUAttentionImpl(WithFeatures, CPUAttentionBackendImpl):
     _kv_cache: torch.Tensor | None = None
     _packed: PackedCache | None = None
+    _scales: tuple[float, float] | None = None
+
+    def features(self, layer: Any) -> LayerFeatures:
+        found = super().features(layer)
+        # vLLM's kernel takes the largest scale of the heads for all; new weights may bring others.
+        scales: tuple[float, float] = (layer._k_scale_float, layer._v_scale_float)
+        if found.beyond & SCALES and scales != self._scales:
+            of_keys, of_values = torch.tensor(scales, dtype=torch.float32)
+            found = replace(found, key_scale=of_keys, value_scale=of_values)
+            self._scales, self._features = scales, found
+        return found
 
     def forward(
         self,
@@ -98,7 +110,8 @@ class TreeCPUAttentionImpl(WithFeatures, CPUAttentionBackendImpl):
         if trees is not None and trees.attend is not None:
             if self._packed is None or self._kv_cache is not kv_cache:
                 isa: str = layer.isa  # type: ignore[attr-defined]
-                self._kv_cache, self._packed = kv_cache, PackedCache(*split_kv_cache(kv_cache), isa)
+                halves = split_kv_cache(kv_cache.view(element_type(kv_cache.dtype)))
+                self._kv_cache, self._packed = kv_cache, PackedCache(*halves, isa)
             rows = trees.num_actual_tokens
             trees.attend(query[:rows], self._packed, output[:rows], self.features(layer))
         return output

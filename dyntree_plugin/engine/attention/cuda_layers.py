@@ -77,7 +77,9 @@ class TreeMetadataBuilder:
         made = (vllm_config.compilation_config.static_forward_context[n] for n in layer_names)
         layers = [features_of(layer) for layer in made]
         # One of each kind, for which the kernel is compiled.
-        self._layers = {(x.window, x.soft_cap, x.sinks is None): x for x in layers}
+        self._layers = {
+            (x.window, x.soft_cap, x.sinks is None, x.key_scale is None): x for x in layers
+        }
         features = frozenset[str]().union(*(each.beyond for each in layers))
         self._kernel, self._drafting_kernel = choose_kernel(
             heads, vllm_config, kv_cache_spec, columns, device, features

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dyntree_kernels.features import LayerFeatures
 
 UNQUANTISED = ("auto", "float32", "bfloat16", "float16")
@@ -24,6 +26,11 @@ def features_of(layer: Any) -> LayerFeatures:
         key_scale=layer._k_scale if quantised else None,
         value_scale=layer._v_scale if quantised else None,
     )
+
+
+def element_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a cache's elements, which vLLM's ``dtype`` says are bytes if quantised."""
+    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
 
 
 class WithFeatures:

@@ -11,6 +11,7 @@ import torch
 
 from dyntree_kernels.features import LayerFeatures
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.features import element_type
 
 if TYPE_CHECKING:
     from dyntree_kernels.cuda.flashinfer_attention import FlashInferTreeAttention
@@ -84,7 +85,7 @@ class TritonTrees:
         ) -> None:
             tree_attention(
                 q[:count],
-                kv_cache,
+                kv_cache.view(element_type(kv_cache.dtype)),
                 rows.block_table,
                 rows.ctx_lens,
                 rows.query_start_loc,
@@ -123,7 +124,9 @@ class TritonTrees:
                 )
                 launch = self.plan(nobody)
                 for features in layers:
-                    launch(q, kv_cache, torch.empty_like(q), features)
+                    quantised = features.query_scale is not None
+                    given = q.to(element_type(kv_cache.dtype)) if quantised else q
+                    launch(given, kv_cache, torch.empty_like(q), features)
 
     def splits(
         self, requests: int, max_rows: int, window: int | None = None, columns: int = 0

@@ -11,8 +11,8 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from dyntree_kernels.features import ADVICE, SERVED_ON
-from dyntree_plugin.engine.attention.features import features_of
+from dyntree_kernels.features import ADVICE, KV_CACHE_DTYPES, OTHER_CACHE, SERVED_ON
+from dyntree_plugin.engine.attention.features import UNQUANTISED, features_of
 from dyntree_plugin.engine.attention.registration import registered
 from dyntree_plugin.engine.layer_kinds import ANOTHER_MODEL, Accepted, Keeper, LayerGroup
 
@@ -60,12 +60,11 @@ class AttentionKind:
             "alibi": "ALiBi",
             "shared_cache": "the KV cache of another layer",
         }
-        quantised = f"kv_cache_dtype={layer.kv_cache_dtype!r}"
         shared = {"shared_cache"} if layer.kv_sharing_target_layer_name is not None else set()
-        lacking = sorted((features.beyond | shared) - self._served)
-        yield from dict.fromkeys(
-            f"{named.get(each, quantised)} is not supported: {ADVICE[each]}" for each in lacking
-        )
+        for each in sorted((features.beyond | shared) - self._served):
+            yield f"{named.get(each, each)} is not supported: {ADVICE[each]}"
+        if layer.kv_cache_dtype not in (*UNQUANTISED, *KV_CACHE_DTYPES):
+            yield f"kv_cache_dtype={layer.kv_cache_dtype!r} is not supported: {OTHER_CACHE}"
 
     def keeper(self, group: LayerGroup) -> Keeper:
         mover = resolve_obj_by_qualname(self._mover)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dyntree_kernels import dispatch
+from dyntree_kernels.features import KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -15,8 +16,11 @@ _USUAL_BLOCK = 128
 """vLLM's block size on a CPU. All that matters is that it is a multiple of 32."""
 
 
-def refusal(model: ModelConfig, device_type: str) -> str | None:
-    """Return why no kernel serves the model's shape and type here, or None if one does."""
+def refusal(model: ModelConfig, device_type: str, cache_dtype: str) -> str | None:
+    """Return why no kernel serves the model's shape and type here, or None if one does.
+
+    ``cache_dtype``: vLLM's name of the type of the KV cache.
+    """
     from vllm.platforms import current_platform
 
     dtype = getattr(torch, str(model.dtype).removeprefix("torch."))
@@ -27,8 +31,8 @@ def refusal(model: ModelConfig, device_type: str) -> str | None:
         capability = current_platform.get_device_capability()
         if capability is None:
             return None  # The capability is checked when attention is set up.
-    elif unread := _unread_layout(dtype, head_size):
-        return f"{shape} is not supported on this CPU: {unread}; use an x86 CPU"
+    elif unread := _unread_layout(dtype, head_size, cache_dtype):
+        return f"{shape} is not supported on this CPU: {unread}"
     problem = dispatch.Problem(
         device=device_type,
         capability=capability and (capability.major, capability.minor),
@@ -36,7 +40,7 @@ def refusal(model: ModelConfig, device_type: str) -> str | None:
         kv_heads=max(model.get_total_num_kv_heads(), 1),
         head_size=head_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=torch.float8_e4m3fn if cache_dtype in KV_CACHE_DTYPES else dtype,
         rows=1,
         context=1,
     )
@@ -51,13 +55,17 @@ def refusal(model: ModelConfig, device_type: str) -> str | None:
     return None
 
 
-def _unread_layout(dtype: torch.dtype, head_size: int) -> str | None:
+def _unread_layout(dtype: torch.dtype, head_size: int, cache_dtype: str) -> str | None:
     """Return why dyntree's kernels cannot read the KV cache as vLLM packs it on this CPU."""
     from vllm.v1.attention.backends import cpu_attn
 
     from dyntree_kernels.cpu.layout import ISAS
 
-    isa = cpu_attn._get_attn_isa(dtype, _USUAL_BLOCK, head_size)
+    try:
+        isa = cpu_attn._get_attn_isa(dtype, _USUAL_BLOCK, head_size, cache_dtype)
+    except NotImplementedError as error:
+        return f"kv_cache_dtype={cache_dtype!r}: {error} Set it to the model's type"
     if isa in ISAS:
         return None
-    return f"vLLM packs its KV cache as {isa!r}, but trees need one of {', '.join(ISAS)}"
+    allowed = ", ".join(ISAS)
+    return f"vLLM packs its KV cache as {isa!r}, but trees need one of {allowed}; use an x86 CPU"

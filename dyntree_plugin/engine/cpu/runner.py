@@ -21,9 +21,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 import vllm_cpu_runner
 from dyntree_kernels.cpu.bitmasks import mask_rows
 from dyntree_kernels.cpu.warm_up import warm_up
+from dyntree_kernels.features import SCALES
 from dyntree_plugin.admission.node_limit import node_limit
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
-from dyntree_plugin.engine.attention.features import features_of
+from dyntree_plugin.engine.attention.features import element_type, features_of
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
 from dyntree_plugin.engine.configuration import sizes_single_trees
 from dyntree_plugin.engine.cpu.ops import CPUOps
@@ -122,8 +123,9 @@ def make_runner(vllm_config: VllmConfig, device: torch.device) -> CPUModelRunner
 def _warm_up(vllm_config: Any) -> None:
     vllm_cpu_runner.warm_up()
     layers = get_layers_from_vllm_config(vllm_config, Attention).values()
-    beyond = any(features_of(layer).beyond for layer in layers)
-    warm_up(vllm_config.model_config.dtype, beyond=beyond)
+    beyond = any(features_of(layer).beyond - SCALES for layer in layers)
+    of_caches = [element_type(layer.kv_cache_torch_dtype) for layer in layers]
+    warm_up(vllm_config.model_config.dtype, of_caches, beyond=beyond)
 
 
 def _least_of_ranks(numbers: list[int]) -> list[int]:

@@ -27,7 +27,7 @@ from dyntree_kernels.cpu.tiles import (
     mask_scores,
     softmax_step,
 )
-from dyntree_kernels.features import LayerFeatures
+from dyntree_kernels.features import SCALES, LayerFeatures
 
 CHUNK = 64  # limit on the query rows (tree rows times query heads of one KV head) of a task
 _NO_WINDOW = np.int64(1 << 62)
@@ -157,6 +157,13 @@ def divide(out, state):
 
 
 @compiled
+def _multiply(rows, factor):
+    for i in range(rows.shape[0]):
+        for j in range(rows.shape[1]):
+            rows[i, j] *= factor
+
+
+@compiled
 def load_rows(dst, q, step, first, head, heads, rows, scale):
     d = dst.shape[1]
     for i in range(rows):
@@ -180,8 +187,9 @@ def store_rows(src, out, step, first, head, heads, rows):
 @compiled(parallel=True, nogil=True)
 def _tree_attention(
     q, q_step, keys, values, steps, n, d, paired, block_table, ctx_lens, qo_indptr, bits,
-    kv_heads, heads, chunk, out, out_step, scale, workspace, words, beyond,
+    kv_heads, heads, chunk, out, out_step, scales, workspace, words, beyond,
 ):  # fmt: skip
+    """scales [2, Hkv]: factors of the scores, and of the values, of each KV head."""
     threads = workspace.shape[0]
     for thread in numba.prange(threads):
         task = 0
@@ -202,13 +210,17 @@ def _tree_attention(
                     space = workspace[thread]
                     queries = space[: rows * d].reshape(rows, d)
                     result = space[rows * d : 2 * rows * d].reshape(rows, d)
-                    load_rows(queries, q, q_step, first, h * heads, heads, count * heads, scale)
+                    load_rows(
+                        queries, q, q_step, first, h * heads, heads, count * heads, scales[0, h]
+                    )  # fmt: skip
                     _chunk_attention(
                         queries, keys, values, n, paired, (steps[0], h * steps[1]),
                         (steps[2], h * steps[3]), block_table[r], ctx,
                         bits[first : first + count], heads, result, space[2 * rows * d :],
                         words[thread], beyond, h * heads,
                     )  # fmt: skip
+                    if scales[1, h] != np.float32(1):
+                        _multiply(result, scales[1, h])
                     store_rows(result, out, out_step, first, h * heads, heads, count * heads)
 
 
@@ -216,7 +228,7 @@ class PackedCache:
     """Keys and values of one layer, in the form that the kernel reads.
 
     The two caches are the halves into which vLLM's CPU backend splits its cache tensor, in float32,
-    bfloat16 or float16. `isa` names their layout.
+    bfloat16, float16 or float8_e4m3fn. `isa` names their layout.
 
     Raises:
         ValueError: for an unsupported layout, dtype or shape.
@@ -231,7 +243,10 @@ class PackedCache:
                 f"of {TILE} and {LANES}"
             )
         # numba compiles a kernel per dtype and memory order of an argument, so each has one.
-        self.keys, self.values = as_numpy(flat(key_cache)), as_numpy(flat(value_cache))
+        self.keys, self.values = (
+            x.view(torch.uint8).numpy() if x.dtype == torch.float8_e4m3fn else as_numpy(x)
+            for x in (flat(key_cache), flat(value_cache))
+        )
         self.steps = (*key_cache.stride()[:2], *value_cache.stride()[:2])
 
 
@@ -283,7 +298,7 @@ class TreeAttention:
         _tree_attention(
             rows_of(q), q.stride(0), cache.keys, cache.values, cache.steps, cache.block_size, d,
             cache.paired, self._block_table, self._ctx_lens, self._qo_indptr, self._bits, kv_heads,
-            heads, chunk, rows_of(out), out.stride(0), np.float32(features.scale), self._floats,
+            heads, chunk, rows_of(out), out.stride(0), _scales(features, kv_heads), self._floats,
             self._words, _beyond(features, q_heads),
         )  # fmt: skip
 
@@ -298,11 +313,20 @@ def _beyond(
     features: LayerFeatures, heads: int
 ) -> tuple[np.int64, np.float32, np.ndarray[Any, Any]] | None:
     """Return the window, the soft cap and the sinks [H] of a layer as the kernel takes them."""
-    if not features.beyond:
+    if features.beyond <= SCALES:
         return None
     sinks = torch.full((heads,), -torch.inf) if features.sinks is None else features.sinks
     window = _NO_WINDOW if features.window is None else np.int64(features.window)
     return window, np.float32(features.soft_cap or 0), sinks.detach().float().contiguous().numpy()
+
+
+def _scales(features: LayerFeatures, kv_heads: int) -> np.ndarray[Any, Any]:
+    found = np.ones((2, kv_heads), np.float32)
+    found[0] = features.scale
+    for row, name in enumerate(("key_scale", "value_scale")):
+        if (scale := features.of_heads(name, kv_heads)) is not None:
+            found[row] *= scale.detach().numpy()
+    return found
 
 
 def rows_of(x: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -112,7 +112,7 @@ class KVMover:
         self._steps = np.array([*key.stride()[:2], *value.stride()[:2]])
         block, head = self._steps.reshape(2, 2).max(0)
         self._span = int((blocks - 1) * block + (self._heads - 1) * head + n * d)
-        self._like = np.empty(0, np.uint32 if key.element_size() == 4 else np.uint16)
+        self._like = np.empty(0, f"u{key.element_size()}")
         self._row_elements = 2 * self._heads * d * len(key_caches)
 
     def __call__(self, src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:

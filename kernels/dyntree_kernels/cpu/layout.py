@@ -7,7 +7,7 @@ the first N * D elements hold the keys and the rest the values, each packed for 
 isa                   keys                        values
 ====================  ==========================  ==========================
 vec, vec16            [D, N]                      [N, D]
-amx (16-bit only)     [N / 16, D / 2, 16, 2]      [D / 16, N / 2, 16, 2]
+amx (not for float32) [N / 16, D / 2, 16, 2]      [D / 16, N / 2, 16, 2]
 ====================  ==========================  ==========================
 
 In both layouts, an element's offset within its block is the sum of an offset by position and an

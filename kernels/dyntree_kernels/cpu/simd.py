@@ -1,7 +1,8 @@
 """Building blocks of the compiled CPU kernels: conversion, exp, a small matrix product, search.
 
-numba has no 16-bit floats and no explicit vectors, so these functions emit LLVM IR. 16-bit caches
-are passed as integer arrays: uint16 holds bfloat16, int16 holds float16.
+numba has no floats of 16 or 8 bits and no explicit vectors, so these functions emit LLVM IR. Such
+caches are passed as integer arrays: uint16 holds bfloat16, int16 holds float16, uint8 holds
+float8_e4m3fn.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-call,no-untyped-def,untyped-decorator"
@@ -24,6 +25,7 @@ ROWS = 4  # rows per call of a product below; callers pad rows to a multiple of 
 BITS = 64  # elements per call of `equal_bits`
 
 _F32, _I32, _I16, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(BITS)
+_I8 = ir.IntType(8)
 _VECTOR = ir.VectorType(_F32, LANES)
 _EACH = range(LANES)
 _HALVES = tuple(LANES >> n for n in range(1, LANES.bit_length()))
@@ -46,17 +48,38 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 @intrinsic
 def to_float(typingctx: Any, x: Any) -> Any:
-    """Return the float32 value of an element: a float32, or the bits of a 16-bit float."""
+    """Return the float32 value of an element: a float32, or the bits of a smaller float."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if x == types.float32:
             return args[0]
+        if x == types.uint8:
+            return _from_e4m3(builder, args[0])
         if x == types.uint16:
             wide = builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16))
             return builder.bitcast(wide, _F32)
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _F32)
 
     return types.float32(x), codegen
+
+
+def _from_e4m3(builder: Any, bits: Any, lanes: int | None = None) -> Any:
+    """Emit the conversion of float8_e4m3fn: of one number, or of as many as there are ``lanes``.
+
+    Its bits are those of a float16 whose exponent has a bias of 7 and not of 15. The bits of NaN
+    give 480 as in vLLM's kernel, which never writes them.
+    """
+
+    def of(kind: Any) -> Any:
+        return kind if lanes is None else ir.VectorType(kind, lanes)
+
+    def constant(kind: Any, number: float) -> Any:
+        return ir.Constant(of(kind), number if lanes is None else [number] * lanes)
+
+    shifted = builder.shl(builder.sext(bits, of(_I16)), constant(_I16, 7))
+    half = builder.and_(shifted, constant(_I16, 0xBFFF))  # the sign is there twice
+    wide = builder.fpext(builder.bitcast(half, of(ir.HalfType())), of(_F32))
+    return builder.fmul(wide, constant(_F32, 256.0))
 
 
 @intrinsic
@@ -91,12 +114,15 @@ def widen(typingctx: Any, dst: Any, i: Any, j: Any, src: Any, at: Any) -> Any:
         columns = cgutils.unpack_tuple(builder, to.shape)[1]
         offset = builder.add(builder.mul(args[1], columns), args[2])
         element = signature.args[3].dtype
-        kind = {types.float32: _F32, types.uint16: _I16}.get(element, ir.HalfType())
+        kinds = {types.float32: _F32, types.uint16: _I16, types.uint8: _I8}
+        kind = kinds.get(element, ir.HalfType())
         lanes = _load_lanes(builder, builder.gep(source.data, [args[4]]), kind)
         if element == types.uint16:
             wide = builder.zext(lanes, ir.VectorType(_I32, LANES))
             sixteen = ir.Constant(ir.VectorType(_I32, LANES), [16] * LANES)
             lanes = builder.bitcast(builder.shl(wide, sixteen), _VECTOR)
+        elif element == types.uint8:
+            lanes = _from_e4m3(builder, lanes, LANES)
         elif element != types.float32:
             lanes = builder.fpext(lanes, _VECTOR)
         builder.store(
@@ -172,7 +198,7 @@ def highest_bit(typingctx: Any, bits: Any) -> Any:
 
 def _load_lanes(builder: Any, pointer: Any, element: Any) -> Any:
     vector = ir.VectorType(element, LANES)
-    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=2)
+    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)
 
 
 @intrinsic

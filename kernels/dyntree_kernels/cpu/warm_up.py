@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from dyntree_kernels.cpu import bitmasks, growth, learn, look_up, paths, walk
@@ -10,23 +12,30 @@ from dyntree_kernels.cpu.kv_move import kv_move
 from dyntree_kernels.features import LayerFeatures
 
 
-def warm_up(dtype: torch.dtype, *, beyond: bool = False) -> None:
+def warm_up(
+    dtype: torch.dtype,
+    cache_dtypes: Iterable[torch.dtype] = (),
+    *,
+    beyond: bool = False,
+) -> None:
     """Compile tree attention, KV moves, growth, walks, learning, look-up, paths and
     bitmasks.
 
-    ``dtype``: of caches, queries and logits. ``beyond``: whether a layer has features. The first
-    compilation on a machine takes about 10 s. Later processes take a fraction of a second to load
-    the machine code that `compiled` stored.
+    ``dtype``: of queries and logits. ``cache_dtypes``: of caches, ``dtype`` without any.
+    ``beyond``: whether a layer has features besides scales. The first compilation on a machine
+    takes about 10 s. Later processes take a fraction of a second to load the machine code that
+    `compiled` stored.
     """
-    key, value = torch.zeros(2, 1, 1, 32, 16, dtype=dtype)
     q = torch.zeros(1, 1, 16, dtype=dtype)
     slot = torch.zeros(1, 1, dtype=torch.int64)
     one = torch.ones(1, 1, dtype=torch.int32)
     rows = torch.tensor([0, 1], dtype=torch.int32)
-    for features in [LayerFeatures(1.0), LayerFeatures(1.0, soft_cap=1.0)][: 1 + beyond]:
-        out = torch.empty_like(q)
-        tree_attention(q, key, value, "vec", slot, slot[0], rows, one, out, features)
-    kv_move([key], [value], "vec", slot + 1, slot)
+    for of_cache in set(cache_dtypes) or {dtype}:
+        key, value = torch.zeros(2, 1, 1, 32, 16, dtype=of_cache)
+        for features in [LayerFeatures(1.0), LayerFeatures(1.0, soft_cap=1.0)][: 1 + beyond]:
+            out = torch.empty_like(q)
+            tree_attention(q, key, value, "vec", slot, slot[0], rows, one, out, features)
+        kv_move([key], [value], "vec", slot + 1, slot)
     for of_logits in dict.fromkeys((dtype, torch.float32)):  # parameters give float32
         growth.warm_up(of_logits)
     walk.warm_up()

@@ -65,8 +65,9 @@ def _used_tiles(
 
 @triton.jit
 def _tree_attention(
-    Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, SINKS, scale, words,
-    packed_rows, sq_t, sq_h, s_block, s_head, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
+    Q, KV, OUT, LSE, PARTIAL, PARTIAL_M, PARTIAL_L, TABLE, CTX, INDPTR, BITS, SINKS, QUERY_SCALE,
+    KEY_SCALE, VALUE_SCALE, scale, s_qs, s_ks, s_vs, words, packed_rows, sq_t, sq_h, s_block,
+    s_head, s_slot, so_t, so_h, sl_t, sl_h, s_table, s_bits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BLOCKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NODES: tl.constexpr,
     WORDS: tl.constexpr, SPLITS: tl.constexpr, SEEDED: tl.constexpr, WANT_LSE: tl.constexpr,
@@ -88,6 +89,11 @@ def _tree_attention(
     real = row < nodes * G
     token = first.to(tl.int64)
     q = load_rows(Q + token * sq_t, node * sq_t + query_head * sq_h, real, D, DP, True)
+    q = q.to(OUT.dtype.element_ty)  # queries may be quantised
+    if QUERY_SCALE is not None:
+        scale = scale * tl.load(QUERY_SCALE + head * s_qs)
+    if KEY_SCALE is not None:
+        scale = scale * tl.load(KEY_SCALE + head * s_ks)
 
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -162,6 +168,8 @@ def _tree_attention(
             k = load_rows(keys, at, seen, D, DP, True)
             m, total, acc = accumulate(q, k, v, sees != 0, blame, m, total, acc, scale, True, CAP)
 
+    if VALUE_SCALE is not None:
+        acc = acc * tl.load(VALUE_SCALE + head * s_vs)
     if SPLITS > 1:
         # Partial results lie in packed row order, so that their place needs no division.
         part = (split * H + head).to(tl.int64) * packed_rows + first * G + tile * BM
@@ -281,7 +289,7 @@ def tree_attention(
 
     Args:
         kv_cache: [blocks, Hkv, N, 2 * D] in any physical order with the last dimension dense, keys
-            before values. An 8-bit float cache is converted.
+            before values. Quantised queries and caches are converted to the type of `out`.
         lse: float32 [T, H], written with the natural logarithm of the softmax denominators.
         seeded: `out` and `lse` hold the attention over the context alone, and only the tree's
             columns are added. `lse` is left as it is.
@@ -322,9 +330,11 @@ def tree_attention(
     logs = out if lse is None else lse
     log_strides = (0, 0) if lse is None else lse.stride()
     shape = {"D": d, "DP": padded, "SPLITS": splits}
+    scales = [features.of_heads(f"{name}_scale", kv_heads) for name in ("query", "key", "value")]
     _tree_attention[(grid[0], grid[1], requests * splits)](
         q, kv_cache, out, logs, partial, maxima, sums, block_table, ctx_lens, qo_indptr,
-        ancestor_bits, features.sinks, features.scale * LOG2_E, words, tokens * group,
+        ancestor_bits, features.sinks, *scales, features.scale * LOG2_E,
+        *(0 if each is None else each.stride(0) for each in scales), words, tokens * group,
         q.stride(0), q.stride(1),
         *kv_cache.stride()[:3], out.stride(0), out.stride(1), *log_strides, block_table.stride(0),
         ancestor_bits.stride(0), H=kv_heads, G=group, **shape, PAGE=page,

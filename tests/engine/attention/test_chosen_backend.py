@@ -54,7 +54,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
             speculative_config=None,
             attention_config=AttentionConfig(backend=named and AttentionBackendEnum[named]),
             model_config=SimpleNamespace(
-                dtype=getattr(torch, dtype), get_head_size=lambda: 128, is_mm_prefix_lm=False
+                dtype=getattr(torch, dtype),
+                get_head_size=lambda: 128,
+                is_mm_prefix_lm=False,
+                hf_config=SimpleNamespace(),
             ),
             cache_config=SimpleNamespace(
                 cache_dtype="auto", block_size=16, user_specified_block_size=False

@@ -202,10 +202,10 @@ def test_features_that_the_device_lacks_are_named(
     monkeypatch.setattr(KINDS[0], "_served", SERVED_ON["cuda"])
     features = {"logits_soft_cap": 30.0, "sinks": torch.zeros(2), "per_layer_sliding_window": 16}
     features["kv_sharing_target_layer_name"] = "layers.0"
-    starts = [reason.partition(" is not")[0] for reason in found(make(), features)]
+    starts = {reason.partition(" is not")[0] for reason in found(make(), features)}
     named = ("the KV cache of another layer", "attention sinks", "logits_soft_cap=30.0")
     named += ("sliding_window=16",)
-    assert starts == [f"layer layers.1: {each}" for each in named]
+    assert starts == {f"layer layers.1: {each}" for each in named}
 
 
 def test_features_that_the_kernel_serves_are_admitted(make: Make) -> None:
@@ -219,11 +219,25 @@ def test_features_that_the_kernel_serves_are_admitted(make: Make) -> None:
     )
 
 
-def test_a_quantised_cache_is_named(make: Make) -> None:
+def test_all_heads_have_the_scale_that_vllms_kernel_takes(make: Make) -> None:
     config = make()
     config.cache_config.cache_dtype = "fp8"
+    assert found(config, {"cache_config": config.cache_config}) == []
+    layer: Any = config.compilation_config.static_forward_context["layers.1"]
+    for scales in ((3.0, 2.0), (5.0, 2.0)):  # of the first weights, and of others
+        layer._k_scale_float, layer._v_scale_float = scales
+        features = layer.impl.features(layer)
+        assert (features.key_scale, features.value_scale) == scales
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp8", "fp8_e4m3"])
+def test_a_quantised_cache_that_trees_do_not_read_is_named(make: Make, dtype: str) -> None:
+    config = make()
+    config.cache_config.cache_dtype = dtype
     arguments = {"cache_config": config.cache_config}
-    assert "kv_cache_dtype='fp8' is not supported" in "".join(found(config, arguments))
+    reason = "".join(found(config, arguments))
+    assert (f"kv_cache_dtype={dtype!r} is not supported" in reason) == (dtype == "fp8_e5m2")
+    assert bool(reason) == (dtype == "fp8_e5m2")
 
 
 def test_every_feature_is_named_once_with_the_number_of_its_layers(make: Make) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_checks import FeatureChecks, assert_matches, tree_batch
+from attention_checks import BEYOND, FeatureChecks, assert_matches, on, tree_batch
 from attention_inputs import draft_masks, tree_mask
 from paged_cases import DEVICE, LAYOUTS, Case, make_case
 from tree_shapes import chain
@@ -19,6 +19,7 @@ from dyntree_kernels.cuda.attention import Tiling, tiling, tree_attention
 
 ON_GPU = DEVICE.type == "cuda"
 SMALL = Tiling(16, 32, 4, 2)
+FLOAT8 = torch.float8_e4m3fn
 
 BFLOAT16 = pytest.param(
     torch.bfloat16,
@@ -32,8 +33,20 @@ class TestTreeAttentionOnTheDevice(FeatureChecks):
     kernel = "triton"
     make = staticmethod(make_case)
     ways = ({"splits": 1, "tiles": SMALL}, {"splits": 3, "tiles": SMALL})
+    quantised = ({"kv_dtype": FLOAT8},)
     contexts = (0, 1, 15, 16, 17, 95)
     few = not ON_GPU
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_quantised_queries_have_a_scale_for_each_kv_head(splits: int) -> None:
+    case = make_case(tree_batch(9, 4), [60, 0], kv_dtype=FLOAT8)
+    case.q = case.q.to(FLOAT8)
+    own = {"query_scale": torch.tensor([0.9, 1.7]), **BEYOND["all"]}
+    case.features = dataclasses.replace(case.features, **on(DEVICE, own))
+    out = torch.empty(case.q.shape, dtype=torch.float32, device=DEVICE)
+    case.attend(out, splits=splits, tiles=SMALL)
+    torch.testing.assert_close(out.double().cpu(), case.expected(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -87,6 +87,7 @@ def make_case(
     head_size: int = 32,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     layout: str = "LBNHC",
     seed: int = 0,
     poison: float = torch.nan,
@@ -97,15 +98,19 @@ def make_case(
     """
     made = make_inputs(
         masks, ctx_lens, group=group, kv_heads=kv_heads, head_size=head_size,
-        block_size=block_size, dtype=dtype, seed=seed,
+        block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, seed=seed,
     )  # fmt: skip
-    content = 2 * head_size * dtype.itemsize
-    layers = paged_layers(layout, 2, made.blocks, kv_heads, block_size, content).view(dtype)
-    layers.fill_(poison)
+    of_cache = kv_dtype or dtype
+    content = 2 * head_size * of_cache.itemsize
+    layers = paged_layers(layout, 2, made.blocks, kv_heads, block_size, content).view(of_cache)
+    layers.copy_(torch.tensor(poison, device=DEVICE).to(of_cache))
     cache = layers[1]
+    # Of elements of one byte, torch assigns bytes alone by index.
+    stored = cache.view(torch.uint8) if of_cache.itemsize == 1 else cache
     for k, v, at, of_request in zip(made.keys, made.values, made.seen, made.table, strict=True):
         blocks_at, slots_at = of_request[at // block_size].to(DEVICE), (at % block_size).to(DEVICE)
-        cache[blocks_at, :, slots_at] = torch.cat([k, v], -1)[at].to(DEVICE)
+        rows = torch.cat([k, v], -1).view(stored.dtype)
+        stored[blocks_at, :, slots_at] = rows[at].to(DEVICE)
     return Case(
         q=made.q.to(DEVICE),
         kv_cache=cache,

@@ -78,7 +78,7 @@ def test_on_cuda_the_backend_follows_the_type(
     on_cuda: VllmConfig, dtype: str, backend: str
 ) -> None:
     config = changed(on_cuda, "model_config.dtype", getattr(torch, dtype))
-    assert check.cuda_backend(config.model_config) == backend
+    assert check.cuda_backend(config, None) == backend
 
 
 def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(

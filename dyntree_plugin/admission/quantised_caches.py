@@ -1,0 +1,17 @@
+"""What cannot be combined with trees if the KV cache is quantised."""
+
+from __future__ import annotations
+
+from dyntree_kernels.features import KV_CACHE_DTYPES
+from dyntree_plugin.admission.refusals import kv_cache_dtype
+from dyntree_plugin.admission.uncompared import Targets
+
+_QUANTISED = Targets(
+    "kv_cache_dtype", lambda c: kv_cache_dtype(c) in KV_CACHE_DTYPES, lambda config: config
+)
+
+QUANTISED_CACHE_REFUSALS = (
+    *_QUANTISED.uncompared("tensor_parallel_size", "pipeline_parallel_size", "dtype"),
+    *_QUANTISED.uncompared("enable_lora", "kv_cache_dtype_skip_layers"),
+)
+"""Checks of ``VllmConfig``."""

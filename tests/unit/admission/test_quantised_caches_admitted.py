@@ -1,0 +1,71 @@
+"""Quantised KV caches: what is admitted with them, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from configurations import changed, refusal_of
+
+from dyntree_plugin.admission import check
+from dyntree_plugin.engine.attention import served
+from dyntree_plugin.engine.configuration import WORKERS
+from dyntree_plugin.options.options import DynTreeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+
+
+@pytest.fixture(params=["fp8", "fp8_e4m3", "of the checkpoint"])
+def quantised(admitted: VllmConfig, request: pytest.FixtureRequest) -> VllmConfig:
+    if request.param == "of the checkpoint":
+        return changed(admitted, "model_config.hf_config.quantization_config", SCHEME)
+    return changed(admitted, "cache_config.cache_dtype", request.param)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_cache_in_e4m3_is_admitted(quantised: VllmConfig, device: str) -> None:
+    worker = changed(quantised, "parallel_config.worker_cls", WORKERS[device])
+    check.refuse_unserved(worker, DynTreeOptions(), device, WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("parallel_config.tensor_parallel_size", 2, "kv_cache_dtype, tensor_parallel_size="),
+        ("parallel_config.pipeline_parallel_size", 2, "kv_cache_dtype, pipeline_parallel_size="),
+        ("model_config.dtype", torch.float16, "kv_cache_dtype, dtype="),
+        ("lora_config", object(), "kv_cache_dtype, enable_lora="),
+        ("cache_config.kv_cache_dtype_skip_layers", ["0"], "kv_cache_dtype_skip_layers="),
+        ("model_config.use_mla", True, "use_mla, kv_cache_dtype="),
+        ("model_config.uses_mrope", True, "uses_mrope, kv_cache_dtype="),
+        ("model_config.is_hybrid", True, "is_hybrid, kv_cache_dtype="),
+    ],
+)
+def test_what_was_not_compared_is_refused(
+    quantised: VllmConfig, path: str, value: Any, named: str
+) -> None:
+    assert named in refusal_of(changed(quantised, path, value))
+
+
+def test_a_cache_that_vllm_cannot_quantise_here_is_refused(
+    quantised: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    with pytest.raises(check.Refused, match=r"kv_cache_dtype='fp8.* requires x86 with AVX-512"):
+        check.refuse_unserved(quantised, DynTreeOptions(), "cpu", WORKERS, served.refusal)
+
+
+@pytest.mark.parametrize(
+    ("major", "backend"), [(8, "TRITON_ATTN"), (9, "FLASH_ATTN"), (12, "TRITON_ATTN")]
+)
+def test_on_cuda_the_backend_can_read_the_cache(
+    quantised: VllmConfig, major: int, backend: str
+) -> None:
+    config = changed(quantised, "model_config.dtype", torch.bfloat16)
+    assert check.cuda_backend(config, SimpleNamespace(major=major)) == backend
