@@ -19,9 +19,6 @@ _ON_A_CPU = "trees pass such layers on a CPU alone; use a model without"
 OTHER_CACHE = f"trees read {' and '.join(KV_CACHE_DTYPES)} and the model's type; leave it at 'auto'"
 
 ADVICE: Mapping[str, str] = {
-    "window": _ON_A_CPU,
-    "soft_cap": _ON_A_CPU,
-    "sinks": _ON_A_CPU,
     "shared_cache": _ON_A_CPU,
     "chunk": "tree attention has no chunks; use a model without them",
     "alibi": "tree attention has no bias by distance; use a model without it",
@@ -42,7 +39,7 @@ SERVED: Mapping[str, frozenset[str]] = {
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
     "cpu": SERVED["cpu"] | {"shared_cache", "states", "mla", "mrope"},
-    "cuda": SCALES,
+    "cuda": SERVED["triton"],
 }
 """What is served on each type of device: features of attention, which also the kernel must serve
 that runs all forwards which no other kernel is chosen for; and other kinds of layers, by the names

@@ -47,7 +47,12 @@ OWN: dict[str, dict[str, Any]] = {
     # vLLM's own profiling is enough warm-up.
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
-OWN["head"] = OWN["chains"] = OWN["fixed"]
+OWN["head"] = OWN["chains"] = OWN["windows"] = OWN["fixed"]
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": NODES + 2,
+}
+"""Changes to the configuration of target and draft, for engines with windows."""
 """Arguments of the emulated engines: by budget, of the one with a head, and of the one with block
 chains."""
 
@@ -85,11 +90,13 @@ RUNS = {
 }
 OF_HEAD = {"noisy": Run(NOISY, batch=3)}
 CHAINS = {"drawn": Run([*BROKEN, *NOISY, *MIXED[:5]], batch=3)}
+WINDOWED = {"windowed": Run([*MIXED[:4], *COPIES])}
 EMULATED = {
     "fixed": RUNS,
     "adaptive": {"mixed": Run(MIXED[:5])},
     "head": OF_HEAD,
     "chains": CHAINS,
+    "windows": WINDOWED,
 }
 SLOW_ENGINES = {"adaptive", "head"}
 ON_CPU = {
@@ -104,24 +111,32 @@ ON_CPU = {
 class Served:
     """Outputs without trees; and the runs of an engine with trees, on a CPU and emulated."""
 
-    plain: Outputs
+    plain: Callable[[str], Outputs]
     on_cpu: Callable[[str], Mapping[str, Result]]
     emulated: Callable[[str], Mapping[str, Emulated]]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    target, draft = make_pair(tmp_path_factory.mktemp("pair"))
-    plain = {**workload.without_tree(model=target), **LIMITS}
+    pairs = {
+        changed: make_pair(tmp_path_factory.mktemp("pair"), **(WINDOWS if changed else {}))
+        for changed in (True, False)
+    }
     head = make_head(tmp_path_factory.mktemp("headed"))
     every = Run([*MIXED, *BROKEN, *COPIES, *NOISY])
 
+    @cache
+    def plain(windows: bool) -> Outputs:
+        engine = {**workload.without_tree(model=pairs[windows][0]), **LIMITS}
+        return by_request(every, serve(engine, {"every": every}, 1)["every"])
+
     def trees(name: str) -> dict[str, Any]:
+        target, draft = pairs[name == "windows"]
         if name == "head":
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
             return {**engine, **LIMITS, "model": target}
         chains = {"budget": "fixed", "block_chains": "on"}
-        own = chains if name == "chains" else {"budget": name}
+        own = {"chains": chains, "windows": {"budget": "fixed"}}.get(name, {"budget": name})
         engine = workload.with_options(NODES, **own, **TREE)
         speculation = {**engine["speculative_config"], "model": draft}
         return {**engine, **LIMITS, "model": target, "speculative_config": speculation}
@@ -130,7 +145,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         return {**trees(name), "enforce_eager": False, **OWN[name]}
 
     return Served(
-        by_request(every, serve(plain, {"every": every}, 1)["every"]),
+        lambda name: plain(name == "windows"),
         cache(lambda name: serve(trees(name), ON_CPU[name], 1)),
         cache(lambda name: serve_emulated(as_on_cuda(name), EMULATED[name])),
     )
@@ -154,13 +169,13 @@ def accepted(result: Result) -> float:
 )
 def test_the_tokens_are_those_without_trees(budget: str, name: str, runs: Served) -> None:
     result = runs.emulated(budget)[name].result
-    found = mismatches(EMULATED[budget][name], result, runs.plain)
+    found = mismatches(EMULATED[budget][name], result, runs.plain(budget))
     assert not [(request.params, mine.tokens, other.tokens) for request, mine, other in found]
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_what_is_broken_changes_tokens(name: str, runs: Served) -> None:
-    assert mismatches(RUNS[name], runs.emulated("fixed")[name].result, runs.plain)
+    assert mismatches(RUNS[name], runs.emulated("fixed")[name].result, runs.plain("fixed"))
 
 
 def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
@@ -168,6 +183,12 @@ def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
     assert accepted(found) == pytest.approx(accepted(runs.on_cpu("fixed")["mixed"]), rel=0.1)
     assert accepted(found) > sum(request.params["max_tokens"] for request in MIXED) / 3
     assert found.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
+
+
+def test_windows_change_the_tokens(runs: Served) -> None:
+    result = runs.emulated("windows")["windowed"].result
+    assert mismatches(WINDOWED["windowed"], result, runs.plain("fixed"))
+    assert accepted(result) > 0
 
 
 @pytest.mark.slow

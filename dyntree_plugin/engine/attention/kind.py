@@ -53,10 +53,7 @@ class AttentionKind:
                 f"lower dyntree.node_budget to at most {max(features.window - 2, 1)}"
             )
         named = {
-            "window": f"sliding_window={features.window}",
             "chunk": f"attention_chunk_size={features.chunk}",
-            "soft_cap": f"logits_soft_cap={features.soft_cap}",
-            "sinks": "attention sinks",
             "alibi": "ALiBi",
             "shared_cache": "the KV cache of another layer",
         }

@@ -35,9 +35,11 @@ def _unified_attention(
     seqused_k: torch.Tensor,
     softmax_scale: float,
     block_table: torch.Tensor,
+    window_size: tuple[int, int],
     **_: Any,
 ) -> None:
-    """Compute causal attention of each request's last rows over its ``seqused_k`` cached rows."""
+    """Compute causal attention of each request's last rows over its ``seqused_k`` cached rows, of
+    which a row sees ``window_size[0]`` before its own, or all for -1."""
     group = q.shape[1] // k.shape[2]
     bounds = cu_seqlens_q.tolist()
     for request, length in enumerate(seqused_k.tolist()):
@@ -48,7 +50,10 @@ def _unified_attention(
         blocks, places = block_table[request, at // k.shape[1]].long(), at % k.shape[1]
         keys, values = (x[blocks, places].repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("thd,shd->hts", q[first:last], keys) * softmax_scale
-        seen = at <= (length - last + torch.arange(first, last))[:, None]
+        own = (length - last + torch.arange(first, last))[:, None]
+        before = window_size[0] if window_size[0] >= 0 else length
+        seen = (at <= own) & (at >= own - before)
+        values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # freed blocks hold anything
         scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1).nan_to_num()
         out[first:last] = torch.einsum("hts,shd->thd", scores, values)
 

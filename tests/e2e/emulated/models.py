@@ -4,11 +4,11 @@ a head repeats what the target said one token before."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import heads
 import torch
+from random_targets import changed_copy
 from safetensors.torch import load_file, save_file
 
 from dyntree_plugin import pair
@@ -17,11 +17,11 @@ NOISE = 0.1
 """Standard deviation of the noise on the draft's weights, as a share of the weights' own."""
 
 
-def make_pair(folder: Path) -> tuple[str, str]:
-    """Return the folders of the target and of the draft, which is written to ``folder``."""
-    target = Path(pair.paths()["draft"])
-    draft = folder / "draft"
-    shutil.copytree(target, draft)
+def make_pair(folder: Path, **changes: object) -> tuple[str, str]:
+    """Write target and draft to ``folder``, with ``changes`` to their configuration; return their
+    folders."""
+    source = Path(pair.paths()["draft"])
+    target, draft = (changed_copy(source, folder / name, **changes) for name in ("target", "draft"))
     weights = load_file(draft / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for name, weight in weights.items():
