@@ -106,10 +106,8 @@ def block_advice(vllm_config: Any) -> str | None:
     The draft does not decide the output.
     """
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
-    if speculation.method not in BLOCKS or (dtype_of(model), model.enforce_eager) == (
-        "float32",
-        True,
-    ):
+    compared = dtype_of(model) == "float32" and model.enforce_eager
+    if compared or speculation.method not in BLOCKS:
         return None
     return (
         "Trees of a block draft were compared with decoding without trees in float32 with "

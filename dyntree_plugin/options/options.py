@@ -276,8 +276,7 @@ class DynTreeOptions(BaseModel):
     ) -> TreePlan:
         """Fill in every default for an engine with num_speculative_tokens = ``slots``.
 
-        ``draft``: there is a draft model, a ``head`` of the target, or a draft of a ``block`` of so
-        many tokens.
+        ``draft``: there is a draft, such as a ``head`` of the target, or of a ``block`` so long.
 
         Raises:
             ValueError: naming the options that do not fit this engine or each other.
@@ -296,9 +295,8 @@ class DynTreeOptions(BaseModel):
             )
         budget = self.budget or self._default_budget()
         try:
-            length = slots if block else 0
             shape = shape_of(
-                self.model_dump(), node_budget, budget, draft=draft, head=head, block=length
+                self.model_dump(), node_budget, budget, draft=draft, head=head, block=slots * block
             )
             return self._plan(shape, budget)
         except ValueError as error:
