@@ -13,11 +13,13 @@ from configurations import changed
 
 from dyntree_kernels.features import SERVED_ON
 from dyntree_plugin.admission import check
+from dyntree_plugin.admission.blocks import MODELS
 from dyntree_plugin.engine.attention.latent import LatentKind
 from dyntree_plugin.engine.configuration import WORKERS
 from dyntree_plugin.engine.cpu import kinds as on_cpu
 from dyntree_plugin.engine.cuda import kinds as on_cuda
 from dyntree_plugin.engine.states.kind import StateKind
+from dyntree_plugin.options.methods import BLOCKS
 from dyntree_plugin.options.options import DynTreeOptions
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ def facts(recipe: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
     yield "speculative_config.method", "mtp" if mtp else method
     if method == "gemma4_mtp":
         yield "speculative_config.use_gemma4_mtp", lambda: True
+    if method in BLOCKS:
+        path = "speculative_config.draft_model_config.model_arch_config.architectures"
+        yield path, [MODELS[BLOCKS.index(method)]]
     if "cache_dtype" in recipe:
         yield "cache_config.cache_dtype", recipe["cache_dtype"]
     if method == recipe["methods"][0]:
