@@ -7,7 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission import versions
+from dyntree_plugin.admission.refusals import kv_cache_dtype
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +48,9 @@ def _without_flashinfer(given: str, vllm_config: VllmConfig) -> Iterator[str]:
 
     from dyntree_kernels.cuda.flashinfer_variant import Variant, find_cuda_home
 
+    if (cache := kv_cache_dtype(vllm_config)) in KV_CACHE_DTYPES:
+        yield f"{given} cannot be followed with a KV cache in {cache}; use triton"
+        return
     model = vllm_config.model_config
     dtype = getattr(torch, str(model.dtype).removeprefix("torch."))
     try:

@@ -42,6 +42,11 @@ _OPTIONS = {
     "kv_cache_dtype_skip_layers": _Row(
         lambda c: c.cache_config.kv_cache_dtype_skip_layers, bool, "leave it out"
     ),
+    "use_gemma4_mtp": _Row(
+        lambda c: c.speculative_config is not None and c.speculative_config.use_gemma4_mtp(),
+        bool,
+        "draft by method ngram",
+    ),
     "enable_lora": _Row(lambda c: c.lora_config is not None, bool, "leave it out"),
     "kv_transfer_config": _Row(lambda c: c.kv_transfer_config is not None, bool, "leave it out"),
     "mamba_cache_dtype": _Row(

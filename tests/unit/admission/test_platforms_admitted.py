@@ -204,4 +204,7 @@ def test_flashinfer_by_name_is_refused_where_it_cannot_serve(
     monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name)
     with pytest.raises(check.Refused, match=r"cannot be followed: .*allowed: .*; use triton"):
         check.refuse_unserved(on_cuda, options, "cuda", WORKERS)
+    quantised = changed(on_cuda, "cache_config.cache_dtype", "fp8")
+    with pytest.raises(check.Refused, match="cannot be followed with a KV cache in fp8"):
+        check.refuse_unserved(quantised, options, "cuda", WORKERS)
     check.refuse_unserved(on_cuda, DynTreeOptions(attention="triton"), "cuda", WORKERS)

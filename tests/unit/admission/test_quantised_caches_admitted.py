@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from configurations import changed, refusal_of
+from vllm.config import KVTransferConfig
 
 from dyntree_plugin.admission import check
 from dyntree_plugin.engine.attention import served
@@ -17,6 +18,7 @@ from dyntree_plugin.options.options import DynTreeOptions
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+NIXL = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
 SCHEME = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
 
 
@@ -41,6 +43,8 @@ def test_a_cache_in_e4m3_is_admitted(quantised: VllmConfig, device: str) -> None
         ("model_config.dtype", torch.float16, "kv_cache_dtype, dtype="),
         ("lora_config", object(), "kv_cache_dtype, enable_lora="),
         ("cache_config.kv_cache_dtype_skip_layers", ["0"], "kv_cache_dtype_skip_layers="),
+        ("kv_transfer_config", NIXL, "kv_cache_dtype, kv_transfer_config="),
+        ("speculative_config.use_gemma4_mtp", lambda: True, "kv_cache_dtype, use_gemma4_mtp="),
         ("model_config.use_mla", True, "use_mla, kv_cache_dtype="),
         ("model_config.uses_mrope", True, "uses_mrope, kv_cache_dtype="),
         ("model_config.is_hybrid", True, "is_hybrid, kv_cache_dtype="),
