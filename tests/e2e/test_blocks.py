@@ -103,7 +103,7 @@ def test_the_tokens_are_those_without_trees(engine: str, run: str, served: Serve
     found = mismatches(RUNS[run], served[engine][run], plain)
     assert not found, explain(found)
     if run != "aborted":  # With an adaptive budget, trees of random weights are small.
-        assert accepted_per_step(served[engine][run]) > (0.02 if engine == "block" else 0.5)
+        assert accepted_per_step(served[engine][run]) > (0.02 if engine == "block" else 0.3)
 
 
 def test_requests_are_preempted_and_prefixes_are_hit(served: Served) -> None:
