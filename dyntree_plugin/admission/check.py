@@ -15,14 +15,13 @@ from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
 from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, block_refusals
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
+from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS, cuda_backends
 from dyntree_plugin.admission.heads import HEAD_REFUSALS
 from dyntree_plugin.admission.latent import LATENT_DRAFT_REFUSALS, LATENT_REFUSALS
 from dyntree_plugin.admission.mrope import MROPE_REFUSALS
 from dyntree_plugin.admission.quantised_caches import QUANTISED_CACHE_REFUSALS
 from dyntree_plugin.admission.refusals import (
     CPU_REFUSALS,
-    CUDA_BACKENDS,
-    CUDA_REFUSALS,
     DRAFT_REFUSALS,
     ENGINE_REFUSALS,
     SPECULATION_REFUSALS,
@@ -31,7 +30,7 @@ from dyntree_plugin.admission.refusals import (
     kv_cache_dtype,
     model_refusals,
 )
-from dyntree_plugin.admission.states import STATE_REFUSALS
+from dyntree_plugin.admission.states import state_refusals
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
 from dyntree_plugin.admission.windows import WINDOW_REFUSALS
 from dyntree_plugin.options.methods import BLOCKS, HEADS, OF_TARGET, WITH_DRAFT, WITHOUT_DRAFT
@@ -68,10 +67,11 @@ class Refused(ValueError):
 def cuda_backend(vllm_config: VllmConfig, capability: Any) -> str:
     """Return the attention backend for trees on CUDA if the user names none.
 
-    The first one reads quantised caches on Hopper alone.
+    Of two, the first one reads quantised caches on Hopper alone, and no float32.
     """
+    backends = cuda_backends(vllm_config.model_config)
     unread = kv_cache_dtype(vllm_config) in KV_CACHE_DTYPES and capability and capability.major != 9
-    return CUDA_BACKENDS[bool(unread) or dtype_of(vllm_config.model_config) == "float32"]
+    return backends[-1 if unread or dtype_of(vllm_config.model_config) == "float32" else 0]
 
 
 def refuse_unserved(
@@ -169,7 +169,7 @@ def _refusals(
             "leave it out"
         )
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
-    of_targets = (*STATE_REFUSALS, *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
+    of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
     tables = (*ENGINE_REFUSALS, *of_targets, *QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS)
     yield from _found((*tables, *of_device), vllm_config)
     yield from _found(block_refusals(device_type), vllm_config)

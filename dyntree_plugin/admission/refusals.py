@@ -9,9 +9,6 @@ from typing import Any
 
 from dyntree_kernels.features import ADVICE, KV_CACHE_DTYPES, OTHER_CACHE, SERVED_ON
 
-CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-"""vLLM's attention backends on CUDA that serve trees. The first one needs 16-bit types."""
-
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -263,38 +260,6 @@ CPU_REFUSALS = (
 )
 """Checks of ``VllmConfig`` on a CPU."""
 
-CUDA_REFUSALS = (
-    Refusal(
-        "attention_backend",
-        lambda c: c.attention_config.backend and c.attention_config.backend.name,
-        lambda name: name not in (None, *CUDA_BACKENDS),
-        f"trees run on {' and '.join(CUDA_BACKENDS)}; leave it out",
-    ),
-    Refusal(
-        "attention_config.backend_per_kind",
-        lambda c: c.attention_config.backend_per_kind,
-        bool,
-        f"trees run on {' and '.join(CUDA_BACKENDS)}; leave it out",
-    ),
-    Refusal(
-        "speculative_config.attention_backend",
-        lambda c: (
-            c.speculative_config
-            and c.speculative_config.attention_backend
-            and c.speculative_config.attention_backend.name
-        ),
-        lambda name: name not in (None, *CUDA_BACKENDS),
-        f"trees run on {' and '.join(CUDA_BACKENDS)}; leave it out",
-    ),
-    Refusal(
-        "speculative_config.use_gemma4_mtp",
-        lambda c: c.speculative_config and c.speculative_config.use_gemma4_mtp(),
-        bool,
-        "trees of a head that reads the target's KV cache are grown on a CPU alone; use look-up",
-    ),
-)
-"""Checks of ``VllmConfig`` on CUDA."""
-
 MODEL_REFUSALS = (
     Refusal(
         "runner",
@@ -321,7 +286,8 @@ MODEL_REFUSALS = (
         "use_mla",
         lambda m: m.use_mla,
         bool,
-        "trees pass latent attention on a CPU alone; use a model with multi-head attention",
+        "latent attention on CUDA was not compared yet with decoding without trees; use a model "
+        "with multi-head attention",
         "mla",
     ),
     Refusal(

@@ -16,16 +16,18 @@ TARGETS = (
 )
 """Architectures whose tokens were compared with those of engines without speculation."""
 
+TARGETS_ON_CUDA = TARGETS[:1]
+"""Those that were compared on an emulated CUDA device."""
+
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
-STATE_REFUSALS = (
+_REFUSALS = (
     _RECURRENT.refusal(
         "enable_prefix_caching",
         lambda c: c.cache_config.enable_prefix_caching,
         bool,
         "prefixes of recurrent states are not cached with trees; use --no-enable-prefix-caching",
     ),
-    _RECURRENT.other_than(TARGETS),
     *_RECURRENT.uncompared(
         *("dtype", "quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
         *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora", "kv_cache_dtype"),
@@ -37,4 +39,13 @@ STATE_REFUSALS = (
         "an accepted path advances whole states; leave --use-replayssm out",
     ),
 )
-"""Checks of ``VllmConfig``."""
+_ON_A_CPU = (_RECURRENT.other_than(TARGETS),)
+_ON_CUDA = (
+    _RECURRENT.other_than(TARGETS_ON_CUDA),
+    *_RECURRENT.uncompared("pipeline_parallel_size"),
+)
+
+
+def state_refusals(device_type: str) -> tuple[Refusal, ...]:
+    """Return checks of ``VllmConfig``."""
+    return (*_REFUSALS, *(_ON_CUDA if device_type == "cuda" else _ON_A_CPU))

@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -57,3 +58,6 @@ def sabotaged(name: str | None, runner: Any) -> Any:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    # With Mamba-2 layers, the end of oneDNN's cache of primitives crashes.
+    sys.stdout.flush()
+    os._exit(0)

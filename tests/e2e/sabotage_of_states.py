@@ -30,15 +30,15 @@ def commit_dropped(runner: Any) -> Iterator[None]:
 @contextmanager
 def commit_doubled(runner: Any) -> Iterator[None]:
     """Advance states along every path twice."""
-    from dyntree_plugin.engine.states.layers import WithStates
+    from dyntree_plugin.engine.states.layers import OnCPU
 
-    stock = WithStates.advance
+    stock = OnCPU.advance
 
     def advance(self: Any, *given: Any) -> None:
         stock(self, *given)
         stock(self, *given)
 
-    with mock.patch.object(WithStates, "advance", advance):
+    with mock.patch.object(OnCPU, "advance", advance):
         yield
 
 
@@ -95,14 +95,14 @@ def convolved_with_a_sibling(runner: Any) -> Iterator[None]:
 @contextmanager
 def commit_of_the_latest_forward(runner: Any) -> Iterator[None]:
     """Advance states by what the latest forward read, whichever the paths belong to."""
-    from dyntree_plugin.engine.states.layers import WithStates
+    from dyntree_plugin.engine.states.layers import OnCPU
 
     def advance(self: Any, commit: Any, number: int) -> None:
         (own, _), (raw, gates) = dict(self._read)[number], self._read[-1][1]
         rows = torch.arange(len(own)) % len(raw)
         commit(self.layer, raw[rows], gates[rows])
 
-    with mock.patch.object(WithStates, "advance", advance):
+    with mock.patch.object(OnCPU, "advance", advance):
         yield
 
 

@@ -16,6 +16,8 @@ if current_platform.is_cpu():
 
     install()  # must run before the runner's modules are imported
 
+PARTS = ("Backend", "Impl", "MetadataBuilder")
+RECURRENT = ("MambaMixer2", "ShortConv", "GatedDeltaNet")
 CUDA = [
     "cuda.runner.TreeGPUModelRunner",
     "cuda.runner.EarlierGPUStage",
@@ -24,16 +26,18 @@ CUDA = [
     *[
         f"attention.cuda.Tree{backend}Attention{part}"
         for backend in ("Flash", "Triton")
-        for part in ("Backend", "Impl", "MetadataBuilder")
+        for part in PARTS
     ],
+    *[f"attention.latent_cuda.TreeTritonMLA{part}" for part in PARTS],
+    *[f"states.cuda_layers.Tree{layer}" for layer in RECURRENT],
 ]
 CPU = [
     "cpu.runner.TreeCPUModelRunner",
     "cpu.runner.EarlierCPUStage",
     "cpu.worker.TreeCPUWorker",
     "cpu.worker.PlainCPUWorker",
-    *[f"attention.latent_cpu.TreeCPUMLA{part}" for part in ("Backend", "Impl", "MetadataBuilder")],
-    *[f"states.layers.Tree{layer}" for layer in ("MambaMixer2", "ShortConv", "GatedDeltaNet")],
+    *[f"attention.latent_cpu.TreeCPUMLA{part}" for part in PARTS],
+    *[f"states.layers.Tree{layer}" for layer in RECURRENT],
 ]
 SHARED = [
     "block_speculator.BlockSpeculator",

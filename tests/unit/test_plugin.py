@@ -313,7 +313,7 @@ def test_on_cuda_attention_is_by_a_backend_that_carries_trees(
     backend = AttentionBackendEnum[named] if named else None
     config: Any = SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend),
-        model_config=SimpleNamespace(dtype=dtype, hf_config=None),
+        model_config=SimpleNamespace(dtype=dtype, hf_config=None, use_mla=False),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     plugin._choose_attention(config)

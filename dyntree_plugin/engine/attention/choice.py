@@ -39,6 +39,7 @@ def log_backend(vllm_config: VllmConfig) -> None:
         dtype=model.dtype,
         kv_cache_dtype=cast(Any, kv_cache_dtype(vllm_config)),
         block_size=cache.block_size if cache.user_specified_block_size else None,
+        use_mla=model.use_mla,
         use_mm_prefix=model.is_mm_prefix_lm,
         use_batch_invariant=envs.VLLM_BATCH_INVARIANT,
     )

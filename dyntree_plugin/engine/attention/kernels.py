@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -112,26 +112,17 @@ class TritonTrees:
         batch.
         """
         q = torch.zeros(17, self._heads.query, self._heads.size, dtype=dtype, device=table.device)
-        most = table.shape[0]
-        start = torch.zeros(most + 1, dtype=torch.int32, device=table.device)
-        for requests in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
-            begin = start[: requests + 1]
-            # Triton compiles another kernel for numbers that are multiples of 16.
-            for count in (16, 17):
-                lengths, bits = rows.fill(begin, start[:requests], count)
-                nobody = AttentionRows(
-                    table[:requests], lengths, begin, bits, count, rows.columns, begin, None
-                )
-                launch = self.plan(nobody)
-                for features in layers:
-                    quantised = features.query_scale is not None
-                    given = q.to(element_type(kv_cache.dtype)) if quantised else q
-                    launch(given, kv_cache, torch.empty_like(q), features)
+        for nobody in _without_rows(table, rows):
+            launch = self.plan(nobody)
+            for features in layers:
+                quantised = features.query_scale is not None
+                given = q.to(element_type(kv_cache.dtype)) if quantised else q
+                launch(given, kv_cache, torch.empty_like(q), features)
 
     def splits(
         self, requests: int, max_rows: int, window: int | None = None, columns: int = 0
     ) -> int:
-        """Return how many programs share a tile: a power of two, since each number is a kernel.
+        """Return how many programs share a tile.
 
         Behind a ``window`` there are no more tiles than it and ``columns`` of the tree have.
         """
@@ -142,10 +133,83 @@ class TritonTrees:
         packed = max_rows * self._heads.query // self._heads.kv
         tile = tiling(self._heads.size, packed, self._element_size)
         programs = -(-packed // tile.block_m) * self._heads.kv * requests
-        wanted = min(32, max(1, 2 * self._processors // programs))
-        if window is not None:
-            wanted = min(wanted, 1 + (window + columns) // tile.block_n)
-        return 1 << (wanted.bit_length() - 1)
+        most = 32 if window is None else 1 + (window + columns) // tile.block_n
+        return _splits(programs, self._processors, most)
+
+
+class LatentTrees:
+    """Runs `dyntree_kernels.cuda.latent_attention`, which needs no plan."""
+
+    def __init__(
+        self, heads: int, values: int, element_size: int, processors: int, one_split: bool
+    ) -> None:
+        """``values``: elements of a cached vector that are values. ``one_split``: as in
+        `TritonTrees`."""
+        self._heads = heads
+        self._values = values
+        self._element_size = element_size
+        self._processors = processors
+        self._one_split = one_split
+
+    def plan(
+        self, rows: AttentionRows
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]:
+        """Plan one step for all layers of a group, for `latent_layers.Attend`."""
+        from dyntree_kernels.cuda.latent_attention import latent_tiling, latent_tree_attention
+
+        packed = rows.max_rows * self._heads
+        row_tiles = -(-packed // latent_tiling(packed, self._element_size).block_m)
+        splits = 1
+        if not self._one_split:
+            splits = _splits(row_tiles * max(1, len(rows.ctx_lens)), self._processors)
+
+        def launch(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+            latent_tree_attention(
+                q,
+                cache,
+                rows.block_table,
+                rows.ctx_lens,
+                rows.query_start_loc,
+                rows.ancestor_bits,
+                out,
+                scale,
+                max_rows=rows.max_rows,
+                splits=splits,
+            )
+
+        return launch
+
+    def warm_up(
+        self, cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor, rows: MaskBuffers
+    ) -> None:
+        """Compile the kernel for batches of any size; the arguments are as in `TritonTrees`."""
+        q = torch.zeros(17, self._heads, cache.shape[-1], dtype=dtype, device=table.device)
+        out = q.new_zeros(17, self._heads, self._values)
+        for nobody in _without_rows(table, rows):
+            self.plan(nobody)(q[: nobody.num_rows], cache, out[: nobody.num_rows], 1.0)
+
+
+def _splits(programs: int, processors: int, most: int = 32) -> int:
+    """Return how many programs share a tile: a power of two, since each number is a kernel."""
+    wanted = min(32, max(1, 2 * processors // programs), most)
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _without_rows(table: torch.Tensor, rows: MaskBuffers) -> Iterator[AttentionRows]:
+    """Yield batches of requests without rows, such that a kernel is compiled for any batch.
+
+    ``table`` [R, blocks] is the block table of the largest batch.
+    """
+    most = table.shape[0]
+    start = torch.zeros(most + 1, dtype=torch.int32, device=table.device)
+    for requests in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
+        begin = start[: requests + 1]
+        # Triton compiles another kernel for numbers that are multiples of 16.
+        for count in (16, 17):
+            lengths, bits = rows.fill(begin, start[:requests], count)
+            yield AttentionRows(
+                table[:requests], lengths, begin, bits, count, rows.columns, begin, None
+            )
 
 
 class FlashInferTrees:

@@ -27,6 +27,12 @@ class LatentKind(AttentionKind):
                 f"backend {backend.get_name()} is not supported: trees pass latent attention on "
                 f"{' and '.join(self.backends)}; set --attention-backend to it"
             )
+        sizes = layer.kv_lora_rank, layer.qk_rope_head_dim
+        if any(size < 16 or size & (size - 1) for size in sizes):
+            yield (
+                f"kv_lora_rank, qk_rope_head_dim={sizes} is not supported: trees need powers of "
+                "two from 16 on; use another model"
+            )
         if layer.sliding_window is not None:
             yield (
                 f"sliding_window={layer.sliding_window} of latent attention is not supported "

@@ -28,6 +28,8 @@ def refusal(model: ModelConfig, device_type: str, cache_dtype: str) -> str | Non
     shape = f"head_size={head_size}, dtype={str(dtype).removeprefix('torch.')}"
     capability = None
     if device_type == "cuda":
+        if model.use_mla:  # That kernel's accumulators are as long as the values.
+            head_size = model.hf_text_config.kv_lora_rank
         capability = current_platform.get_device_capability()
         if capability is None:
             return None  # The capability is checked when attention is set up.

@@ -27,6 +27,5 @@ KINDS: tuple[LayerKind, ...] = (
             "ShortConv": f"{_STATES}.layers.TreeShortConv",
             "QwenGatedDeltaNetAttention": f"{_STATES}.layers.TreeGatedDeltaNet",
         },
-        f"{_STATES}.committer.committer",
     ),
 )

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dyntree_plugin.engine.attention.kind import AttentionKind
+from dyntree_plugin.engine.attention.latent import LatentKind
 from dyntree_plugin.engine.layer_kinds import LayerKind
+from dyntree_plugin.engine.states.kind import StateKind
 
-_ATTENTION = "dyntree_plugin.engine.attention.cuda"
+_ATTENTION = "dyntree_plugin.engine.attention"
+_STATES = "dyntree_plugin.engine.states.cuda_layers"
 
 KINDS: tuple[LayerKind, ...] = (
     AttentionKind(
         "cuda",
         {
-            "FLASH_ATTN": f"{_ATTENTION}.TreeFlashAttentionBackend",
-            "TRITON_ATTN": f"{_ATTENTION}.TreeTritonAttentionBackend",
+            "FLASH_ATTN": f"{_ATTENTION}.cuda.TreeFlashAttentionBackend",
+            "TRITON_ATTN": f"{_ATTENTION}.cuda.TreeTritonAttentionBackend",
         },
-        f"{_ATTENTION}.kv_mover",
+        f"{_ATTENTION}.cuda.kv_mover",
     ),
+    LatentKind(
+        "cuda",
+        {"TRITON_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend"},
+        f"{_ATTENTION}.latent_cuda.latent_mover",
+    ),
+    # `cuda_layers` has others, which were not compared yet with decoding without trees.
+    StateKind({"MambaMixer2": f"{_STATES}.TreeMambaMixer2"}),
 )

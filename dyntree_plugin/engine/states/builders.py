@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,15 +21,13 @@ NOT_KEPT = -1
 class Drafted:
     """Metadata of a batch whose first ``rows`` rows belong to the requests with drafts.
 
-    ``number``: of the forward. ``forward`` runs the rows. ``fresh`` int64: slots of states of which
-    nothing is computed yet. ``rest``: vLLM's metadata of the other rows, as if they were the batch;
-    None without others.
+    ``number``: of the forward. ``trees``: what the device's kernels read of the rows. ``rest``:
+    vLLM's metadata of the other rows, as if they were the batch; None without others.
     """
 
     number: int
     rows: int
-    forward: TreeForward
-    fresh: torch.Tensor
+    trees: Any
     rest: Any
 
 
@@ -48,9 +47,12 @@ class WithDrafts:
         self.supports_update_block_table = False
         requests = vllm_config.scheduler_config.max_num_seqs
         self._forwards = 0
-        self.kept = torch.full((requests, 2), NOT_KEPT, device=device)
-        """Of each request of the batch, the slot of the state that an accepted path will advance,
-        and the number of the forward."""
+        # The slots are dense, as kernels read them.
+        self.kept = torch.full((2, requests), NOT_KEPT, device=device).T
+        """Of each request of the batch [requests, 2], the slot of the state that an accepted path
+        will advance, and the number of the forward."""
+        layers = vllm_config.compilation_config.static_forward_context
+        self._layers = [layers[name] for name in names]
 
     def build(
         self,
@@ -67,21 +69,55 @@ class WithDrafts:
             return build(common_prefix_len, common_attn_metadata)
         common = common_attn_metadata
         rows = int(common.query_start_loc_cpu[drafted])  # sync: host memory
-        others = without_first(common, drafted, rows)
+        others = None
+        if rows < int(common.query_start_loc_cpu[common.num_reqs]):  # Others have no padding.
+            others = without_first(common, drafted, rows)
         rest = others and build(common_prefix_len, others)
-        slots = common.block_table_tensor[:drafted, 0].long()
         self._forwards += 1
-        self.kept[:drafted, 0], self.kept[:, 1] = slots, self._forwards
+        self.kept[:drafted, 0] = common.block_table_tensor[:drafted, 0]
+        self.kept[:, 1] = self._forwards
+        self._clear(common, drafted)
+        trees = self.trees_of(common, drafted, rows, tree_mask)
+        return Drafted(self._forwards, rows, trees, rest)
+
+    def trees_of(
+        self, common: CommonAttentionMetadata, drafted: int, rows: int, mask: TreeMask
+    ) -> Any:
+        """Return what the device's kernels read of the first ``drafted`` requests, which have
+        ``rows`` rows; `kept` has their slots."""
+        raise NotImplementedError
+
+    def _clear(self, common: CommonAttentionMetadata, drafted: int) -> None:
+        """Clear the states of requests of which nothing is computed yet.
+
+        For those, which are at the begin of their prompts, the host's bound of lengths is exact.
+        """
+        bounds = common.seq_lens_cpu_upper_bound
+        if bounds is None:
+            raise RuntimeError("vLLM has not said how long the requests may be")
+        lengths = torch.diff(common.query_start_loc_cpu[: drafted + 1])
+        fresh = (bounds[:drafted] == lengths).nonzero().flatten()  # sync: host memory
+        if len(fresh):
+            slots = self.kept[fresh.to(self.kept.device), 0]
+            for layer in self._layers:
+                for state in layer.kv_cache:
+                    state[slots] = 0
+
+
+class WithDraftsOnCPU(WithDrafts):
+    """As `WithDrafts`, for the kernels of a CPU."""
+
+    def trees_of(
+        self, common: CommonAttentionMetadata, drafted: int, rows: int, mask: TreeMask
+    ) -> TreeForward:
         starts = common.query_start_loc[: drafted + 1].long()
-        states = TreeStates.of(
-            slots, starts, tree_mask.ctx_lens[:drafted], tree_mask.ancestor_bits[:rows]
-        )
-        begun = common.seq_lens[:drafted] > torch.diff(starts)
-        return Drafted(self._forwards, rows, TreeForward(states), slots[~begun], rest)
+        masks = mask.ctx_lens[:drafted], mask.ancestor_bits[:rows]
+        return TreeForward(TreeStates.of(self.kept[:drafted, 0], starts, *masks))
 
 
-def with_drafts(backend: Any) -> Any:
-    """Return vLLM's ``backend`` with a builder `WithDrafts`."""
+@cache
+def with_drafts(backend: Any, builder: type) -> Any:
+    """Return vLLM's ``backend`` with a builder that ``builder`` precedes."""
     name = f"Tree{backend.__name__}"
-    builder = type(f"{name}Builder", (WithDrafts, backend.get_builder_cls()), {})
-    return type(name, (backend,), {"get_builder_cls": staticmethod(lambda: builder)})
+    made = type(f"{name}Builder", (builder, backend.get_builder_cls()), {})
+    return type(name, (backend,), {"get_builder_cls": staticmethod(lambda: made)})

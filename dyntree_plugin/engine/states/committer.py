@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from dyntree_kernels.cpu.tree_layers import PathCommit
 from dyntree_kernels.recurrence import Commit
 from dyntree_plugin.engine.layer_kinds import Accepted
 
@@ -18,23 +17,19 @@ def committer(layers: Collection[Any], requests: int) -> Callable[[Accepted, tor
     ``requests``: the most of the engine. The places are slots of states, negative for a request
     whose state the forward has advanced, and the number of the forward, negative without drafts.
     """
+    (prepared,) = {layer.prepared for layer in layers}
 
     def keep(accepted: Accepted, places: torch.Tensor) -> None:
-        number = int(places[0, 1])  # sync: host memory
-        if number < 0:
-            return
-        commit = PathCommit(_commit(accepted, places[:, 0], requests))
-        for layer in layers:
-            layer.advance(commit, number)
+        given = prepared(_commit(accepted, places[:, 0], requests), places[0, 1])
+        for layer in layers if given else ():
+            layer.advance(*given)
 
     return keep
 
 
 def _commit(accepted: Accepted, places: torch.Tensor, requests: int) -> Commit:
     """Return the batch rows to commit: of each request its root, and then the accepted path."""
-    slots = places[: len(accepted.path)]
+    slots, path, roots = places[: len(accepted.path)], accepted.path, accepted.roots[:, None]
     real = (slots >= 0) & (accepted.requests >= 0) & (accepted.requests < requests)
-    path, roots = accepted.path[real], accepted.roots[real, None]
     rows = torch.cat([roots, torch.where(path >= 0, roots + 1 + path, -1)], dim=1)
-    lengths = (rows >= 0).sum(1)
-    return Commit(slots[real], rows, lengths)  # sync: host memory
+    return Commit(slots, rows, (rows >= 0).sum(1) * real)

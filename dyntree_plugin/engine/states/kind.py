@@ -11,17 +11,16 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dyntree_plugin.engine.layer_kinds import Keeper, LayerGroup
+from dyntree_plugin.engine.states.committer import committer
 
 
 class StateKind:
     """The `LayerKind` of layers that keep one state for each request."""
 
-    def __init__(self, layers: Mapping[str, str], committer: str) -> None:
+    def __init__(self, layers: Mapping[str, str]) -> None:
         """``layers``: paths of the plugin's layers, by the names of the vLLM classes that they
-        replace. ``committer``: path of a function that makes what keeps paths in a group's layers,
-        given the engine's most requests. vLLM must be ready when the paths are resolved."""
+        replace. vLLM must be ready when the paths are resolved."""
         self._layers = layers
-        self._committer = committer
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -44,7 +43,6 @@ class StateKind:
         (builder,) = builders.values()
         for layer in group.layers.values():
             layer.warm_up()
-        committer = resolve_obj_by_qualname(self._committer)
         return Keeper(builder.kept, committer(group.layers.values(), len(group.table)))
 
     @cached_property

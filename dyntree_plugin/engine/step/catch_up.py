@@ -64,6 +64,15 @@ class CatchUpPlan:
     def num_rows(self) -> int:
         return int(self.starts[-1])
 
+    def longest(self, batch: InputBatch) -> torch.Tensor:
+        """Bound the positions that each request's rows read, int32 [R] on the host.
+
+        For prompts the bound is exact, as vLLM's builders of metadata expect.
+        """
+        bounds = batch.seq_lens_cpu_upper_bound[: batch.num_reqs].numpy()  # sync: host memory
+        first = bounds - batch.num_scheduled_tokens[: batch.num_reqs] + self.skipped + self.shift
+        return torch.from_numpy((first + np.diff(self.starts)).astype(np.int32))
+
     def to(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return each row's request and the number of its token there, all int64; ``starts``,
         ``known`` and ``skipped``; and whether the row's request is in its prompt."""
@@ -167,8 +176,8 @@ def _slots_and_metadata(
         ),
         num_reqs=num_reqs,
         query_start_loc_np=plan.starts,
-        seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
-        step=1,
+        seq_lens_cpu_upper_bound=plan.longest(batch),
+        step=0,
         slot_mappings=slots,
     )
     if metadata is None:

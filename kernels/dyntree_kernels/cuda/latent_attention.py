@@ -125,11 +125,11 @@ def _latent_attention(
 def latent_tiling(rows: int, element_size: int) -> Tiling:
     """Tiles for `rows` packed rows per request, of vectors as long as DeepSeek's.
 
-    With 16-bit caches they do not spill on sm_90.
+    With 16-bit caches they do not spill on sm_90 and sm_100.
     """
     if element_size == 4:
         return Tiling(16, 32, 8, 1)
-    return Tiling(16, 32, 4, 2) if rows <= 16 else Tiling(32, 32, 8, 2)
+    return Tiling(16 if rows <= 16 else 32, 32, 8, 2)
 
 
 def latent_tree_attention(

@@ -254,8 +254,8 @@ def gated_delta_rule(
 
 @triton.jit
 def _convolve_trees(
-    RAW, HISTORY, WEIGHT, BIAS, OUT, SLOTS, STARTS, CTX, BITS, channels, sr_t, so_t, s_slot,
-    s_entry, s_channel, s_weight, s_bits, WIDTH: tl.constexpr, NODES: tl.constexpr,
+    RAW, HISTORY, WEIGHT, BIAS, OUT, KEPT, SLOTS, STARTS, CTX, BITS, channels, sr_t, so_t, sk_t,
+    s_slot, s_entry, s_channel, s_weight, s_bits, WIDTH: tl.constexpr, NODES: tl.constexpr,
     BC: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     request, row = tl.program_id(0), tl.program_id(1)
@@ -279,6 +279,8 @@ def _convolve_trees(
         ancestor = tl.sum(tl.where((bit != 0) & (below == above), column, 0), 0)
         of_tree = (tl.zeros([BC], tl.int32) + length) > above
         x = tl.load(RAW + (first + ancestor) * sr_t + c, mask=real & of_tree, other=0)
+        if above == 0 and KEPT is not None:
+            tl.store(KEPT + (first + row) * sk_t + c, x, mask=real)
         entry = tl.maximum(tap + length - 1, 0)
         before = tl.load(history + entry * s_entry, mask=real & ~of_tree, other=0)
         weight = tl.load(WEIGHT + c * s_weight + tap, mask=real, other=0)
@@ -296,6 +298,7 @@ def convolve(
     bias: torch.Tensor | None,
     silu: bool,
     out: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Convolve each row with its nearest ancestors, and with the history above the root.
 
@@ -305,11 +308,13 @@ def convolve(
         raw, out: [T, C], dense within a row.
         weight: [C, W], dense within a channel; bias: [C].
         silu: whether a SiLU follows.
+        kept: as ``out``; the rows of ``raw`` are copied there.
     """
     (channels, width) = weight.shape
     grid = len(trees.slots), trees.most, triton.cdiv(channels, CHANNELS)
     _convolve_trees[grid](
-        raw, history, weight, bias, out, *trees[:4], channels, raw.stride(0), out.stride(0),
-        *history.stride(), weight.stride(0), trees.ancestor_bits.stride(0), WIDTH=width,
-        NODES=trees.nodes, BC=CHANNELS, SILU=silu, num_warps=4,
+        raw, history, weight, bias, out, kept, *trees[:4], channels, raw.stride(0), out.stride(0),
+        0 if kept is None else kept.stride(0), *history.stride(), weight.stride(0),
+        trees.ancestor_bits.stride(0), WIDTH=width, NODES=trees.nodes, BC=CHANNELS, SILU=silu,
+        num_warps=4,
     )  # fmt: skip

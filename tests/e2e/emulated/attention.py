@@ -58,10 +58,53 @@ def _unified_attention(
         out[first:last] = torch.einsum("hts,shd->thd", scores, values)
 
 
+def _decode_latent(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    logits: torch.Tensor,
+    splits: int,
+    scale: float,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Compute latent attention of one row [H, D] for each request over its cached rows."""
+    for request, length in enumerate(seq_lens.tolist()):
+        at = torch.arange(length)
+        blocks, places = block_table[request, at // cache.shape[1]].long(), at % cache.shape[1]
+        keys = cache[blocks, places, 0]
+        scores = (q[request] @ keys.T * scale).softmax(dim=-1)
+        out[request] = scores @ keys[:, : out.shape[-1]]
+
+
+def _cache_latent(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Write rows [T, R] and [T, D] to a cache [blocks, N, R + D]. A slot of -1 is not written."""
+    rows = (slots >= 0).nonzero().flatten()
+    at = slots[rows]
+    cache[at // cache.shape[1], at % cache.shape[1]] = torch.cat([kv_c, k_pe], dim=-1)[rows]
+
+
 def stand_in() -> None:
     """Replace vLLM's kernels by those of this module."""
+    from vllm import _custom_ops
     from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.mla import triton_mla
 
     module: Any = triton_attn
     module.unified_attention = recorded(_unified_attention)
     module.triton_reshape_and_cache_flash = recorded(_reshape_and_cache)
+    of_latent: Any = triton_mla
+    of_latent.decode_attention_fwd = recorded(_decode_latent)
+    operators: Any = _custom_ops
+    operators.concat_and_cache_mla = recorded(_cache_latent)

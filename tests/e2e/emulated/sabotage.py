@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import sabotage_of_states
 import torch
+from sabotage import verified_eagerly
 
 
 @contextmanager
@@ -49,4 +51,18 @@ def padding_is_alive(runner: Any) -> Iterator[None]:
         return tables, slots
 
     with mock.patch.object(runner, "prepare_attn", prepare_attn):
+        yield
+
+
+@contextmanager
+def commit_dropped(runner: Any) -> Iterator[None]:
+    """As in sabotage_of_states."""
+    with verified_eagerly(runner), sabotage_of_states.commit_dropped(runner):
+        yield
+
+
+@contextmanager
+def commit_to_a_neighbour(runner: Any) -> Iterator[None]:
+    """As in sabotage_of_states."""
+    with verified_eagerly(runner), sabotage_of_states.commit_to_a_neighbour(runner):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from unittest import mock
 
@@ -27,13 +28,23 @@ from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 from dyntree_plugin import plugin  # noqa: E402
+from dyntree_plugin.admission import check  # noqa: E402
 from dyntree_plugin.engine import configuration  # noqa: E402
 from dyntree_plugin.engine.attention.kind import AttentionKind  # noqa: E402
+from dyntree_plugin.engine.attention.latent import LatentKind  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import make_runner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
+from dyntree_plugin.engine.states.kind import StateKind  # noqa: E402
+from emulated.states import enter_directly  # noqa: E402
 
-_ATTENTION = "dyntree_plugin.engine.attention.cuda"
-_BACKENDS = {"CPU_ATTN": f"{_ATTENTION}.TreeTritonAttentionBackend"}
+_ATTENTION = "dyntree_plugin.engine.attention"
+_BACKENDS = {"CPU_ATTN": f"{_ATTENTION}.cuda.TreeTritonAttentionBackend"}
+_STATES = {
+    "MambaMixer2": "dyntree_plugin.engine.states.cuda_layers.TreeMambaMixer2",
+    "ShortConv": "dyntree_plugin.engine.states.cuda_layers.TreeShortConv",
+    "QwenGatedDeltaNetAttention": "emulated.states.DeltaNet",
+}
+_LATENT = {"CPU_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend"}
 
 
 class _StartsAsOnCuda(CPUWorker):
@@ -52,7 +63,11 @@ class _StartsAsOnCuda(CPUWorker):
 class EmulatedWorker(TreeGPUWorker, _StartsAsOnCuda):
     """Our CUDA worker on top of vLLM's CPU worker."""
 
-    kinds = (AttentionKind("cuda", _BACKENDS, f"{_ATTENTION}.kv_mover"),)
+    kinds = (
+        AttentionKind("cuda", _BACKENDS, f"{_ATTENTION}.cuda.kv_mover"),
+        LatentKind("cuda", _LATENT, f"{_ATTENTION}.latent_cuda.latent_mover"),
+        StateKind(_STATES),
+    )
 
     def init_device(self) -> None:
         with mock.patch.object(model_runner, "CPUModelRunner", make_runner):
@@ -83,6 +98,7 @@ def _graph_capture(self: Any, context: Any = None) -> Iterator[Any]:
 def configure() -> None:
     """Configure engines with trees as on CUDA, with asynchronous scheduling and graphs."""
     stand_in()
+    enter_directly()
     # This would warm up kernels of models that bring their own, and import their dependencies.
     gpu_worker.kernel_warmup = lambda worker: None  # type: ignore[assignment]
     tables: Any = BlockTables
@@ -90,20 +106,32 @@ def configure() -> None:
     groups: Any = GroupCoordinator
     groups.graph_capture = _graph_capture
     configuration.WORKERS["cuda"] = f"{__name__}.EmulatedWorker"
+    # In the interpreter latent attention takes float32, too, in which no token may differ.
+    of_admission: Any = check
+    of_admission.CUDA_REFUSALS = [r for r in check.CUDA_REFUSALS if "use_mla" not in r.option]
     module: Any = plugin
     admit, configure_scheduler = plugin.admit, plugin.configure_scheduler
-    sizes: list[list[int] | None] = []
+    given: list[VllmConfig] = []
 
     def admit_as_on_cuda(vllm_config: VllmConfig, options: Any, device_type: str) -> None:
-        # vLLM's CPU platform later clears the graph sizes.
-        sizes[:] = [vllm_config.compilation_config.cudagraph_capture_sizes]
+        # vLLM's CPU platform later clears the graph sizes, and without an operator for chunks of
+        # prompts of latent attention also what these need.
+        parts = ("compilation_config", "scheduler_config", "cache_config")
+        given[:] = [copy(vllm_config)]
+        vars(given[0]).update({name: copy(getattr(vllm_config, name)) for name in parts})
         admit(vllm_config, options, "cuda")
 
     def configure_as_on_cuda(vllm_config: VllmConfig, device_type: str) -> None:
-        vllm_config.scheduler_config.async_scheduling = True
+        (as_given,) = given
+        scheduler, wanted = vllm_config.scheduler_config, as_given.scheduler_config
+        scheduler.async_scheduling = True
+        scheduler.enable_chunked_prefill = wanted.enable_chunked_prefill
+        scheduler.max_num_batched_tokens = wanted.max_num_batched_tokens
+        vllm_config.cache_config.enable_prefix_caching = as_given.cache_config.enable_prefix_caching
         if not vllm_config.model_config.enforce_eager:
+            sizes = as_given.compilation_config.cudagraph_capture_sizes
             vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-            vllm_config.compilation_config.cudagraph_capture_sizes = sizes[0]
+            vllm_config.compilation_config.cudagraph_capture_sizes = sizes
             vllm_config._set_cudagraph_sizes()
         configure_scheduler(vllm_config, "cuda")
 

@@ -56,6 +56,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
             model_config=SimpleNamespace(
                 dtype=getattr(torch, dtype),
                 get_head_size=lambda: 128,
+                use_mla=False,
                 is_mm_prefix_lm=False,
                 hf_config=SimpleNamespace(),
             ),

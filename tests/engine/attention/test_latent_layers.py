@@ -16,15 +16,17 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.kernels import AttentionRows
 from dyntree_plugin.engine.attention.latent import LatentKind
 from dyntree_plugin.engine.attention.latent_cpu import (
     TreeCPUMLABackend,
     TreeCPUMLAImpl,
     TreeCPUMLAMetadataBuilder,
 )
+from dyntree_plugin.engine.attention.latent_layers import TreeLatentMetadata
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.layer_kinds import Accepted, LayerGroup, keepers
@@ -69,28 +71,18 @@ def case() -> LatentCase:
 @pytest.fixture
 def builder() -> TreeCPUMLAMetadataBuilder:
     made = object.__new__(TreeCPUMLAMetadataBuilder)
-    made._buffers = MaskBuffers(8, 64, 4, torch.device("cpu"))
+    made._buffers, made._captured = MaskBuffers(8, 64, 4, torch.device("cpu")), set()
     return made
 
 
 @pytest.fixture
 def stock(monkeypatch: pytest.MonkeyPatch) -> list[CommonAttentionMetadata]:
-    """Note the batches of which vLLM builds metadata: decodes first, then the last, a prompt."""
+    """Note the batches of which vLLM builds metadata."""
     noted: list[CommonAttentionMetadata] = []
 
     def build(self: Any, prefix: int, common: CommonAttentionMetadata, fast: bool = False) -> Any:
         noted.append(common)
-        decodes = common.num_reqs - 1
-        decode = SimpleNamespace(
-            block_table=common.block_table_tensor[:decodes], seq_lens=common.seq_lens[:decodes]
-        )
-        return SimpleNamespace(
-            num_decodes=decodes,
-            num_decode_tokens=decodes,
-            num_prefills=1,
-            prefill="prefill",
-            decode=decode,
-        )
+        return SimpleNamespace(num_prefills=common.num_reqs, prefill="prefill")
 
     monkeypatch.setattr(MLACommonMetadataBuilder, "build", build)
     return noted
@@ -123,37 +115,62 @@ def test_trees_and_prompts_with_drafts_see_what_they_should(
     torch.testing.assert_close(found.double(), case.expected(), atol=1e-5, rtol=1e-5)
 
 
-def test_requests_without_drafts_are_vllms(
+def test_long_prompts_are_vllms(
     case: LatentCase, builder: TreeCPUMLAMetadataBuilder, stock: list[CommonAttentionMetadata]
 ) -> None:
-    metadata = builder.build(0, batch_of(case, 1, 5), tree_mask=mask_of(case))
+    metadata = builder.build(0, batch_of(case, 1, 5, 6), tree_mask=mask_of(case))
     (rest,) = stock
-    assert rest.query_start_loc_cpu.tolist() == [0, 1, 6]
+    assert rest.query_start_loc_cpu.tolist() == [0, 5, 11]
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 9)
-    assert (metadata.num_prefills, metadata.prefill) == (1, "prefill")
+    assert (metadata.num_prefills, metadata.prefill) == (2, "prefill")
     torch.manual_seed(0)
     plain = torch.randn(1, *case.q.shape[1:])
     found = attended(case, metadata, torch.cat([case.q, plain]))
     trees = builder.build(0, batch_of(case), tree_mask=mask_of(case))
     assert found[:8].equal(attended(case, trees, case.q))
-    alone, _ = CPUMLAImpl.forward_mqa(
-        SimpleNamespace(kv_lora_rank=512, scale=case.features.scale),  # type: ignore[arg-type]
-        plain, case.cache, metadata.rest, None,
-    )  # fmt: skip
-    assert found[8:].equal(alone)
+    values = case.cache[0, 0, :512]  # all that the one new row sees
+    torch.testing.assert_close(found[8], values.expand(4, -1))
 
 
-def test_lengths_on_the_host_are_those_of_the_device(
-    case: LatentCase, builder: TreeCPUMLAMetadataBuilder, stock: list[CommonAttentionMetadata]
+@pytest.mark.parametrize(("rows", "whole"), [((1, 1), True), ((1, 5), True), ((2, 1), False)])
+def test_without_trees_one_row_for_each_request_is_vllms(
+    case: LatentCase,
+    builder: TreeCPUMLAMetadataBuilder,
+    stock: list[CommonAttentionMetadata],
+    rows: tuple[int, ...],
+    whole: bool,
 ) -> None:
-    batch = batch_of(case)
-    builder.build(0, batch)
-    assert stock[0].seq_lens_cpu_upper_bound is batch.seq_lens
+    batch, lengths = batch_of(case), torch.tensor(rows)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    batch = batch.replace(
+        query_start_loc=starts, query_start_loc_cpu=starts, max_query_len=max(rows),
+        num_actual_tokens=sum(rows),
+    )  # fmt: skip
+    metadata = builder.build(0, batch)
+    assert (stock == [batch]) == whole
+    assert isinstance(metadata, TreeLatentMetadata) != whole
+
+
+def test_graphs_are_planned_for_their_rows_and_other_batches_for_the_largest_tree(
+    case: LatentCase, builder: TreeCPUMLAMetadataBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[AttentionRows] = []
+    monkeypatch.setattr(TreeCPUMLAMetadataBuilder, "attend", lambda _, rows: planned.append(rows))
+    builder._buffers = MaskBuffers(8, 64, 6, torch.device("cpu"))
+    for captured in (False, True):
+        if captured:
+            builder.build_for_cudagraph_capture(batch_of(case))
+        builder.build(0, batch_of(case), tree_mask=mask_of(case))
+    assert [rows.max_rows for rows in planned] == [6, 4, 4]
+    first, second = planned[1:]
+    for name in ("ctx_lens", "ancestor_bits"):
+        assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr()
 
 
 def layer(**changes: Any) -> Any:
     backend = changes.pop("backend", TreeCPUMLABackend)
     plain = {"indexer": None, "use_sparse": False, "sliding_window": None, "kv_cache_dtype": "auto"}
+    plain |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     return SimpleNamespace(get_attn_backend=lambda: backend, **plain | changes)
 
 
@@ -163,6 +180,7 @@ def layer(**changes: Any) -> Any:
         ({"backend": CPUMLABackend}, "backend CPU_MLA is not .* set --attention-backend to it"),
         ({"use_sparse": True}, r"sparse latent attention \(DSA\) is not supported"),
         ({"indexer": object()}, r"sparse latent attention \(DSA\) is not supported"),
+        ({"kv_lora_rank": 192}, r"kv_lora_rank, qk_rope_head_dim=\(192, 64\) is not supported"),
         ({"sliding_window": 64}, "sliding_window=64 of latent attention is not supported"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' of latent attention is not supported"),
     ],

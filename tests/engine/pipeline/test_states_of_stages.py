@@ -19,7 +19,7 @@ PARENTS = [[-1, 0, 0], [-1, 0]]
 """Of a request of the first forward, and of one of the second."""
 
 
-class Convolution(layers.WithStates):
+class Convolution(layers.OnCPU):
     """A short convolution that sums its inputs, with states of two requests."""
 
     prefix = "layer"
@@ -41,8 +41,8 @@ def _after_two_forwards(*, last: bool) -> tuple[Convolution, list[torch.Tensor]]
     read = [torch.rand(len(parents), 1) for parents in PARENTS]
     for number, (parents, raw) in enumerate(zip(PARENTS, read, strict=True)):
         states = tree_states([parents], [number + 1])
-        drafted = Drafted(number, len(raw), TreeForward(states), torch.tensor([]).long(), None)
-        layer.through(drafted, raw, raw[:, :0])
+        drafted = Drafted(number, len(raw), TreeForward(states), None)
+        layer.through(drafted, raw, [], torch.empty_like(raw))
     return layer, read
 
 

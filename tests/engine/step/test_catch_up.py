@@ -89,6 +89,18 @@ def test_a_head_reads_a_chunk_one_token_later_and_trees_as_a_draft_model_does() 
     assert rows(plan([1, 10], [True, True], [0, 9], shift=-1)) == [["e0"], ["e0"]]
 
 
+@pytest.mark.parametrize(("shift", "ends"), [(0, [9, 11, 25]), (-1, [8, 10, 24])])
+def test_the_host_knows_where_the_rows_of_prompts_end(shift: int, ends: list[int]) -> None:
+    """Seven tokens are computed of two prompts, one of which is filled up, and twenty of a
+    decoding request, whose emitted tokens may be fewer."""
+    made = plan([10, 3, 10], [True, True, False], [9, 0, 9], shift=shift)
+    bounds = torch.tensor([17, 10, 30])
+    batch: Any = SimpleNamespace(
+        num_reqs=3, num_scheduled_tokens=np.array([10, 3, 10]), seq_lens_cpu_upper_bound=bounds
+    )
+    assert made.longest(batch).tolist() == ends
+
+
 @pytest.mark.parametrize("drafts", [None, [0, 0]])
 def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | None) -> None:
     assert plan([1, 1], [False, False], drafts).num_rows == 2

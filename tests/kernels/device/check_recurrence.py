@@ -237,7 +237,9 @@ def test_convolutions_read_ancestors_then_the_history(shape: str, silu: bool) ->
     weight, bias = draw(channels, width, seed=3), draw(channels, seed=4)
     out = torch.full_like(raw, torch.nan)
     stored = history.transpose(1, 2).contiguous().transpose(1, 2)  # vLLM has both orders
-    convolve(given.rows, stored, raw, weight, bias, silu, out)
+    kept = torch.full_like(raw, torch.nan)
+    convolve(given.rows, stored, raw, weight, bias, silu, out, kept)
+    assert torch.equal(kept, raw)
     for r, slot in enumerate(SLOTS):
         first = int(given.rows.starts[r])
         for i, seen in enumerate(given.seen[r]):

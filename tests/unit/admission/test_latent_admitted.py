@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,13 +27,30 @@ def latent(admitted: VllmConfig) -> VllmConfig:
     return reduce(lambda config, path: changed(config, path, True), (*TARGET, DRAFT), admitted)
 
 
-def test_latent_attention_is_admitted_on_a_cpu_in_targets_and_their_drafts(
-    latent: VllmConfig,
-) -> None:
+def in_half(latent: VllmConfig) -> VllmConfig:
+    """Return the configuration for another device, in a type that CUDA serves."""
+    half = changed(latent, "model_config.dtype", torch.bfloat16)
+    return changed(half, "parallel_config.worker_cls", "auto")
+
+
+def test_latent_attention_is_admitted_in_targets_and_their_drafts(latent: VllmConfig) -> None:
     check.refuse_unserved(latent, DynTreeOptions(), "cpu", WORKERS)
-    with pytest.raises(check.Refused, match="target model: use_mla=True") as error:
+    with pytest.raises(check.Refused, match=r"use_mla, dtype=\(True, 'float32'\) .* bfloat16"):
         check.refuse_unserved(latent, DynTreeOptions(), "cuda", WORKERS)
-    assert "draft model: use_mla=True" in str(error.value)
+    half = in_half(latent)
+    with pytest.raises(check.Refused, match=r"use_mla=True is not supported: .* on CUDA was not"):
+        check.refuse_unserved(half, DynTreeOptions(), "cuda", WORKERS)
+    assert check.cuda_backend(half, None) == "TRITON_MLA"
+
+
+@pytest.mark.parametrize(
+    "option", ["attention_config.backend", "speculative_config.attention_backend"]
+)
+@pytest.mark.parametrize("name", ["FLASHMLA", "TRITON_ATTN"])
+def test_on_cuda_another_backend_is_refused(latent: VllmConfig, option: str, name: str) -> None:
+    named = changed(in_half(latent), option, SimpleNamespace(name=name))
+    with pytest.raises(check.Refused, match=f"attention_backend='{name}' .* run on TRITON_MLA"):
+        check.refuse_unserved(named, DynTreeOptions(), "cuda", WORKERS)
 
 
 def test_a_draft_with_other_attention_than_its_target_is_refused(latent: VllmConfig) -> None:

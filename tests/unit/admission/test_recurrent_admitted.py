@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +22,11 @@ def _hybrid(config: VllmConfig, architecture: str = states.TARGETS[0]) -> VllmCo
     return changed(hybrid, "model_config.architecture", architecture)
 
 
+def _piped(config: VllmConfig) -> VllmConfig:
+    piped = changed(config, "parallel_config.pipeline_parallel_size", 2)
+    return changed(piped, "scheduler_config.async_scheduling", True)
+
+
 def _without_prefix_cache(config: VllmConfig) -> VllmConfig:
     return changed(config, "cache_config.enable_prefix_caching", False)
 
@@ -36,11 +42,18 @@ def test_compared_targets_are_admitted_on_a_cpu_without_a_prefix_cache(
     assert "use --no-enable-prefix-caching" in reason
     alone = _without_prefix_cache(hybrid)
     check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
-    piped = changed(alone, "parallel_config.pipeline_parallel_size", 2)
-    piped = changed(piped, "scheduler_config.async_scheduling", True)
-    check.refuse_unserved(piped, DynTreeOptions(), "cpu", WORKERS)
-    with pytest.raises(check.Refused, match="target model: is_hybrid=True"):
-        check.refuse_unserved(alone, DynTreeOptions(), "cuda", WORKERS)
+    check.refuse_unserved(_piped(alone), DynTreeOptions(), "cpu", WORKERS)
+
+
+def test_on_cuda_other_targets_and_pipelines_are_refused(admitted: VllmConfig) -> None:
+    config = changed(_without_prefix_cache(admitted), "parallel_config.worker_cls", "auto")
+    check.refuse_unserved(_hybrid(config), DynTreeOptions(), "cuda", WORKERS)
+    for refused, named in (
+        (_hybrid(config, "FalconH1ForCausalLM"), "architecture=(True, 'FalconH1ForCausalLM')"),
+        (_piped(_hybrid(config)), "pipeline_parallel_size=(True, 2)"),
+    ):
+        with pytest.raises(check.Refused, match=re.escape(f"is_hybrid, {named}")):
+            check.refuse_unserved(refused, DynTreeOptions(), "cuda", WORKERS)
 
 
 @pytest.mark.parametrize(

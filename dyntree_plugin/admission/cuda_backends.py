@@ -1,0 +1,69 @@
+"""vLLM's attention backends on CUDA that serve trees; others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dyntree_plugin.admission.refusals import Refusal, dtype_of
+
+CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+"""vLLM's attention backends on CUDA that serve trees. The first one needs 16-bit types."""
+
+LATENT_CUDA_BACKENDS = ("TRITON_MLA",)
+"""Those for multi-head latent attention; they need 16-bit types."""
+
+
+def cuda_backends(model_config: Any) -> tuple[str, ...]:
+    """Return vLLM's attention backends on CUDA that serve trees of a model."""
+    return LATENT_CUDA_BACKENDS if model_config.use_mla else CUDA_BACKENDS
+
+
+def _named(attention_backend: Any) -> str | None:
+    return None if attention_backend is None else str(attention_backend.name)
+
+
+def _backend_refusal(option: str, named: Callable[[Any], str | None], latent: bool) -> Refusal:
+    """Return a check of an option that names the backend of targets with latent attention, or of
+    others."""
+    backends = LATENT_CUDA_BACKENDS if latent else CUDA_BACKENDS
+    return Refusal(
+        option,
+        lambda c: named(c) if c.model_config.use_mla == latent else None,
+        lambda name: name not in (None, *backends),
+        f"trees run on {' and '.join(backends)}; leave it out",
+    )
+
+
+CUDA_REFUSALS = (
+    *(
+        _backend_refusal(option, named, latent)
+        for latent in (False, True)
+        for option, named in (
+            ("attention_backend", lambda c: _named(c.attention_config.backend)),
+            (
+                "speculative_config.attention_backend",
+                lambda c: c.speculative_config and _named(c.speculative_config.attention_backend),
+            ),
+        )
+    ),
+    Refusal(
+        "attention_config.backend_per_kind",
+        lambda c: c.attention_config.backend_per_kind,
+        bool,
+        "trees need one backend for all layers; leave it out",
+    ),
+    Refusal(
+        "use_mla, dtype",
+        lambda c: (c.model_config.use_mla, dtype_of(c.model_config)),
+        lambda found: found[0] and found[1] == "float32",
+        "vLLM's kernels of latent attention on CUDA take 16-bit types; set --dtype to bfloat16",
+    ),
+    Refusal(
+        "speculative_config.use_gemma4_mtp",
+        lambda c: c.speculative_config and c.speculative_config.use_gemma4_mtp(),
+        bool,
+        "trees of a head that reads the target's KV cache are grown on a CPU alone; use look-up",
+    ),
+)
+"""Checks of ``VllmConfig`` on CUDA."""

@@ -1,0 +1,67 @@
+"""vLLM's latent attention in Triton with trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
+from vllm.v1.attention.backends.mla.triton_mla import (
+    TritonMLABackend,
+    TritonMLAImpl,
+    TritonMLAMetadataBuilder,
+)
+
+from dyntree_plugin.engine.attention.kernels import AttentionRows, LatentTrees
+from dyntree_plugin.engine.attention.latent_layers import (
+    Attend,
+    LatentTreeBuilder,
+    LatentTreeImpl,
+)
+from dyntree_plugin.engine.layer_kinds import Move
+
+
+class TreeTritonMLAMetadataBuilder(LatentTreeBuilder, TritonMLAMetadataBuilder):
+    # vLLM's kernel gets decodes of one row, so it needs no workspace for others.
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.SINGLE_ONLY
+
+    def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(spec, names, vllm_config, device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernel = LatentTrees(
+            self.num_heads,
+            self.mla_dims.kv_lora_rank,
+            spec.dtype.itemsize,
+            processors,
+            one_split=envs.VLLM_BATCH_INVARIANT,
+        )
+
+    def attend(self, rows: AttentionRows) -> Attend:
+        return self._kernel.plan(rows)
+
+    def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
+        """Compile kernels; the arguments are those of `LatentTrees.warm_up`."""
+        self._kernel.warm_up(kv_cache, dtype, table, self._buffers)
+
+
+class TreeTritonMLAImpl(LatentTreeImpl, TritonMLAImpl):
+    pass
+
+
+class TreeTritonMLABackend(TritonMLABackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeTritonMLAImpl]:
+        return TreeTritonMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeTritonMLAMetadataBuilder]:
+        return TreeTritonMLAMetadataBuilder
+
+
+def latent_mover(layers: Sequence[Any]) -> Move:
+    """Make the `Move` of layers of one shape."""
+    from dyntree_kernels.cuda.kv_move import KVMover
+
+    return KVMover([layer.kv_cache.unsqueeze(1) for layer in layers])

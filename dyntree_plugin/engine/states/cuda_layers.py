@@ -1,0 +1,235 @@
+"""vLLM's recurrent layers on CUDA, with trees and one state for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from dyntree_kernels.cuda.recurrence import TreeRows, convolve, gated_delta_rule, state_space
+from dyntree_kernels.cuda.state_commits import advance_delta_rule, advance_state_space, keep_history
+from dyntree_kernels.recurrence import Commit
+from dyntree_plugin.engine.attention.buffers import MaskBuffers
+from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.configuration import tree_plan
+from dyntree_plugin.engine.states.builders import NOT_KEPT, Drafted, WithDrafts
+from dyntree_plugin.engine.states.rows import DeltaNetRows, Mamba2Rows, ShortConvRows, WithStates
+
+
+def _columns(vllm_config: Any) -> int:
+    """Return the rows of the largest tree, its root included."""
+    plan = tree_plan(vllm_config)
+    if plan is None:
+        raise RuntimeError("layers for trees were chosen for an engine without them")
+    return plan.shape.node_budget + 1
+
+
+class WithDraftsOnCUDA(WithDrafts):
+    """As `WithDrafts`, for the kernels of CUDA.
+
+    A graph of a uniform batch holds the kernels of trees only. What they read lies in buffers,
+    which every `build` fills.
+    """
+
+    def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(spec, names, vllm_config, device)
+        columns, requests = _columns(vllm_config), vllm_config.scheduler_config.max_num_seqs
+        self._buffers = MaskBuffers(requests, requests * columns, columns, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        common = common_attn_metadata
+        if common.max_query_len == 1:
+            return self.build(0, common)
+        requests, rows = common.num_reqs, common.num_actual_tokens
+        self.kept[:requests, 0] = common.block_table_tensor[:, 0]
+        return Drafted(NOT_KEPT, rows, self._rows_of(common, requests, rows), None)
+
+    def trees_of(
+        self, common: CommonAttentionMetadata, drafted: int, rows: int, mask: TreeMask
+    ) -> TreeRows:
+        masks = mask.ctx_lens[:drafted], mask.ancestor_bits[:rows]
+        return self._rows_of(common, drafted, rows, *masks, all_trees=not mask.has_plain)
+
+    def _rows_of(
+        self,
+        common: CommonAttentionMetadata,
+        requests: int,
+        rows: int,
+        *masks: torch.Tensor,
+        all_trees: bool = False,
+    ) -> TreeRows:
+        starts = common.query_start_loc[: requests + 1]
+        filled = self._buffers.fill(
+            starts, common.seq_lens[:requests], rows, *masks, all_trees=all_trees
+        )
+        uniform = rows == requests * common.max_query_len
+        # Each number may need another kernel; graphs compile theirs at capture.
+        most = common.max_query_len if uniform else self._buffers.columns
+        return TreeRows(self.kept[:requests, 0], starts, *filled, most)
+
+    def warm_up(self, *_: Any) -> None:
+        """Do nothing: `StateKind` has compiled what the layers run."""
+
+
+class OnCUDA(WithStates):
+    """Runs the kernels of CUDA in a recurrent layer.
+
+    What they read of a step's rows has places that stay the same, for captured graphs. These exist
+    before vLLM measures memory. They hold one forward, so a pipeline is refused.
+    """
+
+    builder = WithDraftsOnCUDA
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        scheduler, columns = config.scheduler_config, _columns(config)
+        rows = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * columns)
+        channels, gates = self.sizes
+        self._columns = columns
+        self._raw = torch.zeros(rows, channels)
+        # A convolution alone leaves nothing that a recurrence reads.
+        self._mixed = torch.zeros(rows if gates else 0, channels)
+        self._gates = torch.zeros(rows, gates)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The channels of the convolution, and the number of gates of a row."""
+        raise NotImplementedError
+
+    @property
+    def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        """Weights [C, W], bias [C], and whether a SiLU follows."""
+        raise NotImplementedError
+
+    def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Return the part of what was convolved that has the shape of the recurrence's outputs."""
+        return mixed
+
+    def recur(
+        self, trees: TreeRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Run what was convolved [T, C] and gates [T, G] through the recurrence."""
+
+    def keep(self, commit: Commit, mixed: torch.Tensor, gates: torch.Tensor) -> None:
+        """Advance the recurrence's states."""
+
+    def through(
+        self, drafted: Drafted, raw: torch.Tensor, gates: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        rows, trees = len(raw), drafted.trees
+        weight, bias, silu = self.convolution
+        mixed = self._mixed[:rows] if gates else out
+        convolve(trees, self.history, raw, weight, bias, silu, mixed, self._raw[:rows])
+        if gates:
+            torch.cat([*gates], dim=1, out=self._gates[:rows])
+            self.recur(trees, mixed, self._gates[:rows], out)
+
+    @staticmethod
+    def prepared(commit: Commit, number: torch.Tensor) -> tuple[Commit]:
+        return (commit,)
+
+    def advance(self, commit: Commit) -> None:
+        self.keep(commit, self._mixed, self._gates)
+        keep_history(commit, self.history, self._raw)
+
+    def warm_up(self) -> None:
+        device = self._raw.device
+        none = torch.zeros(2, dtype=torch.int32, device=device)
+        slots = torch.zeros(1, dtype=torch.int64, device=device)
+        bits = torch.zeros(1, -(-self._columns // 32), dtype=torch.int32, device=device)
+        trees = TreeRows(slots, none, none[:1], bits, self._columns)
+        weight, bias, silu = self.convolution
+        mixed = self._mixed if len(self._mixed) else torch.empty_like(self._raw)
+        convolve(trees, self.history, self._raw, weight, bias, silu, mixed, self._raw)
+        if len(self._mixed):
+            self.recur(trees, self._mixed, self._gates, torch.empty_like(self.outputs(self._mixed)))
+        nothing = torch.zeros(1, self._columns, dtype=torch.int64, device=device)
+        self.advance(Commit(slots, nothing, slots))
+
+
+class TreeMambaMixer2(OnCUDA, Mamba2Rows, MambaMixer2):
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.tped_conv_size, self.tped_dt_size
+
+    @property
+    def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        conv: Any = self.conv1d
+        return conv.weight.squeeze(1), conv.bias, self.activation == "silu"
+
+    def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
+        x, _, _ = self.split(mixed)
+        return x
+
+    def recur(
+        self, trees: TreeRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        x, b, c = self.split(mixed)
+        given = x, gates, self.A, b, c, self.D, self.dt_bias
+        state_space(trees, self.kv_cache[1], *given, out)
+
+    def keep(self, commit: Commit, mixed: torch.Tensor, gates: torch.Tensor) -> None:
+        x, b, _ = self.split(mixed)
+        advance_state_space(commit, self.kv_cache[1], x, gates, self.A, b, self.dt_bias)
+
+
+class TreeShortConv(OnCUDA, ShortConvRows, ShortConv):
+    @property
+    def sizes(self) -> tuple[int, int]:
+        conv: Any = self.conv
+        return len(conv.weight), 0
+
+    @property
+    def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        conv: Any = self.conv
+        return conv.weight.squeeze(1), conv.bias, False
+
+
+class TreeGatedDeltaNet(OnCUDA, DeltaNetRows, QwenGatedDeltaNetAttention):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM's fused kernel would read the rows of a tree as a chain.
+        self.enable_fused_gdn_spec_decode = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.conv_dim // self.tp_size, 2 * self.num_v_heads // self.tp_size
+
+    @property
+    def convolution(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        conv: Any = self.conv1d
+        return conv.weight.squeeze(1), conv.bias, self.activation == "silu"
+
+    def outputs(self, mixed: torch.Tensor) -> torch.Tensor:
+        _, _, v = self.split(mixed)
+        return v
+
+    @property
+    def states(self) -> torch.Tensor:
+        """The states [slots, HV, K, V]; vLLM stores them with V before K."""
+        states: torch.Tensor = self.kv_cache[1]
+        return states.transpose(2, 3)
+
+    def in_order(self, metadata: Any, *given: torch.Tensor) -> None:
+        QwenGatedDeltaNetAttention._forward_core(self, *given)
+
+    def recur(
+        self, trees: TreeRows, mixed: torch.Tensor, gates: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        (q, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
+        gated_delta_rule(trees, self.states, q, k, v, a, b, self.A_log, self.dt_bias, out)
+
+    def keep(self, commit: Commit, mixed: torch.Tensor, gates: torch.Tensor) -> None:
+        (_, k, v), (a, b) = self.split(mixed), gates.chunk(2, dim=1)
+        advance_delta_rule(commit, self.states, k, v, a, b, self.A_log, self.dt_bias)

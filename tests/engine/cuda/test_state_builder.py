@@ -1,0 +1,116 @@
+"""Metadata of recurrent layers on CUDA, with a fake builder of vLLM's and without a device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from dyntree_kernels.ancestors import pack_bits
+from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.configuration import mark_as_tree
+from dyntree_plugin.engine.states.builders import NOT_KEPT, Drafted
+from dyntree_plugin.engine.states.cuda_layers import WithDraftsOnCUDA
+from dyntree_plugin.options.options import DynTreeOptions
+
+NODES, REQUESTS = 3, 4
+COLUMNS = NODES + 1
+
+
+class StockBuilder:
+    def __init__(self, *_: Any) -> None:
+        self.built: list[CommonAttentionMetadata] = []
+
+    def build(self, prefix: int, common: CommonAttentionMetadata) -> str:
+        self.built.append(common)
+        return "stock"
+
+
+class Builder(WithDraftsOnCUDA, StockBuilder):
+    pass
+
+
+@pytest.fixture
+def states() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(9, 2, 5), torch.ones(9, 3, 4)
+
+
+@pytest.fixture
+def builder(states: tuple[torch.Tensor, ...]) -> Builder:
+    speculation: Any = SimpleNamespace(method="draft_model", num_speculative_tokens=NODES)
+    mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
+    config: Any = SimpleNamespace(
+        speculative_config=speculation,
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": SimpleNamespace(kv_cache=states)}
+        ),
+    )
+    return Builder(None, ["layer"], config, torch.device("cpu"))
+
+
+def batch(*rows: int, padding: int = 0, computed: int = 20) -> CommonAttentionMetadata:
+    """Return a batch whose requests have slots 5, 6, …; ``padding`` requests have no rows, but in a
+    graph as many as the others."""
+    lengths = torch.tensor([*rows, *[0] * padding])
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    seq_lens = torch.where(lengths > 0, computed + lengths, 0).int()
+    slots = torch.where(lengths > 0, torch.arange(5, 5 + len(lengths)), 0)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(rows) + padding * max(rows),
+        max_query_len=max(rows),
+        max_seq_len=64,
+        block_table_tensor=slots[:, None].int(),
+        slot_mapping=torch.zeros(sum(rows) + padding * max(rows), dtype=torch.int64),
+        seq_lens_cpu_upper_bound=seq_lens,
+    )
+
+
+def mask(drafted: int, *, rows: int = COLUMNS, has_plain: bool = False) -> TreeMask:
+    star = torch.eye(rows).bool()
+    star[:, 0] = True
+    lengths = torch.full((drafted,), 20, dtype=torch.int32)
+    return TreeMask(lengths, pack_bits(star).repeat(drafted, 1), has_plain, drafted=drafted)
+
+
+def test_a_replayed_graph_reads_the_trees_of_this_step_and_no_padding(builder: Builder) -> None:
+    captured = builder.build_for_cudagraph_capture(batch(*[COLUMNS] * 4))
+    assert isinstance(captured, Drafted)
+    assert (captured.rows, captured.rest, captured.trees.most) == (4 * COLUMNS, None, COLUMNS)
+    metadata = builder.build(0, batch(COLUMNS, COLUMNS, padding=2), tree_mask=mask(2))
+    assert (metadata.rest, builder.built) == (None, [])
+    slots = captured.trees.slots
+    assert (slots.tolist(), slots.stride()) == ([5, 6, NOT_KEPT, NOT_KEPT], (1,))
+    assert captured.trees.ctx_lens.tolist() == [20, 20, -1, -1]
+    assert captured.trees.ancestor_bits[: 2 * COLUMNS, 0].tolist() == [1, 3, 5, 9] * 2
+
+
+def test_rows_without_drafts_are_a_batch_of_vllms(builder: Builder) -> None:
+    metadata = builder.build(0, batch(COLUMNS, 3, 1, 7), tree_mask=mask(1, has_plain=True))
+    assert (metadata.rows, metadata.rest) == (COLUMNS, "stock")
+    assert builder.built[0].query_start_loc_cpu.tolist() == [0, 3, 4, 11]
+    assert builder.kept.tolist() == [[5, 1], *[[NOT_KEPT, 1]] * 3]
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (1, 7)])
+def test_without_drafts_nothing_is_kept(builder: Builder, rows: tuple[int, ...]) -> None:
+    builder.build(0, batch(COLUMNS), tree_mask=mask(1))
+    assert builder.build(0, batch(*rows)) == "stock"
+    assert builder.kept.tolist() == [[NOT_KEPT, NOT_KEPT]] * 4
+
+
+@pytest.mark.parametrize(("computed", "kept"), [(0, 0.0), (20, 1.0)])
+def test_a_request_begins_with_a_state_of_zeros(
+    builder: Builder, states: tuple[torch.Tensor, ...], computed: int, kept: float
+) -> None:
+    builder.build(0, batch(COLUMNS, computed=computed), tree_mask=mask(1))
+    for state in states:
+        assert state[5].eq(kept).all()
+        assert state[torch.arange(9) != 5].eq(1).all()

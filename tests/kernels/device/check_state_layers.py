@@ -1,0 +1,168 @@
+"""Recurrent layers of the engine on CUDA do what those of a CPU do, over several steps."""
+
+from __future__ import annotations
+
+import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip  # patches torch.cuda for the rest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from paged_cases import DEVICE
+from state_layers import HEADS, PREFIX, SIZE, delta_net, mamba2
+from tree_shapes import random_tree
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from dyntree_kernels.ancestors import ancestor_bits
+from dyntree_plugin.engine.attention.metadata import TreeMask
+from dyntree_plugin.engine.configuration import mark_as_tree
+from dyntree_plugin.engine.layer_kinds import Accepted
+from dyntree_plugin.engine.states import cuda_layers, layers, rows
+from dyntree_plugin.engine.states.builders import WithDraftsOnCPU
+from dyntree_plugin.engine.states.committer import committer
+from dyntree_plugin.options.options import DynTreeOptions
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with a CPU")
+NODES, REQUESTS = 6, 3
+COLUMNS = NODES + 1
+PATHS = [[0, 2], [], [1]]
+"""The accepted nodes of each request; below, every tree begins with two children of the root."""
+
+
+class Stock:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def build(self, *_: Any) -> Any:
+        raise RuntimeError("all requests have drafts")
+
+
+class OnCPU(WithDraftsOnCPU, Stock):
+    pass
+
+
+class OnCUDA(cuda_layers.WithDraftsOnCUDA, Stock):
+    pass
+
+
+class Device(NamedTuple):
+    layer: Any
+    builder: Any
+
+
+def device(layer: Any, builder: type) -> Device:
+    speculation: Any = SimpleNamespace(method="draft_model", num_speculative_tokens=NODES)
+    mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
+    config = SimpleNamespace(
+        speculative_config=speculation,
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+        compilation_config=SimpleNamespace(static_forward_context={PREFIX: layer}),
+    )
+    return Device(layer, builder(None, [PREFIX], config, torch.device("cpu")))
+
+
+def batch() -> CommonAttentionMetadata:
+    starts = torch.arange(REQUESTS + 1, dtype=torch.int32) * COLUMNS
+    lengths = torch.full((REQUESTS,), 20 + COLUMNS, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=REQUESTS,
+        num_actual_tokens=REQUESTS * COLUMNS, max_query_len=COLUMNS, max_seq_len=64,
+        block_table_tensor=torch.tensor([[4], [1], [7]], dtype=torch.int32),
+        slot_mapping=torch.zeros(REQUESTS * COLUMNS), seq_lens_cpu_upper_bound=lengths,
+    )  # fmt: skip
+
+
+def mask(seed: int) -> TreeMask:
+    drawn = torch.Generator().manual_seed(seed)
+    trees = [[-1, 0, 0, *random_tree(COLUMNS, drawn)[3:]] for _ in range(REQUESTS)]
+    for tree, third in zip(trees, (1, 2, 2), strict=True):
+        tree[3] = third
+    bits = ancestor_bits(torch.tensor(trees)).flatten(0, 1)
+    return TreeMask(torch.tensor([20, 20, -1]).int(), bits, has_plain=True, drafted=REQUESTS)
+
+
+@contextmanager
+def forward_of(metadata: Any) -> Iterator[None]:
+    context = SimpleNamespace(attn_metadata={PREFIX: metadata})
+    with mock.patch.object(rows, "get_forward_context", return_value=context):
+        yield
+
+
+def step(of: Device, seed: int, run: Any) -> torch.Tensor:
+    """Run a step's forward and commit; return the outputs."""
+    metadata = of.builder.build(0, batch(), tree_mask=mask(seed))
+    with forward_of(metadata):
+        found: torch.Tensor = run(of.layer, torch.Generator().manual_seed(seed))
+    path = torch.tensor([each + [-1] * (3 - len(each)) for each in PATHS])
+    path[2] = -1  # the chain is a prompt's last token, filled up with drafts
+    roots = torch.arange(REQUESTS) * COLUMNS
+    committer([of.layer], REQUESTS)(Accepted(path, roots, torch.arange(REQUESTS)), of.builder.kept)
+    return found
+
+
+def through_mamba2(layer: Any, drawn: torch.Generator) -> torch.Tensor:
+    width = layer.tped_intermediate_size + layer.tped_conv_size + layer.tped_dt_size
+    out = torch.zeros(REQUESTS * COLUMNS, HEADS * SIZE)
+    layer.conv_ssm_forward(torch.randn(len(out), width, generator=drawn), out)
+    return out
+
+
+def through_delta_net(layer: Any, drawn: torch.Generator) -> torch.Tensor:
+    out = torch.zeros(REQUESTS * COLUMNS, HEADS, SIZE)
+    raw = torch.randn(len(out), layer.conv_dim, generator=drawn)
+    b, a = torch.randn(2, len(out), HEADS, generator=drawn)
+    layer._forward_core(raw, b, a, out)
+    return out
+
+
+KINDS = pytest.mark.parametrize(
+    ("name", "make", "run"),
+    [
+        ("TreeMambaMixer2", mamba2, through_mamba2),
+        ("TreeGatedDeltaNet", delta_net, through_delta_net),
+    ],
+)
+
+
+def made(name: str, make: Any) -> tuple[Device, Device]:
+    found = []
+    for module, builder in ((layers, OnCPU), (cuda_layers, OnCUDA)):
+        torch.manual_seed(0)
+        layer = make(getattr(module, name), REQUESTS * COLUMNS, COLUMNS)
+        if name == "TreeGatedDeltaNet" and module is cuda_layers:  # other order in memory
+            history, states = layer.kv_cache
+            layer.kv_cache = history, states.transpose(2, 3).contiguous()
+        found.append(device(layer, builder))
+    return found[0], found[1]
+
+
+@KINDS
+def test_steps_give_the_outputs_and_the_states_of_a_cpu(name: str, make: Any, run: Any) -> None:
+    cpu, cuda = made(name, make)
+    cuda.layer.warm_up()
+    for seed in range(3):
+        outputs = [step(each, seed, run) for each in (cpu, cuda)]
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    history, states = cuda.layer.kv_cache
+    states = states.transpose(2, 3) if name == "TreeGatedDeltaNet" else states
+    torch.testing.assert_close(history, cpu.layer.kv_cache[0])
+    torch.testing.assert_close(states, cpu.layer.kv_cache[1], rtol=1e-4, atol=1e-4)
+
+
+@KINDS
+@pytest.mark.parametrize("broken", ["dropped", "doubled"])
+def test_a_broken_commit_is_seen(name: str, make: Any, run: Any, broken: str) -> None:
+    cpu, cuda = made(name, make)
+    stock = type(cuda.layer).advance
+
+    def advance(layer: Any, commit: Any) -> None:
+        for _ in range(2 if broken == "doubled" else 0):
+            stock(layer, commit)
+
+    with mock.patch.object(type(cuda.layer), "advance", advance):
+        step(cuda, 0, run)
+    step(cpu, 0, run)
+    assert not torch.allclose(step(cpu, 1, run), step(cuda, 1, run), rtol=1e-3, atol=1e-3)
