@@ -52,11 +52,11 @@ class BlockSpeculator(TreeProposals, DraftModelSpeculator):
 
         For the draft ``num_speculative_tokens`` is the length of its block.
         """
-        config = copy.copy(self.vllm_config)
-        config.speculative_config = copy.copy(self.speculative_config)
-        config.speculative_config.num_speculative_tokens = self.length
+        copied = copy.copy(self.vllm_config)
+        copied.speculative_config = copy.copy(self.speculative_config)
+        copied.speculative_config.num_speculative_tokens = self.length
         load = load_dspark_model if self.method == "dspark" else load_dflash_model
-        found: Any = load(target_model, config)
+        found: Any = load(target_model, copied)
         if self.device.type == "cpu":
             found.model._normalize_context_k = _by_layer(found.model)
         return cast(nn.Module, found)

@@ -18,20 +18,20 @@ from dyntree_plugin.engine.pipeline.whole_draft import as_one_stage
 
 @as_one_stage()
 def run_alone(
-    draft: Any,
+    self: Any,
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     attn_metadata: dict[str, Any] | None,
     slot_mappings: dict[str, torch.Tensor] | None,
     num_tokens_across_dp: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run a forward of a draft as ``StandaloneARSpeculator._run_model``, for this rank alone.
+    """Run a draft's forward as ``StandaloneARSpeculator._run_model``, for this rank alone.
 
     That reads nothing of the speculator but the model and the configuration.
     """
-    sizes = sizes_alone(draft.vllm_config, len(input_ids))
+    sizes = sizes_alone(self.vllm_config, len(input_ids))
     stock = StandaloneARSpeculator._run_model
-    return stock(draft, input_ids, positions, attn_metadata, slot_mappings, sizes)
+    return stock(self, input_ids, positions, attn_metadata, slot_mappings, sizes)
 
 
 class FurtherDraft:

@@ -27,7 +27,7 @@ SOURCES = sorted(
 
 OURS = (
     "self.step.", "step.", "self._record.", "record.", "self._counts.", "counts.",
-    "self.speculator.", "self.rejection_sampler.", "self.model_runner.",
+    "self.speculator.", "self.rejection_sampler.", "self.model_runner.", "copied.",
 )  # fmt: skip
 """Prefixes of fields of our own objects."""
 SETTINGS = (
