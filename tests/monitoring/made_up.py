@@ -53,6 +53,7 @@ def label_values(metric: names.Metric) -> Sequence[tuple[str, ...]]:
         "source": SOURCES,
         "stage": STAGES,
         "decoding": (names.TREE, names.PLAIN),
+        "model": (names.TARGET, names.DRAFT),
     }
     return [(str(value),) for value in values[label]]
 
