@@ -69,9 +69,9 @@ class WithDrafts:
             return build(common_prefix_len, common_attn_metadata)
         common = common_attn_metadata
         rows = int(common.query_start_loc_cpu[drafted])  # sync: host memory
-        others = None
-        if rows < int(common.query_start_loc_cpu[common.num_reqs]):  # Others have no padding.
-            others = without_first(common, drafted, rows)
+        every = int(common.query_start_loc_cpu[common.num_reqs])  # sync: host memory
+        # A batch of drafts alone may have padding after it.
+        others = without_first(common, drafted, rows) if rows < every else None
         rest = others and build(common_prefix_len, others)
         self._forwards += 1
         self.kept[:drafted, 0] = common.block_table_tensor[:drafted, 0]

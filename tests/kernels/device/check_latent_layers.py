@@ -3,15 +3,20 @@ paths move."""
 
 from __future__ import annotations
 
-import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip  # patches torch.cuda for the rest
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from paged_cases import DEVICE
+
+if DEVICE.type == "cuda":
+    pytest.skip("its tensors are on a CPU", allow_module_level=True)
+pytest.importorskip("numba")
+pytest.importorskip("vllm.v1.worker.cpu.shm", exc_type=ImportError)  # patches torch.cuda
+
 from attention_inputs import tree_mask
 from latent_inputs import LatentCase, make_latent_case
-from paged_cases import DEVICE
 from tree_shapes import chain
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -24,7 +29,6 @@ from dyntree_plugin.engine.attention.latent_cuda import (
 )
 from dyntree_plugin.engine.attention.metadata import TreeMask
 
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="its tensors are on a CPU")
 FORK = [-1, 0, 0, 2]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import vllm.v1.worker.cpu.shm  # noqa: F401  # isort: skip  # patches torch.cuda for the rest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,6 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from paged_cases import DEVICE
+
+if DEVICE.type == "cuda":
+    pytest.skip("its tensors are on a CPU", allow_module_level=True)
+pytest.importorskip("numba")
+pytest.importorskip("vllm.v1.worker.cpu.shm", exc_type=ImportError)  # patches torch.cuda
+
 from state_layers import HEADS, PREFIX, SIZE, delta_net, mamba2
 from tree_shapes import random_tree
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -25,7 +30,6 @@ from dyntree_plugin.engine.states.builders import WithDraftsOnCPU
 from dyntree_plugin.engine.states.committer import committer
 from dyntree_plugin.options.options import DynTreeOptions
 
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="compares with a CPU")
 NODES, REQUESTS = 6, 3
 COLUMNS = NODES + 1
 PATHS = [[0, 2], [], [1]]
