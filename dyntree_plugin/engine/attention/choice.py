@@ -89,7 +89,7 @@ def choose_kernel(
     asked, table = asked_attention(vllm_config)
     variant = None if asked == "triton" else flashinfer_variant(problem, asked == "flashinfer")
     built = {"triton"} if variant is None else {"triton", "flashinfer"}
-    # FlashInfer has no windows, so the layers that have one stay with Triton.
+    # Layers that FlashInfer does not serve, such as those with windows, stay with Triton.
     choice = dispatch.choose(problem, {asked} & built or built, table)
     logger.info_once(
         "tree attention of %d heads, %d with KV, by %s: %s",
