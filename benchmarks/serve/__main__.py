@@ -31,11 +31,12 @@ app = typer.Typer(add_completion=False)
 def main(
     context: typer.Context,
     target_shape: Annotated[
-        Literal["llama-1b", "llama-3b", "llama-8b"] | None,
+        Literal["llama-1b", "llama-3b", "llama-8b", "granite-h-1b"] | None,
         option(
             "--target-shape",
             "SHAPE",
-            "Enlarge the embedded target to the cost of llama-1b, llama-3b or llama-8b.",
+            "Enlarge the embedded target to the cost of llama-1b, llama-3b, llama-8b, or of "
+            "granite-h-1b, which has recurrent layers.",
         ),
     ] = None,
     weights_at: Annotated[

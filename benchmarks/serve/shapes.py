@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.serve import hybrid_shapes
 from dyntree_plugin.pair.models import Shape, continue_rows
 
 if TYPE_CHECKING:
@@ -33,8 +34,12 @@ SHAPES = {
     "llama-1b": Shape(hidden=2048, intermediate=8192, layers=16, heads=64, kv_heads=16),
     "llama-3b": Shape(hidden=3072, intermediate=8192, layers=28, heads=96, kv_heads=32),
     "llama-8b": Shape(hidden=4096, intermediate=14336, layers=32, heads=128, kv_heads=32),
+    "granite-h-1b": Shape(hidden=1536, intermediate=4096, layers=40, heads=48, kv_heads=16),
 }
-"""Those of Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B."""
+"""Those of Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B and Granite-4.0-H-1B. The last has attention in
+the six layers of the embedded target (in four, in the real model) and Mamba-2 in the others."""
+
+HYBRIDS = ("granite-h-1b",)
 
 PROOF = "proof.json"
 _DIGITS = 12  # of the digest in a folder's name, which no scratch folder has
@@ -62,7 +67,7 @@ def grown_target(name: str, target: Path) -> Path:
     shape = _shape(name)
 
     def make(folder: Path) -> None:
-        grow(target, shape, folder)
+        grow(target, shape, folder, hybrid=name in HYBRIDS)
         (folder / PROOF).write_text(json.dumps(prove(target, folder), indent=2))
 
     return _made_once(name, [target], make)
@@ -107,12 +112,13 @@ def proof_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def grow(source: Path, shape: Shape, destination: Path) -> None:
+def grow(source: Path, shape: Shape, destination: Path, *, hybrid: bool = False) -> None:
     """Write the Llama of the folder `source`, grown to `shape`, as a folder of Hugging Face format.
 
     The residual stream gets channels that stay zero, and as many copies of the old ones as leave a
     power of four of the ratio of widths: RMSNorm over the wider stream is the old one times the
-    root of that power, which the norm's weights take back without rounding.
+    root of that power, which the norm's weights take back without rounding. With `hybrid`, the
+    added layers have Mamba-2 in place of attention.
 
     Raises:
         ValueError: if the model does not fit into `shape`.
@@ -120,15 +126,20 @@ def grow(source: Path, shape: Shape, destination: Path) -> None:
     destination.mkdir(parents=True)
     config = json.loads((source / "config.json").read_text())
     growth = _Growth(config, shape)
+    grown, attention = growth.config(), config["num_hidden_layers"]
     index: dict[str, str] = {}
     with safe_open(source / "model.safetensors", "pt") as weights:
-        for number, part in enumerate(growth.parts(weights)):
+        parts = growth.parts(weights)
+        if hybrid:
+            grown = hybrid_shapes.config(grown, attention)
+            parts = hybrid_shapes.parts(parts, shape, attention)
+        for number, part in enumerate(parts):
             name = f"model-{number:03}.safetensors"
             save_file(part, destination / name, metadata={"format": "pt"})
             index |= dict.fromkeys(part, name)
     written = {"metadata": {}, "weight_map": index}
     (destination / "model.safetensors.index.json").write_text(json.dumps(written, indent=2))
-    (destination / "config.json").write_text(json.dumps(growth.config(), indent=2))
+    (destination / "config.json").write_text(json.dumps(grown, indent=2))
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (source / name).exists():
             shutil.copy(source / name, destination / name)
@@ -329,13 +340,12 @@ def _continued(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 def _streamed_logits(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Logits in fp32 of the model in a folder, and its number of parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     weights = _Weights(folder)
 
     def load(module: torch.nn.Module, prefix: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from benchmarks.serve import shapes
@@ -66,6 +66,21 @@ def test_a_grown_target_gives_the_same_logits_and_greedy_text(
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
     assert model.config.hidden_size == WIDER[name].hidden
     assert len(model.model.layers) == WIDER[name].layers
+
+
+def test_a_hybrid_gives_the_same_logits_and_greedy_text(target: Path, tmp_path: Path) -> None:
+    shapes.grow(target, WIDER["ratio 4"], tmp_path / "grown", hybrid=True)
+    found = shapes.prove(target, tmp_path / "grown")
+    assert found["largest_logit_difference"] < 1e-5
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
+    kinds = ["full_attention"] * SMALL.layers + ["linear_attention"]
+    assert model.config.layer_types == kinds
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        model.model.layers[-1].mamba.out_proj.weight.fill_(0.1)
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(RuntimeError, match="computes another function"):
+        shapes.prove(target, tmp_path / "other")
 
 
 def test_what_cannot_reach_the_logits_is_not_zero_where_it_is_free(
