@@ -180,14 +180,43 @@ def _body(path: Path, name: str) -> str:
     return f"# {path.relative_to(ROOT / 'dyntree_plugin')}: {name}\n{body}"
 
 
+REASONS = {
+    "is_hybrid, architecture": "class of recurrent target",
+    "uses_mrope, architecture": "class with M-RoPE",
+    "uses_mrope": "M-RoPE",
+    "use_mla": "latent attention",
+    "use_mla, dtype": "latent attention",
+    "MultiHeadLatentAttention": "latent attention",
+    "use_mla (target, draft)": "draft without latent attention",
+    "method, use_mla": "EAGLE head with latent attention",
+    "use_mla, index_topk": "sparse attention",
+    "DeepseekV32IndexerCache": "sparse attention",
+    "DeepseekV4Attention": "sparse attention",
+    "MiniMaxM3SparseAttention": "sparse attention",
+    "use_mla, kv_cache_dtype": "FP8 cache",
+    "is_hybrid, kv_cache_dtype": "FP8 cache",
+    "method, target's is_hybrid, use_mla, uses_mrope, sliding_window": "block draft",
+    "method, kv_cache_dtype": "block draft",
+    "method, device": "block draft",
+    "num_nextn_predict_layers, architecture": "several modules",
+    "keys and values of different sizes": "keys and values of different sizes",
+    "use_gemma4_mtp": "assistant",
+    "shared_cache": "shared caches",
+    "QwenGatedDeltaNetAttention": "Gated DeltaNet",
+    "KimiGatedDeltaNetAttention": "KDA",
+    "BailingMoeV3KimiDeltaAttention": "KDA",
+}
+"""Words for the names in messages of refusals."""
+
+
 def _recipes() -> str:
-    """Say by which method each recipe of vLLM is served, and what stands against its own."""
+    """Say by which method each recipe of vLLM is served, and why its draft or the target is not."""
     groups = json.loads((ROOT / "scripts" / "recipes.json").read_text())
     lines = ["| recipes | attention | drafts | on a CPU | on CUDA |", "|---|---|---|---|---|"]
     for each in groups:
-        own = each["methods"][0]
-        cells = [", ".join(each["recipes"]), each["attention"], f"`{own}`"]
-        cells += [_served(each[device], own) for device in DEVICES]
+        first = each["methods"][0]
+        cells = [", ".join(each["recipes"]), each["attention"], f"`{first}`"]
+        cells += [_served(each[device], first) for device in DEVICES]
         lines.append(f"| {' | '.join(cells)} |")
     counts = [_counted(groups, device) for device in DEVICES]
     every = sum(len(each["recipes"]) for each in groups)
@@ -198,14 +227,12 @@ def _recipes() -> str:
 DEVICES = ("cpu", "cuda")
 
 
-def _served(outcome: dict[str, Any], own: str) -> str:
+def _served(outcome: dict[str, Any], first: str) -> str:
+    if outcome["served"] == first:
+        return "served"
     names = (each.removeprefix("speculative_config.") for each in outcome["refused"])
-    reasons = "refused: " + ", ".join(f"`{name}`" for name in names)
-    if outcome["served"] is None:
-        return reasons
-    return (
-        "served" if outcome["served"] == own else f"with look-up alone; its own draft is {reasons}"
-    )
+    words = ", ".join(dict.fromkeys(REASONS.get(name, f"`{name}`") for name in names))
+    return f"refused: {words}" if outcome["served"] is None else f"look-up alone; refused: {words}"
 
 
 def _counted(groups: list[dict[str, Any]], device: str) -> str:
