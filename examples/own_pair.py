@@ -1,4 +1,4 @@
-"""Try a target and a draft of your own: folders, or names on Hugging Face.
+"""Try another target and draft: folders, or names on Hugging Face.
 
     python examples/own_pair.py --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B
 

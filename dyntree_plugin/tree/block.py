@@ -3,14 +3,14 @@
 Source: Sun et al., "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444),
 algorithm 2. Notation: p is the target's distribution after a prefix of the chain, q the draft's,
 from which the next token of the chain was drawn. The ratio of a prefix is that of the
-probabilities which p and q give it, cut at 1 after every token. The residual behind a prefix of
+probabilities which p and q give it, cut at 1 after every token. The residual after a prefix of
 ratio r is max(r p - q, 0), and m is its mass. A prefix passes with the chance m / (m + 1 - r), and
 the whole chain with the chance r. The longest prefix that passes is accepted, and the token after
-it is drawn from the residual, or from p behind the whole chain.
+it is drawn from the residual, or from p after the whole chain.
 
 Where a chain ends may depend on its tokens, but each end has to be decided before the token that
 would follow is drawn: `tests/unit/tree/test_block.py` enumerates both cases. All noise comes from
-the caller. No part of it may have been used before, because what was rejected tells of it.
+the caller. No part of it may have been used before: what was rejected depends on it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Chains:
     """R drawn chains of at most D tokens, and what is needed to verify them.
 
     ``tokens`` int64 [R, D], of which the first ``counts`` int64 [R] are verified. ``draft``
-    [R, D, V]: q behind the first 0 to D - 1 tokens. ``target`` [R, D + 1, V]: p behind the first 0
-    to D tokens. What stands behind a chain's end has no meaning.
+    [R, D, V]: q after the first 0 to D - 1 tokens. ``target`` [R, D + 1, V]: p after the first 0
+    to D tokens. What stands after a chain's end has no meaning.
     """
 
     tokens: torch.Tensor
@@ -69,7 +69,7 @@ class Chains:
         return Chances(passes, torch.stack(ratios, dim=1))
 
     def next_law(self, found: Chances, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the distribution of the token behind the first ``lengths`` int64 [R] tokens.
+        """Return the distribution of the token after the first ``lengths`` int64 [R] tokens.
 
         If rounding leaves nothing of the residual, it is p, so that no token of chance 0 is drawn.
         The result is [R, V].
@@ -82,5 +82,5 @@ class Chains:
         return torch.where((lengths < self.counts)[:, None] & (mass > 0), rest / mass, p)
 
     def _residual(self, ratios: torch.Tensor, places: slice) -> torch.Tensor:
-        """Return max(r p - q, 0) behind the prefixes of these lengths, which have ``ratios``."""
+        """Return max(r p - q, 0) after the prefixes of these lengths, which have ``ratios``."""
         return (ratios[:, :, None] * self.target[:, places] - self.draft[:, places]).clamp(min=0)

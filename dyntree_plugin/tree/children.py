@@ -157,8 +157,8 @@ class ChildPicker:
 
     def _drawn(self, logits: torch.Tensor, rows: DraftRows, all_greedy: bool) -> Children:
         log_draft = temperature_scaled(logits, rows.temperature).log_softmax(dim=1)
-        # A row without a distribution is NaN throughout. Draws from any law that verification knows
-        # are exact, and how many there are must not depend on the logits.
+        # A row without a distribution is NaN throughout. Draws from any distribution that
+        # verification knows are exact, and their number must not depend on the logits.
         log_draft = log_draft.nan_to_num_(-math.log(logits.shape[1]), neginf=float("-inf"))
         count = self._growing.children
         if self._growing.sampling == "with_replacement":
@@ -218,7 +218,7 @@ def top_children(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``count`` best children per row and the log of their estimated acceptance.
 
-    ``scores`` float32 [M, V] are scaled draft logits, with the target sampler's own Gumbel noise
+    ``scores`` float32 [M, V] are scaled draft logits, with the target sampler's Gumbel noise
     added where drafting is coupled. Without noise the estimate is the draft probability (DySpec,
     arXiv 2410.11744). With noise the token of the largest score is the draft's draw, and if the
     target's logits differ from the draft's by noise of the same kind, softmax of the noised

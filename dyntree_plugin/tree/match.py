@@ -1,4 +1,4 @@
-"""Sample-and-match: walk from the root to the child that equals the target's own sample.
+"""Sample-and-match: walk from the root to the child that equals the target's sample.
 
 The target draws a token at every node. Starting at the root, the walk goes to the child that
 carries the drawn token and stops where no child does; the token drawn there is the bonus. The

@@ -1,4 +1,4 @@
-"""Seeds of noise that is independent of the target sampler's own."""
+"""Seeds of noise that is independent of the target sampler's noise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DRAFT, ACCEPT, BONUS = 1, 2, 3
 """The purposes of noise: drawing children, accepting them, and drawing the bonus token."""
 
 # Odd 64-bit constants (of Knuth's MMIX and of SplitMix64) keep streams from sharing seeds for long.
-# The noise's own hash does the mixing.
+# The hash of the noise mixes them.
 _OF_SEED = 6364136223846793005
 _OF_PURPOSE = -7046029254386353131
 _OF_INDEX = -4658895280553007687

@@ -66,7 +66,7 @@ class TreePlan:
 
     @property
     def growing(self) -> GrowthPlan:
-        """The growth's own plan, with the widths of its draft forwards."""
+        """The growth's plan, with the widths of its draft forwards."""
         return _growth_plan(self.growth, self.shape)
 
     @property

@@ -1,11 +1,11 @@
-"""What a tree is grown from if there are several drafts: one law of all, or each one's own.
+"""What a tree is grown from if there are several drafts: one distribution of all, or one of each.
 
 By default it is the mixture of their distributions, all with the same weight.
 
 SpecInfer (arXiv 2305.09781, section 3.2) merges the finished trees of a pool of drafts. A mixture
 merges before growth: candidates are ranked by what all drafts say of them, so one budget goes to
 tokens that any draft is sure of, or that several agree on. A mixture is one distribution, so every
-rule that is exact with a draft's own law is exact with it.
+rule that is exact with a draft's distribution is exact with it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class TreeShape:
     ``node_budget``: nodes per tree and request. ``max_depth``: depth of the deepest node (the
     root has depth 0). ``width``: frontier nodes that each draft forward after the first expands
     per request. ``children``: candidates kept below each expanded node. ``coupling``: rank
-    candidates at temperature > 0 with the target sampler's own noise. ``max_forwards``: most draft
+    candidates at temperature > 0 with the target sampler's noise. ``max_forwards``: most draft
     forwards per step, the root's included; 0 without a draft model, None for ``max_depth``.
     ``grafts``: nodes that look-up may propose, 0 for none. ``drafts``: models of a pool, 1 if
     there is no pool. ``head``: the draft is a head of the target, which reads the output of a

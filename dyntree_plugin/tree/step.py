@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Source = Literal["draft", "look_up", "both"]
-"""The sources of a node: the draft; look-up in the request's own text; or look-up, and the draft
+"""The sources of a node: the draft; look-up in the request's text; or look-up, and the draft
 has judged the node."""
 
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -68,7 +68,7 @@ class TreeStep:
 
     @property
     def bonus_token(self) -> int:
-        """The token that the target drew behind the accepted path."""
+        """The token that the target drew after the accepted path."""
         return self.emitted[-1]
 
     def children(self, node: int) -> list[int]:

@@ -16,7 +16,7 @@ class Draws:
     """The draws that gave a tree its children, for rules that reason about them.
 
     ``nodes`` int64 [R, N + 1, K] is the node that the k-th draw below the root (row 0) or below
-    node ``j`` (row ``j + 1``) gave, and ``-1`` behind the last draw. Draws with replacement may
+    node ``j`` (row ``j + 1``) gave, and ``-1`` after the last draw. Draws with replacement may
     give one node several times. ``columns`` int64 [R, N + 1] is the row of ``log_probs`` that the
     draws below the root or node were made from. ``log_probs`` float32 [R, E, V] are the draft's
     distributions at the E nodes that were expanded.

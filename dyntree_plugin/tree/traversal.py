@@ -2,7 +2,7 @@
 
 Source: Weng et al., "Traversal Verification for Speculative Tree Decoding" (arXiv 2505.12398); on
 a chain it is block verification (Sun et al., arXiv 2403.10444, algorithm 2). Notation: p is the
-target's distribution after a node, q the law that the next child below the node is drawn from: the
+target's distribution after a node, q what the next child below the node is drawn from: the
 draft's distribution without the children drawn before it.
 
 Every node has a ratio r, 1 at the root. A child z drawn from q has the ratio min(1, r p(z) / q(z)).
@@ -16,7 +16,7 @@ over its token, the distribution stays. So the output follows the target's distr
 tree of which each draw was decided on before its token was known, in whatever order branches grew:
 by static shapes, by values of the tokens drawn so far, and by a budget that all branches share.
 `tests/unit/tree/papers/test_traversal.py` enumerates all of them. All noise comes from the caller.
-No part of it may have been used before, because what was rejected tells of it.
+No part of it may have been used before: what was rejected depends on it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def traverse(
         here = (node < counts)[:, None]
         ratio, p = passes[request, above][:, None], residual[request, above]
         law = next_draw_law(log_draft[request, above].to(p.dtype), unseen[request, above])
-        # A drawn token has some chance under its law.
+        # The chance of a drawn token is not 0.
         odds = ratio * p.gather(1, token) / law.gather(1, token)
         passes[:, node + 1 : node + 2] = torch.where(here, odds.clamp(max=1.0), 0.0)
         rest = (ratio * p - law).clamp(min=0)

@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p on a draft's logits, before growth divides them by the temperature.
 
-Growth ranks logits with noise, so it must know which tokens a law lacks, and nothing else of it.
-All three parameters keep the most likely tokens, so each row has one threshold.
+Growth ranks logits with noise, so it must know which tokens a distribution lacks, and nothing else
+of it. All three parameters keep the most likely tokens, so each row has one threshold.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 MOST_KEPT = 128
-"""Tokens of a row that are looked at. A law of more tokens is left whole: what it lacks hardly ever
-becomes a candidate, and to find it would take a sort of the vocabulary."""
+"""Tokens of a row that are looked at. A distribution of more is left whole: what it lacks hardly
+ever becomes a candidate, and looking for it would take a sort of the vocabulary."""
 
 
 class Truncation(NamedTuple):

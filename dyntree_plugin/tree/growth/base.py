@@ -75,7 +75,7 @@ class Growth(Protocol):
 class GrowthConfig:
     """A growth and its settings. None stands for the growth's default.
 
-    ``parameter`` is the value of the growth's own option, if it has one
+    ``parameter`` is the value of the growth's option, if it has one
     (`GrowthSpec.parameter`). ``sampling`` chooses among the growth's samplings.
     """
 
@@ -115,7 +115,7 @@ class GrowthSpec:
     its children may come from the draft, the default first; a growth that offers draws decides
     whether to draw before it knows what the draw gives. ``plan`` takes the shape, the sampling,
     and the parameter's value or None; it raises a ValueError that names the parameter if the value
-    does not fit. ``parameter`` is the name of the growth's own option. ``ordered`` growths put
+    does not fit. ``parameter`` is the name of the growth's option. ``ordered`` growths put
     their nodes in the order of their values, so that the first nodes of a tree are its best.
     ``one_child``: no node has more than one child. ``takes_tries``: look-up may add nodes.
     """

@@ -16,7 +16,7 @@ class CandidatePool:
     Expansion 0 is the root's, and expansion 1 + c that of the node in scratch column c. With
     several ``roots`` that many expansions are the root's, and those of nodes follow. The first
     T candidates are the nodes of a trie, if one was grafted, and candidate ``T + e * K + k`` is the
-    k-th child of expansion e. So candidates stand behind their parents. ``values`` float32
+    k-th child of expansion e. So candidates come after their parents. ``values`` float32
     [R, candidates] are the logs of their paths' estimated acceptance.
     """
 
@@ -48,7 +48,7 @@ class CandidatePool:
         self.values = torch.full((num_requests, self._capacity), NO_VALUE, device=device)
         self.tokens = torch.zeros_like(self.values, dtype=torch.int64)
         self._distributions: torch.Tensor | None = None
-        # For every expansion: the candidate that it expands (the root: one behind the last), its
+        # For every expansion: the candidate that it expands (the root: one past the last), its
         # depth, its value if it could be expanded, and its ancestors.
         self._nodes = torch.full(
             (num_requests, roots + scratch), self._capacity, dtype=torch.int64, device=device
@@ -141,7 +141,7 @@ class CandidatePool:
         """Make candidates ``nodes`` int64 [R, width] the next draft forward's frontier.
 
         Those that are not ``worthwhile`` bool [R, width], or find no room, fill it up unused. A
-        trie's node stands behind its parent, or the parent has been expanded before.
+        trie's node comes after its parent, or the parent has been expanded before.
         """
         now = slice(self._expanded, self._expanded + nodes.shape[1])
         columns = slice(now.start - self._roots, now.stop - self._roots)
@@ -189,9 +189,9 @@ class CandidatePool:
         """Return the ``node_budget`` candidates of highest rank, highest first; ``-inf`` is none.
 
         Ranks float32 [R, candidates] must not rise from parent to child. The sort is stable and
-        candidates stand behind their parents, so equal ranks keep parents first. ``named`` int64
+        candidates come after their parents, so equal ranks keep parents first. ``named`` int64
         [R, expansions, K] is the draw of the same expansion whose candidate is a draw's node; if
-        left out, each draw has its own.
+        left out, it is the draw itself.
         """
         ranks, order = ranks.sort(dim=1, descending=True, stable=True)
         exists = ranks > NO_VALUE
@@ -242,7 +242,7 @@ class CandidatePool:
         if named is not None:
             drawn = drawn.gather(2, named)
         # Draws below node j go to row j + 1. What was not expanded, or whose node was cut, has
-        # none; it goes to a row behind the last.
+        # none; it goes to a row past the last.
         rows = became.gather(1, self._nodes) + 1
         rows[:, 1:].masked_fill_((rows[:, 1:] == 0) | (self.bases[:, 1:] == NO_VALUE), -1)
         rows = torch.where(rows < 0, node_budget + 1, rows)

@@ -33,7 +33,7 @@ class Odds:
     """The chances that a rule states for one node of each of R requests.
 
     ``accept`` [R, K] is the chance that the k-th draw is accepted if all before it were rejected,
-    and 0 behind the last draw. ``residual`` [R, V] is the distribution of the next token if all
+    and 0 after the last draw. ``residual`` [R, V] is the distribution of the next token if all
     draws are rejected, and p where there is no draw.
     """
 
@@ -104,7 +104,7 @@ class DrawnRule:
         """Decide at one node of each of R requests.
 
         ``target`` is p and ``log_draft`` log q, both [R, V]. ``tokens`` and ``nodes`` int64 [R, K]
-        are the draws' in their order, with node ``-1`` behind the last. ``uniforms`` are [R, K],
+        are the draws' in their order, with node ``-1`` after the last. ``uniforms`` are [R, K],
         and ``gumbel`` noise [R, V]. At a leaf, without draws, the token is drawn from p.
         """
         odds = self.odds(target, log_draft, tokens, nodes >= 0)

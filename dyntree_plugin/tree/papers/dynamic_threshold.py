@@ -1,4 +1,4 @@
-"""A threshold that is found while growing: a full budget at a bounded cost of drafting.
+"""A threshold that is chosen while growing: a full budget at a bounded cost of drafting.
 
 DySpec (arXiv 2410.11744) leaves open how to choose t of its Algorithm 2: a fixed t makes large
 trees where the draft is unsure and small ones where it is sure. Here t is at every draft forward

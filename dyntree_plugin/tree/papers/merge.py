@@ -31,7 +31,7 @@ def merged(tree: TokenTree, levels: int) -> TokenTree:
     best = tree.values[:, None].masked_fill(~alike, NO_VALUE).argmax(dim=2)
     kept = exists & (first == nodes)
     places = kept.cumsum(dim=1) - 1
-    target = torch.where(kept, places, len(nodes))  # behind the last node stands what was dropped
+    target = torch.where(kept, places, len(nodes))  # dropped nodes go past the last
     candidates = tree.candidates
     return TokenTree(
         _moved(tree.tokens, target, 0),

@@ -6,7 +6,7 @@ Every child was drawn from the same distribution q. It is accepted with chance
 min(1, residual / q); a rejection leaves norm(max(residual - q, 0)). A token drawn again is one more
 try: its residual is 0, so it is rejected, and the residual shrinks as after any rejection. Leaving
 such tries out would be biased. SpecInfer tries the children in random order; independent draws
-are exchangeable, so their own order is as good.
+are exchangeable, so the order in which they were drawn is as good.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ draft's mass is used up, Sequoia's rule (arXiv 2402.12374, Algorithm 2) goes on.
 The k-th child was drawn from the draft's distribution over the tokens not drawn before it. It is
 accepted with chance min(1, residual / draft); a rejection leaves norm(max(residual - draft, 0)),
 and takes the token out of the draft. Each try therefore is one round of speculative sampling, whose
-output has the residual's law whatever the draft's law is, so long as the child was drawn from it.
-That is where the rule asks something of the growth: whether there is a k-th draw must not depend on
-what it gives.
+output has the residual's distribution whatever the draft's is, so long as the child was drawn from
+it. That is where the rule asks something of the growth: whether there is a k-th draw must not
+depend on what it gives.
 
 The draft's mass is used up at a draw if no token that is left has a log-probability above -inf:
 the draft knows fewer tokens than the growth wants children, after top-k or top-p or at temperature
 0. Slot values are 0 from there on, so growth by value never draws on; a static tree does, and then
 draws, and is verified, as if the draft were uniform over the tokens not drawn. The rule stays exact
-because a try is exact for any law of the draw that both sides agree on.
+because a try is exact for any distribution of the draw that both sides agree on.
 """
 
 from __future__ import annotations
