@@ -35,7 +35,7 @@ def packaged_directory() -> Path:
 def paths(root: Path | None = None) -> dict[str, Path]:
     """Return the folders of "target", "draft", "second_draft" and "eagle3", shipped or at `root`.
 
-    A pair of one's own may lack the last two; then the result lacks them, too.
+    Another pair may lack the last two; then the result lacks them, too.
 
     Raises FileNotFoundError if `root` holds no complete pair.
     """
