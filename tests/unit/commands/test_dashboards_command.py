@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner, Result
 
 from dyntree_plugin import cli
@@ -25,24 +24,6 @@ def test_the_files_are_those_of_the_repository(tmp_path: Path) -> None:
     assert f"{len(written)} files are in {tmp_path / 'a' / 'b'}." in done.output
     for path in written:
         assert path.read_bytes() == (ROOT / path.relative_to(tmp_path / "a" / "b")).read_bytes()
-
-
-def test_every_file_that_the_compose_file_mounts_is_written(tmp_path: Path) -> None:
-    dashboards(tmp_path / "m")
-    folder = tmp_path / "m" / "grafana"
-    services = yaml.safe_load((folder / "compose.yaml").read_text("utf-8"))["services"]
-    mounts = [mount.partition(":")[0] for each in services.values() for mount in each["volumes"]]
-    assert len(mounts) > 3
-    assert [mount for mount in mounts if not (folder / mount).exists()] == []
-    boards = {path.name for path in (ROOT / "grafana" / "dashboards").iterdir()}
-    assert {path.name for path in (folder / "dashboards").iterdir()} == boards
-
-
-def test_files_are_named_that_exist(tmp_path: Path) -> None:
-    said = dashboards(tmp_path / "m").output
-    for name in ("grafana/compose.yaml", "grafana/prometheus/recording.yml", "examples/deployment"):
-        assert name in said
-        assert (tmp_path / "m" / name).exists()
 
 
 def test_a_folder_with_other_files_is_refused_in_a_line(tmp_path: Path) -> None:
@@ -79,22 +60,6 @@ def test_with_force_no_link_is_followed(link: str, dangling: bool, tmp_path: Pat
     assert done.stderr == f"dyntree dashboards: {folder / link} is a symbolic link: remove it\n"
     assert sorted(tmp_path.rglob("*")) == before
     assert not elsewhere.is_file() or elsewhere.read_text() == "mine"
-
-
-def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert dashboards(tmp_path / "link").exit_code == 0
-    assert (tmp_path / "real" / "grafana" / "compose.yaml").is_file()
-
-
-def test_a_file_in_place_of_the_folder_is_told_in_a_line(tmp_path: Path) -> None:
-    name = str(tmp_path / "file")
-    Path(name).write_text("")
-    done = dashboards(name)
-    assert done.exit_code == 2
-    (line,) = done.stderr.splitlines()
-    assert line == f"dyntree dashboards: DIR {name!r}: {name!r} is a file: give a folder"
 
 
 def test_an_installation_without_the_files_says_so(

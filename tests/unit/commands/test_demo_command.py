@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -69,13 +68,6 @@ def test_a_wrong_token_ends_with_status_1_and_is_named() -> None:
     assert "completion 2, token 2: <7> without the tree, <8> with it" in text
 
 
-def test_with_less_than_float32_it_is_said_why_text_may_differ() -> None:
-    same, other = run([3, 4], [6]), run([3, 5], [6])
-    assert "sum in different orders" in shown(same, other, dtype="auto")[1]
-    assert "sum in different orders" not in shown(same, same, dtype="auto")[1]
-    assert "sum in different orders" not in shown(same, other)[1]
-
-
 @pytest.mark.parametrize(("plain", "tree"), [([3], [3, 4]), ([3, 4], [3])])
 def test_a_completion_that_ends_early_differs_where_it_ends(
     plain: list[int], tree: list[int]
@@ -99,51 +91,8 @@ def test_without_a_turn_the_longest_accepted_path_is_drawn() -> None:
     assert screen.most_telling([[short, long]]) == (0, long)
 
 
-def test_without_trees_there_is_nothing_to_draw() -> None:
-    assert screen.most_telling([[], []]) is None
-
-
 def test_tokens_per_step_leave_out_what_the_prompts_forward_gave() -> None:
     assert run([1] * 9, [1] * 9, steps=4).tokens_per_step == 4.0
-
-
-def test_a_tree_that_is_slower_is_said_to_be() -> None:
-    tokens = [1, 2, 3]
-    _, slower = shown(run(tokens, seconds=1.0), run(tokens, seconds=2.0))
-    _, faster = shown(run(tokens, seconds=2.0), run(tokens, seconds=1.0))
-    assert "0.50×" in slower
-    assert "Slower here" in slower
-    assert "2.00×" in faster
-    assert "Slower here" not in faster
-
-
-@pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compare(*args: Any) -> None:
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr(demo, "compare", compare)
-
-
-@pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "a"], "--target and --draft go together"),
-        (["--target", "a", "--method", "eagle3"], "--target and --draft go together"),
-        (["--method", "eagle"], "the embedded target has no EAGLE head"),
-        (["--dyntree", "{"], "is not JSON"),
-        (["--dyntree", '{"wdith": 2}'], "width"),
-        (["--dyntree", '{"node_budget": 32}'], "node_budget=32"),
-        (["--nodes", "0"], "--nodes"),
-        (["--num-prompts", "100000"], "--num-prompts: count=100000"),
-    ],
-)
-def test_a_users_mistake_ends_with_status_2_before_any_engine_starts(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status("demo", *arguments) == 2
-    assert message in capsys.readouterr().err
 
 
 QUIET = """
@@ -175,12 +124,6 @@ def test_everything_is_shown_where_the_quiet_ends_in_an_exception() -> None:
     done = quietly("raise RuntimeError('engine died')")
     for part in ("from python", "from a child", "from C++", "engine died"):
         assert part in done.stderr
-
-
-def test_a_users_mistake_is_told_without_the_noise() -> None:
-    done = quietly("raise ValueError('dyntree.width=0')")
-    assert "dyntree.width=0" in done.stderr
-    assert "from C++" not in done.stderr
 
 
 def test_a_name_that_is_no_folder_is_fetched_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,15 +164,6 @@ def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
         status("demo", *line)
     assert asked == ["float32", "auto", "float16"]
     assert "dtype auto, eager, greedy" in capsys.readouterr().out
-
-
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    quietly("pass")
-    code = QUIET.format(end="print(os.environ['VLLM_LOGGING_LEVEL'], file=screen)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "DEBUG" in done.stdout
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
 @pytest.fixture
@@ -274,12 +208,6 @@ def test_the_method_says_what_drafts(
     shown = capsys.readouterr().out
     assert heading in shown
     assert f"│ {heading.split()[0]} " in shown  # where a step's time goes
-
-
-def test_every_model_of_a_run_is_known_by_name() -> None:
-    settings = Settings("t", None, "auto", 8, {"drafts": ["a"]}, 0.0, 1.0, 0, 8, PROMPTS)
-    assert settings.models == ["t", "a"]
-    assert replace(settings, draft="d").models == ["t", "d", "a"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import html
 import io
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -140,13 +138,6 @@ def test_the_bonus_token_hangs_below_the_last_accepted_node() -> None:
     assert not any("t14" in line or "t11" in line for line in lines[end:bonus])
 
 
-def test_with_nothing_accepted_the_bonus_token_hangs_below_the_root() -> None:
-    text = plain_text(replace(STEP, accepted=[], emitted=[77]), name)
-    column = indentation(text)
-    assert "✓" not in text
-    assert column[77] == column[10] + len("+ ")
-
-
 def wide(count: int, accepted: int) -> TreeStep:
     """Return a root with ``count`` children of falling value, and one node below the last child."""
     return TreeStep(
@@ -170,46 +161,6 @@ def test_a_long_list_of_siblings_keeps_the_best_and_the_accepted_and_counts_the_
     assert "16 more with 1 below, value at most 0.018" in text
 
 
-def test_an_accepted_node_among_the_best_costs_no_other_its_place() -> None:
-    text = plain_text(wide(20, accepted=2), name, max_siblings=4)
-    drawn = {int(token) for token in re.findall(r"\bt(\d+)\b", text)} - {900, 901}
-    assert drawn == {0, 1, 2, 3}
-
-
-def test_a_list_that_fits_is_not_shortened() -> None:
-    assert "more" not in plain_text(wide(4, accepted=3), name, max_siblings=4)
-
-
-def test_spaces_and_control_characters_can_be_seen() -> None:
-    shown = visible(" a\tb\r\n\x07")
-    assert not re.search(r"\s|\x07", shown)
-    assert shown.replace("·", " ").replace("⇥", "\t").replace("↵", "\n") == " a\tb␍\n\\x07"
-
-
-def test_no_text_and_long_text_have_a_label_of_one_line() -> None:
-    assert visible("")
-    assert len(visible("x" * 1000)) < 80
-    assert visible("x" * 1000) != visible("x" * 30)
-
-
-def test_brackets_of_a_token_are_no_markup() -> None:
-    assert "[bold]x[/bold]" in plain_text(STEP, lambda token: "[bold]x[/bold]")
-
-
-def test_off_a_terminal_there_are_no_escape_codes_and_on_one_there_are() -> None:
-    for terminal in (False, True):
-        to, file = console(terminal=terminal)
-        to.print(rich_tree(STEP, name))
-        assert ("\x1b[" in file.getvalue()) is terminal
-
-
-def test_accepted_nodes_alone_are_bold_among_the_nodes() -> None:
-    to, file = console(terminal=True)
-    to.print(rich_tree(STEP, name))
-    bold = re.findall(r"\x1b\[1;32m✓ t(\d+)\x1b", file.getvalue())
-    assert bold == ["10", "13"]
-
-
 MIXED = replace(STEP, sources=["draft", "look_up", "both", "look_up", "draft", "draft"])
 MARKS = ["draft", "look-up", "both", "look-up", "draft", "draft"]
 
@@ -228,11 +179,6 @@ def test_every_node_shows_its_source_if_the_trees_have_several() -> None:
     assert re.split("   ", legend) == [meaning(source) for source in SOURCES]
 
 
-def test_a_step_of_one_source_shows_it_if_other_steps_have_others() -> None:
-    assert panel(STEP, ["draft", "both"]).count("draft") == len(STEP.tokens) + 2
-    assert "look-up in" not in panel(STEP, ["draft", "both"])
-
-
 def test_a_single_source_is_neither_marked_nor_in_the_legend() -> None:
     only = replace(STEP, sources=["look_up"] * len(STEP.tokens))
     for step in (STEP, only):
@@ -247,12 +193,6 @@ def test_dot_shows_and_colours_every_source() -> None:
     assert len(set(found)) == len({colour for _, colour in found}) == len(SOURCES)
 
 
-def test_the_sources_of_trees_are_those_of_any_node() -> None:
-    assert sources_of([]) == []
-    assert sources_of([STEP]) == ["draft"]
-    assert sources_of([STEP, MIXED]) == [*SOURCES]
-
-
 def test_dot_has_every_node_and_edge_and_fills_the_accepted() -> None:
     source = dot(STEP, name)
     edges = set(re.findall(r"(\w+) -> (\w+)", source))
@@ -262,13 +202,6 @@ def test_dot_has_every_node_and_edge_and_fills_the_accepted() -> None:
     }
     filled = re.findall(r"^  (n\d+) \[.*filled", source, re.MULTILINE)
     assert filled == ["n0", "n3"]
-
-
-def test_dot_escapes_quotes_and_backslashes() -> None:
-    source = dot(STEP, lambda token: '"\\')
-    labels = re.findall(r'label="((?:[^"\\]|\\.)*)"', source)
-    assert len(labels) == len(STEP.tokens) + 2
-    assert all(label.startswith('\\"\\\\') for label in labels)
 
 
 @settings(deadline=None)
@@ -308,14 +241,6 @@ def test_what_is_no_tree_with_a_path_is_refused(change: dict[str, Any], message:
         TreeStep(**TREE | change)
 
 
-def test_drawing_a_tree_loads_neither_vllm_nor_torch() -> None:
-    code = (
-        "import sys, dyntree_plugin.commands.render\n"
-        "sys.exit(sorted({'vllm', 'torch'} & sys.modules.keys()) or 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def path(depth: int) -> TreeStep:
     """Return a step of one path of so many nodes, all accepted."""
     nodes = list(range(depth))
@@ -334,13 +259,3 @@ def test_a_deep_tree_takes_a_line_per_node_in_a_small_terminal(width: int, depth
     for line in lines[:-1]:
         assert re.search(r"✓ ·isinstance  0\.\d{3}  0\.\d{3}  look-up ", line), line
     assert "+ ·isinstance  bonus " in lines[-1]
-
-
-def test_guide_lines_are_narrow_only_where_there_is_no_room() -> None:
-    wide, narrow = (plain_text(path(8), name, width=width) for width in (100, 40))
-    assert "└── ✓ t0" in wide
-    assert "└─✓ t0" in narrow
-    assert "…" not in wide + narrow
-    cut = plain_text(path(3), lambda token: "x" * 99, width=30).splitlines()
-    assert len(cut) == 5
-    assert all(len(line) == 30 and line.endswith("…") for line in cut[1:4])

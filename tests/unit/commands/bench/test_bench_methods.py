@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command_lines import ran, ran_benchmark
 
 from benchmarks.serve import shapes
@@ -17,8 +16,6 @@ from dyntree_plugin.commands.bench import command, plan
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell, Result
 from dyntree_plugin.commands.bench.session import Contest
-from dyntree_plugin.commands.loads import engine
-from dyntree_plugin.engine.step.clock import StageClock
 
 CELL = Cell(prompts="code", temperature=0.0, batch=2)
 EMBEDDED = {name: Path("/pair") / name for name in ("target", "draft", "second_draft")}
@@ -113,13 +110,6 @@ def test_the_embedded_head_drafts_for_eagle3(asked: Asked) -> None:
     assert notes == ["The embedded target and its EAGLE-3 head, bfloat16."]
 
 
-def test_by_default_the_embedded_draft_drafts(asked: Asked) -> None:
-    contest, notes = asked()
-    assert (contest.models.draft, contest.models.method) == ("/pair/draft", "draft_model")
-    assert contest.models.labels["/pair/draft"] == "the embedded draft"
-    assert notes[0] == "The embedded pair, bfloat16."
-
-
 def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     def grown_head(name: str, head: Path, target: Path) -> Path:
         assert (name, head, target) == ("llama-1b", WITH_HEAD["eagle3"], WITH_HEAD["target"])
@@ -136,16 +126,6 @@ def test_a_grown_target_gets_a_grown_head(asked: Asked, monkeypatch: pytest.Monk
     assert (models.target, models.draft) == ("/grown/target", "/pair/draft")
 
 
-def test_own_models_are_used_as_given(asked: Asked) -> None:
-    for words, wanted in (
-        (("--target", "T", "--draft", "H", "--method", "eagle"), ("T", "H", "eagle")),
-        (("--target", "T", "--method", "mtp"), ("T", None, "mtp")),
-        (("--target", "T", "--draft", "T", "--method", "mtp"), ("T", "T", "mtp")),
-    ):
-        models = asked(*words)[0].models
-        assert (models.target, models.draft, models.method) == wanted
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -160,17 +140,3 @@ def test_own_models_are_used_as_given(asked: Asked) -> None:
 def test_what_is_missing_is_named(words: tuple[str, ...], message: str, asked: Asked) -> None:
     with pytest.raises(ValueError, match=message):
         asked(*words, pair_of=EMBEDDED)
-
-
-class Head(torch.nn.Module):
-    def combine_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
-        return 2 * states
-
-
-def test_a_heads_work_on_hidden_states_is_drafting() -> None:
-    clock, head = StageClock(), Head()
-    engine._time_combining(clock, head)
-    for _ in range(2):
-        assert head.combine_hidden_states(torch.ones(1)) == 2
-        assert [name for name, spent in clock.take().items() if spent] == ["draft"]
-    engine._time_combining(clock, torch.nn.Identity())

@@ -52,52 +52,6 @@ def test_engines_take_the_requests_of_a_set(name: str, verify: requests.Verify) 
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("json", "structural_tag"), ("tools", "structural_tag"), ("regex", "regex")]
-)
-def test_a_set_has_several_grammars_in_turn(name: str, kind: str) -> None:
-    found = [request.sampling["structured_outputs"] for request in of(name)]
-    assert all(list(each) == [kind] for each in found)
-    assert len({json.dumps(each) for each in found}) == {"tools": 2}.get(name, 4)
-    assert found[0] == found[4]
-    assert found[0] != found[1]
-
-
-def test_kinds_of_requests_alternate_in_the_mixed_set() -> None:
-    found = [set(request.sampling) for request in of("mixed")]
-    assert found[:6] == [
-        set(), {"repetition_penalty"}, {"structured_outputs"}, {"bad_words"},
-        {"structured_outputs"}, {"min_tokens", "ignore_eos"},
-    ]  # fmt: skip
-    assert found[7] == {"presence_penalty", "frequency_penalty"}
-    assert of("mixed")[2].sampling == of("json", 1)[0].sampling
-    assert of("mixed")[4].sampling == of("tools", 1)[0].sampling
-
-
-def longest(schema: dict[str, Any]) -> Any:
-    """Return the longest value of a schema."""
-    if schema["type"] == "object":
-        return {name: longest(each) for name, each in schema["properties"].items()}
-    if schema["type"] == "array":
-        return [longest(schema["items"])] * schema["maxItems"]
-    if schema["type"] == "string":
-        return max(schema.get("enum", ["x" * schema.get("maxLength", 0)]), key=len)
-    return schema.get("maximum", False)
-
-
-def test_the_longest_answers_in_json_end_within_the_default_of_max_tokens(tokenizer: Any) -> None:
-    calls = [schema for tools in sets.TOOLS for schema in tools.values()]
-    for schema in [*sets.SCHEMAS.values(), *calls]:
-        text = f'<tool_call>\n{{"name": "x", "arguments": {json.dumps(longest(schema))}\n</tool>'
-        assert 20 < len(tokenizer.encode(text)) < 128
-
-
-def test_lines_of_a_file_bring_their_own_parameters(tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "sampling": GRAMMAR}))
-    assert prompts.read(str(path), 1, None) == ("mine", [Request("a", GRAMMAR)])
-
-
-@pytest.mark.parametrize(
     ("sampling", "message"),
     [
         ('{"foo": 1}', """--sampling {"foo": 1}: 'foo' must be one of allowed_token_ids, bad_wo"""),
@@ -141,14 +95,6 @@ def test_every_set_is_served_with_each_sampling_and_the_requests_own_prevails() 
     first, second = ([request.sampling for request in load.requests] for load in loads.values())
     assert first == [{}, {"top_k": 5}]
     assert second == [PENALTY | {"top_k": 3}, PENALTY | {"top_k": 5}]
-
-
-def test_titles_are_short() -> None:
-    assert requests.title({"structured_outputs": {"json": {"a": "b" * 99}}}) == (
-        "structured_outputs json"
-    )
-    assert len(requests.title({"bad_words": ["a" * 99]})) < 50
-    assert requests.title({}) == ""
 
 
 def test_answers_end_early_only_where_a_request_says_so() -> None:

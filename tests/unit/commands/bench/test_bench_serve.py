@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ran_benchmark
 from prometheus_client.parser import text_string_to_metric_families
 
-from dyntree_plugin.commands.bench import command, plan, session
-from dyntree_plugin.commands.bench.arguments import NODES, TREES
+from dyntree_plugin.commands.bench import plan, session
 from dyntree_plugin.commands.bench.measure import differing, measure
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell
-from dyntree_plugin.commands.bench.session import Contest, Settings
-from dyntree_plugin.commands.engine import context_of
+from dyntree_plugin.commands.bench.session import Settings
 from dyntree_plugin.commands.loads import counts
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.pool import Pool
 from dyntree_plugin.commands.loads.requests import Request
 from dyntree_plugin.commands.loads.runs import Engine, Run, Speculation, latencies_ms
-from dyntree_plugin.options.options import DynTreeOptions
 
 CELL = Cell(prompts="code", temperature=0.0, batch=2)
 
@@ -97,13 +92,6 @@ def test_what_the_time_does_not_suffice_for_is_left_out_in_whole_comparisons() -
     assert [len(series.runs) for series in last] == [2, 2, 1, 1, 1, 1]
 
 
-def test_something_is_measured_however_little_time_there_is() -> None:
-    log: list[str] = []
-    (found,) = measured_by_cell(iter([-1.0] * 9), 2, log)
-    assert log == ["a 1", "b 1"]
-    assert {series.cell for series in found} == {BATCHES[0]}
-
-
 def test_a_result_says_what_was_left_out() -> None:
     settings = Settings(["code"], [0.0], [1, 2, 4], 1, 8, rounds=2, seed=0)
     first, last = measured_by_cell(iter([1e9, 1e9, 1e9, -1.0]), 2, [])
@@ -141,11 +129,6 @@ def test_time_per_token_leaves_out_the_first_and_weighs_requests_by_their_tokens
     tpot, ttft = latencies_ms([(0.0, 1.0, 3.0, 3), (0.0, 2.0, 10.0, 9)])
     assert tpot == pytest.approx(1e3 * 10 / 10)
     assert ttft == pytest.approx(1500)
-
-
-def test_a_request_without_a_token_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="without a token"):
-        latencies_ms([(0.0, None, 0.0, 0)])
 
 
 class FakeProcess:
@@ -206,14 +189,6 @@ def test_engines_that_all_have_a_place_start_together_and_warm_up_alone(
     assert sorted(started[7:]) == ["end a", "end b"]
 
 
-def test_where_not_all_engines_fit_the_last_place_is_taken_in_turns(started: list[str]) -> None:
-    with Pool(2, FakeProcess) as pool:  # type: ignore[arg-type]
-        use(pool, "a", "b", "c", "c", "b", "a")
-        assert [entry for entry in started if not entry.startswith(("wait", "warm"))] == [
-            "start a", "start b", "end b", "start c", "end c", "start b",
-        ]  # fmt: skip
-
-
 def test_without_memory_for_a_second_engine_one_is_kept(
     started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,40 +243,6 @@ def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine
         assert plan.labelled(engine, {}) == engine
 
 
-def test_trees_are_named_by_what_tells_them_apart() -> None:
-    found = plan.named_trees(
-        [
-            {"node_budget": 8},
-            {"node_budget": 8, "max_depth": 4},
-            {"node_budget": 8, "growth": "sequoia", "acceptance": [0.6, 0.2]},
-            {"node_budget": 8, "growth": "expansion", "expansion": [2, 3]},
-            {"node_budget": 8, "growth": "dyspec"},
-            {"node_budget": 8, "drafts": ["second/draft"]},
-            {"budget": "fixed"},
-        ],
-        16,
-    )
-    assert {name: nodes for name, (nodes, _) in found.items()} == {
-        "dynamic tree of 8": 8,
-        "dynamic tree of 8, max_depth 4": 8,
-        "static tree of 8": 8,
-        "static tree of 8, growth expansion": 8,
-        "dynamic tree of 8, growth dyspec": 8,
-        "dynamic tree of 8, drafts 2": 8,
-        "dynamic tree of 16, budget fixed": 16,
-    }
-    assert all(options["node_budget"] == nodes for nodes, options in found.values())
-    with pytest.raises(ValueError, match="two have the name 'dynamic tree of 8'"):
-        plan.named_trees([{"node_budget": 8}, {}], 8)
-
-
-def test_by_default_the_products_trees_are_measured_beside_whole_ones() -> None:
-    names = list(plan.named_trees(TREES, NODES))
-    assert names == ["dynamic tree of 16", "dynamic tree of 16, budget fixed"]
-    budgets = [DynTreeOptions.parse(each).resolve(16).budget for each in TREES]
-    assert budgets == ["adaptive", "fixed"]
-
-
 def settings(**changes: Any) -> Settings:
     values: dict[str, Any] = {
         "sets": ["code"], "temperatures": [0.0, 1.0], "batches": [1, 3],
@@ -352,33 +293,3 @@ vllm:dyntree_stage_seconds_count{engine="0",stage="draft"} 4
     families = list(text_string_to_metric_families(page))
     assert counts.stages(families) == {"draft": 0.5, "target": 1.5}
     assert counts.stages([]) == {}
-
-
-def test_the_prompts_of_a_measurement_suffice_for_its_largest_batch() -> None:
-    assert settings(requests=2, batches=[1, 16]).prompts == 16
-    assert settings(requests=32, batches=[1]).prompts == 32
-    assert Contest(Models("T", "D", "bfloat16"), {}, {}).extras.side_by_side is None
-
-
-def test_the_context_of_a_target_that_takes_images_is_that_of_its_text_model(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("transformers", reason="it reads models' configurations")
-    of_text = {"model_type": "gemma3_text", "max_position_embeddings": 384}
-    config = {"model_type": "gemma3", "text_config": of_text}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert context_of(str(tmp_path)) == 384
-
-
-def test_look_up_of_one_size_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    def contest(*given: Any) -> Any:
-        made.append(given[3].look_ups)
-        raise ValueError("enough was seen")
-
-    monkeypatch.setattr(command, "Contest", contest)
-    monkeypatch.setattr(command, "_models", lambda *_: (None, []))
-    line = ("--look-up", "4", "--look-up", "8", "--look-up", "4")
-    assert ran_benchmark(*line).exit_code == 2
-    assert made == [(4, 8)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.serve import plots, speed_up
+from benchmarks.serve import plots
 from dyntree_plugin.commands.bench import overview, summary, table, terminal
 from dyntree_plugin.commands.bench.chains import serves
 from dyntree_plugin.commands.bench.results import Cell, Result, Series, read
@@ -19,7 +19,6 @@ from dyntree_plugin.commands.loads.runs import Engine, Run, Speculation
 ROOT = Path(__file__).parents[4]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("serve-*.json"))
 CELL = Cell(prompts="code", temperature=0.0, batch=1)
-DRAWN = {"draft_sample_method": "probabilistic"}
 
 
 def run(number: int, tpot: float, accepted: int = 0, drafts: int = 0) -> Run:
@@ -118,74 +117,12 @@ def test_losing_cells_are_red_and_none_is_dropped() -> None:
     assert len(red.findall(lines["dynamic tree of 64"])) == 2  # against both
 
 
-MANY = ENGINES | {
-    "probabilistic chain of 12": ("chain", 12, [9.0, 18.0, 14.0], 30),
-    "dynamic tree of 16, budget fixed": ("dynamic tree", 16, [123.456, 333.3, 222.2], 30),
-}
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_word_of_the_tables_is_broken(width: int) -> None:
-    lines = shown(result((CELL, CELL.model_copy(update={"temperature": 1.0})), **MANY), width)
-    assert max(map(len, lines)) <= width
-    words = {word for line in lines for word in line.split()}
-    wanted = {word for name in MANY for word in name.split()}
-    wanted |= {"speed-up", "best", "chain", "/token"} | ({"/step", "/s"} if width >= 80 else set())
-    assert wanted <= words
-    assert not any("…" in line for line in lines)
-    # The range of a ratio is given up before a figure is.
-    ranges = [line for line in lines if line.startswith("chain of 4") and "±" in line]
-    assert bool(ranges) == (width >= 80)
-
-
-def test_the_tables_name_the_best_chain_and_compare_tokens_with_the_first_engine() -> None:
-    differing = result()
-    (*others, last) = differing.series
-    last = last.model_copy(update={"differing_requests": 1, "differing_tokens": 7})
-    texts = last.model_copy(update={"differing_requests": 2, "differing_tokens": None})
-    for series, said in (
-        (differing.series, "All answers are those of no speculation."),
-        ([*others, last], "than those of no speculation: dynamic tree of 64 in 7 of 100."),
-        ([*others, texts], "than those of no speculation: dynamic tree of 64 in 2 texts."),
-    ):
-        lines = shown(differing.model_copy(update={"series": series}), 120)
-        assert any(said in line for line in lines)
-        assert any(line.startswith("The best chain here is the chain of 4") for line in lines)
-
-
 def test_the_markdown_table_has_every_engine_and_says_which_loses() -> None:
     text = table.markdown_table(result((CELL, CELL.model_copy(update={"batch": 8}))))
     assert text.count("dynamic tree of 64 |") == 2
     assert text.count("(loses)") == 4
     assert "batch 8" in text
     assert "- a note" in text
-
-
-def test_it_is_said_when_the_best_chain_is_the_longest_of_its_kind() -> None:
-    longest = "The best chain here is the chain of 4, the longest of its kind: a longer one may"
-    assert longest in table.markdown_table(result())
-    longer = ENGINES | {"chain of 8": ("chain", 8, [30.0, 60.0, 45.0], 20)}
-    assert "The best chain here is the chain of 4." in table.markdown_table(result(**longer))
-    of_another_kind = result(
-        **ENGINES | {"probabilistic chain of 8": ("chain", 8, [30.0, 60.0, 45.0], 20)}
-    )
-    engines = [
-        each.model_copy(update={"arguments": {"speculative_config": {**DRAWN}}})
-        if each.name.startswith("prob") else each
-        for each in of_another_kind.engines
-    ]  # fmt: skip
-    assert longest in table.markdown_table(of_another_kind.model_copy(update={"engines": engines}))
-
-
-def test_of_servers_the_first_is_what_the_others_are_compared_with() -> None:
-    servers = {"a": ("server", 0, [20.0], 0), "b": ("server", 0, [10.0], 5)}
-    text = table.markdown_table(result(**servers))
-    assert "× a" in text
-    assert re.search(r"\| b \|.* 2\.00 \|", text)
-    # In the terminal a column that nothing is known for is left out.
-    printed = " ".join(" ".join(shown(result(**servers), 80)).split())
-    assert "speed-up" in printed
-    assert "× best chain" not in printed.partition("tokens/step: of")[0]
 
 
 def test_pictures_are_drawn_of_what_the_result_has(tmp_path: Path) -> None:
@@ -196,50 +133,6 @@ def test_pictures_are_drawn_of_what_the_result_has(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     assert not plots.draw(result(a=("server", 0, [20.0], 0)), tmp_path / "s")[1:]
-
-
-def test_stages_in_the_picture_add_up_to_the_step() -> None:
-    figure = plots.time_per_stage(result())
-    ends = {
-        round(bar.get_x() + bar.get_width(), 6)
-        for container in figure.axes[0].containers[-1:]
-        for bar in container
-    }
-    assert ends == {12.0}
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["no speculation", "chain of 4", "dynamic tree of 4", "dynamic tree of 64"]
-
-
-def test_of_many_engines_the_bars_of_the_best_are_drawn() -> None:
-    chosen = plots.chosen(result(**MANY), CELL)
-    assert [row.series.engine for row in chosen] == [
-        "no speculation", "dynamic tree of 4", "dynamic tree of 64", "probabilistic chain of 12",
-    ]  # fmt: skip
-
-
-def texts(axis: Any) -> list[str]:
-    return [text.get_text() for text in axis.texts]
-
-
-def test_the_picture_labels_the_best_chain_and_tree_with_their_ratios() -> None:
-    batches = tuple(CELL.model_copy(update={"batch": batch}) for batch in (1, 8))
-    (one, eight) = speed_up.figure(result(batches)).axes
-    assert "batch 8" in eight.get_title(loc="left")
-    assert "best chain 2.00×" in texts(one)
-    assert "best tree 2.50×\n1.25 × best chain" in texts(one)
-    # The lengths of chains are in their dots, and a line stands at 1 and at the best chain.
-    assert {"1", "4"} <= {*texts(one)}
-    assert {2.0, 1.0} <= {float(line.get_xdata()[0]) for line in one.lines}
-
-
-def test_an_engine_that_serves_no_load_of_a_row_has_no_band_there() -> None:
-    warm = CELL.model_copy(update={"temperature": 1.0})
-    found = result((CELL, warm))
-    served = [s for s in found.series if s.cell == CELL or s.engine != "dynamic tree of 64"]
-    cold, hot = speed_up.figure(found.model_copy(update={"series": served})).axes
-    bands = [[label.get_text() for label in axis.get_yticklabels()] for axis in (cold, hot)]
-    assert bands[0] == ["no speculation", "chain of …", "dynamic tree of 4", "dynamic tree of 64"]
-    assert bands[1] == bands[0][:-1]
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:

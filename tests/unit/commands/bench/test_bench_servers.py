@@ -17,13 +17,11 @@ from rich.console import Console
 from streaming_server import BEFORE_PIECES, KEY, REFUSED, UNFINISHED, Handler, Ticks, listening
 from vllm.benchmarks.lib import endpoint_request_func
 
-from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.bench import client, command, percentiles, server
 from dyntree_plugin.commands.bench.client import Client
 from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.bench.session import Settings
-from dyntree_plugin.commands.bench.table import markdown_table
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 
@@ -34,12 +32,6 @@ def test_servers_are_named_by_their_address_or_as_asked() -> None:
         ("http://a:1/v1/", "http://a:1"),
         ("tree", "http://b:2"),
     ]
-
-
-@pytest.mark.parametrize("addresses", [["a:b"], ["x=ftp://a"], ["x=a", "x=b"]])
-def test_an_address_that_is_none_or_a_name_given_twice_is_refused(addresses: list[str]) -> None:
-    with pytest.raises(ValueError, match="--base-url"):
-        server.engines(addresses)
 
 
 def test_a_key_is_from_the_environment_and_headers_prevail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,15 +191,6 @@ def test_rates_and_percentiles_are_in_the_result_and_no_key(
     assert all(f"greedy, {cell.pace}" in shown for cell in cells)
 
 
-def test_a_rate_takes_the_place_of_the_default_batches(address: str, tmp_path: Path) -> None:
-    line = ["--base-url", address, "--request-rate", "100", "--output", str(tmp_path / "r.json")]
-    small = ["--num-prompts", "2", "--max-tokens", "6", "--rounds", "1", "--temperature", "0"]
-    done = ran("bench", "serve", *line, *small)
-    assert done.exit_code == 0, done.output
-    assert [cell.pace for cell in read(tmp_path / "r.json").cells()] == ["100 requests/s"]
-    assert "p99" in done.output
-
-
 @pytest.mark.parametrize(
     ("more", "told"),
     [
@@ -220,16 +203,6 @@ def test_mistakes_about_rates_and_headers_are_told_in_a_line(more: list[str], to
     assert done.exit_code == 2
     assert told in done.stderr
     assert "secret" not in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_without_vllm_a_measurement_of_servers_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
-    done = ran("bench", "serve", "--base-url", "http://h:1")
-    assert done.exit_code == 2
-    assert "pip install 'vllm" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -249,26 +222,3 @@ def test_the_time_that_servers_may_take_is_kept(
     assert [(series.engine, series.cell.batch) for series in result.series] == [("a", 1), ("b", 1)]
     (told,) = (note for note in result.notes if note.startswith("Rounds measured, of 2"))
     assert "0 at temperature 0 with batch 2" in told
-
-
-def test_a_server_without_a_page_of_metrics_is_told_of(address: str) -> None:
-    with pytest.raises(RuntimeError, match="/metrics is not a page of metrics"):
-        Client(f"{address}/elsewhere", chat=False).serve(Load([Request("x")], 1, 0.0, 6))
-
-
-def test_a_server_that_sends_answers_in_one_piece_is_measured(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Handler, "pieces", ("abcdef",))
-    line = ["--base-url", f"a={address}", "--base-url", f"b={address}/v1", "--batch", "1"]
-    small = ["--num-prompts", "1", "--max-tokens", "6", "--rounds", "1"]
-    done = ran("bench", "serve", *line, *small, "--output", str(tmp_path / "r.json"))
-    assert done.exit_code == 0, done.output
-    assert "a sends answers in one piece" in " ".join(done.output.split())
-    result = read(tmp_path / "r.json")
-    assert all(run.tpot_ms == 0 < run.ttft_ms for one in result.series for run in one.runs)
-    assert "nan" not in done.output + markdown_table(result)
-    assert "0.00" not in done.output + markdown_table(result)
-    for line in markdown_table(result).splitlines():
-        if line.startswith(("| a |", "| b |")):
-            assert [cell.strip() for cell in line.split("|")][4:7:2] == ["–", "–"]

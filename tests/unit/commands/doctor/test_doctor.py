@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,23 +61,6 @@ def test_without_vllm_it_says_so_and_stops(
     assert list(statuses(capsys.readouterr().out)) == ["Python", "vLLM", "plugin"]
 
 
-def test_the_table_has_a_line_per_check_and_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = [Check("a", "ok", "[fine]"), Check("b", "fail", "broken", "mend it")]
-    monkeypatch.setattr(doctor, "_checks", lambda *_: iter(found))
-    assert run([], as_json=False) == 1
-    shown = capsys.readouterr().out
-    assert "[fine]" in shown
-    assert "→ mend it" in shown
-    assert "1 of 2 checks fail" in shown
-
-
-def test_an_unsupported_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: ("vllm", "0.31.0"))
-    assert checks.vllm().status == "fail"
-
-
 def test_the_v1_runner_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert checks.runner().status == "fail"
@@ -126,16 +108,6 @@ def test_kernels_that_forget_the_mask_fail(attention: Any, monkeypatch: pytest.M
     found = checks.native_kernels()
     assert found.status == "fail"
     assert "wrong" in found.advice
-
-
-def test_kernels_that_do_not_compile_fail(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no LLVM")
-
-    monkeypatch.setattr(attention, "tree_attention", broken)
-    found = checks.native_kernels()
-    assert found.status == "fail"
-    assert "no LLVM" in found.found
 
 
 @pytest.mark.parametrize(
@@ -225,36 +197,6 @@ def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
     assert kernels.attention(table=table).found.startswith(chosen)
 
 
-@pytest.mark.usefixtures("hopper")
-def test_what_was_measured_decides_which_attention_a_gpu_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dispatch, "installed", lambda: {"triton", "flashinfer"})
-    monkeypatch.setattr(choice, "flashinfer_variant", lambda *_: "module")
-    fast = dispatch.Measurement("triton", "NVIDIA H200", 4, 128, "bfloat16", 17, 1024, 5.0)
-    slow = replace(fast, implementation="flashinfer", microseconds=9.0)
-    assert kernels.attention(table=[fast, slow]).found.startswith("triton")
-    assert kernels.attention(table=[replace(fast, microseconds=99.0), slow]).found.startswith(
-        "flashinfer"
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "status", "told"),
-    [("cpu", "ok", "cores"), ("cuda", "warn", "compare the tokens"), ("xpu", "fail", "xpu")],
-)
-def test_the_device_is_told_with_what_it_is_good_for(
-    monkeypatch: pytest.MonkeyPatch, kind: str, status: str, told: str
-) -> None:
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(checks, "device_type", lambda: kind)
-    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "a device")
-    found = checks.device()
-    assert found.status == status
-    assert told in found.found + found.advice
-
-
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     monkeypatch.setattr(kernels, "find_spec", lambda name: importlib.util.find_spec("json"))
     return list(kernels.build({64, 128}, torch.bfloat16, lambda line: None))
@@ -266,14 +208,6 @@ def test_kernels_are_not_built_without_a_gpu() -> None:
     (found,) = kernels.build({128}, torch.bfloat16, lambda line: None)
     assert found.status == "fail"
     assert "no CUDA device" in found.found
-
-
-@pytest.mark.usefixtures("hopper")
-def test_kernels_are_not_built_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    (found,) = kernels.build({128}, torch.bfloat16, lambda line: None)
-    assert found.status == "fail"
-    assert "FlashInfer is not installed" in found.found
 
 
 @pytest.mark.usefixtures("hopper")
@@ -289,17 +223,3 @@ def test_a_module_per_head_size_is_built(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [(64, torch.bfloat16), (128, torch.bfloat16)]
     assert [check.status for check in found] == ["ok", "ok"]
     assert "61 s" in found[0].found
-
-
-@pytest.mark.usefixtures("hopper")
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_: Any) -> float:
-        flashinfer_variant.find_cuda_home()
-        raise AssertionError("a compiler was found")
-
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(flashinfer_variant.shutil, "which", lambda name: None)
-    monkeypatch.setattr(flashinfer_variant, "build", build)
-    found = built(monkeypatch)
-    assert all(check.status == "fail" and "need nvcc" in check.found for check in found)

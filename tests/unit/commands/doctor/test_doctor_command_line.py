@@ -84,12 +84,6 @@ def test_a_mistake_is_named(line: Line, more: list[str], dyntree: str, named: st
     assert named in found.found
 
 
-def test_a_model_that_is_not_there_is_named() -> None:
-    (found,) = checked(["/nowhere/model", "--dyntree", "{}"])
-    assert found.status == "fail"
-    assert "/nowhere/model" in found.found
-
-
 def test_without_the_options_it_says_how_to_get_trees(line: Line) -> None:
     (found,) = checked(line(dyntree=None))
     assert found.status == "warn"
@@ -102,14 +96,6 @@ def test_a_step_that_cuts_trees_short_is_warned_of(line: Line) -> None:
     found = checked(line("--max-num-seqs", "32", "--max-num-batched-tokens", "256"))[0]
     assert found.status == "warn"
     assert "cuts trees short" in found.advice
-
-
-def test_tokenizers_that_differ_a_little_are_warned_of(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "vocabulary_advice", lambda config: "3 of 9 tokens differ")
-    (found,) = [check for check in checked(line()) if check.name == "vocabularies"]
-    assert (found.status, found.found) == ("warn", "3 of 9 tokens differ")
 
 
 def test_a_draft_that_is_only_padded_is_told_of(
@@ -134,11 +120,6 @@ def test_processors_that_make_chains_of_all_requests_are_warned_of(
     assert "requests" not in {check.name for check in checked(line())}
 
 
-def test_default_parameters_are_no_reason_for_a_warning(line: Line) -> None:
-    override = ["--override-generation-config", '{"repetition_penalty": 1.05}']
-    assert "requests" not in {check.name for check in checked(line(*override))}
-
-
 def test_the_command_takes_the_servers_arguments_behind_two_dashes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -154,25 +135,3 @@ def test_the_command_takes_the_servers_arguments_behind_two_dashes(
     assert done.exit_code == 1, done.output
     options = {"build_kernels": True, "as_json": False, "verbose": False}
     assert received == [(line, options)]
-
-
-@pytest.mark.parametrize("line", [["model", "-tp", "2", "--dyntree", "{}", "--seed=-1"], ["model"]])
-def test_the_two_dashes_may_be_left_out(monkeypatch: pytest.MonkeyPatch, line: list[str]) -> None:
-    received: list[Any] = []
-    monkeypatch.setattr(doctor, "run", lambda command, **_: received.append(command) or 0)
-    done = CliRunner().invoke(cli.app, ["doctor", *line, "--json"])
-    assert done.exit_code == 0, done.output
-    assert received == [line]
-
-
-@pytest.mark.parametrize("command", [["serve"], ["dyntree", "serve"], ["vllm", "serve"]])
-@pytest.mark.parametrize("dashes", [["--"], []])
-def test_a_whole_command_gets_a_hint_of_the_right_one(
-    monkeypatch: pytest.MonkeyPatch, command: list[str], dashes: list[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(doctor, "run", None)
-    line = ["doctor", *dashes, *command, "model", "--dyntree", '{"width": 2}']
-    done = CliRunner().invoke(cli.app, line)
-    assert done.exit_code == 2, done.output
-    assert """dyntree doctor -- model --dyntree '{"width": 2}'""" in done.output

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import os
 import re
-import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,11 +80,6 @@ def test_the_suffix_of_the_output_says_what_is_written(
     assert (tmp_path / name).read_text().startswith(start)
 
 
-def test_the_given_format_comes_before_the_suffix(trace: str, tmp_path: Path) -> None:
-    run("--from", trace, "--output", str(tmp_path / "a.txt"), "--format", "dot")
-    assert (tmp_path / "a.txt").read_text().startswith("digraph")
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the settings with which a generation is recorded; no engine starts."""
@@ -101,27 +91,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(record, "record", recorded)
     return found
-
-
-@pytest.mark.parametrize(("own", "found"), [(None, "0"), ("1", "1")])
-def test_the_engine_shares_the_process_unless_the_user_says_otherwise(
-    own: str | None, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, asked = "VLLM_ENABLE_V1_MULTIPROCESSING", []
-    monkeypatch.setenv(name, own or "")
-    if own is None:
-        monkeypatch.delenv(name)
-
-    def started(arguments: Any) -> Any:
-        asked.append(os.environ[name])
-        raise RuntimeError("no engine in this test")
-
-    monkeypatch.setattr(record, "with_trees", lambda settings: {})
-    monkeypatch.setattr(record, "engine", started)
-    settings: Any = SimpleNamespace(drafter="draft")
-    with pytest.raises(RuntimeError, match="no engine"):
-        record.record(settings, lambda *_: nullcontext(lambda: None))
-    assert asked == [found]
 
 
 def test_a_recorded_generation_is_saved_and_drawn(
@@ -147,60 +116,6 @@ def test_the_method_says_what_drafts(asked: list[Any], monkeypatch: pytest.Monke
     assert [(each.method, each.draft) for each in asked] == [
         ("draft_model", "/pair/draft"), ("eagle3", "/pair/eagle3"), ("mtp", None),
     ]  # fmt: skip
-
-
-def test_trees_are_whole_unless_it_is_said_otherwise(asked: list[Any]) -> None:
-    run("a")
-    run("a", "--dyntree", '{"width": 2, "budget": "adaptive"}')
-    assert [settings.options["budget"] for settings in asked] == ["fixed", "adaptive"]
-    assert asked[1].options["width"] == 2
-
-
-def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
-    asked: list[Any], tmp_path: Path
-) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text("{}")
-    own = ["--target", str(tmp_path / "a"), "--draft", str(tmp_path / "a"), "text"]
-    run("text")
-    run(*own)
-    run(*own, "--dtype", "float16")
-    assert [settings.dtype for settings in asked] == ["float32", "auto", "float16"]
-
-
-def test_the_prompt_comes_from_a_file_or_from_standard_input(
-    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "prompt").write_text("from a file")
-    run("--file", str(tmp_path / "prompt"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
-    run("--file", "-")
-    assert [settings.prompts for settings in asked] == [["from a file"], ["from a pipe"]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "a", "text"], "--target and --draft go together"),
-        (["--method", "eagle", "text"], "the embedded target has no EAGLE head"),
-        (["--target", "a", "--draft", "b"], "give a prompt for these models"),
-        (["text", "--file", "-"], "a prompt is given twice"),
-        ([""], "the prompt is empty"),
-        (["--dyntree", '{"wdith": 2}'], "width"),
-        (["--file", "/nowhere/prompt"], "/nowhere/prompt"),
-        (["--step", "1", "--format", "html"], "--step is for"),
-        (["--from", "/nowhere/trace"], "/nowhere/trace"),
-        (["text", "--from", "x"], "--from draws a saved trace"),
-    ],
-)
-def test_a_users_mistake_ends_with_status_2_before_anything_starts(
-    asked: list[Any], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*arguments) == 2
-    assert not asked
-    # typer breaks lines within a box.
-    told = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
-    assert message in told
 
 
 def test_a_step_behind_the_last_is_refused(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

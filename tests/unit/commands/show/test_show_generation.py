@@ -36,14 +36,6 @@ def test_another_file_is_refused_by_its_name(tmp_path: Path, text: str, message:
     assert message in str(error.value)
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    save(made(), path)
-    path.write_text(path.read_text().replace("dyntree-trace-2", "dyntree-trace-3"))
-    with pytest.raises(ValueError, match=r"format.*dyntree-trace-2"):
-        load(path)
-
-
 def test_a_broken_tree_in_a_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     save(made(), path)
@@ -59,13 +51,6 @@ def test_a_value_that_is_no_chance_is_refused(value: float) -> None:
     (step, _) = made().steps
     with pytest.raises(ValueError, match="must be logs of chances"):
         replace(step, values=[value, *step.values[1:]])
-
-
-def test_a_step_without_a_bonus_token_is_refused() -> None:
-    (_, step) = made().steps
-    assert not step.accepted
-    with pytest.raises(ValueError, match="accepted tokens and one bonus token"):
-        replace(step, emitted=[])
 
 
 def test_a_source_that_there_is_not_is_refused(tmp_path: Path) -> None:
@@ -92,11 +77,6 @@ def test_trees_that_do_not_belong_to_the_text_are_refused(
         made(**change)
 
 
-def test_the_last_step_may_go_beyond_the_end() -> None:
-    cut = replace(made(), tokens=[3, 4], pieces=["def", " f", "(", "x"], steps=made().steps[:1])
-    assert cut.context(cut.steps[0]) == "def f"
-
-
 def as_bytes(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
@@ -106,10 +86,6 @@ def test_pieces_of_bytes_join_to_the_text(text: str) -> None:
     found = pieces(as_bytes, list(text.encode()))
     assert "".join(found) == text
     assert len(found) == len(text.encode())
-
-
-def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
-    assert pieces(as_bytes, list("aé€".encode())) == ["a", "", "é", "", "", "€"]
 
 
 def test_a_tokenizer_that_drops_the_first_space_loses_it_at_the_start_only() -> None:

@@ -24,12 +24,6 @@ def data(html: str = HTML) -> dict[str, Any]:
     return read
 
 
-def test_a_page_says_what_drafted() -> None:
-    assert data()["drafter"] == "draft"
-    assert data(page.render(made(drafter="head")))["drafter"] == "head"
-    assert "`draft $" not in HTML
-
-
 def test_nothing_is_loaded_from_elsewhere() -> None:
     addresses = set(re.findall(r"https?://[^\s\"']+", HTML))
     assert addresses == {"http://www.w3.org/2000/svg"}  # SVG's namespace, which is not fetched
@@ -74,18 +68,9 @@ def test_every_node_has_its_place_its_chances_and_its_fate() -> None:
         assert len(set(places)) == len(places)
 
 
-def test_chances_are_of_the_token_and_of_its_path() -> None:
-    node = data()["steps"][0]["nodes"][2]
-    assert (node["probability"], node["value"]) == (0.8333, 0.5)
-
-
 def test_nodes_tell_their_source_and_the_page_explains_those_that_there_are() -> None:
     found = data(page.render(of_several_sources()))
     sources = [[node["source"] for node in step["nodes"]] for step in found["steps"]]
     assert sources == [["draft", "look_up", "both", "draft"], ["draft"]]
     assert list(found["sources"]) == ["draft", "look_up", "both"]
     assert list(data()["sources"]) == ["draft"]
-
-
-def test_a_generation_without_trees_has_a_page() -> None:
-    assert data(page.render(made(steps=[])))["steps"] == []
