@@ -77,10 +77,6 @@ def test_an_engine_without_trees_counts_in_no_panel(prometheus: Prometheus) -> N
     assert (shown, everywhere) == (1.0, 1.5)
 
 
-def test_some_panels_are_by_depth() -> None:
-    assert len(BY_DEPTH) == 3
-
-
 @pytest.mark.parametrize(("expression", "form"), BY_DEPTH)
 def test_a_range_query_gives_depths_in_their_order(
     expression: str, form: str, prometheus: Prometheus

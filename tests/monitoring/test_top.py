@@ -86,42 +86,12 @@ def test_once_shows_every_engine_and_ends(server: Server) -> None:
         assert part in shown
 
 
-def test_without_a_terminal_screens_are_printed_one_below_the_other(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.body = text(100)
-    looks = iter([None, None])
-
-    def sleep(_: float) -> None:
-        if next(looks, "over") == "over":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("dyntree_plugin.commands.top.command.time.sleep", sleep)
-    console = Console(file=io.StringIO(), width=160)
-    run(console, address_of(server), 1.0, once=False, as_json=False)
-    assert console.file.getvalue().count("m · engine 0") == 3
-
-
 def test_the_command_gives_json(server: Server) -> None:
     server.body = text(100)
     done = CliRunner().invoke(app, ["top", address_of(server), "--once", "--json"])
     assert done.exit_code == 0, done.output
     (engine,) = json.loads(done.stdout)["engines"]
     assert engine["acceptance_length"] == 4
-
-
-@pytest.mark.parametrize(("body", "says"), [(PLAIN, "without dyntree"), ("", "without dyntree")])
-def test_a_server_without_trees_is_told(body: str, says: str, server: Server) -> None:
-    server.body = body
-    done = CliRunner().invoke(app, ["top", address_of(server), "--once"])
-    assert done.exit_code != 0
-    assert says in " ".join(done.output.replace("│", "").split())
-
-
-def test_a_server_that_is_not_there_is_told() -> None:
-    done = CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"])
-    assert done.exit_code != 0
-    assert "cannot be read" in " ".join(done.output.replace("│", "").split())
 
 
 @pytest.mark.parametrize(
@@ -166,17 +136,6 @@ def test_a_page_without_an_end_is_left_and_told(
     assert server.sent < 1 << 26
 
 
-def test_a_page_of_exactly_the_most_bytes_is_read(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.body = text(100)
-    monkeypatch.setattr("dyntree_plugin.commands.top.page.MOST_BYTES", len(server.body))
-    assert read(address_of(server)).engines
-    monkeypatch.setattr("dyntree_plugin.commands.top.page.MOST_BYTES", len(server.body) - 1)
-    with pytest.raises(Unreadable):
-        read(address_of(server))
-
-
 @pytest.mark.parametrize("ending", ["\x1b[2J", "[red]", "\r\x07", "x" * 10**5])
 def test_what_a_server_says_instead_of_a_page_is_one_short_line_of_text(
     ending: str, server: Server
@@ -191,11 +150,6 @@ def test_what_a_server_says_instead_of_a_page_is_one_short_line_of_text(
     assert len(done.output) < 2000
     assert not set(done.output) & {"\x1b", "\r", "\x07"}
     assert ("[red]" in done.output) == (ending == "[red]")
-
-
-def test_an_address_that_is_none_is_told() -> None:
-    with pytest.raises(Unreadable, match="cannot be read: nonnumeric port"):
-        read("http://localhost:port")
 
 
 def test_every_look_is_a_line_of_json_those_that_failed_too(

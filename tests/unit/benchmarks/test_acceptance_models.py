@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from acceptance_models import CPU, VOCABULARY, in_rows, plain, some_prompts
+from acceptance_models import in_rows, plain, some_prompts
 
-from benchmarks.acceptance.models import Decoder, load
+from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.texts import write
 from dyntree_plugin.tree.token_tree import TokenTree
 
@@ -106,20 +105,3 @@ def test_the_target_writes_greedy_text_and_the_same_sample_for_the_same_seed() -
     assert not torch.equal(sampled[0][:, :5], greedy)
     alone = write(in_rows(), prompts.part(slice(1, 2)), 1.0, 40)
     assert torch.equal(alone[0], sampled[0][1]), "a text depends on its seed, not on the batch"
-
-
-def test_models_with_windows_are_refused(tmp_path: object) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    MistralForCausalLM(config).save_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match="sliding"):
-        load(str(tmp_path), CPU, torch.float32)

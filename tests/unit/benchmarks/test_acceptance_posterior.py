@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from acceptance_models import VOCABULARY, in_rows, some_prompts
 
 from benchmarks.acceptance.posterior import fitted_beta, measure
 from benchmarks.acceptance.texts import Prompts, write
-from dyntree_plugin.tune.posterior import MOST_BITS, Posterior, likeliest_beta, surprises
+from dyntree_plugin.tune.posterior import Posterior, likeliest_beta, surprises
 
 PROMPTS = some_prompts(*[5, 9, 3] * 14)
 """More than are measured at once."""
@@ -68,24 +66,6 @@ def test_the_target_itself_as_the_draft_leaves_nothing_unknown(temperature: floa
     assert other.positions == len(PROMPTS) * TOKENS
 
 
-def test_noise_of_other_seeds_leaves_much_unknown() -> None:
-    wrong = replace(PROMPTS, seeds=PROMPTS.seeds + 1000)
-    assert found(0.0, 0.8, wrong).bits > 0.5
-
-
-def test_scores_that_say_nothing_leave_the_whole_vocabulary() -> None:
-    _, tokens = toy(1.0)
-    for scores in (torch.zeros(len(tokens), VOCABULARY), toy(1.0)[0].flip(0)):
-        bits = surprises(scores, tokens, likeliest_beta(scores, tokens)).mean()
-        assert float(bits) == pytest.approx(math.log2(VOCABULARY), rel=0.01)
-
-
-def test_an_impossible_token_surprises_no_more_than_is_counted() -> None:
-    scores = torch.tensor([[0.0, -math.inf], [0.0, 0.0]])
-    posterior = Posterior.of(1.0, 1.0, surprises(scores, torch.tensor([1, 0]), 1.0))
-    assert posterior.bits == (MOST_BITS + 1) / 2
-
-
 @pytest.mark.parametrize("nodes", [64, 1024])
 @pytest.mark.parametrize("beta", [0.5, 1.0])
 def test_the_law_foretells_the_likeliest_paths(nodes: int, beta: float) -> None:
@@ -109,19 +89,3 @@ def accepted(law: list[float], nodes: int) -> float:
         for chance in law:
             heapq.heappush(waiting, -path * chance)
     return total
-
-
-def test_of_trees_that_do_not_branch_the_law_says_nothing() -> None:
-    assert Posterior(0.0, 0.1, 0.0, 0.0, 100).tokens_per_step(64) is None
-    assert Posterior(0.0, 0.1, 0.01, 0.01, 100).tokens_per_step(64) is None
-    assert Posterior(0.0, 0.1, 0.1, 0.1, 100).tokens_per_step(64) is not None
-
-
-def test_a_token_that_cannot_be_drafted_changes_no_beta() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = 2 * torch.randn(500, 20, generator=generator)
-    tokens = (scores / 0.7).softmax(1).multinomial(1, generator=generator)[:, 0]
-    without = likeliest_beta(scores, tokens)
-    with_one = likeliest_beta(torch.nn.functional.pad(scores, (0, 1), value=-torch.inf), tokens)
-    assert with_one == pytest.approx(without)
-    assert 0.3 < without < 1.5

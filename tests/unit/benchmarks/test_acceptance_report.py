@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from acceptance_models import VOCABULARY, in_rows, plain
-from rich.console import Console
+from acceptance_models import VOCABULARY, plain
 from typer.testing import CliRunner
 
-from benchmarks import pictures
 from benchmarks.acceptance import command, report
-from benchmarks.acceptance.paper import REPORTED
 from benchmarks.acceptance.plots import draw
 from dyntree_plugin.provenance import provenance
 
 REPOSITORY = Path(__file__).parents[3]
 PROMPTS = 6
 
-KNOWN = {"beta": 0.5, "bits": 1.0, "second_moment": 2.0}
-"""A posterior of which the law is easily told."""
 
 FILES = ("prompts.jsonl", "result.json")
 
@@ -73,13 +66,6 @@ def test_pools_are_left_out_without_a_further_draft() -> None:
     without, every = (command._methods(None, pools=pools) for pools in (False, True))
     assert every == [*command.METHODS.values()]
     assert without == [method for method in every if method.drafts != "all"] != every
-
-
-def printed(renderable: Any) -> str:
-    console = Console(file=io.StringIO(), width=160, color_system="standard", force_terminal=True)
-    with console.capture() as captured:
-        console.print(renderable)
-    return captured.get()
 
 
 def test_every_method_is_measured_wherever_it_differs(result: dict[str, Any]) -> None:
@@ -159,59 +145,6 @@ def test_the_error_of_a_ratio_is_that_over_prompts_that_both_have() -> None:
     assert error == pytest.approx(2 * (2 * (20 / 120 - 40 / 120) ** 2) ** 0.5)
 
 
-def test_what_the_posterior_entropy_foretells_stands_beside_what_was_measured(
-    result: dict[str, Any],
-) -> None:
-    assert [found["temperature"] for found in result["posterior"]] == [0.0, 0.8]
-    assert all(found["positions"] == 4 * 12 for found in result["posterior"])
-    changed = result | {"posterior": [found | KNOWN for found in result["posterior"]]}
-    head, _, *rows = report.posterior_markdown(changed).split("\n\n")[0].splitlines()
-    assert head == "| " + " | ".join(report.POSTERIOR_COLUMNS) + " |"
-    shown = printed(report.posterior_table(changed))
-    for row, place in zip(rows, report.places(result), strict=True):
-        cell = report.find(result["cells"], "calibrated", *place)
-        assert cell is not None
-        tokens = cell["tokens_per_step"]
-        foretold = math.log2(place[1] * math.log(2)) + 1
-        told = [f"{place[0]:g}", "1.00", "0.50", str(place[1]), f"{foretold:.2f}"]
-        told += [f"{tokens:.2f}", f"{tokens / foretold:.2f}"]
-        assert row == "| " + " | ".join(told) + " |"
-        assert all(each in shown for each in told)
-    alone = changed | {"cells": [c for c in result["cells"] if c["method"] == "chain"]}
-    assert all(row[5:] == ("–", "–") for row in report.posterior_rows(alone))
-
-
-def test_cells_that_fall_short_are_red(result: dict[str, Any]) -> None:
-    changed = json.loads(json.dumps(result))
-    for cell in changed["cells"]:
-        if cell["ours"]:
-            cell["tokens_per_step"] = 100.0
-    red = "\x1b[1;31m"
-    assert red not in printed(report.ratio_table(changed))
-    for cell in changed["cells"]:
-        if cell["method"] == "sequoia" and cell["budget"] == 8 and cell["temperature"] > 0:
-            cell["tokens_per_step"] = 100.0 / 1.2
-    assert printed(report.ratio_table(changed)).count(red) == 1
-
-
-def test_a_dear_or_half_empty_dynamic_threshold_is_red(result: dict[str, Any]) -> None:
-    changed = json.loads(json.dumps(result))
-    sweep = changed["threshold_sweep"]
-    for cell in sweep:
-        cell |= {"nodes_per_step": 0.97 * cell["budget"], "draft_forwards_per_step": 4.0}
-    assert "\x1b[1;31m" not in printed(report.threshold_table(changed))
-    next(c for c in sweep if c["method"] == "dynamic_threshold")["draft_forwards_per_step"] = 6.1
-    assert "\x1b[1;31m" in printed(report.threshold_table(changed))
-
-
-def test_the_papers_own_losing_case_is_shown(result: dict[str, Any]) -> None:
-    ratios = {(told.table, told.temperature): told.over_sequoia for told in REPORTED}
-    assert ratios[4, 0.6] < 1 < ratios[4, 0.0]
-    shown = printed(report.paper_table(result))
-    assert f"{ratios[4, 0.6]:.2f}×" in shown
-    assert shown.count("measured here") == 4
-
-
 def test_pictures_are_drawn(result: dict[str, Any], tmp_path: Path) -> None:
     written = draw(result, tmp_path / "new")
     assert len(written) == 4
@@ -240,51 +173,6 @@ def test_mistakes_are_refused_by_name_before_a_model_is_loaded(
     done = invoke(folders, *arguments)
     assert done.exit_code == 2
     assert told in done.stderr
-
-
-def test_pictures_that_cannot_be_drawn_are_refused_before_a_model_is_loaded(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "load", lambda *_: pytest.fail("a model was loaded"))
-    done = invoke(folders, "--plots", str(tmp_path))
-    assert done.exit_code == 2
-    assert "--plots needs matplotlib" in done.stderr
-
-
-def test_one_model_alone_is_refused() -> None:
-    done = CliRunner().invoke(command.app, ["--target", "somewhere"])
-    assert done.exit_code == 2
-    assert "give both or neither" in done.stderr
-
-
-def test_models_of_different_vocabularies_are_refused(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    model = in_rows()
-    config = type(model.config)(**(model.config.to_dict() | {"vocab_size": VOCABULARY + 1}))
-    type(plain())(config).save_pretrained(tmp_path)
-    done = invoke(folders | {"draft": tmp_path})
-    assert done.exit_code == 2
-    assert f"{VOCABULARY + 1}" in done.stderr
-
-
-@pytest.mark.parametrize("width", [80, 60])
-def test_a_small_terminal_shows_every_figure_of_twelve_cells_whole(width: int) -> None:
-    path = REPOSITORY / "benchmarks" / "results" / "acceptance-cpu.json"
-    result = json.loads(path.read_text()) | {"posterior": []}
-    assert len(report.places(result)) == 12
-    console = Console(file=io.StringIO(), width=width)
-    report.show(console, result)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "…" not in shown
-    tables = shown.split("Modelled speed-up")[0]
-    words = [word for line in tables.splitlines() for word in line.split()]
-    for temperature, _ in report.places(result):
-        assert words.count(f"T={temperature:g}") == 4 * 4
-    for cell in result["cells"]:
-        assert f"{cell['tokens_per_step']:.2f}" in words
-        assert f"{cell['draft_forwards_per_step']:.1f}" in words
 
 
 def test_the_page_shows_the_published_result() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from operator import mul
-
 import pytest
 import torch
 from acceptance_models import CPU, in_rows, some_prompts
@@ -12,7 +9,7 @@ from acceptance_models import CPU, in_rows, some_prompts
 from benchmarks.acceptance import drafting
 from benchmarks.acceptance.calibrate import learn_values, positional_acceptance
 from benchmarks.acceptance.drafting import Grown, Requests, grow
-from benchmarks.acceptance.methods import METHODS, Setting, scaled_expansion
+from benchmarks.acceptance.methods import METHODS, Setting
 from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.step_times import StepTimes
@@ -22,7 +19,6 @@ from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.perturb import perturb_on
-from dyntree_plugin.tree.token_tree import Accepted
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
 TOKENS = 20
@@ -164,8 +160,9 @@ def test_values_are_learned_from_what_was_accepted() -> None:
     assert float(sure.log_chance(even, kind)) > float(unsure.log_chance(even, kind))
 
 
-@pytest.mark.parametrize("method", ["pool", "pool_with_look_up", "merged"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("pool", 0.0), ("pool_with_look_up", 1.0), ("merged", 1.0)]
+)
 def test_a_pool_is_nearly_as_good_as_its_best_draft(method: str, temperature: float) -> None:
     """A pool of one draft that is right and one that is not, against each of them twice."""
     right, mixed, wrong = (
@@ -186,30 +183,6 @@ def test_every_draft_of_a_pool_is_counted() -> None:
     assert apart.tokens == single.tokens
     assert apart.nodes == single.nodes
     assert (apart.forwards, apart.expanded) == (2 * single.forwards, 2 * single.expanded)
-
-
-def test_a_step_behind_the_text_accepts_nothing() -> None:
-    prompts = some_prompts(5, 3)
-    plan = METHODS["chain"].plan(Setting(4, 0.0, 4, ()))
-    pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
-    decoder = Decoder(in_rows(), 2, 10)
-    with torch.inference_mode():
-        logits = decoder.append(prompts.tokens, prompts.lengths)
-        grown = grow(plan, pick, decoder, logits, Requests(prompts.seeds, 0.0))
-    text = grown.tree.tokens[:, :2]
-    accepted: Accepted = Replay(torch.cat([text[:, :1], text], 1)).verify(grown)
-    assert accepted.lengths.tolist() == [2, 2]
-
-
-def test_scaled_expansions_use_their_budget() -> None:
-    for budget in range(1, 1025):
-        sizes = scaled_expansion(budget, 24)
-        nodes = sum(accumulate(sizes, mul))
-        assert nodes <= budget
-        assert len(sizes) <= 8
-        assert nodes >= 0.6 * budget or budget < 14
-    assert scaled_expansion(16, 24) == (1, 1, 2, 1, 1, 1, 1, 1)
-    assert len(scaled_expansion(64, 5)) == 5
 
 
 def test_modelled_speedup_divides_the_tokens_by_the_time_of_their_step() -> None:

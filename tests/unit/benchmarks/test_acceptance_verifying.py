@@ -18,7 +18,7 @@ from benchmarks.acceptance.texts import Prompts, logits_along, write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.block import Chains
-from dyntree_plugin.tree.children import ChildPicker, Children, DraftRows
+from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.match import match
 from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import draw
@@ -201,9 +201,7 @@ def assert_same(steps: list[tuple[Accepted, Accepted]]) -> None:
     ("temperature", "options"),
     [
         (0.0, {}),
-        (0.0, {"growth": "dyspec", "rule": "match"}),
         (1.0, {}),
-        (0.7, {"coupling": "off"}),
         (0.7, {"calibration": "on"}),
     ],
 )
@@ -220,9 +218,7 @@ def test_replaying_a_text_accepts_what_verifying_the_tree_does(
     "options",
     [
         {"growth": "dyspec"},
-        {"growth": "dynamic_threshold"},
         {"growth": "sequoia", "acceptance": [0.6, 0.2, 0.1]},
-        {"growth": "chain", "sampling": "without_replacement"},
         {"growth": "expansion", "expansion": [2, 2, 1], "max_depth": 3},
     ],
     ids=lambda options: str(options["growth"]),
@@ -284,27 +280,6 @@ def test_texts_have_the_law_of_the_target(name: str) -> None:
     assert excess > 8 * error
 
 
-def test_chains_draw_with_noise_of_their_root() -> None:
-    """Control: without it the noise is that of each token's position."""
-    plan = METHODS["block"].plan(Setting(DEPTH, 1.0, DEPTH, ()))
-    asked: list[DraftRows] = []
-
-    def pick(*arguments: Any) -> Children:
-        asked.append(arguments[1])
-        return ChildPicker(plan, PERTURB, AcceptanceEstimate("cpu"))(*arguments)
-
-    prompts = some_prompts(*PROMPTS)
-    for of_roots in (False, True):
-        asked.clear()
-        context = [row[:n].tolist() for row, n in zip(prompts.tokens, prompts.lengths, strict=True)]
-        grown_by(pick, plan, context, prompts, 1.0, of_roots)
-        for place, rows in enumerate(asked):
-            assert rows.columns.tolist() == [place] * len(context)
-            expected = [len(words) - 1 + (0 if of_roots else place) for words in context]
-            assert rows.positions.tolist() == expected
-        assert len(asked) == DEPTH
-
-
 def test_the_comparisons_notice_another_target() -> None:
     prompts, plan = some_prompts(*PROMPTS), a_plan(growth="dyspec")
     walk = Walk(in_rows(0.4), prompts, DRAWN_RULES[plan.rule], 0.8, 60)
@@ -313,13 +288,3 @@ def test_the_comparisons_notice_another_target() -> None:
     text = write(in_rows(0.4), prompts, 0.8, 3 * (DEPTH + 1) + 1)
     with pytest.raises(AssertionError):
         assert_same(lazily_and_densely(a_plan(), Replay(text), prompts, 0.8))
-
-
-def test_a_sampled_rule_refuses_trees_without_draws() -> None:
-    prompts = some_prompts(4, 4)
-    walk = Walk(in_rows(), prompts, DRAWN_RULES["without_replacement"], 1.0, 20)
-    context = [[*row.tolist(), 1] for row in prompts.tokens]
-    with pytest.raises(ValueError, match="drawn children"):
-        walk.verify(grown_behind(a_plan(), context, prompts, 1.0))
-    with pytest.raises(ValueError, match="drawn tokens"):
-        Blocks(in_rows(), prompts, 1.0, 20).verify(grown_behind(a_plan(), context, prompts, 1.0))

@@ -6,21 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import gpu_model, gpu_states
+from benchmarks import gpu_model
 from benchmarks.gpu_model import (
     ASSUMED,
     BLOCK,
-    CATCH_UP_ALONE,
     CHAIN,
     H200,
     LLAMA_8B,
     PAIRINGS,
-    PLAIN,
-    TREE,
-    VARIED,
     Drafted,
     best_chain,
-    best_tree,
     forward_seconds,
     point,
 )
@@ -48,33 +43,11 @@ def test_a_chain_starts_less_than_a_tree_and_a_head_more() -> None:
     assert point(alike, CHAIN_OF_8, 1).device > tree.device
 
 
-def test_no_tree_costs_the_catch_up() -> None:
-    """dyntree without a tree is a little slower than vLLM without speculation."""
-    assert point(SMALL, CATCH_UP_ALONE, 1).speed < point(SMALL, PLAIN, 1).speed
-
-
 def test_a_forward_is_bound_by_bytes_or_by_operations() -> None:
     faster = replace(H200, bandwidth=2 * H200.bandwidth), replace(H200, operations=2e15)
     for rows, gains in ((1, faster[0]), (4096, faster[1])):
         seconds = [forward_seconds(LLAMA_8B, gpu, 1, rows, 1000) for gpu in (H200, *faster)]
         assert min(seconds) == forward_seconds(LLAMA_8B, gains, 1, rows, 1000) < seconds[0]
-
-
-def test_trees_pay_less_the_more_requests_there_are() -> None:
-    gains = [
-        best_tree(SMALL, requests, 1.0, ASSUMED).speed / point(SMALL, PLAIN, requests).speed
-        for requests in (1, 16, 256)
-    ]
-    assert gains == sorted(gains, reverse=True)
-
-
-def test_where_nothing_is_accepted_no_tree_is_made() -> None:
-    assert best_tree(SMALL, 16, 0.0, replace(ASSUMED, share=0.0)).step.nodes == 0
-
-
-def test_each_variation_makes_trees_slower() -> None:
-    first, *others = (best_tree(HEAD, 1, 0.0, assumed).speed for assumed in VARIED.values())
-    assert all(each < first for each in others)
 
 
 def test_drawn_chains_are_verified_in_the_better_way() -> None:
@@ -84,26 +57,9 @@ def test_drawn_chains_are_verified_in_the_better_way() -> None:
     assert all(best.speed > point(HEAD, each, 1, tree=False).speed for each in one_by_one)
 
 
-def test_more_nodes_were_measured_to_give_more_tokens() -> None:
-    for temperature in gpu_model.TEMPERATURES:
-        found = gpu_model.drafted(TREE, temperature)
-        for depth in {each.forwards for each in found}:
-            tokens = [each.tokens for each in found if each.forwards == depth]
-            assert tokens == sorted(tokens)
-
-
 def test_a_step_that_was_measured_is_forecast_by_its_own_nodes_and_requests() -> None:
     rows = [*gpu_model.beside_measured()]
     assert len(rows) == 1 + 2 * 6
     for row in rows[1:]:
         measured, forecast = (float(row[at].strip("*")) for at in (5, 6))
         assert 0.3 < forecast / measured < 1.0
-
-
-def test_a_tree_takes_less_than_two_states_and_a_chain_one_for_each_row() -> None:
-    for nodes in gpu_states.NODES:
-        assert gpu_states.tree_memory(nodes) < 2 * gpu_states.STATE
-        assert gpu_states.chain_memory(nodes) > (nodes + 1) * gpu_states.STATE
-    assert gpu_states.chain_bytes(64) - gpu_states.chain_bytes(16) == 48 * gpu_states.STATE
-    steps = [row[5].split(", ") for row in [*gpu_states.forecast()][1:]]
-    assert all(float(tree) < float(chain) for tree, chain in steps)

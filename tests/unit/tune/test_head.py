@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import shutil
@@ -201,61 +200,12 @@ def test_a_stored_head_is_read_back(head: eagle.Head, tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
 
 
-def test_a_head_reads_texts_as_long_as_the_target_does(target: LlamaForCausalLM) -> None:
-    longer = copy.deepcopy(target.config)
-    longer.max_position_embeddings = 131072
-    config = eagle.head_config(longer, SHAPE, LAYERS, 40)
-    assert config.max_position_embeddings == 131072
-
-
 @pytest.mark.parametrize("layers", [(1, 4), (3, 1), (1, 1), (-1, 2)])
 def test_layers_that_vllm_would_not_read_so_are_refused(
     layers: tuple[int, ...], target: LlamaForCausalLM
 ) -> None:
     with pytest.raises(ValueError, match="layers="):
         eagle.head_config(target.config, SHAPE, layers, 40)
-
-
-@pytest.mark.parametrize("changed", [{"hidden": 64}, {"layers": 2}])
-def test_a_head_of_another_width_is_refused(
-    changed: dict[str, int], target: LlamaForCausalLM
-) -> None:
-    with pytest.raises(ValueError, match="one layer of hidden=32"):
-        eagle.head_config(target.config, replace(SHAPE, **changed), LAYERS, 40)
-
-
-@pytest.mark.parametrize(
-    ("match", "steps"),
-    [
-        (["1111", "1111"], 2),
-        (["1111", "0000"], 2),
-        (["1010", "1111"], 2),
-        (["0110", "0001"], 3),
-        (["0000", "1111"], 4),
-    ],
-)
-def test_each_depth_of_a_chain_has_its_own_hits(match: list[str], steps: int) -> None:
-    hits = [[mark == "1" for mark in row] for row in match]
-    assert evaluate.steps_of_chains(hits) == steps
-
-
-def test_the_shipped_head_is_small_and_drafts_tokens_of_the_target() -> None:
-    folder = pair.paths()["eagle3"]
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
-    assert (folder / "model.safetensors").stat().st_size <= 2.5e6
-    config = json.loads((folder / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    tokens = weights["d2t"] + torch.arange(config["draft_vocab_size"])
-    assert weights["d2t"].dtype == torch.int64
-    assert (tokens.diff() > 0).all()
-    assert tokens[0] >= 0
-    assert tokens[-1] < config["vocab_size"] == len(weights["t2d"])
-    assert torch.equal(weights["t2d"].nonzero()[:, 0], tokens)
-    assert {each.dtype for name, each in weights.items() if "2" not in name} == {torch.bfloat16}
-    of_target = json.loads((pair.paths()["target"] / "config.json").read_text())
-    for name in ("vocab_size", "rms_norm_eps", "rope_parameters", "hidden_size"):
-        assert config[name] == of_target[name]
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
 def test_the_shipped_head_follows_the_target_at_every_step() -> None:

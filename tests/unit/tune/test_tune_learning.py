@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,7 @@ def shards(target: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -
     return Shards(files)
 
 
-@pytest.mark.parametrize("number", [0, 7, 20, 39])
+@pytest.mark.parametrize("number", [0, 39])
 def test_the_laws_are_those_of_the_target_on_each_text_alone(
     number: int, shards: Shards, target: LlamaForCausalLM
 ) -> None:
@@ -91,19 +91,6 @@ def test_the_comparison_is_exact_where_all_tokens_are_kept() -> None:
     found = losses.compare(given, best.indices, best.values)
     torch.testing.assert_close(found.divergence, (p * (p / q).log()).sum(-1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.overlap, torch.minimum(p, q).sum(-1), rtol=1e-4, atol=1e-4)
-
-
-def test_fewer_kept_tokens_bound_the_comparison() -> None:
-    generator = torch.Generator().manual_seed(1)
-    given, wanted = (torch.randn(50, 40, generator=generator) * 2 for _ in range(2))
-    best = wanted.log_softmax(-1).topk(40)
-    divergence, overlap = [], []
-    for kept in (1, 4, 16, 40):
-        found = losses.compare(given, best.indices[:, :kept], best.values[:, :kept])
-        divergence.append(found.divergence)
-        overlap.append(found.overlap)
-    assert all((a <= b + 1e-4).all() for a, b in pairwise(divergence))
-    assert all((a >= b - 1e-4).all() for a, b in pairwise(overlap))
 
 
 def test_a_token_that_the_draft_lacks_is_one_of_the_others() -> None:
@@ -141,12 +128,6 @@ def test_an_epoch_has_every_text_once_in_an_order_of_its_own(shards: Shards) -> 
     assert first_tokens(0)[:10] != first_tokens(0)[10:]
 
 
-def test_a_batch_of_more_texts_than_there_are_is_refused(shards: Shards) -> None:
-    assert len(next(fit.epochs(shards, 40, 0))["tokens"]) == 40
-    with pytest.raises(ValueError, match="rows=41 must be at most the number of texts, 40"):
-        next(fit.epochs(shards, 41, 0))
-
-
 def trained(
     shards: Shards, checkpoint: Checkpoint | None = None, seed: int = 0, until: int | None = None
 ) -> LlamaForCausalLM:
@@ -175,7 +156,7 @@ def test_fitting_lowers_the_loss_of_texts_that_are_not_learned(
     assert fit.mean_loss(trained(shards), held_out, fit.draft_loss, 4) < 0.98 * before
 
 
-@pytest.mark.parametrize("until", [1, 5, 8, 11])
+@pytest.mark.parametrize("until", [1, 8])
 def test_a_killed_training_ends_at_the_same_weights(
     until: int, shards: Shards, tmp_path: Path
 ) -> None:

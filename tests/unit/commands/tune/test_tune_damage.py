@@ -161,26 +161,20 @@ def state(**more: object) -> Change:
     return lambda file: torch.save(torch.load(file) | more, file)
 
 
-BYTES = [cut, last_byte_lost, empty, garbage]
+BYTES = [last_byte_lost, garbage]
 SHARD = "taught/00001.safetensors"
 DAMAGE: list[tuple[str, Change]] = [
     *((SHARD, change) for change in BYTES),
-    *((SHARD, tensor("tokens", of_token(n))) for n in (-1, VOCABULARY, 2**31 - 1)),
-    *((SHARD, tensor("top_tokens", of_token(n))) for n in (-1, VOCABULARY)),
+    *((SHARD, tensor("tokens", of_token(n))) for n in (-1, VOCABULARY)),
+    (SHARD, tensor("top_tokens", of_token(VOCABULARY))),
     (SHARD, tensor("tokens", torch.Tensor.float)),
-    (SHARD, tensor("tokens", lambda tokens: tokens[:-1])),
-    (SHARD, tensor("lengths", lambda lengths: lengths[:-1])),
     (SHARD, tensor("lengths", torch.zeros_like)),
     (SHARD, tensor("top_log_probs", lambda found: found.fill_(torch.nan))),
-    (SHARD, tensor("top_log_probs", lambda found: found[:, :3])),
-    ("taught/00000.safetensors", cut),
     *(("checkpoint-1.pt", change) for change in BYTES),
-    *(("checkpoint-1.pt", state(step=step)) for step in (10**15, 0, "two")),
+    *(("checkpoint-1.pt", state(step=step)) for step in (10**15, "two")),
     ("checkpoint-1.pt", state(model={})),
-    ("checkpoint-1.pt", state(optimizers=[])),
-    *(("losses-1.json", change) for change in BYTES[:1] + BYTES[2:]),
-    *(("losses-1.json", text(value)) for value in ("5", "[[0, 1]]", '[["a", 1, 1]]', "[" * 99999)),
-    *(("settings.json", change) for change in (cut, empty, garbage, text("null"), text("[5]"))),
+    *(("losses-1.json", text(value)) for value in ("[[0, 1]]", "[" * 99999)),
+    *(("settings.json", change) for change in (empty, text("null"))),
 ]  # fmt: skip
 
 
@@ -209,11 +203,8 @@ def first(**more: object) -> Change:
 
 
 WRITTEN = [
-    *(cut, empty, garbage),
-    *map(text, ("{}", "[]", "null", "5", "[5]", "[{}]", '["a"]')),
-    first(prompt=[]), first(answer=[]), first(prompt="abc"), first(answer=None),
-    first(answer=[VOCABULARY]), first(answer=[-1]), first(answer=[0.5]), first(answer=["a"]),
-    first(temperature="1"), first(temperature=-1), first(seed=2**70), first(seed=None),
+    cut, text("[]"), text("[5]"), first(prompt=[]), first(answer=None), first(answer=[VOCABULARY]),
+    first(answer=[0.5]), first(temperature=-1), first(seed=2**70),
 ]  # fmt: skip
 
 
@@ -301,7 +292,7 @@ def test_bytes_that_change_at_random_are_read_or_refused(out: Path) -> None:
     refusals = 0
     for file, read in readers:
         stock = file.read_bytes()
-        for _ in range(150):
+        for _ in range(60):
             changed = bytearray(stock)
             for _ in range(drawn.choice([1, 1, 5])):
                 # Most of what can go wrong is in a file's first bytes.
@@ -310,7 +301,7 @@ def test_bytes_that_change_at_random_are_read_or_refused(out: Path) -> None:
             file.write_bytes(changed[: drawn.choice([None, None, drawn.randrange(len(changed))])])
             refusals += refusal(read, str(file))
         file.write_bytes(stock)
-    assert 100 < refusals < 450
+    assert 40 < refusals < 180
     assert tune(out).exit_code == 1
     assert (work / "report.json").exists()
 
@@ -343,7 +334,7 @@ def test_two_runs_at_a_time_are_refused(out: Path) -> None:
     assert tune(out).exit_code == 1
 
 
-@pytest.mark.parametrize("left", [[], ["lock"], ["settings.part"], ["lock", "settings.part"]])
+@pytest.mark.parametrize("left", [[], ["lock", "settings.part"]])
 def test_a_folder_of_a_run_that_was_killed_early_is_taken(left: list[str], tmp_path: Path) -> None:
     work = tmp_path / "out" / "tune"
     work.mkdir(parents=True)
@@ -374,7 +365,7 @@ def test_a_draft_without_a_token_that_the_target_has_written_is_refused(
     assert (tmp_path / "out" / "tune" / SHARD).exists()
 
 
-@pytest.mark.parametrize("value", ["[]", "null", "5", "{", '{"model": 5}'])
+@pytest.mark.parametrize("value", ["null", "{"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_model_whose_files_are_damaged_is_named(name: str, value: str, tmp_path: Path) -> None:
     draft = Path(shutil.copytree(DRAFT, tmp_path / "draft"))

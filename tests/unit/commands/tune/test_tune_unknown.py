@@ -9,12 +9,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from dyntree_plugin.commands.tune import screen
 from dyntree_plugin.pair import models
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tune import eagle, teach, unknown
 from dyntree_plugin.tune.optimize import Batch
-from dyntree_plugin.tune.posterior import Posterior
 from dyntree_plugin.tune.shards import Sample, Shards, save_tensors
 
 CPU = torch.device("cpu")
@@ -101,19 +99,3 @@ def test_a_head_gives_the_logits_behind_each_token_but_the_first(
     torch.testing.assert_close(found[:, 1:, own], wanted, rtol=0.05, atol=0.05)
     others = [token for token in range(97) if token not in set(own.tolist())]
     assert bool((found[:, 1:, others] == -torch.inf).all())
-
-
-def test_bits_of_different_tokens_are_not_compared() -> None:
-    before, same, other = (
-        {1.0: Posterior(1.0, 1.0, bits, 1.0, 10, share)}
-        for bits, share in ((2.0, 0.1), (1.0, 0.1), (1.0, 0.2))
-    )
-    table = screen.unknown_table({"before": before, "after": same, "of other tokens": other})
-    shown = ["".join(map(str, column.cells)) for column in table.columns]
-    assert shown == [
-        "1",
-        "10",
-        "2.000, 10.0% of tokens left out",
-        "1.000 (-50.0%), 10.0% of tokens left out",
-        "1.000, 20.0% of tokens left out",
-    ]
