@@ -18,8 +18,6 @@ from dyntree_plugin import openmp, plugin
 from dyntree_plugin.admission import check, reasons
 from dyntree_plugin.engine import fallback
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force, tree_plan
-from dyntree_plugin.metrics.names import CONFIG_LABELS, METRICS
-from dyntree_plugin.options import options
 
 STOCK = """
 import json, os, sys
@@ -132,22 +130,6 @@ def test_more_forwards_are_allowed_if_the_budget_can_end_drafting(
     assert f"max_depth=8, width=3, children=3, coupling=True, max_forwards={forwards}" in logged()
 
 
-def test_what_the_growth_does_not_read_is_no_label_of_the_configuration() -> None:
-    from dyntree_plugin.engine.telemetry.prometheus import _label_values
-
-    plan = options.DynTreeOptions.parse({"growth": "chain"}).resolve(8)
-    (metric,) = [metric for metric in METRICS if metric.labels == CONFIG_LABELS]
-    (values,) = _label_values(metric, plan)
-    labels = dict(zip(CONFIG_LABELS, values, strict=True))
-    assert (labels["growth"], labels["node_budget"], labels["max_depth"]) == ("chain", "8", "6")
-    assert (labels["width"], labels["children"]) == ("", "")
-
-
-def test_our_worker_may_be_named_by_the_user(build: Callable[..., Any]) -> None:
-    config = build(worker_cls=WORKERS["cpu"])
-    assert config.scheduler_config.scheduler_cls == build().scheduler_config.scheduler_cls
-
-
 def test_a_process_that_vllm_starts_runs_with_intels_openmp(build: Callable[..., Any]) -> None:
     if openmp.library() is None:
         pytest.skip("this platform has no Intel OpenMP")
@@ -205,12 +187,6 @@ def test_every_reason_is_a_logged_line_unless_the_command_shows_them(
     assert errors(logged()) == []
 
 
-def test_wrong_options_are_logged_too(build: Callable[..., Any], logged: Callable[[], str]) -> None:
-    with pytest.raises(ValueError):
-        build(additional_config={"dyntree": {"width": 0}})
-    assert errors(logged()) == ["dyntree.width=0 must be an integer from 1 to 64"]
-
-
 def test_a_command_tells_each_reason_on_a_line_and_ends_with_status_2(
     build: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,17 +196,6 @@ def test_a_command_tells_each_reason_on_a_line_and_ends_with_status_2(
     lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("dyntree serve: ")]
     assert ["kv_cache_dtype" in lines[0], "enable_prompt_embeds=True" in lines[1]] == [True, True]
     assert len(lines) == 2
-
-
-def test_a_command_does_not_take_another_error_for_the_users(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with (
-        pytest.raises(ValueError, match="a bug"),
-        reasons.exit_on_mistake("x", lambda error: False),
-    ):
-        raise ValueError("a bug")
-    assert capsys.readouterr().err == ""
 
 
 def test_logits_processors_that_make_chains_of_all_requests_are_warned_of(
@@ -288,13 +253,6 @@ def test_the_users_own_openmp_is_kept(
     monkeypatch.setenv("LD_PRELOAD", before)
     openmp.set_for_children()
     assert os.environ["LD_PRELOAD"] == after
-
-
-def test_nothing_is_preloaded_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "library", lambda: None)
-    monkeypatch.setenv("LD_PRELOAD", "/env/torch/lib/libgomp.so.1")
-    openmp.set_for_children()
-    assert os.environ["LD_PRELOAD"] == "/env/torch/lib/libgomp.so.1"
 
 
 @pytest.mark.parametrize(

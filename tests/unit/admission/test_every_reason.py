@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from configurations import changed, refusal_of
 
-from dyntree_plugin.admission import check
-from dyntree_plugin.engine.configuration import WORKERS
-from dyntree_plugin.options.options import DynTreeOptions
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -45,27 +41,3 @@ def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: st
     # The draft of another method is not one that could be served.
     assert ("use_mla (target, draft)=(False, True)" in reason) == served
     assert "parallel_drafting=True" in reason
-
-
-@pytest.mark.parametrize(
-    ("device", "of_device", "named"),
-    [
-        ("cpu", {"parallel_config.data_parallel_backend": "ray"}, "data_parallel_backend='ray'"),
-        (
-            "cuda",
-            {
-                "attention_config.backend_per_kind": {"full_attention": "FLASHINFER"},
-                "parallel_config.worker_cls": "auto",
-            },
-            "attention_config.backend_per_kind=",
-        ),
-    ],
-)
-def test_without_speculation_all_other_reasons_are_given(
-    admitted: VllmConfig, device: str, of_device: dict[str, Any], named: str
-) -> None:
-    without = with_all(admitted, CHANGES | of_device | {"speculative_config": None})
-    with pytest.raises(check.Refused) as refused:
-        check.refuse_unserved(without, DynTreeOptions(), device, WORKERS)
-    for each in (*NAMED, "speculative_config is missing", named):
-        assert each in str(refused.value)

@@ -70,15 +70,6 @@ def test_a_module_of_the_target_is_admitted(build: Build, model_folder: Callable
     assert plan.shape.head
 
 
-def test_of_several_modules_start_up_says_that_the_first_is_used(
-    build: Build, model_folder: Callable[..., str], logged: Callable[[], str]
-) -> None:
-    build(**with_modules(model_folder, 1))
-    assert "modules" not in logged()
-    build(**with_modules(model_folder, 2))
-    assert "num_nextn_predict_layers=2 modules" in logged()
-
-
 def test_start_up_says_that_a_head_is_split_like_the_target(build: Build, head: Arguments) -> None:
     """Control: a separate draft with another split is refused."""
     path = "speculative_config.draft_tensor_parallel_size"
@@ -155,13 +146,3 @@ def test_every_refusal_of_heads_is_tested() -> None:
 def test_a_pool_of_a_head_and_a_draft_is_refused(build: Build, head: Arguments) -> None:
     with pytest.raises(ValueError, match="name one of them there, with method draft_model"):
         build(**head(), dyntree={"drafts": ["another"]})
-
-
-@pytest.mark.parametrize("seen", [True, False])
-@pytest.mark.parametrize("with_head", [True, False])
-def test_start_up_says_that_a_draft_reads_no_images(
-    build: Build, head: Arguments, with_head: bool, seen: bool
-) -> None:
-    path = "model_config.supports_multimodal_inputs"
-    said = check.images_advice(changed(build(**head() if with_head else {}), path, not seen))
-    assert said is None if seen else said is not None and "images" in said

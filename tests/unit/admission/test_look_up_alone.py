@@ -34,14 +34,6 @@ def test_look_up_alone_is_admitted(build: Build, method: str, logged: Callable[[
     assert "There is no draft model" in logged()
 
 
-def test_an_engine_with_a_draft_says_that_it_looks_up_besides(
-    build: Build, logged: Callable[[], str]
-) -> None:
-    build()
-    assert "lookup=True" in logged()
-    assert "There is no draft model" not in logged()
-
-
 @pytest.mark.parametrize(("device", "nodes"), [("cpu", 128), ("cuda", MOST_ON_CUDA)])
 def test_tries_are_no_larger_than_the_device_makes_them(
     build: Build,
@@ -131,27 +123,3 @@ def test_a_targets_refusal_is_named_once(build: Build, model_folder: Callable[..
     with pytest.raises(ValueError, match="target model: attention_chunk_size") as error:
         build(model=chunks, **alone())
     assert "draft model:" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, False),
-        ({"prompt_lookup_max": 8}, True),
-        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, True),
-    ],
-)
-def test_start_up_says_that_the_lengths_of_matches_are_not_used(
-    build: Build, logged: Callable[[], str], given: dict[str, int], said: bool
-) -> None:
-    build(**alone(**given))
-    assert ("are not used" in logged()) is said
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_on_a_gpu_the_asynchronous_method_is_advised(build: Build, device: str) -> None:
-    advised = [
-        any("ngram_gpu" in line for line in check.look_up_advice(build(**alone(name)), device))
-        for name in ("ngram", "ngram_gpu")
-    ]
-    assert advised == [device == "cuda", False]

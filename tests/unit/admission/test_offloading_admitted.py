@@ -94,13 +94,6 @@ def test_sizes_come_from_the_heads_of_the_files_in_the_type_that_is_loaded(confi
     assert half == weights.Weights((OF_LAYER // 2,) * LAYERS, REST // 2)
 
 
-def test_of_a_model_without_files_nothing_is_known(build: Build) -> None:
-    assert weights.read(build().model_config) is None
-    missing = changed(build().model_config, "model", "not/here")
-    assert weights.read(missing) is None
-    assert offloading.placed(build(cpu_offload_gb=1)) is None
-
-
 def test_without_offloading_there_is_nothing_to_say(config: Any, host: Any) -> None:
     assert offloading.placed(config()) is None
     assert told(config()) == ""
@@ -120,19 +113,6 @@ def test_prefetching_moves_the_last_layers_of_every_group(
         "prefetch", moved * OF_LAYER, slots * OF_LAYER,
     )  # fmt: skip
     assert found.target == LAYERS * OF_LAYER + REST
-
-
-def test_uva_moves_as_much_as_it_may_and_no_more_than_there_is(config: Any, host: Any) -> None:
-    some = config(cpu_offload_gb=5 / 1024)
-    found = offloading.placed(some)
-    assert found is not None
-    assert (found.backend, found.moved, found.buffers) == ("uva", 5 << 20, 0)
-    assert told(some) == ""
-    all_of_it = config(cpu_offload_gb=1)
-    found = offloading.placed(all_of_it)
-    assert found is not None
-    assert found.moved == LAYERS * OF_LAYER
-    assert "cpu_offload_gb=1 is more than the 0.0 GiB of the target's layers" in told(all_of_it)
 
 
 def test_more_than_the_host_has_is_refused_and_more_than_is_free_is_told(
@@ -162,55 +142,11 @@ def test_every_rank_of_a_host_needs_its_own(config: Any, host: Any) -> None:
         assert list(offloading.refusals(elsewhere, "cuda")) == []
 
 
-def test_a_stage_of_a_pipeline_has_its_share(config: Any, host: Any) -> None:
-    found = offloading.placed(
-        changed(prefetching(config, 1), "parallel_config.pipeline_parallel_size", 2)
-    )
-    assert found is not None
-    assert (found.moved, found.buffers) == (LAYERS * OF_LAYER // 2, OF_LAYER)
-    assert found.target == (LAYERS * OF_LAYER + REST) // 2
-
-
-def test_groups_that_are_larger_than_the_model_offload_nothing(config: Any, host: Any) -> None:
-    assert "offload_group_size=5 offloads nothing: the target has 4 layers" in told(
-        prefetching(config, 5)
-    )
-
-
-def test_trees_beyond_a_tile_of_rows_are_advised_to_prefetch(config: Any, host: Any) -> None:
-    small = config(cpu_offload_gb=5 / 1024)
-    assert told(small) == ""
-    large = changed(small, "speculative_config.num_speculative_tokens", 256)
-    assert "a step of 257 rows may read the offloaded weights up to 5 times" in told(large)
-    prefetch = changed(prefetching(config, 1), "speculative_config.num_speculative_tokens", 256)
-    assert told(prefetch) == ""
-
-
 def test_on_a_cpu_prefetching_is_refused_and_uva_does_nothing(config: Any, host: Any) -> None:
     assert "offload_group_size=1 is for a GPU" in refused(prefetching(config, 1), "cpu")
     assert told(config(cpu_offload_gb=1), "cpu") == (
         "cpu_offload_gb=1 does nothing on a CPU: the weights are in the host's memory already."
     )
-
-
-def test_the_backend_is_the_one_that_vllm_chooses(config: Any) -> None:
-    from vllm.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
-
-    both: dict[str, Any] = {
-        "uva": UVAOffloadConfig(cpu_offload_gb=1),
-        "prefetch": PrefetchOffloadConfig(offload_group_size=2),
-    }
-    chosen = {
-        "auto": "prefetch",
-        "uva": "uva",
-        "prefetch": "prefetch",
-    }
-    for backend, expected in chosen.items():
-        with pytest.warns(UserWarning, match="offload"):
-            given = OffloadConfig(offload_backend=backend, **both)  # type: ignore[arg-type]
-        assert offloading.backend_of(given) == expected
-    assert offloading.backend_of(OffloadConfig()) is None
-    assert offloading.backend_of(OffloadConfig(offload_backend="uva")) is None
 
 
 KV = 2 * 1 * 32 * 4 * (LAYERS + 1)

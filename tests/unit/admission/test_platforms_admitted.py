@@ -71,16 +71,6 @@ def test_on_cuda_a_backend_that_carries_trees_may_be_named(on_cuda: VllmConfig, 
     check.refuse_unserved(named, DynTreeOptions(), "cuda", WORKERS)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "backend"), [("float32", "TRITON_ATTN"), ("bfloat16", "FLASH_ATTN")]
-)
-def test_on_cuda_the_backend_follows_the_type(
-    on_cuda: VllmConfig, dtype: str, backend: str
-) -> None:
-    config = changed(on_cuda, "model_config.dtype", getattr(torch, dtype))
-    assert check.cuda_backend(config, None) == backend
-
-
 def test_a_hybrid_and_an_mla_model_are_told_by_their_configuration(
     model_folder: Callable[..., str],
 ) -> None:

@@ -59,10 +59,6 @@ def test_lists_beyond_vllms_rows_are_for_the_cpu(parameter: str) -> None:
         fitted(request(**more), on_cpu=False)
 
 
-def test_stop_tokens_take_no_room_without_a_minimum() -> None:
-    fitted(request(stop_token_ids=list(range(1, 999))), on_cpu=False)
-
-
 def test_bad_words_are_bounded_on_the_cpu_too() -> None:
     fitted(request(words=[[1] * WORD_TOKENS_ON_CPU]))
     with pytest.raises(
@@ -88,9 +84,7 @@ def test_no_text_is_longer_than_the_model_has_room_for() -> None:
     assert (usual.max_tokens, usual.min_tokens) == (7, 3)
 
 
-@pytest.mark.parametrize(
-    ("seed", "n"), [(-(2**63), 1), (2**63 - 1, 2), (2**64 - 1, 1), (2**64 - 2, 2), (-2, 16)]
-)
+@pytest.mark.parametrize(("seed", "n"), [(-(2**63), 1), (2**64 - 2, 2), (-2, 16)])
 def test_seeds_of_64_bits_are_served(seed: int, n: int) -> None:
     assert fitted(request(seed=seed, n=n)).seed == seed
 

@@ -58,12 +58,9 @@ def test_a_file_that_is_no_tokenizer_is_named(write: Write, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "content",
     [
-        *([], None, 5, "text"),
-        *({"model": value} for value in ([], None, 5, "text")),
-        *({"model": {"vocab": value}} for value in (None, 5, "text", [5], [[]], [[5]], {"a": "b"})),
-        *({"added_tokens": value} for value in (None, 5, "text", {"a": 1}, [5], [{}], [[]])),
-        {"added_tokens": [{"id": "a", "content": "b"}]},
-        {"added_tokens": [{"id": 5, "content": None}]},
+        *([], None, {"model": "text"}, {"added_tokens": [{"id": 5, "content": None}]}),
+        *({"model": {"vocab": value}} for value in (None, [5], [[]], {"a": "b"})),
+        *({"added_tokens": value} for value in (5, {"a": 1}, [{}])),
     ],
 )
 def test_a_part_of_a_tokenizer_that_has_another_type_is_refused(
@@ -87,10 +84,6 @@ def test_a_tokenizer_is_looked_for_in_the_folder_and_in_the_cache_and_never_aske
     assert vocabularies.tokenizer_file(str(tmp_path), None) is None
     assert vocabularies.tokenizer_file("some/model", "main") == file
     assert vocabularies.tokenizer_file("other/model", None) is None
-
-
-def test_what_is_no_name_of_a_repository_has_no_tokenizer_here() -> None:
-    assert vocabularies.tokenizer_file("s3://bucket/model", None) is None
 
 
 def model(name: Path | str, size: int = 8) -> Any:
@@ -157,14 +150,6 @@ def test_another_size_is_admitted_where_the_tokenizers_show_that_it_is_padding(
 def test_a_form_that_cannot_be_read_shows_the_same_tokens_in_the_same_file(write: Write) -> None:
     one, other = write("one", {}).parent, write("other", {}).parent
     assert vocabularies.other_size(model(one, 8), model(other, 9)) is None
-
-
-def test_padding_is_described() -> None:
-    assert vocabularies.padding(model("target", 8), model("draft", 8)) is None
-    for sizes in ((8, 10), (10, 8)):
-        told = vocabularies.padding(model("target", sizes[0]), model("draft", sizes[1]))
-        assert f"have {sizes[0]} and {sizes[1]} tokens" in str(told)
-        assert "proposes only the first 8" in str(told)
 
 
 def test_the_embedded_pair_has_one_vocabulary() -> None:

@@ -74,17 +74,6 @@ def test_options_given_in_several_ways_merge_in_any_order(
         assert parse(*[word for p in reversed(pairs) for word in p]).additional_config == merged
 
 
-def test_the_flag_before_and_after_additional_config_is_the_same(
-    parse: Callable[..., Any],
-) -> None:
-    assert parse(*FLAG, *WHOLE).additional_config == parse(*WHOLE, *FLAG).additional_config
-
-
-def test_parsing_leaves_no_options_behind(parse: Callable[..., Any]) -> None:
-    parse(*FLAG)
-    assert parse().additional_config == {}
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -130,7 +119,6 @@ def test_the_flag_refuses_what_is_wrong_while_parsing(
     [
         ('{"dyntree": {"width": 1, "width": 2}}', "key 'width' is given twice"),
         ('{"dyntree": {"width": 1}, "dyntree": {}}', "key 'dyntree' is given twice"),
-        ('{"dyntree": ' + "[" * 100_000 + "}", "is nested too deeply"),
     ],
 )
 def test_of_two_equal_keys_with_our_options_none_is_lost(

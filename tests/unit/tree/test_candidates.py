@@ -73,8 +73,3 @@ def test_a_row_without_a_distribution_has_no_best_children(broken: float, whole:
     assert ((tokens >= 0) & (tokens < 4)).all()
     assert (found[0] == float("-inf")).all()
     assert found[1].isfinite().all()
-
-
-def test_noise_for_another_number_of_draws_is_refused() -> None:
-    with pytest.raises(ValueError, match="noise"):
-        drawn_children(LAW.log().expand(2, -1), 3, gumbel(2, 2, 4))

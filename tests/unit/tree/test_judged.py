@@ -241,10 +241,3 @@ def test_children_beside_a_trie_have_chances_of_their_own_kind() -> None:
     kinds = torch.tensor([BESIDE, DRAFT, BESIDE])
     expected = chance(estimate().weights[CLASSES * KINDS + kinds][:, None], x)
     torch.testing.assert_close(found.log_probs.exp(), expected)
-
-
-def test_rows_in_which_any_token_is_asked_for_are_found() -> None:
-    rows = torch.tensor([[-1, 2, 2], [0, -1, -1]])
-    asked = Asked(rows, torch.zeros_like(rows))
-    assert asked.any_in(4).tolist() == [True, False, True, False]
-    assert not Asked(rows.clamp(max=-1), asked.tokens).any_in(4).any()

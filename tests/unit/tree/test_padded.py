@@ -10,7 +10,7 @@ from dyntree_plugin.tree.padded import of_width, readable
 from dyntree_plugin.tree.pooled import mixture
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_that_the_draft_lacks_has_no_chance(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 5, dtype=dtype)
     found = of_width(logits, 7)

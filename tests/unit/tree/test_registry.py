@@ -14,10 +14,7 @@ import torch
 from exactness import distance, emitted_by_draws, grow_every_way, random_model
 from growing import grow
 
-from benchmarks.acceptance.methods import METHODS, Setting, all_methods
-from dyntree_plugin.options import pages as option_pages
 from dyntree_plugin.options.options import DynTreeOptions
-from dyntree_plugin.tree import pairs
 from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan, GrowthSpec
 from dyntree_plugin.tree.papers.drawn import DrawnRule, Odds
 from dyntree_plugin.tree.papers.static import StaticGrowth, StaticTree
@@ -91,39 +88,6 @@ def test_registered_names_are_options_that_resolve() -> None:
     ]
     with pytest.raises(ValueError, match="rule=never is biased with growth=expansion"):
         DynTreeOptions.parse({"growth": "expansion", "expansion": [2], "rule": "never"}).resolve(4)
-
-
-def test_registered_names_are_shown() -> None:
-    for text in (option_pages.help_text(), option_pages.markdown_tables()):
-        assert "fork grows a fork" in text
-        assert "chain or fork" in text
-        assert "never is the refusal of every draw" in text
-    rows = [row for row in pairs.markdown_table().splitlines() if "`fork`" in row]
-    assert rows == [
-        "| `fork` | without_replacement | exact | **default** | refused: biased | exact |",
-        "| `fork` | best | **default** | refused: biased | refused: biased | exact |",
-    ]
-    with pytest.raises(ValueError, match=r"must be topk or .* or fork$"):
-        DynTreeOptions.parse({"growth": "spoon"})
-
-
-def test_the_laboratory_tries_a_registered_growth() -> None:
-    methods = all_methods()
-    assert methods.keys() - METHODS.keys() == {"fork"}
-    sampled, greedy = (
-        methods["fork"].plan(Setting(4, temperature, 3, ())) for temperature in (0.8, 0.0)
-    )
-    assert (sampled.growing.sampling, sampled.rule) == ("without_replacement",) * 2
-    assert (greedy.growing.sampling, greedy.rule) == ("best", "match")
-
-
-def test_every_growth_and_rule_stands_under_its_own_name_with_an_option_for_its_parameter() -> None:
-    for specs in (GROWTHS, RULES):
-        assert all(name == spec.name for name, spec in specs.items())
-    parameters = {spec.parameter for spec in GROWTHS.values()} - {None}
-    assert parameters <= DynTreeOptions.model_fields.keys()
-    shape_options = {"max_depth", "max_forwards", "width", "children"}
-    assert all({*spec.reads} <= shape_options for spec in GROWTHS.values())
 
 
 def test_a_rule_that_leaves_a_sampling_open_is_refused() -> None:

@@ -93,31 +93,6 @@ def test_a_cut_has_no_more_rows_than_a_step_holds() -> None:
     assert best_cut(values, np.ones(3), 0.0).counts.tolist() == [0, 0]
 
 
-def test_if_rows_cost_too_much_decoding_is_plain() -> None:
-    seconds = np.arange(20) + 1e-6
-    found = best_cut(np.full((2, 4), 0.5), seconds, 0.0)
-    assert found.counts.tolist() == [0, 0]
-    assert found.tokens == 2
-
-
-def test_of_equal_values_a_request_gives_its_first_nodes() -> None:
-    seconds = np.array([9.0, 9, 9, 9, 9, 99, 99, 99, 99, 99, 99])
-    found = best_cut(np.full((2, 4), 0.5), seconds, 0.0)
-    assert sorted(found.counts.tolist()) == [0, 2]
-
-
-def test_of_equal_cuts_the_smallest_is_taken() -> None:
-    # One token per second with any number of nodes.
-    assert best_cut(np.array([[1.0, 1.0]]), np.array([0.0, 1, 2, 3]), 0.0).counts.tolist() == [0]
-
-
-def test_the_longer_the_rest_of_a_step_takes_the_more_nodes_pay() -> None:
-    values, seconds = np.array([[0.9, 0.6, 0.4, 0.2]]), 1.0 + 0.3 * np.arange(6)
-    counts = [best_cut(values, seconds, spent).counts[0] for spent in (0.0, 1.0, 5.0)]
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1]
-
-
 @pytest.mark.parametrize(
     ("values", "seconds", "said"),
     [

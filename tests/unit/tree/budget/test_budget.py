@@ -50,12 +50,6 @@ def best_size(
     return best_drafting(worth, requests, seconds, 0.0, sizes).nodes
 
 
-def test_of_one_size_for_all_trees_what_does_not_fit_into_a_step_takes_another() -> None:
-    ranked, seconds = np.full(8, 0.2), np.ones(20)
-    assert best_size(ranked, 2, seconds, (1, 2, 4, 8)) == 8
-    assert best_size(ranked, 6, seconds, (1, 2, 4, 8)) == 2
-
-
 WORTHS = st.lists(st.lists(st.floats(0, 8), min_size=4, max_size=4), min_size=1, max_size=5).map(
     lambda rows: np.array(rows).cumsum(axis=0).cumsum(axis=1)
 )
@@ -79,19 +73,6 @@ def test_no_other_number_of_forwards_and_nodes_makes_more_tokens_per_second(
         found = best_drafting(worth, requests, seconds, forward, sizes, allowed)
         choices = [Choice(f, n) for f in allowed or every for n in sizes]
         assert rate_of(found) == pytest.approx(max(map(rate_of, choices)))
-
-
-def test_forwards_that_cost_more_are_fewer_and_trees_that_cost_too_much_are_none() -> None:
-    worth = np.array([[0, 0.6, 0.8], [0, 0.6, 1.1], [0, 0.6, 1.3]])
-    seconds = 1 + 0.01 * np.arange(100)
-
-    def found(forward: float, requests: int = 1, row: float = 1.0) -> Choice:
-        return best_drafting(worth, requests, seconds**row, forward, (0, 1, 2))
-
-    assert found(0.01) == Choice(2, 2)
-    assert found(0.15) == Choice(1, 2)
-    assert found(0.5) == Choice(0, 2)
-    assert found(0.5, requests=40, row=6.0) == Choice(0, 0)
 
 
 ROWS = (1, 2, 4, 8)
@@ -140,15 +121,6 @@ def test_a_curve_that_was_measured_too_steep_is_flattened_where_no_step_has_been
     assert seconds[16] < 4
 
 
-def test_a_point_that_was_measured_wrong_is_put_right() -> None:
-    cost = RowCost(ROWS, (1.0, 1.0, 3.0, 3.1), 8)
-    for _ in range(200):
-        cost.observe(4, 1.2)
-        cost.observe(2, 1.0)
-    assert cost.seconds()[4] == pytest.approx(1.2, rel=0.1)
-    assert cost.seconds()[2] == pytest.approx(1.0, rel=0.1)
-
-
 def test_one_interrupted_step_moves_the_cost_little() -> None:
     cost = RowCost(ROWS, SECONDS, 12)
     cost.observe(4, 1000.0)
@@ -163,25 +135,6 @@ def test_one_interrupted_step_moves_the_cost_little() -> None:
 def test_what_is_no_curve_is_refused(rows: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"rows=|seconds="):
         RowCost(rows, seconds, 4)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"growth": "dyspec"}, "budget=adaptive is biased with rule=without_replacement"),
-        ({"growth": "dyspec", "rule": "match"}, "budget=adaptive is for growth=topk, not dyspec"),
-        ({"growth": "chain"}, "budget=adaptive is for growth=topk, not chain"),
-        (
-            {"growth": "expansion", "expansion": [2]},
-            "budget=adaptive is biased with rule=multi_step",
-        ),
-    ],
-)
-def test_trees_that_it_cannot_cut_are_refused_by_name(
-    options: dict[str, object], said: str
-) -> None:
-    with pytest.raises(ValueError, match=f"dyntree.{said}"):
-        DynTreeOptions.parse({"budget": "adaptive", **options}).resolve(8)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +153,6 @@ def test_a_budget_is_adaptive_unless_it_is_said_or_has_to_be_otherwise(
     options: dict[str, object], budget: str
 ) -> None:
     assert DynTreeOptions.parse(options).resolve(8).in_force()["budget"] == budget
-
-
-@pytest.mark.parametrize("options", [{}, {"budget": "adaptive"}])
-def test_more_forwards_are_allowed_if_the_scheduler_ends_drafting(
-    options: dict[str, object],
-) -> None:
-    def forwards(nodes: int, **more: object) -> int:
-        return DynTreeOptions.parse(options | more).resolve(nodes).shape.forwards
-
-    assert (forwards(12), forwards(64)) == (12, 16)
-    assert forwards(12, max_depth=4) == 4
-    assert forwards(12, budget="fixed") < 12
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.floats(-1, 1)), min_size=1, max_size=60))
@@ -254,10 +195,3 @@ def test_worth_is_the_mean_sum_of_the_first_nodes_that_few_forwards_reach(
         for size, worth in zip(sizes, found[most], strict=True):
             sums = [tree[need <= most][:size].sum() for tree, need in zip(chances, needed)]  # noqa: B905
             assert worth == pytest.approx(np.mean(sums))
-
-
-def test_nodes_that_need_no_forward_are_worth_something_without_one() -> None:
-    """The third node is deep, but look-up found it and those above it."""
-    chances, needed = np.array([[0.8, 0.4, 0.2]]), np.array([[0, 1, 0]])
-    found = worth_by_forwards(chances, needed, 1, (0, 1, 2, 3))
-    assert found == pytest.approx(np.array([[0, 0.8, 1.0, 1.0], [0, 0.8, 1.2, 1.4]]))
