@@ -47,9 +47,3 @@ def test_packing_round_trips(columns: int, seed: int) -> None:
     assert bits.dtype == torch.int32
     assert bits.shape == (3, -(-columns // 32))
     assert torch.equal(unpack_bits(bits, columns), mask)
-
-
-def test_bit_c_of_a_word_is_column_c() -> None:
-    mask = torch.zeros(1, 40, dtype=torch.bool)
-    mask[0, [0, 5, 31, 33]] = True
-    assert pack_bits(mask).tolist() == [[1 + 2**5 - 2**31, 2]]

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the benchmark runs Triton kernels")
 
-from benchmarks.kernels.cases import active_tiles, heavy_path_tree, reordered, walk_batch
+from benchmarks.kernels.cases import active_tiles, reordered, walk_batch
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_plugin.tree.match import match
 
@@ -36,11 +36,6 @@ def test_heavy_path_order_keeps_the_tree_and_needs_fewer_tiles() -> None:
 
     assert depths(ordered) == depths(shuffled)
     assert tiles(ordered) < tiles(shuffled) / 2
-
-
-def test_reordering_an_ordered_tree_changes_nothing() -> None:
-    tree = heavy_path_tree(100, torch.Generator().manual_seed(1))
-    assert reordered(tree) == tree
 
 
 def test_the_walk_that_is_timed_accepts_heavy_paths_to_their_ends() -> None:

@@ -43,10 +43,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Benchmark:
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("CUDA out of memory"),
         OutOfResources(300_000, 232_448, "shared memory"),
-        NotImplementedError("no operator found"),
-        ValueError("no kernel for this head size"),
         ImportError("libcudart.so.12"),
     ],
     ids=lambda error: type(error).__name__,
@@ -68,35 +65,3 @@ def test_what_is_not_there_is_asked_for_once_and_a_failure_again(benchmark: Benc
         run.measure(16, 4096)
         run.measure(64, 4096)
         assert len(run.left_out) == times
-
-
-def test_a_mistake_of_the_benchmark_itself_is_no_failed_kernel(benchmark: Benchmark) -> None:
-    with pytest.raises(KeyError):
-        benchmark(KeyError("teraflops"), 60).measure(16, 4096)
-
-
-def test_nothing_is_measured_when_time_is_up(benchmark: Benchmark) -> None:
-    run = benchmark(RuntimeError("not reached"), -1)
-    run.measure(16, 4096)
-    assert run.attention == []
-    assert [e["reason"] for e in run.left_out] == ["out of time"] * 2
-
-
-def test_tiles_are_compared_apart_from_the_times_that_choose_a_kernel(
-    benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def triton(batch: Any, tiles: Any) -> Any:
-        if tiles.block_m == 64:
-            raise OutOfResources(300_000, 232_448, "shared memory")
-        return 7.0
-
-    run = benchmark(RuntimeError("not reached"), -1)
-    monkeypatch.setattr(bench.cases, "triton", triton)
-    run.measure_tilings()
-    shapes = [(rows, context) for rows in bench.UNEVEN for context in bench.CONTEXTS]
-    assert [(e["rows"], e["context"]) for e in run.tilings] == shapes
-    assert [(e["rows"], e["context"]) for e in run.left_out] == shapes
-    assert {e["microseconds"] for e in run.tilings} == {7.0}
-    chosen = {e["rows"]: e["chosen"] for e in run.tilings}
-    assert chosen == {e["rows"]: not e["chosen"] for e in run.left_out}
-    assert run.attention == []

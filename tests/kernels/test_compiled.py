@@ -16,7 +16,6 @@ from typing import Any
 
 import numba
 import pytest
-from numba.core.caching import FunctionCache
 
 import dyntree_kernels
 import vllm_cpu_runner
@@ -113,10 +112,9 @@ def test_a_change_of_what_a_function_calls_is_seen(
     "damage",
     [
         lambda content: content[: len(content) // 2],
-        lambda content: b"",
         lambda content: content[:1000] + bytes(100) + content[1100:],
     ],
-    ids=["truncated", "emptied", "holed"],
+    ids=["truncated", "holed"],
 )
 def test_a_damaged_file_is_compiled_anew(
     damage: Callable[[bytes], bytes], tmp_path: Path, start: Start, cache: Path
@@ -183,46 +181,6 @@ def test_a_folder_that_may_only_be_read_serves(
     assert len(warnings(caplog)) == 1
 
 
-def test_without_a_folder_to_write_kernels_run_and_it_is_told_once(
-    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture, cache: Path
-) -> None:
-    cache.parent.write_text("a file")
-    assert start(write(tmp_path / "kernels"))(1) == 3
-    (told,) = warnings(caplog)
-    assert "NUMBA_CACHE_DIR" in told
-    assert "a minute" in told
-
-
-def test_the_users_cache_folder_comes_before_the_packages(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    sources = write(tmp_path / "kernels")
-    homes = {"user": sources.parent / "user", "package": sources / "__pycache__"}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(homes["user"]))
-    for name, home in homes.items():
-        twice = start(sources)
-        assert (twice(1), loaded(twice)) == (3, 0), name
-        assert len(files(home / "dyntree" / "kernels")) == 2
-        shutil.rmtree(home)
-        home.write_text("now it cannot be written")
-    assert warnings(caplog) == []
-    assert start(sources)(1) == 3
-    assert len(warnings(caplog)) == 1
-
-
-def test_old_folders_are_removed(tmp_path: Path, start: Start, cache: Path) -> None:
-    cache.mkdir(parents=True)
-    for age in range(20):
-        (cache / str(age)).mkdir()
-        (cache / str(age) / "code").touch()
-        os.utime(cache / str(age), (1e9 - age, 1e9 - age))
-    start(write(tmp_path / "kernels"))(1)
-    left = {path.name for path in cache.iterdir() if path.name.isdecimal()}
-    assert left == {str(age) for age in range(module.KEPT_FOLDERS)}
-    assert len(files(cache)) == module.KEPT_FOLDERS + 2
-
-
 def test_processes_that_compile_at_once_all_work(tmp_path: Path, start: Start) -> None:
     sources = write(tmp_path / "kernels")
     environment = os.environ | {
@@ -239,10 +197,6 @@ def test_processes_that_compile_at_once_all_work(tmp_path: Path, start: Start) -
     assert [each.communicate()[0].strip() for each in processes] == ["3", "3", "3.5"]
     twice = start(sources)
     assert (twice(1), twice(1.5), loaded(twice)) == (3, 3.5, 2)
-
-
-def test_other_users_of_numba_keep_their_cache(tmp_path: Path) -> None:
-    assert isinstance(numba.njit(cache=True)(write)._cache, FunctionCache)
 
 
 PACKAGES = {

@@ -47,7 +47,7 @@ def test_unpack_returns_what_vllm_packed(
     assert torch.equal(unpacked[1][slots], values)
 
 
-@pytest.mark.parametrize("isa", ["neon", "vxe", "vsx", "rvv", ""])
+@pytest.mark.parametrize("isa", ["neon", ""])
 def test_a_layout_without_a_reader_is_refused_by_name(isa: str) -> None:
     with pytest.raises(ValueError, match=f"isa='{isa}' .* allowed: vec, vec16, amx"):
         unpack(*empty_cache(1, 1, 32, 32, torch.float32), isa)

@@ -44,16 +44,6 @@ def test_measurements_of_something_else_do_not_count(other: dict[str, object]) -
     assert "no measurement" in choice.reason
 
 
-def test_what_is_fast_but_not_available_is_not_chosen() -> None:
-    table = [measured("flashinfer", 64, 1.0), measured("triton", 64, 9.0)]
-    assert choose(HOPPER, ("triton",), table).name == "triton"
-
-
-def test_an_implementation_that_is_not_served_is_not_chosen_however_fast_it_was() -> None:
-    table = [measured("two_pass", 64, 1.0), measured("triton", 64, 9.0)]
-    assert choose(HOPPER, GPU, table).name == "triton"
-
-
 @pytest.mark.parametrize(
     ("change", "name"),
     [

@@ -82,7 +82,7 @@ def test_a_mover_can_be_used_again() -> None:
     assert torch.equal(snapshot(keys, values, "vec"), expected)
 
 
-@pytest.mark.parametrize(("isa", "dtype", "head_size"), LAYOUTS)
+@pytest.mark.parametrize(("isa", "dtype", "head_size"), [LAYOUTS[at] for at in (0, 3, 5)])
 def test_decoding_after_a_move_equals_decoding_from_a_fresh_cache(
     isa: str, dtype: torch.dtype, head_size: int
 ) -> None:

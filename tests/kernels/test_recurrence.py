@@ -8,7 +8,7 @@ from recurrent_layers import path_to, tree_states
 from tree_shapes import chain, random_tree, star
 
 from dyntree_kernels.ancestors import ancestor_bits, unpack_bits
-from dyntree_kernels.recurrence import Commit, TreeStates, committed, inputs, tree_chunk
+from dyntree_kernels.recurrence import Commit, committed, inputs, tree_chunk
 
 HEADS, K, V = 2, 16, 24
 TREES = {
@@ -120,10 +120,3 @@ def test_a_history_ends_with_the_inputs_of_the_path(entries: int) -> None:
     for request, path in enumerate(paths):
         before = history[commit.slots[request]]
         assert torch.equal(found[request], torch.cat([before, rows[path]])[-entries:])
-
-
-def test_a_batch_of_no_requests_has_no_rows() -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    found = TreeStates.of(none, torch.zeros(1, dtype=torch.int32), none, none.int()[:, None])
-    assert found.parents.shape == (0,)
-    assert found.taps(4).shape == (0, 4)

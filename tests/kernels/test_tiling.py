@@ -26,14 +26,3 @@ def test_tiles_are_the_fastest_measured() -> None:
     assert len(measured) == 6
     for (rows, _), times in measured.items():
         assert tiling(128, rows * GROUP, HALF).block_m == min(times, key=lambda x: times[x])
-
-
-@pytest.mark.parametrize(("rows", "size"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64)])
-def test_few_rows_are_in_the_smallest_tile_that_holds_them(rows: int, size: int) -> None:
-    assert tiling(128, rows, HALF).block_m == size
-
-
-@pytest.mark.parametrize(("head_size", "size"), [(256, HALF), (128, SINGLE)])
-def test_wide_rows_are_in_tiles_that_fit_into_registers(head_size: int, size: int) -> None:
-    assert {tiling(head_size, rows, size).block_m for rows in (1, 32, 33, 68, 500)} == {32, 64}
-    assert {tiling(512, rows, size).block_m for rows in (1, 33, 500)} == {32}

@@ -47,7 +47,7 @@ def check(found: torch.Tensor, right: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), LAYERS)
-@pytest.mark.parametrize("nodes", [15, 16, 63, 64])
+@pytest.mark.parametrize("nodes", [15, 64])
 def test_every_row_of_a_tree_is_what_decoding_its_path_gives(
     kind: str, dtype: torch.dtype, nodes: int
 ) -> None:
@@ -70,13 +70,15 @@ def test_every_row_of_a_tree_is_what_decoding_its_path_gives(
     check(torch.stack(found), torch.stack(right))
 
 
-def run_steps(made: Decoder, alter: Callable[[Commit, list[list[int]]], Commit | None]) -> float:
-    """Commit 64 steps of random paths, altered; return the largest difference of any state or
+def run_steps(
+    made: Decoder, alter: Callable[[Commit, list[list[int]]], Commit | None], steps: int = 64
+) -> float:
+    """Commit steps of random paths, altered; return the largest difference of any state or
     history to decoding the paths."""
     g, slots = generator(3), [4, 1, 6]
     kept = made.copies()
     right = made.copies()
-    for step in range(64):
+    for step in range(steps):
         parents = [random_tree(9, g) for _ in slots]
         states = tree_states(parents, slots)
         raw, gates = made.rows(len(states.parents), g)
@@ -140,7 +142,7 @@ BROKEN: dict[str, Callable[[Commit, list[list[int]]], Commit | None]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_commit_gives_other_states(kind: str, broken: str) -> None:
     made = recurrent_layers.make(kind, FLOAT, SLOTS, generator())
-    assert run_steps(made, BROKEN[broken]) > 1e-2
+    assert run_steps(made, BROKEN[broken], steps=12) > 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -177,7 +177,7 @@ def differences(ours: Walked, other: Walked, depth: int) -> list[str]:
     return differing
 
 
-SIZES = [(1, 1, 1), (3, 6, 3), (40, 7, 3), (6, 16, 16), (9, 24, 5), (4, 65, 12), (2, 200, 32)]
+SIZES = [(1, 1, 1), (40, 7, 3), (6, 16, 16), (9, 24, 5), (4, 65, 12), (2, 200, 32)]
 
 
 def straight(nodes: int, drawn: list[int], count: int) -> tuple[BatchRows, TreeArrays]:
@@ -215,11 +215,8 @@ class WalkChecks:
         return rows, TreeArrays(*(x.to(self.device) for x in trees))
 
     @pytest.mark.parametrize(("requests", "nodes", "depth"), SIZES)
-    @pytest.mark.parametrize("ranked", [True, False])
-    def test_the_walk_does_what_the_rule_does(
-        self, requests: int, nodes: int, depth: int, ranked: bool
-    ) -> None:
-        for seed in range(3):
+    def test_the_walk_does_what_the_rule_does(self, requests: int, nodes: int, depth: int) -> None:
+        for seed, ranked in enumerate((True, False, True)):
             batch, trees = batch_of(requests, nodes, depth, seed, grammar=seed == 2)
             found = self.walked(batch, trees, depth, ranked)
             assert differences(found, expected(batch, trees, depth, ranked), depth) == []

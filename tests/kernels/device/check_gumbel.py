@@ -47,8 +47,7 @@ def test_another_seed_or_position_gives_other_noise() -> None:
             assert not torch.isclose(noise[row], noise[other]).any()
 
 
-@pytest.mark.parametrize("vocab", [7, 4096, 9000])
-@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize(("vocab", "coupled"), [(7, True), (4096, False), (9000, True)])
 def test_children_are_the_best_tokens_and_their_log_softmax(vocab: int, coupled: bool) -> None:
     torch.manual_seed(vocab)
     logits = torch.randn(6, vocab) * 3

@@ -29,8 +29,7 @@ class TestLatentAttentionOnTheDevice(AttentionChecks):
     few = not ON_GPU
 
 
-@pytest.mark.parametrize("heads", [5, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "dtype"), [(5, torch.float32), (16, torch.float16)])
 def test_ragged_batches_of_deepseeks_size(heads: int, dtype: torch.dtype) -> None:
     shape = {"head_size": 576, "rope": 64, "block_size": 64}
     case = make_case(tree_batch(17, 1, 9), [50, 0, 33], heads=heads, dtype=dtype, **shape)

@@ -12,7 +12,7 @@ from reference import growths
 from reference.growths import Slot
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_plugin.tree.growth import Frontier, GrowthConfig, GrowthPlan
+from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
 from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import TokenTree
@@ -155,35 +155,6 @@ def test_trees_are_well_formed_and_their_ancestors_are_the_transitive_closure(
         for i, path in enumerate(paths):
             for j, other in enumerate(paths):
                 assert bool(bits[row, i, j]) == (path[: len(other)] == other)
-
-
-def test_frontiers_hold_only_nodes_that_may_still_matter() -> None:
-    """A node is expanded only if its first child ranks within the budget among all known slots."""
-    shape = TreeShape(node_budget=12, max_depth=6, width=6, children=5)
-    for seed in range(20):
-        expanded: list[int] = []
-        grow(
-            plan_growth(GrowthConfig("dyspec"), shape),
-            [seed],
-            at_frontier=lambda frontier, to=expanded: to.append(int(frontier.valid.sum())),
-        )
-        tree = growths.dyspec(draft_of(seed), draw_of(seed), shape)
-        inner = {node.path[:-1] for node in tree} - {()}
-        assert len(inner) <= sum(expanded) <= sum(plan_growth(GrowthConfig("dyspec"), shape).widths)
-        assert all(2 * count <= shape.node_budget for count in expanded)
-
-
-def test_forwards_behind_the_last_layer_of_the_tree_expand_nothing() -> None:
-    shape = TreeShape(node_budget=4, max_depth=9, width=4, children=4)
-    forwards: list[bool] = []
-
-    def note(frontier: Frontier) -> None:
-        forwards.append(bool(frontier.valid.any()))
-
-    tree = grow(plan_growth(GrowthConfig("dynamic_threshold"), shape), [3], at_frontier=note)
-    deepest = int(tree.depths.max())
-    assert forwards[: deepest - 1] == [True] * (deepest - 1)
-    assert not any(forwards[shape.node_budget - 1 :])
 
 
 def test_a_distribution_on_one_token_is_drawn_once_and_goes_on() -> None:

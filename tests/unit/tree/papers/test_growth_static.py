@@ -47,20 +47,6 @@ def test_expansion_grows_the_trees_of_independent_draws(
         assert values == pytest.approx({node.path: node.value for node in expected})
 
 
-@settings(max_examples=30, deadline=None)
-@given(configurations, any_sampling, seed_lists)
-def test_a_full_expansion_has_so_many_nodes_per_layer_and_no_form_but_the_configured(
-    k: tuple[int, ...], sampling: Sampling, seeds: list[int]
-) -> None:
-    tree = grow(plan_growth(expand(k, sampling), ROOMY), seeds)
-    tree.check()
-    for row in range(len(seeds)):
-        paths = [(), *paths_of(tree, row)]
-        for path in paths:
-            below = sum(p[:-1] == path for p in paths[1:])
-            assert below <= (k[len(path)] if len(path) < len(k) else 0)
-
-
 def test_a_draw_that_repeats_names_the_node_again_and_makes_none() -> None:
     plan = plan_growth(expand((3, 2)), TreeShape(9, 2, 1, 1))
     growth = plan.start(1, torch.tensor([9]))
@@ -121,12 +107,6 @@ def test_a_chain_is_one_path_as_deep_as_allowed(
     if sampling == "best":
         for i, token in enumerate(path):
             assert token == int(log_probs_after(seed, path[:i]).argmax())
-
-
-def test_a_request_without_room_has_the_roots_children_only() -> None:
-    tree = grow(plan_growth(expand((2, 2), "best"), ROOMY), [1, 1], room=[0, 9])
-    tree.check()
-    assert tree.counts.tolist() == [2, 6]
 
 
 # All static trees, to find the best one by exhaustive search.
@@ -203,19 +183,3 @@ def test_tracing_a_step_leaves_nothing_behind_for_the_next() -> None:
         growth.frontier()
     tree = grow(plan_growth(GrowthConfig("chain"), shape), [1])
     assert tree.counts.tolist() == [5]
-
-
-def test_a_static_tree_out_of_order_is_refused() -> None:
-    with pytest.raises(ValueError, match="node 0"):
-        StaticTree((0,), (0,))
-    with pytest.raises(ValueError, match="child 1 of -1"):
-        StaticTree((-1,), (1,))
-
-
-def test_children_that_are_never_accepted_do_not_hide_the_best_tree() -> None:
-    acceptance = (0.6, 0.2, 0.0)
-    with_none = OptimalTrees(acceptance, 12, 6).tree()
-    without = OptimalTrees(acceptance[:2], 12, 6).tree()
-    tokens = tokens_of_static(without, acceptance)
-    assert tokens_of_static(with_none, acceptance) == pytest.approx(tokens)
-    assert len(with_none.parents) == 12

@@ -88,20 +88,6 @@ def test_unmerged_trees_are_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
         grow_of_pools(plan_of((2, 1), 2), [(5, 5)]).check()
 
 
-def test_a_merged_node_has_the_value_of_the_draft_that_is_surest() -> None:
-    one, other, both = (
-        grow_of_pools(plan_of((7, 1), len(pool)), [pool]) for pool in ((1,), (2,), (1, 2))
-    )
-    of_one, of_other, of_both = (
-        dict(zip(paths_of(tree, 0), tree.values[0].tolist(), strict=False))
-        for tree in (one, other, both)
-    )
-    shared = {path for path in of_both if len(path) == 1 and path in of_one and path in of_other}
-    assert len(shared) > 1
-    for path in shared:
-        assert of_both[path] == pytest.approx(max(of_one[path], of_other[path]))
-
-
 def test_a_request_without_room_has_the_roots_children_of_every_draft() -> None:
     seeds = (3, 4)
     tree = grow_of_pools(plan_of((2, 2), 2), [seeds], room=0)
@@ -119,14 +105,6 @@ def test_trees_that_were_drawn_are_not_merged() -> None:
     for sampling in ("with_replacement", "without_replacement"):
         with pytest.raises(ValueError, match=f"sampling={sampling} is for one draft.*best"):
             plan_growth(GrowthConfig("expansion", (2,), sampling), shape)
-
-
-def test_all_drafts_trees_must_fit_into_the_budget() -> None:
-    shape = TreeShape(node_budget=11, max_depth=2, width=1, children=2, drafts=2)
-    config = GrowthConfig("expansion", (2, 2), "best")
-    with pytest.raises(ValueError, match=r"6 nodes for each of 2 drafts, 12 in all.*budget=11"):
-        plan_growth(config, shape)
-    plan_growth(config, replace(shape, node_budget=12))
 
 
 def test_each_part_of_the_rows_has_its_own_drafts_logits() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from dyntree_plugin.tree.growth import GrowthConfig
@@ -12,7 +10,6 @@ from dyntree_plugin.tree.pairs import (
     allowed_rules,
     check_pair,
     default_rule,
-    markdown_table,
 )
 from dyntree_plugin.tree.registry import GROWTHS, plan_growth
 from dyntree_plugin.tree.shape import TreeShape
@@ -46,25 +43,7 @@ def test_a_pair_is_refused_exactly_if_the_table_says_so():
             assert f"use rule={allowed}" in str(refusal.value)
 
 
-def test_names_that_do_not_exist_are_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"rule=greedy must be one of match, without_replacement"):
-        check_pair("topk", "best", "greedy")
-    with pytest.raises(ValueError, match=r"growth=bushy .* is not one of topk: best; dyspec"):
-        check_pair("bushy", "best", "match")
-
-
 def test_the_default_rule_is_always_allowed_and_named_first():
     for name, spec in GROWTHS.items():
         for sampling in spec.samplings:
             assert allowed_rules(name, sampling)[0] == default_rule(sampling)
-
-
-def test_the_markdown_table_has_a_row_for_every_growth_and_sampling():
-    rows = markdown_table().splitlines()[2:]
-    assert len(rows) == sum(len(spec.samplings) for spec in GROWTHS.values())
-    assert all(row.count("**default**") == 1 for row in rows)
-
-
-def test_the_docs_have_the_table_of_growths_and_rules():
-    page = Path(__file__).parents[4] / "docs" / "papers.md"
-    assert markdown_table() in page.read_text()
