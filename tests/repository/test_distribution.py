@@ -87,15 +87,6 @@ def test_the_checks_of_an_index_and_of_wheels_find_nothing(built: Built) -> None
     run("-m", "check_wheel_contents", str(built.wheel), cwd=ROOT)
 
 
-def test_the_names_are_those_of_the_distribution(built: Built) -> None:
-    stem = f"vllm_dyntree-{dyntree_plugin.__version__}"
-    assert built.sdist.name == f"{stem}.tar.gz"
-    assert built.wheel.name == f"{stem}-py3-none-any.whl"
-    scripts = (built.unpacked / f"{stem}.dist-info" / "entry_points.txt").read_text()
-    assert "dyntree = dyntree_plugin.cli:main" in scripts
-    assert "[vllm.general_plugins]\ndyntree = dyntree_plugin.plugin:register" in scripts
-
-
 def test_the_sdist_has_every_file_of_the_repository(built: Built) -> None:
     wanted = {
         path.relative_to(built.source).as_posix()
@@ -115,12 +106,6 @@ def test_the_wheel_has_the_packages_with_their_types_and_no_more(built: Built) -
         assert {path.relative_to(there).as_posix() for path in there.rglob("*.py")} == modules
     tops = {path.name for path in built.unpacked.iterdir()}
     assert {name for name in tops if not name.endswith(".dist-info")} == {*PACKAGES}
-
-
-def test_files_that_are_missing_or_changed_are_found(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("another")
-    assert different(tmp_path, ["README.md", "LICENSE"], ROOT) == ["README.md", "LICENSE"]
-    assert different(ROOT, ["README.md", "LICENSE"], ROOT) == []
 
 
 def test_a_wheel_writes_the_dashboards_of_the_repository(built: Built, tmp_path: Path) -> None:
@@ -165,7 +150,3 @@ def test_with_an_address_links_lead_to_files_of_the_version(built: Built, tmp_pa
     for kind, tag, path in (link.partition("#")[0].split("/", 2) for link in own):
         assert tag == TAG
         assert (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file()
-
-
-def test_links_into_the_repository_are_found() -> None:
-    assert "docs/exactness.md" in relative((ROOT / "README.md").read_text("utf-8"))

@@ -7,8 +7,6 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
@@ -60,14 +58,10 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= MOST_BYTES
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_relative_link_leads_somewhere(path: Path) -> None:
-    assert list(broken_links(path, path.read_text())) == []
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_that_is_named_exists(path: Path) -> None:
-    assert list(missing_files(path, path.read_text())) == []
+def test_every_relative_link_leads_somewhere_and_every_file_that_is_named_exists() -> None:
+    for path in PAGES:
+        page = path.read_text()
+        assert [*broken_links(path, page), *missing_files(path, page)] == [], path
 
 
 def test_wrong_links_and_names_are_found() -> None:

@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.serve import shapes
 
@@ -103,38 +102,11 @@ def option(call: list[str], name: str) -> str:
     return value
 
 
-@pytest.mark.parametrize("part", ["", "all", "speed", "identity"])
-def test_a_part_that_there_is_not_is_refused_with_those_there_are(
-    part: str, tmp_path: Path
-) -> None:
-    done = run(tmp_path, PART=part)
+def test_a_part_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    done = run(tmp_path, PART="speed")
     assert done.returncode == 2
     assert all(each in done.stderr for each in PARTS)
-    assert f"it was '{part}'" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_ends_at_once(tmp_path: Path) -> None:
-    done = run(tmp_path, PART="speed-1b")
-    assert done.returncode == 1
-    assert "needs a CUDA device" in done.stderr
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_ends_within_eight_minutes_and_the_first_within_six(
-    part: str, machine: Machine
-) -> None:
-    machine.run(PART=part)
-    limit = 360 if part == "first" else 480
-    given = [
-        float(option(call, name))
-        for name in ("--seconds", "--time-limit")
-        for call in machine.calls("")
-        if name in call
-    ]
-    assert all(0 < seconds <= limit - 20 for seconds in given)
-    assert given or part in ("tests", "launches")
 
 
 def test_the_first_part_checks_kernels_and_tokens_and_measures_whatever_fails(
@@ -184,16 +156,9 @@ def test_a_log_leaves_out_the_tests_that_it_says_have_passed(tmp_path: Path) -> 
     assert "1 failed, 1 passed, 1 deselected" in done.stdout
 
 
-@pytest.mark.parametrize("part", ["speed-1b", "speed-8b", "offload"])
-def test_a_whole_measurement_is_not_made_again(part: str, machine: Machine) -> None:
-    machine.run(PART=part)
-    (machine.folder / "whole").touch()
-    assert machine.run(PART=part).returncode == 0
-    assert len(machine.calls("-m benchmarks.serve")) == 1
-
-
-@pytest.mark.parametrize("gib", [H200, H100])
-@pytest.mark.parametrize("part", ["first", "speed-1b", "speed-8b"])
+@pytest.mark.parametrize(
+    ("part", "gib"), [("first", H100), ("speed-1b", H100), ("speed-8b", H100), ("speed-8b", H200)]
+)
 def test_the_engines_that_stand_side_by_side_leave_memory(
     part: str, gib: int, machine: Machine
 ) -> None:
@@ -202,13 +167,6 @@ def test_the_engines_that_stand_side_by_side_leave_memory(
     (call,) = machine.calls("-m benchmarks.serve")
     assert memory(call) < 0.8 * (gib << 30)
     assert {"--chain", "--dyntree"} <= {*call}
-
-
-def test_seven_engines_of_8b_would_not_leave_it(machine: Machine) -> None:
-    machine.run(PART="speed-8b", CHAINS="2 3 5 8")
-    (call,) = machine.calls("-m benchmarks.serve")
-    assert option(call, "--side-by-side") == "7"
-    assert memory(call) > 0.9 * (H200 << 30)
 
 
 def memory(call: list[str]) -> int:
@@ -265,11 +223,11 @@ def runs(module: str) -> bool:
     return 'if __name__ == "__main__":' in Path(spec.origin).read_text("utf-8")
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sh")))
-def test_what_a_script_runs_is_there_and_does_something(script: str) -> None:
-    text = (SCRIPTS / script).read_text("utf-8")
-    ours = re.findall(r"-m ((?:benchmarks|dyntree_\w+)[\w.]*)", text)
-    assert [module for module in ours if not runs(module)] == []
-    files = re.findall(r"\b(?:tests|scripts|benchmarks)/[\w/*]+\.py\b", text)
-    assert [file for file in files if not [*SCRIPTS.parent.glob(file)]] == []
-    assert ours or files or script == "install.sh"
+def test_what_a_script_runs_is_there_and_does_something() -> None:
+    for script in SCRIPTS.glob("*.sh"):
+        text = script.read_text("utf-8")
+        ours = re.findall(r"-m ((?:benchmarks|dyntree_\w+)[\w.]*)", text)
+        assert [module for module in ours if not runs(module)] == []
+        files = re.findall(r"\b(?:tests|scripts|benchmarks)/[\w/*]+\.py\b", text)
+        assert [file for file in files if not [*SCRIPTS.parent.glob(file)]] == []
+        assert ours or files or script.name == "install.sh"

