@@ -109,14 +109,6 @@ def test_what_a_head_shares_with_the_target_is_the_targets_to_reload() -> None:
     assert all(map(torch.equal, weights(head)[1:], before[1:]))
 
 
-def test_other_levels_of_sleep_and_engines_without_drafts_keep_nothing() -> None:
-    for models, level in (([Model(), Model()], 1), ([Model()], 2)):
-        worker = Worker(models, further=())
-        worker.sleep(level)
-        assert not worker._kept
-        worker.wake_up()
-
-
 def test_an_update_of_one_of_several_drafts_is_refused() -> None:
     worker = Worker([Model() for _ in range(3)], further=further("second"))
     assert not worker.supports_draft_weight_updates()
@@ -143,16 +135,3 @@ def test_the_runner_hears_whose_weights_were_replaced_once_they_are() -> None:
     worker.reload_weights()
     worker.finish_weight_update()
     assert worker.replaced == ["target", "target", "draft"]
-
-
-@pytest.mark.parametrize("method", ["reload_weights", "start_weight_update"])
-def test_an_update_of_the_target_says_that_drafts_stay(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(worker_module.logger, "info_once", said.append)
-    for models, lines in (([Model()], 0), ([Model(), Model()], 1)):
-        worker = Worker(models, further=())
-        getattr(worker, method)()
-        assert len(worker.updated) == 1
-        assert len(said) == lines

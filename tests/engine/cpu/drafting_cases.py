@@ -150,7 +150,7 @@ def target_dependent_decode(advance: bool) -> Results:
     return {"sampled at": sampled_at, **vars(buffers)}
 
 
-@case(*((step, advance) for step in range(3) for advance in (True, False)))
+@case(*((step, advance) for step in (0, 2) for advance in (True, False)))
 def target_dependent_update(variant: tuple[int, bool]) -> Results:
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
 

@@ -183,7 +183,7 @@ def bad_words() -> Results:
     return {"logits": logits}
 
 
-@case(*range(12))
+@case(*range(6))
 def thinking_budget(seed: int) -> Results:
     from vllm.v1.worker.gpu.sample.thinking_budget import apply_thinking_budget
 

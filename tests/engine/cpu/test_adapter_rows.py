@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
@@ -64,33 +63,6 @@ def test_an_adapter_that_is_not_finite_reaches_its_own_rows_alone(stock: None) -
     weights[-1] = torch.nan
     lora_ops.bgmv_expand(torch.ones(len(ROWS), RANK), weights, outputs, ROWS)
     assert outputs.isnan().any(1).tolist() == (ROWS == ADAPTERS - 1).tolist()
-
-
-class _Largest(TorchDispatchMode):
-    """Note the most elements of any tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **kwargs or {})
-        if isinstance(found, torch.Tensor):
-            self.elements = max(self.elements, found.numel())
-        return found
-
-
-def largest(rows: int, vocabulary: int) -> int:
-    inputs, outputs = torch.ones(rows, RANK), torch.zeros(rows, vocabulary)
-    weights = torch.ones(ADAPTERS, 1, vocabulary, RANK)
-    with _Largest() as noted:
-        lora_ops.bgmv_expand(inputs, weights, outputs, torch.zeros(rows, dtype=torch.int64))
-    return noted.elements
-
-
-def test_memory_does_not_grow_by_rows_times_weights(stock: None) -> None:
-    """Control: vLLM's does."""
-    assert largest(50, 300) == 50 * 300 * RANK
-    mend_adapters()
-    assert largest(50, 300) == 50 * 300
 
 
 def test_vllms_operations_give_rows_without_an_adapter_one(stock: None) -> None:

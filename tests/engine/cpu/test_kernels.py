@@ -97,3 +97,16 @@ def test_blocks_are_accepted_to_every_length(
     found = [r for name, r in interpreted.items() if name.startswith("block_verification")]
     counts = torch.cat([each for r in found for name, each in r.items() if "count" in name])
     assert set(counts.tolist()) == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("name", ["log_ratios_before", "residual_masses"])
+def test_the_comparison_notices_a_broken_block(
+    name: str, interpreted: dict[str, cases.Results], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_cpu_runner import rejection
+
+    vllm_cpu_runner.install()
+    stock = getattr(rejection, name)
+    monkeypatch.setattr(rejection, name, lambda *given: torch.zeros_like(stock(*given)))
+    case = "block_verification[far]"
+    assert differences(interpreted[case], cases.CASES[case](), cases.TOLERANCES[case])

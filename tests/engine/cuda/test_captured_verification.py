@@ -274,7 +274,7 @@ def test_learning_waits_for_drafting_and_comes_before_growth(captured: bool) -> 
 
 @pytest.mark.parametrize(
     ("requests", "kernels"),
-    [(1, False), (2, False), (3, False), (4, False), (5, False), by_kernels(5)],
+    [(1, False), (3, False), (5, False), by_kernels(5)],
 )
 def test_a_padded_batch_does_what_the_eager_one_does(requests: int, kernels: bool) -> None:
     on_cpu = Engine(requests)

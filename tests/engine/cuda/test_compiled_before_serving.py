@@ -16,14 +16,12 @@ install()  # must run before the worker's modules are imported
 
 pytest.importorskip("triton", reason="these kernels are written in Triton")
 
-from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from dyntree_kernels.cuda import attention  # noqa: E402
 from dyntree_kernels.features import LayerFeatures  # noqa: E402
 from dyntree_plugin.engine.attention.buffers import MaskBuffers  # noqa: E402
 from dyntree_plugin.engine.attention.kernels import AttentionRows, Heads, TritonTrees  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import TreeGPUModelRunner  # noqa: E402
-from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 
 MOST, ROWS, PROCESSORS = 8, 200, 132
 
@@ -43,8 +41,10 @@ def batches() -> Iterator[tuple[int, int]]:
         yield from ((requests, rows) for rows in (64, 65, 66, 128, 199))
 
 
-@pytest.mark.parametrize("heads", [Heads(8, 4, 32), Heads(32, 8, 128), Heads(16, 16, 64)])
-@pytest.mark.parametrize("columns", [5, 17, 65])
+@pytest.mark.parametrize(
+    ("heads", "columns"),
+    [(Heads(8, 4, 32), 17), (Heads(32, 8, 128), 65), (Heads(16, 16, 64), 5)],
+)
 def test_no_batch_of_trees_and_prompts_compiles_a_kernel(
     heads: Heads, columns: int, kernels: list[Kernel]
 ) -> None:
@@ -83,24 +83,3 @@ def test_attention_and_grammars_are_rehearsed_for_every_group_of_layers() -> Non
     runner.warm_up_rare_kernels()
     of_groups = [("cache", torch.bfloat16, table) for table in ("first", "second")]
     assert done == [*of_groups, "grammars"]
-
-
-def test_vllm_watches_for_compilation_when_the_rehearsals_are_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    done: list[str] = []
-
-    def vllms_own(worker: Any) -> str:
-        done.append("vLLM's")
-        worker._maybe_activate_jit_monitor()
-        return "times"
-
-    monkeypatch.setattr(Worker, "compile_or_warm_up_model", vllms_own)
-    monkeypatch.setattr(Worker, "_maybe_activate_jit_monitor", lambda _: done.append("watch"))
-    worker: Any = object.__new__(TreeGPUWorker)
-    worker.model_runner = SimpleNamespace(
-        warm_up_rare_kernels=lambda: done.append("rare"),
-        measure_costs=lambda: done.append("steps"),
-    )
-    assert worker.compile_or_warm_up_model() == "times"
-    assert done == ["vLLM's", "rare", "steps", "watch"]

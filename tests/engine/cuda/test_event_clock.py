@@ -96,14 +96,6 @@ def test_a_stage_that_takes_anothers_place_costs_one_mark(
     assert device.events == 4
 
 
-def test_the_first_stage_takes_nothings_place(clock: EventClock, device: Device) -> None:
-    clock.next("sample")
-    device.work(3)
-    clock.stop()
-    device.work(7)
-    assert spent(clock.split()) == pytest.approx({"sample": 0.003})
-
-
 def test_asking_whether_times_are_there_does_not_wait(clock: EventClock, device: Device) -> None:
     times = step(clock, device)
     assert not times.ready()
@@ -118,17 +110,6 @@ def test_asking_for_times_too_early_waits(clock: EventClock, device: Device) -> 
     assert device.waits == 1
 
 
-def test_times_can_be_read_again_after_their_events_are_used_anew(
-    clock: EventClock, device: Device
-) -> None:
-    first = step(clock, device)
-    before = spent(first)
-    second = step(clock, device)
-    device.work(1000)
-    assert spent(second) == pytest.approx(before)
-    assert spent(first) == before
-
-
 def test_events_that_were_read_are_used_again(clock: EventClock, device: Device) -> None:
     for _ in range(10):
         spent(step(clock, device))
@@ -136,22 +117,6 @@ def test_events_that_were_read_are_used_again(clock: EventClock, device: Device)
     kept = [step(clock, device) for _ in range(2)]
     assert device.events == 2 * made
     assert [spent(times) for times in kept] == [spent(kept[0])] * 2
-
-
-def test_ending_a_stage_that_never_began_marks_nothing(clock: EventClock, device: Device) -> None:
-    clock.stop()
-    times = clock.split()
-    assert times.ready()
-    assert spent(times) == {}
-    assert device.events == 0
-
-
-def test_splitting_ends_what_runs(clock: EventClock, device: Device) -> None:
-    clock.start("target")
-    device.work(4)
-    assert spent(clock.split()) == pytest.approx({"target": 0.004})
-    device.work(4)
-    assert spent(clock.split()) == {}
 
 
 def test_nothing_is_marked_while_a_graph_is_captured(clock: EventClock, device: Device) -> None:

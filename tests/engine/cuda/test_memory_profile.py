@@ -77,14 +77,6 @@ def head(monkeypatch: pytest.MonkeyPatch) -> HeadSpeculator:
     return HeadSpeculator(config, torch.device("cpu"), None, compose)
 
 
-def test_a_heads_states_are_there_before_the_profile(head: HeadSpeculator) -> None:
-    states = head.states
-    assert states.given.shape == (REQUESTS * 6, HIDDEN)
-    assert states.own.shape == (REQUESTS, 1 + sum(WIDTHS), HIDDEN)
-    assert states.root.shape == (REQUESTS, HIDDEN)
-    assert {each.dtype for each in vars(states).values()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize(
     ("device", "profiled", "expected"),
     [("cuda", True, REQUESTS * max(WIDTHS)), ("cuda", False, REQUESTS), ("cpu", True, REQUESTS)],

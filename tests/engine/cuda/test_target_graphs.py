@@ -50,18 +50,6 @@ def test_a_batch_between_graphs_of_another_size_finds_its_own() -> None:
     assert manager.dispatch(30, 3) == Graph(33, 3)
 
 
-def test_the_smallest_that_fits_comes_first_and_piecewise_graphs_last() -> None:
-    manager = Manager().offer([Graph(35, 5), Graph(40, 5), Graph(32, 3), PIECEWISE])
-    offer_larger(manager)
-    assert manager._candidates[30, 0] == [Graph(32, 3), Graph(35, 5), Graph(40, 5), PIECEWISE]
-
-
-def test_a_batch_is_not_padded_to_more_than_twice_its_rows() -> None:
-    manager = Manager().offer([Graph(40, 5), Graph(12, 3)])
-    offer_larger(manager)
-    assert manager.dispatch(10, 5) is None
-
-
 def test_with_one_tree_size_vllms_offer_stays() -> None:
     manager = Manager().offer([Graph(35, 5), Graph(40, 5), PIECEWISE])
     before = {key: list(offered) for key, offered in manager._candidates.items()}
@@ -121,7 +109,7 @@ def captured(manager: Any, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> int:
     return len(manager._capture_descs[mode])
 
 
-@pytest.mark.parametrize(("nodes", "requests"), [(16, 256), (64, 256), (64, 16), (256, 64)])
+@pytest.mark.parametrize(("nodes", "requests"), [(16, 256), (256, 64)])
 def test_few_graphs_serve_every_batch_and_pad_none_far(nodes: int, requests: int) -> None:
     sizes = node_buckets(nodes)
     stock, thinned = (vllms_manager(nodes, requests, sizes) for _ in range(2))

@@ -13,22 +13,15 @@ from vllm_cpu_runner import install
 
 install()  # must run before the runner's modules are imported
 
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (  # noqa: E402
-    StandaloneARSpeculator,
-)
 
 from dyntree_kernels.contracts import Walked  # noqa: E402
-from dyntree_plugin.engine import speculator as speculator_module  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
-from dyntree_plugin.engine.speculator import TreeSpeculator  # noqa: E402
 from dyntree_plugin.engine.step.catch_up import CatchUpPlan  # noqa: E402
 from dyntree_plugin.engine.step.clock import StageClock  # noqa: E402
 from dyntree_plugin.engine.step.draft import Drafter  # noqa: E402
 from dyntree_plugin.engine.step.ops import NoGraphs  # noqa: E402
 from dyntree_plugin.engine.step.records import Drafted, Emitted, Sampled, Step  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS  # noqa: E402
-from dyntree_plugin.engine.step.trees import TreeStore  # noqa: E402
-from dyntree_plugin.options.options import DynTreeOptions  # noqa: E402
 
 
 def plan(
@@ -57,14 +50,6 @@ def rows(plan: CatchUpPlan) -> list[list[str]]:
         found[r].append(f"p{i}" if i < before else f"e{i - before}")
     assert starts.tolist() == np.cumsum([0, *map(len, found)]).tolist()
     return found
-
-
-def test_a_request_in_its_prompt_brings_its_chunk_and_the_token_sampled_after_it() -> None:
-    assert rows(plan([4, 1], [True, True], None)) == [["p0", "p1", "p2", "p3", "e0"], ["p0", "e0"]]
-
-
-def test_a_decoding_request_brings_what_its_tree_may_have_emitted() -> None:
-    assert rows(plan([10], [False], [9])) == [["e0", "e1", "e2", "e3"]]
 
 
 def test_a_tree_cut_below_its_depth_emits_no_more_than_its_nodes_and_a_bonus_token() -> None:
@@ -99,11 +84,6 @@ def test_the_host_knows_where_the_rows_of_prompts_end(shift: int, ends: list[int
         num_reqs=3, num_scheduled_tokens=np.array([10, 3, 10]), seq_lens_cpu_upper_bound=bounds
     )
     assert made.longest(batch).tolist() == ends
-
-
-@pytest.mark.parametrize("drafts", [None, [0, 0]])
-def test_a_step_without_drafts_emits_one_token_per_request(drafts: list[int] | None) -> None:
-    assert plan([1, 1], [False, False], drafts).num_rows == 2
 
 
 class Noting:
@@ -231,27 +211,3 @@ def test_the_draft_runs_over_as_many_tokens_as_the_host_can_tell_were_emitted(
     )
     done, _ = draft(batch, ops_of(most_emitted), step)
     assert done[0] == f"read {rows}"
-
-
-@pytest.mark.parametrize(("max_depth", "rows"), [(1, 2), (3, 4)])
-def test_trees_of_roots_children_alone_need_the_rows_of_the_catch_up(
-    max_depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing below the roots is expanded, so no forward has a width."""
-    told: list[Any] = []
-
-    class Told(Exception):
-        pass
-
-    def memory(*given: Any, **_: Any) -> Any:
-        told.extend(given)
-        raise Told
-
-    monkeypatch.setattr(speculator_module, "RowMemory", memory)
-    monkeypatch.setattr(StandaloneARSpeculator, "set_attn", lambda self: None)
-    plan = DynTreeOptions(max_depth=max_depth).resolve(4)
-    speculator: Any = object.__new__(TreeSpeculator)
-    speculator.compose = SimpleNamespace(trees=TreeStore(2, plan, 8, torch.device("cpu")))
-    with pytest.raises(Told):
-        speculator.set_attn()
-    assert told[1] == rows

@@ -38,16 +38,6 @@ def store() -> TreeStore:
     return TreeStore(4, plan_of(SHAPE), 8, torch.device("cpu"))
 
 
-def test_a_tree_is_found_at_its_slot_and_nowhere_else() -> None:
-    trees = store()
-    before = trees.ancestors.clone()
-    trees.put(torch.tensor([2]), forked_tree(5))
-    assert trees.counts.tolist() == [0, 0, 3, 0, 0]
-    assert trees.parents[2, :3].tolist() == [-1, -1, 1]
-    assert trees.depths[2, :3].tolist() == [1, 1, 2]
-    assert torch.equal(trees.ancestors[[0, 1, 3]], before[[0, 1, 3]])
-
-
 def test_a_tree_is_stored_with_the_kinds_of_its_nodes_which_are_the_drafts_by_default() -> None:
     trees, slots = store(), torch.tensor([2])
     candidates = torch.zeros(1, NODES, dtype=torch.int64)
@@ -71,16 +61,6 @@ def test_rows_of_a_stored_tree_see_the_root_themselves_and_their_ancestors() -> 
     trees.put(torch.tensor([1]), forked_tree(5))
     seen = unpack_bits(trees.ancestors[1, :4], NODES + 1)
     assert [row.nonzero().flatten().tolist() for row in seen] == [[0], [0, 1], [0, 2], [0, 2, 3]]
-
-
-def test_a_slot_that_a_new_request_takes_over_has_no_nodes() -> None:
-    trees = store()
-    trees.put(torch.tensor([0, 3]), TokenTree(*(
-        torch.cat([getattr(forked_tree(5), name)] * 2)
-        for name in ("tokens", "parents", "depths", "values", "counts")
-    )))  # fmt: skip
-    trees.clear(torch.tensor([3]))
-    assert trees.counts.tolist() == [3, 0, 0, 0, 0]
 
 
 def test_bits_have_room_for_the_root_beside_a_full_tree() -> None:
