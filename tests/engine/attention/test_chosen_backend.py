@@ -77,14 +77,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     return loaded
 
 
-def test_another_backend_than_vllms_is_logged_with_both_names(load: Load) -> None:
+def test_another_backend_than_vllms_is_logged_with_both_names_unless_the_user_named_it(
+    load: Load,
+) -> None:
     assert load(10) == [("FLASH_ATTN", "FLASHINFER")]
     assert load(9, dtype="float32") == [("TRITON_ATTN", "FLASH_ATTN")]
-
-
-def test_vllms_backend_is_not_logged(load: Load) -> None:
-    assert load(9) == []
-
-
-def test_a_backend_that_the_user_named_is_not_logged(load: Load) -> None:
-    assert load(10, named="TRITON_ATTN") == []
+    assert load(9) == load(10, named="TRITON_ATTN") == []

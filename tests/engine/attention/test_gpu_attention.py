@@ -218,10 +218,6 @@ def test_a_batch_that_no_graph_was_captured_for_is_planned_without_one(
     assert {rows.max_rows for rows in kernels[0].planned} == {COLUMNS}
 
 
-def test_a_graph_of_other_shapes_is_captured_with_the_stock_kernel(builder: Builder) -> None:
-    assert builder.build_for_cudagraph_capture(common(1, 1)) == "stock for capture"
-
-
 def test_masks_that_are_filled_later_are_referred_to(builder: Builder, kernels: Any) -> None:
     own = mask([100, 100], 8, in_place=True)
     builder.build(0, common(4, 4), tree_mask=own)
@@ -229,10 +225,6 @@ def test_masks_that_are_filled_later_are_referred_to(builder: Builder, kernels: 
     assert rows.ancestor_bits is own.ancestor_bits
     assert rows.ctx_lens is own.ctx_lens
     assert rows.max_rows == 4
-
-
-def test_full_graphs_are_for_batches_of_trees(kernels: Any) -> None:
-    assert Builder.get_cudagraph_support(TREES, SPEC) is AttentionCGSupport.UNIFORM_BATCH
 
 
 def test_an_engine_without_trees_keeps_the_stock_backend(kernels: Any) -> None:
@@ -312,11 +304,6 @@ def test_flashinfer_plans_into_buffers_of_their_own_for_every_size_of_graph(
     assert NotingAttention.made[1].sizes["max_rows"] == 2 * 9
     (workspace,) = {id(made.sizes["workspace"]) for made in NotingAttention.made}
     assert workspace
-
-
-def test_flashinfer_plans_for_no_more_than_a_request_can_have(flashinfer: FlashInferTrees) -> None:
-    flashinfer.plan(rows_of(9, 9, context=245, for_graph=False))
-    assert NotingAttention.made[0].planned == [[250, 250]]
 
 
 def test_flashinfer_refuses_blocks_that_it_was_not_planned_for(flashinfer: FlashInferTrees) -> None:

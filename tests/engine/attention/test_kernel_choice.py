@@ -29,13 +29,8 @@ def gpu_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "FlashInferTrees", lambda *_, **graphs: (FLASHINFER, graphs))
 
 
-def chosen(
-    captured: int | None = 512, features: frozenset[str] = frozenset(), **options: Any
-) -> Any:
-    """Return the kernel for batches of trees alone.
-
-    ``captured`` is the most rows of a batch that a CUDA graph serves.
-    """
+def chosen(features: frozenset[str] = frozenset(), **options: Any) -> Any:
+    """Return the kernel for batches of trees alone."""
     config: Any = SimpleNamespace(
         additional_config={"dyntree": options},
         model_config=SimpleNamespace(
@@ -43,7 +38,7 @@ def chosen(
         ),
         parallel_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=256),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=captured),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=512),
     )
     device = torch.device("cuda")
     kernel, others = choice.choose_kernel(HEADS, config, SPEC, 17, device, features)
@@ -62,11 +57,8 @@ def table(tmp_path: Path, flashinfer_microseconds: float, plan: float = 0) -> st
     return str(file)
 
 
-def test_without_a_table_triton_serves() -> None:
-    assert isinstance(chosen(), TritonTrees)
-
-
 def test_with_a_table_the_fastest_serves(tmp_path: Path) -> None:
+    assert isinstance(chosen(), TritonTrees)
     assert isinstance(chosen(kernel_table=table(tmp_path, 9.0)), TritonTrees)
     assert chosen(kernel_table=table(tmp_path, 3.0))[0] == FLASHINFER
 
@@ -120,13 +112,3 @@ def test_flashinfers_module_is_compiled_only_for_who_asks_for_it(
     assert compiled == []
     assert choice.flashinfer_variant(problem, compile_it=True) is compiled[0]
     assert compiled[0].shape == (bf16, bf16, 128)
-
-
-@pytest.mark.parametrize(
-    ("captured", "graphs"), [(512, (256, 512)), (64, (32, 64)), (None, (0, 0))]
-)
-def test_flashinfer_hears_how_large_graphs_become(
-    captured: int | None, graphs: tuple[int, int], tmp_path: Path
-) -> None:
-    _, told = chosen(captured, kernel_table=table(tmp_path, 3.0))
-    assert told == {"processors": 132, "graphs": graphs}

@@ -26,7 +26,6 @@ from dyntree_plugin.engine.attention.latent_cpu import (
     TreeCPUMLAImpl,
     TreeCPUMLAMetadataBuilder,
 )
-from dyntree_plugin.engine.attention.latent_layers import TreeLatentMetadata
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.layer_kinds import Accepted, LayerGroup, keepers
@@ -132,25 +131,6 @@ def test_long_prompts_are_vllms(
     torch.testing.assert_close(found[8], values.expand(4, -1))
 
 
-@pytest.mark.parametrize(("rows", "whole"), [((1, 1), True), ((1, 5), True), ((2, 1), False)])
-def test_without_trees_one_row_for_each_request_is_vllms(
-    case: LatentCase,
-    builder: TreeCPUMLAMetadataBuilder,
-    stock: list[CommonAttentionMetadata],
-    rows: tuple[int, ...],
-    whole: bool,
-) -> None:
-    batch, lengths = batch_of(case), torch.tensor(rows)
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    batch = batch.replace(
-        query_start_loc=starts, query_start_loc_cpu=starts, max_query_len=max(rows),
-        num_actual_tokens=sum(rows),
-    )  # fmt: skip
-    metadata = builder.build(0, batch)
-    assert (stock == [batch]) == whole
-    assert isinstance(metadata, TreeLatentMetadata) != whole
-
-
 def test_graphs_are_planned_for_their_rows_and_other_batches_for_the_largest_tree(
     case: LatentCase, builder: TreeCPUMLAMetadataBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,21 +154,21 @@ def layer(**changes: Any) -> Any:
     return SimpleNamespace(get_attn_backend=lambda: backend, **plain | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"backend": CPUMLABackend}, "backend CPU_MLA is not .* set --attention-backend to it"),
-        ({"use_sparse": True}, r"sparse latent attention \(DSA\) is not supported"),
-        ({"indexer": object()}, r"sparse latent attention \(DSA\) is not supported"),
-        ({"kv_lora_rank": 192}, r"kv_lora_rank, qk_rope_head_dim=\(192, 64\) is not supported"),
-        ({"sliding_window": 64}, "sliding_window=64 of latent attention is not supported"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' of latent attention is not supported"),
-    ],
-)
-def test_what_a_layer_has_beyond_is_named(changes: dict[str, Any], named: str) -> None:
+BEYOND: list[tuple[dict[str, Any], str]] = [
+    ({"backend": CPUMLABackend}, "backend CPU_MLA is not .* set --attention-backend to it"),
+    ({"use_sparse": True}, r"sparse latent attention \(DSA\) is not supported"),
+    ({"indexer": object()}, r"sparse latent attention \(DSA\) is not supported"),
+    ({"kv_lora_rank": 192}, r"kv_lora_rank, qk_rope_head_dim=\(192, 64\) is not supported"),
+    ({"sliding_window": 64}, "sliding_window=64 of latent attention is not supported"),
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' of latent attention is not supported"),
+]
+
+
+def test_what_a_layer_has_beyond_is_named() -> None:
     (kind,) = (each for each in KINDS if isinstance(each, LatentKind))
-    (reason,) = kind.unserved(layer(**changes), 17)
-    assert re.match(named, reason)
+    for changes, named in BEYOND:
+        (reason,) = kind.unserved(layer(**changes), 17)
+        assert re.match(named, reason)
     assert list(kind.unserved(layer(), 17)) == []
 
 

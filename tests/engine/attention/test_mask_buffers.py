@@ -122,10 +122,3 @@ def test_every_batch_is_found_at_the_same_addresses(buffers: MaskBuffers) -> Non
         for pair in fills
     }
     assert len(places) == 1
-
-
-def test_a_dummy_batch_that_claims_fewer_positions_than_rows_has_no_context(
-    buffers: MaskBuffers,
-) -> None:
-    ctx_lens, _ = buffers.fill(torch.tensor([0, 40]).int(), torch.tensor([1]).int(), 40)
-    assert ctx_lens.tolist() == [0]

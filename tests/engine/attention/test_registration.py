@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -58,17 +58,6 @@ def test_ours_are_registered_while_the_model_loads(tree_worker: Any, fails: bool
     assert seen == tree_worker.kinds[0].backends
     assert paths(tree_worker) == before
     assert not set(seen.values()) & set(before.values())
-
-
-def test_what_someone_else_registered_is_put_back() -> None:
-    theirs = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
-    register_backend(AttentionBackendEnum.CPU_ATTN, theirs)
-    try:
-        with mock.patch.object(Worker, "load_model"):
-            TreeCPUWorker.load_model(object.__new__(TreeCPUWorker))
-        assert AttentionBackendEnum.CPU_ATTN.get_path() == theirs
-    finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
 
 
 @pytest.mark.skipif(

@@ -14,9 +14,6 @@ from vllm_cpu_runner import install
 install()  # must run before the runner's modules are imported
 
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
-from vllm.v1.attention.backends.short_conv_attn import (  # noqa: E402
-    ShortConvAttentionMetadataBuilder,
-)
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E402
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState  # noqa: E402
@@ -110,27 +107,6 @@ def test_every_other_builder_gets_the_steps_mask(of: type[DefaultModelState]) ->
         assert builder.masks == [MASK]
 
 
-def test_a_recurrent_builder_gets_the_mask_beside_what_vllm_hands_it() -> None:
-    given: list[dict[str, Any]] = []
-
-    class Recurrent(ShortConvAttentionMetadataBuilder):
-        supports_update_block_table = False
-        takes_tree_mask = True
-
-        def __init__(self) -> None:
-            pass
-
-        def build(self, prefix: int, common: Any, *_: Any, **more: Any) -> Any:
-            given.append(more)
-
-    own = group(*TARGET)
-    own.metadata_builders = [Recurrent()]
-    prepared(own, of=MambaHybridModelState)
-    (more,) = given
-    assert more["tree_mask"] is MASK
-    assert more["num_accepted_tokens"].tolist() == [1, 1]
-
-
 def test_a_builder_that_takes_no_mask_is_named() -> None:
     own = group(*TARGET)
     builder: Any = own.get_metadata_builder()
@@ -138,8 +114,3 @@ def test_a_builder_that_takes_no_mask_is_named() -> None:
     with pytest.raises(RuntimeError, match="Builder takes no tree mask"):
         prepared(own)
     assert builder.masks == []
-
-
-def test_without_a_draft_model_every_layer_is_the_targets() -> None:
-    found = prepared(group(*TARGET), group(*OF_DRAFT), draft=frozenset())
-    assert found.keys() == {*TARGET, *OF_DRAFT}

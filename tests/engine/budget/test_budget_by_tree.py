@@ -72,17 +72,6 @@ def test_cheap_rows_are_filled_and_expensive_ones_are_not() -> None:
     assert cut(budget(STEEP), tree) == [2]
 
 
-def test_each_tree_has_a_size_of_its_own() -> None:
-    trees = values(0.9, 0.1), values(0.9, 0.8, 0.7)
-    assert cut(budget(STEEP, requests=2), *trees) == [1, 3]
-
-
-def test_trees_are_whole_until_costs_are_measured() -> None:
-    found = TreeBudget()
-    found.observe(batch(1), 1, {"target": 0.05})
-    assert cut(found, values(1e-3, 1e-4)) == [2]
-
-
 def test_rows_that_become_expensive_are_left_out() -> None:
     found, tree = budget(FLAT), values(0.9, 0.5, 0.2, 0.1, 0.1)
     assert cut(found, tree) == [5]
@@ -101,15 +90,6 @@ def test_nothing_is_learned_from_steps_with_prompts_or_without_a_draft(
         found.observe(batch(6, prompts=prompts), 1, {"target": 100.0, "draft": drafting})
     found.observe(batch(1), 1, {"target": 0.05, "draft": 1e-3})
     assert cut(found, tree) == [5]
-
-
-def test_steps_without_a_draft_model_teach_what_rows_cost() -> None:
-    """Look-up makes no forward. Control: at the first cost the whole tree is verified."""
-    found, tree = budget(FLAT), values(0.9, 0.5, 0.2, 0.1, 0.1)
-    assert cut(found, tree) == [5]
-    for _ in range(300):
-        found.observe(batch(6), 0, {"target": 100.0, "draft": 1e-3})
-    assert cut(found, tree)[0] < 5
 
 
 def test_a_tree_whose_request_still_reads_its_prompt_is_not_cut() -> None:
@@ -137,11 +117,6 @@ def test_chains_are_whole_until_batches_of_their_size_are_known() -> None:
     assert cut(taught(True, seconds=FLAT), CHAIN, drawn=[True]) == [6]
 
 
-def test_what_follows_the_end_of_a_chain_does_not_move_it() -> None:
-    short, long = values(0.9, 0.8, 0.3), values(0.9, 0.8, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3)
-    assert cut(taught(True), short, drawn=[True]) == cut(taught(True), long, drawn=[True])
-
-
 def test_trees_take_the_rows_that_chains_leave() -> None:
     found = taught(True, False)
     chain, tree = cut(found, CHAIN, values(0.9, 0.85), drawn=[True, False])
@@ -159,16 +134,6 @@ def test_drafting_of_chains_ends_where_no_more_of_them_is_verified() -> None:
     assert all(mixed.drafting_pays(values(0.9)) for _ in range(9)), "trees may take the rows"
 
 
-def test_chains_that_end_below_the_limit_are_not_drafted_on() -> None:
-    """Control: drafting goes on above the limit, and rows cost nothing."""
-    found = taught(True, seconds=FLAT)
-    for _ in range(2000):
-        found.observe(batch(2), 2, {"target": 0.05, "draft": 1e-12})
-    cut(found, CHAIN, drawn=[True])
-    assert found.drafting_pays(values(0.003))
-    assert not found.drafting_pays(values(0.001)), "the last of 8 nodes is expected at 0.0045"
-
-
 def test_a_batch_of_prompts_leaves_no_limit_to_the_next_one() -> None:
     found = taught(True)
     cut(found, CHAIN, drawn=[True])
@@ -177,17 +142,6 @@ def test_a_batch_of_prompts_leaves_no_limit_to_the_next_one() -> None:
     found.observe(batch(4, prompts=(3,)), 1, {"target": 0.05})
     cut(found, CHAIN, drawn=[True])
     assert found.drafting_pays(values(0.9))
-
-
-def test_drafting_ends_if_a_forward_cannot_pay() -> None:
-    found = budget()
-    assert found.drafting_pays(values(1e-6)), "nothing is known before the first cut"
-    for _ in range(200):
-        found.observe(batch(2), 2, {"target": 0.05, "draft": 0.02})
-    cut(found, values(0.9, 0.8))
-    assert found.drafting_pays(values(0.9, 0.8))
-    assert not found.drafting_pays(values(1e-3))
-    assert not found.drafting_pays(values())
 
 
 @pytest.mark.parametrize(("chances", "runs"), [((0.9, 0.8), True), ((1e-3,), False)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import pytest
 import torch
 
 from dyntree_plugin.engine.grammar.walk import Starts, Tree, TreeWalk
@@ -96,24 +95,11 @@ def test_nodes_that_the_grammar_forbids_are_never_read_and_change_no_mask() -> N
     assert grammar.rolled_back == [1, 1]
 
 
-def test_a_token_outside_the_mask_is_forbidden() -> None:
-    grammar = Sentences(*LANGUAGE)
-    assert masks(grammar, Tree([32 * WORDS + 1], [-1])) == [{1, 6}, {1, 6}]
-    assert grammar.rejected == 0
-
-
 def test_after_the_end_everything_follows_and_nothing_is_read() -> None:
     tree = Tree([1, 5, END, 50, END], [-1, 0, 1, 2, 3])
     grammar = Sentences(*LANGUAGE)
     assert masks(grammar, tree) == [{1, 6}, {2, 5}, {END}, EVERY, EVERY, EVERY]
     assert (grammar.text, grammar.rolled_back) == ([], [3])
-
-
-def test_a_grammar_that_has_ended_before_the_tree_is_left_alone() -> None:
-    grammar = Sentences(*LANGUAGE)
-    grammar.text = [1, 5, END]
-    assert masks(grammar, Tree([3, 4], [-1, 0])) == [EVERY, EVERY, EVERY]
-    assert (grammar.text, grammar.rolled_back) == ([1, 5, END], [])
 
 
 THOUGHT_ENDS = 60
@@ -168,19 +154,19 @@ def path_to(tree: Tree, node: int) -> list[int]:
     return path[::-1]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_masks_are_those_of_each_path_alone(seed: int) -> None:
-    tree = random_tree(random.Random(seed), 24)
-    grammar = Sentences(*LANGUAGE)
-    found = masks(grammar, tree)
-    assert (grammar.text, grammar.rejected) == ([], 0)
-    for node in range(-1, len(tree.tokens)):
-        alone = Sentences(*LANGUAGE)
-        reached = True
-        for token in path_to(tree, node):
-            reached &= alone.is_terminated() or alone.accept_tokens("alone", [token])
-        if reached:
-            assert found[1 + node] == (EVERY if alone.is_terminated() else alone.allowed())
+def test_masks_are_those_of_each_path_alone() -> None:
+    for seed in range(20):
+        tree = random_tree(random.Random(seed), 24)
+        grammar = Sentences(*LANGUAGE)
+        found = masks(grammar, tree)
+        assert (grammar.text, grammar.rejected) == ([], 0)
+        for node in range(-1, len(tree.tokens)):
+            alone = Sentences(*LANGUAGE)
+            reached = True
+            for token in path_to(tree, node):
+                reached &= alone.is_terminated() or alone.accept_tokens("alone", [token])
+            if reached:
+                assert found[1 + node] == (EVERY if alone.is_terminated() else alone.allowed())
 
 
 def test_a_deep_tree_is_no_recursion() -> None:

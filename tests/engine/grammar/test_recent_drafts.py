@@ -40,13 +40,6 @@ def test_a_pipeline_hands_over_the_drafts_of_every_batch_that_is_under_way() -> 
     assert of(recent) == {"c": [20, 21], "a": [30, 31]}
 
 
-def test_the_last_drafts_of_a_request_count() -> None:
-    recent = RecentDrafts(2, torch.device("cpu"))
-    draft(recent, ["a"], 10)
-    draft(recent, ["a"], 20)
-    assert of(recent) == {"a": [20, 21]}
-
-
 def test_one_stage_hands_over_its_last_step() -> None:
     recent = RecentDrafts(1, torch.device("cpu"))
     draft(recent, ["a"], 10)

@@ -18,7 +18,7 @@ from dyntree_plugin.engine.grammar.scheduled import TreeGrammars
 from dyntree_plugin.engine.scheduler import AsyncTreeScheduler, TreeScheduler
 
 THOUGHT, ANSWER, STOP, END, REFUSED = range(5)
-SEEDS = range(300)
+SEEDS = range(100)
 
 
 class LastMarker:

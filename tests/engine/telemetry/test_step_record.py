@@ -114,13 +114,6 @@ def test_new_weights_are_told_with_the_next_step_and_values_start_anew() -> None
     assert forgotten == ["values"] * 3
 
 
-def test_trees_that_wait_for_a_prompt_are_not_pruned(trees: TreeStore) -> None:
-    counts = record_of(trees, prefilling=np.array([True, False])).counts()
-    assert counts.decoding == [False, True]
-    assert counts.report is None
-    assert counts.pruned == {"budget": 8, "scheduler": 2}
-
-
 @pytest.mark.parametrize(
     ("drafts", "pruned"), [([2, 2], (16, 1)), ([1, 0], (18, 1)), (None, (20, 0))]
 )
@@ -177,20 +170,6 @@ def test_a_step_is_compared_with_a_plain_step(trees: TreeStore) -> None:
     # A plain step gives both requests a token.
     assert counts.compared == [pytest.approx((0.035, 0.008))]
     assert counts.stage_seconds == {"target": 0.02, "sample": 0.005, "draft": 0.01}
-
-
-def test_a_step_without_a_tree_is_compared_with_a_plain_step(trees: TreeStore) -> None:
-    record = record_of(trees, plain=Plain(), times=Measured({"target": 0.02}))
-    assert StepTimes().complete(record).compared == [pytest.approx((0.02, 0.008))]
-
-
-def test_neither_side_of_the_comparison_counts_where_plain_steps_are_not_known(
-    trees: TreeStore,
-) -> None:
-    verified = verification([[1, 2, 3], [0, -1, -1]], [4, 2])
-    record = record_of(trees, verified, plain=Plain(None), times=Measured({"target": 0.02}))
-    counts = StepTimes().complete(record)
-    assert (counts.stage_seconds, counts.compared) == ({"target": 0.02}, [(0.0, 0.0)])
 
 
 class Late:
@@ -275,12 +254,3 @@ def test_a_step_that_no_tree_waited_for_counts_none(budget: str) -> None:
     assert (counts.report, counts.worth, counts.growth_forwards) == (None, [], None)
     assert counts.decoding == [True, True]
     assert {*counts.pruned.values()} == {0}
-
-
-def test_times_of_drafting_are_told_of_steps_in_which_all_decoded(trees: TreeStore) -> None:
-    told = []
-    for prefilling in (DECODING, np.array([False, True])):
-        times = Measured({"target": 1.0, "catch_up": 0.1, "draft": 0.2})
-        record = record_of(trees, prefilling=prefilling, times=times, draft_forwards=4)
-        told.append(StepTimes().complete(record).drafted)
-    assert told == [[(2, 4, pytest.approx(0.3))], []]
