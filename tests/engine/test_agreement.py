@@ -18,10 +18,6 @@ from dyntree_plugin.engine import agreement
 from dyntree_plugin.engine.agreement import check_ranks, differences
 
 
-def test_ranks_of_the_same_trees_do_not_differ() -> None:
-    assert differences([{"width": 4, "rule": "match"}] * 3) == []
-
-
 def test_every_difference_is_named_with_its_ranks() -> None:
     told = [{"width": 4, "rule": "match"}, {"width": 8, "rule": "match", "head": "eagle3"}]
     assert differences(told) == [

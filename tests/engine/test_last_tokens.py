@@ -12,7 +12,6 @@ from vllm.v1.request import Request, RequestStatus
 from dyntree_plugin.engine.scheduler import AsyncTreeScheduler, TreeScheduler
 
 SLOTS = 4
-KINDS = [TreeScheduler, AsyncTreeScheduler]
 
 
 def scheduler_of(kind: type[Any], *requests: Request) -> Any:
@@ -83,9 +82,10 @@ def test_a_synchronous_scheduler_knows_the_last_steps_tokens(output: int, nodes:
     assert len(request.spec_token_ids) == nodes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("accepted", [3, 9])
-@pytest.mark.parametrize("resumable", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "accepted", "resumable"),
+    [(TreeScheduler, 9, True), (AsyncTreeScheduler, 3, False), (AsyncTreeScheduler, 9, True)],
+)
 def test_blocks_that_the_last_step_completes_are_cached(
     kind: type[Any], accepted: int, resumable: bool
 ) -> None:

@@ -134,13 +134,6 @@ def test_a_step_is_read_when_as_many_steps_as_stages_have_begun(
     assert taken(relay).path.equal(later[0])
 
 
-def test_a_step_without_requests_takes_its_turn(relay: TreeRelay, step: Step) -> None:
-    relay.take(SPARE)
-    path, _ = step([3])
-    relay.take(SPARE)  # of a step that runs nothing
-    assert taken(relay).path.equal(path)
-
-
 def test_what_concerns_a_request_that_is_gone_is_left_out(
     wire: Wire, relay: TreeRelay, step: Step
 ) -> None:
@@ -169,25 +162,6 @@ def test_requests_in_their_prompt_have_neither_path_nor_tree(relay: TreeRelay, s
     found = taken(relay)
     assert found.slots.tolist() == [SPARE, 3]
     assert (found.path[0] == -1).all()
-
-
-def test_without_drafts_there_is_no_path(wire: Wire, relay: TreeRelay) -> None:
-    last, of_step = TreeRelay(wire.handler(), SHAPE, STAGES), batch([1])
-    relay.take(SPARE)
-    last.send(of_step, None, decided([1])[1])
-    relay.receive(of_step, Rows.of(of_step, [torch.arange(of_step.num_tokens)]))
-    relay.take(SPARE)
-    assert (taken(relay).path == -1).all()
-
-
-def test_rows_are_kept_while_later_steps_overwrite_vllms(relay: TreeRelay, wire: Wire) -> None:
-    of_step = batch([0, 1])
-    mappings = torch.arange(of_step.num_tokens)
-    rows = Rows.of(of_step, [mappings])
-    mappings.fill_(-1)
-    of_step.query_start_loc.fill_(0)
-    assert rows.places[0].equal(torch.arange(of_step.num_tokens))
-    assert rows.roots.tolist() == [0, 1 + NODES]
 
 
 @pytest.mark.parametrize("number", [1, DEPTH + 1])

@@ -108,12 +108,12 @@ def law(slot: int, path: Path) -> torch.Tensor:
     return perturbed_logits(found[None], *of_row, torch.tensor([ROOT + slot + len(path)]))[0]
 
 
-def states(**params: Any) -> SamplingStates:
-    """Return the sampler's states, in which every slot has its own top-k, or ``params``."""
+def states() -> SamplingStates:
+    """Return the sampler's states, in which every slot has its own top-k."""
     found = SamplingStates(len(SLOTS) + 1, VOCAB)
     for slot, (temperature, top_k) in enumerate(zip(TEMPERATURES, TOP_K, strict=True)):
-        of_slot: Any = {"top_k": 0 if top_k == VOCAB else top_k} | params
-        found.add_request(slot, SamplingParams(temperature=temperature, **of_slot))
+        of_slot = SamplingParams(temperature=temperature, top_k=0 if top_k == VOCAB else top_k)
+        found.add_request(slot, of_slot)
     found.apply_staged_writes()
     return found
 
@@ -190,21 +190,6 @@ def test_trees_of_several_drafts_have_the_best_of_the_law() -> None:
     assert unlike_the_law(Step(MERGED, None, compiled=False)) != []
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["tensors", "compiled"])
-def test_fewer_tokens_than_children_make_fewer_nodes(compiled: bool) -> None:
-    rank = ranking(Parameters(), states(top_k=1)).of(packed())
-    step = Step(PLAN, rank, compiled=compiled)
-    for slot in SLOTS:
-        of_nodes = step.children(slot)
-        assert (max(map(len, of_nodes.values())) == 1) == (TEMPERATURES[slot] > 0)
-        if TEMPERATURES[slot] > 0:
-            assert len(step.paths(slot)) == 4
-            features = step.trees.features[slot, :4]
-            # There is no other candidate, so both say that this one is certain.
-            assert (features[:, 0] > 15).all()
-            assert (features[:, 1] == 20).all()
-
-
 def test_requests_without_parameters_cost_nothing() -> None:
     class Unused:
         def needed(self, slots: Any) -> bool:
@@ -221,7 +206,7 @@ def test_requests_without_parameters_cost_nothing() -> None:
         assert ranking(Unused(), whole).of(packed()) is not None
 
 
-@pytest.mark.parametrize("columns", [VOCAB - 2, VOCAB, VOCAB + 3])
+@pytest.mark.parametrize("columns", [VOCAB - 2, VOCAB + 3])
 def test_logits_of_a_padded_vocabulary_become_the_targets(columns: int) -> None:
     rank = ranking(Parameters(), states()).of(packed())
     assert rank is not None

@@ -241,16 +241,6 @@ def test_a_custom_processor_sees_whole_chains_in_one_call() -> None:
     assert torch.equal(ctx.idx_mapping, context(batch).idx_mapping)
 
 
-@pytest.mark.parametrize(("params", "unrolls"), [({}, True), ({"extra_args": {"a": 1}}, False)])
-def test_rows_are_not_unrolled_for_nobody_or_for_chains(
-    params: dict[str, Any], unrolls: bool
-) -> None:
-    batch, logits = batch_and_logits()
-    ours = on_trees(batch.parents, [params] * SLOTS, unrolls=unrolls)
-    run(ours.sampler, logits, context(batch))
-    assert [len(ctx.input_ids) for ctx in ours.custom.calls] == [len(logits)]
-
-
 @pytest.mark.parametrize(("copies", "expected"), [(1, [5, 4]), (2, [3, 2, 4]), (9, [3, 2, 4])])
 def test_the_sampler_gets_fewer_rows_at_once_if_it_copies_them(
     copies: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
