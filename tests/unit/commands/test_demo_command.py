@@ -68,31 +68,12 @@ def test_a_wrong_token_ends_with_status_1_and_is_named() -> None:
     assert "completion 2, token 2: <7> without the tree, <8> with it" in text
 
 
-@pytest.mark.parametrize(("plain", "tree"), [([3], [3, 4]), ([3, 4], [3])])
-def test_a_completion_that_ends_early_differs_where_it_ends(
-    plain: list[int], tree: list[int]
-) -> None:
-    status, text = shown(run(plain), run(tree))
-    assert status == 1
-    assert "completion 1, token 2:" in text
-    assert "the end" in text
-
-
 def test_the_step_to_draw_leaves_the_first_guess_and_is_accepted_far() -> None:
     first_guesses = step([-1, 0, 1, -1], accepted=[0, 1, 2])
     turned = step([-1, -1, 1], accepted=[1])
     turned_further = step([-1, -1, 1], accepted=[1, 2])
     traces = [[first_guesses, turned], [turned_further]]
     assert screen.most_telling(traces) == (1, turned_further)
-
-
-def test_without_a_turn_the_longest_accepted_path_is_drawn() -> None:
-    short, long = step([-1, 0], accepted=[0]), step([-1, 0], accepted=[0, 1])
-    assert screen.most_telling([[short, long]]) == (0, long)
-
-
-def test_tokens_per_step_leave_out_what_the_prompts_forward_gave() -> None:
-    assert run([1] * 9, [1] * 9, steps=4).tokens_per_step == 4.0
 
 
 QUIET = """
@@ -124,46 +105,6 @@ def test_everything_is_shown_where_the_quiet_ends_in_an_exception() -> None:
     done = quietly("raise RuntimeError('engine died')")
     for part in ("from python", "from a child", "from C++", "engine died"):
         assert part in done.stderr
-
-
-def test_a_name_that_is_no_folder_is_fetched_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched: list[str] = []
-
-    def snapshot_download(model: str, **kwargs: Any) -> None:
-        fetched.append(model)
-
-    class Stop(Exception):
-        pass
-
-    def compare(*args: Any) -> None:
-        raise Stop
-
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(demo, "compare", compare)
-    folder = str(pair.paths()["draft"])
-    with pytest.raises(Stop):
-        status("demo", "--target", "some/name", "--draft", folder, "--verbose")
-    assert fetched == ["some/name"]
-
-
-def test_models_of_ones_own_have_the_type_that_vllm_takes_for_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[str] = []
-
-    def compare(settings: Settings, announce: Any) -> None:
-        asked.append(settings.dtype)
-        raise ValueError("enough")
-
-    monkeypatch.setattr(demo, "compare", compare)
-    target, draft = pair.target_and_draft()
-    own = ["--target", target, "--draft", draft]
-    for line in ([], own, [*own, "--dtype", "float16"]):
-        status("demo", *line)
-    assert asked == ["float32", "auto", "float16"]
-    assert "dtype auto, eager, greedy" in capsys.readouterr().out
 
 
 @pytest.fixture

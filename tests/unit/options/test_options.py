@@ -31,18 +31,6 @@ def test_the_defaults_fit_every_node_budget_that_is_allowed(
         assert shape.width <= shape.node_budget
 
 
-@given(slots=st.integers(min_value=1025), node_budget=st.none() | BUDGETS)
-def test_more_draft_tokens_than_a_tree_may_have_nodes_want_a_node_budget(
-    slots: int, node_budget: int | None
-) -> None:
-    chosen = DynTreeOptions(node_budget=node_budget)
-    if node_budget is None:
-        with pytest.raises(ValueError, match=f"num_speculative_tokens={slots} .*at most 1024"):
-            chosen.resolve(slots)
-    else:
-        assert chosen.resolve(slots).shape.node_budget == node_budget
-
-
 @given(slots=BUDGETS, max_depth=st.integers(1, 64), width=st.integers(1, 64))
 def test_an_explicit_depth_and_width_are_kept_or_refused(
     slots: int, max_depth: int, width: int
@@ -250,16 +238,6 @@ def test_what_needs_a_draft_model_is_refused_without_one(
     with pytest.raises(ValueError) as error:
         DynTreeOptions.parse(given_options).resolve(16, draft=False)
     assert named in str(error.value)
-
-
-def test_options_of_a_draft_model_have_no_effect_without_one() -> None:
-    chosen = DynTreeOptions.parse({"width": 2, "children": 3, "max_forwards": 4, "max_depth": 8})
-    found = list(chosen.without_effect(chosen.resolve(16, draft=False)))
-    assert [reason.partition(" has no effect without a draft model")[0] for reason in found] == [
-        "dyntree.max_forwards=4",
-        "dyntree.width=2",
-        "dyntree.children=3",
-    ]
 
 
 def test_no_options_are_found_where_none_are_given() -> None:

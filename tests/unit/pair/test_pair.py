@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -91,19 +90,6 @@ def test_training_never_sees_a_held_out_module_or_its_tests() -> None:
     assert not trained_on & {source.text for source in corpus.held_out_sources()}
 
 
-@pytest.mark.parametrize(
-    ("name", "held_out"),
-    [
-        ("heapq.py", True),
-        ("test/test_shlex/__init__.py", True),
-        ("distutils/cmd.py", True),
-        ("test/test_string.py", False),
-    ],
-)
-def test_any_path_naming_a_held_out_module_is_held_out(name: str, held_out: bool) -> None:
-    assert corpus.is_held_out(name) is held_out
-
-
 def test_held_out_files_are_left_out_wherever_the_library_lies(library: Path) -> None:
     names = [source.name for source in corpus.training_sources(library)]
     assert names == ["abc.py", "copy.py", "keyword.py", "test/test_contextlib.py"]
@@ -145,28 +131,6 @@ def test_the_draft_follows_the_target_on_held_out_prompts(
     assert lost.total_variation > 0.5 > found.total_variation
 
 
-def test_each_draft_is_right_where_the_other_is_wrong(
-    tokenizer: PreTrainedTokenizerFast,
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    second: LlamaForCausalLM,
-) -> None:
-    prompts = corpus.held_out_prompts(8, seed=1)
-    found = evaluate.pooled(target, (draft, second), tokenizer, prompts, tokens=32)
-    assert found.both + found.only_first + found.only_second + found.neither == pytest.approx(1)
-    assert found.only_second > 0
-    assert found.only_first > 0
-    assert found.both + found.only_second > 0.5
-    # The first draft's shares are those that `agreement` finds for it alone.
-    alone = evaluate.agreement(target, draft, tokenizer, prompts, tokens=32)
-    assert found.both + found.only_first == pytest.approx(alone.top1)
-    # Control: a draft adds nothing to itself, and to the target.
-    same = evaluate.pooled(target, (draft, draft), tokenizer, prompts[:2], tokens=16)
-    assert same.only_first == same.only_second == 0
-    best = evaluate.pooled(target, (target, draft), tokenizer, prompts[:2], tokens=16)
-    assert best.only_second == best.neither == 0
-
-
 def test_prompts_are_deterministic_disjoint_and_of_useful_length(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -183,26 +147,6 @@ def test_prompts_are_deterministic_disjoint_and_of_useful_length(
         assert any(prompt + "\n" in text for text in held_out)
     # Modules take turns, so a few prompts already come from many modules.
     assert len({next(i for i, t in enumerate(held_out) if p in t) for p in prompts[:25]}) > 20
-
-
-def test_prose_is_of_docstrings_that_end_with_whole_words() -> None:
-    prompts = corpus.held_out_prose(60, seed=3)
-    assert prompts == corpus.held_out_prose(80, seed=3)[:60]
-    assert prompts != corpus.held_out_prose(60, seed=4)
-    docstrings = [set(found) for found in corpus.held_out_docstrings()]
-    for prompt in prompts:
-        assert len(prompt) <= 300
-        assert any(re.match(rf"{re.escape(prompt)}(\s|$)", t) for own in docstrings for t in own)
-    with_some = [own for own in docstrings if own]
-    first = prompts[: len(with_some)]
-    assert all(any(t.startswith(p) for p in first for t in own) for own in with_some)
-    with pytest.raises(ValueError, match="count=1000 must be 0 to"):
-        corpus.held_out_prose(1000)
-
-
-def test_a_missing_pair_is_reported_with_the_command_that_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"python -m benchmarks\.pair"):
-        pair.paths(tmp_path)
 
 
 def test_a_toy_pair_trains_from_text_to_stored_models(library: Path, tmp_path: Path) -> None:
@@ -250,20 +194,3 @@ def test_training_is_repeatable_and_depends_on_the_seed(library: Path) -> None:
     first = weights(TOY)
     assert torch.equal(first, weights(TOY))
     assert not torch.equal(first, weights(replace(TOY, seed=1)))
-
-
-def test_an_interrupted_training_resumes_to_the_same_weights(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = corpus.training_sources(library)
-    tokenizer = models.new_tokenizer([source.text for source in sources], TOY.vocabulary)
-    tokens = train.tokenize(sources, tokenizer)
-    whole = train.train_target(tokens, TOY)
-
-    monkeypatch.setattr(train, "CHECKPOINT_STEPS", 4)
-    checkpoint = tmp_path / "target.ckpt"
-    train.train_target(tokens, TOY, checkpoint)
-    assert torch.load(checkpoint)["step"] == 4
-    resumed = train.train_target(tokens, TOY, checkpoint)
-    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)

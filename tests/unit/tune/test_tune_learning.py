@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -72,17 +71,6 @@ def test_the_laws_are_those_of_the_target_on_each_text_alone(
     )
 
 
-def test_a_batch_is_padded_and_padding_weighs_nothing(shards: Shards) -> None:
-    numbers = [3, 25, 11]
-    batch = shards.batch(numbers)
-    lengths = [shards.lengths[number] for number in numbers]
-    assert len(set(lengths)) > 1
-    assert batch["tokens"].shape == (3, max(lengths))
-    assert batch[WEIGHTS].sum(1).tolist() == lengths
-    # Control: without padding the same texts are longer or shorter.
-    assert shards.batch([3])["tokens"].shape == (1, lengths[0])
-
-
 def test_the_comparison_is_exact_where_all_tokens_are_kept() -> None:
     generator = torch.Generator().manual_seed(0)
     given, wanted = (torch.randn(50, 40, generator=generator) * 2 for _ in range(2))
@@ -91,16 +79,6 @@ def test_the_comparison_is_exact_where_all_tokens_are_kept() -> None:
     found = losses.compare(given, best.indices, best.values)
     torch.testing.assert_close(found.divergence, (p * (p / q).log()).sum(-1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.overlap, torch.minimum(p, q).sum(-1), rtol=1e-4, atol=1e-4)
-
-
-def test_a_token_that_the_draft_lacks_is_one_of_the_others() -> None:
-    given = torch.zeros(1, 4)
-    tokens, p = torch.tensor([[0, 9, 1]]), torch.tensor([[0.4, 0.5, 0.05]])
-    found = losses.compare(given, tokens, p.log())
-    # Of the target's 0.55 elsewhere the draft has 0.5.
-    wanted = 0.4 * math.log(0.4 / 0.25) + 0.05 * math.log(0.05 / 0.25) + 0.55 * math.log(0.55 / 0.5)
-    assert float(found.divergence) == pytest.approx(wanted, rel=1e-4)
-    assert float(found.overlap) == pytest.approx(0.25 + 0.05 + 0.5, rel=1e-4)
 
 
 def test_a_draft_that_is_the_target_has_nothing_to_learn(
@@ -156,14 +134,11 @@ def test_fitting_lowers_the_loss_of_texts_that_are_not_learned(
     assert fit.mean_loss(trained(shards), held_out, fit.draft_loss, 4) < 0.98 * before
 
 
-@pytest.mark.parametrize("until", [1, 8])
-def test_a_killed_training_ends_at_the_same_weights(
-    until: int, shards: Shards, tmp_path: Path
-) -> None:
+def test_a_killed_training_ends_at_the_same_weights(shards: Shards, tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path / "state.pt", every=4)
     with pytest.raises(KeyboardInterrupt):
-        trained(shards, checkpoint, until=until)
-    assert (checkpoint.read() is not None) is (until > 4)
+        trained(shards, checkpoint, until=8)
+    assert checkpoint.read() is not None
     assert torch.equal(weights(trained(shards, checkpoint)), weights(trained(shards)))
     # Control: another order of the texts gives other weights.
     assert not torch.equal(weights(trained(shards)), weights(trained(shards, seed=1)))
@@ -213,51 +188,3 @@ def test_a_pool_of_the_target_leaves_nothing_to_learn(
     # Control: another model leaves much.
     other = list(boost.weights([model(1)], shards, name, 4))
     assert all(float(each.mean()) > 0.3 for each in other)
-
-
-def test_a_position_weighs_what_no_member_holds() -> None:
-    def member(*chances: float) -> Callable[..., object]:
-        logits = torch.tensor(chances).log().expand(1, 1, -1)
-        return lambda **_: type("Read", (), {"logits": logits})
-
-    batch = {
-        "tokens": torch.zeros(1, 1, dtype=torch.int64),
-        "top_tokens": torch.tensor([[[0, 1]]]),
-        "top_log_probs": torch.tensor([[[0.6, 0.3]]]).log(),
-        WEIGHTS: torch.ones(1, 1),
-    }
-    one, other = member(0.5, 0.1, 0.4), member(0.1, 0.2, 0.7)
-    alone = boost.weights_by_position([one], batch)  # type: ignore[list-item]
-    assert float(alone) == pytest.approx(0.1 + 0.2, abs=1e-5)
-    both = boost.weights_by_position([one, other], batch)  # type: ignore[list-item]
-    assert float(both) == pytest.approx(0.1 + 0.1, abs=1e-5)
-
-
-def test_specinfer_drops_the_pieces_that_a_member_foretells() -> None:
-    wanted = torch.tensor([[1, 1, 1, 1, 1, 1, 1]])
-    given = torch.tensor([[1, 1, 1, 0, 1, 1, 1]])
-    batch = {
-        "tokens": wanted,
-        "top_tokens": wanted[..., None],
-        WEIGHTS: torch.tensor([[1.0, 1, 1, 1, 1, 1, 0]]),
-    }
-    read = type("Read", (), {"logits": torch.nn.functional.one_hot(given, 3).float()})
-    found = boost.weights_by_sample([lambda **_: read], batch, 2)  # type: ignore[list-item]
-    # Pieces of two: foretold, missed, foretold, and padding's.
-    assert found.tolist() == [[0, 0, 1, 1, 0, 0, 0]]
-
-
-def test_weights_reach_the_loss(shards: Shards, tmp_path: Path) -> None:
-    files = []
-    for number, numbers in enumerate(shards.by_file()):
-        size = sum(shards.lengths[each] for each in numbers)
-        files.append(tmp_path / f"{number}.safetensors")
-        save_tensors({WEIGHTS: (torch.arange(size) % 2).float()}, files[-1])
-    # The shards' own files are beside each other; only the weights differ.
-    weighed = shards.weighed(files)
-    batch, plain = weighed.batch(range(6)), shards.batch(range(6))
-    assert float(batch[WEIGHTS].sum()) == pytest.approx(float(plain[WEIGHTS].sum()) / 2, rel=0.1)
-    total, weight = fit.draft_loss(model(1), batch)
-    each = fit.compared(model(1), plain).loss()
-    assert float(total) == pytest.approx(float((each * batch[WEIGHTS].flatten()).sum()), rel=1e-4)
-    assert weight == float(batch[WEIGHTS].sum())

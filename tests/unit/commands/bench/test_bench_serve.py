@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dyntree_plugin.commands.bench import plan, session
-from dyntree_plugin.commands.bench.measure import differing, measure
+from dyntree_plugin.commands.bench import plan
+from dyntree_plugin.commands.bench.measure import measure
 from dyntree_plugin.commands.bench.plan import Models
 from dyntree_plugin.commands.bench.results import Cell
 from dyntree_plugin.commands.bench.session import Settings
@@ -72,15 +72,6 @@ def measured_by_cell(left: Iterator[float], rounds: int, log: list[str]) -> list
     )
 
 
-def test_engines_that_all_run_serve_a_load_before_the_next_comes() -> None:
-    log: list[str] = []
-    (first, second) = measured_by_cell(iter([1e9] * 5), 2, log)
-    assert log[:6] == ["a 1", "b 1", "a 2", "b 2", "a 4", "b 4"]
-    assert log[6:] == ["b 1", "a 1", "b 2", "a 2", "b 4", "a 4"]
-    assert [len(series.runs) for series in first] == [1] * 6
-    assert [len(series.runs) for series in second] == [2] * 6
-
-
 def test_what_the_time_does_not_suffice_for_is_left_out_in_whole_comparisons() -> None:
     log: list[str] = []
     (found,) = measured_by_cell(iter([1e9, -1.0]), 2, log)
@@ -90,16 +81,6 @@ def test_what_the_time_does_not_suffice_for_is_left_out_in_whole_comparisons() -
     first, last = measured_by_cell(iter([1e9, 1e9, 1e9, -1.0]), 2, [])
     assert [len(series.runs) for series in first] == [1] * 6
     assert [len(series.runs) for series in last] == [2, 2, 1, 1, 1, 1]
-
-
-def test_a_result_says_what_was_left_out() -> None:
-    settings = Settings(["code"], [0.0], [1, 2, 4], 1, 8, rounds=2, seed=0)
-    first, last = measured_by_cell(iter([1e9, 1e9, 1e9, -1.0]), 2, [])
-    (line,) = session._left_out(settings, BATCHES, last)
-    assert "Rounds measured, of 2: 2 at temperature 0 with batch 1 (code), 1 at" in line
-    (line,) = session._left_out(settings, BATCHES, first[:2])
-    assert "0 at temperature 0 with batch 4" in line
-    assert not list(session._left_out(settings, BATCHES[:1], last[:2]))
 
 
 def test_at_temperature_0_answers_are_compared_with_those_of_the_first_engine() -> None:
@@ -113,16 +94,6 @@ def test_at_temperature_0_answers_are_compared_with_those_of_the_first_engine() 
     assert (by_name["same"].differing_tokens, by_name["same"].compared_tokens) == (0, 6)
     assert (by_name["other"].differing_requests, by_name["other"].differing_tokens) == (2, 4)
     assert all(s.differing_tokens is None for s in found if s.cell == sampled)
-
-
-@pytest.mark.parametrize(
-    ("own", "wanted", "places"),
-    [([1, 2], [1, 2], 0), ([1, 3, 2], [1, 2, 2], 1), ([1], [1, 2, 3], 2), ([], [1], 1)],
-)
-def test_missing_and_changed_tokens_count_as_different(
-    own: list[int], wanted: list[int], places: int
-) -> None:
-    assert differing(own, wanted) == places
 
 
 def test_time_per_token_leaves_out_the_first_and_weighs_requests_by_their_tokens() -> None:
@@ -175,20 +146,6 @@ def test_engines_that_fit_are_started_and_warmed_up_once(started: list[str]) -> 
     assert sorted(started[-3:]) == ["end a", "end b", "end c"]
 
 
-def test_engines_that_all_have_a_place_start_together_and_warm_up_alone(
-    started: list[str],
-) -> None:
-    with Pool(2, FakeProcess) as pool:  # type: ignore[arg-type]
-        assert pool.holds(2)
-        assert not pool.holds(3)
-        load = Load([Request([1])], 1, 0.0, 4)
-        pool.start([(engine("a"), [load, load]), (engine("b"), [load])])
-        use(pool, "a", "b")
-    assert started[:4] == ["start a", "start b", "wait a", "wait b"]
-    assert started[4:7] == ["warm a", "warm a", "warm b"]
-    assert sorted(started[7:]) == ["end a", "end b"]
-
-
 def test_without_memory_for_a_second_engine_one_is_kept(
     started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,32 +189,12 @@ def test_engines_differ_in_their_speculation_alone() -> None:
     assert by_name["chain of 5"]["speculative_config"]["num_speculative_tokens"] == 5
 
 
-def test_a_result_names_models_by_their_labels_where_folders_are_of_this_machine() -> None:
-    found = plan.engines(
-        Models("/t", "/d", "float32"), [CELL], 9, chains={"greedy": (2,)}, trees={}
-    )
-    for engine in found:
-        shown = plan.labelled(engine, {"/t": "target", "/d": "draft"})
-        assert "/t" not in shown.model_dump_json()
-        assert "/d" not in shown.model_dump_json()
-        assert plan.labelled(engine, {}) == engine
-
-
 def settings(**changes: Any) -> Settings:
     values: dict[str, Any] = {
         "sets": ["code"], "temperatures": [0.0, 1.0], "batches": [1, 3],
         "requests": 2, "max_tokens": 8, "rounds": 2, "seed": 5,
     }  # fmt: skip
     return Settings(**values | changes)
-
-
-def test_every_set_is_served_at_every_temperature_with_every_batch() -> None:
-    three = [Request([1]), Request([2]), Request([3])]
-    loads = settings().loads({"x": three, "y": three})
-    assert len(loads) == 8
-    assert [len(load.requests) for load in loads.values()] == [2, 3] * 4
-    assert {load.concurrency for load in loads.values()} == {1, 3}
-    assert {load.seed for load in loads.values()} == {5}
 
 
 def test_a_set_with_fewer_prompts_than_the_batch_is_refused() -> None:

@@ -90,12 +90,6 @@ def test_ratios_are_taken_within_each_round_and_against_the_best_chain() -> None
     assert rows["no speculation"].over_first.high == 1.0
 
 
-def test_tokens_per_step_are_one_and_the_accepted() -> None:
-    rows = by_engine(result())
-    assert rows["chain of 4"].tokens_per_step == pytest.approx(3.0)
-    assert rows["no speculation"].tokens_per_step == 1.0
-
-
 def shown(result: Result, width: int, colours: bool = False) -> list[str]:
     """Return the lines that the terminal shows, without the blanks at their ends."""
     stream = io.StringIO()
@@ -117,14 +111,6 @@ def test_losing_cells_are_red_and_none_is_dropped() -> None:
     assert len(red.findall(lines["dynamic tree of 64"])) == 2  # against both
 
 
-def test_the_markdown_table_has_every_engine_and_says_which_loses() -> None:
-    text = table.markdown_table(result((CELL, CELL.model_copy(update={"batch": 8}))))
-    assert text.count("dynamic tree of 64 |") == 2
-    assert text.count("(loses)") == 4
-    assert "batch 8" in text
-    assert "- a note" in text
-
-
 def test_pictures_are_drawn_of_what_the_result_has(tmp_path: Path) -> None:
     cells = (CELL, CELL.model_copy(update={"batch": 4}), CELL.model_copy(update={"prompts": "x"}))
     written = plots.draw(result(cells), tmp_path)
@@ -133,16 +119,6 @@ def test_pictures_are_drawn_of_what_the_result_has(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     assert not plots.draw(result(a=("server", 0, [20.0], 0)), tmp_path / "s")[1:]
-
-
-def test_a_result_survives_its_file(tmp_path: Path) -> None:
-    from dyntree_plugin.commands.bench.results import write
-
-    write(result(), tmp_path / "deep" / "r.json")
-    assert read(tmp_path / "deep" / "r.json") == result()
-    (tmp_path / "other.json").write_text('{"provenance": {}}')
-    with pytest.raises(ValueError, match="settings"):
-        read(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -165,11 +141,11 @@ def test_a_published_result_has_provenance_and_in_every_cell_what_serves_it(path
     assert max(measured) <= wanted
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_page_of_tables_has_every_published_result(path: Path) -> None:
-    page = path.with_name("README.md").read_text()
-    assert path.name in page
-    assert table.markdown_table(read(path)).strip() in page
+def test_the_page_of_tables_has_every_published_result() -> None:
+    for path in FILES:
+        page = path.with_name("README.md").read_text()
+        assert path.name in page
+        assert table.markdown_table(read(path)).strip() in page
 
 
 @pytest.mark.parametrize("name", ["serve-llama-1b", "serve-llama-1b-without-amx"])

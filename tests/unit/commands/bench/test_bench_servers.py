@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import threading
 import time
@@ -14,14 +13,12 @@ from typing import Any
 import pytest
 from command_lines import ran
 from rich.console import Console
-from streaming_server import BEFORE_PIECES, KEY, REFUSED, UNFINISHED, Handler, Ticks, listening
+from streaming_server import BEFORE_PIECES, KEY, UNFINISHED, Handler, Ticks, listening
 from vllm.benchmarks.lib import endpoint_request_func
 
 from dyntree_plugin.commands.bench import client, command, percentiles, server
 from dyntree_plugin.commands.bench.client import Client
-from dyntree_plugin.commands.bench.measure import warm_ups
 from dyntree_plugin.commands.bench.results import Result, read
-from dyntree_plugin.commands.bench.session import Settings
 from dyntree_plugin.commands.loads.load import Load
 from dyntree_plugin.commands.loads.requests import Request
 
@@ -64,11 +61,10 @@ def test_a_server_is_streamed_and_its_own_counters_are_read(address: str, chat: 
     assert [one.percent for one in run.percentiles] == [50, 99]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_server_is_sent_the_parameters_of_a_request(address: str, chat: bool) -> None:
+def test_a_server_is_sent_the_parameters_of_a_request(address: str) -> None:
     own = {"bad_words": ["self"], "structured_outputs": {"regex": "a+"}}
     load = Load([Request("x", own), Request("y")], 1, 0.5, 6, seed=3)
-    Client(address, chat=chat).serve(load)
+    Client(address, chat=False).serve(load)
     first, second = Handler.bodies
     assert {name: first[name] for name in own} == own
     assert not own.keys() & second.keys()
@@ -77,26 +73,18 @@ def test_a_server_is_sent_the_parameters_of_a_request(address: str, chat: bool) 
     assert first["ignore_eos"] is False
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_times_are_taken_when_pieces_arrive(
-    address: str, chat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_are_taken_when_pieces_arrive(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = Ticks()
     monkeypatch.setattr(client, "time", ticks)
     monkeypatch.setattr(endpoint_request_func, "time", ticks)
     monkeypatch.setattr(Handler, "clock", ticks)
-    run, _ = Client(address, chat=chat).serve(Load([Request("x")], 1, 0.0, 6))
+    run, _ = Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, 6))
     assert run.ttft_ms == 1000
     # Two seconds pass between the first piece and the last; five tokens come after the first.
     assert run.tpot_ms == 2000 / 5
     assert run.seconds >= BEFORE_PIECES + 3
     for one in run.percentiles:
         assert (one.ttft_ms, one.tpot_ms, one.itl_ms) == (1000, 2000 / 5, 1000)
-
-
-def test_what_a_server_refuses_is_the_users_mistake(address: str) -> None:
-    with pytest.raises(ValueError, match=r"/v1/completions answers 400: too many$"):
-        Client(address, chat=False).serve(Load([Request("x")], 1, 0.0, REFUSED))
 
 
 def test_a_model_that_a_server_does_not_have_is_the_users_mistake(address: str) -> None:
@@ -140,17 +128,6 @@ def test_an_open_load_waits_for_time_and_for_no_answer(
     assert run.seconds > 0.24
 
 
-def test_a_rate_is_a_load_of_its_own_that_one_request_warms_up() -> None:
-    settings = Settings(["s"], [0.0], [2], 3, 64, 1, 0, request_rates=[4.0])
-    loads = settings.loads({"s": [Request(text) for text in "xyz"]})
-    assert [(cell.pace, load.rate) for cell, load in loads.items()] == [
-        ("batch 2", math.inf),
-        ("4 requests/s", 4.0),
-    ]
-    closed, opened = warm_ups(list(loads.values()))
-    assert (len(closed.requests), len(opened.requests), opened.rate) == (2, 1, math.inf)
-
-
 def measured(address: str, file: Path, *more: str) -> Result:
     line = ["--base-url", f"a={address}", "--base-url", f"b={address}/v1", "--output", str(file)]
     small = ["--num-prompts", "1", "--max-tokens", "6", "--rounds", "2", "--batch", "1"]
@@ -158,15 +135,6 @@ def measured(address: str, file: Path, *more: str) -> Result:
     done = ran("bench", "serve", *line, *small, *greedy, *more)
     assert done.exit_code == 0, done.output
     return read(file)
-
-
-def test_what_is_asked_for_is_done_with_servers_too(address: str, tmp_path: Path) -> None:
-    asked = ["--endpoint", "chat"]
-    result = measured(address, tmp_path / "result.json", *asked)
-    assert [engine.name for engine in result.engines] == ["a", "b"]
-    assert [len(series.runs) for series in result.series] == [2, 2]
-    assert not any(note.startswith("Rounds measured") for note in result.notes)
-    assert Handler.asked == {"/v1/chat/completions"}
 
 
 def test_rates_and_percentiles_are_in_the_result_and_no_key(

@@ -17,11 +17,10 @@ import pytest
 import torch
 from command_lines import ran
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 from dyntree_plugin import openmp, pair
-from dyntree_plugin.commands.tune import check, learn, models, write
+from dyntree_plugin.commands.tune import check, learn, write
 from dyntree_plugin.commands.tune.settings import Folder
 from dyntree_plugin.pair import held_out_prompts
 from dyntree_plugin.tune.optimize import Checkpoint
@@ -165,8 +164,7 @@ BYTES = [last_byte_lost, garbage]
 SHARD = "taught/00001.safetensors"
 DAMAGE: list[tuple[str, Change]] = [
     *((SHARD, change) for change in BYTES),
-    *((SHARD, tensor("tokens", of_token(n))) for n in (-1, VOCABULARY)),
-    (SHARD, tensor("top_tokens", of_token(VOCABULARY))),
+    (SHARD, tensor("tokens", of_token(VOCABULARY))),
     (SHARD, tensor("tokens", torch.Tensor.float)),
     (SHARD, tensor("lengths", torch.zeros_like)),
     (SHARD, tensor("top_log_probs", lambda found: found.fill_(torch.nan))),
@@ -208,13 +206,15 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", WRITTEN)
-def test_texts_that_the_target_cannot_have_written_are_refused(change: Change, out: Path) -> None:
+def test_texts_that_the_target_cannot_have_written_are_refused(out: Path) -> None:
     folder = Folder(out)
     assert len(write.samples(folder, 1, VOCABULARY)) == PROMPTS - 8
-    change(folder.written(1))
-    with pytest.raises(ValueError, match=r"00001.json' is damaged: delete it, and"):
-        write.samples(folder, 1, VOCABULARY)
+    whole = folder.written(1).read_bytes()
+    for change in WRITTEN:
+        folder.written(1).write_bytes(whole)
+        change(folder.written(1))
+        with pytest.raises(ValueError, match=r"00001.json' is damaged: delete it, and"):
+            write.samples(folder, 1, VOCABULARY)
 
 
 def test_the_remedy_is_right_for_every_file(begun: Path, out: Path, tmp_path: Path) -> None:
@@ -254,22 +254,6 @@ def test_a_head_has_its_weights_of_the_target_made_again(tmp_path: Path) -> None
     file.unlink()
     assert tune(out, *HEAD, draft=None).exit_code == 0
     assert file.read_bytes() == before
-
-
-def test_a_shard_of_other_texts_is_refused(out: Path) -> None:
-    tensor("tokens", of_token(7))(out / "tune" / "taught" / "00000.safetensors")
-    line = refused(tune(out))
-    assert "taught/00000.safetensors' is not of the texts in " in line
-
-
-def test_losses_that_are_ahead_of_the_checkpoint_are_measured_again(out: Path) -> None:
-    file = out / "tune" / "losses-1.json"
-    there = json.loads(file.read_text())
-    file.write_text(json.dumps([*there, [2, 0.1, 0.1], [10**6, 0.1, 0.1]]))
-    assert tune(out).exit_code == 1
-    curve = learn.read_curve(file)
-    assert list(curve) == [0, 1, 2, 3, 4]
-    assert curve[2] != (0.1, 0.1)
 
 
 def refusal(read: Callable[[], object], name: str) -> bool:
@@ -334,54 +318,8 @@ def test_two_runs_at_a_time_are_refused(out: Path) -> None:
     assert tune(out).exit_code == 1
 
 
-@pytest.mark.parametrize("left", [[], ["lock", "settings.part"]])
-def test_a_folder_of_a_run_that_was_killed_early_is_taken(left: list[str], tmp_path: Path) -> None:
-    work = tmp_path / "out" / "tune"
-    work.mkdir(parents=True)
-    for name in left:
-        (work / name).touch()
-    assert tune(tmp_path / "out").exit_code == 1
-    # Control: a file that no run has left so early is another's.
-    shutil.rmtree(work)
-    work.mkdir()
-    (work / "notes").touch()
-    assert "must be a new or an empty folder" in refused(tune(tmp_path / "out"))
-
-
-def test_a_draft_without_a_token_that_the_target_has_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = Path(shutil.copytree(DRAFT, tmp_path / "draft"))
-    small = AutoModelForCausalLM.from_pretrained(DRAFT)
-    small.resize_token_embeddings(512)
-    small.save_pretrained(draft)
-    prompts = refused(tune(tmp_path / "out", draft=str(draft)))
-    assert f"--draft {str(draft)!r} has 512 tokens: it must have all 1024" in prompts
-    assert not (tmp_path / "out").exists()
-    # A tokenizer may have fewer tokens than the target, which writes one of the others.
-    monkeypatch.setattr(models, "check", lambda *_: None)
-    line = refused(tune(tmp_path / "out", draft=str(draft)))
-    assert "which the target has written: resize it to the target's size" in line
-    assert (tmp_path / "out" / "tune" / SHARD).exists()
-
-
-@pytest.mark.parametrize("value", ["null", "{"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_a_model_whose_files_are_damaged_is_named(name: str, value: str, tmp_path: Path) -> None:
+def test_a_model_whose_files_are_damaged_is_named(name: str, tmp_path: Path) -> None:
     draft = Path(shutil.copytree(DRAFT, tmp_path / "draft"))
-    (draft / name).write_text(value)
+    (draft / name).write_text("{")
     assert str(draft) in refused(tune(tmp_path / "out", draft=str(draft)))
-    target = Path(shutil.copytree(TARGET, tmp_path / "target"))
-    (target / name).write_text(value)
-    assert str(target) in refused(tune(tmp_path / "out", "--target", str(target)))
-
-
-@pytest.mark.parametrize("model", ["target", "draft"])
-def test_weights_that_are_cut_are_refused_before_the_target_writes(
-    model: str, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(pair.paths()[model], tmp_path / model))
-    cut(folder / "model.safetensors")
-    line = refused(tune(tmp_path / "out", f"--{model}", str(folder)))
-    assert f"{str(folder)!r} is damaged: get the model again" in line
-    assert not (tmp_path / "out").exists()
