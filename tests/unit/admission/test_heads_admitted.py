@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from configurations import WIDTH, Build, changed, refusal_of
 
-from dyntree_plugin.admission import check, heads
+from dyntree_plugin.admission import heads
 from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force
 
@@ -40,20 +40,6 @@ def head(model_folder: Callable[..., str]) -> Arguments:
     return make
 
 
-def with_modules(model_folder: Callable[..., str], count: int) -> dict[str, Any]:
-    """Return the arguments of an engine whose target has modules of multi-token prediction."""
-    target = model_folder(
-        "mimo",
-        architectures=["MiMoForCausalLM"],
-        model_type="qwen2",
-        num_nextn_predict_layers=count,
-    )
-    return {
-        "model": target,
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": WIDTH},
-    }
-
-
 def test_a_head_is_admitted(build: Build, head: Arguments) -> None:
     config = build(**head())
     plan = plan_in_force(config.speculative_config)
@@ -61,13 +47,6 @@ def test_a_head_is_admitted(build: Build, head: Arguments) -> None:
     assert (plan.has_draft, plan.shape.head, plan.shape.shift) == (True, True, -1)
     assert plan.shape.grafts == WIDTH
     assert config.parallel_config.worker_cls == WORKERS["cpu"]
-
-
-def test_a_module_of_the_target_is_admitted(build: Build, model_folder: Callable[..., str]) -> None:
-    config = build(**with_modules(model_folder, 1))
-    plan = plan_in_force(config.speculative_config)
-    assert plan is not None
-    assert plan.shape.head
 
 
 def test_start_up_says_that_a_head_is_split_like_the_target(build: Build, head: Arguments) -> None:
@@ -94,15 +73,6 @@ def test_a_head_declared_for_a_shorter_context_is_admitted(build: Build, head: A
     assert draft.hf_config.max_position_embeddings >= short.model_config.max_model_len
     separate = changed(build(), "speculative_config.draft_model_config.max_model_len", 64)
     assert "max_model_len (target, draft)=" in refusal_of(separate)
-
-
-def test_a_tree_of_a_head_takes_one_token_of_a_step_besides_its_nodes(
-    build: Build, head: Arguments
-) -> None:
-    small = {"max_num_batched_tokens": WIDTH + 1, "max_num_seqs": 2, "max_model_len": 16}
-    advice = check.token_budget_advice(build(**head(), **small))
-    assert advice is not None
-    assert f"dyntree.node_budget + 1 = {WIDTH + 1} tokens" in advice
 
 
 def test_a_head_needs_a_slot_less_than_a_draft_model(build: Build, head: Arguments) -> None:

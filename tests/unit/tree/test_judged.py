@@ -41,11 +41,8 @@ def estimate() -> AcceptanceEstimate:
     return made
 
 
-def picker(
-    *, coupling: bool = True, calibrated: bool = True, children: int = 2, max_depth: int = 3
-) -> ChildPicker:
-    shape = TreeShape(9, max_depth, 2, children, coupling=coupling)
-    plan = TreePlan(shape, GrowthConfig(), "match", calibration=calibrated)
+def picker(children: int = 2) -> ChildPicker:
+    plan = TreePlan(TreeShape(9, 3, 2, children), GrowthConfig(), "match", calibration=True)
     return ChildPicker(plan, perturbed_logits, estimate())
 
 
@@ -83,28 +80,12 @@ def test_noise_of_another_place_or_seed_is_told_apart(root: int, seed: int) -> N
         assert_it_is_the_samplers(found)
 
 
-def test_there_is_no_noise_without_coupling_or_at_temperature_0() -> None:
-    uncoupled = picker(coupling=False).trie_noise(tries(), ROOTS, SEEDS, TEMPERATURES, VOCAB)
-    assert (uncoupled == 0).all()
-    coupled = picker().trie_noise(tries(), ROOTS, SEEDS, TEMPERATURES, VOCAB)
-    assert (coupled[2] == 0).all()
-    assert (coupled[:2] != 0).all()
-
-
-def test_nodes_below_the_deepest_level_do_not_disturb_the_others() -> None:
-    shallow = picker(max_depth=1).trie_noise(tries(), ROOTS, SEEDS, TEMPERATURES, VOCAB)
-    whole = picker().trie_noise(tries(), ROOTS, SEEDS, TEMPERATURES, VOCAB)
-    level = tries().above < 0
-    assert torch.equal(shallow[level], whole[level])
-    assert shallow.isfinite().all()
-
-
 # Features, kinds and chances.
 
 
-def judged_trie(calibrated: bool = True) -> tuple[JudgedTrie, torch.Tensor]:
+def judged_trie() -> tuple[JudgedTrie, torch.Tensor]:
     noise = torch.randn(tries().tokens.shape, generator=torch.Generator().manual_seed(1))
-    return picker(calibrated=calibrated).judged(tries(), noise, CLASSES), noise
+    return picker().judged(tries(), noise, CLASSES), noise
 
 
 def chance(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -120,15 +101,6 @@ def test_a_node_that_the_draft_has_not_judged_has_the_evidence_and_the_noise() -
     assert (trie.kinds == LOOK_UP).all()
     weights = estimate().weights[CLASSES * KINDS + LOOK_UP][:, None]
     torch.testing.assert_close(trie.log_chances.exp(), chance(weights, trie.features))
-
-
-def test_values_that_are_not_learned_are_the_evidence() -> None:
-    trie, _ = judged_trie(calibrated=False)
-    bounded = tries().evidence.clamp(-20, 20)
-    torch.testing.assert_close(trie.log_chances.exp(), torch.sigmoid(bounded))
-    told = trie.judge(answer([[-1.0] + [NAN] * 6, [NAN] * 7, [-2.0] + [NAN] * 6]))
-    torch.testing.assert_close(told[[0, 2], 0], torch.tensor([-1.0, -2.0]))
-    assert int((~told.isnan()).sum()) == 2
 
 
 def answer(asked: list[list[float]], beside: list[list[bool]] | None = None) -> Children:
@@ -183,13 +155,6 @@ def test_candidates_of_the_draft_are_beside_the_tries_where_it_was_asked() -> No
     assert torch.equal(drafted, torch.where(torch.tensor(is_beside) > 0, BESIDE, DRAFT))
 
 
-def test_a_draft_that_was_not_asked_cannot_judge() -> None:
-    trie, _ = judged_trie()
-    found = picker()(torch.zeros(3, VOCAB), rows_at(ROOTS), False).by_request(3)
-    with pytest.raises(ValueError, match="must be asked"):
-        trie.judge(found)
-
-
 # Tokens that the draft is asked for.
 
 
@@ -205,9 +170,8 @@ def asked_at_the_root() -> Asked:
     return Asked(torch.where(trie.exists & (trie.above < 0), own, -1), trie.tokens)
 
 
-@pytest.mark.parametrize("calibrated", [True, False])
-def test_the_draft_tells_of_tokens_outside_its_best(calibrated: bool) -> None:
-    pick = picker(calibrated=calibrated, children=1)
+def test_the_draft_tells_of_tokens_outside_its_best() -> None:
+    pick = picker(children=1)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
     asked = asked_at_the_root()
     found = pick(logits, rows_at(ROOTS), False, asked)
@@ -217,16 +181,6 @@ def test_the_draft_tells_of_tokens_outside_its_best(calibrated: bool) -> None:
     torch.testing.assert_close(found.asked[real], log_probs.gather(1, asked.tokens)[real])
     assert found.asked[~real].isnan().all()
     assert not (asked.tokens == found.tokens)[real].all()
-
-
-def test_being_asked_changes_no_child_and_no_feature() -> None:
-    pick, logits = picker(), torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
-    alone = pick(logits, rows_at(ROOTS), False)
-    asked = pick(logits, rows_at(ROOTS), False, asked_at_the_root())
-    assert torch.equal(asked.tokens, alone.tokens)
-    assert torch.equal(asked.features, alone.features)
-    assert alone.asked is None
-    assert alone.beside is None
 
 
 def test_children_beside_a_trie_have_chances_of_their_own_kind() -> None:

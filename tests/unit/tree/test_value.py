@@ -108,14 +108,6 @@ def test_it_follows_a_workload_that_changes():
     assert calibration_error(estimate, 1.5) < 0.03 < 0.15 < surprised
 
 
-def test_without_forgetting_it_follows_much_later():
-    forgets = learn(AcceptanceEstimate("cpu", memory=2048.0), 0.3, steps=120)
-    clings = learn(AcceptanceEstimate("cpu", memory=1e9), 0.3, steps=120)
-    for estimate in (forgets, clings):
-        learn(estimate, 1.5, steps=40, seed=500)
-    assert 2 * calibration_error(forgets, 1.5) < calibration_error(clings, 1.5)
-
-
 def test_what_it_forgets_it_forgets_at_the_same_addresses():
     new, estimate = AcceptanceEstimate("cpu").regression, AcceptanceEstimate("cpu")
     kept = learn(estimate, 3.0, 20).regression
@@ -168,17 +160,6 @@ def test_nodes_that_were_not_judged_teach_nothing():
     estimate.observe(spoilt, DRAFT, judged, seen.taken | ~judged, classes_of(0))
     assert torch.equal(estimate.weights, expected.weights)
     assert not torch.equal(estimate.weights, AcceptanceEstimate("cpu").weights)
-
-
-def test_an_estimate_that_leaves_trees_empty_fades():
-    estimate, none = AcceptanceEstimate("cpu", memory=64.0), torch.zeros(REQUESTS, 0)
-    estimate.weights[0] = torch.tensor([-5.0, 0.0, 0.0])
-    empty = torch.zeros(REQUESTS, 0, FEATURES)
-    untouched = estimate.weights[KINDS:].clone()
-    for _ in range(200):
-        estimate.observe(empty, DRAFT, none.bool(), none.bool(), classes_of(0))
-    torch.testing.assert_close(estimate.weights, AcceptanceEstimate("cpu").weights)
-    assert torch.equal(estimate.weights[KINDS:], untouched)
 
 
 def of_kind(estimate: AcceptanceEstimate, kind: int) -> torch.Tensor:
@@ -243,20 +224,6 @@ def test_a_kind_that_trees_leave_out_gets_another_try(kind_of_estimate: type[Acc
         torch.testing.assert_close(weights, estimate.prior[LOOK_UP], atol=0.01, rtol=0)
 
 
-def test_a_request_counts_for_a_kind_as_many_nodes_as_it_has_and_one_at_least():
-    seen, kinds = judge(0.5, seed=1), torch.full((REQUESTS, 8 * KEPT), DRAFT)
-    kinds[:, :3] = LOOK_UP
-    estimate = AcceptanceEstimate("cpu", memory=100.0)
-    before = estimate.information.diagonal(dim1=1, dim2=2)[:KINDS].clone() * 100
-    estimate.information[:KINDS] *= 100
-    dull = torch.zeros_like(seen.features)  # adds to the information of the bias only
-    estimate.observe(dull, kinds, seen.all, seen.taken, classes_of(0))
-    kept = estimate.information.diagonal(dim1=1, dim2=2)[:KINDS, 1] / before[:, 1]
-    nodes = REQUESTS * torch.tensor([8.0 * KEPT - 3, 3.0, *[1.0] * (KINDS - 2)])
-    expected = torch.exp(-nodes / 100)
-    torch.testing.assert_close(kept, expected + (1 - expected) / 100)
-
-
 numbers = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
@@ -284,26 +251,6 @@ def test_no_state_and_no_score_makes_a_value_that_is_no_chance(
     stated = estimate.log_chance(x, of, kinds)
     assert stated.isfinite().all()
     assert (stated <= 0).all()
-
-
-def test_endless_agreement_and_endless_refusal_stay_bounded():
-    for taken in (True, False):
-        estimate = AcceptanceEstimate("cpu")
-        for step in range(200):
-            seen = judge(0.5, seed=step, parents=1)
-            always = torch.full_like(seen.taken, taken)
-            estimate.observe(seen.features, DRAFT, seen.all, always, classes_of(0))
-        stated = estimate.log_chance(seen.features, classes_of(0)).exp()
-        assert stated.isfinite().all()
-        assert bool((stated > 0.9).all() if taken else (stated < 0.1).all())
-
-
-def test_a_better_child_is_never_worth_less_than_its_sibling():
-    for beta, seed in ((0.3, 0), (1.5, 100)):
-        estimate = learn(AcceptanceEstimate("cpu"), beta, steps=40, seed=seed)
-        log_probs = torch.randn(REQUESTS, 50, VOCAB).log_softmax(-1).topk(KEPT).values
-        stated = estimate.log_chance(features(log_probs), classes_of(0))
-        assert (stated.diff(dim=-1) <= 1e-6).all()
 
 
 @settings(max_examples=40, deadline=None)

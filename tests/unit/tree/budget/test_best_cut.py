@@ -73,39 +73,10 @@ def test_trees_that_differ_make_more_together_at_the_usual_rate() -> None:
     assert usual > 1.005 * own
 
 
-def test_requests_that_choose_each_for_itself_choose_worse() -> None:
-    values = np.array([[0.9, 0.8, 0.7, 0.6], [0.3, 0.2, 0.1, 0.1]])
-    seconds = 1.0 + 0.25 * np.arange(20)
-    together = best_cut(values, seconds, 0.0)
-    alone = tuple(int(best_cut(row[None], seconds, 0.0).counts[0]) for row in values)
-    assert together.counts[0] > together.counts[1]
-    assert rate(values, alone, seconds, 0.0) < together.rate
-
-
-def test_all_rows_that_cost_nothing_are_verified_but_no_padding() -> None:
-    values = np.array([[0.5, 0.25, 0.0, 0.0], [0.1, 0.1, 0.1, 0.0]])
-    assert best_cut(values, np.ones(20), 0.0).counts.tolist() == [2, 3]
-
-
 def test_a_cut_has_no_more_rows_than_a_step_holds() -> None:
     values = np.array([[0.5, 0.25, 0.1], [0.4, 0.3, 0.2]])
     assert best_cut(values, np.ones(6), 0.0).counts.tolist() == [1, 2]
     assert best_cut(values, np.ones(3), 0.0).counts.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("values", "seconds", "said"),
-    [
-        (np.array([[0.1, 0.2]]), np.ones(9), "rise"),
-        (np.array([[0.2, 0.1], [0.2, 0.1]]), np.ones(2), "2 entries for 2 requests"),
-        (np.array([[0.2, 0.1]]), np.zeros(9), "some time"),
-    ],
-)
-def test_what_is_no_tree_or_no_time_is_refused(
-    values: np.ndarray, seconds: np.ndarray, said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        best_cut(values, seconds, 0.0)
 
 
 def test_drafting_ends_when_its_time_earns_more_elsewhere() -> None:

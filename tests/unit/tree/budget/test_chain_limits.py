@@ -15,21 +15,10 @@ def test_chains_end_where_a_token_is_worth_too_little() -> None:
     assert level_counts(CHAINS, Limits(0.35, 12)).tolist() == [4, 2, 1]
 
 
-def test_what_was_not_drafted_is_not_verified() -> None:
-    assert level_counts(CHAINS, Limits(0.0, 12)).tolist() == [4, 3, 4]
-    assert level_counts(np.zeros((2, 3)), Limits(0.0, 6)).tolist() == [0, 0]
-
-
 def test_room_goes_to_the_first_levels_and_there_to_the_most_likely_tokens() -> None:
     assert level_counts(CHAINS, Limits(0.0, 3)).tolist() == [1, 1, 1]
     assert level_counts(CHAINS, Limits(0.0, 5)).tolist() == [2, 2, 1]
     assert level_counts(CHAINS, Limits(0.0, 2)).tolist() == [1, 0, 1]
-
-
-def test_a_chain_that_has_ended_does_not_go_on() -> None:
-    rising = np.array([[0.9, 0.1, 0.1], [0.9, 0.8, 0.7]])
-    assert level_counts(rising, Limits(0.5, 6)).tolist() == [1, 3]
-    assert level_counts(np.array([[0.1, 0.9]]), Limits(0.5, 6)).tolist() == [0]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -19,11 +19,10 @@ from dyntree_kernels.tries import Trie
 from dyntree_plugin.tree.children import top_children
 from dyntree_plugin.tree.growth import Frontier, GrowthConfig, GrowthPlan
 from dyntree_plugin.tree.growth.grafts import Grafts
-from dyntree_plugin.tree.growth.pool import CandidatePool
 from dyntree_plugin.tree.growth.topk import TopKGrowth
 from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
-from dyntree_plugin.tree.token_tree import NO_VALUE, TokenTree
+from dyntree_plugin.tree.token_tree import TokenTree
 
 
 def shape_of(
@@ -125,18 +124,6 @@ def test_a_tree_of_a_trie_alone_is_its_most_valuable_part(
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
-def test_a_trie_without_nodes_changes_nothing(shape: TreeShape, seeds: list[int]) -> None:
-    nothing = grafting([{}] * len(seeds))
-    plain, grafted = grow(topk(shape), seeds), grow(topk(shape), seeds, grafting=nothing)
-    for name in ("tokens", "parents", "depths", "values", "counts", "grown"):
-        assert torch.equal(getattr(plain, name), getattr(grafted, name)), name
-    real = torch.arange(shape.node_budget) < plain.counts[:, None]
-    drafted = grafted.candidates - nothing.trie.tokens.shape[1]
-    assert torch.equal(drafted[real], plain.candidates[real])
-
-
-@settings(max_examples=60, deadline=None)
 @given(shapes, requests_of_tries)
 def test_candidates_number_the_nodes_of_the_trie_then_those_of_the_draft(
     shape: TreeShape, requests: list[tuple[int, Edges]]
@@ -198,37 +185,6 @@ def test_an_edge_that_the_draft_has_judged_follows_the_judgement_up_or_down() ->
     assert int(tree.grown[0]) == 4
 
 
-def test_without_a_judgement_an_edge_keeps_the_chance_of_the_trie() -> None:
-    partly = torch.tensor([[math.nan, 0.3, math.nan, 1.0, 1.0, 1.0, 1.0]]).log()
-    expected = {(1,): 0.2, (2,): 0.9, (3,): 0.1, (3, 4): 0.05}
-    assert chances_of(judged_at_the_root(None)) == pytest.approx(expected)
-    expected[(2,)] = 0.3
-    assert chances_of(judged_at_the_root(partly)) == pytest.approx(expected)
-
-
-def test_a_node_that_was_not_worth_a_forward_gets_one_when_the_trie_has_lost_worth() -> None:
-    """The trie fills the budget of four nodes. After the draft's judgement, the draft's own second
-    child is among the best four."""
-    path = (1, 2, 3, 4)
-    edges = {path[:n]: math.log(0.99) for n in (1, 2, 3, 4)}
-    growth = TopKGrowth(1, TreeShape(4, 5, 5, 2), torch.tensor([99]))
-    growth.graft(*grafting([edges]))
-    unlike, rest = [0.0] * 3, [0.9, 0.01, 0.01, 0.01, 0.0, 0.0, 0.0]
-    growth.add(torch.tensor([[[1, 5]]]), torch.tensor([[[0.9, 0.3]]]).log(), judged=_logs(rest))
-    first = growth.frontier()
-    assert first.tokens[first.valid].tolist() == [1, 2, 3]
-    below = torch.tensor([[[5, 6], [5, 6], [5, 6], [0, 0], [0, 0]]])
-    chances = torch.tensor([[[0.5, 0.1], *[[0.5, 0.1]] * 2, [0.0] * 2, [0.0] * 2]])
-    growth.add(below, chances.log(), judged=_logs([0.9, *[0.01] * 3, *unlike]))
-    again = growth.frontier()
-    assert again.tokens[again.valid].tolist() == [5, 5]
-    assert again.depths[again.valid].tolist() == [2, 1]
-
-
-def _logs(chances: list[float]) -> torch.Tensor:
-    return torch.tensor([chances]).log()
-
-
 # Frontiers.
 
 
@@ -261,24 +217,6 @@ def test_without_whole_paths_no_forward_runs_a_node_and_its_child(
         of_forward = slice(number * shape.width, (number + 1) * shape.width)
         assert torch.equal(seen[:, :, of_forward].sum(2) > 0, frontier.valid)
         assert (seen[:, :, of_forward].sum(2) <= 1).all()
-
-
-def test_more_columns_than_a_word_has_bits_keep_their_ancestors() -> None:
-    shape = TreeShape(node_budget=60, max_depth=8, width=9, children=3)
-    edges = {tuple(range(n)): math.log(0.9) for n in range(1, 8)}
-    is_that_of_the_reference(shape, [(1, edges), (2, edges)])
-
-
-@pytest.mark.parametrize("max_depth", [2, 4, 9])
-def test_a_trie_goes_deeper_than_the_draft_down_to_the_greatest_depth(max_depth: int) -> None:
-    path = (1, 2, 3, 4, 5)
-    pool = CandidatePool(1, 2, (), torch.tensor([0]), max_depth)
-    pool.graft(*grafting([{path[:n]: math.log(0.9) for n in range(1, 6)}]))
-    pool.add(*OF_TWO, judged=torch.full((1, 8), math.log(0.4)))
-    tree = pool.tree(pool.values, node_budget=9)
-    tree.check()
-    chances = {path[:n]: 0.4 * 0.9 ** (n - 1) for n in range(1, min(5, max_depth) + 1)}
-    assert chances_of(tree) == pytest.approx(chances | {(2,): 0.3})
 
 
 def test_growing_with_a_trie_never_waits_for_the_device() -> None:
@@ -326,18 +264,6 @@ def test_values_that_ignore_the_draft_are_told_apart(monkeypatch: pytest.MonkeyP
         is_that_of_the_reference(FOUR_LEVELS, MANY_FORKS)
 
 
-def test_the_larger_of_two_chances_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    merge = Grafts.merge
-
-    def raised(self: Grafts, first: int, *children: torch.Tensor) -> torch.Tensor:
-        *rest, judged = children
-        return merge(self, first, *rest, torch.maximum(judged, self._edges))
-
-    monkeypatch.setattr(Grafts, "merge", raised)
-    with pytest.raises(AssertionError):
-        is_that_of_the_reference(FOUR_LEVELS, MANY_FORKS)
-
-
 def test_values_that_forget_the_parents_rise_along_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Grafts, "_path_values", lambda self: self._edges)
     edges = {(1,): math.log(0.01), (1, 2): math.log(0.9)}
@@ -348,12 +274,3 @@ def test_values_that_forget_the_parents_rise_along_a_path(monkeypatch: pytest.Mo
 
 
 # Invalid arguments.
-
-
-def test_a_chance_that_is_none_is_no_node() -> None:
-    edges = {(1,): math.nan, (1, 2): 0.0, (3,): NO_VALUE, (4,): 0.5}
-    growth = TopKGrowth(1, TreeShape(4, 3, 1, 1), torch.tensor([9]))
-    growth.graft(*grafting([edges]))
-    tree = growth.finish()
-    assert paths_of(tree, 0) == [(4,)]
-    assert float(tree.values[0, 0]) == 0.0

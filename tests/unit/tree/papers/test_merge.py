@@ -21,7 +21,6 @@ from dyntree_plugin.tree.growth import GrowthConfig, GrowthPlan
 from dyntree_plugin.tree.papers import static
 from dyntree_plugin.tree.papers.merge import merged
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.pooled import apart
 from dyntree_plugin.tree.registry import plan_growth
 from dyntree_plugin.tree.shape import TreeShape
 from dyntree_plugin.tree.token_tree import Draws, TokenTree
@@ -74,26 +73,11 @@ def test_a_merged_tree_has_the_paths_of_all_its_drafts_trees(
         assert {*found} == expected
 
 
-def test_drafts_that_agree_make_the_tree_of_one() -> None:
-    k = (2, 1, 2)
-    one, three = grow(plan_of(k, 1), [5]), grow_of_pools(plan_of(k, 3), [(5, 5, 5)])
-    assert paths_of(three, 0) == paths_of(one, 0)
-    torch.testing.assert_close(three.values[0, :10], one.values[0, :10].float())
-
-
 def test_unmerged_trees_are_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the tests above."""
     monkeypatch.setattr(static, "merged", lambda tree, levels: tree)
     with pytest.raises(ValueError, match="two children of -1 carry one token"):
         grow_of_pools(plan_of((2, 1), 2), [(5, 5)]).check()
-
-
-def test_a_request_without_room_has_the_roots_children_of_every_draft() -> None:
-    seeds = (3, 4)
-    tree = grow_of_pools(plan_of((2, 2), 2), [seeds], room=0)
-    tree.check()
-    best = {int(token) for seed in seeds for token in log_probs_after(seed, ()).topk(2).indices}
-    assert {*paths_of(tree, 0)} == {(token,) for token in best}
 
 
 def test_trees_that_were_drawn_are_not_merged() -> None:
@@ -105,14 +89,6 @@ def test_trees_that_were_drawn_are_not_merged() -> None:
     for sampling in ("with_replacement", "without_replacement"):
         with pytest.raises(ValueError, match=f"sampling={sampling} is for one draft.*best"):
             plan_growth(GrowthConfig("expansion", (2,), sampling), shape)
-
-
-def test_each_part_of_the_rows_has_its_own_drafts_logits() -> None:
-    of_roots = [torch.full((3, 2), float(draft)) for draft in range(2)]
-    assert apart(of_roots, 3)[:, 0].tolist() == [0, 1] * 3
-    of_rows = [torch.arange(12.0)[:, None] + 100 * draft for draft in range(2)]
-    found = apart(of_rows, 3)[:, 0].view(3, 4)
-    assert found.tolist() == [[0, 1, 102, 103], [4, 5, 106, 107], [8, 9, 110, 111]]
 
 
 def test_a_request_that_must_have_a_chain_has_that_of_the_first_draft() -> None:

@@ -97,16 +97,6 @@ def test_leaving_out_repeated_draws_of_multi_step_is_biased():
     assert float((law - log_of([target]).exp()[0]).abs().sum()) / 2 > 0.01
 
 
-def test_a_draft_whose_mass_is_used_up_is_uniform_over_the_tokens_not_drawn():
-    target = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
-    one_hot = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).log()
-    tokens = torch.tensor([[0, 2]])
-    odds = WITHOUT_REPLACEMENT.odds(target, one_hot, tokens, torch.ones_like(tokens).bool())
-    # Token 0 is accepted with 0.2 / 1, which leaves (0, 5/8, 3/8); against 1/2 that is 3/4.
-    torch.testing.assert_close(odds.accept, torch.tensor([[0.2, 0.75]], dtype=torch.float64))
-    torch.testing.assert_close(odds.residual, torch.tensor([[0.0, 1, 0]], dtype=torch.float64))
-
-
 @st.composite
 def drawn_trees(draw: st.DrawFn, repeats: bool) -> dict[str, list[list[int]] | list[int]]:
     """Draw the children of every node, in drawing order, of a tree over 4 tokens and 3 levels."""
@@ -192,16 +182,6 @@ def by_reference(
         case["tokens"],
         uniforms.tolist(),
     )
-
-
-def test_the_references_are_exact_in_fractions():
-    target, draft = LAWS[0], LAWS[1]
-    place, left = reference.without_replacement(target, draft, [2, 1], [Fraction(9, 10)] * 2)
-    # 2 is rejected (2/10 of 8/10), which leaves (4/6, 2/6, 0); 1 is rejected (1/3 of 1/2).
-    assert (place, left) == (None, [1, 0, 0])
-    place, left = reference.multi_step(target, draft, [2, 2, 1], [Fraction(1, 2)] * 3)
-    # 2 is rejected twice: (2/3, 1/3, 0), then (17/24, 7/24, 0); then 1 has more than 1/10.
-    assert (place, left) == (2, [Fraction(17, 24), Fraction(7, 24), 0])
 
 
 @both_rules
