@@ -137,30 +137,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_a_full_disk_costs_the_cache_alone_and_is_told_once(
-    tmp_path: Path,
-    start: Start,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    stock = Path.write_bytes
-
-    def write_half(path: Path, data: bytes) -> int:
-        stock(path, data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    sources = write(tmp_path / "kernels")
-    monkeypatch.setattr(Path, "write_bytes", write_half)
-    twice = start(sources)
-    assert (twice(1), twice(1.5)) == (3, 3.5)
-    assert files(cache) == []
-    (told,) = warnings(caplog)
-    assert "NUMBA_CACHE_DIR" in told
-    assert str(cache) in told
-    assert "No space left" in told
-
-
 def test_a_folder_that_may_only_be_read_serves(
     tmp_path: Path,
     start: Start,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from dyntree_kernels.dispatch import Measurement, Problem, choose, load_table
+from dyntree_kernels.dispatch import Measurement, Problem, choose
 
 HOPPER = Problem(
     device="NVIDIA H200", capability=(9, 0), heads=32, kv_heads=8, head_size=128,
@@ -35,16 +33,6 @@ def test_the_fastest_measurement_of_the_nearest_shape_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"device": "NVIDIA A100"}, {"head_size": 64}, {"dtype": "float16"}, {"group": 8}]
-)
-def test_measurements_of_something_else_do_not_count(other: dict[str, object]) -> None:
-    table = [measured("flashinfer", 64, 1.0, **other)]
-    choice = choose(HOPPER, ("flashinfer", "triton"), table)
-    assert choice.name == "triton"
-    assert "no measurement" in choice.reason
-
-
-@pytest.mark.parametrize(
     ("change", "name"),
     [
         ({"head_size": 80}, "triton"),
@@ -65,16 +53,6 @@ def test_a_problem_that_nobody_serves_is_refused_with_every_reason() -> None:
         choose(odd, ("triton", "flashinfer"))
     with pytest.raises(ValueError, match=r"unknown implementations \['cuda'\]"):
         choose(HOPPER, ("cuda",))
-
-
-def test_a_result_file_is_a_table(tmp_path: Path) -> None:
-    entry = measured("triton", 64, 20.0)
-    file = tmp_path / "result.json"
-    file.write_text(json.dumps({"attention": [{**dataclasses.asdict(entry), "tflops": 3.0}]}))
-    assert load_table(file) == [entry]
-    file.write_text("{}")
-    with pytest.raises(ValueError, match=r"result\.json is not a result file"):
-        load_table(file)
 
 
 def test_a_kernel_that_lacks_a_feature_is_not_chosen() -> None:

@@ -49,14 +49,6 @@ def test_the_scale_and_the_entropy_of_gumbel_errors_are_found(beta: float) -> No
     assert posterior.positions == len(tokens)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_another_beta_than_the_fitted_one_surprises_more(factor: float) -> None:
-    scores, tokens = toy(0.8)
-    beta = likeliest_beta(scores, tokens)
-    least = surprises(scores, tokens, beta).mean()
-    assert surprises(scores, tokens, factor * beta).mean() > least + 0.1
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_target_itself_as_the_draft_leaves_nothing_unknown(temperature: float) -> None:
     """Control: another draft leaves something."""
@@ -66,8 +58,7 @@ def test_the_target_itself_as_the_draft_leaves_nothing_unknown(temperature: floa
     assert other.positions == len(PROMPTS) * TOKENS
 
 
-@pytest.mark.parametrize("nodes", [64, 1024])
-@pytest.mark.parametrize("beta", [0.5, 1.0])
+@pytest.mark.parametrize(("nodes", "beta"), [(64, 1.0), (1024, 0.5)])
 def test_the_law_foretells_the_likeliest_paths(nodes: int, beta: float) -> None:
     """The n likeliest paths are enumerated, where each token has the same distribution."""
     generator = torch.Generator().manual_seed(4)

@@ -11,7 +11,6 @@ from acceptance_models import VOCABULARY, plain
 from typer.testing import CliRunner
 
 from benchmarks.acceptance import command, report
-from benchmarks.acceptance.plots import draw
 from dyntree_plugin.provenance import provenance
 
 REPOSITORY = Path(__file__).parents[3]
@@ -59,13 +58,6 @@ def result(folders: dict[str, Path]) -> dict[str, Any]:
     assert "predicted" in done.output
     loaded: dict[str, Any] = json.loads(folders["result.json"].read_text())
     return loaded
-
-
-def test_pools_are_left_out_without_a_further_draft() -> None:
-    """Control: with one they are there."""
-    without, every = (command._methods(None, pools=pools) for pools in (False, True))
-    assert every == [*command.METHODS.values()]
-    assert without == [method for method in every if method.drafts != "all"] != every
 
 
 def test_every_method_is_measured_wherever_it_differs(result: dict[str, Any]) -> None:
@@ -117,25 +109,6 @@ def test_the_markdown_table_holds_every_figure_and_the_ratios(result: dict[str, 
     assert by_label["coupled"][:2] == ["–", "–"]
 
 
-def test_drawn_trees_stand_beside_block_chains_of_as_many_nodes_at_most(
-    result: dict[str, Any],
-) -> None:
-    _, _, *rows = report.drawn_markdown([result]).splitlines()
-    cells = result["cells"]
-    trees = [cell for cell in cells if cell["method"] == "traversal"]
-    assert len(rows) == len(trees)
-    for row, tree in zip(rows, trees, strict=True):
-        here, budget = tree["temperature"], tree["budget"]
-        chains = [
-            cell["expected_tokens_per_step"] for cell in cells
-            if (cell["method"], cell["temperature"]) == ("block", here) and cell["budget"] <= budget
-        ]  # fmt: skip
-        quotient = tree["expected_tokens_per_step"] / max(chains)
-        assert row.startswith(f"| {here:g} | {budget} |")
-        assert f" {max(chains):.2f} ± " in row
-        assert row.split("|")[-2].startswith(f" {quotient:.2f} ± ")
-
-
 def test_the_error_of_a_ratio_is_that_over_prompts_that_both_have() -> None:
     """Prompts on which both cells are twice as good tell nothing of their ratio."""
     one = {"by_prompt": [[10, 20.0], [10, 40.0], [10, 60.0]]}
@@ -145,20 +118,12 @@ def test_the_error_of_a_ratio_is_that_over_prompts_that_both_have() -> None:
     assert error == pytest.approx(2 * (2 * (20 / 120 - 40 / 120) ** 2) ** 0.5)
 
 
-def test_pictures_are_drawn(result: dict[str, Any], tmp_path: Path) -> None:
-    written = draw(result, tmp_path / "new")
-    assert len(written) == 4
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["--methods", "chain,oak"], "--methods oak"),
         (["--methods", "chain,pool"], "--methods pool needs drafts: give --further-draft"),
-        (["--budgets", "0"], "--budgets 0"),
         (["--budgets", "many"], "--budgets many"),
-        (["--temperatures", "-1"], "--temperatures -1"),
         (["--num-prompts", "60"], "--num-prompts and --calibration"),
         (["--step-times", "missing.json"], "--step-times missing.json"),
     ],

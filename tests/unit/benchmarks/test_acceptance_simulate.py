@@ -6,16 +6,11 @@ import pytest
 import torch
 from acceptance_models import CPU, in_rows, some_prompts
 
-from benchmarks.acceptance import drafting
 from benchmarks.acceptance.calibrate import learn_values, positional_acceptance
-from benchmarks.acceptance.drafting import Grown, Requests, grow
 from benchmarks.acceptance.methods import METHODS, Setting
-from benchmarks.acceptance.models import Decoder
 from benchmarks.acceptance.simulate import Counts, simulate
-from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
-from dyntree_plugin.options.options import DynTreeOptions
 from dyntree_plugin.tree.children import ChildPicker
 from dyntree_plugin.tree.papers.rules import DRAWN_RULES
 from dyntree_plugin.tree.perturb import perturb_on
@@ -56,11 +51,6 @@ def test_a_draft_that_is_the_target_is_accepted_down_to_the_last_node(
     assert far.tokens / far.steps < 0.7 * counts.tokens / counts.steps
 
 
-def test_coupling_finds_the_draw_that_a_draft_alone_cannot_foretell() -> None:
-    coupled, alone = (counts_of(method, 1.0, 0.1) for method in ("coupled", "topk"))
-    assert coupled.tokens / coupled.steps > 1.3 * alone.tokens / alone.steps
-
-
 def test_what_is_counted_adds_up() -> None:
     counts = counts_of("calibrated", 1.0, 0.2)
     depths = torch.arange(DEPTH + 1)
@@ -79,45 +69,6 @@ def test_what_is_counted_adds_up() -> None:
     assert torch.equal(both.edges, 2 * counts.edges)
 
 
-@pytest.mark.parametrize("growth", ["dyspec", "threshold"])
-@pytest.mark.parametrize("max_depth", [3, DEPTH])
-def test_rows_that_are_left_out_leave_the_tree_as_it_is(
-    growth: str, max_depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This holds at temperature 0, where no noise depends on the order of expansions."""
-    prompts = some_prompts(5, 3, 8, 4)
-    options = {"growth": growth, "rule": "match", "max_depth": max_depth, "width": 16}
-    plan = DynTreeOptions.parse(options | {"children": 6, "calibration": "off"}).resolve(64)
-    pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
-
-    def grown() -> Grown:
-        decoder = Decoder(in_rows(), len(prompts), 12)
-        logits = decoder.append(prompts.tokens, prompts.lengths)
-        with torch.inference_mode():
-            return grow(plan, pick, decoder, logits / 3, Requests(prompts.seeds, 0.0))
-
-    monkeypatch.setattr(drafting, "_SLOT_WIDTHS", (5, 5))
-    thrifty = grown()
-    monkeypatch.setattr(drafting, "_thrifty", lambda plan: plan.growing)
-    ordinary = grown()
-    assert int(thrifty.expanded.sum()) <= int(ordinary.expanded.sum())
-    assert int(ordinary.tree.depths.max()) == min(max_depth, int(thrifty.tree.depths.max()))
-    assert nodes_of(thrifty) == nodes_of(ordinary)
-
-
-def nodes_of(grown: Grown) -> list[set[tuple[int, ...]]]:
-    """Return every tree as the paths of its nodes."""
-    found = []
-    for row in range(len(grown.tree.counts)):
-        paths: list[tuple[int, ...]] = []
-        for node in range(int(grown.tree.counts[row])):
-            parent = int(grown.tree.parents[row, node])
-            above = paths[parent] if parent >= 0 else ()
-            paths.append((*above, int(grown.tree.tokens[row, node])))
-        found.append(set(paths))
-    return found
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_positional_acceptance_is_sure_of_a_perfect_draft_and_measures_another(
     temperature: float,
@@ -132,18 +83,6 @@ def test_positional_acceptance_is_sure_of_a_perfect_draft_and_measures_another(
     assert 0 < sum(other) <= 1 + 1e-6
     assert list(other) == sorted(other, reverse=True)
     assert min(other) > 0
-
-
-def test_positional_acceptance_foretells_how_often_the_first_child_is_accepted() -> None:
-    prompts = some_prompts(*[4] * 24)
-    text = write(in_rows(), prompts, 0.8, 60)
-    foretold = positional_acceptance(in_rows(), in_rows(0.3), prompts, text, 0.8)[0]
-    plan = METHODS["chain"].plan(Setting(1, 0.8, 1, ()))
-    pick = ChildPicker(plan, perturb_on(CPU), AcceptanceEstimate("cpu"))
-    walk = Walk(in_rows(), prompts, DRAWN_RULES["without_replacement"], 0.8, 80)
-    counts = simulate(plan, pick, [in_rows(0.3)], prompts, walk, 0.8, 60)
-    assert int(counts.lengths[1]) / counts.steps == pytest.approx(foretold, abs=0.06)
-    assert 0.2 < foretold < 0.9
 
 
 def test_values_are_learned_from_what_was_accepted() -> None:
@@ -171,25 +110,3 @@ def test_a_pool_is_nearly_as_good_as_its_best_draft(method: str, temperature: fl
     per_step = [counts.tokens / counts.steps for counts in (right, mixed, wrong)]
     assert per_step == sorted(per_step, reverse=True)
     assert per_step[1] > 1.5 * per_step[2]
-
-
-def test_every_draft_of_a_pool_is_counted() -> None:
-    """Drafts that agree grow the tree of one; apart, each runs on its own nodes alone."""
-    one, mixed = (counts_of(*each) for each in (("topk", 0.0, 0.2), ("pool", 0.0, 0.2, 0.2)))
-    assert mixed.forwards / mixed.steps == 2 * one.forwards / one.steps
-    assert mixed.expanded / mixed.steps == 2 * one.expanded / one.steps
-    apart = counts_of("merged", 0.0, 0.2, 0.2)
-    single = counts_of("expansion", 0.0, 0.2, budget=8)
-    assert apart.tokens == single.tokens
-    assert apart.nodes == single.nodes
-    assert (apart.forwards, apart.expanded) == (2 * single.forwards, 2 * single.expanded)
-
-
-def test_modelled_speedup_divides_the_tokens_by_the_time_of_their_step() -> None:
-    times = StepTimes({1: 10.0, 17: 12.0, 33: 20.0}, {1: 1.0, 5: 2.0}, "given")
-    assert times.speedup(tokens=4, nodes=16, forwards=3, expanded=9) == pytest.approx(
-        4 * 10 / (12 + 3 * 1.5)
-    )
-    assert times.speedup(tokens=1, nodes=0, forwards=1, expanded=1) == pytest.approx(10 / 11)
-    beyond = times.speedup(tokens=4, nodes=64, forwards=1, expanded=1)
-    assert beyond == pytest.approx(4 * 10 / (20 + 32 * 0.5 + 1))

@@ -12,7 +12,6 @@ from benchmarks.serve.slow_weights import (
     LinkedWeights,
     VirtualLink,
     following,
-    linked,
 )
 
 
@@ -93,29 +92,3 @@ def test_layers_take_their_slots_in_the_order_of_vllms_prefetching() -> None:
             assert [following(layer, slots, layers) for layer in range(layers)] == [
                 _get_next_prefetch_index(layer, slots, layers) for layer in range(layers)
             ]
-
-
-def test_a_second_model_shares_the_link() -> None:
-    time = Time()
-    offloader = LinkedWeights(VirtualLink(1000, time, time.sleep), 1)
-    target, draft = (
-        offloader.wrap_modules(Layer(time, 0.0) for _ in range(count)) for count in (3, 1)
-    )
-    offloader.post_init()
-    for layer in (*target, *draft):
-        layer(torch.ones(1), scale=1)
-    assert offloader.models == [[1000] * 3, [1000]]
-    assert time.now == pytest.approx(4.0)
-
-
-def test_a_link_that_no_engine_got_or_that_delivers_nothing_is_refused() -> None:
-    from vllm.model_executor import offloader
-    from vllm.platforms import current_platform
-
-    stock = offloader.create_offloader
-    with pytest.raises(ValueError, match="--weights-at 0 must be above 0"), linked(0):
-        pass
-    wanted = "of one process" if current_platform.is_cpu() else "on a CPU"
-    with pytest.raises(ValueError, match=wanted), linked(4.0):
-        assert offloader.create_offloader is not stock
-    assert offloader.create_offloader is stock

@@ -144,12 +144,11 @@ def numbers() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("command", "name"), numbers())
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_numbers_are_finite(command: str, name: str, value: str) -> None:
-    done = ran(*command.split(), f"{name}={value}")
-    assert done.exit_code == 2
-    assert re.search("is not a finite number|greater than|less than|not in the range", done.stderr)
+def test_numbers_are_finite() -> None:
+    for command, name in numbers():
+        done = ran(*command.split(), f"{name}=nan")
+        assert done.exit_code == 2
+        assert re.search("not a finite number|greater than|less than|not in the range", done.stderr)
 
 
 def test_no_help_and_no_completion_imports_what_takes_long() -> None:

@@ -103,17 +103,6 @@ def test_the_proof_fails_for_a_wrong_norm_head_or_layer(
         shapes.prove(target, folder)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"hidden": 33}, {"hidden": 96, "layers": 1}, {"head_dim": 16}, {"heads": 4, "kv_heads": 4}],
-)
-def test_a_shape_that_cannot_hold_the_target_is_refused(
-    changed: dict[str, int], target: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match="cannot become"):
-        shapes.grow(target, dataclasses.replace(WIDER["ratio 4"], **changed), tmp_path / "grown")
-
-
 def test_a_grown_target_is_made_once(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,17 +149,3 @@ def test_a_grown_head_makes_of_the_grown_streams_what_the_head_makes_of_the_old(
         )
         results.append(streams @ fc.T)
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-
-
-def test_a_grown_head_is_made_once_beside_its_target(
-    target: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(shapes.SHAPES, "wide", WIDER["ratio 4"])
-    grown = shapes.grown_target("wide", target)
-    folder = shapes.grown_head("wide", head, target)
-    monkeypatch.setattr(shapes, "grow_head", None)  # would fail if it were called again
-    assert shapes.grown_head("wide", head, target) == folder
-    assert {path.name for path in folder.parent.iterdir()} == {folder.name, grown.name}
-    with pytest.raises(ValueError, match="--target-shape 'llama-2b'"):
-        shapes.grown_head("llama-2b", head, target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,10 @@ import pytest
 import torch
 
 from dyntree_kernels import dispatch
-from dyntree_kernels.cuda import flashinfer_variant
 from dyntree_plugin import openmp
 from dyntree_plugin.admission import versions
 from dyntree_plugin.commands.doctor import checks, kernels
 from dyntree_plugin.commands.doctor import command as doctor
-from dyntree_plugin.commands.doctor.report import Check
 from dyntree_plugin.engine.attention import choice
 
 pytestmark = pytest.mark.usefixtures("environment")
@@ -59,21 +56,6 @@ def test_without_vllm_it_says_so_and_stops(
     monkeypatch.setattr(versions, "installed_vllm", lambda: None)
     assert run(["model"]) == 1
     assert list(statuses(capsys.readouterr().out)) == ["Python", "vLLM", "plugin"]
-
-
-def test_the_v1_runner_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert checks.runner().status == "fail"
-
-
-def test_packages_for_a_gpu_are_missed_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        raise checks.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(checks.metadata, "version", version)
-    for kind, failing in (("cpu", ["numba"]), ("cuda", ["Triton"])):
-        found = [check.name for check in checks.packages(kind) if check.status == "fail"]
-        assert found == failing
 
 
 def test_a_package_that_does_not_load_is_named_before_vllm_is_imported(
@@ -146,22 +128,6 @@ def test_too_little_free_memory_fails_with_a_share_that_fits(
     assert found.advice.endswith("at most 0.45")
 
 
-@pytest.mark.parametrize(("isa", "status"), [("vec", "ok"), ("amx", "warn"), ("neon", "fail")])
-def test_a_cache_layout_that_the_kernels_do_not_read_fails(
-    monkeypatch: pytest.MonkeyPatch, isa: str, status: str
-) -> None:
-    from vllm.v1.attention.backends import cpu_attn
-
-    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: isa)
-    assert kernels.layout().status == status
-
-
-def test_an_attention_that_no_kernel_serves_fails_with_the_reasons() -> None:
-    found = kernels.attention(head_size=24)
-    assert found.status == "fail"
-    assert "head size 24 is no multiple of 16" in found.advice
-
-
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -197,29 +163,9 @@ def test_the_attention_of_a_gpu_is_what_an_engine_would_choose(
     assert kernels.attention(table=table).found.startswith(chosen)
 
 
-def built(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
-    monkeypatch.setattr(kernels, "find_spec", lambda name: importlib.util.find_spec("json"))
-    return list(kernels.build({64, 128}, torch.bfloat16, lambda line: None))
-
-
 def test_kernels_are_not_built_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     (found,) = kernels.build({128}, torch.bfloat16, lambda line: None)
     assert found.status == "fail"
     assert "no CUDA device" in found.found
-
-
-@pytest.mark.usefixtures("hopper")
-def test_a_module_per_head_size_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def build(variant: Any, report: Callable[[str], None]) -> float:
-        asked.append((variant.head_size, variant.dtype))
-        return 61.0
-
-    monkeypatch.setattr(flashinfer_variant, "build", build)
-    found = built(monkeypatch)
-    assert asked == [(64, torch.bfloat16), (128, torch.bfloat16)]
-    assert [check.status for check in found] == ["ok", "ok"]
-    assert "61 s" in found[0].found

@@ -63,23 +63,6 @@ def test_a_trace_without_a_tree_is_told_and_not_drawn(
     assert not told.out
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_one_step_is_drawn_alone(trace: str, step: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--from", trace, "--format", "dot", "--step", str(step)) == 0
-    assert re.findall(r"^digraph (\w+) \{", capsys.readouterr().out, re.M) == [f"step{step}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "start"),
-    [("a.html", "<!doctype html>"), ("a.gv", "digraph step1 {"), ("a.txt", "╭")],
-)
-def test_the_suffix_of_the_output_says_what_is_written(
-    trace: str, tmp_path: Path, name: str, start: str
-) -> None:
-    assert run("--from", trace, "--output", str(tmp_path / name)) == 0
-    assert (tmp_path / name).read_text().startswith(start)
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the settings with which a generation is recorded; no engine starts."""
@@ -116,8 +99,3 @@ def test_the_method_says_what_drafts(asked: list[Any], monkeypatch: pytest.Monke
     assert [(each.method, each.draft) for each in asked] == [
         ("draft_model", "/pair/draft"), ("eagle3", "/pair/eagle3"), ("mtp", None),
     ]  # fmt: skip
-
-
-def test_a_step_behind_the_last_is_refused(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--from", trace, "--step", "3") == 2
-    assert "there are 2 steps" in capsys.readouterr().err

@@ -36,29 +36,11 @@ def test_another_file_is_refused_by_its_name(tmp_path: Path, text: str, message:
     assert message in str(error.value)
 
 
-def test_a_broken_tree_in_a_trace_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    save(made(), path)
-    text = path.read_text()
-    path.write_text(text.replace('"accepted": [\n    0,\n    2\n   ]', '"accepted": [3]'))
-    assert path.read_text() != text
-    with pytest.raises(ValueError, match="no path from the root"):
-        load(path)
-
-
 @pytest.mark.parametrize("value", [1000.0, float("nan")])
 def test_a_value_that_is_no_chance_is_refused(value: float) -> None:
     (step, _) = made().steps
     with pytest.raises(ValueError, match="must be logs of chances"):
         replace(step, values=[value, *step.values[1:]])
-
-
-def test_a_source_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    save(made(), path)
-    path.write_text(path.read_text().replace('"draft"\n', '"oracle"\n'))
-    with pytest.raises(ValueError, match=r"sources.*'look_up'"):
-        load(path)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +68,3 @@ def test_pieces_of_bytes_join_to_the_text(text: str) -> None:
     found = pieces(as_bytes, list(text.encode()))
     assert "".join(found) == text
     assert len(found) == len(text.encode())
-
-
-def test_a_tokenizer_that_drops_the_first_space_loses_it_at_the_start_only() -> None:
-    def decode(tokens: Sequence[int]) -> str:
-        return "".join(f" w{token}" for token in tokens).removeprefix(" ")
-
-    count = 40
-    assert "".join(pieces(decode, range(count))) == decode(range(count))

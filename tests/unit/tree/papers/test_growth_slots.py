@@ -74,29 +74,6 @@ def test_the_dynamic_threshold_keeps_nothing_from_the_tree(
 
 
 @settings(max_examples=30, deadline=None)
-@given(shapes, seed_lists)
-def test_a_dynamic_threshold_of_enough_width_grows_the_trees_of_the_heap(
-    shape: TreeShape, seeds: list[int]
-) -> None:
-    wide = TreeShape(shape.node_budget, shape.max_depth, 64, shape.children)
-    tree = grow(plan_growth(GrowthConfig("dynamic_threshold"), wide), seeds)
-    for row, seed in enumerate(seeds):
-        assert_tree(tree, row, growths.dyspec(draft_of(seed), draw_of(seed), shape))
-
-
-def test_with_too_little_width_a_tree_is_another_than_the_heaps() -> None:
-    """Control of the test above."""
-    shape = TreeShape(node_budget=20, max_depth=5, width=1, children=4)
-    trees = grow(plan_growth(GrowthConfig("dynamic_threshold"), shape), list(range(10)))
-    differ = [
-        paths_of(trees, row)
-        != [node.path for node in growths.dyspec(draft_of(row), draw_of(row), shape)]
-        for row in range(10)
-    ]
-    assert any(differ)
-
-
-@settings(max_examples=30, deadline=None)
 @given(shapes, st.integers(0, 10_000), st.integers(0, 12))
 def test_a_request_with_little_room_takes_none_from_the_others(
     shape: TreeShape, seed: int, room: int
@@ -155,17 +132,3 @@ def test_trees_are_well_formed_and_their_ancestors_are_the_transitive_closure(
         for i, path in enumerate(paths):
             for j, other in enumerate(paths):
                 assert bool(bits[row, i, j]) == (path[: len(other)] == other)
-
-
-def test_a_distribution_on_one_token_is_drawn_once_and_goes_on() -> None:
-    """Nothing is left of the distribution, despite rounding."""
-    shape = TreeShape(node_budget=6, max_depth=4, width=2, children=3)
-    growth = plan_growth(GrowthConfig("dyspec"), shape).start(1, torch.tensor([99]))
-    for forward, width in enumerate((1, *growth.widths)):
-        if forward:
-            growth.frontier()
-        log_probs = torch.tensor([0.0, float("-inf"), float("-inf")]).expand(1, width, 3)
-        growth.add(torch.arange(3).expand(1, width, 3), log_probs)
-    tree = growth.finish()
-    tree.check()
-    assert paths_of(tree, 0) == [(0,) * depth for depth in range(1, len(growth.widths) + 2)]

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import growths
 from reference.growths import Path
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dyntree_plugin.tree.growth import GrowthConfig
 from dyntree_plugin.tree.papers.sequoia import OptimalTrees
@@ -173,13 +172,3 @@ def test_sequoia_grows_its_static_tree(
         assert len(paths) <= len(form.parents)
         if len(paths) == len(form.parents):
             assert tree.parents[row, : len(paths)].tolist() == list(form.parents)
-
-
-def test_tracing_a_step_leaves_nothing_behind_for_the_next() -> None:
-    shape = TreeShape(5, 5, 1, 1)
-    with FakeTensorMode():
-        growth = plan_growth(GrowthConfig("chain"), shape).start(1, torch.tensor([9]))
-        growth.add(torch.zeros(1, 1, 1, dtype=torch.int64), torch.zeros(1, 1, 1))
-        growth.frontier()
-    tree = grow(plan_growth(GrowthConfig("chain"), shape), [1])
-    assert tree.counts.tolist() == [5]
