@@ -16,7 +16,6 @@ flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not 
 
 from dyntree_kernels.cuda import flashinfer_attention  # noqa: E402
 from dyntree_kernels.cuda.flashinfer_attention import _block_list, _halves  # noqa: E402
-from dyntree_kernels.cuda.flashinfer_variant import Variant  # noqa: E402
 
 PAGED_WITH_BITS = "paged_kernel_mask_2"
 COMPILE = f"""
@@ -69,15 +68,6 @@ def test_keys_and_values_have_the_same_strides_in_a_blocks_heads_positions_cache
     assert keys.stride() == values.stride()
     assert keys[1, 2, 0].tolist() == cache[1, 0, 2, :4].tolist()
     assert values[1, 2, 0].tolist() == cache[1, 0, 2, 4:].tolist()
-
-
-def test_dtypes_and_head_sizes_without_a_kernel_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"dtype=torch\.float32"):
-        Variant(torch.float32, torch.float32, 128)
-    with pytest.raises(ValueError, match=r"kv_dtype=torch\.int8"):
-        Variant(torch.bfloat16, torch.int8, 128)
-    with pytest.raises(ValueError, match="head_size=80"):
-        Variant(torch.bfloat16, torch.bfloat16, 80)
 
 
 def test_flashinfer_gets_the_module_that_is_built_and_then_its_own_loader_back(

@@ -38,7 +38,7 @@ def graphs(most_rows: int) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("heads", [LLAMA_8B, LLAMA_70B_RANK, WIDE], ids=str)
-@pytest.mark.parametrize("most_rows", [64, 512, 2048])
+@pytest.mark.parametrize("most_rows", [64, 2048])
 def test_every_graphs_plan_fits(heads: tuple[int, int, int], most_rows: int) -> None:
     room = workspace_bytes(*heads, HOPPER, min(256, most_rows // 2), most_rows)
     needs = [planned(*heads, *shape) for shape in graphs(most_rows)]

@@ -81,18 +81,12 @@ def test_an_engine_without_trees_counts_in_no_panel(prometheus: Prometheus) -> N
 def test_a_range_query_gives_depths_in_their_order(
     expression: str, form: str, prometheus: Prometheus
 ) -> None:
-    """As Grafana asks for these panels."""
+    """As Grafana asks for these panels. An instant query has no order, so a panel sorts its
+    names."""
     found = over_time(prometheus, filled_in(expression, WINDOW))
     assert [legend(form, labels) for labels in found] == IN_ORDER
-
-
-@pytest.mark.parametrize(("expression", "form"), BY_DEPTH)
-def test_an_instant_query_gives_names_whose_order_as_text_is_that_of_depths(
-    expression: str, form: str, prometheus: Prometheus
-) -> None:
-    """Prometheus promises no order of an instant query, so the panel sorts the names."""
-    found = prometheus.query(filled_in(expression, WINDOW))
-    assert sorted(legend(form, labels) for labels, _ in found) == IN_ORDER
+    at_once = prometheus.query(filled_in(expression, WINDOW))
+    assert sorted(legend(form, labels) for labels, _ in at_once) == IN_ORDER
 
 
 def test_without_the_padding_a_range_query_has_the_order_of_text(prometheus: Prometheus) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from top_pages import page, text
+from top_pages import page
 
 from dyntree_plugin.commands.top.figures import figures
 from dyntree_plugin.commands.top.page import Page, parse
@@ -52,11 +52,6 @@ def test_an_engine_that_did_nothing_has_no_figures_rather_than_wrong_ones() -> N
     assert found.request_steps == 0
     assert found.acceptance_length is found.speed is found.fallback_share is None
     assert found.reached == []
-
-
-def test_every_engine_has_its_own_figures() -> None:
-    both = Page(0.0, page(100).engines | page(10, engine="1").engines)
-    assert [(f.engine, f.request_steps) for f in figures(both)] == [("0", 100), ("1", 10)]
 
 
 ODD = st.one_of(
@@ -101,8 +96,3 @@ def test_whatever_a_page_says_is_shown_as_text_and_told_in_numbers(
     shown = console.file.getvalue()
     assert shown.replace("\n", "").isprintable()
     assert ("[bold red]x[/]" in shown) >= (model == "[bold red]x[/]")
-
-
-def test_no_series_counts_twice() -> None:
-    twice = Page(0.0, parse(text(100) * 2).engines)
-    assert figures(twice) == figures(Page(0.0, page(100).engines))

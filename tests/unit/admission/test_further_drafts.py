@@ -67,13 +67,3 @@ def test_a_further_draft_with_another_tokenizer_is_refused(
     build(dyntree={"drafts": [models["one"]]}, **ours)
     with pytest.raises(ValueError, match=r"different tokenizers.* 128 of 128 tokens differ"):
         build(dyntree={"drafts": [models["other"]]}, **ours)
-
-
-def test_a_draft_that_vllm_cannot_configure_is_named_with_vllms_reason(
-    build: Build, model_folder: MakeFolder, tmp_path: Path
-) -> None:
-    unknown = model_folder("unknown", architectures=["NoSuchModel"], model_type="llama")
-    for path in (str(tmp_path / "missing"), unknown):
-        with pytest.raises(ValueError, match=r"dyntree\.drafts names") as error:
-            build(dyntree={"drafts": [path]})
-        assert path in str(error.value)

@@ -89,16 +89,6 @@ def test_no_slots_are_reserved_and_no_draft_is_compiled_without_a_draft_model(
     assert ends == [2048, 128 * 17]
 
 
-def test_a_tree_takes_one_token_of_a_step_besides_its_nodes(build: Build) -> None:
-    """A draft model needs one more."""
-    small = {"max_num_batched_tokens": 17, "max_num_seqs": 2, "max_model_len": 16}
-    advice = check.token_budget_advice(build(**alone(), **small))
-    assert advice is not None
-    assert "dyntree.node_budget + 1 = 17 tokens" in advice
-    with pytest.raises(ValueError, match="max_num_batched_tokens=17 is too small"):
-        build(**small)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -115,11 +105,3 @@ def test_what_look_up_alone_cannot_serve_is_refused(
     with pytest.raises(ValueError) as error:
         build(**alone(), **arguments)
     assert named in str(error.value)
-
-
-def test_a_targets_refusal_is_named_once(build: Build, model_folder: Callable[..., str]) -> None:
-    """vLLM gives the target's configuration for that of the draft."""
-    chunks = model_folder("chunks", attention_chunk_size=64)
-    with pytest.raises(ValueError, match="target model: attention_chunk_size") as error:
-        build(model=chunks, **alone())
-    assert "draft model:" not in str(error.value)

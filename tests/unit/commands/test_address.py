@@ -12,9 +12,7 @@ from dyntree_plugin.commands.address import base_url
     [
         ("http://localhost:8000", "http://localhost:8000"),
         ("localhost:8000", "http://localhost:8000"),
-        (":8000", "http://localhost:8000"),
         ("8000", "http://localhost:8000"),
-        ("10.0.0.5:8000", "http://10.0.0.5:8000"),
         ("http://host:8000/metrics/", "http://host:8000"),
         ("http://host:8000/v1", "http://host:8000"),
         ("host/behind/a/proxy/", "http://host/behind/a/proxy"),
@@ -33,8 +31,6 @@ def test_an_address_may_lack_what_is_clear(given: str, url: str) -> None:
         ("", "has no host"),
         ("ftp://host", "'ftp', which must be http or https"),
         ("host:port", "is invalid (Port could not be cast"),
-        ("host:", "no port after its colon"),
-        ("70000", "is invalid (Port out of range 0-65535)"),
         ("::1", "an IPv6 address is written in brackets"),
         ("host name:8000", "has a blank"),
         ("host:8000?x=1", "has more than a host"),

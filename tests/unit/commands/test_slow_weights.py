@@ -11,7 +11,6 @@ from torch import nn
 from benchmarks.serve.slow_weights import (
     LinkedWeights,
     VirtualLink,
-    following,
 )
 
 
@@ -82,13 +81,3 @@ def test_the_first_layers_of_the_next_step_arrive_while_the_engine_drafts() -> N
     model.step(drafting=10.0)
     assert model.step(drafting=1.0) == pytest.approx(2.0 + 1.0)
     assert model.step() == pytest.approx(3.0)
-
-
-def test_layers_take_their_slots_in_the_order_of_vllms_prefetching() -> None:
-    from vllm.model_executor.offloader.prefetch import _get_next_prefetch_index
-
-    for layers in range(2, 40):
-        for slots in range(1, layers):
-            assert [following(layer, slots, layers) for layer in range(layers)] == [
-                _get_next_prefetch_index(layer, slots, layers) for layer in range(layers)
-            ]

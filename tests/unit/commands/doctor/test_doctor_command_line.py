@@ -10,11 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dyntree_plugin import cli
-from dyntree_plugin.admission import check
 from dyntree_plugin.commands.doctor import command as doctor
 from dyntree_plugin.commands.doctor import command_line
 from dyntree_plugin.commands.doctor.report import Check
-from dyntree_plugin.engine import fallback
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -71,8 +69,6 @@ def test_every_refusal_is_a_check_of_its_own(line: Line) -> None:
 @pytest.mark.parametrize(
     ("more", "dyntree", "named"),
     [
-        ([], '{"width": 65}', "dyntree.width=65"),
-        ([], '{"wdith": 6}', "dyntree.wdith=6"),
         ([], '{"node_budget": 32}', "dyntree.node_budget=32 exceeds"),
         (["--no-such-flag"], "{}", "--no-such-flag"),
         (["--max-model-len", "100000"], "{}", "max_model_len"),
@@ -84,40 +80,12 @@ def test_a_mistake_is_named(line: Line, more: list[str], dyntree: str, named: st
     assert named in found.found
 
 
-def test_without_the_options_it_says_how_to_get_trees(line: Line) -> None:
-    (found,) = checked(line(dyntree=None))
-    assert found.status == "warn"
-    assert "--dyntree" in found.advice
-
-
 def test_a_step_that_cuts_trees_short_is_warned_of(line: Line) -> None:
     found = checked(line("--max-num-seqs", "8", "--max-num-batched-tokens", "256"))[0]
     assert found.status == "ok"
     found = checked(line("--max-num-seqs", "32", "--max-num-batched-tokens", "256"))[0]
     assert found.status == "warn"
     assert "cuts trees short" in found.advice
-
-
-def test_a_draft_that_is_only_padded_is_told_of(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "padding_advice", lambda config: "8 and 10 tokens")
-    (found,) = [check for check in checked(line()) if check.name == "vocabularies"]
-    assert (found.status, found.found) == ("ok", "8 and 10 tokens")
-
-
-def test_processors_that_make_chains_of_all_requests_are_warned_of(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interface = "vllm.v1.worker.gpu.sample.logits_processor.interface"
-    custom = ["--logits-processors", f"{interface}:LogitsProcessor"]
-    assert "requests" not in {check.name for check in checked(line(*custom))}
-    monkeypatch.setattr(fallback, "MAX_CHUNK_BYTES", 1 << 10)
-    found = {check.name: check for check in checked(line(*custom))}
-    assert found["requests"].status == "warn"
-    assert f"Logits processors (--logits-processors {interface}" in found["requests"].found
-    assert "dyntree.node_budget" in found["requests"].advice
-    assert "requests" not in {check.name for check in checked(line())}
 
 
 def test_the_command_takes_the_servers_arguments_behind_two_dashes(

@@ -64,15 +64,6 @@ def refused(result: Result) -> str:
     return lines[0]
 
 
-def test_good_prompts_are_held_out_or_learned(tune: Tune, begun: list[tuning.Tuning]) -> None:
-    assert tune().exit_code == 0
-    found = begun[0].prompts
-    assert (len(found.held_out), len(found.learn)) == (8, 32)
-    assert not {*map(tuple, found.held_out)} & {*map(tuple, found.learn)}
-    assert found.notes == []
-    assert begun[0].settings.temperatures == [0.0, 0.6, 1.0]
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -96,15 +87,6 @@ def test_a_file_that_cannot_serve_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_long_prompt_names_the_most_tokens(tune: Tune, file: Path) -> None:
-    # The target's context is 2048; 256 tokens are written, and trees of 16 come last.
-    longest = 2048 - 256 - 16 - 1
-    text = "=" + " x" * (2 * longest)
-    with file.open("a") as more:
-        more.write(json.dumps({"prompt": text}) + "\n")
-    assert f"may have 1 to {longest}" in refused(tune())
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -121,19 +103,6 @@ def test_a_draft_is_needed_but_for_a_new_head(tune: Tune, begun: list[tuning.Tun
     assert "--draft is missing" in refused(tune(models=(TARGET,)))
     assert tune("--head", "eagle3", models=(TARGET,)).exit_code == 0
     assert begun[0].settings.draft is None
-
-
-def test_a_draft_model_is_no_head(tune: Tune) -> None:
-    assert "must be a head of --target" in refused(tune("--head", "eagle3"))
-
-
-def test_a_quantised_draft_is_refused(tune: Tune, tmp_path: Path) -> None:
-    quantised = tmp_path / "quantised"
-    shutil.copytree(DRAFT, quantised)
-    config = json.loads((quantised / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    (quantised / "config.json").write_text(json.dumps(config))
-    assert "is quantised (awq)" in refused(tune(models=(TARGET, str(quantised))))
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tune: Tune, tmp_path: Path) -> None:
@@ -155,13 +124,6 @@ def test_the_same_command_goes_on_and_another_is_refused(tune: Tune, file: Path)
     with file.open("a") as more:
         more.write('{"prompt": "one more"}\n')
     assert "another content of --prompts" in refused(tune())
-
-
-def test_a_folder_of_something_else_is_refused(tune: Tune, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "kept.txt").write_text("mine")
-    assert "must be a new or an empty folder" in refused(tune())
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.txt"]
 
 
 def test_parts_hold_every_prompt_once_and_begin_with_those_held_out() -> None:

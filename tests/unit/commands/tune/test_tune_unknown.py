@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 from dyntree_plugin.pair import models
 from dyntree_plugin.tree.perturb import perturb_on
 from dyntree_plugin.tune import eagle, teach, unknown
-from dyntree_plugin.tune.optimize import Batch
 from dyntree_plugin.tune.shards import Sample, Shards, save_tensors
 
 CPU = torch.device("cpu")
@@ -54,29 +53,6 @@ def test_a_draft_that_is_the_target_leaves_nothing_unknown(
     assert unknown.posteriors(unknown.of_draft(target), shards, others, CPU)[1.0].bits > 1
     strange = models.new_model(SHAPE, 97, 1).eval()
     assert unknown.posteriors(unknown.of_draft(strange), shards, samples, CPU)[1.0].bits > 1
-
-
-def test_tokens_that_a_draft_cannot_draft_are_counted_apart(
-    target: LlamaForCausalLM, tmp_path: Path
-) -> None:
-    """What is said of the others is what it would be without them."""
-    samples = [drawn(target, seed, 1.0) for seed in range(12)]
-    save_tensors(teach.distributions(target, samples), tmp_path / "0.safetensors")
-    shards = Shards([tmp_path / "0.safetensors"])
-    written = torch.tensor([token for sample in samples for token in sample.answer])
-    common = int(written.bincount(minlength=97).argmax())
-
-    def without_one(batch: Batch) -> torch.Tensor:
-        found = unknown.of_draft(target)(batch)
-        found[..., common] = -torch.inf
-        return found
-
-    found = unknown.posteriors(without_one, shards, samples, CPU)[1.0]
-    share = float((written == common).float().mean())
-    assert found.unreachable == pytest.approx(share)
-    assert share > 0
-    assert found.positions == int((written != common).sum())
-    assert found.bits < 0.05
 
 
 def test_a_head_gives_the_logits_behind_each_token_but_the_first(
