@@ -101,7 +101,7 @@ class AttentionChecks:
 
     @pytest.mark.parametrize(
         ("part", "value"),
-        [("keys", torch.nan), ("values", torch.nan), ("values", torch.inf), ("values", -torch.inf)],
+        [("keys", torch.nan), ("values", torch.nan), ("values", torch.inf)],
     )
     def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(
         self, part: str, value: float

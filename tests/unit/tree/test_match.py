@@ -75,7 +75,7 @@ def random_trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return parents, tokens, sampled
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(random_trees())
 def test_the_path_is_that_of_a_walk_from_the_root(case: tuple[list[int], list[int], list[int]]):
     parents, tokens, sampled = case

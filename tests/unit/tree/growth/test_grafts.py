@@ -74,7 +74,7 @@ def is_that_of_the_reference(
         assert_tree(tree, row, reference.tree())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes, requests_of_tries, st.booleans())
 def test_a_grafted_tree_is_that_of_the_reference(
     shape: TreeShape, requests: list[tuple[int, Edges]], whole_paths: bool
@@ -82,7 +82,7 @@ def test_a_grafted_tree_is_that_of_the_reference(
     is_that_of_the_reference(shape, requests, whole_paths)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes, st.integers(0, 10_000), tries(VOCAB), st.integers(0, 12))
 def test_a_request_with_little_room_keeps_its_trie(
     shape: TreeShape, seed: int, edges: Edges, room: int
@@ -95,7 +95,7 @@ def test_a_request_with_little_room_keeps_its_trie(
         assert_tree(tree, row, reference.tree())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes, st.integers(0, 10_000), tries(VOCAB), st.sampled_from([0.01, 0.3, 0.7, 1.0]))
 def test_nodes_below_the_least_value_are_left_out_but_for_the_roots_best_child(
     shape: TreeShape, seed: int, edges: Edges, least: float
@@ -107,7 +107,7 @@ def test_nodes_below_the_least_value_are_left_out_but_for_the_roots_best_child(
     assert int(tree.counts[0]) >= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes, st.lists(tries(VOCAB), min_size=1, max_size=3))
 @example(shape_of(2, 2, 1, 1, 1), [{(0,): -0.35, (0, 0): -1e-16, (1,): -0.35}])
 def test_a_tree_of_a_trie_alone_is_its_most_valuable_part(
@@ -123,7 +123,7 @@ def test_a_tree_of_a_trie_alone_is_its_most_valuable_part(
         assert paths_of(tree, row) == [node.path for node in expected]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes, requests_of_tries)
 def test_candidates_number_the_nodes_of_the_trie_then_those_of_the_draft(
     shape: TreeShape, requests: list[tuple[int, Edges]]
@@ -202,7 +202,7 @@ def test_one_forward_runs_a_whole_path_of_the_trie() -> None:
     assert first.ancestors[0, :, 0].tolist() == [0b1, 0b11, 0b111, 0b1111]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes, requests_of_tries)
 def test_without_whole_paths_no_forward_runs_a_node_and_its_child(
     shape: TreeShape, requests: list[tuple[int, Edges]]

@@ -39,7 +39,7 @@ def assert_tree(tree: TokenTree, row: int, expected: list[Slot]) -> None:
     torch.testing.assert_close(tree.values[row, : len(expected)].exp(), values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes, st.lists(st.integers(0, 10_000), min_size=1, max_size=3))
 def test_batched_growth_makes_the_trees_of_the_reference(shape: TreeShape, seeds: list[int]):
     tree = grow_topk(seeds, shape)

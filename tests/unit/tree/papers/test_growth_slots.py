@@ -38,7 +38,7 @@ def plan_of(name: str, shape: TreeShape, t: float) -> GrowthPlan:
     return plan_growth(GrowthConfig(name, t if name == "threshold" else None), shape)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes, seed_lists)
 def test_dyspec_grows_the_trees_of_the_heap(shape: TreeShape, seeds: list[int]) -> None:
     tree = grow(plan_growth(GrowthConfig("dyspec"), shape), seeds)

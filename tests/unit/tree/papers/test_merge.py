@@ -57,7 +57,7 @@ def grow_of_pools(
     return growth.finish()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(configurations, pools, st.integers(2, 3))
 def test_a_merged_tree_has_the_paths_of_all_its_drafts_trees(
     k: tuple[int, ...], seeds: list[tuple[int, ...]], drafts: int
