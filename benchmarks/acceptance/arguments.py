@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from benchmarks.acceptance.workloads import WORKLOADS
-from dyntree_plugin.commands.vocabulary import option, shared
+from dyntree_plugin.commands.vocabulary import shared
 
 Prompts = Annotated[int, shared("--num-prompts", min=1)]
 PromptFile = Annotated[
@@ -35,20 +35,10 @@ FurtherDrafts = Annotated[
     list[str] | None,
     typer.Option("--further-draft", help="Draft of a pool beside the first. Repeatable."),
 ]
-Thresholds = Annotated[
-    str, typer.Option(help="To compare the dynamic threshold with; empty for none.")
-]
 Tokens = Annotated[int, shared("--max-tokens", min=2)]
 MaxDepth = Annotated[int, typer.Option(min=1, max=64, help="Of every method's trees.")]
 Seed = Annotated[int, shared("--seed", min=0)]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], shared("--dtype")]
-StepTimesFile = Annotated[
-    Path | None,
-    typer.Option(help='{"target": {"1": ms, …}, "draft": …} to model with; else measured.'),
-]
 Output = Annotated[Path | None, shared("--output", "A JSON file.")]
-PlotFolder = Annotated[
-    Path | None, option("--plots", "FOLDER", "Draw pictures of the result into this folder.")
-]
 Quick = Annotated[bool, typer.Option("--quick", help="16 prompts × 32 tokens, 16 and 64 nodes.")]

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.acceptance import arguments, report
 from benchmarks.acceptance.experiment import Laboratory, Pair, Trial
-from benchmarks.acceptance.methods import METHODS, Method, fixed_threshold
+from benchmarks.acceptance.methods import METHODS, Method
 from benchmarks.acceptance.models import load
-from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.workloads import WORKLOADS, Texts
-from benchmarks.pictures import check_plots
 from dyntree_plugin import pair as embedded
 from dyntree_plugin.commands.arguments import Draft, Target, both_or_neither
 from dyntree_plugin.provenance import provenance
@@ -35,9 +32,6 @@ Number = TypeVar("Number", int, float)
 
 OWN = "dyntree's own"
 """What a result calls the embedded models."""
-
-SWEEP_PROMPTS = 32
-"""Prompts that thresholds are compared on, at the largest budget."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -58,15 +52,12 @@ def acceptance(
     budgets: arguments.Budgets = "16,64,256,768",
     temperatures: arguments.Temperatures = "0,0.6,1",
     methods: arguments.Methods = None,
-    thresholds: arguments.Thresholds = "0.03,0.01,0.003,0.001",
     tokens: arguments.Tokens = 64,
     max_depth: arguments.MaxDepth = 24,
     seed: arguments.Seed = 0,
     device: arguments.Device = "cpu",
     dtype: arguments.Dtype = "float32",
-    step_times: arguments.StepTimesFile = None,
     output: arguments.Output = None,
-    plots: arguments.PlotFolder = None,
     quick: arguments.Quick = False,
 ) -> None:
     """Tokens per step of every way to grow a tree, each with a rule it is exact with, on the same
@@ -80,10 +71,9 @@ def acceptance(
         further_draft = [str(embedded.paths()["second_draft"])]
     further = further_draft or []
     if quick:
-        prompts, calibration, tokens, budgets, thresholds = 16, 8, 32, "16,64", ""
+        prompts, calibration, tokens, budgets = 16, 8, 32, "16,64"
     console = Console(highlight=False)
     try:
-        check_plots(plots)
         texts = _texts(workload, prompt_file, prompts + calibration)
         warm = _numbers("--temperatures", temperatures, float, 0, 100)
         if texts.given is not None and any(warm):
@@ -98,10 +88,8 @@ def acceptance(
             _numbers("--budgets", budgets, int, 1, 1024),
             *(warm, tokens, max_depth, seed),
         )
-        sweep = [fixed_threshold(t) for t in _numbers("--thresholds", thresholds, float, 1e-6, 1)]
-        times = None if step_times is None else StepTimes.read(step_times)
         pair = _pair(target, draft, further, torch.device(device), getattr(torch, dtype))
-        result = run(console, pair, trial, sweep, times)
+        result = run(console, pair, trial)
     except (ValueError, OSError) as error:
         print(f"benchmarks.acceptance: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
@@ -109,51 +97,24 @@ def acceptance(
     result["settings"]["further_drafts"] = [OWN] if draft is None else further
     result["settings"]["workload"] = workload if prompt_file is None else prompt_file.name
     result["provenance"] = provenance()
-    _show(console, result, output, plots)
-
-
-def _show(
-    console: Console, result: dict[str, Any], output: Path | None, plots: Path | None
-) -> None:
-    """On the screen, and where it is asked for as a file and as pictures."""
-    console.print(report.heading(result))
     report.show(console, result)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result) + "\n")
         console.print(f"written: {output}")
-    if plots is not None:
-        from benchmarks.acceptance.plots import draw
-
-        console.print(*(f"drawn: {path}" for path in draw(result, plots)), sep="\n")
 
 
-def run(
-    console: Console, pair: Pair, trial: Trial, sweep: list[Method], times: StepTimes | None
-) -> dict[str, Any]:
-    """The result of a trial, and of ``sweep`` (fixed thresholds) beside the dynamic threshold on
-    fewer prompts. Without ``times`` the models' own are measured.
+def run(console: Console, pair: Pair, trial: Trial) -> dict[str, Any]:
+    """Return the result of a trial.
 
     Raises:
         ValueError: where an option does not fit, before anything is measured.
     """
     laboratory = Laboratory(pair, trial)
-    thresholds = replace(
-        trial,
-        prompts=trial.prompts.part(slice(SWEEP_PROMPTS)),
-        methods=[*sweep, METHODS["dynamic_threshold"]] if sweep else [],
-        budgets=[max(trial.budgets)],
-        posterior=False,
-    )
-    others = Laboratory(pair, thresholds)
     laboratory.check()
-    others.check()
-    times = times or StepTimes.measure(pair.target, pair.draft)
-    with _progress(console, laboratory.cells + others.cells) as (describe, advance):
-        laboratory.report = others.report = describe
-        cells, swept = (
-            [advance(cell.as_dict(times)) for cell in lab.run()] for lab in (laboratory, others)
-        )
+    with _progress(console, laboratory.cells) as (describe, advance):
+        laboratory.report = describe
+        cells = [advance(cell.as_dict()) for cell in laboratory.run()]
     return {
         "settings": {
             "prompts": len(trial.prompts.prompts),
@@ -161,9 +122,7 @@ def run(
             "tokens": trial.tokens,
             "max_depth": trial.max_depth,
             "seed": trial.seed,
-            "threshold_prompts": len(thresholds.prompts.prompts),
         },
-        "step_times": vars(times),
         "learned": [
             {
                 "temperature": temperature,
@@ -174,7 +133,6 @@ def run(
         ],
         "posterior": [vars(each) for each in laboratory.posteriors],
         "cells": cells,
-        "threshold_sweep": swept,
     }
 
 

@@ -23,7 +23,6 @@ from benchmarks.acceptance.methods import Method, Setting
 from benchmarks.acceptance.posterior import fitted_beta, measure
 from benchmarks.acceptance.simulate import Counts, simulate
 from benchmarks.acceptance.slot_values import SlotValues, valued
-from benchmarks.acceptance.step_times import StepTimes
 from benchmarks.acceptance.texts import Prompts, write
 from benchmarks.acceptance.verifying import Blocks, Replay, Verifier, Walk
 from benchmarks.acceptance.workloads import Texts
@@ -87,8 +86,7 @@ class Pair:
 @dataclass(frozen=True)
 class Trial:
     """What is tried. ``tokens``: of each prompt's continuation. ``calibration``: prompts that only
-    Sequoia's P, the values and the posterior's beta are measured on. ``posterior``: whether what
-    the first draft leaves unknown is measured."""
+    Sequoia's P, the values and the posterior's beta are measured on."""
 
     prompts: Texts
     calibration: Texts
@@ -98,7 +96,6 @@ class Trial:
     tokens: int
     max_depth: int
     seed: int
-    posterior: bool = True
 
 
 @dataclass
@@ -106,7 +103,7 @@ class Lesson:
     """What the calibration prompts told of one temperature."""
 
     acceptance: tuple[float, ...] = ()
-    beta: float | None = None
+    beta: float = 1.0
     values: dict[str, AcceptanceEstimate] = field(default_factory=dict)
     slots: dict[str, SlotValues] = field(default_factory=dict)
 
@@ -121,10 +118,8 @@ class Cell:
     counts: Counts
     seconds: float
 
-    def as_dict(self, times: StepTimes) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         c = self.counts
-        tokens, nodes = c.tokens / c.steps, c.nodes / c.steps
-        forwards, expanded = c.forwards / c.steps, c.expanded / c.steps
         return {
             "method": self.method.name,
             "label": self.method.label,
@@ -133,18 +128,14 @@ class Cell:
             "temperature": self.setting.temperature,
             "steps": c.steps,
             "tokens": c.tokens,
-            "tokens_per_step": tokens,
+            "tokens_per_step": c.tokens / c.steps,
             "expected_tokens_per_step": c.expected_tokens,
             "standard_error": c.standard_error,
             "by_prompt": [[int(steps), round(tokens, 3)] for steps, tokens in c.by_prompt.tolist()],
-            "draft_forwards_per_step": forwards,
-            "draft_rows_per_step": expanded,
-            "nodes_per_step": nodes,
-            "modelled_speedup": times.speedup(tokens, nodes, forwards, expanded),
+            "draft_forwards_per_step": c.forwards / c.steps,
+            "draft_rows_per_step": c.expanded / c.steps,
+            "nodes_per_step": c.nodes / c.steps,
             "steps_by_accepted": c.lengths.long().tolist(),
-            "nodes_by_depth": c.nodes_at.long().tolist(),
-            "edge_reliability": c.edges.tolist(),
-            "path_reliability": c.paths.tolist(),
             "plan": self.plan.in_force(),
             "seconds": round(self.seconds, 2),
         }
@@ -199,8 +190,7 @@ class Laboratory:
                 lesson = pool.submit(self._learn, temperature).result()
                 self.lessons[temperature] = lesson
                 text = written.result()
-                if lesson.beta is not None:
-                    self.posteriors.append(self._posterior(text, temperature, lesson.beta))
+                self.posteriors.append(self._posterior(text, temperature, lesson.beta))
                 cell = partial(self._cell, text, lesson)
                 places = list(self._pairs(temperature))
                 settings = [self._setting(budget, temperature, lesson) for budget, _ in places]
@@ -234,16 +224,13 @@ class Laboratory:
             )
         names = {method.name for method in self.trial.methods}
         learning = [method for method in self.trial.methods if method.name in _LEARNING]
-        if not (learning or "sequoia" in names or self.trial.posterior):
-            return lesson
         text = self._write(prompts, self.trial.calibration.given, temperature)
         along = text[:, : self.trial.tokens]
         if learning or "sequoia" in names:
             lesson.acceptance = positional_acceptance(
                 pair.target, pair.draft, prompts, along, temperature
             )
-        if self.trial.posterior:
-            lesson.beta = fitted_beta(pair.draft, prompts, along, temperature)
+        lesson.beta = fitted_beta(pair.draft, prompts, along, temperature)
         for method in learning:
             setting = self._setting(LEARNING_BUDGET, temperature, lesson)
             lesson.values[method.name] = learn_values(pair.drafts, prompts, text, method, setting)

@@ -214,16 +214,6 @@ _SERVED = (
 )
 
 
-def fixed_threshold(threshold: float) -> Method:
-    """Return DySpec's Algorithm 2 with another threshold than the default."""
-    return Method(
-        f"threshold={threshold:g}",
-        f"DySpec threshold {threshold:g}",
-        _of_growth(GROWTHS["threshold"], threshold=threshold),
-        greedy_draft=DYSPEC_DRAFT_TEMPERATURE,
-    )
-
-
 def all_methods() -> dict[str, Method]:
     """Return a method for every registered growth, and what growth topk adds to it last."""
     served = {method.name: method for method in _SERVED}

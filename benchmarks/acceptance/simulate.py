@@ -17,10 +17,7 @@ from benchmarks.acceptance.texts import Prompts
 from benchmarks.acceptance.verifying import Blocks, Verifier
 from dyntree_plugin.tree.growth.base import GrowthPlan
 from dyntree_plugin.tree.plan import TreePlan
-from dyntree_plugin.tree.token_tree import Accepted, TokenTree
-
-BINS = 20
-"""Equal intervals of [0, 1] in which chances are compared with what came of them."""
+from dyntree_plugin.tree.token_tree import Accepted
 
 Observe = Callable[[Grown, Accepted], None]
 
@@ -31,10 +28,8 @@ class Counts:
 
     ``tokens`` emitted (the bonus token of each step included), ``nodes`` in trees, draft
     ``forwards`` and nodes ``expanded`` in them. ``lengths`` [D + 1]: steps by accepted nodes.
-    ``nodes_at`` [D]: nodes by depth. ``edges`` and ``paths`` [BINS, 3]: nodes, their summed
-    chance and how many were accepted, by that chance: of a node to be accepted where its parent
-    was, and of its whole path. ``by_prompt`` [P, 2]: the steps of each prompt, and its tokens,
-    averaged over what verification draws where its chances are known.
+    ``by_prompt`` [P, 2]: the steps of each prompt, and its tokens, averaged over what verification
+    draws where its chances are known.
     """
 
     steps: int
@@ -43,20 +38,12 @@ class Counts:
     forwards: int
     expanded: int
     lengths: torch.Tensor
-    nodes_at: torch.Tensor
     by_prompt: torch.Tensor
-    edges: torch.Tensor
-    paths: torch.Tensor
 
     @classmethod
     def none(cls, depth: int) -> Counts:
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.float64)
-
-        bins = (BINS, 3)
-        return cls(
-            0, 0, 0, 0, 0, zeros(depth + 1), zeros(depth), zeros(0, 2), zeros(*bins), zeros(*bins)
-        )
+        lengths, by_prompt = (torch.zeros(s, dtype=torch.float64) for s in ((depth + 1,), (0, 2)))
+        return cls(0, 0, 0, 0, 0, lengths, by_prompt)
 
     def __iadd__(self, other: Counts) -> Self:
         for each in fields(self):
@@ -95,33 +82,6 @@ class Counts:
         tokens = 1 + (accepted.lengths if on_path is None else on_path.sum(1)).double()
         self.by_prompt[prompts.cpu()] += torch.stack([torch.ones_like(tokens), tokens], 1).cpu()
         self.lengths += torch.bincount(accepted.lengths, minlength=len(self.lengths)).cpu()
-        real = torch.arange(tree.tokens.shape[1], device=tree.tokens.device) < tree.counts[:, None]
-        depths = torch.bincount(tree.depths[real] - 1, minlength=len(self.nodes_at))
-        self.nodes_at += depths.cpu()
-        self._judge(tree, real, accepted)
-
-    def _judge(self, tree: TokenTree, real: torch.Tensor, accepted: Accepted) -> None:
-        """Sort nodes by the chance they were given, and count the accepted ones.
-
-        The root, and padding of the path, stand in the column before the first node.
-        """
-        on_path = torch.zeros(
-            real.shape[0], real.shape[1] + 1, dtype=torch.bool, device=real.device
-        )
-        on_path.scatter_(1, accepted.path + 1, True)
-        on_path[:, 0] = True
-        reached = real & on_path.gather(1, tree.parents + 1)
-        above = torch.nn.functional.pad(tree.values, (1, 0)).gather(1, tree.parents + 1)
-        taken = on_path[:, 1:]
-        self.edges += _by_chance((tree.values - above)[reached].exp(), taken[reached])
-        self.paths += _by_chance(tree.values[real].exp(), taken[real])
-
-
-def _by_chance(chances: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-    which = (chances * BINS).long().clamp(0, BINS - 1)
-    columns = (torch.ones_like(chances), chances, taken)
-    sums = [torch.bincount(which, c.double(), minlength=BINS) for c in columns]
-    return torch.stack(sums, 1).cpu()
 
 
 class _Sources:
