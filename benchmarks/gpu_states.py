@@ -3,7 +3,8 @@ python -m benchmarks.gpu_states
 
 The target has the shape of Qwen3-Next (80B, 3B active). Its weights take two H200, so a step has
 twice the bandwidth and twice the operations of one; what the GPUs send each other is left out, and
-so are drafting and launches. What is assumed besides is that of `benchmarks.gpu_model`.
+so are drafting and launches. A step takes the longer of two times, that of its bytes and that of
+its operations (the roofline of Williams et al., 2009).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Iterator
 
 import typer
 
-from benchmarks.gpu_model import ASSUMED, BYTES, H200, markdown
-
+BYTES = 2
+"""Of a weight, an activation and a number of the KV cache, in bfloat16."""
 GPUS = 2
+BANDWIDTH, OPERATIONS = GPUS * 0.8 * 4.8e12, GPUS * 0.6 * 989e12
+"""Bytes and operations per second: assumed shares of the data sheet's."""
 REQUESTS, NODES, CONTEXT = (1, 8, 32, 64), (16, 64), 1000
 
 LAYERS, RECURRENT, HIDDEN, KV = 48, 36, 2048, 2 * 2 * 256
@@ -71,10 +74,9 @@ def forecast() -> Iterator[list[str]]:
     for nodes in NODES:
         for requests in REQUESTS:
             moved, operations = others(requests, nodes)
-            computing = operations / (GPUS * ASSUMED.operations * H200.operations)
+            computing = operations / OPERATIONS
             states = [requests * each(nodes) for each in (tree_bytes, chain_bytes)]
-            moving = [(moved + each) / (GPUS * ASSUMED.bandwidth * H200.bandwidth)
-                      for each in states]  # fmt: skip
+            moving = [(moved + each) / BANDWIDTH for each in states]
             held = [requests * each(nodes) for each in (tree_memory, chain_memory)]
             pairs = (
                 *((1e-9 * each for each in states),),
@@ -87,7 +89,9 @@ def forecast() -> Iterator[list[str]]:
 
 
 def table() -> str:
-    return markdown(forecast())
+    """Return the table of docs/recurrent.md."""
+    head, *lines = (f"| {' | '.join(row)} |" for row in forecast())
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines])
 
 
 if __name__ == "__main__":

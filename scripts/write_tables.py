@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_model, gpu_states
+from benchmarks import gpu_states
 from benchmarks.acceptance import report
 from dyntree_plugin.commands.bench import table
 from dyntree_plugin.commands.bench.results import Result, read
@@ -279,9 +279,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_offload": lambda: _speed("serve-llama-1b-offload"),
     "serve_gpu": lambda: _speed("serve-gpu-1b-h200"),
     "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
-    **gpu_model.TABLES,
-    "gpu_states": gpu_states.table,
     "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
+    "gpu_states": gpu_states.table,
 }
 
 
