@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from dyntree_plugin.tune.files import damaged, explained, whole
 
@@ -74,7 +73,6 @@ class Shards:
             ValueError: if a file is damaged.
         """
         self._shards = [_opened(file, vocabulary) for file in files]
-        self._weights: list[torch.Tensor] = []
         self._places = [
             _Place(number, slice(end - length, end))
             for number, shard in enumerate(self._shards)
@@ -83,18 +81,6 @@ class Shards:
 
     def __len__(self) -> int:
         return len(self._places)
-
-    def weighed(self, weights: Sequence[Path]) -> Shards:
-        """Return the same texts with weights of positions: a file with float32 [P] for each shard.
-
-        Without weights, all positions weigh 1.
-        """
-        weighed = copy.copy(self)
-        weighed._weights = []
-        for file, positions in zip(weights, map(_positions, self._shards), strict=True):
-            with explained(damaged(file)):
-                weighed._weights.append(load_file(file)[WEIGHTS].view(positions))
-        return weighed
 
     @property
     def lengths(self) -> list[int]:
@@ -113,13 +99,6 @@ class Shards:
     def positions(self) -> int:
         return sum(self.lengths)
 
-    def by_file(self) -> list[list[int]]:
-        """Return the numbers of each file's texts."""
-        numbers: list[list[int]] = [[] for _ in self._shards]
-        for number, place in enumerate(self._places):
-            numbers[place.file].append(number)
-        return numbers
-
     def batch(self, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
         """Return texts, padded to the longest: a shard's tensors as [B, L, …], and ``weights``
         float32 [B, L], which are 0 for padding."""
@@ -129,7 +108,7 @@ class Shards:
             name: _padded([self._rows(place, name) for place in places], longest)
             for name in self._names()
         }
-        batch[WEIGHTS] = _padded([self._weights_of(place) for place in places], longest)
+        batch[WEIGHTS] = _padded([torch.ones(place.length) for place in places], longest)
         batch["tokens"] = batch["tokens"].long()
         return batch
 
@@ -140,11 +119,6 @@ class Shards:
     def _rows(self, place: _Place, name: str) -> torch.Tensor:
         rows: torch.Tensor = self._shards[place.file].get_slice(name)[place.rows]
         return rows
-
-    def _weights_of(self, place: _Place) -> torch.Tensor:
-        if not self._weights:
-            return torch.ones(place.length)
-        return self._weights[place.file][place.rows]
 
 
 def _opened(file: Path, vocabulary: int | None) -> Any:

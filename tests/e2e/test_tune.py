@@ -75,12 +75,12 @@ def test_a_run_that_is_killed_in_each_stage_ends_at_the_same_weights(
     output = tmp_path / "killed"
     words = command(prompts, output, "--draft", DRAFT)
     work = output / "tune"
-    for left in ("written/00000.json", "taught/00000.safetensors", "checkpoint-1.pt", "fitted-1"):
+    for left in ("written/00000.json", "taught/00000.safetensors", "checkpoint.pt", "fitted"):
         killed(words, work / left)
         assert not (output / "config.json").exists()
     assert "continuing the run" in finished(words)
     ours, theirs = (
-        load_file(folder / "tune" / "fitted-1" / "model.safetensors") for folder in (output, whole)
+        load_file(folder / "tune" / "fitted" / "model.safetensors") for folder in (output, whole)
     )
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours)
@@ -101,18 +101,17 @@ def test_the_result_is_judged_by_trees_on_texts_that_were_held_out(whole: Path) 
     assert (whole / "tune" / "curve.png").stat().st_size > 5000
     # The result lies where it belongs if it is better, and only then.
     assert (whole / "model.safetensors").exists() is (report["gain"] > 1)
-    files = {path.name for path in (whole / "tune" / "fitted-1").iterdir()}
+    files = {path.name for path in (whole / "tune" / "fitted").iterdir()}
     assert {path.name for path in Path(DRAFT).iterdir()} <= files
 
 
-def test_a_new_head_and_a_pool_are_made_and_served(prompts: Path, tmp_path: Path) -> None:
-    head, pool = tmp_path / "head", tmp_path / "pool"
+def test_a_new_head_and_merged_adapters_are_made_and_served(prompts: Path, tmp_path: Path) -> None:
+    head, merged = tmp_path / "head", tmp_path / "merged"
     said = finished(command(prompts, head, "--head", "eagle3", "--head-vocabulary", "512"))
     assert '"method": "eagle3"' in said
-    finished(command(prompts, pool, "--draft", DRAFT, "--pool", "2", "--adapter", "4"))
-    for folder in (head, pool):
+    finished(command(prompts, merged, "--draft", DRAFT, "--adapter", "4"))
+    for folder in (head, merged):
         report = json.loads((folder / "tune" / "report.json").read_text())
         assert all(cell["tokens_per_step"] > 1 for cell in report["cells"])
-    members = [load_file(pool / "tune" / f"fitted-{n}" / "model.safetensors") for n in (1, 2)]
-    assert members[0].keys() == load_file(Path(DRAFT) / "model.safetensors").keys()
-    assert not all(members[0][name].equal(members[1][name]) for name in members[0])
+    made = load_file(merged / "tune" / "fitted" / "model.safetensors")
+    assert made.keys() == load_file(Path(DRAFT) / "model.safetensors").keys()

@@ -1,1 +1,1 @@
-"""``dyntree tune``: fit a draft, a pool of drafts or a head to its target."""
+"""``dyntree tune``: fit a draft or a head to its target."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.vocabulary import option, shared
-from dyntree_plugin.options.options import MOST_FURTHER_DRAFTS, MOST_NODES
+from dyntree_plugin.options.options import MOST_NODES
 
 Target = Annotated[str, shared("--target")]
 Draft = Annotated[
@@ -50,26 +50,6 @@ Adapter = Annotated[
         "Train low-rank adapters of this rank, and merge them at the end.",
         min=1,
         show_default="train all weights",
-    ),
-]
-Pool = Annotated[
-    int,
-    option(
-        "--pool",
-        "N",
-        "Drafts of a pool; each learns what the earlier ones do not predict.",
-        min=1,
-        max=1 + MOST_FURTHER_DRAFTS,
-    ),
-]
-Boost = Annotated[
-    Literal["positions", "samples"],
-    option(
-        "--boost",
-        "HOW",
-        "How a later draft of a pool learns. positions: each position by the share of the target's "
-        "distribution that the others do not cover; samples, as in SpecInfer: only the pieces of "
-        "text that none of them predicts.",
     ),
 ]
 Temperatures = Annotated[

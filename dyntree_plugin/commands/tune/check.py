@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import geometric_mean
 
@@ -23,9 +23,8 @@ from dyntree_plugin.tune.unknown import Logits
 Place = tuple[float, int]
 """A temperature, and a number of nodes."""
 
-Drafts = Mapping[str, Sequence[str]]
-"""The drafts of each engine, by shown name; several are a pool."""
-
+Drafts = Mapping[str, str]
+"""The draft of each engine, by shown name."""
 
 Steps = Mapping[Place, float]
 """Tokens per step at each temperature and number of nodes."""
@@ -41,8 +40,8 @@ def measure(
     """
     steps: dict[str, dict[Place, float]] = {name: {} for name in drafts}
     for nodes in settings.nodes:
-        for name, models in drafts.items():
-            engine = engines.drafting(settings, name, models, nodes, prompts.longest)
+        for name, draft in drafts.items():
+            engine = engines.drafting(settings, name, draft, nodes, prompts.longest)
             of_engine = _of_engine(settings, prompts, engine, advance)
             steps[name] |= {(temperature, nodes): n for temperature, n in of_engine.items()}
     return steps
@@ -70,18 +69,14 @@ def _load(settings: Settings, prompts: Prompts, temperature: float) -> Load:
 def unknown(
     lessons: Lessons, settings: Settings, machine: Machine, drafts: Drafts
 ) -> dict[str, Mapping[float, Posterior]]:
-    """Return what each draft leaves unknown of the held-out texts, by temperature.
-
-    A pool is left out, since it has no logits.
-    """
+    """Return what each draft leaves unknown of the held-out texts, by temperature."""
     shards = lessons.held_out()
     texts = lessons.held_out_texts()
     return {
         name: unknown_of.posteriors(
-            _logits(lessons, settings, machine, models[0]), shards, texts, machine.main
+            _logits(lessons, settings, machine, draft), shards, texts, machine.main
         )
-        for name, models in drafts.items()
-        if len(models) == 1
+        for name, draft in drafts.items()
     }
 
 

@@ -28,8 +28,6 @@ def tune(
     head: arguments.Head = None,
     head_vocabulary: arguments.HeadVocabulary = 32000,
     adapter: arguments.Adapter = None,
-    pool: arguments.Pool = 1,
-    boost: arguments.Boost = "positions",
     temperatures: arguments.Temperatures = None,
     max_tokens: arguments.MaxTokens = 256,
     epochs: arguments.Epochs = 2,
@@ -43,7 +41,7 @@ def tune(
     seed: arguments.Seed = 0,
     engine_arguments: arguments.EngineArguments = "{}",
 ) -> None:
-    """Fit a draft, a pool of drafts or an EAGLE-3 head to its target, on prompts of its users.
+    """Fit a draft or an EAGLE-3 head to its target, on prompts of its users.
 
     The target continues the prompts in vLLM (write), reads the texts once and keeps its
     probabilities (teach), the draft learns them (fit), and trees on prompts that were held out show
@@ -58,7 +56,7 @@ def tune(
     with reasons.exit_on_mistake("dyntree tune"):
         given = object_of("--engine-arguments", engine_arguments)
         settings = Settings(
-            target, draft, head, head_vocabulary, adapter, pool, boost,
+            target, draft, head, head_vocabulary, adapter,
             list(temperatures or TEMPERATURES), max_tokens, epochs, rows,
             rate or _default_rate(draft, head, adapter), held_out, list(nodes or NODES), batch,
             dtype, seed, engine_arguments=given,
@@ -90,5 +88,5 @@ def _check(settings: Settings) -> None:
     """
     if settings.head is None and settings.draft is None:
         raise ValueError("--draft is missing: give the draft to begin with, or --head eagle3")
-    if settings.head is not None and (settings.pool > 1 or settings.adapter is not None):
-        raise ValueError("--head goes without --pool and --adapter: all of one head is trained")
+    if settings.head is not None and settings.adapter is not None:
+        raise ValueError("--head goes without --adapter: all of a head is trained")

@@ -24,20 +24,17 @@ def writing(settings: Settings, longest: int) -> Engine:
     return Engine(name="target", kind="plain", budget=0, arguments=shared)
 
 
-def drafting(
-    settings: Settings, name: str, drafts: Sequence[str], nodes: int, longest: int
-) -> Engine:
-    """Return an engine with trees of ``nodes``. ``drafts``: all models of a pool."""
+def drafting(settings: Settings, name: str, draft: str, nodes: int, longest: int) -> Engine:
+    """Return an engine with trees of ``nodes``."""
     length = longest + settings.tokens + nodes + 1
     method = settings.head or "draft_model"
-    speculation = {"method": method, "model": drafts[0], "num_speculative_tokens": nodes}
-    options = TREES | ({"drafts": list(drafts[1:])} if drafts[1:] else {})
+    speculation = {"method": method, "model": draft, "num_speculative_tokens": nodes}
     return Engine(
         name=name,
         kind="dynamic tree",
         budget=nodes,
         arguments=_shared(settings, length, nodes)
-        | {"speculative_config": speculation, "additional_config": {NAMESPACE: options}},
+        | {"speculative_config": speculation, "additional_config": {NAMESPACE: TREES}},
     )
 
 

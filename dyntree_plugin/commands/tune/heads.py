@@ -88,7 +88,7 @@ def kept_of_target(folder: Folder) -> OfTarget:
 def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -> None:
     """Fit the head and store it, unless it is stored."""
     folder = lessons.folder
-    if models.is_there(folder.fitted(1)):
+    if models.is_there(folder.fitted):
         return
     of_target = kept_of_target(folder)
     if settings.draft is None:
@@ -102,7 +102,7 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -
         optimizers = optimize.adamw
     loss = head_loss(of_target.embedding.float(), head.tokens)
     head = head.to(machine.main)
-    learn.train(lessons, settings, machine, 1, head, loss, note, optimizers)
+    learn.train(lessons, settings, machine, head, loss, note, optimizers)
     save = functools.partial(eagle.save_head, head.to("cpu"))
-    models.whole_folder(folder.fitted(1), save)
-    folder.checkpoint(1).unlink(missing_ok=True)
+    models.whole_folder(folder.fitted, save)
+    folder.checkpoint.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Stages 2 and 3, teach and fit: the target reads its texts, and drafts learn from it."""
+"""Stages 2 and 3, teach and fit: the target reads its texts, and the draft learns from it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from dyntree_plugin.commands.tune import models
 from dyntree_plugin.commands.tune.settings import Folder, Settings, write_json
 from dyntree_plugin.commands.tune.write import samples
-from dyntree_plugin.tune import boost, fit, teach
+from dyntree_plugin.tune import fit, teach
 from dyntree_plugin.tune.files import AGAIN, damaged, explained
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.optimize import Checkpoint, Loss, Optimizers, Schedule, adamw
-from dyntree_plugin.tune.shards import WEIGHTS, Sample, Shards, save_tensors
+from dyntree_plugin.tune.shards import Sample, Shards, save_tensors
 
 MEASURED = 20
 """Steps between two measurements of the loss of held-out texts, and between two checkpoints."""
@@ -71,13 +71,8 @@ class Lessons:
     held_out_parts: int
     vocabulary: int
 
-    def learn(self, weighed_for: int | None = None) -> Shards:
-        """Return the shards to learn, with weights of positions for later members of a pool."""
-        numbers = range(self.held_out_parts, self.parts)
-        shards = self._shards(numbers)
-        if weighed_for is None:
-            return shards
-        return shards.weighed([self.folder.weights(weighed_for, n) for n in numbers])
+    def learn(self) -> Shards:
+        return self._shards(range(self.held_out_parts, self.parts))
 
     def held_out(self) -> Shards:
         return self._shards(range(self.held_out_parts))
@@ -104,17 +99,15 @@ def schedule(settings: Settings, texts: int) -> Schedule:
     return Schedule(steps, settings.rate, settings.rows, warm_up, DECAY)
 
 
-def fitted(lessons: Lessons, settings: Settings, machine: Machine, member: int, note: Note) -> None:
-    """Fit a member of the pool and store it, unless it is stored."""
+def fitted(lessons: Lessons, settings: Settings, machine: Machine, note: Note) -> None:
+    """Fit the draft and store it, unless it is stored."""
     folder = lessons.folder
-    if models.is_there(folder.fitted(member)):
+    if models.is_there(folder.fitted):
         return
     draft = settings.draft
     if draft is None:
         raise ValueError("a draft model is fitted from an existing one")
-    if member > 1:
-        _weigh(lessons, settings, machine, member)
-    start = models.folder_of(draft) if member == 1 else folder.fitted(member - 1)
+    start = models.folder_of(draft)
     model, dtype = models.draft_of(start, machine)
     largest = max(lessons.learn().largest, lessons.held_out().largest)
     if largest >= model.config.get_text_config().vocab_size:
@@ -125,18 +118,17 @@ def fitted(lessons: Lessons, settings: Settings, machine: Machine, member: int, 
     trained: Any = model
     if settings.adapter is not None:
         trained = fit.with_adapter(model, settings.adapter, settings.seed)
-    train(lessons, settings, machine, member, trained, fit.draft_loss, note)
+    train(lessons, settings, machine, trained, fit.draft_loss, note)
     if settings.adapter is not None:
         trained = trained.merge_and_unload()
-    models.save(trained, dtype, models.folder_of(draft), folder.fitted(member))
-    folder.checkpoint(member).unlink(missing_ok=True)
+    models.save(trained, dtype, start, folder.fitted)
+    folder.checkpoint.unlink(missing_ok=True)
 
 
 def train(
     lessons: Lessons,
     settings: Settings,
     machine: Machine,
-    member: int,
     model: torch.nn.Module,
     loss: Loss[Any],
     note: Note,
@@ -144,16 +136,15 @@ def train(
 ) -> None:
     """Train a model on the lessons, and store the curves of its losses."""
     folder = lessons.folder
-    shards = lessons.learn(member if member > 1 else None)
-    held_out = lessons.held_out()
+    shards, held_out = lessons.learn(), lessons.held_out()
     plan = schedule(settings, len(shards))
     every = math.ceil(plan.steps / MEASURED)
-    curve = read_curve(folder.losses(member))
+    curve = read_curve(folder.losses)
 
     def measure(model: torch.nn.Module, step: int, learned: float | None) -> None:
         model.eval()
         curve[step] = (learned, fit.mean_loss(model, held_out, loss, settings.rows))
-        write_json(folder.losses(member), sorted((n, *both) for n, both in curve.items()))
+        write_json(folder.losses, sorted((n, *both) for n, both in curve.items()))
 
     def report(model: torch.nn.Module, step: int, average: float) -> None:
         # A run that was killed may have measured steps that follow its last checkpoint.
@@ -168,9 +159,9 @@ def train(
         measure(model, 0, None)
     fit.fit(
         model, shards, loss, plan, machine,
-        seed=settings.seed + member,
+        seed=settings.seed + 1,
         optimizers=optimizers,
-        checkpoint=Checkpoint(folder.checkpoint(member), every),
+        checkpoint=Checkpoint(folder.checkpoint, every),
         report=report,
     )  # fmt: skip
 
@@ -185,12 +176,3 @@ def read_curve(file: Path) -> dict[int, tuple[float | None, float]]:
             int(step): (None if learned is None else float(learned), float(held_out))
             for step, learned, held_out in rows
         }
-
-
-def _weigh(lessons: Lessons, settings: Settings, machine: Machine, member: int) -> None:
-    """Store the weights of all positions for this member."""
-    folder = lessons.folder
-    earlier = [models.reader_of(folder.fitted(n), machine) for n in range(1, member)]
-    weights = boost.weights(earlier, lessons.learn(), settings.boost, settings.rows)
-    for part, of_part in enumerate(weights, start=lessons.held_out_parts):
-        save_tensors({WEIGHTS: of_part}, folder.weights(member, part))

@@ -9,20 +9,17 @@ Curve = Mapping[int, tuple[float | None, float]]
 """The running mean of the loss, and that of held-out texts, by step."""
 
 
-def draw(curves: Mapping[str, Curve], file: Path) -> None:
-    """Write a picture of the curves by their names."""
+def draw(curve: Curve, file: Path) -> None:
+    """Write a picture of the losses."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axis = figure.subplots()
-    for number, (name, curve) in enumerate(curves.items()):
-        steps = sorted(curve)
-        held_out = [curve[step][1] for step in steps]
-        axis.plot(steps, held_out, color=f"C{number}", label=f"{name}, held out")
-        learned = [(step, value) for step in steps if (value := curve[step][0]) is not None]
-        if learned:
-            label = f"{name}, learned"
-            axis.plot(*zip(*learned, strict=True), ":", color=f"C{number}", label=label)
+    steps = sorted(curve)
+    axis.plot(steps, [curve[step][1] for step in steps], label="held out")
+    learned = [(step, value) for step in steps if (value := curve[step][0]) is not None]
+    if learned:
+        axis.plot(*zip(*learned, strict=True), ":", color="C0", label="learned")
     axis.set_xlabel("training steps")
     axis.set_ylabel("loss, nats per token")
     axis.grid(alpha=0.3)

@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dyntree_plugin.secrets import hidden
 from dyntree_plugin.tune.files import damaged, explained, part_of, whole
-
-Boost = Literal["positions", "samples"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +19,10 @@ class Settings:
     """Everything that determines the result, given the models.
 
     ``draft``: None for a new ``head``, which drafts ``head_vocabulary`` tokens. ``adapter``: rank
-    of low-rank adapters; None to train all weights. ``pool``: number of drafts. ``temperatures``:
-    used in turn by the prompts. ``tokens``: most tokens that the target writes after a prompt.
-    ``rows``: texts per step. ``held_out``: prompts that are not learned. ``nodes``: sizes of the
-    trees to compare. ``digest``: of the prompts.
+    of low-rank adapters; None to train all weights. ``temperatures``: used in turn by the prompts.
+    ``tokens``: most tokens that the target writes after a prompt. ``rows``: texts per step.
+    ``held_out``: prompts that are not learned. ``nodes``: sizes of the trees to compare.
+    ``digest``: of the prompts.
     """
 
     target: str
@@ -32,8 +30,6 @@ class Settings:
     head: str | None
     head_vocabulary: int
     adapter: int | None
-    pool: int
-    boost: Boost
     temperatures: Sequence[float]
     tokens: int
     epochs: float
@@ -89,24 +85,19 @@ class Folder:
         """The target's distributions for a part's texts."""
         return self.work / "taught" / f"{part:05}.safetensors"
 
-    def weights(self, member: int, part: int) -> Path:
-        """The weights of a part's positions for a member of a pool."""
-        return self.work / f"weights-{member}" / f"{part:05}.safetensors"
+    @property
+    def fitted(self) -> Path:
+        """The folder of the fitted model, until the check has passed."""
+        return self.work / "fitted"
 
-    def fitted(self, member: int) -> Path:
-        """The folder of a member, until the check has passed."""
-        return self.work / f"fitted-{member}"
+    @property
+    def checkpoint(self) -> Path:
+        return self.work / "checkpoint.pt"
 
-    def checkpoint(self, member: int) -> Path:
-        return self.work / f"checkpoint-{member}.pt"
-
-    def losses(self, member: int) -> Path:
-        """The losses of a member by step."""
-        return self.work / f"losses-{member}.json"
-
-    def result(self, member: int, members: int) -> Path:
-        """The folder of a member in the result."""
-        return self.output if members == 1 else self.output / str(member)
+    @property
+    def losses(self) -> Path:
+        """The losses by step."""
+        return self.work / "losses.json"
 
     @contextmanager
     def held(self) -> Iterator[None]:

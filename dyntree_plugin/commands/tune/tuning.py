@@ -70,29 +70,18 @@ class Tuning:
         self.console.print(
             f"{len(shards)} texts of {shards.positions()} tokens, {steps} steps", style="dim"
         )
-        for member in self._members:
-            name = "fit" if self.settings.pool == 1 else f"fit {member}"
-            with screen.stage(self.console, name, steps) as update:
-                if self.settings.head is None:
-                    learn.fitted(lessons, self.settings, self.machine, member, update)
-                else:
-                    heads.fitted(lessons, self.settings, self.machine, update)
-        curves = {
-            f"{self._what} {n}": learn.read_curve(self.folder.losses(n)) for n in self._members
-        }
-        picture.draw(curves, self.folder.curve)
+        fitted = learn.fitted if self.settings.head is None else heads.fitted
+        with screen.stage(self.console, "fit", steps) as update:
+            fitted(lessons, self.settings, self.machine, update)
+        picture.draw(learn.read_curve(self.folder.losses), self.folder.curve)
 
     def _check(self, lessons: learn.Lessons) -> bool:
-        made = [str(self.folder.fitted(member)) for member in self._members]
         began = self.settings.draft
-        drafts = ({} if began is None else {"before": [began]}) | {"after": made[:1]}
-        if len(made) > 1:
-            drafts["pool"] = made
+        drafts = ({} if began is None else {"before": began}) | {"after": str(self.folder.fitted)}
         total = len(drafts) * len(self.settings.nodes) * len(self.settings.temperatures)
         with screen.stage(self.console, "check", total) as update:
             steps = check.measure(self.settings, self.prompts, drafts, screen.Counter(update))
-        result = [*steps.values()][-1]
-        gain = check.gain(None if began is None else steps["before"], result)
+        gain = check.gain(None if began is None else steps["before"], steps["after"])
         unknown = check.unknown(lessons, self.settings, self.machine, drafts)
         self._report(steps, unknown, gain)
         self.console.print(screen.steps_table(steps))
@@ -104,7 +93,7 @@ class Tuning:
                 soft_wrap=True,
             )
             return False
-        self._place()
+        shutil.copytree(self.folder.fitted, self.folder.output, dirs_exist_ok=True)
         than = " than without a draft" if began is None else ""
         self.console.print(
             f"Better{than}: {gain - 1:+.1%} tokens per step in the mean. The losses are drawn in "
@@ -112,14 +101,6 @@ class Tuning:
             soft_wrap=True,
         )
         return True
-
-    @property
-    def _members(self) -> range:
-        return range(1, self.settings.pool + 1)
-
-    @property
-    def _what(self) -> str:
-        return "draft" if self.settings.head is None else "head"
 
     def _report(
         self,
@@ -140,19 +121,11 @@ class Tuning:
         about = {"provenance": provenance(), "settings": self.settings.as_json()}
         write_json(self.folder.report, about | {"cells": cells, "unknown": left, "gain": gain})
 
-    def _place(self) -> None:
-        """Copy the result to its place in the folder."""
-        for member in self._members:
-            to = self.folder.result(member, self.settings.pool)
-            shutil.copytree(self.folder.fitted(member), to, dirs_exist_ok=True)
-
     def _serve(self) -> str:
         """Return the command that serves the result."""
-        first, *others = (str(self.folder.result(n, self.settings.pool)) for n in self._members)
-        method = self.settings.head or "draft_model"
-        speculation = {"method": method, "model": first, "num_speculative_tokens": 16}
-        options = {"drafts": others} if others else {}
+        method, draft = self.settings.head or "draft_model", str(self.folder.output)
+        speculation = {"method": method, "model": draft, "num_speculative_tokens": 16}
         return (
             f"dyntree serve {self.settings.target} --speculative-config "
-            f"'{json.dumps(speculation)}' --dyntree '{json.dumps(options)}'"
+            f"'{json.dumps(speculation)}' --dyntree '{{}}'"
         )

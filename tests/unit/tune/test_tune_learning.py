@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from dyntree_plugin.pair import models
-from dyntree_plugin.tune import boost, fit, losses, optimize, teach
+from dyntree_plugin.tune import fit, losses, optimize, teach
 from dyntree_plugin.tune.fit import Machine
 from dyntree_plugin.tune.optimize import Checkpoint, Schedule
 from dyntree_plugin.tune.shards import TOP, WEIGHTS, Sample, Shards, save_tensors
@@ -174,17 +174,3 @@ def test_only_adapters_are_trained_and_the_merged_draft_is_plain(shards: Shards)
     merged = adapted.merge_and_unload()
     assert merged.state_dict().keys() == model(1).state_dict().keys()
     assert fit.mean_loss(merged, shards, fit.draft_loss, 8) < start
-
-
-@pytest.mark.parametrize("name", boost.BOOSTS)
-def test_a_pool_of_the_target_leaves_nothing_to_learn(
-    name: str, shards: Shards, target: LlamaForCausalLM
-) -> None:
-    found = list(boost.weights([target], shards, name, 4))
-    assert [len(each) for each in found] == [
-        sum(shards.lengths[number] for number in numbers) for numbers in shards.by_file()
-    ]
-    assert all(float(each.max()) < 0.01 for each in found)
-    # Control: another model leaves much.
-    other = list(boost.weights([model(1)], shards, name, 4))
-    assert all(float(each.mean()) > 0.3 for each in other)

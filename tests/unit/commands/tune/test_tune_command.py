@@ -90,8 +90,7 @@ def test_a_file_that_cannot_serve_is_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--head", "eagle3", "--pool", "2"], "--head goes without --pool"),
-        (["--head", "eagle3", "--adapter", "4"], "--head goes without --pool and --adapter"),
+        (["--head", "eagle3", "--adapter", "4"], "--head goes without --adapter"),
         (["--chat"], "must have a chat template"),
     ],
 )

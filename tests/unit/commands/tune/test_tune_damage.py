@@ -168,10 +168,10 @@ DAMAGE: list[tuple[str, Change]] = [
     (SHARD, tensor("tokens", torch.Tensor.float)),
     (SHARD, tensor("lengths", torch.zeros_like)),
     (SHARD, tensor("top_log_probs", lambda found: found.fill_(torch.nan))),
-    *(("checkpoint-1.pt", change) for change in BYTES),
-    *(("checkpoint-1.pt", state(step=step)) for step in (10**15, "two")),
-    ("checkpoint-1.pt", state(model={})),
-    *(("losses-1.json", text(value)) for value in ("[[0, 1]]", "[" * 99999)),
+    *(("checkpoint.pt", change) for change in BYTES),
+    *(("checkpoint.pt", state(step=step)) for step in (10**15, "two")),
+    ("checkpoint.pt", state(model={})),
+    *(("losses.json", text(value)) for value in ("[[0, 1]]", "[" * 99999)),
     *(("settings.json", change) for change in (empty, text("null"))),
 ]  # fmt: skip
 
@@ -219,8 +219,8 @@ def test_texts_that_the_target_cannot_have_written_are_refused(out: Path) -> Non
 
 def test_the_remedy_is_right_for_every_file(begun: Path, out: Path, tmp_path: Path) -> None:
     """Each damaged file is deleted as the command says; the weights end as without damage."""
-    names = ["taught/00000.safetensors", SHARD, "written/00001.json", "losses-1.json"]
-    names += ["checkpoint-1.pt", "written/00000.json"]
+    names = ["taught/00000.safetensors", SHARD, "written/00001.json", "losses.json"]
+    names += ["checkpoint.pt", "written/00000.json"]
     for name in names:
         cut(out / "tune" / name)
     deleted = []
@@ -233,14 +233,14 @@ def test_the_remedy_is_right_for_every_file(begun: Path, out: Path, tmp_path: Pa
     assert "Not better" in result.output
     whole = Path(shutil.copytree(begun, tmp_path / "whole"))
     assert tune(whole).exit_code == 1
-    weights = "tune/fitted-1/model.safetensors"
+    weights = "tune/fitted/model.safetensors"
     assert content(out)[weights] == content(whole)[weights]
 
     # A fitted model that is damaged is fitted again.
     cut(out / weights)
     line = refused(tune(out))
-    assert f"{str(out / 'tune/fitted-1')!r} is damaged: delete it, and" in line
-    shutil.rmtree(out / "tune/fitted-1")
+    assert f"{str(out / 'tune/fitted')!r} is damaged: delete it, and" in line
+    shutil.rmtree(out / "tune/fitted")
     assert tune(out).exit_code == 1
     assert content(out)[weights] == content(whole)[weights]
 
@@ -254,6 +254,16 @@ def test_a_head_has_its_weights_of_the_target_made_again(tmp_path: Path) -> None
     file.unlink()
     assert tune(out, *HEAD, draft=None).exit_code == 0
     assert file.read_bytes() == before
+
+
+def test_losses_that_are_ahead_of_the_checkpoint_are_measured_again(out: Path) -> None:
+    file = out / "tune" / "losses.json"
+    there = json.loads(file.read_text())
+    file.write_text(json.dumps([*there, [2, 0.1, 0.1], [10**6, 0.1, 0.1]]))
+    assert tune(out).exit_code == 1
+    curve = learn.read_curve(file)
+    assert list(curve) == [0, 1, 2, 3, 4]
+    assert curve[2] != (0.1, 0.1)
 
 
 def refusal(read: Callable[[], object], name: str) -> bool:
@@ -271,7 +281,7 @@ def test_bytes_that_change_at_random_are_read_or_refused(out: Path) -> None:
     readers: Sequence[tuple[Path, Callable[[], object]]] = [
         (folder.shard(1), lambda: Shards([folder.shard(1)], VOCABULARY).batch(range(16))),
         (folder.written(1), lambda: write.samples(folder, 1, VOCABULARY)),
-        (folder.losses(1), lambda: learn.read_curve(folder.losses(1))),
+        (folder.losses, lambda: learn.read_curve(folder.losses)),
     ]
     refusals = 0
     for file, read in readers:
