@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,6 +74,16 @@ def main(
     side_by_side: Annotated[
         int | None, option("--side-by-side", "N", "Engines to keep running.", min=1)
     ] = None,
+    time_limit: Annotated[
+        float | None,
+        option(
+            "--time-limit",
+            "SECONDS",
+            "Time from now. Measurements that would end later are skipped, and the result names "
+            "them. The first ones always run.",
+            min=1,
+        ),
+    ] = None,
     notes: Annotated[
         list[str] | None, option("--note", "TEXT", "A line for the result's notes. Repeatable.")
     ] = None,
@@ -96,11 +109,18 @@ def main(
             look_ups=tuple(dict.fromkeys(look_ups or ())),
             side_by_side=side_by_side,
             around=around,
+            seconds_left=_until(time_limit),
         )
     except ValueError as error:
         print(f"{NAME}: {hidden(str(error))}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
     command.main([*words, *grown], prog_name=NAME, obj=extras)
+
+
+def _until(limit: float | None) -> Callable[[], float]:
+    """Return a function that returns the seconds until the limit."""
+    end = math.inf if limit is None else time.monotonic() + limit
+    return lambda: end - time.monotonic()
 
 
 def _grown(shape: str | None, given: dict[str, Any]) -> tuple[list[str], dict[str, str], list[str]]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.serve import speed_up
-from benchmarks.serve.colours import colour, group_of
 from dyntree_plugin.commands.bench.results import Cell, Result, read
 from dyntree_plugin.commands.bench.summary import Row, best_chain, best_tree, rows
 
@@ -36,42 +34,10 @@ def draw(result: Result, folder: Path) -> list[Path]:
 
 
 def _figures(result: Result) -> Iterator[tuple[str, Figure]]:
-    budgets = [engine.budget for engine in result.engines]
     if any(engine.kind == "plain" for engine in result.engines):
         yield "speed_up", speed_up.figure(result)
-    if any(budgets):
-        yield "tokens_per_step_over_budget", tokens_over_budget(result)
     if any(run.stages_ms for series in result.series for run in series.runs):
         yield "time_per_stage", time_per_stage(result)
-
-
-def tokens_over_budget(result: Result) -> Figure:
-    """Draw tokens per target step over verified draft tokens, at the smallest batch."""
-
-    def load(cell: Cell) -> tuple[str, float]:
-        return cell.prompts, cell.temperature
-
-    groups = {key: list(own) for key, own in groupby(sorted(result.cells(), key=load), load)}
-    figure, axes = _axes(1, len(groups), 5.5, 4)
-    for axis, cells in zip(axes, groups.values(), strict=True):
-        cell = min(cells, key=lambda cell: cell.batch)
-        points: dict[str, list[tuple[int, float]]] = {}
-        colours = {}
-        for row in rows(result, cell):
-            engine = result.engine(row.series.engine)
-            if engine.budget and row.tokens_per_step is not None:
-                group = group_of(engine)
-                points.setdefault(group, []).append((engine.budget, row.tokens_per_step))
-                colours[group] = colour(engine)
-        for group, own in points.items():
-            lengths, tokens = zip(*sorted(own), strict=True)
-            axis.plot(lengths, tokens, marker="o", label=group, color=colours[group])
-        axis.set(title=cell.title)
-        axis.set_xlabel("draft tokens per step")
-        axis.set_ylim(bottom=1)
-        axis.legend(fontsize="small")
-    axes[0].set_ylabel("tokens per target step")
-    return figure
 
 
 def time_per_stage(result: Result) -> Figure:

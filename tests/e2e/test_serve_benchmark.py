@@ -31,7 +31,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder with the command's files, and what it printed."""
     folder = tmp_path_factory.mktemp("bench")
     command = [
-        *(sys.executable, "-m", "benchmarks.serve", "--dtype", "float32"),
+        *(sys.executable, "-m", "benchmarks.serve"),
+        *("--engine-arguments", '{"dtype": "float32"}'),
         *("--prompts", "code", "--prompts", "json", "--num-prompts", "2", "--max-tokens", "24"),
         *("--batch", "1", "--batch", "2"),
         *("--chain", "2", "--rounds", "2"),

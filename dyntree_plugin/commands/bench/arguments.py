@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dyntree_plugin.commands.arguments import DtypeName
 from dyntree_plugin.commands.arguments import Method as DraftMethod
 from dyntree_plugin.commands.bench.chains import OFF
 from dyntree_plugin.commands.vocabulary import option, shared
@@ -28,7 +27,6 @@ Draft = Annotated[
     str | None, shared("--draft", show_default="the embedded one", rich_help_panel=OF_ENGINES)
 ]
 Method = Annotated[DraftMethod, shared("--method", rich_help_panel=OF_ENGINES)]
-Dtype = Annotated[DtypeName, shared("--dtype", rich_help_panel=OF_ENGINES)]
 
 
 def _sources(incomplete: str) -> Iterator[str]:
@@ -86,20 +84,13 @@ Trees = Annotated[
     ),
 ]
 Rounds = Annotated[int, shared("--rounds", min=1)]
-TimeLimit = Annotated[
-    float | None,
-    option(
-        "--time-limit",
-        "SECONDS",
-        "Time from the command's start. Measurements that would end later are skipped, and "
-        "the result names them. The first ones always run.",
-        min=1,
-        show_default="none",
-    ),
-]
 EngineArguments = Annotated[
     str,
-    shared("--engine-arguments", "They are for every engine.", rich_help_panel=OF_ENGINES),
+    shared(
+        "--engine-arguments",
+        "They are for every engine. Without a dtype it is bfloat16.",
+        rich_help_panel=OF_ENGINES,
+    ),
 ]
 BaseUrls = Annotated[
     list[str] | None,
@@ -150,7 +141,6 @@ RequestRates = Annotated[
         rich_help_panel=OF_SERVERS,
     ),
 ]
-Seed = Annotated[int, shared("--seed", "It also chooses the prompts.", min=0)]
 ResultFile = Annotated[
     Path | None, shared("--output", "A JSON file.", show_default="the terminal alone")
 ]

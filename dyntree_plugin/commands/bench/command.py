@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -54,7 +52,6 @@ def serve(
     target: arguments.Target = None,
     draft: arguments.Draft = None,
     method: arguments.Method = "draft_model",
-    dtype: arguments.Dtype = "bfloat16",
     prompt_sets: arguments.PromptSets = None,
     count: arguments.NumPrompts = 8,
     max_tokens: arguments.MaxTokens = 128,
@@ -63,14 +60,12 @@ def serve(
     chains: arguments.Chains = None,
     trees: arguments.Trees = None,
     rounds: arguments.Rounds = 3,
-    time_limit: arguments.TimeLimit = None,
     engine_arguments: arguments.EngineArguments = "{}",
     base_urls: arguments.BaseUrls = None,
     endpoint: arguments.Endpoint = "completions",
     model: arguments.Model = None,
     headers: arguments.Headers = None,
     request_rates: arguments.RequestRates = None,
-    seed: arguments.Seed = 0,
     result_file: arguments.ResultFile = None,
 ) -> None:
     """Compare the speed of no speculation, vLLM's chains and trees, or of running servers.
@@ -79,12 +74,11 @@ def serve(
     --target and --draft, the command uses the pair of tiny models that comes with dyntree.
     """
     extras = context.obj if isinstance(context.obj, Extras) else Extras()
-    seconds_left = _until(time_limit)
     console = Console(highlight=False)
     paces = batches or ([] if request_rates else [1, 4])
     loads = prompt_sets or [prompts.CODE], temperatures or [0.0, 1.0], paces
     try:
-        settings = Settings(*loads, count, max_tokens, rounds, seed, extras.samplings)
+        settings = Settings(*loads, count, max_tokens, rounds, samplings=extras.samplings)
         check_new_file("--output", result_file)
         if base_urls:
             _refuse(context, arguments.OF_ENGINES, "--base-url measures a running server")
@@ -101,14 +95,14 @@ def serve(
             further = object_of("--engine-arguments", engine_arguments)
             of_trees = _trees(trees)
             lengths, left_out = chosen(chains, settings.temperatures)
-            models, remarks = _models(target, draft, method, dtype, further)
+            models, remarks = _models(target, draft, method, further)
             if extras.labels:
                 models = replace(models, labels=extras.labels)
             contest = Contest(models, lengths, of_trees, extras)
             runs = settings.runs(contest.engines)
             measured = partial(of_engines, settings, contest, [*remarks, *left_out, *extras.notes])
         with _progress(console, runs) as done:
-            result = _last(measured(done=done, seconds_left=seconds_left), result_file)
+            result = _last(measured(done=done, seconds_left=extras.seconds_left), result_file)
     except (ValueError, OSError, RuntimeError) as error:
         message = escaped_lines(hidden(str(error)))
         print(f"dyntree bench serve: {message}", file=sys.stderr)  # noqa: T201
@@ -143,12 +137,6 @@ def _with_rates(settings: Settings, rates: Sequence[float]) -> Settings:
     return replace(settings, request_rates=rates)
 
 
-def _until(limit: float | None) -> Callable[[], float]:
-    """Return a function that returns the seconds until the limit."""
-    end = math.inf if limit is None else time.monotonic() + limit
-    return lambda: end - time.monotonic()
-
-
 def _show(console: Console, result: Result) -> None:
     terminal.show(console, result)
     percentiles.show(console, result)
@@ -169,7 +157,6 @@ def _models(
     target: str | None,
     draft: str | None,
     method: Method,
-    dtype: str,
     further: dict[str, Any],
 ) -> tuple[Models, list[str]]:
     """Return the models, and notes on them."""
@@ -177,13 +164,13 @@ def _models(
     check_models(target, draft)
     _without_progress_bars()
     if target is not None:
-        return Models(target, draft, dtype, further, method=method), []
+        return Models(target, draft, further, method=method), []
     folder, drafting = embedded(method)
     labels = {str(path): f"the embedded {n.replace('_', ' ')}" for n, path in pair.paths().items()}
     labels[str(drafting)] = f"the embedded {KINDS[method]}"
     what = "pair" if method == "draft_model" else f"target and its {KINDS[method]}"
-    notes = [f"The embedded {what}, {dtype}."]
-    return Models(str(folder), str(drafting), dtype, further, labels, method), notes
+    notes = [f"The embedded {what}, {further.get('dtype', 'bfloat16')}."]
+    return Models(str(folder), str(drafting), further, labels, method), notes
 
 
 def _without_progress_bars() -> None:

@@ -48,7 +48,6 @@ class Models:
 
     target: str
     draft: str | None
-    dtype: str
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     method: Method = "draft_model"
@@ -119,7 +118,7 @@ def _shared_arguments(models: Models, batch: int, length: int, budget: int) -> d
     """Return the arguments that all engines share. ``budget`` is the most draft tokens per step."""
     return {
         "model": models.target,
-        "dtype": models.dtype,
+        "dtype": "bfloat16",
         "max_model_len": length,
         # A step has room for every prompt, and for all trees.
         "max_num_batched_tokens": max(length, batch * (budget + 1)) + length,

@@ -46,7 +46,7 @@ class Settings:
     requests: int
     max_tokens: int
     rounds: int
-    seed: int
+    seed: int = 0
     samplings: Sequence[Parameters] = ({},)
     request_rates: Sequence[float] = ()
 
@@ -115,7 +115,7 @@ class Extras:
     ``labels``: names in the result for models in folders of this machine. ``samplings``: parameters
     of all requests; every set is served with each. ``look_ups``: nodes of trees without a draft.
     ``side_by_side``: engines kept at a time; None: as many as fit. ``around``: makes the context in
-    which an engine's process starts the engine.
+    which an engine's process starts the engine. ``seconds_left``: until measurements must end.
     """
 
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -124,6 +124,7 @@ class Extras:
     look_ups: Sequence[int] = ()
     side_by_side: int | None = None
     around: Around | None = None
+    seconds_left: Callable[[], float] = lambda: math.inf
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dyntree_plugin.commands.loads.runs import Engine, Run
 
 COLD, WARM = (Cell(prompts="code", temperature=t, batch=1) for t in (0.0, 1.0))
 Asked = tuple[chains.Chains, list[str]]
-MODELS = Models("T", "D", "bfloat16")
+MODELS = Models("T", "D")
 
 
 def ask(*temperatures: float, given: Sequence[str] | None = None) -> Asked:

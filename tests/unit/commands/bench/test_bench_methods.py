@@ -61,7 +61,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle", "mtp"])
 def test_chains_and_trees_draft_with_the_method(method: Method) -> None:
     chains = {"greedy": (2,), "n-gram": (3,)}
-    models = Models("T", "D", "bfloat16", method=method)
+    models = Models("T", "D", method=method)
     found = speculation(models, look_ups=(4,), chains=chains)
     own = {"method": method, "model": "D"}
     assert found["no speculation"] == {}
@@ -73,7 +73,7 @@ def test_chains_and_trees_draft_with_the_method(method: Method) -> None:
 
 
 def test_a_target_that_holds_its_head_names_no_draft() -> None:
-    models = Models("/t", None, "bfloat16", method="mtp")
+    models = Models("/t", None, method="mtp")
     found = speculation(models)
     assert found["chain of 2"] == {"method": "mtp", "num_speculative_tokens": 2}
     (_, chain, _) = plan.engines(
@@ -83,7 +83,7 @@ def test_a_target_that_holds_its_head_names_no_draft() -> None:
 
 
 def test_drafts_of_probabilistic_and_block_chains_are_drawn() -> None:
-    models = Models("T", "D", "bfloat16")
+    models = Models("T", "D")
     chains = {"greedy": (2,), "probabilistic": (3, 20), "block": (3,)}
     found = speculation(models, chains=chains)
     assert list(found)[1:5] == [

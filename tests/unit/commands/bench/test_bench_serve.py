@@ -166,7 +166,7 @@ def arguments_of(found: list[Engine]) -> dict[str, dict[str, Any]]:
 
 def test_engines_differ_in_their_speculation_alone() -> None:
     found = plan.engines(
-        Models("T", "D", "bfloat16", {"swap_space": 0}),
+        Models("T", "D", {"swap_space": 0}),
         [CELL, Cell(prompts="code", temperature=1.0, batch=8)],
         100,
         chains={"greedy": (2, 5)},

@@ -5,18 +5,19 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ran
+from command_lines import ran, ran_benchmark
 from rich.console import Console
 from streaming_server import BEFORE_PIECES, KEY, UNFINISHED, Handler, Ticks, listening
 from vllm.benchmarks.lib import endpoint_request_func
 
-from dyntree_plugin.commands.bench import client, command, percentiles, server
+from benchmarks.serve import __main__ as benchmark
+from dyntree_plugin.commands.bench import client, percentiles, server
 from dyntree_plugin.commands.bench.client import Client
 from dyntree_plugin.commands.bench.results import Result, read
 from dyntree_plugin.commands.loads.load import Load
@@ -128,11 +129,15 @@ def test_an_open_load_waits_for_time_and_for_no_answer(
     assert run.seconds > 0.24
 
 
-def measured(address: str, file: Path, *more: str) -> Result:
+def served(*words: str) -> Any:
+    return ran("bench", "serve", *words)
+
+
+def measured(address: str, file: Path, *more: str, run: Callable[..., Any] = served) -> Result:
     line = ["--base-url", f"a={address}", "--base-url", f"b={address}/v1", "--output", str(file)]
     small = ["--num-prompts", "1", "--max-tokens", "6", "--rounds", "2", "--batch", "1"]
     greedy = ["--temperature", "0"]
-    done = ran("bench", "serve", *line, *small, *greedy, *more)
+    done = run(*line, *small, *greedy, *more)
     assert done.exit_code == 0, done.output
     return read(file)
 
@@ -183,9 +188,9 @@ def test_the_time_that_servers_may_take_is_kept(
         limits.append(limit)
         return lambda: -1.0
 
-    monkeypatch.setattr(command, "_until", until)
+    monkeypatch.setattr(benchmark, "_until", until)
     asked = ["--batch", "2", "--time-limit", "7"]
-    result = measured(address, tmp_path / "result.json", *asked)
+    result = measured(address, tmp_path / "result.json", *asked, run=ran_benchmark)
     assert limits == [7]
     assert [(series.engine, series.cell.batch) for series in result.series] == [("a", 1), ("b", 1)]
     (told,) = (note for note in result.notes if note.startswith("Rounds measured, of 2"))
