@@ -21,7 +21,6 @@ from triton import TritonError
 from benchmarks.kernels import cases, timing
 from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
 from dyntree_kernels.contracts import room_for
-from dyntree_kernels.cuda.ancestors import ancestor_bits
 from dyntree_kernels.cuda.attention import Tiling, half_precision_tiling, tiling, tree_attention
 from dyntree_kernels.cuda.kv_move import KVMover
 from dyntree_kernels.cuda.walk import walk
@@ -181,29 +180,20 @@ def sparse_tiles() -> list[dict[str, Any]]:
 
 
 def small_kernels() -> dict[str, float]:
-    """Microseconds of a KV move of 12 rows in all layers, and of bits and walk of 32 trees."""
+    """Microseconds of a KV move of 12 rows in all layers, and of a walk through 32 trees."""
     mover = KVMover(list(cases.make_batch(64, 4096).caches))
     path = torch.arange(1, 37, 3, device="cuda")[None]
     root = torch.zeros(1, dtype=torch.int64, device="cuda")
     slots = torch.arange(64, device="cuda") + 16
     batch, trees = cases.walk_batch(32, 64)
-    rooted = torch.nn.functional.pad(trees.parents + 1, (1, 0), value=-1)
     found = room_for(32, 64, int(trees.depths.max()), slots.device, ranked=True)
 
     def walk_all() -> None:
         walk(batch, trees, found, ranked=True)
 
-    def bits_and_walk() -> None:
-        ancestor_bits(rooted)
-        walk_all()
-
     return {
         "kv_move, 12 rows, 32 layers": timing.replay_microseconds(lambda: mover(path, root, slots)),
         "walk, 32 × 64 nodes": timing.replay_microseconds(walk_all),
-        "ancestor bits and walk, 32 × 64 nodes": timing.replay_microseconds(bits_and_walk),
-        "ancestor bits in plain torch": timing.replay_microseconds(
-            lambda: plain_ancestor_bits(rooted)
-        ),
     }
 
 

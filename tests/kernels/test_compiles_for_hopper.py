@@ -17,7 +17,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from dyntree_kernels.cuda import (  # noqa: E402
-    ancestors,
     attention,
     blocks,
     children,
@@ -272,7 +271,6 @@ def test_a_tile_that_is_too_large_is_seen_to_spill() -> None:
         (paths._force, {}),
         (paths._force, {"start_len": 1, "end_len": 1, "forced_len": 1}),
         (paths._climb, {"ROWS": paths._ROWS, "depth": 1, "nodes": 1}),
-        (ancestors._climb, {"NODES": 32, "WORDS": 4}),
         (gumbel._perturb, {"BLOCK": 1024}),
         (blocks._add_up, {"BLOCK": blocks._BLOCK}),
         (blocks._compare, {"BLOCKS": 64}),

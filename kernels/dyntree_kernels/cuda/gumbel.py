@@ -1,4 +1,4 @@
-"""Gumbel noise of vLLM's V2 sampler in Triton, and the best children under it.
+"""Gumbel noise of vLLM's V2 sampler in Triton, and the best tokens under it.
 
 Source of the definition: ``vllm/v1/worker/gpu/sample/gumbel.py``; `dyntree_kernels.cpu.gumbel` says
 what it is good for. Written with the same operations, so that the compiler gives the same numbers.
@@ -132,41 +132,6 @@ def perturbed_logits(
     return out
 
 
-def top_children(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    count: int,
-    *,
-    coupled: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best tokens of every row, without writing the scores of the others.
-
-    Args:
-        logits, temperatures, seeds, positions: as for `perturbed_logits`.
-        count: tokens per row.
-        coupled: rank by the perturbed logits; otherwise by logits / temperature.
-
-    Returns:
-        tokens int64 and the logarithm of their softmax float32, both [T, count], best first. Of a
-        row without one, which holds NaN, +inf or nothing but -inf: tokens 0, and -inf.
-
-    Raises:
-        ValueError: for a count that is not served.
-    """
-    tokens, scores, sums = rank_blocks(
-        logits, temperatures, seeds, positions, count, coupled=coupled
-    )
-    best = scores.flatten(1).topk(count, dim=1)
-    total = sums.logsumexp(1, keepdim=True)
-    sound = total.isfinite()
-    return (
-        torch.where(sound, tokens.flatten(1).gather(1, best.indices), 0),
-        torch.where(sound, best.values - total, float("-inf")),
-    )
-
-
 def rank_blocks(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
@@ -177,11 +142,20 @@ def rank_blocks(
     coupled: bool,
     width: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The best tokens of every block of a row's vocabulary; the rest is as for `top_children`.
+    """Return the best tokens of every block of a row's vocabulary.
 
-    ``width`` rows after each other have the same of the temperatures and seeds [T / width]. Returns
-    tokens int64 and scores float32 [T, blocks, count], best first, and the logs of the blocks'
-    sums of exponentials, float32 [T, blocks].
+    Args:
+        logits, temperatures, seeds, positions: as for `perturbed_logits`.
+        count: tokens per block.
+        coupled: rank by the perturbed logits; otherwise by logits / temperature.
+        width: rows after each other that share a temperature and a seed, which are [T / width].
+
+    Returns:
+        tokens int64 and scores float32 [T, blocks, count], best first, and the logs of the blocks'
+        sums of exponentials, float32 [T, blocks].
+
+    Raises:
+        ValueError: for a count that is not served.
     """
     rows, vocab = logits.shape
     if not 1 <= count <= min(MAX_CHILDREN, vocab):

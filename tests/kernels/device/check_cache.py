@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from paged_cases import DEVICE, LAYOUTS, paged_layers
-from tree_shapes import chain, random_tree, star
 
-from dyntree_kernels.ancestors import ancestor_bits as plain_ancestor_bits
-from dyntree_kernels.cuda.ancestors import ancestor_bits
 from dyntree_kernels.cuda.kv_move import KVMover
 
 SRC = [[33, 35, 36, 64, 100], [150, 153, -1, -1, -1], [-1, -1, -1, -1, -1]]
@@ -109,19 +106,3 @@ def test_rows_of_odd_bytes_and_layers_of_two_shapes_are_refused() -> None:
     path, roots, slots = moves(SRC, DST)
     with pytest.raises(ValueError, match="dense"):
         KVMover([a, b])(path, roots, slots[::2])
-
-
-@pytest.mark.parametrize("nodes", [1, 31, 33, 130])
-def test_ancestor_bits_are_those_of_the_plain_version(nodes: int) -> None:
-    g = torch.Generator().manual_seed(nodes)
-    tree = torch.tensor(random_tree(nodes, g))
-    forest = torch.where(torch.rand(nodes, generator=g) < 0.3, -1, tree)
-    parents = torch.stack([torch.tensor(random_tree(nodes, g)), forest, torch.tensor(star(nodes))])
-    if nodes < 100:
-        parents = torch.cat([parents, torch.tensor([chain(nodes)])])
-    assert torch.equal(ancestor_bits(parents.to(DEVICE)).cpu(), plain_ancestor_bits(parents))
-
-
-def test_parents_may_come_after_their_children() -> None:
-    parents = torch.tensor([[2, -1, 1]])
-    assert torch.equal(ancestor_bits(parents.to(DEVICE)).cpu(), plain_ancestor_bits(parents))
