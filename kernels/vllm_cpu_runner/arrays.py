@@ -27,6 +27,11 @@ def optional(
     return np.empty((0,) * ndim, dtype)
 
 
+def numpys(*tensors: torch.Tensor) -> tuple[npt.NDArray[Any], ...]:
+    """Return views of the tensors."""
+    return tuple(tensor.numpy() for tensor in tensors)
+
+
 def float32_rows(kernel: str, logits: torch.Tensor) -> npt.NDArray[np.float32]:
     """Return a view of the logits, which the ``kernel`` edits in place.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from numba import carray
 
 from dyntree_kernels.cpu.compiled import compiled
-from vllm_cpu_runner.arrays import int32_pointer
+from vllm_cpu_runner.arrays import int32_pointer, numpys
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -43,16 +43,11 @@ def _write_group_rows(addresses, strides, indices, starts, contents, cu_lens, gr
 
 @implements("buffer_utils._apply_write_kernel")
 def apply_write(
-    output_ptr: torch.Tensor,
-    output_stride: torch.Tensor | int,
-    write_indices_ptr: torch.Tensor,
-    write_starts_ptr: torch.Tensor,
-    write_contents_ptr: torch.Tensor,
-    write_cu_lens_ptr: torch.Tensor,
-    write_group_ids_ptr: torch.Tensor | None,
-    BLOCK_SIZE: int,
+    output_ptr: torch.Tensor, output_stride: torch.Tensor | int, write_indices_ptr: torch.Tensor,
+    write_starts_ptr: torch.Tensor, write_contents_ptr: torch.Tensor,
+    write_cu_lens_ptr: torch.Tensor, write_group_ids_ptr: torch.Tensor | None, BLOCK_SIZE: int,
     MULTI_GROUP: bool,
-) -> None:
+) -> None:  # fmt: skip
     writes = (
         write_indices_ptr.numpy(),
         write_starts_ptr.numpy(),
@@ -81,26 +76,20 @@ def _gather(requests, sources, targets, strides, num_blocks):
 
 @implements("block_table._gather_block_tables_kernel")
 def gather_block_tables(
-    batch_idx_to_req_idx: torch.Tensor,
-    src_block_table_ptrs: torch.Tensor,
-    dst_block_table_ptrs: torch.Tensor,
-    block_table_strides: torch.Tensor,
-    num_blocks_ptr: torch.Tensor,
-    num_blocks_stride: int,
-    num_reqs: int,
-    BLOCK_SIZE: int,
-) -> None:
+    batch_idx_to_req_idx: torch.Tensor, src_block_table_ptrs: torch.Tensor,
+    dst_block_table_ptrs: torch.Tensor, block_table_strides: torch.Tensor,
+    num_blocks_ptr: torch.Tensor, num_blocks_stride: int, num_reqs: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     """Copy the block tables of the batch's requests to the batch's rows.
 
     vLLM's kernel also zeroes the rows that pad a CUDA graph; a batch on the CPU has none.
     """
     _gather(
-        batch_idx_to_req_idx.numpy(),
-        src_block_table_ptrs.numpy(),
-        dst_block_table_ptrs.numpy(),
-        block_table_strides.numpy(),
-        num_blocks_ptr.numpy(),
-    )
+        *numpys(
+            batch_idx_to_req_idx, src_block_table_ptrs, dst_block_table_ptrs, block_table_strides,
+            num_blocks_ptr,
+        ),
+    )  # fmt: skip
 
 
 @compiled
@@ -130,35 +119,20 @@ def _slots(
 
 @implements("block_table._compute_slot_mappings_kernel")
 def compute_slot_mappings(
-    max_num_tokens: int,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    pos: torch.Tensor,
-    block_table_ptrs: torch.Tensor,
-    block_table_strides: torch.Tensor,
-    block_sizes: torch.Tensor,
-    slot_mapping_enabled: torch.Tensor,
-    dcp_sharded: torch.Tensor,
-    slot_mappings_ptr: torch.Tensor,
-    slot_mappings_stride: int,
-    cp_rank: int,
-    CP_SIZE: int,
-    CP_INTERLEAVE: int,
-    PAD_ID: int,
-    TRITON_BLOCK_SIZE: int,
-) -> None:
+    max_num_tokens: int, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor,
+    pos: torch.Tensor, block_table_ptrs: torch.Tensor, block_table_strides: torch.Tensor,
+    block_sizes: torch.Tensor, slot_mapping_enabled: torch.Tensor, dcp_sharded: torch.Tensor,
+    slot_mappings_ptr: torch.Tensor, slot_mappings_stride: int, cp_rank: int, CP_SIZE: int,
+    CP_INTERLEAVE: int, PAD_ID: int, TRITON_BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     if CP_SIZE != 1:
         raise NotImplementedError(
             f"context parallelism of size {CP_SIZE} is not supported by the CPU model runner"
         )
     _slots(
-        idx_mapping.numpy(),
-        query_start_loc.numpy(),
-        pos.numpy(),
-        block_table_ptrs.numpy(),
-        block_table_strides.numpy(),
-        block_sizes.numpy(),
-        slot_mapping_enabled.numpy(),
-        slot_mappings_ptr.numpy(),
+        *numpys(
+            idx_mapping, query_start_loc, pos, block_table_ptrs, block_table_strides, block_sizes,
+            slot_mapping_enabled, slot_mappings_ptr,
+        ),
         PAD_ID,
-    )
+    )  # fmt: skip

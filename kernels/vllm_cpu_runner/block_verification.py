@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dyntree_kernels.cpu.compiled import compiled
+from vllm_cpu_runner.arrays import numpys
 from vllm_cpu_runner.registry import implements
 from vllm_cpu_runner.rejection_stats import Sums, blocks, drafted_log_probs, log_sums, scaled_draft
 
@@ -36,28 +37,16 @@ def _accumulate(
 
 @implements("spec_decode.rejection_sampler_utils._compute_cumulative_log_p_kernel")
 def cumulative_log_ratios(
-    cumulative_log_p_ptr: torch.Tensor,
-    target_logits_ptr: torch.Tensor,
-    target_logits_stride: int,
-    target_local_max_ptr: torch.Tensor,
-    target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor,
-    target_local_sumexp_stride: int,
-    draft_sampled_ptr: torch.Tensor,
-    draft_logits_ptr: torch.Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    draft_local_max_ptr: torch.Tensor,
-    draft_local_max_stride: int,
-    draft_local_sumexp_ptr: torch.Tensor,
-    draft_local_sumexp_stride: int,
-    cu_num_logits_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
-    vocab_num_blocks: int,
-    PADDED_VOCAB_NUM_BLOCKS: int,
+    cumulative_log_p_ptr: torch.Tensor, target_logits_ptr: torch.Tensor, target_logits_stride: int,
+    target_local_max_ptr: torch.Tensor, target_local_max_stride: int,
+    target_local_sumexp_ptr: torch.Tensor, target_local_sumexp_stride: int,
+    draft_sampled_ptr: torch.Tensor, draft_logits_ptr: torch.Tensor | None,
+    draft_logits_stride_0: int, draft_logits_stride_1: int, draft_local_max_ptr: torch.Tensor,
+    draft_local_max_stride: int, draft_local_sumexp_ptr: torch.Tensor,
+    draft_local_sumexp_stride: int, cu_num_logits_ptr: torch.Tensor, idx_mapping_ptr: torch.Tensor,
+    temp_ptr: torch.Tensor, vocab_num_blocks: int, PADDED_VOCAB_NUM_BLOCKS: int,
     HAS_DRAFT_LOGITS: bool,
-) -> None:
+) -> None:  # fmt: skip
     of_target, of_draft = drafted_log_probs(
         target_logits_ptr,
         draft_logits_ptr,
@@ -73,44 +62,27 @@ def cumulative_log_ratios(
         temp_ptr,
     )
     _accumulate(
-        cumulative_log_p_ptr.numpy(),
-        of_target.numpy(),
-        of_draft.numpy(),
-        draft_sampled_ptr.numpy(),
-        cu_num_logits_ptr.numpy(),
-        idx_mapping_ptr.numpy(),
-        temp_ptr.numpy(),
-    )
+        *numpys(
+            cumulative_log_p_ptr, of_target, of_draft, draft_sampled_ptr, cu_num_logits_ptr,
+            idx_mapping_ptr, temp_ptr,
+        ),
+    )  # fmt: skip
 
 
 @implements("spec_decode.rejection_sampler_utils._compute_local_residual_mass_kernel")
 def local_residual_mass(
-    local_residual_mass_ptr: torch.Tensor,
-    local_residual_mass_stride: int,
-    cumulative_log_p_ptr: torch.Tensor,
-    target_logits_ptr: torch.Tensor,
-    target_logits_stride: int,
-    target_local_max_ptr: torch.Tensor,
-    target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor,
-    target_local_sumexp_stride: int,
-    draft_logits_ptr: torch.Tensor,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    draft_local_max_ptr: torch.Tensor,
-    draft_local_max_stride: int,
-    draft_local_sumexp_ptr: torch.Tensor,
-    draft_local_sumexp_stride: int,
-    draft_sampled_ptr: torch.Tensor,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
-    vocab_size: int,
-    num_speculative_steps: int,
-    vocab_num_blocks: int,
-    BLOCK_SIZE: int,
+    local_residual_mass_ptr: torch.Tensor, local_residual_mass_stride: int,
+    cumulative_log_p_ptr: torch.Tensor, target_logits_ptr: torch.Tensor, target_logits_stride: int,
+    target_local_max_ptr: torch.Tensor, target_local_max_stride: int,
+    target_local_sumexp_ptr: torch.Tensor, target_local_sumexp_stride: int,
+    draft_logits_ptr: torch.Tensor, draft_logits_stride_0: int, draft_logits_stride_1: int,
+    draft_local_max_ptr: torch.Tensor, draft_local_max_stride: int,
+    draft_local_sumexp_ptr: torch.Tensor, draft_local_sumexp_stride: int,
+    draft_sampled_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor,
+    expanded_local_pos_ptr: torch.Tensor, temp_ptr: torch.Tensor, vocab_size: int,
+    num_speculative_steps: int, vocab_num_blocks: int, BLOCK_SIZE: int,
     PADDED_VOCAB_NUM_BLOCKS: int,
-) -> None:
+) -> None:  # fmt: skip
     """Sum the residual of each row that verifies a draft after the first, per block."""
     verifies = (expanded_local_pos_ptr > 0) & (expanded_local_pos_ptr < num_speculative_steps)
     verifies &= (draft_sampled_ptr.roll(-1) >= 0) & (temp_ptr[expanded_idx_mapping_ptr] != 0)

@@ -88,17 +88,9 @@ def _inputs() -> None:
     input_batch.post_update_num_computed_tokens(requests, computed, starts)
     counts = torch.zeros(1, _VOCAB, dtype=torch.int32)
     input_batch.post_update(
-        requests,
-        computed,
-        last_sampled,
-        counts,
-        drafts,
-        num_sampled,
-        num_rejected,
-        starts,
-        token_ids,
-        _int32(1),
-    )
+        requests, computed, last_sampled, counts, drafts, num_sampled, num_rejected, starts,
+        token_ids, _int32(1),
+    )  # fmt: skip
 
 
 def _logits_processors() -> None:
@@ -130,13 +122,9 @@ def _logprobs() -> None:
     state = logprob.LogprobTokenIdsState(1, _CPU)
     for num_topk in (0, 1):
         logprob.compute_topk_scores(
-            torch.zeros(1, _VOCAB),
-            num_topk,
-            _int64(0),
-            logprob_token_ids_state=state,
-            expanded_idx_mapping=_int64(0),
-            max_per_req_token_ids=1,
-        )
+            torch.zeros(1, _VOCAB), num_topk, _int64(0), logprob_token_ids_state=state,
+            expanded_idx_mapping=_int64(0), max_per_req_token_ids=1,
+        )  # fmt: skip
     prompt_logprob.get_prompt_logprobs_token_ids(
         1, _int32(0, 1), _int64(0), _int32(0), _token_ids()
     )
@@ -145,22 +133,9 @@ def _logprobs() -> None:
 def _drafting() -> None:
     requests, starts, one = _int64(0), _int32(0, 1), _int32(1)
     prepare_draft_prefill(
-        _int32(0),
-        _int64(0),
-        one,
-        requests,
-        _int32(0, 0),
-        _int64(0, 0),
-        _int64(0),
-        _int32(0, 0),
-        _int32(0),
-        starts,
-        one,
-        _int32(0),
-        max_num_reqs=1,
-        max_model_len=1,
-        BLOCK_SIZE=0,
-    )
+        _int32(0), _int64(0), one, requests, _int32(0, 0), _int64(0, 0), _int64(0), _int32(0, 0),
+        _int32(0), starts, one, _int32(0), max_num_reqs=1, max_model_len=1, BLOCK_SIZE=0,
+    )  # fmt: skip
     rejection_sampler.gather_draft_sampled(
         _int32(0), _int64(0), _int64(0), requests, _int32(0), one
     )
@@ -171,24 +146,10 @@ def _target_dependent() -> None:
     buffers = input_batch.InputBuffers(1, 1, _CPU)
     requests, one, zero = _int64(0), _int32(1), _int32(0)
     prepare_prefill(
-        _int64(0),
-        torch.tensor(0),
-        buffers.input_ids,
-        buffers.positions,
-        buffers.query_start_loc,
-        buffers.seq_lens,
-        _int32(0),
-        _int64(0),
-        requests,
-        _int64(0).view(1, 1),
-        _int32(0).view(1, 1),
-        one,
-        zero,
-        _int32(0, 1),
-        one,
-        max_num_reqs=1,
-        BLOCK_SIZE=0,
-    )
+        _int64(0), torch.tensor(0), buffers.input_ids, buffers.positions, buffers.query_start_loc,
+        buffers.seq_lens, _int32(0), _int64(0), requests, _int64(0).view(1, 1),
+        _int32(0).view(1, 1), one, zero, _int32(0, 1), one, max_num_reqs=1, BLOCK_SIZE=0,
+    )  # fmt: skip
     drafted, hidden = _int64(0, 0).view(1, 2), torch.zeros(1, 1)
     shared = (buffers, _int64(0))
     speculator.prepare_decode_inputs(drafted[:, 0], one, zero, *shared, 1, 1)
@@ -205,20 +166,10 @@ def _rejection() -> None:
         (None, None, True),
     ):
         rejection_sampler_utils.rejection_sample(
-            torch.zeros(2, _VOCAB),
-            draft_logits,
-            _int32(0, 0),
-            _int32(0, 2),
-            _int64(0, 1),
-            _int64(0),
-            _int64(0, 0),
-            _int32(0, 1),
-            torch.ones(1),
-            _int64(0),
-            1,
-            rates,
+            torch.zeros(2, _VOCAB), draft_logits, _int32(0, 0), _int32(0, 2), _int64(0, 1),
+            _int64(0), _int64(0, 0), _int32(0, 1), torch.ones(1), _int64(0), 1, rates,
             use_block_verification=block,
-        )
+        )  # fmt: skip
 
 
 def _clearing() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.parameters import is_suffix
-from vllm_cpu_runner.arrays import float32_rows
+from vllm_cpu_runner.arrays import float32_rows, numpys
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -63,43 +63,24 @@ def _apply_bias(
 
 @implements("sample.logit_bias._bias_kernel")
 def bias(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    vocab_size: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    num_allowed_token_ids_ptr: torch.Tensor,
-    allowed_token_ids_ptr: torch.Tensor,
-    allowed_token_ids_stride: int,
-    num_logit_bias_ptr: torch.Tensor,
-    bias_token_ids_ptr: torch.Tensor,
-    bias_token_ids_stride: int,
-    bias_ptr: torch.Tensor,
-    bias_stride: int,
-    pos_ptr: torch.Tensor,
-    min_lens_ptr: torch.Tensor,
-    num_stop_token_ids_ptr: torch.Tensor,
-    restore_when_all_masked_ptr: torch.Tensor,
-    stop_token_ids_ptr: torch.Tensor,
-    stop_token_ids_stride: int,
-    BLOCK_SIZE: int,
-    LOGITS_BLOCK_SIZE: int,
-    CHECK_ALL_MASKED_ROWS: bool,
-) -> None:
+    logits_ptr: torch.Tensor, logits_stride: int, vocab_size: int,
+    expanded_idx_mapping_ptr: torch.Tensor, num_allowed_token_ids_ptr: torch.Tensor,
+    allowed_token_ids_ptr: torch.Tensor, allowed_token_ids_stride: int,
+    num_logit_bias_ptr: torch.Tensor, bias_token_ids_ptr: torch.Tensor, bias_token_ids_stride: int,
+    bias_ptr: torch.Tensor, bias_stride: int, pos_ptr: torch.Tensor, min_lens_ptr: torch.Tensor,
+    num_stop_token_ids_ptr: torch.Tensor, restore_when_all_masked_ptr: torch.Tensor,
+    stop_token_ids_ptr: torch.Tensor, stop_token_ids_stride: int, BLOCK_SIZE: int,
+    LOGITS_BLOCK_SIZE: int, CHECK_ALL_MASKED_ROWS: bool,
+) -> None:  # fmt: skip
     _apply_bias(
-        float32_rows("logit bias", logits_ptr),
-        expanded_idx_mapping_ptr.numpy(),
-        num_allowed_token_ids_ptr.numpy(),
-        allowed_token_ids_ptr.numpy(),
-        num_logit_bias_ptr.numpy(),
-        bias_token_ids_ptr.numpy(),
-        bias_ptr.numpy(),
-        pos_ptr.numpy(),
-        min_lens_ptr.numpy(),
-        num_stop_token_ids_ptr.numpy(),
-        restore_when_all_masked_ptr.numpy(),
-        stop_token_ids_ptr.numpy(),
+        float32_rows('logit bias', logits_ptr),
+        *numpys(
+            expanded_idx_mapping_ptr, num_allowed_token_ids_ptr, allowed_token_ids_ptr,
+            num_logit_bias_ptr, bias_token_ids_ptr, bias_ptr, pos_ptr, min_lens_ptr,
+            num_stop_token_ids_ptr, restore_when_all_masked_ptr, stop_token_ids_ptr,
+        ),
         CHECK_ALL_MASKED_ROWS,
-    )
+    )  # fmt: skip
 
 
 @compiled
@@ -131,33 +112,21 @@ def _mask_bad_words(
 
 @implements("sample.bad_words._bad_words_kernel")
 def bad_words(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    bad_word_token_ids_ptr: torch.Tensor,
-    bad_word_token_ids_stride: int,
-    bad_word_offsets_ptr: torch.Tensor,
-    bad_word_offsets_stride: int,
-    num_bad_words_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    prompt_len_ptr: torch.Tensor,
-    total_len_ptr: torch.Tensor,
-    input_ids_ptr: torch.Tensor,
+    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
+    bad_word_token_ids_ptr: torch.Tensor, bad_word_token_ids_stride: int,
+    bad_word_offsets_ptr: torch.Tensor, bad_word_offsets_stride: int,
+    num_bad_words_ptr: torch.Tensor, all_token_ids_ptr: torch.Tensor, all_token_ids_stride: int,
+    prompt_len_ptr: torch.Tensor, total_len_ptr: torch.Tensor, input_ids_ptr: torch.Tensor,
     expanded_local_pos_ptr: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     _mask_bad_words(
-        float32_rows("bad words", logits_ptr),
-        expanded_idx_mapping_ptr.numpy(),
-        bad_word_token_ids_ptr.numpy(),
-        bad_word_offsets_ptr.numpy(),
-        num_bad_words_ptr.numpy(),
-        all_token_ids_ptr.numpy(),
-        prompt_len_ptr.numpy(),
-        total_len_ptr.numpy(),
-        input_ids_ptr.numpy(),
-        expanded_local_pos_ptr.numpy(),
-    )
+        float32_rows('bad words', logits_ptr),
+        *numpys(
+            expanded_idx_mapping_ptr, bad_word_token_ids_ptr, bad_word_offsets_ptr,
+            num_bad_words_ptr, all_token_ids_ptr, prompt_len_ptr, total_len_ptr, input_ids_ptr,
+            expanded_local_pos_ptr,
+        ),
+    )  # fmt: skip
 
 
 @compiled
@@ -185,22 +154,11 @@ def _bit_rows(logits: torch.Tensor) -> tuple[npt.NDArray[np.signedinteger], np.s
 
 @implements("structured_outputs._apply_grammar_bitmask_kernel")
 def apply_grammar_bitmask(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    logits_indices_ptr: torch.Tensor,
-    cu_num_logits_ptr: torch.Tensor,
-    bitmask_ptr: torch.Tensor,
-    bitmask_stride: int,
-    vocab_size: int,
-    MASK_STRIDE: int,
-    BLOCK_SIZE: int,
-) -> None:
+    logits_ptr: torch.Tensor, logits_stride: int, logits_indices_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor, bitmask_ptr: torch.Tensor, bitmask_stride: int,
+    vocab_size: int, MASK_STRIDE: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     rows, masked = _bit_rows(logits_ptr)
     _mask_grammar(
-        rows,
-        logits_indices_ptr.numpy(),
-        cu_num_logits_ptr.numpy(),
-        bitmask_ptr.numpy(),
-        MASK_STRIDE,
-        masked,
+        rows, *numpys(logits_indices_ptr, cu_num_logits_ptr, bitmask_ptr), MASK_STRIDE, masked
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dyntree_kernels.cpu.compiled import compiled
+from vllm_cpu_runner.arrays import numpys
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -54,37 +55,20 @@ def _draft_prefill(
 
 @implements("spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel")
 def prepare_draft_prefill(
-    target_input_ids_ptr: torch.Tensor,
-    target_positions_ptr: torch.Tensor,
-    last_sampled_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    out_input_ids_ptr: torch.Tensor,
-    out_positions_ptr: torch.Tensor,
-    last_token_indices_ptr: torch.Tensor,
-    out_query_start_loc_ptr: torch.Tensor,
-    out_seq_lens_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor,
-    seq_lens_ptr: torch.Tensor,
-    num_rejected_ptr: torch.Tensor,
-    max_num_reqs: int,
-    max_model_len: int,
-    BLOCK_SIZE: int,
-) -> None:
+    target_input_ids_ptr: torch.Tensor, target_positions_ptr: torch.Tensor,
+    last_sampled_ptr: torch.Tensor, idx_mapping_ptr: torch.Tensor, out_input_ids_ptr: torch.Tensor,
+    out_positions_ptr: torch.Tensor, last_token_indices_ptr: torch.Tensor,
+    out_query_start_loc_ptr: torch.Tensor, out_seq_lens_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor, seq_lens_ptr: torch.Tensor, num_rejected_ptr: torch.Tensor,
+    max_num_reqs: int, max_model_len: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     _draft_prefill(
-        target_input_ids_ptr.numpy(),
-        target_positions_ptr.numpy(),
-        last_sampled_ptr.view(-1).numpy(),
-        idx_mapping_ptr.numpy(),
-        out_input_ids_ptr.numpy(),
-        out_positions_ptr.numpy(),
-        last_token_indices_ptr[:max_num_reqs].numpy(),
-        out_query_start_loc_ptr[: max_num_reqs + 1].numpy(),
-        out_seq_lens_ptr[:max_num_reqs].numpy(),
-        query_start_loc_ptr.numpy(),
-        seq_lens_ptr.numpy(),
-        num_rejected_ptr.numpy(),
+        *numpys(target_input_ids_ptr, target_positions_ptr, last_sampled_ptr.view(-1),
+        idx_mapping_ptr, out_input_ids_ptr, out_positions_ptr,
+        last_token_indices_ptr[:max_num_reqs], out_query_start_loc_ptr[:max_num_reqs + 1],
+        out_seq_lens_ptr[:max_num_reqs], query_start_loc_ptr, seq_lens_ptr, num_rejected_ptr),
         max_model_len,
-    )
+    )  # fmt: skip
 
 
 @compiled
@@ -108,27 +92,17 @@ def _gather_drafts(
 
 @implements("spec_decode.rejection_sampler._gather_draft_sampled_kernel")
 def gather_draft_sampled(
-    draft_sampled_ptr: torch.Tensor,
-    pos_ptr: torch.Tensor,
-    input_ids_ptr: torch.Tensor,
-    positions_ptr: torch.Tensor,
-    logits_indices_ptr: torch.Tensor,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    prefill_len_ptr: torch.Tensor,
-    num_logits: int,
-    BLOCK_SIZE: int,
-) -> None:
+    draft_sampled_ptr: torch.Tensor, pos_ptr: torch.Tensor, input_ids_ptr: torch.Tensor,
+    positions_ptr: torch.Tensor, logits_indices_ptr: torch.Tensor,
+    expanded_idx_mapping_ptr: torch.Tensor, expanded_local_pos_ptr: torch.Tensor,
+    prefill_len_ptr: torch.Tensor, num_logits: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     _gather_drafts(
-        draft_sampled_ptr.numpy(),
-        pos_ptr.numpy(),
-        input_ids_ptr.numpy(),
-        positions_ptr.numpy(),
-        logits_indices_ptr.numpy(),
-        expanded_idx_mapping_ptr.numpy(),
-        expanded_local_pos_ptr.numpy(),
-        prefill_len_ptr.numpy(),
-    )
+        *numpys(
+            draft_sampled_ptr, pos_ptr, input_ids_ptr, positions_ptr, logits_indices_ptr,
+            expanded_idx_mapping_ptr, expanded_local_pos_ptr, prefill_len_ptr,
+        ),
+    )  # fmt: skip
 
 
 @compiled
@@ -140,15 +114,7 @@ def _flatten(flat, sampled, num_sampled, cu_num_logits):
 
 @implements("spec_decode.rejection_sampler._flatten_sampled_kernel")
 def flatten_sampled(
-    flat_sampled_ptr: torch.Tensor,
-    sampled_ptr: torch.Tensor,
-    sampled_stride: int,
-    num_sampled_ptr: torch.Tensor,
-    cu_num_logits_ptr: torch.Tensor,
-) -> None:
-    _flatten(
-        flat_sampled_ptr.numpy(),
-        sampled_ptr.numpy(),
-        num_sampled_ptr.numpy(),
-        cu_num_logits_ptr.numpy(),
-    )
+    flat_sampled_ptr: torch.Tensor, sampled_ptr: torch.Tensor, sampled_stride: int,
+    num_sampled_ptr: torch.Tensor, cu_num_logits_ptr: torch.Tensor,
+) -> None:  # fmt: skip
+    _flatten(*numpys(flat_sampled_ptr, sampled_ptr, num_sampled_ptr, cu_num_logits_ptr))

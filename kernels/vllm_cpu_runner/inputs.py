@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dyntree_kernels.cpu.compiled import compiled
-from vllm_cpu_runner.arrays import optional
+from vllm_cpu_runner.arrays import numpys, optional
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -33,28 +33,18 @@ def _prefill(input_ids, lookahead, requests, query_start_loc, token_ids, prefill
 
 @implements("input_batch._prepare_prefill_inputs_kernel")
 def prepare_prefill_inputs(
-    input_ids_ptr: torch.Tensor,
-    next_prefill_tokens_ptr: torch.Tensor,
-    next_prefill_tokens_stride: int,
-    num_lookahead: int,
-    idx_mapping_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    prefill_lens_ptr: torch.Tensor,
-    num_computed_tokens_ptr: torch.Tensor,
-    BLOCK_SIZE: int,
+    input_ids_ptr: torch.Tensor, next_prefill_tokens_ptr: torch.Tensor,
+    next_prefill_tokens_stride: int, num_lookahead: int, idx_mapping_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor, all_token_ids_ptr: torch.Tensor, all_token_ids_stride: int,
+    prefill_lens_ptr: torch.Tensor, num_computed_tokens_ptr: torch.Tensor, BLOCK_SIZE: int,
     LOOKAHEAD_BLOCK: int,
-) -> None:
+) -> None:  # fmt: skip
     _prefill(
-        input_ids_ptr.numpy(),
-        next_prefill_tokens_ptr.numpy(),
-        idx_mapping_ptr.numpy(),
-        query_start_loc_ptr.numpy(),
-        all_token_ids_ptr.numpy(),
-        prefill_lens_ptr.numpy(),
-        num_computed_tokens_ptr.numpy(),
-    )
+        *numpys(
+            input_ids_ptr, next_prefill_tokens_ptr, idx_mapping_ptr, query_start_loc_ptr,
+            all_token_ids_ptr, prefill_lens_ptr, num_computed_tokens_ptr,
+        ),
+    )  # fmt: skip
 
 
 @compiled
@@ -71,21 +61,16 @@ def _positions(positions, seq_lens, requests, query_start_loc, computed):
 
 @implements("input_batch._prepare_pos_seq_lens_kernel")
 def prepare_pos_seq_lens(
-    pos_ptr: torch.Tensor,
-    seq_lens_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor,
-    num_computed_tokens_ptr: torch.Tensor,
-    max_num_reqs: int,
+    pos_ptr: torch.Tensor, seq_lens_ptr: torch.Tensor, idx_mapping_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor, num_computed_tokens_ptr: torch.Tensor, max_num_reqs: int,
     BLOCK_SIZE: int,
-) -> None:
+) -> None:  # fmt: skip
     _positions(
-        pos_ptr.numpy(),
-        seq_lens_ptr[:max_num_reqs].numpy(),
-        idx_mapping_ptr.numpy(),
-        query_start_loc_ptr.numpy(),
-        num_computed_tokens_ptr.numpy(),
-    )
+        *numpys(
+            pos_ptr, seq_lens_ptr[:max_num_reqs], idx_mapping_ptr, query_start_loc_ptr,
+            num_computed_tokens_ptr,
+        ),
+    )  # fmt: skip
 
 
 @compiled
@@ -108,28 +93,18 @@ def _rope_positions(
 
 @implements("mm.rope._prepare_rope_positions_kernel")
 def prepare_rope_positions(
-    positions_ptr: torch.Tensor,
-    positions_stride: int,
-    prefill_positions_ptr: torch.Tensor,
-    prefill_positions_stride0: int,
-    prefill_positions_stride1: int,
-    prefill_delta_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor,
-    prefill_lens_ptr: torch.Tensor,
-    num_computed_tokens_ptr: torch.Tensor,
-    BLOCK_SIZE: int,
+    positions_ptr: torch.Tensor, positions_stride: int, prefill_positions_ptr: torch.Tensor,
+    prefill_positions_stride0: int, prefill_positions_stride1: int, prefill_delta_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor, query_start_loc_ptr: torch.Tensor,
+    prefill_lens_ptr: torch.Tensor, num_computed_tokens_ptr: torch.Tensor, BLOCK_SIZE: int,
     NUM_DIMS: int,
-) -> None:
+) -> None:  # fmt: skip
     _rope_positions(
-        positions_ptr.numpy(),
-        prefill_positions_ptr.numpy(),
-        prefill_delta_ptr.numpy(),
-        idx_mapping_ptr.numpy(),
-        query_start_loc_ptr.numpy(),
-        prefill_lens_ptr.numpy(),
-        num_computed_tokens_ptr.numpy(),
-    )
+        *numpys(
+            positions_ptr, prefill_positions_ptr, prefill_delta_ptr, idx_mapping_ptr,
+            query_start_loc_ptr, prefill_lens_ptr, num_computed_tokens_ptr,
+        ),
+    )  # fmt: skip
 
 
 @compiled
@@ -163,31 +138,17 @@ def _combine(
 
 @implements("input_batch._combine_sampled_and_draft_tokens_kernel")
 def combine_sampled_and_draft_tokens(
-    input_ids_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    last_sampled_tokens_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor,
-    seq_lens_ptr: torch.Tensor,
-    prefill_len_ptr: torch.Tensor,
-    draft_tokens_ptr: torch.Tensor,
-    draft_tokens_stride: int,
-    cu_num_logits_ptr: torch.Tensor,
-    logits_indices_ptr: torch.Tensor,
-    BLOCK_SIZE: int,
-    NUM_NEW_SAMPLED_TOKENS: int = 1,
-) -> None:
+    input_ids_ptr: torch.Tensor, idx_mapping_ptr: torch.Tensor,
+    last_sampled_tokens_ptr: torch.Tensor, query_start_loc_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor, prefill_len_ptr: torch.Tensor, draft_tokens_ptr: torch.Tensor,
+    draft_tokens_stride: int, cu_num_logits_ptr: torch.Tensor, logits_indices_ptr: torch.Tensor,
+    BLOCK_SIZE: int, NUM_NEW_SAMPLED_TOKENS: int = 1,
+) -> None:  # fmt: skip
     _combine(
-        input_ids_ptr.numpy(),
-        idx_mapping_ptr.numpy(),
-        last_sampled_tokens_ptr.view(-1).numpy(),
-        query_start_loc_ptr.numpy(),
-        seq_lens_ptr.numpy(),
-        prefill_len_ptr.numpy(),
-        draft_tokens_ptr.numpy(),
-        cu_num_logits_ptr.numpy(),
-        logits_indices_ptr.numpy(),
-        NUM_NEW_SAMPLED_TOKENS,
-    )
+        *numpys(input_ids_ptr, idx_mapping_ptr, last_sampled_tokens_ptr.view(-1),
+        query_start_loc_ptr, seq_lens_ptr, prefill_len_ptr, draft_tokens_ptr, cu_num_logits_ptr,
+        logits_indices_ptr), NUM_NEW_SAMPLED_TOKENS,
+    )  # fmt: skip
 
 
 @compiled
@@ -201,21 +162,15 @@ def _count_rejected(num_sampled, num_rejected, seq_lens, cu_num_logits, requests
 
 @implements("input_batch._get_num_sampled_and_rejected_kernel")
 def get_num_sampled_and_rejected(
-    num_sampled_ptr: torch.Tensor,
-    num_rejected_ptr: torch.Tensor,
-    seq_lens_ptr: torch.Tensor,
-    cu_num_logits_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    prefill_len_ptr: torch.Tensor,
-) -> None:
+    num_sampled_ptr: torch.Tensor, num_rejected_ptr: torch.Tensor, seq_lens_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor, idx_mapping_ptr: torch.Tensor, prefill_len_ptr: torch.Tensor,
+) -> None:  # fmt: skip
     _count_rejected(
-        num_sampled_ptr.numpy(),
-        num_rejected_ptr.numpy(),
-        seq_lens_ptr.numpy(),
-        cu_num_logits_ptr.numpy(),
-        idx_mapping_ptr.numpy(),
-        prefill_len_ptr.numpy(),
-    )
+        *numpys(
+            num_sampled_ptr, num_rejected_ptr, seq_lens_ptr, cu_num_logits_ptr, idx_mapping_ptr,
+            prefill_len_ptr,
+        ),
+    )  # fmt: skip
 
 
 @compiled
@@ -252,32 +207,19 @@ def _append_sampled(
 
 @implements("input_batch._post_update_kernel")
 def post_update(
-    idx_mapping_ptr: torch.Tensor,
-    num_computed_tokens_ptr: torch.Tensor,
-    last_sampled_tokens_ptr: torch.Tensor,
-    output_bin_counts_ptr: torch.Tensor | None,
-    output_bin_counts_stride: int,
-    sampled_tokens_ptr: torch.Tensor,
-    sampled_tokens_stride: int,
-    num_sampled_ptr: torch.Tensor,
-    num_rejected_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor | None,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    total_len_ptr: torch.Tensor,
-) -> None:
+    idx_mapping_ptr: torch.Tensor, num_computed_tokens_ptr: torch.Tensor,
+    last_sampled_tokens_ptr: torch.Tensor, output_bin_counts_ptr: torch.Tensor | None,
+    output_bin_counts_stride: int, sampled_tokens_ptr: torch.Tensor, sampled_tokens_stride: int,
+    num_sampled_ptr: torch.Tensor, num_rejected_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor | None, all_token_ids_ptr: torch.Tensor,
+    all_token_ids_stride: int, total_len_ptr: torch.Tensor,
+) -> None:  # fmt: skip
     _append_sampled(
-        idx_mapping_ptr.numpy(),
-        num_computed_tokens_ptr.numpy(),
-        last_sampled_tokens_ptr.view(-1).numpy(),
+        *numpys(idx_mapping_ptr, num_computed_tokens_ptr, last_sampled_tokens_ptr.view(-1)),
         optional(output_bin_counts_ptr, np.int32, 2),
-        sampled_tokens_ptr.numpy(),
-        num_sampled_ptr.numpy(),
-        num_rejected_ptr.numpy(),
-        optional(query_start_loc_ptr, np.int32),
-        all_token_ids_ptr.numpy(),
-        total_len_ptr.numpy(),
-    )
+        *numpys(sampled_tokens_ptr, num_sampled_ptr, num_rejected_ptr),
+        optional(query_start_loc_ptr, np.int32), all_token_ids_ptr.numpy(), total_len_ptr.numpy(),
+    )  # fmt: skip
 
 
 @compiled
@@ -305,15 +247,11 @@ def _expand(requests, expanded_requests, local_positions, cu_num_logits):
 
 @implements("input_batch._expand_idx_mapping_kernel")
 def expand_idx_mapping(
-    idx_mapping_ptr: torch.Tensor,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    cu_num_logits_ptr: torch.Tensor,
-    BLOCK_SIZE: int,
-) -> None:
+    idx_mapping_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor,
+    expanded_local_pos_ptr: torch.Tensor, cu_num_logits_ptr: torch.Tensor, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     _expand(
-        idx_mapping_ptr.numpy(),
-        expanded_idx_mapping_ptr.numpy(),
-        expanded_local_pos_ptr.numpy(),
-        cu_num_logits_ptr.numpy(),
-    )
+        *numpys(
+            idx_mapping_ptr, expanded_idx_mapping_ptr, expanded_local_pos_ptr, cu_num_logits_ptr,
+        ),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.parameters import penalize_row
-from vllm_cpu_runner.arrays import float32_rows
+from vllm_cpu_runner.arrays import float32_rows, numpys
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -43,32 +43,20 @@ def _penalize(
 
 @implements("sample.penalties._penalties_kernel")
 def penalties(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    token_ids_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    repetition_penalty_ptr: torch.Tensor,
-    frequency_penalty_ptr: torch.Tensor,
-    presence_penalty_ptr: torch.Tensor,
-    prompt_bin_mask_ptr: torch.Tensor,
-    prompt_bin_mask_stride: int,
-    output_bin_counts_ptr: torch.Tensor,
-    output_bin_counts_stride: int,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:
+    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
+    token_ids_ptr: torch.Tensor, expanded_local_pos_ptr: torch.Tensor,
+    repetition_penalty_ptr: torch.Tensor, frequency_penalty_ptr: torch.Tensor,
+    presence_penalty_ptr: torch.Tensor, prompt_bin_mask_ptr: torch.Tensor,
+    prompt_bin_mask_stride: int, output_bin_counts_ptr: torch.Tensor, output_bin_counts_stride: int,
+    vocab_size: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     _penalize(
-        float32_rows("penalties", logits_ptr),
-        expanded_idx_mapping_ptr.numpy(),
-        token_ids_ptr.numpy(),
-        expanded_local_pos_ptr.numpy(),
-        repetition_penalty_ptr.numpy(),
-        frequency_penalty_ptr.numpy(),
-        presence_penalty_ptr.numpy(),
-        prompt_bin_mask_ptr.numpy(),
-        output_bin_counts_ptr.numpy(),
-    )
+        float32_rows('penalties', logits_ptr),
+        *numpys(
+            expanded_idx_mapping_ptr, token_ids_ptr, expanded_local_pos_ptr, repetition_penalty_ptr,
+            frequency_penalty_ptr, presence_penalty_ptr, prompt_bin_mask_ptr, output_bin_counts_ptr,
+        ),
+    )  # fmt: skip
 
 
 @compiled
@@ -83,22 +71,12 @@ def _count_tokens(requests, token_ids, prompt_lens, prefill_lens, prompt_mask, o
 
 @implements("sample.penalties._bincount_kernel")
 def bincount(
-    expanded_idx_mapping_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    prompt_len_ptr: torch.Tensor,
-    prefill_len_ptr: torch.Tensor,
-    prompt_bin_mask_ptr: torch.Tensor,
-    prompt_bin_mask_stride: int,
-    output_bin_counts_ptr: torch.Tensor,
-    output_bin_counts_stride: int,
-    BLOCK_SIZE: int,
-) -> None:
+    expanded_idx_mapping_ptr: torch.Tensor, all_token_ids_ptr: torch.Tensor,
+    all_token_ids_stride: int, prompt_len_ptr: torch.Tensor, prefill_len_ptr: torch.Tensor,
+    prompt_bin_mask_ptr: torch.Tensor, prompt_bin_mask_stride: int,
+    output_bin_counts_ptr: torch.Tensor, output_bin_counts_stride: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     _count_tokens(
-        expanded_idx_mapping_ptr.numpy(),
-        all_token_ids_ptr.numpy(),
-        prompt_len_ptr.numpy(),
-        prefill_len_ptr.numpy(),
-        prompt_bin_mask_ptr.numpy().view(np.uint32),
-        output_bin_counts_ptr.numpy(),
-    )
+        *numpys(expanded_idx_mapping_ptr, all_token_ids_ptr, prompt_len_ptr, prefill_len_ptr),
+        prompt_bin_mask_ptr.numpy().view(np.uint32), output_bin_counts_ptr.numpy(),
+    )  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.kv_move import pointer
+from vllm_cpu_runner.arrays import numpys
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -43,16 +44,8 @@ def _zero(addresses, strides, sizes, blocks):
 
 @implements("vllm.v1.worker.utils._zero_kv_blocks_kernel")
 def zero_kv_blocks(
-    seg_addrs_ptr: torch.Tensor,
-    seg_block_strides_ptr: torch.Tensor,
-    seg_page_sizes_ptr: torch.Tensor,
-    block_ids_ptr: torch.Tensor,
-    BLOCK_SIZE: int,
-) -> None:
+    seg_addrs_ptr: torch.Tensor, seg_block_strides_ptr: torch.Tensor,
+    seg_page_sizes_ptr: torch.Tensor, block_ids_ptr: torch.Tensor, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     """Clear blocks of the KV cache, which may hold states of another request."""
-    _zero(
-        seg_addrs_ptr.numpy(),
-        seg_block_strides_ptr.numpy(),
-        seg_page_sizes_ptr.numpy(),
-        block_ids_ptr.numpy(),
-    )
+    _zero(*numpys(seg_addrs_ptr, seg_block_strides_ptr, seg_page_sizes_ptr, block_ids_ptr))

@@ -13,7 +13,7 @@ import torch
 
 from dyntree_kernels.cpu import gumbel
 from dyntree_kernels.cpu.compiled import compiled
-from vllm_cpu_runner.arrays import optional
+from vllm_cpu_runner.arrays import numpys, optional
 from vllm_cpu_runner.block_verification import block_length, log_ratios_before, residual_masses
 from vllm_cpu_runner.registry import implements
 from vllm_cpu_runner.rejection_stats import Sums, drafted_log_probs, log_sum, scaled_draft
@@ -139,42 +139,22 @@ def _reject(
 
 @implements("spec_decode.rejection_sampler_utils._rejection_kernel")
 def rejection(
-    sampled_ptr: torch.Tensor,
-    sampled_stride: int,
-    rejected_steps_ptr: torch.Tensor,
-    target_rejected_logsumexp_ptr: torch.Tensor,
-    draft_rejected_logsumexp_ptr: torch.Tensor,
-    target_logits_ptr: torch.Tensor,
-    target_logits_stride: int,
-    target_local_argmax_ptr: torch.Tensor,
-    target_local_argmax_stride: int,
-    target_local_max_ptr: torch.Tensor,
-    target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor,
-    target_local_sumexp_stride: int,
-    draft_sampled_ptr: torch.Tensor,
-    draft_logits_ptr: torch.Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    draft_local_max_ptr: torch.Tensor,
-    draft_local_max_stride: int,
-    draft_local_sumexp_ptr: torch.Tensor,
-    draft_local_sumexp_stride: int,
-    cu_num_logits_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
-    seed_ptr: torch.Tensor,
-    pos_ptr: torch.Tensor,
-    synthetic_conditional_rates_ptr: torch.Tensor | None,
-    cumulative_log_p_ptr: torch.Tensor | None,
-    local_residual_mass_ptr: torch.Tensor | None,
-    local_residual_mass_stride: int,
-    vocab_num_blocks: int,
-    PADDED_VOCAB_NUM_BLOCKS: int,
-    HAS_DRAFT_LOGITS: bool,
-    SYNTHETIC_MODE: bool,
-    USE_BLOCK_VERIFICATION: bool,
-) -> None:
+    sampled_ptr: torch.Tensor, sampled_stride: int, rejected_steps_ptr: torch.Tensor,
+    target_rejected_logsumexp_ptr: torch.Tensor, draft_rejected_logsumexp_ptr: torch.Tensor,
+    target_logits_ptr: torch.Tensor, target_logits_stride: int,
+    target_local_argmax_ptr: torch.Tensor, target_local_argmax_stride: int,
+    target_local_max_ptr: torch.Tensor, target_local_max_stride: int,
+    target_local_sumexp_ptr: torch.Tensor, target_local_sumexp_stride: int,
+    draft_sampled_ptr: torch.Tensor, draft_logits_ptr: torch.Tensor | None,
+    draft_logits_stride_0: int, draft_logits_stride_1: int, draft_local_max_ptr: torch.Tensor,
+    draft_local_max_stride: int, draft_local_sumexp_ptr: torch.Tensor,
+    draft_local_sumexp_stride: int, cu_num_logits_ptr: torch.Tensor, idx_mapping_ptr: torch.Tensor,
+    temp_ptr: torch.Tensor, seed_ptr: torch.Tensor, pos_ptr: torch.Tensor,
+    synthetic_conditional_rates_ptr: torch.Tensor | None, cumulative_log_p_ptr: torch.Tensor | None,
+    local_residual_mass_ptr: torch.Tensor | None, local_residual_mass_stride: int,
+    vocab_num_blocks: int, PADDED_VOCAB_NUM_BLOCKS: int, HAS_DRAFT_LOGITS: bool,
+    SYNTHETIC_MODE: bool, USE_BLOCK_VERIFICATION: bool,
+) -> None:  # fmt: skip
     sums = Sums(
         target_local_max_ptr, target_local_sumexp_ptr, draft_local_max_ptr, draft_local_sumexp_ptr
     )
@@ -191,62 +171,33 @@ def rejection(
     if cumulative_log_p_ptr is not None:
         masses = residual_masses(cumulative_log_p_ptr, of_target, local_residual_mass_ptr)
     _reject(
-        sampled_ptr.numpy(),
-        rejected_steps_ptr.numpy(),
-        target_rejected_logsumexp_ptr.numpy(),
-        draft_rejected_logsumexp_ptr.numpy(),
-        target_local_argmax_ptr.numpy(),
+        *numpys(
+            sampled_ptr, rejected_steps_ptr, target_rejected_logsumexp_ptr,
+            draft_rejected_logsumexp_ptr, target_local_argmax_ptr,
+        ),
         *(each.numpy() for each in sums),
-        draft_sampled_ptr.numpy(),
-        cu_num_logits_ptr.numpy(),
-        idx_mapping_ptr.numpy(),
-        temp_ptr.numpy(),
-        seed_ptr.numpy(),
-        pos_ptr.numpy(),
-        optional(synthetic_conditional_rates_ptr, np.float32),
-        of_target.numpy(),
-        of_draft.numpy(),
-        optional(cumulative_log_p_ptr, np.float32),
-        optional(masses, np.float32),
-    )
+        *numpys(draft_sampled_ptr, cu_num_logits_ptr, idx_mapping_ptr, temp_ptr, seed_ptr, pos_ptr),
+        optional(synthetic_conditional_rates_ptr, np.float32), of_target.numpy(), of_draft.numpy(),
+        optional(cumulative_log_p_ptr, np.float32), optional(masses, np.float32),
+    )  # fmt: skip
 
 
 @implements("spec_decode.rejection_sampler_utils._resample_kernel")
 def resample(
-    resampled_local_argmax_ptr: torch.Tensor,
-    resampled_local_argmax_stride: int,
-    resampled_local_max_ptr: torch.Tensor,
-    resampled_local_max_stride: int,
-    target_logits_ptr: torch.Tensor,
-    target_logits_stride: int,
-    target_rejected_logsumexp_ptr: torch.Tensor,
-    draft_logits_ptr: torch.Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    draft_rejected_logsumexp_ptr: torch.Tensor,
-    rejected_step_ptr: torch.Tensor,
-    cu_num_logits_ptr: torch.Tensor,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    draft_sampled_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
-    seed_ptr: torch.Tensor,
-    pos_ptr: torch.Tensor,
-    cumulative_log_p_ptr: torch.Tensor | None,
-    contexts_ptr: torch.Tensor | None,
-    contexts_stride: int,
-    watermarking_ptr: torch.Tensor | None,
-    watermarking_skip_mask_ptr: torch.Tensor | None,
-    watermark_key_0: int,
-    watermark_key_1: int,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-    HAS_DRAFT_LOGITS: bool,
-    USE_FP64: bool,
-    USE_BLOCK_VERIFICATION: bool,
-    CONTEXT_WIDTH: int,
-    WATERMARK: bool,
-    DEDUPLICATE_CONTEXTS: bool,
-) -> None:
+    resampled_local_argmax_ptr: torch.Tensor, resampled_local_argmax_stride: int,
+    resampled_local_max_ptr: torch.Tensor, resampled_local_max_stride: int,
+    target_logits_ptr: torch.Tensor, target_logits_stride: int,
+    target_rejected_logsumexp_ptr: torch.Tensor, draft_logits_ptr: torch.Tensor | None,
+    draft_logits_stride_0: int, draft_logits_stride_1: int,
+    draft_rejected_logsumexp_ptr: torch.Tensor, rejected_step_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor, expanded_idx_mapping_ptr: torch.Tensor,
+    draft_sampled_ptr: torch.Tensor, temp_ptr: torch.Tensor, seed_ptr: torch.Tensor,
+    pos_ptr: torch.Tensor, cumulative_log_p_ptr: torch.Tensor | None,
+    contexts_ptr: torch.Tensor | None, contexts_stride: int, watermarking_ptr: torch.Tensor | None,
+    watermarking_skip_mask_ptr: torch.Tensor | None, watermark_key_0: int, watermark_key_1: int,
+    vocab_size: int, BLOCK_SIZE: int, HAS_DRAFT_LOGITS: bool, USE_FP64: bool,
+    USE_BLOCK_VERIFICATION: bool, CONTEXT_WIDTH: int, WATERMARK: bool, DEDUPLICATE_CONTEXTS: bool,
+) -> None:  # fmt: skip
     """Sample each request's token after its accepted drafts, per block of the vocabulary.
 
     Greedy requests that rejected a draft are sampled too, but the result is not read.
@@ -273,16 +224,9 @@ def resample(
         log_residual = target + torch.log1p(-ratio)
         residual[rejected] = log_residual.masked_fill_(~(ratio < 1), float("-inf"))
     gumbel.sample_blocks(
-        resampled_local_argmax_ptr,
-        resampled_local_max_ptr,
-        residual,
-        requests,
-        temp_ptr,
-        seed_ptr,
-        pos_ptr[rows],
-        block=BLOCK_SIZE,
-        divide=False,
-    )
+        resampled_local_argmax_ptr, resampled_local_max_ptr, residual, requests, temp_ptr, seed_ptr,
+        pos_ptr[rows], block=BLOCK_SIZE, divide=False,
+    )  # fmt: skip
 
 
 @compiled
@@ -299,25 +243,15 @@ def _insert(sampled, num_sampled, argmax, maximum, cu_num_logits, requests, temp
 
 @implements("spec_decode.rejection_sampler_utils._insert_resampled_kernel")
 def insert_resampled(
-    sampled_ptr: torch.Tensor,
-    sampled_stride: int,
-    num_sampled_ptr: torch.Tensor,
-    resampled_local_argmax_ptr: torch.Tensor,
-    resampled_local_argmax_stride: int,
-    resampled_local_max_ptr: torch.Tensor,
-    resampled_local_max_stride: int,
-    resample_num_blocks: int,
-    cu_num_logits_ptr: torch.Tensor,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
-    PADDED_RESAMPLE_NUM_BLOCKS: int,
-) -> None:
+    sampled_ptr: torch.Tensor, sampled_stride: int, num_sampled_ptr: torch.Tensor,
+    resampled_local_argmax_ptr: torch.Tensor, resampled_local_argmax_stride: int,
+    resampled_local_max_ptr: torch.Tensor, resampled_local_max_stride: int,
+    resample_num_blocks: int, cu_num_logits_ptr: torch.Tensor,
+    expanded_idx_mapping_ptr: torch.Tensor, temp_ptr: torch.Tensor, PADDED_RESAMPLE_NUM_BLOCKS: int,
+) -> None:  # fmt: skip
     _insert(
-        sampled_ptr.numpy(),
-        num_sampled_ptr.numpy(),
-        resampled_local_argmax_ptr.numpy(),
-        resampled_local_max_ptr.numpy(),
-        cu_num_logits_ptr.numpy(),
-        expanded_idx_mapping_ptr.numpy(),
-        temp_ptr.numpy(),
-    )
+        *numpys(
+            sampled_ptr, num_sampled_ptr, resampled_local_argmax_ptr, resampled_local_max_ptr,
+            cu_num_logits_ptr, expanded_idx_mapping_ptr, temp_ptr,
+        ),
+    )  # fmt: skip

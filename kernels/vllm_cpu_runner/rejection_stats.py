@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dyntree_kernels.cpu.compiled import compiled
-from vllm_cpu_runner.arrays import optional
+from vllm_cpu_runner.arrays import numpys, optional
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -53,29 +53,17 @@ def scaled_draft(
 
 @implements("spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel")
 def local_logits_stats(
-    target_local_argmax_ptr: torch.Tensor,
-    target_local_argmax_stride: int,
-    target_local_max_ptr: torch.Tensor,
-    target_local_max_stride: int,
-    target_local_sumexp_ptr: torch.Tensor,
-    target_local_sumexp_stride: int,
-    draft_local_max_ptr: torch.Tensor,
-    draft_local_max_stride: int,
-    draft_local_sumexp_ptr: torch.Tensor,
-    draft_local_sumexp_stride: int,
-    target_logits_ptr: torch.Tensor,
-    target_logits_stride: int,
-    draft_logits_ptr: torch.Tensor | None,
-    draft_logits_stride_0: int,
-    draft_logits_stride_1: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
-    vocab_size: int,
-    num_speculative_steps: int,
-    BLOCK_SIZE: int,
+    target_local_argmax_ptr: torch.Tensor, target_local_argmax_stride: int,
+    target_local_max_ptr: torch.Tensor, target_local_max_stride: int,
+    target_local_sumexp_ptr: torch.Tensor, target_local_sumexp_stride: int,
+    draft_local_max_ptr: torch.Tensor, draft_local_max_stride: int,
+    draft_local_sumexp_ptr: torch.Tensor, draft_local_sumexp_stride: int,
+    target_logits_ptr: torch.Tensor, target_logits_stride: int,
+    draft_logits_ptr: torch.Tensor | None, draft_logits_stride_0: int, draft_logits_stride_1: int,
+    expanded_idx_mapping_ptr: torch.Tensor, expanded_local_pos_ptr: torch.Tensor,
+    temp_ptr: torch.Tensor, vocab_size: int, num_speculative_steps: int, BLOCK_SIZE: int,
     HAS_DRAFT_LOGITS: bool,
-) -> None:
+) -> None:  # fmt: skip
     is_draft = expanded_local_pos_ptr < num_speculative_steps
     is_greedy = temp_ptr[expanded_idx_mapping_ptr] == 0
     greedy = (is_draft & is_greedy).nonzero().view(-1)
@@ -166,11 +154,8 @@ def drafted_log_probs(
         of_draft = draft_logits[owners, steps, tokens].to(torch.float32)
     found = torch.zeros(2, tokens.shape[0])
     _log_probs(
-        found[0].numpy(),
-        found[1].numpy(),
-        of_target.numpy(),
-        optional(of_draft, np.float32),
-        *(each.numpy() for each in sums),
+        *numpys(found[0], found[1], of_target),
+        optional(of_draft, np.float32), *(each.numpy() for each in sums),
         temperatures[owners].numpy(),
-    )
+    )  # fmt: skip
     return found[0], found[1]

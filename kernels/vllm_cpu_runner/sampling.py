@@ -14,13 +14,9 @@ _DRAFT_POSITION_OFFSET = 1 << 30
 
 @implements("sample.gumbel._temperature_kernel")
 def temperature(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    temperature_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:
+    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
+    temperature_ptr: torch.Tensor, vocab_size: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     scale = temperature_ptr[expanded_idx_mapping_ptr]
     scale.masked_fill_(scale == 0, 1)
     if not bool((scale == 1).all()):
@@ -29,29 +25,15 @@ def temperature(
 
 @implements("sample.gumbel._gumbel_sample_kernel")
 def gumbel_sample(
-    local_argmax_ptr: torch.Tensor,
-    local_argmax_stride: int,
-    local_max_ptr: torch.Tensor,
-    local_max_stride: int,
-    logits_cache_ptr: torch.Tensor | None,
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
-    logits_cache_col_ptr: torch.Tensor | None,
-    logits_cache_source_ptr: torch.Tensor | None,
-    logits_cache_source_stride: int,
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    seeds_ptr: torch.Tensor,
-    pos_ptr: torch.Tensor,
-    temp_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-    IS_DRAFTING: bool,
-    APPLY_TEMPERATURE: bool,
-    USE_FP64: bool,
+    local_argmax_ptr: torch.Tensor, local_argmax_stride: int, local_max_ptr: torch.Tensor,
+    local_max_stride: int, logits_cache_ptr: torch.Tensor | None, logits_cache_stride_0: int,
+    logits_cache_stride_1: int, logits_cache_col_ptr: torch.Tensor | None,
+    logits_cache_source_ptr: torch.Tensor | None, logits_cache_source_stride: int,
+    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
+    seeds_ptr: torch.Tensor, pos_ptr: torch.Tensor, temp_ptr: torch.Tensor, vocab_size: int,
+    BLOCK_SIZE: int, IS_DRAFTING: bool, APPLY_TEMPERATURE: bool, USE_FP64: bool,
     PER_TOKEN_COL: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Sample a token of each row by the Gumbel-max trick, per block of the vocabulary.
 
     A row whose request is -1 is a placeholder without a temperature, seed or cache entry.
@@ -67,27 +49,17 @@ def gumbel_sample(
         cache_rows = (expanded_idx_mapping_ptr[valid], columns)
         logits_cache_ptr[..., :vocab_size].index_put_(cache_rows, logits_cache_source_ptr[valid])
     gumbel.sample_blocks(
-        local_argmax_ptr,
-        local_max_ptr,
-        logits_ptr.to(torch.float32),
-        expanded_idx_mapping_ptr,
-        temp_ptr,
-        seeds_ptr,
-        pos_ptr + _DRAFT_POSITION_OFFSET if IS_DRAFTING else pos_ptr,
-        block=BLOCK_SIZE,
-        divide=APPLY_TEMPERATURE,
-    )
+        local_argmax_ptr, local_max_ptr, logits_ptr.to(torch.float32), expanded_idx_mapping_ptr,
+        temp_ptr, seeds_ptr, pos_ptr + _DRAFT_POSITION_OFFSET if IS_DRAFTING else pos_ptr,
+        block=BLOCK_SIZE, divide=APPLY_TEMPERATURE,
+    )  # fmt: skip
 
 
 @implements("sample.min_p._min_p_kernel")
 def min_p(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    min_p_ptr: torch.Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:
+    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
+    min_p_ptr: torch.Tensor, vocab_size: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     # log(0) = -inf masks nothing, so rows without min-p need no special case.
     log_min_p = min_p_ptr[expanded_idx_mapping_ptr].to(torch.float32).log_().unsqueeze(1)
     threshold = logits_ptr.amax(1, keepdim=True).to(torch.float32) + log_min_p

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dyntree_kernels.cpu.compiled import compiled
+from vllm_cpu_runner.arrays import numpys
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -56,45 +57,29 @@ def _prefill(
 
 @implements("spec_decode.target_dependent_ar.speculator._prepare_prefill_inputs_kernel")
 def prepare_prefill(
-    last_token_indices_ptr: torch.Tensor,
-    draft_current_step_ptr: torch.Tensor,
-    draft_input_ids_ptr: torch.Tensor,
-    draft_positions_ptr: torch.Tensor,
-    draft_query_start_loc_ptr: torch.Tensor,
-    draft_seq_lens_ptr: torch.Tensor,
-    target_input_ids_ptr: torch.Tensor,
-    target_positions_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    last_sampled_ptr: torch.Tensor,
-    next_prefill_tokens_ptr: torch.Tensor,
-    num_sampled_ptr: torch.Tensor,
-    num_rejected_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor,
-    seq_lens_ptr: torch.Tensor,
-    max_num_reqs: int,
-    BLOCK_SIZE: int,
-) -> None:
+    last_token_indices_ptr: torch.Tensor, draft_current_step_ptr: torch.Tensor,
+    draft_input_ids_ptr: torch.Tensor, draft_positions_ptr: torch.Tensor,
+    draft_query_start_loc_ptr: torch.Tensor, draft_seq_lens_ptr: torch.Tensor,
+    target_input_ids_ptr: torch.Tensor, target_positions_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor, last_sampled_ptr: torch.Tensor,
+    next_prefill_tokens_ptr: torch.Tensor, num_sampled_ptr: torch.Tensor,
+    num_rejected_ptr: torch.Tensor, query_start_loc_ptr: torch.Tensor, seq_lens_ptr: torch.Tensor,
+    max_num_reqs: int, BLOCK_SIZE: int,
+) -> None:  # fmt: skip
     """Shift every request's tokens by one, and end them with the next one.
 
     The rows of rejected drafts come last in a request, and are not written.
     """
     draft_current_step_ptr.zero_()
     _prefill(
-        last_token_indices_ptr[:max_num_reqs].numpy(),
-        draft_input_ids_ptr.numpy(),
-        draft_positions_ptr.numpy(),
-        draft_query_start_loc_ptr[: max_num_reqs + 1].numpy(),
-        draft_seq_lens_ptr[:max_num_reqs].numpy(),
-        target_input_ids_ptr.numpy(),
-        target_positions_ptr.numpy(),
-        idx_mapping_ptr.numpy(),
-        last_sampled_ptr.view(-1).numpy(),
-        next_prefill_tokens_ptr.view(-1).numpy(),
-        num_sampled_ptr.numpy(),
-        num_rejected_ptr.numpy(),
-        query_start_loc_ptr.numpy(),
-        seq_lens_ptr.numpy(),
-    )
+        *numpys(
+            last_token_indices_ptr[:max_num_reqs], draft_input_ids_ptr, draft_positions_ptr,
+            draft_query_start_loc_ptr[:max_num_reqs + 1], draft_seq_lens_ptr[:max_num_reqs],
+            target_input_ids_ptr, target_positions_ptr, idx_mapping_ptr, last_sampled_ptr.view(-1,
+        ),
+        next_prefill_tokens_ptr.view(-1), num_sampled_ptr, num_rejected_ptr, query_start_loc_ptr,
+        seq_lens_ptr),
+    )  # fmt: skip
 
 
 @compiled
@@ -125,20 +110,12 @@ def _decode(
 
 @implements("spec_decode.target_dependent_ar.speculator._prepare_decode_inputs_kernel")
 def prepare_decode(
-    draft_tokens_ptr: torch.Tensor,
-    draft_tokens_stride: int,
-    target_seq_lens_ptr: torch.Tensor,
-    num_rejected_ptr: torch.Tensor,
-    input_ids_ptr: torch.Tensor,
-    positions_ptr: torch.Tensor,
-    sample_src_positions_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor,
-    seq_lens_ptr: torch.Tensor,
-    max_model_len: int,
-    max_num_reqs: int,
-    BLOCK_SIZE: int,
+    draft_tokens_ptr: torch.Tensor, draft_tokens_stride: int, target_seq_lens_ptr: torch.Tensor,
+    num_rejected_ptr: torch.Tensor, input_ids_ptr: torch.Tensor, positions_ptr: torch.Tensor,
+    sample_src_positions_ptr: torch.Tensor, query_start_loc_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor, max_model_len: int, max_num_reqs: int, BLOCK_SIZE: int,
     ADVANCE_DRAFT_POSITIONS: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Give every request one row, with the first draft token."""
     _decode(
         # A column of one row has another type than one of several.
@@ -167,24 +144,14 @@ def _advance(draft_tokens, input_ids, positions, sample_positions, seq_lens, max
 
 @implements("spec_decode.target_dependent_ar.speculator._update_draft_inputs_kernel")
 def update_inputs(
-    output_draft_tokens_ptr: torch.Tensor,
-    output_draft_tokens_stride: int,
-    next_input_hidden_states_ptr: torch.Tensor,
-    next_input_hidden_states_stride: int,
-    input_ids_ptr: torch.Tensor,
-    positions_ptr: torch.Tensor,
-    sample_src_positions_ptr: torch.Tensor,
-    seq_lens_ptr: torch.Tensor,
-    draft_tokens_ptr: torch.Tensor,
-    current_draft_step_ptr: torch.Tensor,
-    hidden_states_ptr: torch.Tensor,
-    hidden_states_stride: int,
-    hidden_size: int,
-    max_model_len: int,
-    num_speculative_steps: int,
-    BLOCK_SIZE: int,
-    ADVANCE_DRAFT_POSITIONS: bool,
-) -> None:
+    output_draft_tokens_ptr: torch.Tensor, output_draft_tokens_stride: int,
+    next_input_hidden_states_ptr: torch.Tensor, next_input_hidden_states_stride: int,
+    input_ids_ptr: torch.Tensor, positions_ptr: torch.Tensor,
+    sample_src_positions_ptr: torch.Tensor, seq_lens_ptr: torch.Tensor,
+    draft_tokens_ptr: torch.Tensor, current_draft_step_ptr: torch.Tensor,
+    hidden_states_ptr: torch.Tensor, hidden_states_stride: int, hidden_size: int,
+    max_model_len: int, num_speculative_steps: int, BLOCK_SIZE: int, ADVANCE_DRAFT_POSITIONS: bool,
+) -> None:  # fmt: skip
     """Note the drafts of a step and, unless it is the last one, prepare the rows of the next."""
     step, num_requests = int(current_draft_step_ptr), draft_tokens_ptr.shape[0]
     output_draft_tokens_ptr[:num_requests, step] = draft_tokens_ptr
@@ -194,11 +161,8 @@ def update_inputs(
     own, given = next_input_hidden_states_ptr[:num_requests], hidden_states_ptr[:num_requests]
     own[:, :hidden_size] = given
     _advance(
-        draft_tokens_ptr.numpy(),
-        input_ids_ptr.numpy(),
-        positions_ptr.numpy(),
-        sample_src_positions_ptr.numpy(),
-        seq_lens_ptr.numpy(),
-        max_model_len,
-        ADVANCE_DRAFT_POSITIONS,
-    )
+        *numpys(
+            draft_tokens_ptr, input_ids_ptr, positions_ptr, sample_src_positions_ptr, seq_lens_ptr,
+        ),
+        max_model_len, ADVANCE_DRAFT_POSITIONS,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from dyntree_kernels.cpu.compiled import compiled
 from dyntree_kernels.cpu.parameters import FORCED_LOGIT, forced_token, last_match
-from vllm_cpu_runner.arrays import float32_rows
+from vllm_cpu_runner.arrays import float32_rows, numpys
 from vllm_cpu_runner.registry import implements
 
 if TYPE_CHECKING:
@@ -56,33 +56,21 @@ def _update_markers(
 
 @implements("sample.thinking_budget._update_committed_marker_cache_kernel")
 def update_committed_marker_cache(
-    req_ids_ptr: torch.Tensor,
-    thinking_token_budget_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    total_len_ptr: torch.Tensor,
-    cached_last_start_ptr: torch.Tensor,
-    cached_last_end_ptr: torch.Tensor,
-    cached_scan_pos_ptr: torch.Tensor,
-    reasoning_start_token_ids_ptr: torch.Tensor,
-    natural_reasoning_end_token_ids_ptr: torch.Tensor,
-    START_LEN: int,
-    NATURAL_END_LEN: int,
-    MAX_LEN: int,
-    BLOCK: int,
-) -> None:
+    req_ids_ptr: torch.Tensor, thinking_token_budget_ptr: torch.Tensor,
+    all_token_ids_ptr: torch.Tensor, all_token_ids_stride: int, total_len_ptr: torch.Tensor,
+    cached_last_start_ptr: torch.Tensor, cached_last_end_ptr: torch.Tensor,
+    cached_scan_pos_ptr: torch.Tensor, reasoning_start_token_ids_ptr: torch.Tensor,
+    natural_reasoning_end_token_ids_ptr: torch.Tensor, START_LEN: int, NATURAL_END_LEN: int,
+    MAX_LEN: int, BLOCK: int,
+) -> None:  # fmt: skip
     _update_markers(
-        req_ids_ptr.numpy(),
-        thinking_token_budget_ptr.numpy(),
-        all_token_ids_ptr.numpy(),
-        total_len_ptr.numpy(),
-        cached_last_start_ptr.numpy(),
-        cached_last_end_ptr.numpy(),
-        cached_scan_pos_ptr.numpy(),
-        reasoning_start_token_ids_ptr.numpy(),
-        natural_reasoning_end_token_ids_ptr.numpy(),
+        *numpys(
+            req_ids_ptr, thinking_token_budget_ptr, all_token_ids_ptr, total_len_ptr,
+            cached_last_start_ptr, cached_last_end_ptr, cached_scan_pos_ptr,
+            reasoning_start_token_ids_ptr, natural_reasoning_end_token_ids_ptr,
+        ),
         BLOCK,
-    )
+    )  # fmt: skip
 
 
 @compiled
@@ -125,35 +113,20 @@ def _force_end(
 
 @implements("sample.thinking_budget._thinking_budget_kernel")
 def thinking_budget(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    thinking_token_budget_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    total_len_ptr: torch.Tensor,
-    input_ids_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    cached_last_start_ptr: torch.Tensor,
-    cached_last_end_ptr: torch.Tensor,
-    reasoning_start_token_ids_ptr: torch.Tensor,
-    natural_reasoning_end_token_ids_ptr: torch.Tensor,
-    reasoning_end_token_ids_ptr: torch.Tensor,
-    START_LEN: int,
-    NATURAL_END_LEN: int,
-    END_LEN: int,
-) -> None:
+    logits_ptr: torch.Tensor, logits_stride: int, expanded_idx_mapping_ptr: torch.Tensor,
+    thinking_token_budget_ptr: torch.Tensor, all_token_ids_ptr: torch.Tensor,
+    all_token_ids_stride: int, total_len_ptr: torch.Tensor, input_ids_ptr: torch.Tensor,
+    expanded_local_pos_ptr: torch.Tensor, cached_last_start_ptr: torch.Tensor,
+    cached_last_end_ptr: torch.Tensor, reasoning_start_token_ids_ptr: torch.Tensor,
+    natural_reasoning_end_token_ids_ptr: torch.Tensor, reasoning_end_token_ids_ptr: torch.Tensor,
+    START_LEN: int, NATURAL_END_LEN: int, END_LEN: int,
+) -> None:  # fmt: skip
     _force_end(
-        float32_rows("thinking budget", logits_ptr),
-        expanded_idx_mapping_ptr.numpy(),
-        thinking_token_budget_ptr.numpy(),
-        all_token_ids_ptr.numpy(),
-        total_len_ptr.numpy(),
-        input_ids_ptr.numpy(),
-        expanded_local_pos_ptr.numpy(),
-        cached_last_start_ptr.numpy(),
-        cached_last_end_ptr.numpy(),
-        reasoning_start_token_ids_ptr.numpy(),
-        natural_reasoning_end_token_ids_ptr.numpy(),
-        reasoning_end_token_ids_ptr.numpy(),
-    )
+        float32_rows('thinking budget', logits_ptr),
+        *numpys(
+            expanded_idx_mapping_ptr, thinking_token_budget_ptr, all_token_ids_ptr, total_len_ptr,
+            input_ids_ptr, expanded_local_pos_ptr, cached_last_start_ptr, cached_last_end_ptr,
+            reasoning_start_token_ids_ptr, natural_reasoning_end_token_ids_ptr,
+            reasoning_end_token_ids_ptr,
+        ),
+    )  # fmt: skip
