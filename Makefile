@@ -29,7 +29,7 @@ test-quiet: .venv/installed ## Runs the tests that measure time, which need the 
 	$(BIN)/pytest -m quiet $(ARGS)
 
 test-slow: .venv/installed ## Runs the tests marked slow.
-	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -m slow -n 2 --dist loadfile $(ARGS)
 
 soak: .venv/installed ## Has many clients at one server and repeats their answers; MINUTES=10, CLIENTS=64.
 	PYTHONPATH=tests $(BIN)/python tests/e2e/soak.py $(if $(MINUTES),--minutes $(MINUTES)) \

@@ -18,25 +18,30 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 FIGURE = "figure"
 """Name of the report property that holds a test's measured figures."""
 
-SHARING_ENGINES = (
-    "test_asynchronous",
-    "test_drafting",
-    "test_drawn_rules",
-    "test_every_source",
-    "test_examples",
-    "test_head_controls",
-    "test_identity",
-    "test_look_up",
-    "test_metrics",
-    "test_node_limit",
-    "test_pipeline",
-    "test_pools",
-    "test_readme",
-    "test_serve_benchmark",
-    "test_server",
-    "test_tensor_parallel",
-)
-"""Modules that use the engines of tests/e2e/conftest.py, which start once per process."""
+SHARING = {
+    **dict.fromkeys(
+        (
+            "test_asynchronous",
+            "test_drafting",
+            "test_drawn_rules",
+            "test_every_source",
+            "test_head_controls",
+            "test_identity",
+            "test_look_up",
+            "test_metrics",
+            "test_node_limit",
+            "test_pipeline",
+            "test_pools",
+            "test_tensor_parallel",
+        ),
+        "shared engines",
+    ),
+    **dict.fromkeys(
+        ("test_examples", "test_readme", "test_serve_benchmark", "test_server"), "shared server"
+    ),
+}
+"""Modules that use the engines, or the server, of tests/e2e/conftest.py, by what they share. Each
+starts once per process."""
 
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,17 +70,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, run all modules that share engines in one process."""
+    """With ``--dist loadfile``, run all modules that share something in one process."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class BySharedEngines(LoadFileScheduling):
+    class ByWhatIsShared(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             module: str = super()._split_scope(nodeid)
-            return "shared engines" if Path(module).stem in SHARING_ENGINES else module
+            return SHARING.get(Path(module).stem, module)
 
-    return BySharedEngines(config, log)
+    return ByWhatIsShared(config, log)
 
 
 @pytest.fixture

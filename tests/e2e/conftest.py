@@ -1,15 +1,14 @@
-"""The engines that these tests share. Each starts once; several run at a time, with one thread
-each."""
+"""The engines that these tests share. Each starts once, with one thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import workload
 from comparison import Outputs, by_request, explain, mismatches
-from engine_process import PARALLEL, Result, Run, serve
-from engine_queue import EngineQueue
+from engine_process import Result, Run, serve
 from serving import server as serving_server
 
 Served = Callable[[str], Mapping[str, Result]]
@@ -31,7 +30,7 @@ def plain_run(asked: list[str]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def served(asked: list[str], plain_run: Run) -> Iterator[Served]:
+def served(plain_run: Run) -> Iterator[Served]:
     """Return a function that gives an engine's results by run name.
 
     The engine is one of `workload.SAME_TOKENS` or `workload.DRAWN`, or `PLAIN`, the one
@@ -45,14 +44,16 @@ def served(asked: list[str], plain_run: Run) -> Iterator[Served]:
         **workload.SAME_TOKENS,
         **workload.DRAWN,
     }
-    wanted = [PLAIN, *asked]
+    found: dict[str, Future[Mapping[str, Result]]] = {}
+    with ThreadPoolExecutor(1) as pool:
 
-    def results(engine: str) -> Mapping[str, Result]:
-        return serve(*jobs[engine], threads=workload.THREADS.get(engine, 1))
+        def results(engine: str) -> Mapping[str, Result]:
+            if engine not in found:  # One that fails is not started again, either.
+                threads = workload.THREADS.get(engine, 1)
+                found[engine] = pool.submit(serve, *jobs[engine], threads=threads)
+            return found[engine].result()
 
-    queue = EngineQueue(results, wanted if len(wanted) > 1 else [], PARALLEL)
-    yield queue.results
-    queue.close()
+        yield results
 
 
 @pytest.fixture(scope="session")

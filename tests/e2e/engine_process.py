@@ -27,8 +27,6 @@ from torch import cuda
 
 START_AND_WORK_SECONDS = 1100
 """Most seconds for all runs of an engine; less than the timeout of a test."""
-PARALLEL = max(1, min(os.cpu_count() or 1, 4) // int(os.getenv("PYTEST_XDIST_WORKER_COUNT", "1")))
-"""Most engines that one process of pytest runs at a time."""
 
 DEFAULTS: Mapping[str, Any] = {
     "dtype": "float32",

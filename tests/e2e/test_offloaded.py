@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import heads
 import pytest
 import workload
-from engine_process import PARALLEL, Run
+from engine_process import Run
 from offloaded_engine import serve_offloaded
 
 from dyntree_plugin import pair
@@ -21,21 +21,16 @@ RUN = Run([workload.ask(number, "greedy", ignore_eos=True) for number in range(4
 
 
 @pytest.fixture(scope="module")
-def found(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[str], dict[str, Any]]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """Return a function that gives what an engine did."""
     head = heads.random_head(tmp_path_factory.mktemp("offloaded") / "head")
     pool = workload.tree(16, drafts=[str(pair.paths()["draft"])])
-    with ThreadPoolExecutor(PARALLEL) as threads:
-        started = {
-            "pool": threads.submit(serve_offloaded, pool, RUN, GB_PER_S),
-            "head": threads.submit(serve_offloaded, workload.with_head(head), RUN, GB_PER_S),
-            "as vLLM loads it": threads.submit(
-                serve_offloaded, pool, RUN, GB_PER_S, drafts_too=True
-            ),
-        }
-        yield lambda name: started[name].result()
+    engines = {"pool": pool, "head": workload.with_head(head), "as vLLM loads it": pool}
+    return cache(
+        lambda name: serve_offloaded(
+            engines[name], RUN, GB_PER_S, drafts_too=name == "as vLLM loads it"
+        )
+    )
 
 
 @pytest.mark.parametrize("drafts", ["pool", "head"])

@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 import workload
-from comparison import Outputs
-from engine_process import Metrics, series
+from comparison import Outputs, by_request
+from engine_process import Metrics, Run, series, serve
 from prometheus_client.parser import text_string_to_metric_families
 from test_metrics import check_consistency
 
@@ -22,14 +22,18 @@ from dyntree_plugin.metrics.names import METRICS
 pytestmark = pytest.mark.e2e
 
 REQUESTS = workload.each_kind(range(16))
-
-
 LONG = [
     *workload.FEATURES["long lists"],
     *workload.FEATURES["seeds beyond int64"],
     *workload.FEATURES["bad_words"],
 ]
 """Requests that vLLM's sampler states cannot hold without our changes."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> Outputs:
+    run = Run([*REQUESTS, *LONG])
+    return by_request(run, serve(workload.without_tree(), {"all": run}, threads=1)["all"])
 
 
 def _post(address: str, prompt: str, **params: object) -> tuple[int, dict[str, Any]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_process import PARALLEL
 from successive import BROKEN, start_in_turn
 
 GEMMA2 = {
@@ -29,8 +27,7 @@ def test_engines_with_and_without_trees_follow_each_other_in_a_process(
 ) -> None:
     plain = {"model": model_folder(**GEMMA2), "load_format": "dummy", "skip_tokenizer_init": True}
     orders = (["trees", "plain", BROKEN, "plain"], ["plain"])
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        several, fresh = pool.map(lambda kinds: start_in_turn(kinds, plain), orders)
+    several, fresh = (start_in_turn(kinds, plain) for kinds in orders)
     first, between, second, unguarded = several
     assert between == fresh[0]
     assert between["classes"] == ["CPUAttentionBackend", "CPUAttentionBackendImpl"]
