@@ -1,4 +1,4 @@
-"""Run every example on real engines."""
+"""Run every example, and the README's, on real engines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_readme import blocks
 
 from dyntree_plugin import openmp, pair
 from dyntree_plugin.commands.doctor.command_line import command_line_checks
@@ -79,6 +80,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def printed(folder: Path) -> dict[str, str]:
     """Return the output of the examples that can share an engine."""
     runs = [[str(EXAMPLES / name), *arguments] for name, arguments in DRIVEN.items()]
+    (snippet,) = blocks("python")
+    (folder / "readme.py").write_text(snippet)
+    runs.append([str(folder / "readme.py")])
     (folder / "driver.py").write_text(DRIVER)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if (library := openmp.library()) is not None:
@@ -102,6 +106,10 @@ def completes(shown: str) -> bool:
 
 def test_offline_completes_its_prompts(printed: dict[str, str]) -> None:
     assert completes(printed["offline.py"]), printed["offline.py"]
+
+
+def test_the_readmes_snippet_completes_its_prompt(printed: dict[str, str]) -> None:
+    assert printed["readme.py"].strip()
 
 
 @pytest.mark.slow

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 from serving import fetch
 
-from dyntree_plugin import openmp, pair
+from dyntree_plugin import pair
 from dyntree_plugin.commands.doctor.command_line import command_line_checks
 from dyntree_plugin.options.options import DynTreeOptions
 
@@ -22,14 +19,6 @@ pytestmark = pytest.mark.e2e
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 MODELS = {name: str(path) for name, path in pair.paths().items()}
-
-# This makes the engine small, which a reader does not need.
-SMALL = """
-import functools, vllm
-vllm.LLM = functools.partial(
-    vllm.LLM, max_model_len=512, kv_cache_memory_bytes=1 << 28, enforce_eager=True
-)
-"""
 
 
 def blocks(language: str = "") -> list[str]:
@@ -73,25 +62,3 @@ def test_the_server_answers_what_is_asked_with_curl(server: str) -> None:
         answer = json.load(response)
     assert answer["usage"]["completion_tokens"] == asked["max_tokens"]
     assert answer["choices"][0]["text"].strip()
-
-
-def test_the_python_snippet_completes_its_prompt(tmp_path: Path) -> None:
-    (snippet,) = blocks("python")
-    (tmp_path / "snippet.py").write_text(SMALL + snippet)
-    # vLLM's further processes would only import it again.
-    environment = os.environ | {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    if (library := openmp.library()) is not None:
-        environment["LD_PRELOAD"] = str(library)
-    done = subprocess.run(
-        [sys.executable, "snippet.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip()
