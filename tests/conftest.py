@@ -22,6 +22,7 @@ SHARING = {
     **dict.fromkeys(
         (
             "test_asynchronous",
+            "test_delivered",
             "test_drafting",
             "test_drawn_rules",
             "test_every_source",
@@ -32,6 +33,7 @@ SHARING = {
             "test_node_limit",
             "test_pipeline",
             "test_pools",
+            "test_ranking",
             "test_tensor_parallel",
         ),
         "shared engines",

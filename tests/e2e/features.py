@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine_process import Request
+from engine_process import Request, Run
 
 from dyntree_plugin import pair
 
@@ -165,3 +165,78 @@ OF_PATHS = {name: FEATURES[name] for name in ("penalties", "bad_words", "thinkin
     "repetitive": REPETITIVE,
 }
 """Requests with parameters that depend on the tokens before a row."""
+
+_OBJECT = FEATURES["structured_output"][-1].params["structured_outputs"]
+_REGEX = {"regex": r"(ab|cd){3,9}[0-9]{2,5}!"}
+_ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.4},
+    {"bad_words": ["self", " the", "return"]},
+    {"structured_outputs": _REGEX},
+    {"structured_outputs": _OBJECT},
+    {"structured_outputs": {"choice": ["return self.name", "raise ValueError", "pass"]}},
+    {"thinking_token_budget": THINKING_BUDGET},
+    {"min_tokens": 12, "logit_bias": {str(END): 25.0}},
+    {"allowed_token_ids": list(range(60, 400))},
+    {"top_k": 5, "min_p": 0.02, "logprobs": 2},
+    {"extra_args": {"dyntree_nodes": 3}},
+    {"structured_outputs": _OBJECT, "repetition_penalty": 1.1, "min_tokens": 4},
+    {"structured_outputs": _REGEX, "bad_words": ["ab"], "logit_bias": {"17": 3.0}},
+    {"repetition_penalty": 1.3, "top_p": 0.9, "thinking_token_budget": THINKING_BUDGET},
+    {"extra_args": {"dyntree_nodes": 0}, "frequency_penalty": 0.5},
+    {},
+)
+"""Their number has no factor in common with that of the temperatures."""
+
+
+def _as_people_ask(number: int) -> Request:
+    seed = {"seed": SEEDS[number]} if number % len(_TEMPERATURES) else {}
+    params = {"max_tokens": 32} | _TEMPERATURES[number % len(_TEMPERATURES)] | seed
+    return Request(PROMPTS[number], params | _ASKED[number % len(_ASKED)])
+
+
+FROM_PEOPLE = [_as_people_ask(number) for number in range(len(PROMPTS))]
+"""All that a request can ask for, to be served in one batch."""
+
+
+def limited(requests: Sequence[Request], *limits: int | None) -> Run:
+    """Give the requests these limits on their trees' nodes in turn; None for no limit."""
+    found = []
+    for number, each in enumerate(requests):
+        limit = limits[number % len(limits)]
+        own = {} if limit is None else {"extra_args": {"dyntree_nodes": limit}}
+        found.append(replace(each, params=each.params | own))
+    return Run(found)
+
+
+LIMITED = {
+    "mixed limits": limited(each_kind(range(24)), 0, 3, None, 100, 1),
+    "4 nodes": limited(each_kind(range(24)), 4),
+    "0 nodes": limited(each_kind(range(24)), 0),
+}
+"""Requests that limit the nodes of their trees."""
+
+DELIVERED = {
+    **{
+        name: Run(each_kind(range(12), max_tokens=tokens, ignore_eos=True))
+        for tokens, name in enumerate(("one", "two", "three"), start=1)
+    },
+    "stopped": Run(
+        [
+            *each_kind(range(45, 57), stop=["\n", "self"]),
+            *each_kind(range(57, 63), stop=["("], include_stop_str_in_output=True),
+            *each_kind(range(60, 66), stop_token_ids=list(range(200, 300))),
+            *each_kind(range(66, 72)),
+        ]
+    ),
+    "capped": Run(
+        [
+            ask(number, "greedy", max_tokens=tokens, ignore_eos=True)
+            for number, tokens in enumerate((3, 4, 5, 9, 17, 33, 64, 64))
+        ]
+    ),
+    # The answers are of many lengths, so that some complete a block of 32 tokens at their end.
+    "turns": Run([replace(each, turns=2) for each in each_kind(range(80, 112))], batch=8),
+}
+"""Requests whose tokens and cached blocks are counted."""

@@ -31,6 +31,7 @@ ASKED = [
 LONG = workload.long_each_kind(range(140, 149), 300)
 BREAKABLE = [*workload.each_kind(range(32), max_tokens=24)]
 SAME = [ask(number, "full") for number in range(24)]
+FROM_PEOPLE = features.FROM_PEOPLE[:68]
 
 IDENTICAL = (
     *((engine, "sample") for engine in ("fixed", "adaptive", "head", "look-up")),
@@ -38,6 +39,7 @@ IDENTICAL = (
     *(("fixed", name) for name in ("base", "layers", "output", "after the sabotage")),
     *(("tight", name) for name in ("demanding", "long prompts")),
     ("adaptive", "by fours"),
+    *((engine, "from people") for engine in ("adaptive", "tight")),
 )
 SLOW_ENGINES = {"adaptive", "tight", "head", "look-up"}
 FOLDERS = ("layers", "output")
@@ -81,13 +83,15 @@ def engines(folders: tuple[str, ...]) -> Engines:
         ),
         "adaptive": (
             workload.with_options(),
-            {"sample": sample, "by fours": Run(sample.requests[:24], batch=4)},
+            {"sample": sample, "by fours": Run(sample.requests[:24], batch=4),
+             "from people": mixed(FROM_PEOPLE)},
         ),
         "head": (head, {"sample": sample, **long}),
         # The adapters take turns in one place for the weights of one.
         "look-up": (workload.without_draft(budget="fixed") | {"max_loras": 1}, {"sample": sample}),
         "tight": (tight, {"demanding": mixed(workload.DEMANDING, batch=7),
-                          "long prompts": mixed(workload.LONG_PROMPTS)}),
+                          "long prompts": mixed(workload.LONG_PROMPTS),
+                          "from people": mixed(FROM_PEOPLE, batch=7)}),
     }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ import workload
 from asynchronous import Chosen, serve_asynchronously
 from comparison import Outputs, explain, mismatches
 from engine_process import Run
-from limited import check_tokens, limited
 
 from dyntree_plugin.tree.budget.choice import node_buckets
 
@@ -21,10 +20,7 @@ RUNS = {
     "every_choice": Run([*REQUESTS, *OTHERS], sabotage="every_choice", batch=6),
     "its own": Run(REQUESTS, batch=4),
 }
-LIMITED = {
-    "some limits": limited(REQUESTS, 3, None, 0),
-    "no nodes": limited(REQUESTS, 0),
-}
+LIMITED = {name: workload.LIMITED[name] for name in ("mixed limits", "0 nodes")}
 FORWARDS = 15
 
 
@@ -46,6 +42,7 @@ def looked_up() -> dict[str, Chosen]:
     return serve_asynchronously(workload.without_draft(method="ngram_gpu"), RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_tokens_of_look_up_alone_are_those_without_trees(
     name: str, looked_up: dict[str, Chosen], plain: Outputs
@@ -54,6 +51,7 @@ def test_the_tokens_of_look_up_alone_are_those_without_trees(
     assert not found, explain(found)
 
 
+@pytest.mark.slow
 def test_look_up_alone_finds_what_the_device_alone_knows_so_far(
     looked_up: dict[str, Chosen],
 ) -> None:
@@ -91,7 +89,8 @@ def test_a_draft_that_costs_as_much_as_its_target_is_not_run_to_the_end(
 def test_limits_of_requests_are_kept(name: str, chosen: dict[str, Chosen], plain: Outputs) -> None:
     """Whether no request wants nodes is known before the trees are drafted."""
     result = chosen[name].result
-    check_tokens(REQUESTS, result, plain)
+    found = mismatches(LIMITED[name], result, plain)
+    assert not found, explain(found)
     nodes = result.metrics["vllm:dyntree_tree_nodes_sum"]
     drafted = result.metrics["vllm:dyntree_stage_seconds_count{stage=draft}"]
-    assert (nodes > 0, drafted > 0) == ((name == "some limits",) * 2)
+    assert (nodes > 0, drafted > 0) == ((name == "mixed limits",) * 2)

@@ -9,9 +9,12 @@ from typing import Any
 import sabotage
 from engine_process import Request, Run
 from features import (
+    DELIVERED,
     DEMANDING,
     FEATURES,
+    FROM_PEOPLE,
     KINDS,
+    LIMITED,
     LONG_PROMPTS,
     OF_PATHS,
     PROMPTS,
@@ -51,6 +54,9 @@ TREE_RUNS: dict[str, Run] = {
     "warm": Run(long_each_kind(range(140, 152), 300)),
     "continued": CONTINUED,
     **{name: Run(requests) for name, requests in FEATURES.items()},
+    **LIMITED,
+    **DELIVERED,
+    "from people": Run(FROM_PEOPLE),
     "repetitive": Run(OF_PATHS["repetitive"][:64]),
     "mixed": Run(EVERYTHING),
     "aborted": Run(
@@ -69,9 +75,28 @@ GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
 SAMPLE = Run([*each_kind(range(12)), *EVERYTHING[::3]])
 
 
-FIXED_RUNS: dict[str, Run] = {
-    name: TREE_RUNS[name] for name in ("greedy", "batches of 4", "max_model_len")
-} | {
+GAINS: dict[str, tuple[dict[str, Any], float]] = {
+    "top_k": ({"top_k": 3}, 1.15),
+    "allowed_token_ids": ({"allowed_token_ids": list(range(60, 400))}, 1.25),
+    "repetition_penalty": ({"repetition_penalty": 1.3}, 1.04),
+    "logit_bias": ({"logit_bias": {"5": 4.0, "300": 3.5, "17": -50.0}}, 1.04),
+}
+"""Parameters, and how many times the tokens per step drafts must gain that know them. Measured:
+1.33, 1.46, 1.12 and 1.10."""
+
+
+def _ranked(name: str, requests: list[Request]) -> dict[str, Run]:
+    """Return runs without and with drafts that know the requests' parameters."""
+    return {f"{name} off": Run(requests, sabotage="unranked"), name: Run(requests)}
+
+
+FIXED_RUNS: dict[str, Run] = {"warm": Run([ask(number, "full") for number in range(32)])}
+for _name, (_params, _) in GAINS.items():
+    FIXED_RUNS |= _ranked(_name, [ask(number, "full", **_params) for number in range(32)])
+FIXED_RUNS |= {
+    **{name: TREE_RUNS[name] for name in ("greedy", "batches of 4", "max_model_len")},
+    **LIMITED,
+    **DELIVERED,
     **{
         f"{name} {broken}": Run(OF_PATHS[name][:48], sabotage=broken)
         for name in ("repetitive", "phrases", "thinking_budget")
@@ -167,6 +192,18 @@ def _untruncated(requests: list[Request]) -> list[Request]:
     return [request for request in requests if "top_p" not in request.params]
 
 
+def _some(names: tuple[str, ...]) -> list[Request]:
+    return [request for name in names for request in FEATURES[name][:6]]
+
+
+OF_TWIN = {
+    "parameters": [
+        *_some(("top_k", "min_p", "logit_bias", "min_tokens", "allowed_token_ids", "long lists")),
+        *each_kind(range(12)),
+    ],
+    "parameters that read paths": _some(("penalties", "bad_words", "thinking_budget")),
+}
+
 STEADY = {STEADY_COSTS: True}
 
 ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
@@ -183,7 +220,10 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         tree(width=1, children=1, max_depth=16, lookup="off"),
         {"acceptance": ACCEPTANCE, "sample": SAMPLE},
     ),
-    "wide": (tree(64, width=8, max_depth=6, children=8), {"sample": SAMPLE}),
+    "wide": (
+        tree(64, width=8, max_depth=6, children=8),
+        {"sample": SAMPLE, "from people": TREE_RUNS["from people"]},
+    ),
     "tight": (
         tree(10, slots=16, width=3, max_depth=4, children=3)
         | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
@@ -191,6 +231,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
             "demanding": Run(DEMANDING),
             "long prompts": Run(LONG_PROMPTS),
             "sample": SAMPLE,
+            "from people": TREE_RUNS["from people"],
             **{
                 name: Run(OF_PATHS[name])
                 for name in ("demanding penalties", "penalties of long prompts")
@@ -200,7 +241,9 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "twin": (
         # Two children everywhere down to depth 3, so that the tree holds every possible path.
         tree(14, draft="target", width=8, max_depth=3, children=2, lookup="off"),
-        {
+        _ranked("parameters", OF_TWIN["parameters"])
+        | _ranked("parameters that read paths", OF_TWIN["parameters that read paths"])
+        | {
             "batches of 16": Run(_untruncated(each_kind(range(48)))),
             "batches of 3": Run(_untruncated(each_kind(range(9))), batch=3),
             "again": Run(_untruncated(each_kind(range(48)))),
@@ -240,7 +283,7 @@ LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "look-up in tensors": (without_draft(budget="fixed"), _IN_TENSORS),
     "adaptive look-up": (
         without_draft(method="ngram_gpu"),
-        {"sample": SAMPLE, "batches of 1": TREE_RUNS["batches of 1"]},
+        {name: TREE_RUNS[name] for name in ("batches of 1", "from people")} | {"sample": SAMPLE},
     ),
     "tight look-up": (
         without_draft(10, budget="fixed", max_depth=6)
@@ -268,6 +311,7 @@ POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         {
             "acceptance": ACCEPTANCE,
             "sample": SAMPLE,
+            "from people": TREE_RUNS["from people"],
             "captured": TREE_RUNS["captured"],
             "wrong_child": FIXED_RUNS["wrong_child"],
         },
@@ -296,7 +340,7 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "head in tensors": (with_head(pair.paths()["eagle3"], budget="fixed"), _IN_TENSORS),
     "head alone": (
         with_head(pair.paths()["eagle3"], budget="fixed", lookup="off"),
-        {"acceptance": ACCEPTANCE},
+        {"acceptance": ACCEPTANCE, "from people": TREE_RUNS["from people"], **LIMITED},
     ),
     "adaptive head": (
         with_head(pair.paths()["eagle3"], lookup="off"),
@@ -305,7 +349,12 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "tight head": (
         with_head(pair.paths()["eagle3"], nodes=10, budget="fixed", width=3, max_depth=4)
         | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
-        {"demanding": Run(DEMANDING), "long prompts": Run(LONG_PROMPTS), "sample": SAMPLE},
+        {
+            "demanding": Run(DEMANDING),
+            "long prompts": Run(LONG_PROMPTS),
+            "sample": SAMPLE,
+            "from people": TREE_RUNS["from people"],
+        },
     ),
 }
 """Engines with the embedded EAGLE-3 head."""
