@@ -66,7 +66,8 @@ class Target:
         return self.results[engine]
 
     def differing(self, engine: str, name: str, plain: str = "plain") -> int:
-        run, wanted = self.engines[engine][1][name], by_request(RUN, self.served(plain)["sound"])
+        run, every = self.engines[engine][1][name], self.engines[plain][1]["sound"]
+        wanted = by_request(every, self.served(plain)["sound"])
         return len(mismatches(run, self.served(engine)[name], wanted))
 
     def in_bfloat16(self) -> Verdict:

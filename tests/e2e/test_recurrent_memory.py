@@ -14,7 +14,6 @@ from engine_process import Request, Result, Run, serve
 from features import PROMPTS, SEEDS, limited
 from random_engines import FLOAT32_DELTA_NET
 from random_targets import random_target
-from slow import marked
 from state_blocks import Blocks, serve_noting
 
 pytestmark = pytest.mark.e2e
@@ -119,7 +118,8 @@ def test_after_a_thousand_aborted_requests_all_blocks_are_free(
     assert blocks.lost == 0
 
 
-@pytest.mark.parametrize("kind", marked(OTHERS, ("granitemoehybrid", "qwen3_next")))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
 def test_no_token_differs_with_other_targets(kind: str, folder: Callable[[str], str]) -> None:
     model, (requests, options) = folder(kind), OTHERS[kind]
     run, in_float32 = {"all": Run(requests)}, FLOAT32_DELTA_NET if kind == "qwen3_next" else {}

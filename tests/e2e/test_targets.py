@@ -1,0 +1,277 @@
+"""Targets of random weights, one for each kind of layer: the tokens are those of the engine without
+trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sabotage_of_caches
+import sabotage_of_states
+import sabotage_of_windows
+import torch
+import workload
+from comparison import accepted_per_step
+from engine_process import Run
+from features import long
+from latent_targets import latent_target
+from random_engines import ABORTED, FEW, FLOAT32_DELTA_NET, NODES, RUN, Engines, Target
+from random_targets import MODULES, gemma4_assistant, random_target, with_cache_scales
+from slow import marked
+from vision_targets import head_of
+
+pytestmark = pytest.mark.e2e
+
+HALF = {"dtype": "bfloat16"}
+HARMLESS = (None, "null_block_of_nan")
+"""What is in force in runs whose tokens must not differ."""
+LONG = Run(
+    [
+        long(number, ("greedy", "full")[number % 2], 40 + number * 37 % 161, max_tokens=40, **FEW)
+        for number in range(24)
+    ]
+)
+LONG_ABORTED = Run(LONG.requests, abort_after={n: 2 + n % 5 for n in range(0, 24, 2)})
+TIGHT = {
+    "max_model_len": 256,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 18,
+}
+"""Prompts come in chunks, and requests are preempted."""
+
+
+def _sound(run: Run, *names: str) -> dict[str, Run]:
+    return dict.fromkeys(("sound", *names), run)
+
+
+def _broken(run: Run, names: Iterable[Any]) -> dict[str, Run]:
+    """Return runs of one batch under these sabotages, given as functions or by their names."""
+    each = (getattr(name, "__name__", name) for name in names)
+    return {name: Run(run.requests[: run.batch], sabotage=name) for name in each}
+
+
+def _in_half(
+    plain: dict[str, Any], draft: dict[str, Any], broken: Iterable[Any], **half: Any
+) -> Engines:
+    half = HALF | half
+    return {
+        "plain in bfloat16": (plain | half | {"max_logprobs": -1}, _sound(RUN)),
+        "draft in bfloat16": (draft | half, _sound(RUN) | _broken(RUN, broken)),
+    }
+
+
+def _windows(model: Path, kind: str) -> Engines:
+    of = {"model": str(model)}
+    plain, draft = workload.without_tree() | of, workload.tree(NODES) | of
+    own = {"gemma2": ["without_soft_cap"], "gpt_oss": ["without_sinks"]}.get(kind, [])
+    broken = _broken(LONG, [*sabotage_of_windows.OF_WINDOWS, *own, "without_kv_move"])
+    nan = {"null_block_of_nan": Run(LONG.requests, sabotage="null_block_of_nan")}
+    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of | TIGHT
+    return {
+        "plain": (plain, _sound(LONG)),
+        "draft": (draft, _sound(LONG, "again") | broken | nan),
+        "look-up": (look_up, _sound(LONG, "again")),
+        "one group": (draft | {"disable_hybrid_kv_cache_manager": True}, _sound(LONG)),
+        **_in_half(plain, draft, ["without_kv_move"]),
+    }
+
+
+def _shared_caches(model: Path, kind: str) -> Engines:
+    """The module that drafts reads the target's caches."""
+    of, module = {"model": str(model)}, gemma4_assistant(model.with_name("module"))
+    broken = _broken(LONG, ["moved_twice", "without_kv_move", "wider_window", "edge_by_root"])
+    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of | TIGHT
+    head = workload.with_head(module, "gemma4_mtp", NODES, budget="fixed", lookup="off") | of
+    return {
+        "plain": (workload.without_tree() | of, _sound(LONG)),
+        "look-up": (look_up, _sound(LONG, "again") | broken),
+        "module": (head | TIGHT, _sound(LONG, "again") | {"aborted": LONG_ABORTED}),
+    }
+
+
+def _recurrent(model: Path, kind: str) -> Engines:
+    # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
+    common = {
+        "model": str(model),
+        "enable_prefix_caching": False,
+        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+    }
+    tight = {"max_num_batched_tokens": 48, "max_num_seqs": 8}
+    plain, draft = workload.without_tree() | common, workload.tree(NODES) | common
+    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | common | tight
+    head = workload.with_head(model, "mtp", NODES, budget="fixed") | common
+    eagle = head_of(model.with_name(f"{kind} head"), model) if kind in MODULES else None
+    # So few tokens in a batch that two batches are under way.
+    piped = (head if kind == "qwen3_next" else draft) | tight
+    staged = _broken(RUN, ["commit_dropped", "commit_of_the_latest_forward"])
+    aborted = {"aborted": ABORTED, "again": RUN}
+    in_float32 = FLOAT32_DELTA_NET if kind == "qwen3_next" else {}
+    return {
+        "plain": (plain | in_float32, _sound(RUN)),
+        "draft": (draft, _sound(RUN) | _broken(RUN, sabotage_of_states.BROKEN) | {"again": RUN}),
+        "look-up": (look_up, _sound(RUN) | aborted),
+        "head": (head, _sound(RUN)),
+        "EAGLE-3": (
+            workload.with_head(eagle, nodes=NODES, budget="fixed") | common,
+            _sound(RUN),
+        ),
+        "two ranks": (draft, _sound(RUN)),
+        "two stages": (piped, _sound(RUN) | staged | aborted),
+        "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
+        **_in_half(plain, draft, ["commit_dropped"], mamba_ssm_cache_dtype="bfloat16"),
+    }
+
+
+def _latent(model: Path, kind: str) -> Engines:
+    """The draft is the target itself. "dense" reads no latent cache."""
+    of, names = {"model": str(model)}, [*workload.sabotage.NAMES[:3], "without_rope_part"]
+    plain = workload.without_tree() | of
+    draft = workload.tree(NODES, lookup="off") | of
+    draft["speculative_config"] = draft["speculative_config"] | of
+    look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of
+    module = workload.with_head(model, "mtp", NODES, budget="fixed", lookup="off")
+    # Blocks have 16 positions, which vLLM's kernel for CPUs asks for.
+    few = look_up | {"num_gpu_blocks_override": 40}
+    return {
+        "plain": (plain, _sound(RUN)),
+        "dense": (plain, _sound(RUN)),
+        "draft": (draft, _sound(RUN) | _broken(RUN, names) | {"again": RUN}),
+        "look-up": (few, _sound(RUN) | {"aborted": ABORTED, "again": RUN}),
+        "module": (module, _sound(RUN, "again")),
+        "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
+        **_in_half(plain, draft, ["without_kv_move"]),
+    }
+
+
+def _quantised(model: Path, kind: str) -> Engines:
+    """With scales in the checkpoint, vLLM quantises the cache."""
+    of = {"model": str(model)}
+    plain, draft = workload.without_tree() | of, workload.tree(NODES) | of
+    return {
+        "plain": (plain, _sound(RUN)),
+        "unquantised": (plain | {"kv_cache_dtype": "bfloat16"} | HALF, _sound(RUN)),
+        "draft": (draft, _sound(RUN) | _broken(RUN, sabotage_of_caches.BROKEN)),
+        **_in_half(plain, draft, sabotage_of_caches.BROKEN),
+    }
+
+
+def _with_scales(folder: Path, kind: str) -> Path:
+    """A target with windows in every second layer."""
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM quantises caches with AVX-512 alone")
+    return with_cache_scales(folder, "gemma3_text", 0.02, 0.05)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to write a target of a model type, its ``engines``, and which of them have trees.
+
+    The ``slow`` ones differ from another kind's engine in what the kernels' tests cover.
+    """
+
+    engines: Callable[[Path, str], Engines]
+    trees: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+    write: Callable[[Path, str], Path] = random_target
+
+
+_OF_RANKS = ("two ranks", "two stages", "compiled")
+KINDS = {
+    "gemma2": Kind(_windows, ("draft", "look-up", "one group")),
+    "gpt_oss": Kind(_windows, ("draft", "look-up"), ("one group",)),
+    "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group")),
+    "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
+    "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
+    "nemotron_h": Kind(_recurrent, ("draft",), ("look-up", "head", *_OF_RANKS)),
+    "lfm2": Kind(_recurrent, ("draft", "look-up"), _OF_RANKS),
+    "qwen3_next": Kind(_recurrent, ("draft", "head"), ("look-up", "EAGLE-3", *_OF_RANKS)),
+    "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("compiled",), latent_target),
+    "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
+    "quantised cache": Kind(_quantised, ("draft",), (), _with_scales),
+}
+SLOW = [(kind, engine) for kind, of in KINDS.items() for engine in of.slow]
+TREES = [(kind, engine) for kind, of in KINDS.items() for engine in of.trees] + SLOW
+CONTROLLED = [
+    (kind, engine)
+    for kind, engine in TREES
+    if engine in ("draft", "two stages") or (kind, engine) == ("gemma4_text", "look-up")
+]
+ACCEPTED = {("deepseek_v2", "draft"): 3, ("deepseek_v2", "compiled"): 3}
+"""Nodes that more are accepted of in a step, if that is not 0.5."""
+PREEMPTED = [
+    *((kind, "look-up") for kind in ("gemma2", "gpt_oss", "gemma3_text", "deepseek_v2")),
+    *(("gemma4_text", engine) for engine in ("look-up", "module")),
+]
+HALVES = [kind for kind in KINDS if kind not in ("gemma4_text", "deepseek_v3")]
+VARIABLES: Mapping[str, Mapping[str, str]] = {"dense": {"VLLM_MLA_DISABLE": "1"}}
+
+Targets = Callable[[str], Target]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    folder = tmp_path_factory.mktemp("targets")
+
+    @cache
+    def of_kind(kind: str) -> Target:
+        model = KINDS[kind].write(folder / kind, kind)
+        return Target(KINDS[kind].engines(model, kind), VARIABLES)
+
+    return of_kind
+
+
+def _marked(pairs: Iterable[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*each, marks=[pytest.mark.slow] * (each in SLOW)) for each in pairs]
+
+
+@pytest.mark.parametrize(("kind", "engine"), _marked(TREES))
+def test_no_token_differs(kind: str, engine: str, target: Targets) -> None:
+    own = target(kind)
+    results = own.served(engine)
+    names = [name for name, run in own.engines[engine][1].items() if run.sabotage in HARMLESS]
+    assert {name: own.differing(engine, name) for name in names} == dict.fromkeys(names, 0)
+    assert accepted_per_step(results["sound"]) > ACCEPTED.get((kind, engine), 0.5)
+    if (kind, engine) in PREEMPTED:
+        assert results["sound"].metrics["vllm:num_preemptions_total"] > 0
+    if engine == "draft" and KINDS[kind].engines is _windows:
+        assert results["again"].metrics["vllm:prefix_cache_hits_total"] > 0
+
+
+@pytest.mark.parametrize(("kind", "engine"), _marked(CONTROLLED))
+def test_tokens_differ_if_a_mechanism_is_broken(kind: str, engine: str, target: Targets) -> None:
+    own = target(kind)
+    runs = own.engines[engine][1]
+    broken = [name for name, run in runs.items() if run.sabotage not in HARMLESS]
+    found = {name: own.differing(engine, name) for name in broken}
+    assert broken
+    assert all(found.values()), found
+
+
+def test_keys_and_values_of_every_head_give_the_same_tokens(target: Targets) -> None:
+    """vLLM's other way to run these models reads no latent cache, and is an independent oracle."""
+    own = target("deepseek_v2")
+    layouts = [own.served(engine)["sound"].layout for engine in ("plain", "dense")]
+    assert layouts == ["None", "vec16"]
+    assert own.differing("dense", "sound") == 0
+
+
+@pytest.mark.parametrize("kind", marked(HALVES, {*HALVES} - {"lfm2"}))
+def test_in_bfloat16_tokens_differ_by_rounding_alone(
+    kind: str, target: Targets, tell: Callable[[str], None]
+) -> None:
+    """Control: by a broken mechanism, or a cache that is not quantised, more of them differ."""
+    own = target(kind)
+    judged = own.in_bfloat16()
+    tell(f"{kind} in bfloat16: {judged}")
+    assert judged.unexcused == 0
+    assert judged.excused <= len(RUN.requests) // 5
+    others = [("draft in bfloat16", name) for name in own.engines["draft in bfloat16"][1]]
+    others += [("unquantised", "sound")] * ("unquantised" in own.engines)
+    for engine, name in others:
+        if name != "sound" or engine == "unquantised":
+            assert own.differing(engine, name, "plain in bfloat16") > judged.excused, name
