@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import workload
-from engine_process import Output, Request, Run, serve
+from engine_process import Output, Request, Result, Run, serve
 from features import PROMPTS
 
 pytestmark = pytest.mark.e2e
 
 BLOCK = 32
 REQUESTS = [
-    Request(PROMPTS[number], {"max_tokens": 150, "ignore_eos": True, **sampling}, keep=40)
-    for number, sampling in enumerate([{"temperature": 0}, {"temperature": 1, "seed": 1}] * 4)
+    Request(PROMPTS[n], {"max_tokens": 110, "ignore_eos": True, "logprobs": 5, **sampling}, keep=40)
+    for n, sampling in enumerate([{"temperature": 0}, {"temperature": 1, "seed": 1}] * 4)
 ]
-NEXT = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 5}
+LONG = [
+    replace(each, prompt="\n".join(PROMPTS[number : number + 3]), keep=100)
+    for number, each in enumerate(REQUESTS)
+]
+READ = [replace(each, params={"temperature": 0, "max_tokens": 1}) for each in LONG]
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What an engine with trees answered while it saved blocks in a folder, and what one without
+    trees did that loads them: its answers to the "next" turn, and to `READ`."""
+
+    folder: Path
+    given: Result
+    loaded: Mapping[str, Result]
 
 
 def connected(engine: dict[str, Any], folder: Path, store: str = "BlockStore") -> dict[str, Any]:
@@ -32,68 +48,68 @@ def connected(engine: dict[str, Any], folder: Path, store: str = "BlockStore") -
     return engine | {"kv_transfer_config": connector, "enable_prefix_caching": False}
 
 
-def outputs(engine: dict[str, Any], requests: list[Request], sabotage: str | None = None) -> Any:
-    found = serve(engine, {"run": Run(requests, sabotage=sabotage)}, threads=1)["run"]
-    return found.outputs, found.metrics
+@pytest.fixture(scope="module")
+def handed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Handed]:
+    @cache
+    def with_store(store: str) -> Handed:
+        folder = tmp_path_factory.mktemp(store)
+        trees = connected(workload.tree(), folder, store)
+        given = serve(trees, {"run": Run(REQUESTS)}, threads=1)["run"]
+        pairs = zip(REQUESTS, given.outputs, strict=True)
+        asked = [Request(o.prompt + o.tokens[0], r.params) for r, o in pairs if o is not None]
+        runs = {"next": Run(asked), "read": Run(READ)}
+        return Handed(folder, given, serve(connected(workload.without_tree(), folder), runs, 1))
 
-
-def continued(given: list[Output]) -> list[Request]:
-    """Ask for more of each answer."""
-    return [Request(each.prompt + each.tokens[0][:140], NEXT) for each in given]
+    return with_store
 
 
 @pytest.fixture(scope="module")
-def plain() -> Callable[[list[Request]], list[Output]]:
-    return lambda requests: outputs(workload.without_tree(), requests)[0]
+def plain() -> Mapping[str, Result]:
+    """Return both turns, and the answers to long prompts, without connector and trees."""
+    turns = [replace(each, turns=2) for each in REQUESTS]
+    return serve(workload.without_tree(), {"next": Run(turns), "long": Run(LONG)}, threads=1)
 
 
-def differing(found: list[Output], wanted: list[Output]) -> int:
+def answers(result: Result) -> list[tuple[list[int], list[list[int]]]]:
+    return [(each.prompt, each.tokens) for each in result.outputs if each is not None]
+
+
+def differing(found: Result, wanted: Result) -> int:
     """Count the answers whose first logprobs differ by more than rounding."""
-    pairs = [
-        zip(a.logprobs[0][0], b.logprobs[0][0], strict=True)
-        for a, b in zip(found, wanted, strict=True)
-    ]
-    return sum(any(abs(x - y) > 1e-3 for x, y in pair) for pair in pairs)
+
+    def first(output: Output | None) -> list[float]:
+        assert output is not None
+        return output.logprobs[0][0]
+
+    pairs = zip(map(first, found.outputs), map(first, wanted.outputs), strict=True)
+    return sum(any(abs(x - y) > 1e-3 for x, y in zip(*pair, strict=True)) for pair in pairs)
 
 
 def test_an_engine_without_trees_goes_on_from_blocks_that_trees_have_filled(
-    tmp_path: Path, plain: Callable[[list[Request]], list[Output]]
+    handed: Callable[[str], Handed], plain: Mapping[str, Result]
 ) -> None:
-    given, metrics = outputs(connected(workload.tree(), tmp_path), REQUESTS)
-    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 100
-    assert [each.tokens for each in given] == [each.tokens for each in plain(REQUESTS)]
-    asked = continued(given)
-    found, _ = outputs(connected(workload.without_tree(), tmp_path), asked)
+    own = handed("BlockStore")
+    assert own.given.metrics["vllm:spec_decode_num_accepted_tokens_total"] > 100
+    found, wanted = own.loaded["next"], plain["next"]
     # The prompt's own block and those of accepted tokens, but not the last.
-    assert all(each.cached >= 5 * BLOCK - BLOCK for each in found)
-    wanted = plain(asked)
+    assert all(each is not None and each.cached >= 4 * BLOCK - BLOCK for each in found.outputs)
     assert differing(found, wanted) == 0
-    assert [each.tokens for each in found] == [each.tokens for each in wanted]
+    assert answers(found) == answers(wanted)
 
 
-@pytest.mark.parametrize(
-    ("store", "sabotage"), [("EarlyStore", None), ("BlockStore", "without_kv_move")]
-)
-def test_blocks_saved_without_the_accepted_path_are_wrong(
-    store: str, sabotage: str | None, tmp_path: Path, plain: Callable[..., list[Output]]
+def test_blocks_saved_before_verification_are_wrong(
+    handed: Callable[[str], Handed], plain: Mapping[str, Result]
 ) -> None:
-    given, _ = outputs(connected(workload.tree(), tmp_path, store), REQUESTS, sabotage)
-    asked = continued(given)
-    found, _ = outputs(connected(workload.without_tree(), tmp_path), asked)
-    assert all(each.cached for each in found)
-    assert differing(found, plain(asked)) > 0
+    found = handed("EarlyStore").loaded["next"]
+    assert all(each is not None and each.cached for each in found.outputs)
+    assert differing(found, plain["next"]) > 0
 
 
 def test_trees_go_on_from_prompts_that_an_engine_without_trees_has_read(
-    tmp_path: Path, plain: Callable[[list[Request]], list[Output]]
+    handed: Callable[[str], Handed], plain: Mapping[str, Result]
 ) -> None:
-    texts = ["\n".join(PROMPTS[number : number + 3]) for number in range(len(REQUESTS))]
-    long = [
-        Request(text, each.params, keep=100) for text, each in zip(texts, REQUESTS, strict=True)
-    ]
-    read = [Request(text, {"temperature": 0, "max_tokens": 1}, keep=100) for text in texts]
-    outputs(connected(workload.without_tree(), tmp_path), read)
-    found, metrics = outputs(connected(workload.without_draft(), tmp_path), long)
-    assert all(each.cached == 3 * BLOCK for each in found)
-    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 50
-    assert [each.tokens for each in found] == [each.tokens for each in plain(long)]
+    trees = connected(workload.without_draft(), handed("BlockStore").folder)
+    found = serve(trees, {"long": Run(LONG)}, threads=1)["long"]
+    assert all(each is not None and each.cached == 3 * BLOCK for each in found.outputs)
+    assert found.metrics["vllm:spec_decode_num_accepted_tokens_total"] > 50
+    assert answers(found) == answers(plain["long"])
