@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,13 +16,6 @@ pytestmark = pytest.mark.e2e
 
 CODE = "held-out code"
 TREE = "dynamic tree of 8, budget fixed"
-STATIC = {
-    "node_budget": 8,
-    "growth": "sequoia",
-    "sampling": "best",
-    "acceptance": [0.6, 0.15, 0.08, 0.04],
-    "max_depth": 8,
-}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +28,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         *("--prompts", "code", "--prompts", "json", "--num-prompts", "2", "--max-tokens", "24"),
         *("--batch", "1", "--batch", "2"),
         *("--chain", "2", "--rounds", "2"),
-        *("--dyntree", json.dumps(STATIC), "--dyntree", '{"node_budget": 8, "budget": "fixed"}'),
-        *("--side-by-side", "4", "--temperature", "0"),
+        *("--dyntree", '{"node_budget": 8, "budget": "fixed"}'),
+        *("--side-by-side", "3", "--temperature", "0"),
         *("--time-limit", "400", "--note", "A note."),
         *("--output", str(folder / "result.json")),
     ]
@@ -55,7 +47,7 @@ def result(measured: tuple[Path, str]) -> Result:
 
 
 def test_every_engine_is_measured_in_every_round_and_gives_the_same_text(result: Result) -> None:
-    names = ["no speculation", "chain of 2", "static tree of 8", TREE]
+    names = ["no speculation", "chain of 2", TREE]
     assert [engine.name for engine in result.engines] == names
     for cell in result.cells():
         for series in result.of(cell).values():
@@ -72,7 +64,7 @@ def test_what_is_counted_of_answers_under_grammars_is_their_tokens(result: Resul
     for cell in cells:
         tokens = {run.output_tokens for s in result.of(cell).values() for run in s.runs}
         assert len(tokens) == 1
-        plain, _, _, tree = result.of(cell).values()
+        plain, _, tree = result.of(cell).values()
         assert tokens_per_step(plain) == 1
         for run in tree.runs:
             assert run.fallbacks.request_steps == run.request_steps
@@ -81,12 +73,12 @@ def test_what_is_counted_of_answers_under_grammars_is_their_tokens(result: Resul
 
 def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> None:
     for cell in (cell for cell in result.cells() if cell.prompts == CODE):
-        plain, chain, static, tree = result.of(cell).values()
+        plain, chain, tree = result.of(cell).values()
         for run in plain.runs:
             assert run.speculation.drafts == 0
             assert run.steps == 2 * 23 / cell.batch
             assert 0 < run.stages_ms["target"] < run.step_ms
-        for series, most in ((chain, 2), (static, 8), (tree, 8)):
+        for series, most in ((chain, 2), (tree, 8)):
             for run in series.runs:
                 drafts = run.speculation
                 # A step for a request's last token has no tree.
