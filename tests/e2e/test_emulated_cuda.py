@@ -98,7 +98,7 @@ EMULATED = {
     "chains": CHAINS,
     "windows": WINDOWED,
 }
-SLOW_ENGINES = {"adaptive", "head"}
+SLOW_ENGINES = {"adaptive", "head", "windows"}
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
@@ -185,6 +185,7 @@ def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
     assert found.metrics["vllm:dyntree_kv_moved_tokens_total"] > 0
 
 
+@pytest.mark.slow
 def test_windows_change_the_tokens(runs: Served) -> None:
     result = runs.emulated("windows")["windowed"].result
     assert mismatches(WINDOWED["windowed"], result, runs.plain("fixed"))

@@ -18,7 +18,7 @@ from engine_process import Result, Run, serve
 from random_engines import REQUESTS
 from random_targets import random_target
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NODES = 4
 LIMITS = {

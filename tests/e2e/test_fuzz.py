@@ -15,7 +15,7 @@ from fuzz_cases import Arrival, Schedule, schedule_of
 
 pytestmark = pytest.mark.e2e
 
-CASES = 30
+CASES = 20
 """Cases on each engine, of about four requests each."""
 
 

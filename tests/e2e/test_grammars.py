@@ -116,7 +116,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "tight": (workload.tree(10, slots=16, width=3, max_depth=4, children=3) | TIGHT, SCARCE),
 }
-SLOW_ENGINES = {"adaptive", "asynchronous and tight", "look-up"}
+SLOW_ENGINES = {"adaptive", "asynchronous and tight", "look-up", "tight"}
 REASONING = {
     "structured_outputs_config": {
         "reasoning_parser": "first_line",

@@ -18,11 +18,8 @@ pytestmark = pytest.mark.e2e
 REQUESTS = workload.each_kind(range(24))
 TREES = {
     "trees": Run(REQUESTS),
-    "batches of 4": workload.TREE_RUNS["batches of 4"],
     "sample": workload.SAMPLE,
     **{name: workload.TREE_RUNS[name] for name in ("warm", "continued", "aborted")},
-    "cold again": workload.TREE_RUNS["cold"],
-    "after the aborted": workload.TREE_RUNS["after the aborted"],
     **{name: Run(REQUESTS, sabotage=name) for name in BROKEN},
     "after the sabotage": Run(REQUESTS),
 }
