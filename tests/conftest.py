@@ -25,7 +25,6 @@ SHARING = {
             "test_delivered",
             "test_drafting",
             "test_drawn_rules",
-            "test_every_source",
             "test_head_controls",
             "test_identity",
             "test_look_up",

@@ -83,7 +83,6 @@ LONG_PROMPTS = [
 ]
 EVERYTHING = [*MIXED, *AFTER_THE_END, *WITH_OTHERS, *WITH_BAD_WORDS]
 CONTROLS = ("list_order", "free_nodes")
-TIGHT = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24}
 
 FIXED: dict[str, Run] = {
     "mixed": Run(MIXED),
@@ -106,7 +105,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "asynchronous and tight": (
         workload.tree(10, slots=16, width=3, max_depth=4, children=3)
-        | TIGHT
+        | workload.TIGHT
         | {ASYNCHRONOUS: True},
         SCARCE | {"list_order": Run(GRAMMARS, sabotage="list_order")},
     ),
@@ -114,7 +113,10 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Run]]] = {
         workload.without_draft(budget="fixed"),
         {"mixed": Run(MIXED), "forced": Run(FORCED)},
     ),
-    "tight": (workload.tree(10, slots=16, width=3, max_depth=4, children=3) | TIGHT, SCARCE),
+    "tight": (
+        workload.tree(10, slots=16, width=3, max_depth=4, children=3) | workload.TIGHT,
+        SCARCE,
+    ),
 }
 SLOW_ENGINES = {"adaptive", "asynchronous and tight", "look-up", "tight"}
 REASONING = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import sabotage
+import workload
 from comparison import accepted_per_step
 from engine_process import Result
 
@@ -48,3 +49,10 @@ def test_a_head_is_accepted(served: Served, tell: Callable[[str], None]) -> None
         f"alone {alone:.2f}, draft and look-up {draft:.2f} (16 nodes)"
     )
     assert min(head, alone) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", workload.OF_GROWTHS)
+def test_what_a_head_grows_is_accepted(engine: str, served: Served) -> None:
+    metrics = served(engine)["greedy"].metrics
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0

@@ -69,3 +69,18 @@ def test_ranks_with_clocks_of_their_own_verify_the_same_cuts(plain: Outputs) -> 
     first, second = ranked.traces
     assert first == second
     assert len({len(step["tokens"]) for step in first}) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["look-up", "pool", "head"])
+def test_ranks_agree_whatever_drafts(engine: str, plain: Outputs) -> None:
+    arguments, run = workload.SAME_TOKENS[engine][0], Run(workload.each_kind(range(48)))
+    if engine == "head":  # vLLM splits it over the target's ranks all the same
+        own = arguments["speculative_config"] | {"draft_tensor_parallel_size": 1}
+        arguments = arguments | {"speculative_config": own}
+    ranked = serve_on_ranks(arguments, {"trees": run})["trees"]
+    found = mismatches(run, ranked.result, plain)
+    assert not found, explain(found)
+    first, second = ranked.traces
+    assert first == second
+    assert sum(len(step["accepted"]) for step in first) > len(run.requests)

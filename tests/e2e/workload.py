@@ -13,10 +13,12 @@ from features import (
     DEMANDING,
     FEATURES,
     FROM_PEOPLE,
+    GAINS,
     KINDS,
     LIMITED,
     LONG_PROMPTS,
     OF_PATHS,
+    OF_TWIN,
     PROMPTS,
     REASONING,
     ask,
@@ -44,10 +46,12 @@ CONTINUED = Run(
     [Request(r.prompt, r.params, turns=3) for r in each_kind(range(152, 164), max_tokens=40)]
 )
 
+OF_KINDS = {kind: Run([ask(n, kind) for n in range(64)]) for kind in KINDS}
+
 ACCEPTANCE = Run([ask(number, "full") for number in range(64)])
 
 TREE_RUNS: dict[str, Run] = {
-    **{kind: Run([ask(n, kind) for n in range(64)]) for kind in KINDS},
+    **OF_KINDS,
     "batches of 4": Run(each_kind(range(24)), batch=4),
     "batches of 1": Run(each_kind(range(6, 15)), batch=1),
     "cold": Run(long_each_kind(range(140, 152), 300)),
@@ -73,16 +77,6 @@ TREE_RUNS: dict[str, Run] = {
 GREEDY_SAMPLE = Run([ask(number, "greedy") for number in range(24)])
 
 SAMPLE = Run([*each_kind(range(12)), *EVERYTHING[::3]])
-
-
-GAINS: dict[str, tuple[dict[str, Any], float]] = {
-    "top_k": ({"top_k": 3}, 1.15),
-    "allowed_token_ids": ({"allowed_token_ids": list(range(60, 400))}, 1.25),
-    "repetition_penalty": ({"repetition_penalty": 1.3}, 1.04),
-    "logit_bias": ({"logit_bias": {"5": 4.0, "300": 3.5, "17": -50.0}}, 1.04),
-}
-"""Parameters, and how many times the tokens per step drafts must gain that know them. Measured:
-1.33, 1.46, 1.12 and 1.10."""
 
 
 def _ranked(name: str, requests: list[Request]) -> dict[str, Run]:
@@ -192,19 +186,15 @@ def _untruncated(requests: list[Request]) -> list[Request]:
     return [request for request in requests if "top_p" not in request.params]
 
 
-def _some(names: tuple[str, ...]) -> list[Request]:
-    return [request for name in names for request in FEATURES[name][:6]]
-
-
-OF_TWIN = {
-    "parameters": [
-        *_some(("top_k", "min_p", "logit_bias", "min_tokens", "allowed_token_ids", "long lists")),
-        *each_kind(range(12)),
-    ],
-    "parameters that read paths": _some(("penalties", "bad_words", "thinking_budget")),
-}
-
 STEADY = {STEADY_COSTS: True}
+TIGHT = {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24}
+"""Prompts come in chunks, and requests are preempted."""
+_DEMANDING = {
+    "demanding": Run(DEMANDING),
+    "long prompts": Run(LONG_PROMPTS),
+    "sample": SAMPLE,
+    "from people": TREE_RUNS["from people"],
+}
 
 ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "tree": (with_options() | STEADY, TREE_RUNS),
@@ -215,7 +205,10 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "fixed": (tree(), FIXED_RUNS),
     "uncoupled": (tree(coupling="off", lookup="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
-    "draft alone": (tree(lookup="off"), {"acceptance": ACCEPTANCE, "sample": SAMPLE}),
+    "draft alone": (
+        tree(lookup="off"),
+        OF_KINDS | {"acceptance": ACCEPTANCE, "sample": SAMPLE},
+    ),
     "chain": (
         tree(width=1, children=1, max_depth=16, lookup="off"),
         {"acceptance": ACCEPTANCE, "sample": SAMPLE},
@@ -226,16 +219,11 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "tight": (
         tree(10, slots=16, width=3, max_depth=4, children=3)
-        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
-        {
-            "demanding": Run(DEMANDING),
-            "long prompts": Run(LONG_PROMPTS),
-            "sample": SAMPLE,
-            "from people": TREE_RUNS["from people"],
-            **{
-                name: Run(OF_PATHS[name])
-                for name in ("demanding penalties", "penalties of long prompts")
-            },
+        | TIGHT,
+        _DEMANDING
+        | {
+            name: Run(OF_PATHS[name])
+            for name in ("demanding penalties", "penalties of long prompts")
         },
     ),
     "twin": (
@@ -256,7 +244,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "tight twin": (
         tree(5, draft="target", width=1, max_depth=5, children=1, lookup="off")
-        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
+        | TIGHT,
         {
             "demanding": Run(_untruncated(DEMANDING)),
             "long prompts": Run(_untruncated(LONG_PROMPTS)),
@@ -283,13 +271,10 @@ LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "look-up in tensors": (without_draft(budget="fixed"), _IN_TENSORS),
     "adaptive look-up": (
         without_draft(method="ngram_gpu"),
-        {name: TREE_RUNS[name] for name in ("batches of 1", "from people")} | {"sample": SAMPLE},
+        {name: TREE_RUNS[name] for name in (*KINDS, "batches of 1", "from people")}
+        | {"sample": SAMPLE},
     ),
-    "tight look-up": (
-        without_draft(10, budget="fixed", max_depth=6)
-        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
-        {"demanding": Run(DEMANDING), "long prompts": Run(LONG_PROMPTS), "sample": SAMPLE},
-    ),
+    "tight look-up": (without_draft(10, budget="fixed", max_depth=6) | TIGHT, _DEMANDING),
 }
 """Engines without a draft model. Look-up beside a draft is in every engine that allows it."""
 
@@ -298,7 +283,8 @@ _POOL = {"drafts": [str(pair.paths()["second_draft"])]}
 POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "pool": (
         tree(**_POOL),
-        {
+        OF_KINDS
+        | {
             "acceptance": ACCEPTANCE,
             "sample": SAMPLE,
             "captured": TREE_RUNS["captured"],
@@ -308,7 +294,8 @@ POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     "merged": (
         tree(growth="expansion", expansion=[2, 2, 1], sampling="best", nodes=20, **_POOL),
-        {
+        OF_KINDS
+        | {
             "acceptance": ACCEPTANCE,
             "sample": SAMPLE,
             "from people": TREE_RUNS["from people"],
@@ -318,6 +305,22 @@ POOLS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
 }
 """Engines of two drafts: one law of both, and SpecInfer's merge of both trees."""
+
+_GROWTHS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "expansion": {"expansion": [2, 2, 1]},
+    "dyspec": {},
+    "sequoia": {"acceptance": [0.8, 0.1, 0.05]},
+    "threshold": {"threshold": 0.02},
+    "dynamic_threshold": {},
+}
+OF_GROWTHS = {
+    f"head, {growth}": (
+        with_head(pair.paths()["eagle3"], growth=growth, **own),
+        {"greedy": GREEDY_SAMPLE},
+    )
+    for growth, own in _GROWTHS.items()
+}
 
 HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "head": (
@@ -340,24 +343,19 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "head in tensors": (with_head(pair.paths()["eagle3"], budget="fixed"), _IN_TENSORS),
     "head alone": (
         with_head(pair.paths()["eagle3"], budget="fixed", lookup="off"),
-        {"acceptance": ACCEPTANCE, "from people": TREE_RUNS["from people"], **LIMITED},
+        OF_KINDS | {"acceptance": ACCEPTANCE, "from people": TREE_RUNS["from people"]} | LIMITED,
     ),
     "adaptive head": (
         with_head(pair.paths()["eagle3"], lookup="off"),
         {"acceptance": ACCEPTANCE, "batches of 4": TREE_RUNS["batches of 4"]},
     ),
     "tight head": (
-        with_head(pair.paths()["eagle3"], nodes=10, budget="fixed", width=3, max_depth=4)
-        | {"max_num_batched_tokens": 80, "num_gpu_blocks_override": 24},
-        {
-            "demanding": Run(DEMANDING),
-            "long prompts": Run(LONG_PROMPTS),
-            "sample": SAMPLE,
-            "from people": TREE_RUNS["from people"],
-        },
+        with_head(pair.paths()["eagle3"], nodes=10, budget="fixed", width=3, max_depth=4) | TIGHT,
+        _DEMANDING,
     ),
+    **OF_GROWTHS,
 }
-"""Engines with the embedded EAGLE-3 head."""
+"""Engines with the embedded EAGLE-3 head, the last ones with its growths."""
 
 SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS}
 """Engines whose tokens are those without trees."""
@@ -378,8 +376,8 @@ SLOW_ENGINES = {
     *("every prompt", "draft alone", "uncoupled", "chain", "wide", "tight twin"),
     *("look-up in tensors", "adaptive look-up", "tight look-up", "head in tensors"),
     *("pool", "merged"),
-    *("head alone", "adaptive head", "tight head", "dyspec", "expansion"),
-    "adaptive block chains",
+    *("head alone", "adaptive head", "tight head", *OF_GROWTHS),
+    *("dyspec", "expansion", "adaptive block chains"),
 }
 """Each differs from an engine that `make test` runs in a setting that the tests without engines
 cover, or in the number of requests. `make test-slow` runs them."""
