@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import device_identity
 import identity_report
 import pytest
-from device_identity import PLAIN, SCORING, TREES, Device, compare
+from device_identity import PLAIN, SCORING, TREES, compare
 from engine_process import Output, Request, Result, Run
 from identity_report import Broken, Record, Row, report
 
@@ -101,21 +100,15 @@ def test_the_same_tokens_pass_and_controls_have_to_differ(compared: Compared) ->
     assert (PLAIN, "in batches of 3") in {(row.engine, row.run) for row in rows}
 
 
-def test_a_difference_within_the_margin_is_excused_and_a_control_by_such_fails(
-    compared: Compared,
-) -> None:
+def test_a_difference_is_excused_within_the_margin_alone(compared: Compared, file: Path) -> None:
+    rows = compared(Played(otherwise="long prompts"))
+    assert {row.run for row in rows if not row.passed} == {"long prompts"}
+    file.unlink()
     rows = compared(Played(otherwise="long prompts", lead=0.2))
     differing = [row for row in rows if row.run == "long prompts"]
     assert all((row.verdict.excused, row.passed) == (3, True) for row in differing)
     assert not any(row.passed for row in rows if row.control)
     assert "FAILED must differ" in report(rows)
-
-
-def test_a_difference_beyond_the_margin_fails_its_run_alone(compared: Compared) -> None:
-    rows = compared(Played(otherwise="long prompts"))
-    assert {row.run for row in rows if not row.passed} == {"long prompts"}
-    (line, *_) = [line for line in report(rows).splitlines() if "long prompts" in line]
-    assert line.endswith("FAILED")
 
 
 def test_an_engine_that_fails_is_named_and_the_others_are_judged(
@@ -154,43 +147,6 @@ def test_answers_that_do_not_differ_are_kept_if_the_others_cannot_be_judged(
     assert sum(row.engine == "tree of 16" for row in again) == 2 + controls
 
 
-def test_without_the_answers_of_the_plain_engine_nothing_passes(compared: Compared) -> None:
-    class NoPlain(Played):
-        def __call__(self, engine: Mapping[str, Any], *more: Any, **named: Any) -> Any:
-            if "speculative_config" not in engine:
-                raise RuntimeError("the engine failed:\nno target")
-            return super().__call__(engine, *more, **named)
-
-    rows = compared(NoPlain())
-    assert {row.engine for row in rows} == {PLAIN, *TREES}
-    assert not any(row.passed for row in rows)
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["runs"]
-    return rows
-
-
-def test_every_engine_is_written_down_before_the_next_is_judged(
-    compared: Compared, file: Path
-) -> None:
-    """Results must not be lost if a call runs out of time."""
-    last = TREES[list(TREES)[-1]]["additional_config"]
-    others = {PLAIN, *TREES} - {list(TREES)[-1]}
-
-    class Looking(Played):
-        def __call__(self, engine: Mapping[str, Any], *more: Any, **named: Any) -> Any:
-            if engine.get("additional_config") == last:
-                end = time.monotonic() + 30
-                while not (file.exists() and {row["engine"] for row in rows_of(file)} == others):
-                    if time.monotonic() > end:
-                        raise RuntimeError("the file lacks the engines before the last")
-                    time.sleep(0.01)
-            return super().__call__(engine, *more, **named)
-
-    assert all(row.passed for row in compared(Looking()))
-
-
 def test_what_a_file_holds_is_not_served_again_and_what_failed_is(
     compared: Compared, file: Path
 ) -> None:
@@ -206,13 +162,6 @@ def test_what_a_file_holds_is_not_served_again_and_what_failed_is(
     assert nothing.budgets == []
 
 
-def test_a_part_of_the_engines_can_be_asked_for_and_the_rest_comes_later(
-    compared: Compared,
-) -> None:
-    assert {row.engine for row in compared(Played(), ["tree of 16"])} == {"tree of 16"}
-    assert {row.engine for row in compared(Played())} == {PLAIN, *TREES}
-
-
 def test_results_of_other_code_do_not_stand_beside_these(
     compared: Compared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,25 +171,6 @@ def test_results_of_other_code_do_not_stand_beside_these(
     again = Played()
     compared(again)
     assert 64 in again.budgets
-
-
-def test_float32_is_compared_with_exact_products_and_a_cache_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    environments = {}
-
-    def serve(engine: Mapping[str, Any], *_: Any, threads: int, seconds: float, **own: str) -> Any:
-        environments[engine["dtype"]] = own
-
-    monkeypatch.setattr(device_identity, "serve", serve)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache/triton")
-    for dtype in ("float32", "bfloat16"):
-        Device(dtype, lambda: 10.0).serve({}, {})
-    assert environments["bfloat16"] == {}
-    assert environments["float32"] == {
-        "TRITON_F32_DEFAULT": "ieee",
-        "TRITON_CACHE_DIR": "/cache/triton-ieee",
-    }
 
 
 def test_that_environment_makes_triton_multiply_exactly_and_is_part_of_its_caches_key(
@@ -262,6 +192,7 @@ def test_that_environment_makes_triton_multiply_exactly_and_is_part_of_its_cache
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     assert "tf32" in machine_code()
     key = get_cache_invalidating_env_vars()
+    assert device_identity.exact_products("bfloat16") == {}
     for name, value in device_identity.exact_products("float32").items():
         monkeypatch.setenv(name, value)
     assert "tf32" not in machine_code()
