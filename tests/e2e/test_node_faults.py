@@ -1,6 +1,6 @@
-"""If a rank or a node dies, the server ends with an error, with trees as without.
+"""If a rank or a node dies, the server ends with an error.
 
-Most tests measure both. vLLM takes a few seconds; the bound only tells a server that hangs.
+vLLM takes a few seconds; the bound only tells a server that hangs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ TIMEOUT_SECONDS = 20
 LONG = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
 IMPORTABLE = {"PYTHONPATH": str(Path(__file__).parent)}
 PLAIN = {"model": str(pair.paths()["target"])}
-ENGINES = {"without trees": PLAIN, "with trees": workload.tree()}
 
 
 @dataclass(frozen=True)
@@ -135,44 +134,31 @@ def has_ended(process: psutil.Popen) -> bool:
     return process.poll() is not None
 
 
-def compared(tell: Callable[[str], None], what: str, seconds: Mapping[str, float]) -> None:
-    for engine, found in seconds.items():
-        tell(f"{what}, {engine}: the server ended after {found:.1f} s")
-
-
 def test_if_the_second_node_dies_the_server_ends(
     tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
-    seconds = {}
-    for name, engine in ENGINES.items():
-        with (
-            LINKS["loopback"]() as nodes,
-            on_two_nodes(nodes, tmp_path / name, engine) as (server, second),
-        ):
-            seconds[name] = seconds_to_end(
-                server, partial(kill_session, second.pid), all_have_ended
-            )
-    compared(tell, "the second node dies", seconds)
+    with (
+        LINKS["loopback"]() as nodes,
+        on_two_nodes(nodes, tmp_path / "nodes", workload.tree()) as (server, second),
+    ):
+        seconds = seconds_to_end(server, partial(kill_session, second.pid), all_have_ended)
+    tell(f"the second node dies: the server ended after {seconds:.1f} s")
 
 
 def test_if_the_nodes_are_parted_the_server_ends_after_vllms_timeout(
     tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     """vLLM leaves its rank on the first node behind, which waits in gloo."""
-    seconds = {}
     timeout = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
-    for name, engine in ENGINES.items():
-        with (
-            LINKS["namespaces"]() as nodes,
-            on_two_nodes(nodes, tmp_path / name, engine, **timeout) as (server, _),
-        ):
-            seconds[name] = seconds_to_end(server, nodes.cut, has_ended)
-    compared(tell, f"the nodes are parted, with a timeout of {TIMEOUT_SECONDS} s", seconds)
+    with (
+        LINKS["namespaces"]() as nodes,
+        on_two_nodes(nodes, tmp_path / "nodes", workload.tree(), **timeout) as (server, _),
+    ):
+        seconds = seconds_to_end(server, nodes.cut, has_ended)
+    tell(f"the nodes are parted for {TIMEOUT_SECONDS} s: the server ended after {seconds:.1f} s")
 
 
-def test_if_a_rank_dies_while_steps_are_measured_the_server_ends(
-    tmp_path: Path, tell: Callable[[str], None]
-) -> None:
+def test_if_a_rank_dies_while_steps_are_measured_the_server_ends(tmp_path: Path) -> None:
     """Without trees vLLM may wait forever: the first node waits for an answer of every rank, and
     does not watch those of other nodes. The steps that are measured end with an error."""
     engine = workload.tree() | {"worker_extension_cls": "dies_while_measuring.Extension"}
@@ -181,9 +167,8 @@ def test_if_a_rank_dies_while_steps_are_measured_the_server_ends(
         on_two_nodes(nodes, tmp_path / "nodes", engine) as (server, second),
     ):
         wait_until(partial(all_have_ended, second), START_SECONDS, "the end of the second node")
-        seconds = wait_for_end(server, time.monotonic(), all_have_ended)
+        wait_for_end(server, time.monotonic(), all_have_ended)
         assert "died unexpectedly" in (tmp_path / "nodes" / "second.log").read_text()
-    compared(tell, "a rank dies at start-up", {"with trees": seconds})
 
 
 @pytest.mark.parametrize(
@@ -214,14 +199,12 @@ def test_if_an_actor_of_ray_dies_the_server_ends(
     pytest.importorskip("ray", reason="ray is not installed")
     import ray_on_cpu
 
-    seconds = {}
-    for name, engine in ENGINES.items():
-        log, port = tmp_path / f"{name}.log", free_port()
-        of_ray = {"tensor_parallel_size": 2, "distributed_executor_backend": ray_on_cpu.EXECUTOR}
-        command = serving(DEFAULTS | engine | of_ray | {"port": port})
-        with ray_on_cpu.cluster(2) as address:
-            variables = IMPORTABLE | {"RAY_ADDRESS": address}
-            with started(Node(), command, log, **variables) as process:
-                server = Served(f"http://127.0.0.1:{port}", process, log)
-                seconds[name] = seconds_to_end(server, ray_on_cpu.kill_an_actor, all_have_ended)
-    compared(tell, "an actor of Ray dies", seconds)
+    log, port = tmp_path / "log", free_port()
+    of_ray = {"tensor_parallel_size": 2, "distributed_executor_backend": ray_on_cpu.EXECUTOR}
+    command = serving(DEFAULTS | workload.tree() | of_ray | {"port": port})
+    with ray_on_cpu.cluster(2) as address:
+        variables = IMPORTABLE | {"RAY_ADDRESS": address}
+        with started(Node(), command, log, **variables) as process:
+            server = Served(f"http://127.0.0.1:{port}", process, log)
+            seconds = seconds_to_end(server, ray_on_cpu.kill_an_actor, all_have_ended)
+    tell(f"an actor of Ray dies: the server ended after {seconds:.1f} s")
