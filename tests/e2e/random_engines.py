@@ -73,7 +73,8 @@ class Target:
     def in_bfloat16(self) -> Verdict:
         """Compare the engines "plain in bfloat16" and "draft in bfloat16"."""
         plain = self.served("plain in bfloat16")["sound"]
-        found = places(RUN, self.served("draft in bfloat16")["sound"], by_request(RUN, plain))
+        run = self.engines["plain in bfloat16"][1]["sound"]
+        found = places(run, self.served("draft in bfloat16")["sound"], by_request(run, plain))
         apart = [place for place in found if place is not None]
         scores: list[Scores] = []
         if apart:
