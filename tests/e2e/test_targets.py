@@ -190,6 +190,8 @@ KINDS = {
     "nemotron_h": Kind(_recurrent, ("draft",), ("look-up", "head", *_OF_RANKS)),
     "lfm2": Kind(_recurrent, ("draft", "look-up"), _OF_RANKS),
     "qwen3_next": Kind(_recurrent, ("draft", "head"), ("look-up", "EAGLE-3", *_OF_RANKS)),
+    "falcon_h1": Kind(_recurrent, slow=("look-up",)),
+    "granitemoehybrid": Kind(_recurrent, slow=("look-up",)),
     "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("compiled",), latent_target),
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
     "quantised cache": Kind(_quantised, ("draft",), (), _with_scales),
@@ -207,7 +209,7 @@ PREEMPTED = [
     *((kind, "look-up") for kind in ("gemma2", "gpt_oss", "gemma3_text", "deepseek_v2")),
     *(("gemma4_text", engine) for engine in ("look-up", "module")),
 ]
-HALVES = [kind for kind in KINDS if kind not in ("gemma4_text", "deepseek_v3")]
+HALVES = [kind for kind, of in KINDS.items() if "draft" in of.trees + of.slow]
 VARIABLES: Mapping[str, Mapping[str, str]] = {"dense": {"VLLM_MLA_DISABLE": "1"}}
 
 Targets = Callable[[str], Target]
