@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from engine_process import Engine, Result, Run, answered, result_of, run_of
+from grammars import asynchronous_scheduling
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,8 @@ def work(engine: Engine, run: Run) -> Chosen:
 
 
 def main(job_path: str, results_path: str) -> None:
-    from dyntree_plugin import plugin
-
-    configure = plugin.configure_scheduler
-
-    def asynchronously(vllm_config: Any, device_type: str) -> None:
-        # vLLM does not offer it on CPUs.
-        vllm_config.scheduler_config.async_scheduling = True
-        configure(vllm_config, device_type)
-
     job = json.loads(Path(job_path).read_text())
-    with mock.patch.object(plugin, "configure_scheduler", asynchronously):
+    with asynchronous_scheduling():
         engine = Engine(job["engine"])
     found = {name: asdict(work(engine, run_of(run))) for name, run in job["runs"].items()}
     Path(results_path).write_text(json.dumps(found))
