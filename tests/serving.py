@@ -38,6 +38,13 @@ def fetch(url: str, **parameters: str) -> Any:
     return json.loads(text) if "json" in response.headers.get("Content-Type", "") else text
 
 
+def completion(address: str, **body: object) -> urllib.request.Request:
+    """Return a call of a server's completions."""
+    headers = {"Content-Type": "application/json"}
+    url = f"{address}/v1/completions"
+    return urllib.request.Request(url, json.dumps(body).encode(), headers)
+
+
 def wait_until(done: Callable[[], Any], seconds: float, what: str) -> Any:
     """Call ``done`` again and again, and return its first true answer."""
     end = time.monotonic() + seconds

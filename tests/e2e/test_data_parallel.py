@@ -13,7 +13,7 @@ import workload
 from engine_process import Request, Run, serve
 from prometheus_client.parser import text_string_to_metric_families
 from ranks import UNBOUND
-from serving import START_SECONDS, fetch, server, wait_until
+from serving import START_SECONDS, completion, fetch, server, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -22,13 +22,8 @@ ENGINES = ("0", "1")
 COUNTED = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:dyntree_tree_nodes_sum")
 
 
-def _tokens(address: str, model: str, request: Request) -> list[int]:
-    body = {"model": model, "prompt": request.prompt, "return_token_ids": True, **request.params}
-    call = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+def _tokens(address: str, request: Request) -> list[int]:
+    call = completion(address, prompt=request.prompt, return_token_ids=True, **request.params)
     with urllib.request.urlopen(call, timeout=START_SECONDS) as response:
         found: dict[str, Any] = json.loads(response.read())
     tokens: list[int] = found["choices"][0]["token_ids"]
@@ -50,9 +45,8 @@ def test_two_engines_behind_two_api_servers_give_the_tokens_of_one_without_trees
     environment = UNBOUND | {"OMP_NUM_THREADS": "1"}
     budget = {"budget": "fixed"}
     with server(tmp_path, *ranks, options=budget, environment=environment) as served:
-        model = fetch(f"{served.address}/v1/models")["data"][0]["id"]
         with ThreadPoolExecutor(len(REQUESTS)) as pool:
-            found = list(pool.map(lambda r: _tokens(served.address, model, r), REQUESTS))
+            found = list(pool.map(lambda r: _tokens(served.address, r), REQUESTS))
         assert found == [output.tokens[0] for output in plain if output is not None]
 
         def counted() -> bool:

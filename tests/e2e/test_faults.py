@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import threading
 import time
 import urllib.error
@@ -17,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import workload
-from serving import Server, fetch, server, wait_until
+from serving import Server, completion, server, wait_until
 from soak import metrics_of
-from test_metrics import check_consistency
 
 pytestmark = pytest.mark.e2e
 
@@ -27,13 +23,6 @@ END_SECONDS = 120
 """Most seconds for a server to end. vLLM takes a few; this bound only tells a server that hangs."""
 LONG = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
 STREAMS = 8
-
-
-def _post(address: str, **request: object) -> urllib.request.Request:
-    model = fetch(f"{address}/v1/models")["data"][0]["id"]
-    body = json.dumps({"model": model, **request}).encode()
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.Request(f"{address}/v1/completions", body, headers)
 
 
 def _stream(call: urllib.request.Request) -> str:
@@ -65,15 +54,13 @@ def _last_stream(call: urllib.request.Request, asking: threading.Event) -> str:
 
 
 @contextmanager
-def _streaming(address: str) -> Iterator[tuple[list[Future[str]], threading.Event]]:
-    """Yield clients that stream long answers, and an event; while it is set, they ask again.
-
-    Each client returns its last answer.
-    """
+def _streaming(address: str) -> Iterator[list[Future[str]]]:
+    """Yield clients that stream long answers again and again; each returns its last answer."""
     asking = threading.Event()
     asking.set()
     calls = [
-        _post(address, prompt=prompt, stream=True, **LONG) for prompt in workload.PROMPTS[:STREAMS]
+        completion(address, prompt=prompt, stream=True, **LONG)
+        for prompt in workload.PROMPTS[:STREAMS]
     ]
     with ThreadPoolExecutor(STREAMS) as pool:
         running = "vllm:num_requests_running"
@@ -87,7 +74,7 @@ def _streaming(address: str) -> Iterator[tuple[list[Future[str]], threading.Even
                 return found[running] >= STREAMS / 2 and found[accepted] > before
 
             wait_until(decoding, 60, "decoding requests")
-            yield answers, asking
+            yield answers
         finally:
             asking.clear()
 
@@ -121,42 +108,11 @@ def test_a_server_whose_engine_is_killed_ends_its_streams_and_itself(
 ) -> None:
     with server(tmp_path, "--enforce-eager") as served:
         processes = _family(served)
-        call = _post(served.address, prompt="def f(", max_tokens=4)
-        with _streaming(served.address) as (answers, _):
+        call = completion(served.address, prompt="def f(", max_tokens=4)
+        with _streaming(served.address) as answers:
             _named(processes, title).kill()
             texts = [answer.result(END_SECONDS) for answer in answers]
         assert all(map(_failed, texts))
         with pytest.raises(OSError):  # HTTP errors are included
             urllib.request.urlopen(call, timeout=END_SECONDS)
         assert not _ended(processes, END_SECONDS)  # the exit status is 0, as without trees
-
-
-@pytest.mark.slow
-def test_two_api_servers_count_together_and_end_when_they_are_told_to(tmp_path: Path) -> None:
-    # Without a timeout, vLLM kills its engine at once, and some streams may never end.
-    ends = ("--shutdown-timeout", "10")
-    arguments = ("--enforce-eager", "--api-server-count", "2", *ends)
-    with server(tmp_path, *arguments, options={"budget": "fixed"}) as served:
-        processes = _family(served)
-        calls = [
-            _post(served.address, prompt=prompt, max_tokens=24, temperature=0, ignore_eos=True)
-            for prompt in workload.PROMPTS[:24]
-        ]
-        with ThreadPoolExecutor(len(calls)) as pool:
-            answers = list(pool.map(_stream, calls))
-        assert all(json.loads(answer)["usage"]["completion_tokens"] == 24 for answer in answers)
-        wait_until(
-            lambda: metrics_of(served.address)["vllm:num_requests_running"] == 0, 60, "idleness"
-        )
-        time.sleep(1)
-        metrics = metrics_of(served.address)
-        assert metrics["vllm:generation_tokens_total"] == 24 * len(calls)
-        assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
-        assert metrics["vllm:dyntree_node_budget"] > 0
-        check_consistency(metrics)
-
-        with _streaming(served.address) as (streams, asking):
-            asking.clear()
-            os.kill(served.process.pid, signal.SIGTERM)
-            assert all(stream.result(END_SECONDS) for stream in streams)
-        assert not _ended(processes, END_SECONDS)

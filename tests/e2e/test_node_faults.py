@@ -5,7 +5,6 @@ vLLM takes a few seconds; the bound only tells a server that hangs.
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ import pytest
 import workload
 from engine_process import DEFAULTS
 from nodes import LINKS, Node, Nodes, headless, kill_session, serving, session_of, started
-from serving import START_SECONDS, fetch, free_port, wait_until
+from serving import START_SECONDS, completion, fetch, free_port, wait_until
 
 from dyntree_plugin import pair
 
@@ -83,12 +82,7 @@ def answer_of(server: Served, streaming: Event) -> str:
         return fetch(f"{server.address}/health") is not None
 
     wait_until(healthy, START_SECONDS, "a healthy server")
-    request = {"model": PLAIN["model"], "prompt": "def f(", "stream": True, **LONG}
-    call = urllib.request.Request(
-        f"{server.address}/v1/completions",
-        json.dumps(request).encode(),
-        {"Content-Type": "application/json"},
-    )
+    call = completion(server.address, prompt="def f(", stream=True, **LONG)
     received = b""
     try:
         with urllib.request.urlopen(call, timeout=START_SECONDS) as response:

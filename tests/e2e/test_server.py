@@ -15,6 +15,7 @@ import workload
 from comparison import Outputs, by_request
 from engine_process import Metrics, Run, series, serve
 from prometheus_client.parser import text_string_to_metric_families
+from serving import completion
 from test_metrics import check_consistency
 
 from dyntree_plugin.metrics.names import METRICS
@@ -38,12 +39,9 @@ def plain() -> Outputs:
 
 def _post(address: str, prompt: str, **params: object) -> tuple[int, dict[str, Any]]:
     """Return the status and the answer of a completion."""
-    body = json.dumps({"prompt": prompt, **params}).encode()
-    asked = urllib.request.Request(
-        f"{address}/v1/completions", body, {"Content-Type": "application/json"}
-    )
     try:
-        with urllib.request.urlopen(asked, timeout=120) as response:
+        call = completion(address, prompt=prompt, **params)
+        with urllib.request.urlopen(call, timeout=120) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
