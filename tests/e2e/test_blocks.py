@@ -1,80 +1,23 @@
-"""Block drafts: each row of logits is that of its position, and the tokens are those without
-trees."""
+"""Block drafts: the tokens are those without trees. `test_draft_rows` has the rows of logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import blocks
-import pooled
 import pytest
-import torch
 import workload
 from comparison import accepted_per_step, by_request, explain, mismatches
-from engine_process import Result, Run, answered, serve
-from random_engines import REQUESTS, RUN, Target
-from slow import marked
-from transformers import AutoTokenizer
-
-from dyntree_plugin import pair
+from engine_process import Result, Run, serve
+from random_engines import ABORTED, REQUESTS, RUN, Target
 
 pytestmark = pytest.mark.e2e
 
 
-@dataclass(frozen=True)
-class Noted:
-    """What an engine with a block draft did. ``notes`` pairs texts and paths with logits."""
-
-    block: blocks.PlainBlock
-    notes: list[pooled.Note]
-
-    def apart(self, notes: list[pooled.Note], **changes: Any) -> torch.Tensor:
-        """Return how far the engine's logits are from the draft's alone, [notes]."""
-        found = torch.stack([logits[0] for _, _, logits in notes])
-        alone = torch.stack([self.block.logits(text, path, **changes) for text, path, _ in notes])
-        return (found - alone).abs().amax(1)
-
-
-@pytest.fixture(scope="module", params=marked(["dflash", "dspark"], {"dspark"}))
-def noted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Noted:
-    folder, method = tmp_path_factory.mktemp("block"), request.param
-    block = blocks.random_block(folder / "block", of_parent=method == "dspark")
-    tokenizer = AutoTokenizer.from_pretrained(pair.paths()["target"])
-    job: dict[str, Any] = {
-        "arguments": workload.with_block(block, method, budget="fixed"),
-        "prompts": [tokenizer.encode(text) for text in pair.held_out_prompts(4, seed=2)],
-        "notes": str(folder / "notes"),
-    }
-    answered(str(Path(pooled.__file__)), job, {}, threads=1)
-    return Noted(blocks.PlainBlock(block), torch.load(folder / "notes"))
-
-
-def test_every_row_says_what_the_draft_says_alone(noted: Noted) -> None:
-    """At the roots, after prompts in chunks and after accepted paths, and at expanded nodes."""
-    notes = noted.notes[::23]
-    assert float(noted.apart(notes).max()) < 2e-3
-    assert {len(path) for _, path, _ in notes} >= {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"deeper": 1}, {"causal": True}, {"stale": 1}], ids=["depth", "bits", "context"]
-)
-def test_what_a_row_reads_is_seen(wrong: dict[str, Any], noted: Noted) -> None:
-    """Control: with the next position, with causal bits, and without the context's last token, the
-    draft alone says something else."""
-    deeper = wrong.get("deeper", 0)
-    changes = {name: each for name, each in wrong.items() if name != "deeper"}
-    notes = [(text, [*path, *[0] * deeper], logits) for text, path, logits in noted.notes[::97]]
-    notes = [note for note in notes if len(note[1]) < blocks.LENGTH]
-    assert float(noted.apart(notes, **changes).min()) > 0.01
-
-
 RUNS = {
     "sound": Run([*REQUESTS, *workload.EVERYTHING[::6]]),
-    "aborted": Run(REQUESTS, abort_after={number: 2 + number % 5 for number in range(0, 30, 2)}),
+    "aborted": ABORTED,
     "again": Run([*REQUESTS, *workload.DEMANDING]),
 }
 EVERY = Run([*{request.key: request for run in RUNS.values() for request in run.requests}.values()])
