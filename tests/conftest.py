@@ -25,6 +25,7 @@ SHARING = {
             "test_delivered",
             "test_drafting",
             "test_drawn_rules",
+            "test_grammars",
             "test_head_controls",
             "test_identity",
             "test_look_up",

@@ -1,4 +1,4 @@
-"""An engine on the CPU that serves structured output, and ways to break what that depends on.
+"""An engine on the CPU that serves structured output, and whose errors are noted.
 
 As a program, this takes the files of a job and of its results, as engine_process.py does.
 """
@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 from engine_process import Engine, Result, Run, answered, result_of, run_of
-from sabotage_of_paths import unfollowed as unfollowed
 
 ASYNCHRONOUS = "asynchronous"
 """An argument of the program's engines, beside those of ``LLM``: schedule asynchronously."""
@@ -31,40 +30,9 @@ class Served:
 
 
 def serve_grammars(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Served]:
-    """Start an engine and work through the runs; their sabotage is of this file."""
+    """Start an engine and work through the runs."""
     found = answered(__file__, engine, runs, threads=1)
     return {name: Served(result_of(one["result"]), one["errors"]) for name, one in found.items()}
-
-
-@contextmanager
-def list_order(runner: Any) -> Iterator[None]:
-    """Tell the scheduler that every node's parent is the node before it."""
-    import torch
-
-    stock = runner.trees.parents_of
-
-    def parents_of(slots: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = stock(slots)
-        found[:, 1:] = torch.arange(found.shape[1] - 1) - 1
-        return found
-
-    with mock.patch.object(runner.trees, "parents_of", parents_of):
-        yield
-
-
-@contextmanager
-def free_nodes(runner: Any) -> Iterator[None]:
-    """Restrict what follows a tree's root, and nothing that follows a node."""
-    from dyntree_plugin.engine.grammar.walk import ANY, TreeWalk
-
-    stock = TreeWalk.fill
-
-    def fill(self: Any, tree: Any) -> None:
-        stock(self, tree)
-        self._bitmask[self._first + 1 : self._first + 1 + len(tree.tokens)] = ANY
-
-    with mock.patch.object(TreeWalk, "fill", fill):
-        yield
 
 
 class _Errors(logging.Handler):
@@ -77,7 +45,11 @@ class _Errors(logging.Handler):
 
 
 def work(engine: Engine, run: Run) -> Served:
-    broken = nullcontext() if run.sabotage is None else globals()[run.sabotage](engine.runner)
+    import sabotage
+
+    broken = (
+        nullcontext() if run.sabotage is None else getattr(sabotage, run.sabotage)(engine.runner)
+    )
     errors = _Errors()
     logging.getLogger("vllm").addHandler(errors)
     try:

@@ -68,4 +68,33 @@ def unfollowed(runner: Any) -> Iterator[None]:
         yield
 
 
-BROKEN = (without_paths, rows_as_paths, not_unrolled, unfollowed)
+@contextmanager
+def list_order(runner: Any) -> Iterator[None]:
+    """Tell the scheduler that every node's parent is the node before it."""
+    stock = runner.trees.parents_of
+
+    def parents_of(slots: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = stock(slots)
+        found[:, 1:] = torch.arange(found.shape[1] - 1) - 1
+        return found
+
+    with mock.patch.object(runner.trees, "parents_of", parents_of):
+        yield
+
+
+@contextmanager
+def free_nodes(runner: Any) -> Iterator[None]:
+    """Restrict what follows a tree's root, and nothing that follows a node."""
+    from dyntree_plugin.engine.grammar.walk import ANY, TreeWalk
+
+    stock = TreeWalk.fill
+
+    def fill(self: Any, tree: Any) -> None:
+        stock(self, tree)
+        self._bitmask[self._first + 1 : self._first + 1 + len(tree.tokens)] = ANY
+
+    with mock.patch.object(TreeWalk, "fill", fill):
+        yield
+
+
+BROKEN = (without_paths, rows_as_paths, not_unrolled, unfollowed, list_order, free_nodes)

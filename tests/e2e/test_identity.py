@@ -19,7 +19,15 @@ Differing = Callable[[str, str], str]
 
 FALLBACKS = "vllm:dyntree_fallback_steps_total{reason="
 
-HARMLESS = ("captured", "broken_draft", "tensors", "guesses", "unranked", *sabotage.OF_HEADS)
+HARMLESS = (
+    "captured",
+    "broken_draft",
+    "tensors",
+    "guesses",
+    "unranked",
+    "unfollowed",
+    *sabotage.OF_HEADS,
+)
 RUNS = [
     (engine, name)
     for engine, (_, runs) in workload.SAME_TOKENS.items()
@@ -126,7 +134,7 @@ def test_the_default_budget_verifies_less_than_was_grown(served: Served) -> None
 
 
 def test_a_tiny_cache_preempts_requests(served: Served) -> None:
-    for name in ("demanding", "demanding penalties", "from people"):
+    for name in ("demanding", "demanding penalties", "from people", "demanding of grammars"):
         metrics = served("tight")[name].metrics
         assert metrics["vllm:num_preemptions_total"] > 0
         assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0

@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import sabotage
+import structures
 from engine_process import Request, Run
 from features import (
     DELIVERED,
@@ -91,6 +92,7 @@ FIXED_RUNS |= {
     **{name: TREE_RUNS[name] for name in ("greedy", "batches of 4", "max_model_len")},
     **LIMITED,
     **DELIVERED,
+    **structures.RUNS,
     **{
         f"{name} {broken}": Run(OF_PATHS[name][:48], sabotage=broken)
         for name in ("repetitive", "phrases", "thinking_budget")
@@ -218,9 +220,9 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         {"sample": SAMPLE, "from people": TREE_RUNS["from people"]},
     ),
     "tight": (
-        tree(10, slots=16, width=3, max_depth=4, children=3)
-        | TIGHT,
+        tree(10, slots=16, width=3, max_depth=4, children=3) | TIGHT,
         _DEMANDING
+        | structures.SCARCE
         | {
             name: Run(OF_PATHS[name])
             for name in ("demanding penalties", "penalties of long prompts")
@@ -243,8 +245,7 @@ ENGINES: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
         },
     ),
     "tight twin": (
-        tree(5, draft="target", width=1, max_depth=5, children=1, lookup="off")
-        | TIGHT,
+        tree(5, draft="target", width=1, max_depth=5, children=1, lookup="off") | TIGHT,
         {
             "demanding": Run(_untruncated(DEMANDING)),
             "long prompts": Run(_untruncated(LONG_PROMPTS)),
@@ -272,6 +273,7 @@ LOOK_UP: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "adaptive look-up": (
         without_draft(method="ngram_gpu"),
         {name: TREE_RUNS[name] for name in (*KINDS, "batches of 1", "from people")}
+        | structures.FEW
         | {"sample": SAMPLE},
     ),
     "tight look-up": (without_draft(10, budget="fixed", max_depth=6) | TIGHT, _DEMANDING),
