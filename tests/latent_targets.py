@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import heads
 import torch
 from random_targets import random_target
 from safetensors.torch import load_file, save_file
 
+_QUERY_RANK = 32
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -46,7 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "q_lora_rank": 32,
+        "q_lora_rank": _QUERY_RANK,
         "n_group": 2,
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 1,
@@ -78,3 +81,44 @@ def latent_target(folder: Path, kind: str, seed: int = 0) -> Path:
         weights[f"{module}{name}.weight"] = weights[f"{shared}.weight"].clone()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def latent_head(folder: Path, target: Path) -> Path:
+    """Write an EAGLE-3 head with latent attention for a `latent_target`; return its folder.
+
+    Its layer adds a little to the target's last state.
+    """
+    config = json.loads((target / "config.json").read_text())
+    hidden, rank, rope = (
+        config[name] for name in ("hidden_size", "kv_lora_rank", "qk_rope_head_dim")
+    )
+    count, keys, values = (
+        config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+    )
+    shapes = {
+        "self_attn.q_a_proj": (_QUERY_RANK, 2 * hidden),
+        "self_attn.q_b_proj": (count * (keys + rope), _QUERY_RANK),
+        "self_attn.kv_a_proj_with_mqa": (rank + rope, 2 * hidden),
+        "self_attn.kv_b_proj": (count * (keys + values), rank),
+        "self_attn.o_proj": (hidden, count * values),
+        "mlp.gate_proj": (config["intermediate_size"], hidden),
+        "mlp.up_proj": (config["intermediate_size"], hidden),
+        "mlp.down_proj": (hidden, config["intermediate_size"]),
+    }
+    torch.manual_seed(1)
+    weights = {f"midlayer.{name}": torch.randn(*shape) * 0.05 for name, shape in shapes.items()}
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    weights |= {f"midlayer.{name}": torch.ones(hidden) for name in norms}
+    ranks = {"q_a_layernorm": _QUERY_RANK, "kv_a_layernorm": rank}
+    weights |= {f"midlayer.self_attn.{name}": torch.ones(size) for name, size in ranks.items()}
+    weights |= {"norm": torch.ones(hidden), "fc": torch.eye(hidden)}
+    own = {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "num_hidden_layers": 1,
+        "q_lora_rank": _QUERY_RANK,
+        "eagle_aux_hidden_state_layer_ids": [config["num_hidden_layers"]],
+        "num_aux_hidden_states": 1,
+        "draft_vocab_size": config["vocab_size"],
+    }
+    named = {f"{name}.weight": weight for name, weight in weights.items()}
+    return heads.write_head(folder, named, config | own, torch.float32)

@@ -132,7 +132,7 @@ def random_target(
     of_kind = shape or _COMMON | (RECURRENT | WINDOWED)[kind]
     _write(folder, AutoConfig.for_model(kind, **of_kind, **_tokens()), seed)
     if kind in MODULES:
-        _add_module(folder / "model.safetensors", *MODULES[kind])
+        add_module(folder / "model.safetensors", *MODULES[kind])
     return folder
 
 
@@ -193,9 +193,7 @@ def changed_copy(source: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def _add_module(
-    file: Path, layer: str, joins: str, norms: tuple[str, ...], of_norms: float
-) -> None:
+def add_module(file: Path, layer: str, joins: str, norms: tuple[str, ...], of_norms: float) -> None:
     """Add a module that joins by half of the embedding and the hidden state."""
     stored, size = load_file(file), _COMMON["hidden_size"]
     own = {f"layers.0.{name.removeprefix(layer)}": weight.clone()

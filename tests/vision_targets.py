@@ -11,6 +11,7 @@ from typing import Any
 
 import heads
 import torch
+from random_targets import MODULES, add_module
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from dyntree_plugin import pair
@@ -59,6 +60,7 @@ _DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "mtp_num_hidden_layers": 1,
 }
 
 _EXPERTS = {
@@ -121,6 +123,9 @@ def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
+    if own:
+        last = "model.language_model.layers.1."
+        add_module(folder / "model.safetensors", last, *MODULES["qwen3_next"][1:])
     tokenizer.save_pretrained(folder)
     images = {
         "image_processor_type": "Qwen2VLImageProcessorPil",

@@ -24,6 +24,8 @@ from dyntree_plugin.admission.refusals import (
     CPU_REFUSALS,
     DRAFT_REFUSALS,
     ENGINE_REFUSALS,
+    NOT_OF_DRAFT_MODELS,
+    NOT_OF_HEADS,
     SPECULATION_REFUSALS,
     Refusal,
     dtype_of,
@@ -113,7 +115,7 @@ def refuse_further_draft(
     prefix = f"{NAMESPACE}.drafts, {further.model!r}: "
     reasons = [
         *_found((*SPECULATION_REFUSALS, *DRAFT_REFUSALS, *LATENT_DRAFT_REFUSALS), further, prefix),
-        *_found(model_refusals(device_type, draft=True), draft, prefix),
+        *_found(model_refusals(device_type, NOT_OF_DRAFT_MODELS), draft, prefix),
         *(prefix + reason for reason in _vocabulary_refusals(vllm_config, further)),
     ]
     if reason := kernel_refusal(draft, device_type, kv_cache_dtype(vllm_config)):
@@ -196,11 +198,13 @@ def _speculation_refusals(
         yield _unserved_method(speculation.method)
     yield from _found(SPECULATION_REFUSALS, speculation, "speculative_config.")
     if (draft := _draft_model(vllm_config)) is not None:
-        refusals = HEAD_REFUSALS if speculation.method in OF_TARGET else DRAFT_REFUSALS
+        head = speculation.method in OF_TARGET
+        refusals = HEAD_REFUSALS if head else DRAFT_REFUSALS
+        lacking = NOT_OF_HEADS if head else NOT_OF_DRAFT_MODELS
         of_block = BLOCK_DRAFT_REFUSALS if speculation.method in BLOCKS else ()
         tables = (*refusals, *LATENT_DRAFT_REFUSALS, *of_block)
         yield from _found(tables, speculation, "speculative_config.")
-        yield from _found(model_refusals(device_type, draft=True), draft, "draft model: ")
+        yield from _found(model_refusals(device_type, lacking), draft, "draft model: ")
         yield from _vocabulary_refusals(vllm_config, speculation)
     try:
         plan = options.plan_for(speculation)

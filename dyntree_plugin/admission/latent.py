@@ -14,8 +14,7 @@ LATENT_REFUSALS = (
         bool,
         "trees do not pass sparse attention with an indexer (DSA); use a model without",
     ),
-    *_LATENT.uncompared("tensor_parallel_size", "pipeline_parallel_size", "dtype", "enable_lora"),
-    *_LATENT.uncompared("kv_cache_dtype"),
+    *_LATENT.uncompared("dtype", "enable_lora", "kv_cache_dtype"),
 )
 """Checks of ``VllmConfig``."""
 
@@ -26,13 +25,6 @@ LATENT_DRAFT_REFUSALS = (
         lambda found: found[0] != found[1],
         "vLLM's kernels for latent and for other attention take blocks of different sizes; use a "
         "draft with the target's kind of attention, or look-up",
-    ),
-    Refusal(
-        "method, use_mla",
-        lambda s: (s.method, s.draft_model_config.use_mla),
-        lambda found: found[0] in ("eagle", "eagle3") and found[1],
-        "trees of an EAGLE head with latent attention were not compared yet; use the target's own "
-        "module of multi-token prediction, method mtp, or look-up",
     ),
 )
 """Checks of a ``SpeculativeConfig`` with a draft model or a head."""

@@ -11,8 +11,7 @@ _QUANTISED = Targets(
 )
 
 QUANTISED_CACHE_REFUSALS = (
-    *_QUANTISED.uncompared("tensor_parallel_size", "pipeline_parallel_size", "dtype"),
-    *_QUANTISED.uncompared("enable_lora", "kv_cache_dtype_skip_layers", "kv_transfer_config"),
-    *_QUANTISED.uncompared("use_gemma4_mtp"),
+    *_QUANTISED.uncompared("dtype", "enable_lora", "kv_cache_dtype_skip_layers"),
+    *_QUANTISED.uncompared("kv_transfer_config", "use_gemma4_mtp"),
 )
 """Checks of ``VllmConfig``."""

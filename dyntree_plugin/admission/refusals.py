@@ -321,11 +321,19 @@ MODEL_REFUSALS = (
 """Checks of ``ModelConfig``, the target's and the draft's."""
 
 
-def model_refusals(device_type: str, *, draft: bool = False) -> Iterator[Refusal]:
+NOT_OF_DRAFT_MODELS = frozenset({"states", "mrope"})
+"""Features that a draft model may not have: its states would have to branch while it grows a tree,
+and its positions are single numbers."""
+
+NOT_OF_HEADS = frozenset({"states"})
+"""Those that a head may not have. vLLM gives a head single numbers as positions, also if the target
+has several components; in text these are equal."""
+
+
+def model_refusals(device_type: str, of_targets: frozenset[str] = frozenset()) -> Iterator[Refusal]:
     """Yield the `MODEL_REFUSALS` but for features of layers that the device serves.
 
-    The states of a ``draft`` would have to branch while it grows a tree, and its positions are
-    single numbers.
+    ``of_targets``: features that are refused all the same.
     """
-    served = SERVED_ON[device_type] - ({"states", "mrope"} if draft else set())
+    served = SERVED_ON[device_type] - of_targets
     return (each for each in MODEL_REFUSALS if each.feature not in served)

@@ -6,7 +6,5 @@ from dyntree_plugin.admission.uncompared import Targets
 
 _WINDOWED = Targets("sliding_window", lambda m: m.get_sliding_window())
 
-WINDOW_REFUSALS = (
-    *_WINDOWED.uncompared("tensor_parallel_size", "pipeline_parallel_size", "dtype", "enable_lora"),
-)
+WINDOW_REFUSALS = (*_WINDOWED.uncompared("dtype", "enable_lora"),)
 """Checks of ``VllmConfig``."""

@@ -15,6 +15,8 @@ CLASSES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MTP": "qwen3_5_mtp",
+    "Qwen3_5MoeMTP": "qwen3_5_mtp",
 }
 """Modules of classes, which import a part of torchvision that images do not need."""
 

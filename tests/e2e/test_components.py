@@ -69,6 +69,10 @@ def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str
         "plain": lambda: (workload.without_tree() | in_float32, {"sound": RUN}),
         "draft": lambda: (workload.tree(NODES), twice | BROKEN),
         "look-up": lambda: (look_up, twice),
+        "module": lambda: (
+            workload.with_head(model, "mtp", NODES, budget="fixed", lookup="off") | TIGHT,
+            twice,
+        ),
         "head": lambda: (
             workload.with_head(head_of(model.with_name("head"), model), nodes=NODES, budget="fixed")
             | TIGHT,
@@ -93,9 +97,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         ("qwen2_5_vl", "draft"),
         ("qwen2_5_vl", "look-up"),
         ("qwen3_vl", "head"),
+        ("qwen3_5", "module"),
         pytest.param("qwen3_5", "look-up", marks=pytest.mark.slow),
         pytest.param("qwen3_5", "head", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "look-up", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", "module", marks=pytest.mark.slow),
     ],
 )
 def test_no_token_differs(kind: str, name: str, served: Served) -> None:

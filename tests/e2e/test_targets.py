@@ -18,7 +18,7 @@ import workload
 from comparison import accepted_per_step
 from engine_process import Run
 from features import long
-from latent_targets import latent_target
+from latent_targets import latent_head, latent_target
 from random_engines import ABORTED, FEW, FLOAT32_DELTA_NET, NODES, RUN, Engines, Target
 from random_targets import MODULES, gemma4_assistant, random_target, with_cache_scales
 from slow import marked
@@ -65,6 +65,16 @@ def _in_half(
     }
 
 
+def _split(trees: dict[str, Any], run: Run) -> Engines:
+    """An engine of two ranks, the last of which may move nothing, and one of two stages, the first
+    of which may miss the accepted paths."""
+    ranks, stages = (
+        _sound(run) | _broken(run, [name])
+        for name in ("without_kv_move", "without_paths_of_earlier_stages")
+    )
+    return {"two ranks": (trees, ranks), "two stages": (trees, stages)}
+
+
 def _windows(model: Path, kind: str) -> Engines:
     of = {"model": str(model)}
     plain, draft = workload.without_tree() | of, workload.tree(NODES) | of
@@ -77,6 +87,7 @@ def _windows(model: Path, kind: str) -> Engines:
         "draft": (draft, _sound(LONG, "again") | broken | nan),
         "look-up": (look_up, _sound(LONG, "again")),
         "one group": (draft | {"disable_hybrid_kv_cache_manager": True}, _sound(LONG)),
+        **_split(draft, LONG),
         **_in_half(plain, draft, ["without_kv_move"]),
     }
 
@@ -135,6 +146,8 @@ def _latent(model: Path, kind: str) -> Engines:
     draft["speculative_config"] = draft["speculative_config"] | of
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of
     module = workload.with_head(model, "mtp", NODES, budget="fixed", lookup="off")
+    eagle = latent_head(model.with_name(f"{kind} head"), model)
+    head = workload.with_head(eagle, nodes=NODES, budget="fixed", lookup="off") | of
     # Blocks have 16 positions, which vLLM's kernel for CPUs asks for.
     few = look_up | {"num_gpu_blocks_override": 40}
     return {
@@ -143,7 +156,9 @@ def _latent(model: Path, kind: str) -> Engines:
         "draft": (draft, _sound(RUN) | _broken(RUN, names) | {"again": RUN}),
         "look-up": (few, _sound(RUN) | {"aborted": ABORTED, "again": RUN}),
         "module": (module, _sound(RUN, "again")),
+        "EAGLE-3": (head, _sound(RUN, "again")),
         "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
+        **_split(draft, RUN),
         **_in_half(plain, draft, ["without_kv_move"]),
     }
 
@@ -156,6 +171,7 @@ def _quantised(model: Path, kind: str) -> Engines:
         "plain": (plain, _sound(RUN)),
         "unquantised": (plain | {"kv_cache_dtype": "bfloat16"} | HALF, _sound(RUN)),
         "draft": (draft, _sound(RUN) | _broken(RUN, sabotage_of_caches.BROKEN)),
+        **_split(draft, RUN),
         **_in_half(plain, draft, sabotage_of_caches.BROKEN),
     }
 
@@ -180,10 +196,11 @@ class Kind:
     write: Callable[[Path, str], Path] = random_target
 
 
-_OF_RANKS = ("two ranks", "two stages", "compiled")
+_SPLIT = ("two ranks", "two stages")
+_OF_RANKS = (*_SPLIT, "compiled")
 KINDS = {
-    "gemma2": Kind(_windows, ("draft", "look-up", "one group")),
-    "gpt_oss": Kind(_windows, ("draft", "look-up"), ("one group",)),
+    "gemma2": Kind(_windows, ("draft", "look-up", "one group"), _SPLIT),
+    "gpt_oss": Kind(_windows, ("draft", "look-up"), ("one group", *_SPLIT)),
     "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group")),
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
@@ -192,18 +209,21 @@ KINDS = {
     "qwen3_next": Kind(_recurrent, ("draft", "head"), ("look-up", "EAGLE-3", *_OF_RANKS)),
     "falcon_h1": Kind(_recurrent, slow=("look-up",)),
     "granitemoehybrid": Kind(_recurrent, slow=("look-up",)),
-    "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("compiled",), latent_target),
+    "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("EAGLE-3", *_OF_RANKS), latent_target),
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
-    "quantised cache": Kind(_quantised, ("draft",), (), _with_scales),
+    "quantised cache": Kind(_quantised, ("draft",), _SPLIT, _with_scales),
 }
 SLOW = [(kind, engine) for kind, of in KINDS.items() for engine in of.slow]
 TREES = [(kind, engine) for kind, of in KINDS.items() for engine in of.trees] + SLOW
 CONTROLLED = [
     (kind, engine)
     for kind, engine in TREES
-    if engine in ("draft", "two stages") or (kind, engine) == ("gemma4_text", "look-up")
+    if engine in ("draft", "two stages")
+    or (kind, engine) == ("gemma4_text", "look-up")
+    or (engine == "two ranks" and KINDS[kind].engines is not _recurrent)
 ]
-ACCEPTED = {("deepseek_v2", "draft"): 3, ("deepseek_v2", "compiled"): 3}
+ACCEPTED = {("deepseek_v2", engine): 3 for engine in ("draft", *_OF_RANKS)}
+ACCEPTED["deepseek_v2", "EAGLE-3"] = 0.3
 """Nodes that more are accepted of in a step, if that is not 0.5."""
 PREEMPTED = [
     *((kind, "look-up") for kind in ("gemma2", "gpt_oss", "gemma3_text", "deepseek_v2")),
