@@ -222,10 +222,13 @@ class TreeRunnerMixin(TreeStage):
         agree = agreement_of(self.vllm_config)
         with self.measured_adapters():
             adaptive = uses_adaptive_budget(self.vllm_config)
-            costs = measure(self, agree, closely=adaptive)
+            # Rows of latent attention are bound by arithmetic, which grows with the context.
+            latent = adaptive and self.model_config.use_mla
+            costs = measure(self, agree, closely=adaptive, by_context=latent)
         self._plain_steps = PlainSteps(costs)
         if adaptive:
-            self.take_row_cost(RowCost(costs.rows, costs.with_head, costs.most_rows))
+            measured = costs.rows, costs.with_head, costs.most_rows, costs.of_position
+            self.take_row_cost(RowCost(*measured))
         logger.info_once("It took %.1f s to measure what steps cost.", time.monotonic() - began)
         self._record = self._new_record()
 

@@ -27,7 +27,7 @@ def assumed_if(asked: bool) -> Iterator[None]:
     from dyntree_plugin.engine.budget import by_tree
     from dyntree_plugin.tree.budget.row_cost import RowCost
 
-    def assume(_rows: Any, _seconds: Any, most: int) -> RowCost:
+    def assume(_rows: Any, _seconds: Any, most: int, *_: Any) -> RowCost:
         return RowCost(ROWS, SECONDS, most)
 
     with (

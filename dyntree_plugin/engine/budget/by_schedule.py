@@ -43,6 +43,7 @@ class NodeBuckets:
         self._worth = TreeWorth(forwards)
         self._forward_seconds = ForwardSeconds()
         self._lookups = 0
+        self._context = 0.0
         self._came: float | None = None
 
     def __getitem__(self, requests: int) -> int:
@@ -60,7 +61,7 @@ class NodeBuckets:
             return Choice(self._most, self.sizes[-1])
         # A choice looks no further: a kernel that is faster with more rows has up to twice as many.
         most = 2 * requests * (1 + self.sizes[-1])
-        given = (requests, self._cost.seconds(most), seconds)
+        given = (requests, self._cost.seconds(most, self._context), seconds)
         best = best_drafting(worth, *given, self.sizes, range(self._fewest, 1 + self._most))
         if self._lookups % TRIED_EVERY:
             return best
@@ -86,6 +87,7 @@ class NodeBuckets:
         self._came = now if decoding else None
         if not decoding:
             return
+        self._context = counts.context
         if counts.worth and counts.report and counts.growth_forwards is not None:
             known = len(counts.worth) if counts.ended_early else counts.growth_forwards + 1
             seen = np.asarray(counts.worth)[:known, self._offered]
@@ -96,4 +98,5 @@ class NodeBuckets:
             forwards = 1 + (counts.growth_forwards or 0)
             if self._synchronous:
                 forwards = counts.draft_forwards
-            self._cost.observe(rows, max(now - before - forward * forwards, 1e-6))
+            spent = max(now - before - forward * forwards, 1e-6)
+            self._cost.observe(rows, spent, self._context)

@@ -42,6 +42,7 @@ class TreeBudget:
         # Nodes of chains that the next step may still verify; None if there are trees, too.
         self._room: int | None = None
         self._ended: float | None = None
+        self._context = 0.0
         self._decode_next = np.zeros(0, dtype=bool)
         self._limits = ChainLimits(chain_depth)
 
@@ -67,7 +68,7 @@ class TreeBudget:
             return counts
         chances = values.exp().numpy()[decoding]  # sync: host memory on the CPU
         chains = np.zeros(len(chances), dtype=bool) if drawn is None else drawn[decoding]
-        curve = self._cost.seconds()
+        curve = self._cost.seconds(context=self._context)
         spent = self._forwards * self._forward + self._outside
         # Batches of about the same size share one average per request.
         kind = len(chances).bit_length()
@@ -105,12 +106,13 @@ class TreeBudget:
         requests = slice(batch.num_reqs)
         computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
         self._decode_next = computed >= batch.prefill_len_np[requests]
+        self._context = float(batch.num_computed_tokens_np[requests].mean())
         total = sum(stage_seconds.values())
         self._observe_pace(total)
         drafting = sum(stage_seconds.get(stage, 0.0) for stage in DRAFTING)
         if self._cost is None or not drafting or batch.is_prefilling_np[requests].any():
             return
-        self._cost.observe(batch.num_tokens, max(total - drafting, 1e-6))
+        self._cost.observe(batch.num_tokens, max(total - drafting, 1e-6), self._context)
         # Without a draft model, look-up takes the place of one forward.
         self._forwards = max(forwards, 1)
         self._forward = followed(self._forward, drafting / self._forwards)

@@ -63,12 +63,15 @@ class _Timed:
             self(step)
 
 
-def measure(runner: TimedRunner, agree: Agree, closely: bool) -> StepCosts:
+def measure(
+    runner: TimedRunner, agree: Agree, closely: bool, by_context: bool = False
+) -> StepCosts:
     """Time plain steps of 1, 2, 4, … requests, and forward and head over 1, 2, 4, … rows of trees.
 
     With many requests or rows the sizes are 1, 4, 16, …; slow steps are measured at fewer. If
-    ``closely``, further rows are measured where the seconds rise. Call it after the KV cache is
-    allocated and before the first request: the steps write into it.
+    ``closely``, further rows are measured where the seconds rise. If ``by_context``, rows of a tree
+    are measured with context, too. Call it after the KV cache is allocated and before the first
+    request: the steps write into it.
     """
     most = min(runner.max_num_reqs, runner.max_num_tokens)
     context = max(1, min(CONTEXT, runner.max_model_len - 1))
@@ -76,6 +79,8 @@ def measure(runner: TimedRunner, agree: Agree, closely: bool) -> StepCosts:
         sample_greedily(runner, most)
         plain = _plain_steps(runner, agree, most, context)
         by_rows = _by_rows(runner, agree, closely)
+        reading = (plain[1, context].whole - plain[1, 0].whole) / context
+        of_position = _of_position(runner, agree, context, reading) if by_context else 0.0
     sizes, rows = sorted({size for size, _ in plain}), sorted(by_rows)
     return StepCosts(
         requests=tuple(sizes),
@@ -86,6 +91,7 @@ def measure(runner: TimedRunner, agree: Agree, closely: bool) -> StepCosts:
         forwards=tuple(by_rows[each].forward for each in rows),
         with_head=tuple(by_rows[each].whole for each in rows),
         most_rows=most_rows(runner),
+        of_position=of_position,
     )
 
 
@@ -142,6 +148,24 @@ def _by_rows(runner: TimedRunner, agree: Agree, closely: bool) -> dict[int, Seco
     return timed.best
 
 
+def _of_position(runner: TimedRunner, agree: Agree, context: int, reading: float) -> float:
+    """Return the seconds that a position of ``context`` adds to each row of a tree but the first.
+
+    ``reading``: those that it adds to a step of one row, which are mostly the time to read it.
+    """
+    rows = runner.decode_query_len
+    context = min(context, runner.max_model_len - rows)
+    if rows < 2 or context < 1:
+        return 0.0
+
+    def run(length: int) -> Seconds:
+        return agree(_forward(runner, rows, uniform_decode=True, context_len=length))
+
+    timed = _Timed(run, agree)
+    more = timed(context, REPETITIONS) - timed(0, REPETITIONS)
+    return max(more / context - reading, 0.0) / (rows - 1)
+
+
 def _refine(timed: _Timed, times: int, rise: float, end: float) -> None:
     """Measure between the neighbours that differ most, until none differs by ``rise``.
 
@@ -173,9 +197,9 @@ def sizes_up_to(most: int) -> list[int]:
     return sizes
 
 
-def _forward(runner: TimedRunner, rows: int) -> Seconds:
+def _forward(runner: TimedRunner, rows: int, **how: Any) -> Seconds:
     return seconds_of(
         runner,
-        lambda: runner._dummy_run(rows)[0],
+        lambda: runner._dummy_run(rows, **how)[0],
         lambda hidden: runner.model.compute_logits(hidden[:rows]),
     )

@@ -26,6 +26,7 @@ class TimedRunner(Protocol):
     max_num_reqs: int
     max_num_tokens: int
     max_model_len: int
+    decode_query_len: int
 
     def queue_delay(self) -> None: ...
 

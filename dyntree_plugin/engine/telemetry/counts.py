@@ -33,6 +33,7 @@ class WorkerCounts:
     forwards would have grown the same trees. ``drafted``: requests, draft forwards and seconds of
     drafting, for each finished step in which every request decoded. ``row_cost`` and
     ``fewest_forwards``, with the first step: what rows cost, and the fewest forwards of a step.
+    ``context``: the mean positions of the requests before this step.
     """
 
     decoding: list[bool] = field(default_factory=list)
@@ -49,3 +50,4 @@ class WorkerCounts:
     drafted: list[tuple[int, int, float]] = field(default_factory=list)
     row_cost: RowCost | None = None
     fewest_forwards: int = 0
+    context: float = 0.0

@@ -74,7 +74,7 @@ class StepRecord:
         """
         requests = slice(batch.num_reqs)
         self._decoding = ~batch.is_prefilling_np[requests]
-        self._context = float(batch.num_computed_tokens_np[requests].mean())
+        self._context = self._counts.context = float(batch.num_computed_tokens_np[requests].mean())
         self._rows = batch.num_tokens
         counts, drafts = self._counts, batch.num_draft_tokens_per_req
         counts.decoding = self._decoding.tolist()  # sync: host memory

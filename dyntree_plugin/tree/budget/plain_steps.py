@@ -30,7 +30,8 @@ class StepCosts:
     sampler with one row per request and no context, and ``with_context`` those with ``context``
     tokens for each request. ``rows`` ascend from 1. Over these rows without context, ``forwards``
     are the seconds of the forward, and ``with_head`` those with the output head. A step has at most
-    ``most_rows``. Values between the points are interpolated linearly.
+    ``most_rows``. ``of_position``: the seconds that a position of context adds to each row of a
+    tree, without those of reading it. Values between the points are interpolated linearly.
     """
 
     requests: tuple[int, ...]
@@ -41,6 +42,7 @@ class StepCosts:
     forwards: tuple[float, ...]
     with_head: tuple[float, ...]
     most_rows: int
+    of_position: float = 0.0
 
     def seconds(self, requests: int, context: float) -> float:
         """Return the seconds of a step of ``requests`` with ``context`` tokens each."""

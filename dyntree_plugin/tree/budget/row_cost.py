@@ -68,11 +68,18 @@ class RowCost:
     never falls as rows rise: if a kernel is faster with more rows, a step can be padded to them.
     """
 
-    def __init__(self, rows: tuple[int, ...], seconds: tuple[float, ...], most: int) -> None:
-        """Start from ``seconds`` of steps of ``rows``, which ascend.
+    def __init__(
+        self,
+        rows: tuple[int, ...],
+        seconds: tuple[float, ...],
+        most: int,
+        of_position: float = 0.0,
+    ) -> None:
+        """Start from ``seconds`` of steps of ``rows`` without context; the rows ascend.
 
         The curve is linear between the points and after the last. ``most`` is the largest number
-        of rows that will be asked for.
+        of rows that will be asked for. ``of_position``: the seconds that each position of context
+        adds to a row.
 
         Raises:
             ValueError: if rows do not ascend from 1, or seconds are not positive.
@@ -83,7 +90,8 @@ class RowCost:
             raise ValueError(f"seconds={seconds} must be above 0")
         self._rows = np.asarray(rows, dtype=np.float64)
         self._all = np.arange(most + 1, dtype=np.float64)
-        self._log_measured = np.log(_line(self._all, self._rows, np.asarray(seconds)))
+        self._measured = _line(self._all, self._rows, np.asarray(seconds))
+        self._of_position = of_position
         # The point that an observation is credited to.
         middle = (self._rows[1:] + self._rows[:-1]) / 2
         self._point = np.searchsorted(middle, self._all)
@@ -91,22 +99,27 @@ class RowCost:
         self._level_and_tilt = LevelAndTilt(MEASURED, PRIOR)
         self._offset = np.zeros(len(rows))
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a step of ``rows``."""
+    def observe(self, rows: int, seconds: float, context: float = 0.0) -> None:
+        """Learn from a step of ``rows`` whose requests have ``context`` positions on average."""
         rows = min(rows, len(self._all) - 1)
         point = self._point[rows]
         moved = self._level_and_tilt.moved(rows)
-        expected = float(self._log_measured[rows] + self._offset[point]) + moved
+        measured = self._measured[rows] + self._of_position * context * rows
+        expected = math.log(measured) + float(self._offset[point]) + moved
         surprise = _bounded(math.log(seconds) - expected)
         self._level_and_tilt.observe(rows, moved + surprise)
         self._offset *= 1 - FORGETTING
         self._offset[point] += SHAPE_STEP * surprise
 
-    def seconds(self, most: int | None = None) -> np.ndarray:
-        """Return the seconds by rows, from 0 (as 1) up to ``most`` or all; they never fall."""
+    def seconds(self, most: int | None = None, context: float = 0.0) -> np.ndarray:
+        """Return the seconds by rows, from 0 (as 1) up to ``most`` or all; they never fall.
+
+        ``context``: as in `observe`.
+        """
         end = None if most is None else most + 1
         moved = self._level_and_tilt.curve(self._log_rows[:end]) + self._offset[self._point[:end]]
-        curve = np.exp(self._log_measured[:end] + moved)
+        measured = self._measured[:end] + self._of_position * context * self._all[:end]
+        curve = measured * np.exp(moved)
         least: np.ndarray = np.minimum.accumulate(curve[::-1])[::-1]
         return least
 

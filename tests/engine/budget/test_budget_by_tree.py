@@ -46,11 +46,13 @@ def batch(rows: int, prompts: tuple[int, ...] = (0,), length: int = 4) -> Any:
     )
 
 
-def budget(seconds: tuple[float, float] = STEEP, requests: int = 1) -> TreeBudget:
+def budget(
+    seconds: tuple[float, float] = STEEP, requests: int = 1, of_position: float = 0.0
+) -> TreeBudget:
     """A budget with measured costs, whose requests all decode."""
     found = TreeBudget(NODES)
     found.observe(batch(requests, (0,) * requests), 1, {"target": 0.05})
-    found.measured(RowCost((1, 9), seconds, 40))
+    found.measured(RowCost((1, 9), seconds, 40, of_position))
     return found
 
 
@@ -79,6 +81,14 @@ def test_rows_that_become_expensive_are_left_out() -> None:
         found.observe(batch(2), 1, {"target": 0.05, "draft": 1e-3})
         found.observe(batch(6), 1, {"target": 0.3, "draft": 1e-3})
     assert cut(found, tree)[0] < 5
+
+
+def test_rows_that_are_expensive_with_context_are_left_out() -> None:
+    """Control: where no more was measured with context, the tree is whole."""
+    for of_position, kept in ((15e-6, 2), (0.0, 5)):
+        found = budget(FLAT, of_position=of_position)
+        found.observe(batch(1, length=1000), 1, {"target": 0.05})
+        assert cut(found, values(0.9, 0.8, 0.3, 0.2, 0.1)) == [kept]
 
 
 @pytest.mark.parametrize(("prompts", "drafting"), [((0, 3), 1e-3), ((0, 0), 0.0)])

@@ -37,12 +37,14 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
         self.now, self.chance, self.requests = 0.0, 0.8, 1
         self.forward, self.row, self.fewest = 0.1, 0.001, 0
+        self.context, self.of_position, self.measured_position = 0.0, 0.0, 0.0
         vars(self).update(more)
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
         self.buckets = NodeBuckets(SIZES, FORWARDS)
         # What is measured is a fifth off: contexts are longer.
         seconds = (0.8 * (1 + self.row), 0.8 * (1 + 3000 * self.row))
-        self.buckets.measured(RowCost((1, 3000), seconds, 3000), self.fewest)
+        cost = RowCost((1, 3000), seconds, 3000, self.measured_position)
+        self.buckets.measured(cost, self.fewest)
 
         self.waiting: tuple[int, int] | None = None  # forwards and nodes of the last trees
         self.tokens = 0.0
@@ -59,7 +61,8 @@ class World:
         return np.array([[0.0 if n == 0 else row[n - 1] for n in SIZES] for row in table])
 
     def seconds(self, forwards: int, nodes: int) -> float:
-        verifying = 1 + self.row * self.requests * (1 + nodes)
+        row = self.row + self.of_position * self.context
+        verifying = 1 + row * self.requests * (1 + nodes)
         return verifying + self.forward * (1 + forwards)
 
     def rate(self, forwards: int, nodes: int) -> float:
@@ -88,6 +91,7 @@ class World:
             growth_forwards=forwards if nodes else None,
             drafted=[(self.requests, 1 + forwards, self.forward * (1 + forwards))],
             replaced=replaced,
+            context=self.context,
         )
         self.buckets.observe(counts, self.requests * (1 + nodes))
         nodes = self.buckets[self.requests]
@@ -145,6 +149,17 @@ def test_the_choice_follows_what_changes(name: str, monkeypatch: pytest.MonkeyPa
     vars(world).update(then)
     world.run(1300)
     assert world.run(640) > 0.95
+
+
+def test_trees_shrink_with_the_first_step_of_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = []
+    for measured in (1e-6, 0.0):  # The second is the control: rows were measured without context.
+        world = World(monkeypatch, of_position=1e-6, measured_position=measured)
+        world.run(600)
+        world.context = 1e6
+        world.step()
+        nodes.append(world.chosen[-1][1])
+    assert nodes[0] < nodes[1] / 2
 
 
 def test_without_trying_more_a_change_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from dyntree_plugin.tree.budget.plain_steps import StepCosts  # noqa: E402
 from dyntree_plugin.tree.budget.row_cost import RowCost  # noqa: E402
 
 OF_TOKEN, HEAD, SAMPLING = 1e-6, 2e-3, 1e-3
+OF_ROW = 4e-7
+"""Of the seconds `OF_TOKEN`, those that each row of a request takes for itself."""
 
 
 class Runner:
@@ -31,7 +33,7 @@ class Runner:
     The rows fill whole blocks. Tokens of context, the head and sampling take time, too.
     """
 
-    max_num_tokens, max_model_len = 1000, 2048
+    max_num_tokens, max_model_len, decode_query_len = 1000, 2048, 9
 
     def __init__(
         self,
@@ -67,13 +69,17 @@ class Runner:
         """Return the seconds of forward and head over 1, 2, … rows."""
         return np.asarray(self.forward(np.arange(1, 1 + runner_most)) + HEAD)
 
-    def _dummy_run(self, rows: int, context_len: int | None = None) -> tuple[Any, Any]:
+    def _dummy_run(
+        self, rows: int, context_len: int | None = None, uniform_decode: bool = False
+    ) -> tuple[Any, Any]:
         if context_len is None:
             self.rows.append(rows)
-        else:
+        elif not uniform_decode:
             self.steps.append((rows, context_len))
+        requests = rows // self.decode_query_len if uniform_decode else rows
+        of_context = requests * (OF_TOKEN - OF_ROW) + rows * OF_ROW
         with self.clock("target"):
-            self.spend(self.forward(rows) + rows * OF_TOKEN * (context_len or 0))
+            self.spend(self.forward(rows) + of_context * (context_len or 0))
         hidden = np.zeros(rows)
         return hidden, hidden
 
@@ -124,6 +130,15 @@ def test_one_measurement_says_what_plain_steps_and_rows_cost(
     assert costs.with_head == pytest.approx([each + HEAD for each in costs.forwards])
     assert curve(costs) == pytest.approx(runner.whole(900))
     assert runner.speculator == "drafting"
+
+
+@pytest.mark.parametrize("context", [1024, 20])
+def test_what_context_adds_to_a_row_is_measured_if_asked(context: int, now: list[float]) -> None:
+    runner = Runner(now)
+    assert measure(runner).of_position == 0
+    runner.max_model_len = context + runner.decode_query_len
+    costs = step_costs.measure(runner, alone, closely=True, by_context=True)
+    assert costs.of_position == pytest.approx(OF_ROW)
 
 
 def test_no_forward_has_more_rows_of_a_request_than_its_context_holds(now: list[float]) -> None:

@@ -90,6 +90,18 @@ def test_a_curve_that_was_measured_too_steep_is_flattened_where_no_step_has_been
     assert seconds[16] < 4
 
 
+def test_every_row_costs_more_with_the_context() -> None:
+    cost = RowCost(ROWS, SECONDS, 12, of_position=1e-3)
+    without, of_rows = cost.seconds(), 0.1 * np.arange(13)
+    assert cost.seconds(context=100) == pytest.approx(without + of_rows)
+    for _ in range(50):
+        cost.observe(4, 1.2 + of_rows[4], context=100)
+    assert cost.seconds() == pytest.approx(without), "the machine is as it was measured"
+    for _ in range(50):
+        cost.observe(4, 1.2 + of_rows[4])  # Control: the context is not given.
+    assert cost.seconds()[4] > 1.1 * without[4]
+
+
 def test_one_interrupted_step_moves_the_cost_little() -> None:
     cost = RowCost(ROWS, SECONDS, 12)
     cost.observe(4, 1000.0)
