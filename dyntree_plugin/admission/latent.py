@@ -26,5 +26,12 @@ LATENT_DRAFT_REFUSALS = (
         "vLLM's kernels for latent and for other attention take blocks of different sizes; use a "
         "draft with the target's kind of attention, or look-up",
     ),
+    Refusal(
+        "method, use_mla",
+        lambda s: (s.method, s.draft_model_config.use_mla),
+        lambda found: found[0] == "eagle" and found[1],
+        "trees of an EAGLE head with latent attention were not compared yet; use an EAGLE-3 head, "
+        "the target's own module of multi-token prediction, method mtp, or look-up",
+    ),
 )
 """Checks of a ``SpeculativeConfig`` with a draft model or a head."""

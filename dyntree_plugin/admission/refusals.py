@@ -286,8 +286,7 @@ MODEL_REFUSALS = (
         "use_mla",
         lambda m: m.use_mla,
         bool,
-        "latent attention on CUDA was not compared yet with decoding without trees; use a model "
-        "with multi-head attention",
+        "trees do not pass latent attention; use a model with multi-head attention",
         "mla",
     ),
     Refusal(

@@ -16,7 +16,7 @@ TARGETS = (
 )
 """Architectures whose tokens were compared with those of engines without speculation."""
 
-TARGETS_ON_CUDA = TARGETS[:1]
+TARGETS_ON_CUDA = ("NemotronHForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM")
 """Those that were compared on an emulated CUDA device."""
 
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
@@ -42,7 +42,7 @@ _REFUSALS = (
 _ON_A_CPU = (_RECURRENT.other_than(TARGETS),)
 _ON_CUDA = (
     _RECURRENT.other_than(TARGETS_ON_CUDA),
-    *_RECURRENT.uncompared("pipeline_parallel_size"),
+    *_RECURRENT.uncompared("tensor_parallel_size", "pipeline_parallel_size"),
 )
 
 

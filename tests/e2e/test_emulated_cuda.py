@@ -20,8 +20,6 @@ from emulated_engine import Emulated, serve_emulated
 from emulated_stages import serve_emulated_in_stages
 from engine_process import Request, Result, Run, serve
 from features import PHRASES
-from random_engines import REQUESTS
-from random_targets import random_target
 from slow import marked
 from workload import ask, long
 
@@ -50,15 +48,13 @@ OWN: dict[str, dict[str, Any]] = {
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
 OWN["head"] = OWN["chains"] = OWN["windows"] = OWN["fixed"]
-# vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
-OWN["recurrent"] = {
-    "compilation_config": OWN["fixed"]["compilation_config"] | {"custom_ops": ["-rotary_embedding"]}
-}
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": NODES + 2,
 }
 """Changes to the configuration of target and draft, for engines with windows."""
+"""Arguments of the emulated engines: by budget, of the one with a head, and of the one with block
+chains."""
 
 
 def _short(*requests: Request) -> list[Request]:
@@ -95,24 +91,14 @@ RUNS = {
 OF_HEAD = {"noisy": Run(NOISY, batch=3)}
 CHAINS = {"drawn": Run([*BROKEN, *NOISY, *MIXED[:5]], batch=3)}
 WINDOWED = {"windowed": Run([*MIXED[:4], *COPIES])}
-RECURRENT = [
-    replace(request, params={**request.params, "max_tokens": 7}, keep=keep)
-    for request, keep in zip(REQUESTS, (1, 9, 52, 17, 5), strict=False)
-]
-"""Prompts of one token, of a few, and of two chunks."""
-OF_STATES = ("commit_dropped", "commit_to_a_neighbour")
 EMULATED = {
     "fixed": RUNS,
     "adaptive": {"mixed": Run(MIXED[:5])},
     "head": OF_HEAD,
     "chains": CHAINS,
     "windows": WINDOWED,
-    "recurrent": {
-        **dict.fromkeys(("sound", "again"), Run(RECURRENT)),
-        **{name: Run(RECURRENT, sabotage=name) for name in OF_STATES},
-    },
 }
-SLOW_ENGINES = {"adaptive", "head", "windows", "recurrent"}
+SLOW_ENGINES = {"adaptive", "head", "windows"}
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
@@ -137,25 +123,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         for changed in (True, False)
     }
     head = make_head(tmp_path_factory.mktemp("headed"))
-    hybrid = random_target(tmp_path_factory.mktemp("hybrid") / "target", "nemotron_h")
-    recurrent = {
-        "model": str(hybrid),
-        "enable_prefix_caching": False,
-        "max_num_batched_tokens": 48,
-        "num_gpu_blocks_override": 64,
-        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
-    }
     every = Run([*MIXED, *BROKEN, *COPIES, *NOISY])
 
     @cache
-    def plain(name: str) -> Outputs:
-        run = Run(RECURRENT) if name == "recurrent" else every
-        own = recurrent if name == "recurrent" else {"model": pairs[name == "windows"][0]}
-        return by_request(run, serve(workload.without_tree() | LIMITS | own, {"": run}, 1)[""])
+    def plain(windows: bool) -> Outputs:
+        engine = {**workload.without_tree(model=pairs[windows][0]), **LIMITS}
+        return by_request(every, serve(engine, {"every": every}, 1)["every"])
 
     def trees(name: str) -> dict[str, Any]:
-        if name == "recurrent":
-            return workload.without_draft(NODES, "ngram_gpu", budget="fixed") | LIMITS | recurrent
         target, draft = pairs[name == "windows"]
         if name == "head":
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
@@ -170,7 +145,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         return {**trees(name), "enforce_eager": False, **OWN[name]}
 
     return Served(
-        lambda name: plain(name if name in ("windows", "recurrent") else ""),
+        lambda name: plain(name == "windows"),
         cache(lambda name: serve(trees(name), ON_CPU[name], 1)),
         cache(lambda name: serve_emulated(as_on_cuda(name), EMULATED[name])),
     )
@@ -198,16 +173,9 @@ def test_the_tokens_are_those_without_trees(budget: str, name: str, runs: Served
     assert not [(request.params, mine.tokens, other.tokens) for request, mine, other in found]
 
 
-@pytest.mark.parametrize(
-    ("engine", "name"),
-    marked(
-        [*(("fixed", name) for name in CONTROLS), *(("recurrent", name) for name in OF_STATES)],
-        SLOW_ENGINES,
-    ),
-)
-def test_what_is_broken_changes_tokens(engine: str, name: str, runs: Served) -> None:
-    result = runs.emulated(engine)[name].result
-    assert mismatches(EMULATED[engine][name], result, runs.plain(engine))
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_is_broken_changes_tokens(name: str, runs: Served) -> None:
+    assert mismatches(RUNS[name], runs.emulated("fixed")[name].result, runs.plain("fixed"))
 
 
 def test_whole_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
@@ -247,11 +215,8 @@ def test_structured_output_is_drafted_with_trees(runs: Served) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "name"), [("adaptive", "mixed"), ("recurrent", "sound")])
-def test_trees_are_verified(engine: str, name: str, runs: Served) -> None:
-    emulated = runs.emulated(engine)[name]
-    assert accepted(emulated.result) > 0
-    assert min(emulated.replays[stage] for stage in ("target", "verification")) > 0
+def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
+    assert accepted(runs.emulated("adaptive")["mixed"].result) > 0
 
 
 @pytest.mark.parametrize(

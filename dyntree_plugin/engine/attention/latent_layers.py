@@ -88,7 +88,7 @@ class LatentTreeBuilder:
             num_rows=rows,
             # Each number may need another kernel; graphs compile theirs at capture.
             max_rows=most if in_place or for_graph else self._buffers.columns,
-            query_start_loc_cpu=common.query_start_loc_cpu[: ours + 1],
+            query_start_loc_cpu=common.query_start_loc_cpu,
             kv_lens=None,
         )
         return TreeLatentMetadata(

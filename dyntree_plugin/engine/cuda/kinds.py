@@ -24,6 +24,11 @@ KINDS: tuple[LayerKind, ...] = (
         {"TRITON_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend"},
         f"{_ATTENTION}.latent_cuda.latent_mover",
     ),
-    # `cuda_layers` has others, which were not compared yet with decoding without trees.
-    StateKind({"MambaMixer2": f"{_STATES}.TreeMambaMixer2"}),
+    StateKind(
+        {
+            "MambaMixer2": f"{_STATES}.TreeMambaMixer2",
+            "ShortConv": f"{_STATES}.TreeShortConv",
+            "QwenGatedDeltaNetAttention": f"{_STATES}.TreeGatedDeltaNet",
+        },
+    ),
 )

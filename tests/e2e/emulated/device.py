@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from emulated.tape import RUBBISH, Tape
@@ -154,6 +155,7 @@ def emulate() -> None:
     # Attention layers then launch within the capture instead of through an operation.
     platform.opaque_attention_op = classmethod(lambda cls: False)
     _quicken_interpreter()
+    _take_nan()
     _record_launches()
 
 
@@ -176,6 +178,25 @@ def _quicken_interpreter() -> None:
     function: Any = interpreter.InterpretedFunction
     function.__call__ = call
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+
+def _take_nan() -> None:
+    """Let kernels find the largest of values that are all NaN, as on a GPU.
+
+    Captures run on a cache that holds anything.
+    """
+    from triton.runtime import interpreter
+
+    reduce: Any = interpreter.ReduceOps
+    stock, taking = reduce.min_max, {np.nanargmax: np.argmax, np.nanargmin: np.argmin}
+
+    def min_max(self: Any, given: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        try:
+            return stock(self, given, val_reduce_op, idx_reduce_op)
+        except ValueError:
+            return stock(self, given, val_reduce_op, taking[idx_reduce_op])
+
+    reduce.min_max = min_max
 
 
 def _record_launches() -> None:

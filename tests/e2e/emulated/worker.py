@@ -32,6 +32,7 @@ from dyntree_plugin.admission import check  # noqa: E402
 from dyntree_plugin.engine import configuration  # noqa: E402
 from dyntree_plugin.engine.attention.kind import AttentionKind  # noqa: E402
 from dyntree_plugin.engine.attention.latent import LatentKind  # noqa: E402
+from dyntree_plugin.engine.cuda.ops import CUDAOps  # noqa: E402
 from dyntree_plugin.engine.cuda.runner import make_runner  # noqa: E402
 from dyntree_plugin.engine.cuda.worker import TreeGPUWorker  # noqa: E402
 from dyntree_plugin.engine.states.kind import StateKind  # noqa: E402
@@ -106,6 +107,8 @@ def configure() -> None:
     groups: Any = GroupCoordinator
     groups.graph_capture = _graph_capture
     configuration.WORKERS["cuda"] = f"{__name__}.EmulatedWorker"
+    of_ops: Any = CUDAOps
+    of_ops.kinds = EmulatedWorker.kinds
     # In the interpreter latent attention takes float32, too, in which no token may differ.
     of_admission: Any = check
     of_admission.CUDA_REFUSALS = [r for r in check.CUDA_REFUSALS if "use_mla" not in r.option]

@@ -38,8 +38,7 @@ def test_latent_attention_is_admitted_in_targets_and_their_drafts(latent: VllmCo
     with pytest.raises(check.Refused, match=r"use_mla, dtype=\(True, 'float32'\) .* bfloat16"):
         check.refuse_unserved(latent, DynTreeOptions(), "cuda", WORKERS)
     half = in_half(latent)
-    with pytest.raises(check.Refused, match=r"use_mla=True is not supported: .* on CUDA was not"):
-        check.refuse_unserved(half, DynTreeOptions(), "cuda", WORKERS)
+    check.refuse_unserved(half, DynTreeOptions(), "cuda", WORKERS)
     assert check.cuda_backend(half, None) == "TRITON_MLA"
 
 
@@ -55,17 +54,14 @@ def test_a_draft_with_other_attention_than_its_target_is_refused(latent: VllmCon
     assert "use_mla (target, draft)=(True, False) is not supported" in reason
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_eagle_heads_with_latent_attention_are_refused(latent: VllmConfig, method: str) -> None:
-    reason = refusal_of(changed(latent, "speculative_config.method", method))
-    assert f"method, use_mla=({method!r}, True) is not supported" in reason
+def test_eagle_heads_with_latent_attention_are_refused(latent: VllmConfig) -> None:
+    reason = refusal_of(changed(latent, "speculative_config.method", "eagle"))
+    assert "method, use_mla=('eagle', True) is not supported" in reason
 
 
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("parallel_config.tensor_parallel_size", 2, "tensor_parallel_size=(True, 2)"),
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=(True, 2)"),
         ("model_config.hf_text_config.index_topk", 2048, "index_topk=(True, 2048)"),
         ("model_config.dtype", torch.float16, "dtype=(True, 'float16')"),
         ("lora_config", object(), "enable_lora=(True, True)"),

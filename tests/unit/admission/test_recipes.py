@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from configurations import changed
 
 from dyntree_kernels.features import SERVED_ON
@@ -93,8 +94,10 @@ def outcome(config: VllmConfig, recipe: dict[str, Any], device: str) -> dict[str
 
 @pytest.fixture(scope="module")
 def on(admitted: VllmConfig) -> Callable[[str], VllmConfig]:
-    """Return the base of all configurations on a device: full attention, and one rank."""
-    on_cuda = changed(admitted, "parallel_config.worker_cls", "auto")
+    """Return the base of all configurations on a device: full attention, and one rank. On CUDA,
+    vLLM's kernels of latent attention take no float32."""
+    half = changed(admitted, "model_config.dtype", torch.bfloat16)
+    on_cuda = changed(half, "parallel_config.worker_cls", "auto")
     return {"cpu": admitted, "cuda": changed(on_cuda, "attention_config.backend", None)}.__getitem__
 
 

@@ -1,0 +1,135 @@
+"""Recurrent layers and latent attention in the CUDA engine, emulated on a CPU: the tokens are those
+without trees.
+
+emulated/__init__.py says what is emulated, and what that cannot show. Rows outside of trees run
+what an engine for CPUs runs, since vLLM's kernels of CUDA are no part of this test: those of Gated
+DeltaNet in float32 this plugin's kernel for CPUs, in both engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import workload
+from comparison import accepted_per_step, by_request, mismatches
+from emulated_engine import Emulated, serve_emulated
+from engine_process import Request, Result, Run, serve
+from latent_targets import CONFIGS as LATENT
+from latent_targets import latent_target
+from random_engines import FLOAT32_DELTA_NET, REQUESTS
+from random_targets import random_target
+from slow import marked
+
+pytestmark = pytest.mark.e2e
+
+NODES = 4
+LIMITS = {
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 64,
+}
+OF_STATES = {"enable_prefix_caching": False}
+TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "deepseek_v2": ("draft", {"block_size": 16}, {}),
+    "deepseek_v3": ("module", {"block_size": 16}, {}),
+    "nemotron_h": ("look-up", OF_STATES, {}),
+    "lfm2": ("look-up", OF_STATES, {}),
+    "qwen3_next": ("module", OF_STATES, FLOAT32_DELTA_NET),
+}
+"""By model types: what drafts, arguments of both engines, and of the one without trees."""
+SLOW = ("deepseek_v3", "lfm2", "qwen3_next")
+
+
+def _requests(**params: Any) -> list[Request]:
+    """Return requests with prompts of one token, of a few, and of two chunks."""
+    return [
+        replace(request, params={**request.params, **params}, keep=keep)
+        for request, keep in zip(REQUESTS, (1, 9, 52, 17, 5), strict=False)
+    ]
+
+
+FEW = Run(_requests(max_tokens=7))
+RUNS = {
+    "draft": Run(_requests(max_tokens=12, allowed_token_ids=None)),
+    "look-up": FEW,
+    "module": FEW,
+}
+"""By what drafts. The draft is the target itself, which guesses tokens of the whole vocabulary; the
+accepted nodes of its trees have others between them."""
+BROKEN = [
+    (kind, name)
+    for kind in TARGETS
+    for name in (
+        ("without_kv_move", "wrong_ancestor_bit")
+        if kind in LATENT
+        else ("commit_dropped", "commit_to_a_neighbour")
+    )
+]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine without trees gave, and an emulated one by the names of its runs."""
+
+    run: Run
+    plain: Result
+    emulated: Mapping[str, Emulated]
+
+    def differing(self, name: str) -> int:
+        result = self.emulated[name].result
+        return len(mismatches(self.run, result, by_request(self.run, self.plain)))
+
+
+def _engine(source: str, model: str) -> dict[str, Any]:
+    if source == "look-up":
+        return workload.without_draft(NODES, "ngram_gpu", budget="fixed")
+    if source == "module":
+        return workload.with_head(model, "mtp", NODES, lookup="off", budget="fixed")
+    trees = workload.tree(6, growth="expansion", expansion=[2, 2], lookup="off")
+    return trees | {"speculative_config": {**trees["speculative_config"], "model": model}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+    @cache
+    def of_kind(kind: str) -> Served:
+        source, common, of_plain = TARGETS[kind]
+        make = latent_target if kind in LATENT else random_target
+        model = str(make(tmp_path_factory.mktemp("targets") / kind, kind))
+        # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
+        options: dict[str, Any] = {"custom_ops": ["-rotary_embedding"]}
+        common = LIMITS | common | {"model": model, "compilation_config": options}
+        run = RUNS[source]
+        plain = serve(workload.without_tree() | common | of_plain, {"": run}, threads=1)[""]
+        trees = _engine(source, model)
+        nodes = trees["speculative_config"]["num_speculative_tokens"]
+        sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]
+        graphs = options | {"mode": 0, "cudagraph_capture_sizes": sizes}
+        trees |= common | {"enforce_eager": False, "compilation_config": graphs}
+        runs = {"sound": run, "again": run}
+        runs |= {name: replace(run, sabotage=name) for of, name in BROKEN if of == kind}
+        return Served(run, plain, serve_emulated(trees, runs))
+
+    return of_kind
+
+
+@pytest.mark.parametrize("kind", marked(TARGETS, SLOW))
+def test_the_tokens_are_those_without_trees(kind: str, served: Callable[[str], Served]) -> None:
+    own = served(kind)
+    assert [own.differing(name) for name in ("sound", "again")] == [0, 0]
+    sound = own.emulated["sound"]
+    assert accepted_per_step(sound.result) > 0.3
+    assert sound.replays["target"] > 0
+    assert sound.replays["verification"] > 0
+
+
+@pytest.mark.parametrize(("kind", "broken"), marked(BROKEN, SLOW))
+def test_what_is_broken_changes_tokens(
+    kind: str, broken: str, served: Callable[[str], Served]
+) -> None:
+    assert served(kind).differing(broken) > 0
