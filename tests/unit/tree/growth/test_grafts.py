@@ -271,6 +271,3 @@ def test_values_that_forget_the_parents_rise_along_a_path(monkeypatch: pytest.Mo
     growth.graft(*grafting([edges]))
     with pytest.raises(ValueError, match="request 0"):
         growth.finish().check()
-
-
-# Invalid arguments.
