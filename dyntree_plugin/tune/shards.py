@@ -99,6 +99,13 @@ class Shards:
     def positions(self) -> int:
         return sum(self.lengths)
 
+    def by_file(self) -> list[list[int]]:
+        """Return the numbers of each file's texts."""
+        numbers: list[list[int]] = [[] for _ in self._shards]
+        for number, place in enumerate(self._places):
+            numbers[place.file].append(number)
+        return numbers
+
     def batch(self, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
         """Return texts, padded to the longest: a shard's tensors as [B, L, …], and ``weights``
         float32 [B, L], which are 0 for padding."""
