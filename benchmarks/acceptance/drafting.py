@@ -86,8 +86,7 @@ def grow(
 ) -> Grown:
     """Grow one step's trees below the last token of each context, by the engine's own loop.
 
-    ``logits`` [R, V]: the draft's after the contexts; of several drafts that grow a tree each,
-    [R * drafts, V]. The draft runs on those nodes alone whose
+    ``logits`` [R, V]: the draft's after the contexts. The draft runs on those nodes alone whose
     children may become part of the tree. ``trie``: candidates of another source. ``growing``: in
     place of the plan's growth.
     """
@@ -150,13 +149,12 @@ class _Stages:
         self._root = root
         self.children = _Adder(self._growth, pick, draft.lengths - 1, requests, trie)
         self.forwards = torch.ones_like(root)
-        self.expanded = torch.full_like(root, growing.roots)
+        self.expanded = torch.ones_like(root)
         self.deepest = root
 
     def root(self) -> None:
-        roots = self._root[:, None].expand(-1, self.growing.roots)
-        every = torch.ones_like(roots, dtype=torch.bool)
-        self.children.add(self._logits, every, roots.flatten())
+        every = torch.ones_like(self._root, dtype=torch.bool)[:, None]
+        self.children.add(self._logits, every, self._root)
 
     def forward(self, number: int) -> bool:
         front = self._growth.frontier()

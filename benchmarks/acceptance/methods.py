@@ -133,13 +133,6 @@ def _drawn(setting: Setting) -> dict[str, Any]:
     return {"growth": "dyspec", "children": 2}
 
 
-def _merged(setting: Setting) -> dict[str, Any]:
-    """Return options for SpecInfer's merge of finished trees, which share the budget equally."""
-    each = setting.budget // setting.drafts
-    k = scaled_expansion(each, setting.max_depth)
-    return {"growth": "expansion", "sampling": "best", "rule": "match", "expansion": k}
-
-
 def _of_look_up(calibration: str) -> Options:
     """Return options for trees without a draft model."""
 
@@ -199,7 +192,6 @@ _SERVED = (
     Method("with_look_up", "… with look-up", _with_look_up, ours=True),
     Method("pool", "pool, coupled, calibrated", _topk("on", "on"), ours=True, drafts="all"),
     Method("pool_with_look_up", "pool with look-up", _with_look_up, ours=True, drafts="all"),
-    Method("merged", "SpecInfer, merged pool", _merged, drafts="all"),
     Method("look_up", "look-up alone", _of_look_up("on"), ours=True, drafts="none"),
     *(
         Method(

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.acceptance.models import Branches, Decoder
-from dyntree_plugin.tree.pooled import apart, mixture
+from dyntree_plugin.tree.pooled import mixture
 
 
 class TreeBranches(Protocol):
@@ -35,14 +35,11 @@ class DraftDecoder(Protocol):
 
 
 class PooledDecoder:
-    """Decoders of several drafts, whose logits are mixed, or which grow a tree each."""
+    """Decoders of several drafts, whose logits are mixed."""
 
-    def __init__(
-        self, models: Sequence[PreTrainedModel], requests: int, positions: int, trees_apart: bool
-    ) -> None:
-        """``trees_apart``: as in `DraftModels`. The rest is as in `Decoder`."""
+    def __init__(self, models: Sequence[PreTrainedModel], requests: int, positions: int) -> None:
+        """As of `Decoder`."""
         self._decoders = [Decoder(model, requests, positions) for model in models]
-        self._trees_apart = trees_apart
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -53,40 +50,18 @@ class PooledDecoder:
             decoder.keep(requests)
 
     def append(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Do as `Decoder.append`; drafts that grow a tree each give [R * drafts, V]."""
-        logits = [decoder.append(tokens, counts) for decoder in self._decoders]
-        return apart(logits, len(counts)) if self._trees_apart else mixture(logits)
+        """Do as `Decoder.append`."""
+        return mixture([decoder.append(tokens, counts) for decoder in self._decoders])
 
     def branches(self, columns: int, depth: int) -> TreeBranches:
-        each = [decoder.branches(columns, depth) for decoder in self._decoders]
-        return _PooledBranches(each, self._trees_apart)
+        return _PooledBranches([decoder.branches(columns, depth) for decoder in self._decoders])
 
 
 class _PooledBranches:
-    """Every draft runs on every node; or on those of its own tree, an equal part of a frontier."""
+    """Every draft runs on every node."""
 
-    def __init__(self, branches: Sequence[Branches], trees_apart: bool) -> None:
+    def __init__(self, branches: Sequence[Branches]) -> None:
         self._branches = branches
-        self._trees_apart = trees_apart
 
-    def extend(
-        self,
-        tokens: torch.Tensor,
-        depths: torch.Tensor,
-        ancestors: torch.Tensor,
-        valid: torch.Tensor,
-    ) -> torch.Tensor:
-        if not self._trees_apart:
-            every = [each.extend(tokens, depths, ancestors, valid) for each in self._branches]
-            return mixture(every)
-        part = valid.shape[1] // len(self._branches)
-        whose = torch.arange(valid.shape[1], device=valid.device) // part
-        own = [
-            each.extend(tokens, depths, ancestors, valid & (whose == number))
-            for number, each in enumerate(self._branches)
-        ]
-        _, slots = valid.nonzero(as_tuple=True)
-        found = own[0].new_empty(len(slots), own[0].shape[1])
-        for number, logits in enumerate(own):
-            found[whose[slots] == number] = logits
-        return found
+    def extend(self, *nodes: torch.Tensor) -> torch.Tensor:
+        return mixture([each.extend(*nodes) for each in self._branches])

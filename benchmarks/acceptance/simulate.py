@@ -102,12 +102,11 @@ class _Sources:
         self._pick = pick
         self._lookups = lookups
         self._drafts = len(drafts)
-        self._trees_apart = plan.growing.roots > 1
         self._decoder: DraftDecoder | None = None
         if len(drafts) == 1:
             self._decoder = Decoder(drafts[0], len(prompts), longest)
         elif drafts:
-            self._decoder = PooledDecoder(drafts, len(prompts), longest, self._trees_apart)
+            self._decoder = PooledDecoder(drafts, len(prompts), longest)
         if self._decoder is not None:
             self._decoder.append(prompts.tokens, prompts.lengths)
 
@@ -127,10 +126,8 @@ class _Sources:
             grown = grow(
                 self._plan, self._pick, self._decoder, logits, requests, trie, self._growing
             )
-            rows = 1 if self._trees_apart else self._drafts
-            return replace(
-                grown, forwards=self._drafts * grown.forwards, expanded=rows * grown.expanded
-            )
+            count = self._drafts
+            return replace(grown, forwards=count * grown.forwards, expanded=count * grown.expanded)
         if trie is None:
             raise ValueError("there is neither a draft nor look-up")
         return of_trie(self._plan, trie)

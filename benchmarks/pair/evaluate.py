@@ -52,19 +52,6 @@ class HeadAgreement:
     chain_accepted: float
 
 
-@dataclass(frozen=True)
-class Pooled:
-    """Shares of the target's greedy tokens by which of two drafts has them as its first choice.
-
-    The share of `only_second` is what a pool of both adds to the first draft's.
-    """
-
-    both: float
-    only_first: float
-    only_second: float
-    neither: float
-
-
 @torch.no_grad()
 def held_out_loss(
     model: LlamaForCausalLM,
@@ -156,31 +143,6 @@ def head_agreement(
     total = len(prompts) * tokens
     by_step = tuple((hits / total).tolist())
     return HeadAgreement(by_step, known / total, chain, (total - taken) / taken)
-
-
-@torch.no_grad()
-def pooled(
-    target: LlamaForCausalLM,
-    drafts: tuple[LlamaForCausalLM, LlamaForCausalLM],
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[str],
-    *,
-    tokens: int = 64,
-) -> Pooled:
-    """Compare two drafts on `tokens` that the target writes greedily behind each prompt."""
-    counts = torch.zeros(2, 2)
-    for prompt in prompts:
-        ids = torch.tensor(tokenizer(prompt)["input_ids"])[None]
-        start = ids.shape[1]
-        row = continue_rows(target, ids, start + tokens, torch.zeros(1, 1), torch.Generator())
-        first, second = (
-            draft(input_ids=row, use_cache=False).logits[0, start - 1 : -1].argmax(-1)
-            == row[0, start:]
-            for draft in drafts
-        )
-        counts.index_put_((first.long(), second.long()), torch.ones(tokens), accumulate=True)
-    neither, only_second, only_first, both = (counts / counts.sum()).flatten().tolist()
-    return Pooled(both, only_first, only_second, neither)
 
 
 def chain_steps(match: Sequence[bool], chain: int) -> int:

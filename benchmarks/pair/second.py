@@ -58,8 +58,6 @@ def add_second_draft(
 
     asked = corpus.held_out_prompts(prompts, root=root)
     agreement = evaluate.agreement(target, second, tokenizer, asked)
-    first = models.load(pair / "draft")
-    pooled = evaluate.pooled(target, (first, second), tokenizer, asked)
     of_recipe = asdict(recipe)
     entry = {
         "corpus": describe(sources, tokens, root),
@@ -77,7 +75,6 @@ def add_second_draft(
         },
         **measure(second, tokenizer, root),
         "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
-        "beside_the_first_draft": asdict(pooled) | {"prompts": prompts},
         "threads": torch.get_num_threads(),
         "wall_minutes": round((time.monotonic() - started) / 60, 1),
         "command": "python -m benchmarks.pair",

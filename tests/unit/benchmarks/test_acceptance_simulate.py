@@ -95,9 +95,7 @@ def test_values_are_learned_from_what_was_accepted() -> None:
     assert float(sure.log_chance(even, kind)) > float(unsure.log_chance(even, kind))
 
 
-@pytest.mark.parametrize(
-    ("method", "temperature"), [("pool", 0.0), ("pool_with_look_up", 1.0), ("merged", 1.0)]
-)
+@pytest.mark.parametrize(("method", "temperature"), [("pool", 0.0), ("pool_with_look_up", 1.0)])
 def test_a_pool_is_nearly_as_good_as_its_best_draft(method: str, temperature: float) -> None:
     """A pool of one draft that is right and one that is not, against each of them twice."""
     right, mixed, wrong = (
