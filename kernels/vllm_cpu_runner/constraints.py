@@ -33,20 +33,9 @@ def _mask_stop_tokens(logits, stop_ids, restore):
 
 @compiled
 def _apply_bias(
-    logits,
-    requests,
-    num_allowed,
-    allowed_ids,
-    num_bias,
-    bias_ids,
-    bias,
-    positions,
-    min_lens,
-    num_stop,
-    restore,
-    stop_ids,
-    check_masked,
-):
+    logits, requests, num_allowed, allowed_ids, num_bias, bias_ids, bias, positions, min_lens,
+    num_stop, restore, stop_ids, check_masked,
+):  # fmt: skip
     for row in range(logits.shape[0]):
         request, values = requests[row], logits[row]
         if num_allowed[request] > 0:
@@ -85,17 +74,9 @@ def bias(
 
 @compiled
 def _mask_bad_words(
-    logits,
-    requests,
-    word_tokens,
-    word_offsets,
-    num_words,
-    token_ids,
-    prompt_lens,
-    total_lens,
-    input_ids,
-    local_positions,
-):
+    logits, requests, word_tokens, word_offsets, num_words, token_ids, prompt_lens, total_lens,
+    input_ids, local_positions,
+):  # fmt: skip
     for row in range(logits.shape[0]):
         request, local = requests[row], local_positions[row]
         committed = token_ids[request, prompt_lens[request] : total_lens[request]]

@@ -16,20 +16,9 @@ if TYPE_CHECKING:
 
 @compiled
 def _draft_prefill(
-    target_ids,
-    target_positions,
-    last_sampled,
-    requests,
-    draft_ids,
-    draft_positions,
-    last_indices,
-    draft_query_start_loc,
-    draft_seq_lens,
-    query_start_loc,
-    seq_lens,
-    num_rejected,
-    max_model_len,
-):
+    target_ids, target_positions, last_sampled, requests, draft_ids, draft_positions, last_indices,
+    draft_query_start_loc, draft_seq_lens, query_start_loc, seq_lens, num_rejected, max_model_len,
+):  # fmt: skip
     num_requests, end = requests.shape[0], 0
     for i in range(num_requests):
         first = query_start_loc[i]
@@ -73,15 +62,9 @@ def prepare_draft_prefill(
 
 @compiled
 def _gather_drafts(
-    drafts,
-    draft_positions,
-    input_ids,
-    positions,
-    logits_indices,
-    requests,
-    local_positions,
+    drafts, draft_positions, input_ids, positions, logits_indices, requests, local_positions,
     prefill_lens,
-):
+):  # fmt: skip
     for row in range(drafts.shape[0]):
         at, local = logits_indices[row], local_positions[row]
         draft_positions[row] = positions[at]

@@ -109,17 +109,9 @@ def prepare_rope_positions(
 
 @compiled
 def _combine(
-    input_ids,
-    requests,
-    last_sampled,
-    query_start_loc,
-    seq_lens,
-    prefill_lens,
-    draft_tokens,
-    cu_num_logits,
-    logits_indices,
-    new_tokens,
-):
+    input_ids, requests, last_sampled, query_start_loc, seq_lens, prefill_lens, draft_tokens,
+    cu_num_logits, logits_indices, new_tokens,
+):  # fmt: skip
     for i in range(requests.shape[0]):
         request = requests[i]
         num_logits = cu_num_logits[i + 1] - cu_num_logits[i]
@@ -175,17 +167,9 @@ def get_num_sampled_and_rejected(
 
 @compiled
 def _append_sampled(
-    requests,
-    computed,
-    last_sampled,
-    bin_counts,
-    sampled,
-    num_sampled,
-    num_rejected,
-    query_start_loc,
-    token_ids,
-    total_lens,
-):
+    requests, computed, last_sampled, bin_counts, sampled, num_sampled, num_rejected,
+    query_start_loc, token_ids, total_lens,
+):  # fmt: skip
     for i in range(requests.shape[0]):
         request = requests[i]
         if request < 0:

@@ -19,16 +19,9 @@ if TYPE_CHECKING:
 
 @compiled
 def _penalize(
-    logits,
-    requests,
-    token_ids,
-    local_positions,
-    repetition,
-    frequency,
-    presence,
-    prompt_mask,
+    logits, requests, token_ids, local_positions, repetition, frequency, presence, prompt_mask,
     output_counts,
-):
+):  # fmt: skip
     one, zero = np.float32(1), np.float32(0)
     for row in range(logits.shape[0]):
         request = requests[row]

@@ -84,27 +84,10 @@ def _standard_length(drafts, target_log_probs, draft_log_probs, uniforms, rates)
 
 @compiled
 def _reject(
-    sampled,
-    accepted_lengths,
-    target_lse,
-    draft_lse,
-    target_argmax,
-    target_max,
-    target_sum,
-    draft_max,
-    draft_sum,
-    drafts,
-    cu_num_logits,
-    requests,
-    temperatures,
-    seeds,
-    positions,
-    rates,
-    target_log_probs,
-    draft_log_probs,
-    log_ratios,
-    masses,
-):
+    sampled, accepted_lengths, target_lse, draft_lse, target_argmax, target_max, target_sum,
+    draft_max, draft_sum, drafts, cu_num_logits, requests, temperatures, seeds, positions, rates,
+    target_log_probs, draft_log_probs, log_ratios, masses,
+):  # fmt: skip
     """Accept drafts of each request, and prepare the sampling of the token after them.
 
     target_log_probs and draft_log_probs [rows] are those of the draft that each row verifies.
@@ -159,14 +142,9 @@ def rejection(
         target_local_max_ptr, target_local_sumexp_ptr, draft_local_max_ptr, draft_local_sumexp_ptr
     )
     of_target, of_draft = drafted_log_probs(
-        target_logits_ptr,
-        draft_logits_ptr,
-        sums,
-        draft_sampled_ptr,
-        cu_num_logits_ptr,
-        idx_mapping_ptr,
-        temp_ptr,
-    )
+        target_logits_ptr, draft_logits_ptr, sums, draft_sampled_ptr, cu_num_logits_ptr,
+        idx_mapping_ptr, temp_ptr,
+    )  # fmt: skip
     masses = None
     if cumulative_log_p_ptr is not None:
         masses = residual_masses(cumulative_log_p_ptr, of_target, local_residual_mass_ptr)

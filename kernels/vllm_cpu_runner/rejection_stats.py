@@ -109,16 +109,9 @@ class Sums(NamedTuple):
 
 @compiled
 def _log_probs(
-    target_out,
-    draft_out,
-    target_logits,
-    draft_logits,
-    target_max,
-    target_sum,
-    draft_max,
-    draft_sum,
-    temperatures,
-):
+    target_out, draft_out, target_logits, draft_logits, target_max, target_sum, draft_max,
+    draft_sum, temperatures,
+):  # fmt: skip
     for row in range(temperatures.shape[0]):
         if temperatures[row] == 0:
             continue

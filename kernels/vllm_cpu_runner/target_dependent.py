@@ -20,21 +20,10 @@ if TYPE_CHECKING:
 
 @compiled
 def _prefill(
-    last_indices,
-    draft_ids,
-    draft_positions,
-    draft_query_start_loc,
-    draft_seq_lens,
-    target_ids,
-    target_positions,
-    requests,
-    last_sampled,
-    next_prefill_tokens,
-    num_sampled,
-    num_rejected,
-    query_start_loc,
-    seq_lens,
-):
+    last_indices, draft_ids, draft_positions, draft_query_start_loc, draft_seq_lens, target_ids,
+    target_positions, requests, last_sampled, next_prefill_tokens, num_sampled, num_rejected,
+    query_start_loc, seq_lens,
+):  # fmt: skip
     num_requests = requests.shape[0]
     for i in range(num_requests):
         first, end = query_start_loc[i], query_start_loc[i + 1] - num_rejected[i]
@@ -84,17 +73,9 @@ def prepare_prefill(
 
 @compiled
 def _decode(
-    draft_tokens,
-    target_seq_lens,
-    num_rejected,
-    input_ids,
-    positions,
-    sample_positions,
-    query_start_loc,
-    seq_lens,
-    max_model_len,
-    advance,
-):
+    draft_tokens, target_seq_lens, num_rejected, input_ids, positions, sample_positions,
+    query_start_loc, seq_lens, max_model_len, advance,
+):  # fmt: skip
     num_requests = draft_tokens.shape[0]
     for i in range(num_requests):
         input_ids[i] = draft_tokens[i]

@@ -19,17 +19,9 @@ if TYPE_CHECKING:
 
 @compiled
 def _update_markers(
-    requests,
-    budgets,
-    token_ids,
-    total_lens,
-    last_starts,
-    last_ends,
-    scan_positions,
-    start_marker,
-    end_marker,
-    block,
-):
+    requests, budgets, token_ids, total_lens, last_starts, last_ends, scan_positions, start_marker,
+    end_marker, block,
+):  # fmt: skip
     for request in requests:
         if budgets[request] < 0:
             continue
@@ -75,19 +67,9 @@ def update_committed_marker_cache(
 
 @compiled
 def _force_end(
-    logits,
-    requests,
-    budgets,
-    token_ids,
-    total_lens,
-    input_ids,
-    local_positions,
-    last_starts,
-    last_ends,
-    start_marker,
-    end_marker,
-    forced,
-):
+    logits, requests, budgets, token_ids, total_lens, input_ids, local_positions, last_starts,
+    last_ends, start_marker, end_marker, forced,
+):  # fmt: skip
     for row in range(logits.shape[0]):
         request, local = requests[row], local_positions[row]
         if budgets[request] < 0:
@@ -97,15 +79,9 @@ def _force_end(
         drafts = input_ids[row - local + 1 : row + 1]
         tokens = np.concatenate((token_ids[request, :total], drafts))
         token = forced_token(
-            tokens,
-            total,
-            budgets[request],
-            last_starts[request],
-            last_ends[request],
-            start_marker,
-            end_marker,
-            forced,
-        )
+            tokens, total, budgets[request], last_starts[request], last_ends[request], start_marker,
+            end_marker, forced,
+        )  # fmt: skip
         # A tokenizer may know tokens that the model lacks; vLLM's kernel writes beyond the row.
         if 0 <= token < logits.shape[1]:
             logits[row, token] = FORCED_LOGIT
