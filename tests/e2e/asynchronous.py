@@ -7,16 +7,13 @@ as engine_process.py does.
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from engine_process import Engine, Result, Run, answered, result_of, run_of
+from engine_process import Engine, Result, Run, answered, main, result_of
 from grammars import asynchronous_scheduling
 
 
@@ -61,17 +58,11 @@ def work(engine: Engine, run: Run) -> Chosen:
         return nodes
 
     forced = nullcontext() if run.sabotage is None else every_choice(buckets)
+    run = replace(run, sabotage=None)
     with mock.patch.object(type(buckets), "__getitem__", noted), forced:
         return Chosen(engine.work(run), choices)
 
 
-def main(job_path: str, results_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    with asynchronous_scheduling():
-        engine = Engine(job["engine"])
-    found = {name: asdict(work(engine, run_of(run))) for name, run in job["runs"].items()}
-    Path(results_path).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with asynchronous_scheduling():
+        main(work=work)

@@ -3,16 +3,13 @@ a program, as engine_process.py does."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from engine_process import Engine, Result, Run, answered, result_of, run_of
+from engine_process import Engine, Result, Run, answered, main, result_of
 
 Drafts = list[tuple[list[int], list[int]]]
 """Every context that was drafted for, its last token included, with the drafts."""
@@ -97,9 +94,17 @@ def forgotten_laws(runner: Any) -> Iterator[None]:
         yield
 
 
-SABOTAGES = {
-    each.__name__: each for each in (shifted_hidden_states, standing_still, forgotten_laws)
-}
+class ChainEngine(Engine):
+    def sabotaged(self, name: str) -> AbstractContextManager[None]:
+        broken: AbstractContextManager[None] = globals()[name](self.runner)
+        return broken
+
+    def chain(self, run: Run) -> Chained:
+        drafts: Drafts = []
+        before = versions()
+        with noting(self.runner, drafts):
+            result = self.work(run)
+        return Chained(result, drafts, versions() - before)
 
 
 def versions() -> int:
@@ -112,22 +117,5 @@ def versions() -> int:
     return sum(len(kernel.signatures) for kernel in kernels)
 
 
-def main(job_path: str, results_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    engine = Engine(job["engine"])
-    found = {}
-    for name, value in job["runs"].items():
-        run, drafts, before = run_of(value), [], versions()
-        with ExitStack() as stack:
-            stack.enter_context(noting(engine.runner, drafts))
-            if run.sabotage is not None:
-                stack.enter_context(SABOTAGES[run.sabotage](engine.runner))
-            result = engine.work(run)
-        found[name] = asdict(Chained(result, drafts, versions() - before))
-        if run.sabotage is not None:
-            engine.llm.reset_prefix_cache()
-    Path(results_path).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(ChainEngine, ChainEngine.chain)

@@ -3,16 +3,14 @@ does."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
-from engine_process import Engine, Result, Run, answered, result_of, run_of
+from engine_process import Engine, Result, Run, answered, main, result_of
 
 
 @dataclass(frozen=True)
@@ -29,35 +27,29 @@ def serve_emulated(engine: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[s
     return {name: Emulated(result_of(one["result"]), one["replays"]) for name, one in found.items()}
 
 
-def main(job_path: str, results_path: str) -> None:
-    from emulated import device, worker
+class EmulatedEngine(Engine):
+    def sabotaged(self, name: str) -> AbstractContextManager[None]:
+        import emulated.sabotage
 
-    worker.configure()
-    job = json.loads(Path(job_path).read_text())
-    engine = Engine(job["engine"])
-    found = {}
-    for name, value in job["runs"].items():
-        run = run_of(value)
+        if not hasattr(emulated.sabotage, name):
+            return super().sabotaged(name)
+        broken: AbstractContextManager[None] = getattr(emulated.sabotage, name)(self.runner)
+        return broken
+
+    def emulate(self, run: Run) -> Emulated:
+        from emulated import device
+
         device.replays.clear()
-        with sabotaged(run.sabotage, engine.runner):
-            result = engine.work(run)
-        found[name] = asdict(Emulated(result, dict(device.replays)))
-        engine.llm.reset_prefix_cache()
-    Path(results_path).write_text(json.dumps(found))
-
-
-def sabotaged(name: str | None, runner: Any) -> Any:
-    import emulated.sabotage
-    import sabotage
-
-    if name is None:
-        return nullcontext()
-    module = emulated.sabotage if hasattr(emulated.sabotage, name) else sabotage
-    return getattr(module, name)(runner)
+        result = self.work(run)
+        self.llm.reset_prefix_cache()
+        return Emulated(result, dict(device.replays))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from emulated import worker
+
+    worker.configure()
+    main(EmulatedEngine, EmulatedEngine.emulate)
     # With Mamba-2 layers, the end of oneDNN's cache of primitives crashes.
     sys.stdout.flush()
     os._exit(0)

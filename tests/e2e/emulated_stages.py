@@ -3,7 +3,6 @@ does."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,4 +27,4 @@ if __name__ == "__mp_main__":  # a stage, before it loads the plugin
     configure()
 if __name__ == "__main__":
     configure()
-    stages.main(*sys.argv[1:])
+    stages.main(stages.StagedEngine)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -173,39 +171,12 @@ def answered(
         given.write_text(json.dumps(job))
         log.touch()
         forks = threads == forked.THREADS and not fresh and not cuda.is_available()
-        run = forked.run if forks else _run
+        run = forked.run if forks else forked.run_afresh
         status = run(program, [str(given), str(results)], environment, log, seconds)
         if status != 0:
             failure = "failed" if status else f"was ended after {seconds:.0f} s"
             raise RuntimeError(f"the engine {engine} {failure}:\n{log.read_text()[-8000:]}")
         return json.loads(results.read_text())
-
-
-def _run(
-    program: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    log: Path,
-    seconds: float,
-) -> int | None:
-    """Run a program as `forked.run` does, but in a new process that has imported nothing."""
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [sys.executable, program, *arguments],
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # If one rank fails, the others wait for it forever, in native code.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def result_of(value: dict[str, Any]) -> Result:
@@ -249,7 +220,22 @@ class Engine:
     def runner(self) -> Any:
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
+    def sabotaged(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which this sabotage is in force."""
+        import sabotage
+
+        broken: AbstractContextManager[None] = getattr(sabotage, name)(self.runner)
+        return broken
+
     def work(self, run: Run) -> Result:
+        if run.sabotage is None:
+            return self._work(run)
+        with self.sabotaged(run.sabotage):
+            result = self._work(run)
+        self.llm.reset_prefix_cache()
+        return result
+
+    def _work(self, run: Run) -> Result:
         before = read_metrics()
         self._stages.clear()
         outputs: list[Output | None] = [None] * len(run.requests)
@@ -376,23 +362,18 @@ def series(name: str, labels: Mapping[str, str]) -> str:
     return name + ("{" + ",".join(own) + "}" if own else "")
 
 
-def main(job_path: str, results_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    results = {}
+def main(
+    start: Callable[[dict[str, Any]], Any] = Engine,
+    work: Callable[[Any, Run], Any] = lambda engine, run: engine.work(run),
+) -> None:
+    """Be the program: ``start`` an engine with its arguments, and ``work`` through the runs."""
+    given, results = map(Path, sys.argv[1:])
+    job = json.loads(given.read_text())
     with assumed_if(job["engine"].pop(STEADY_COSTS, False)):
-        engine = Engine(job["engine"])
-        for name, value in job["runs"].items():
-            run = run_of(value)
-            if run.sabotage is None:
-                results[name] = asdict(engine.work(run))
-                continue
-            import sabotage
-
-            with getattr(sabotage, run.sabotage)(engine.runner):
-                results[name] = asdict(engine.work(run))
-            engine.llm.reset_prefix_cache()
-    Path(results_path).write_text(json.dumps(results))
+        engine = start(job["engine"])
+        found = {name: work(engine, run_of(value)) for name, value in job["runs"].items()}
+    results.write_text(json.dumps(found, default=asdict))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,33 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
+
+
+def run_afresh(
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    seconds: float,
+) -> int | None:
+    """Run a program as `run` does, but in a new process that has imported nothing."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, program, *arguments],
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # If one rank fails, the others wait for it forever, in native code.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _become(

@@ -5,17 +5,14 @@ As a program, this takes the files of a job and of its results, as engine_proces
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from engine_process import Engine, Result, Run, answered, result_of, run_of
+from engine_process import Engine, Result, Run, answered, main, result_of
 
 ASYNCHRONOUS = "asynchronous"
 """An argument of the program's engines, beside those of ``LLM``: schedule asynchronously."""
@@ -45,16 +42,10 @@ class _Errors(logging.Handler):
 
 
 def work(engine: Engine, run: Run) -> Served:
-    import sabotage
-
-    broken = (
-        nullcontext() if run.sabotage is None else getattr(sabotage, run.sabotage)(engine.runner)
-    )
     errors = _Errors()
     logging.getLogger("vllm").addHandler(errors)
     try:
-        with broken:
-            return Served(engine.work(run), errors.messages)
+        return Served(engine.work(run), errors.messages)
     finally:
         logging.getLogger("vllm").removeHandler(errors)
         engine.llm.reset_prefix_cache()
@@ -75,14 +66,11 @@ def asynchronous_scheduling() -> Iterator[None]:
         yield
 
 
-def main(job_path: str, results_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    asynchronous = job["engine"].pop(ASYNCHRONOUS, False)
+def start(arguments: dict[str, Any]) -> Engine:
+    asynchronous = arguments.pop(ASYNCHRONOUS, False)
     with asynchronous_scheduling() if asynchronous else nullcontext():
-        engine = Engine(job["engine"])
-    found = {name: asdict(work(engine, run_of(run))) for name, run in job["runs"].items()}
-    Path(results_path).write_text(json.dumps(found))
+        return Engine(arguments)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(start, work)

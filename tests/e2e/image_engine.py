@@ -43,4 +43,4 @@ def without_torchvision() -> None:
 if __name__ == "__main__":
     if util.find_spec("torchvision") is None:
         without_torchvision()
-    main(*sys.argv[1:])
+    main()

@@ -5,16 +5,13 @@ As a program, this takes the files of a job and of its results, as engine_proces
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from engine_process import Engine, Result, Run, answered, result_of, run_of
+from engine_process import Engine, Result, Run, answered, main, result_of
 
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM binds each rank to a NUMA node, and there may be fewer nodes than ranks."""
@@ -51,12 +48,14 @@ class RankedEngine(Engine):
 
     def trace(self, run: Run) -> Ranked:
         self.llm.collective_rpc("trace_trees", args=(True,))
-        if run.sabotage is not None:
-            self.llm.collective_rpc(_break_last_rank, args=(run.sabotage,))
         result = self.work(run)
-        if run.sabotage is not None:
-            self.llm.collective_rpc(_mend_last_rank)
         return Ranked(result, self.llm.collective_rpc("take_trace"))
+
+    @contextmanager
+    def sabotaged(self, name: str) -> Iterator[None]:
+        self.llm.collective_rpc(_break_last_rank, args=(name,))
+        yield
+        self.llm.collective_rpc(_mend_last_rank)
 
 
 def _break_last_rank(worker: Any, name: str) -> None:
@@ -76,12 +75,5 @@ def _mend_last_rank(worker: Any) -> None:
     worker.broken.close()
 
 
-def main(job_path: str, results_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    engine = RankedEngine(job["engine"])
-    found = {name: asdict(engine.trace(run_of(run))) for name, run in job["runs"].items()}
-    Path(results_path).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(RankedEngine, RankedEngine.trace)

@@ -12,13 +12,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import sabotage
 from engine_process import Engine, Result, Run, answered, result_of, run_of
 
 
@@ -128,18 +127,23 @@ def watched(scheduler: Any) -> Iterator[list[str]]:
         yield found
 
 
-def work(engine: Engine, run: Run) -> Scheduled:
-    core: Any = engine.llm.llm_engine.engine_core
-    scheduler = core.engine_core.scheduler
-    with ExitStack() as stack:
-        if run.sabotage in OF_SCHEDULER:
-            stack.enter_context(OF_SCHEDULER[run.sabotage](scheduler))
-        elif run.sabotage is not None:
-            stack.enter_context(getattr(sabotage, run.sabotage)(engine.runner))
-        filled_up = stack.enter_context(watched(scheduler))
-        found = Scheduled(engine.work(run), len(filled_up))
-    engine.llm.reset_prefix_cache()
-    return found
+class ScheduledEngine(Engine):
+    """An engine whose scheduler is in this process."""
+
+    @property
+    def scheduler(self) -> Any:
+        core: Any = self.llm.llm_engine.engine_core
+        return core.engine_core.scheduler
+
+    def sabotaged(self, name: str) -> AbstractContextManager[None]:
+        of_scheduler = OF_SCHEDULER.get(name)
+        return of_scheduler(self.scheduler) if of_scheduler else super().sabotaged(name)
+
+    def watch(self, run: Run) -> Scheduled:
+        with watched(self.scheduler) as filled_up:
+            found = Scheduled(self.work(run), len(filled_up))
+        self.llm.reset_prefix_cache()
+        return found
 
 
 def main(job_path: str, results_path: str) -> None:
@@ -148,10 +152,10 @@ def main(job_path: str, results_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     found = {}
     for name, arguments in job["engine"].items():
-        engine: Engine | None = Engine(arguments)
+        engine: ScheduledEngine | None = ScheduledEngine(arguments)
         for key, run in job["runs"].items():
             if key.partition(": ")[0] == name:
-                found[key] = asdict(work(engine, run_of(run)))
+                found[key] = asdict(engine.watch(run_of(run)))
         engine = None
         gc.collect()
         cleanup_dist_env_and_memory()

@@ -5,16 +5,13 @@ As a program, this takes the files of a job and of its results, as engine_proces
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from engine_process import Engine, Result, Run, answered, result_of, run_of
+from engine_process import Engine, Result, Run, answered, main, result_of
 from ranks import UNBOUND
 from sabotage_of_states import commit_dropped, commit_of_the_latest_forward  # noqa: F401
 
@@ -62,14 +59,11 @@ class StagedEngine(Engine):
     def _layout(self) -> str:
         return "of its stages"
 
-    def broken(self, run: Run) -> Result:
-        if run.sabotage is not None:
-            self.llm.collective_rpc(_break, args=(run.sabotage,))
-        result = self.work(run)
-        if run.sabotage is not None:
-            self.llm.collective_rpc(_mend)
-            self.llm.reset_prefix_cache()
-        return result
+    @contextmanager
+    def sabotaged(self, name: str) -> Iterator[None]:
+        self.llm.collective_rpc(_break, args=(name,))
+        yield
+        self.llm.collective_rpc(_mend)
 
 
 def _break(worker: Any, name: str) -> None:
@@ -84,12 +78,5 @@ def _mend(worker: Any) -> None:
     worker.broken.close()
 
 
-def main(job_path: str, results_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    engine = StagedEngine(job["engine"])
-    found = {name: asdict(engine.broken(run_of(run))) for name, run in job["runs"].items()}
-    Path(results_path).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(StagedEngine)

@@ -5,14 +5,10 @@ It runs as a program, as engine_process.py does.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_process import Engine, Result, Run, answered, result_of, run_of
+from engine_process import Engine, Result, Run, answered, main, result_of
 
 
 class Blocks(NamedTuple):
@@ -67,15 +63,5 @@ def noted(engine: Engine, run: Run) -> tuple[Result, Blocks]:
     return result, Blocks(sorted(states), max(attention), lost)
 
 
-def main(job_path: str, results_path: str) -> None:
-    job = json.loads(Path(job_path).read_text())
-    engine = Engine(job["engine"])
-    results = {}
-    for name, value in job["runs"].items():
-        result, blocks = noted(engine, run_of(value))
-        results[name] = asdict(result), blocks
-    Path(results_path).write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(work=noted)
