@@ -36,7 +36,7 @@ def test_no_tree_is_grown_for_a_requests_last_token(name: str, results: Results)
     assert value(result, "dyntree_tree_nodes_count") == returned(result) - len(result.outputs)
 
 
-@pytest.mark.parametrize("name", ["stopped", "capped"])
+@pytest.mark.parametrize("name", ["stopped", "capped", "max_model_len", "batches of 4"])
 def test_every_returned_token_is_a_steps_accepted_or_one_more(name: str, results: Results) -> None:
     """The prompt gives the first token of a request."""
     result = results[name]

@@ -47,9 +47,20 @@ def test_the_tokens_are_those_without_trees(engine: str, name: str, differing: D
     assert not (difference := differing(engine, name)), difference
 
 
-@pytest.mark.parametrize("name", sabotage.NAMES)
-def test_a_broken_mechanism_changes_tokens(name: str, served: Served, plain: Outputs) -> None:
-    found = mismatches(workload.FIXED_RUNS[name], served("fixed")[name], plain)
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    marked(
+        [
+            *(("fixed", name) for name in sabotage.NAMES),
+            *((engine, "wrong_child") for engine in workload.POOLS),
+        ],
+        workload.SLOW_ENGINES,
+    ),
+)
+def test_a_broken_mechanism_changes_tokens(
+    engine: str, name: str, served: Served, plain: Outputs
+) -> None:
+    found = mismatches(workload.SAME_TOKENS[engine][1][name], served(engine)[name], plain)
     assert any(output.tokens != without.tokens for _, output, without in found)
 
 
@@ -133,11 +144,14 @@ def test_the_default_budget_verifies_less_than_was_grown(served: Served) -> None
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
-def test_a_tiny_cache_preempts_requests(served: Served) -> None:
-    for name in ("demanding", "demanding penalties", "from people", "demanding of grammars"):
-        metrics = served("tight")[name].metrics
-        assert metrics["vllm:num_preemptions_total"] > 0
-        assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+@pytest.mark.parametrize(
+    "engine", marked(["tight", "tight look-up", "tight head"], workload.SLOW_ENGINES)
+)
+def test_a_tiny_cache_preempts_requests(engine: str, served: Served) -> None:
+    for name, result in served(engine).items():
+        if "demanding" in name or name == "from people":
+            assert result.metrics["vllm:num_preemptions_total"] > 0
+            assert result.metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
 def test_prompts_longer_than_a_step_come_in_chunks(served: Served) -> None:

@@ -36,7 +36,7 @@ def test_without_the_parameters_a_twin_is_accepted_less(
     name: str, served: Served, tell: Callable[[str], None]
 ) -> None:
     """Control: with them, a draft that is the target is accepted to the last level
-    (`test_drafting`)."""
+    (`test_sources`)."""
     on, off = (_reached(served("twin")[each]) for each in (name, f"{name} off"))
     tell(f"{name}: {on:.3f} of a twin's depth is accepted, {off:.3f} without ranking")
     assert off < 0.97
