@@ -96,7 +96,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     [
         ("qwen2_5_vl", "draft"),
         ("qwen2_5_vl", "look-up"),
-        ("qwen3_vl", "head"),
+        pytest.param("qwen3_vl", "head", marks=pytest.mark.slow),
         ("qwen3_5", "module"),
         pytest.param("qwen3_5", "look-up", marks=pytest.mark.slow),
         pytest.param("qwen3_5", "head", marks=pytest.mark.slow),

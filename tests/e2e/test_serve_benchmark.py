@@ -46,6 +46,7 @@ def result(measured: tuple[Path, str]) -> Result:
     return read(measured[0] / "result.json")
 
 
+@pytest.mark.slow
 def test_every_engine_is_measured_in_every_round_and_gives_the_same_text(result: Result) -> None:
     names = ["no speculation", "chain of 2", TREE]
     assert [engine.name for engine in result.engines] == names
@@ -58,6 +59,7 @@ def test_every_engine_is_measured_in_every_round_and_gives_the_same_text(result:
                 assert series.compared_tokens == 48
 
 
+@pytest.mark.slow
 def test_what_is_counted_of_answers_under_grammars_is_their_tokens(result: Result) -> None:
     cells = [cell for cell in result.cells() if cell.prompts != CODE]
     assert {cell.prompts for cell in cells} == {"JSON by schema"}
@@ -71,6 +73,7 @@ def test_what_is_counted_of_answers_under_grammars_is_their_tokens(result: Resul
             assert sum(run.fallbacks.by_reason.values()) <= run.request_steps
 
 
+@pytest.mark.slow
 def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> None:
     for cell in (cell for cell in result.cells() if cell.prompts == CODE):
         plain, chain, tree = result.of(cell).values()
@@ -93,6 +96,7 @@ def test_steps_tokens_and_stages_are_those_of_each_engine(result: Result) -> Non
                 assert sum(spent.values()) < run.step_ms
 
 
+@pytest.mark.slow
 def test_the_tables_are_there(measured: tuple[Path, str]) -> None:
     _, printed = measured
     # The name is in a table per cell, in the table of each run, and in the overview.

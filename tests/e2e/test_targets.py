@@ -79,7 +79,9 @@ def _windows(model: Path, kind: str) -> Engines:
     of = {"model": str(model)}
     plain, draft = workload.without_tree() | of, workload.tree(NODES) | of
     own = {"gemma2": ["without_soft_cap"], "gpt_oss": ["without_sinks"]}.get(kind, [])
-    broken = _broken(LONG, [*sabotage_of_windows.OF_WINDOWS, *own, "without_kv_move"])
+    # Another kind has the same windows.
+    of_windows = sabotage_of_windows.OF_WINDOWS[: 1 if kind == "gpt_oss" else None]
+    broken = _broken(LONG, [*of_windows, *own, "without_kv_move"])
     nan = {"null_block_of_nan": Run(LONG.requests, sabotage="null_block_of_nan")}
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of | TIGHT
     return {
