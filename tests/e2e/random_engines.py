@@ -8,7 +8,7 @@ from typing import Any
 
 from comparison import by_request, mismatches
 from device_identity import VOCABULARY, noise
-from engine_process import Request, Result, Run, serve
+from engine_process import Output, Request, Result, Run, serve
 from features import PROMPTS, SEEDS
 from margins import MARGINS, Scores, Verdict, places, scores_of, scoring, verdict
 from ranks import serve_on_ranks
@@ -66,9 +66,11 @@ class Target:
         return self.results[engine]
 
     def differing(self, engine: str, name: str, plain: str = "plain") -> int:
-        run, every = self.engines[engine][1][name], self.engines[plain][1]["sound"]
-        wanted = by_request(every, self.served(plain)["sound"])
-        return len(mismatches(run, self.served(engine)[name], wanted))
+        """Count the requests of a run whose tokens are not those of the engine ``plain``."""
+        wanted: dict[str, Output] = {}
+        for of_plain, run in self.engines[plain][1].items():
+            wanted |= by_request(run, self.served(plain)[of_plain])
+        return len(mismatches(self.engines[engine][1][name], self.served(engine)[name], wanted))
 
     def in_bfloat16(self) -> Verdict:
         """Compare the engines "plain in bfloat16" and "draft in bfloat16"."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import workload
-from comparison import accepted_per_step, by_request, explain, mismatches
-from engine_process import Request, Result, Run, serve
+from comparison import accepted_per_step, by_request
+from engine_process import Request, Run
 from padded_models import padded
+from random_engines import Target
 from slow import marked
 
 from dyntree_plugin import pair
@@ -57,45 +56,35 @@ DRAWN = {"greedy": Run([ask(n, "greedy") for n in range(14)]), "again": SAMPLE}
 
 SLOW_ENGINES = {"wide draft", "narrow draft alone", "pool of two sizes", "merged", "drawn"}
 
-Serve = Callable[[str], Mapping[str, Result]]
-
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """Return a function that gives an engine's results by run name; an engine starts once."""
-
-    @cache
-    def folder(name: str, likely: bool) -> str:
-        return str(padded(tmp_path_factory.mktemp("padded") / name, name, PADDED, likely=likely))
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("padded")
+    wide, target = (
+        {"model": str(padded(folder / name, name, PADDED, likely=name == "draft"))}
+        for name in ("draft", "target")
+    )
 
     def trees(**options: Any) -> dict[str, Any]:
         return workload.tree(lookup="off", **options)
 
-    def of(name: str) -> tuple[dict[str, Any], dict[str, Run]]:
-        plain, pool = workload.without_tree(), {"drafts": [str(pair.paths()["second_draft"])]}
-        wide = {"model": folder("draft", True)}
-        target = {"model": folder("target", False)}
-        return {
-            "plain": lambda: (plain, RUNS),
-            "plain padded": lambda: (plain | target, {**RUNS, "beyond": BEYOND}),
-            "pair": lambda: (trees(), {**RUNS, "broken": replace(EXACT, sabotage="broken_draft")}),
-            "wide draft": lambda: (with_draft(trees(), wide), {**RUNS, **WRONG}),
-            "narrow draft": lambda: (workload.tree() | target, {"beyond": BEYOND, **RUNS, **WRONG}),
-            "narrow draft alone": lambda: (trees() | target, {"exact": EXACT}),
-            "pool": lambda: (trees(**pool), RUNS),
-            "pool of two sizes": lambda: (with_draft(trees(**pool), wide), RUNS),
-            "merged": lambda: (
-                with_draft(
-                    trees(growth="expansion", expansion=[2, 2, 1], sampling="best", nodes=20,
-                          **pool),
-                    wide,
-                ) | target,
-                {"beyond": BEYOND, **RUNS},
-            ),
-            "drawn": lambda: (trees(growth="dyspec") | target, DRAWN),
-        }[name]()  # fmt: skip
-
-    return cache(lambda name: serve(*of(name), threads=1))
+    plain, pool = workload.without_tree(), {"drafts": [str(pair.paths()["second_draft"])]}
+    merged = trees(growth="expansion", expansion=[2, 2, 1], sampling="best", nodes=20, **pool)
+    beyond = {"beyond": BEYOND} | RUNS
+    return Target(
+        {
+            "plain": (plain, RUNS),
+            "plain padded": (plain | target, beyond),
+            "pair": (trees(), RUNS | {"broken": replace(EXACT, sabotage="broken_draft")}),
+            "wide draft": (with_draft(trees(), wide), RUNS | WRONG),
+            "narrow draft": (workload.tree() | target, beyond | WRONG),
+            "narrow draft alone": (trees() | target, {"exact": EXACT}),
+            "pool": (trees(**pool), RUNS),
+            "pool of two sizes": (with_draft(trees(**pool), wide), RUNS),
+            "merged": (with_draft(merged, wide) | target, beyond),
+            "drawn": (trees(growth="dyspec") | target, DRAWN),
+        }
+    )
 
 
 def with_draft(arguments: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
@@ -113,25 +102,17 @@ SAME_TOKENS = [
 
 @pytest.mark.parametrize(("name", "without", "run"), marked(SAME_TOKENS, SLOW_ENGINES))
 def test_the_tokens_are_those_without_trees(
-    name: str, without: str, run: str, engine: Serve
+    name: str, without: str, run: str, target: Target
 ) -> None:
-    runs = {**RUNS, "beyond": BEYOND, **DRAWN}
-    plain = {
-        key: output
-        for of_plain, result in engine(without).items()
-        for key, output in by_request(runs[of_plain], result).items()
-    }
-    found = mismatches(runs[run], engine(name)[run], plain)
-    assert not found, explain(found)
+    assert target.differing(name, run, without) == 0
 
 
 @pytest.mark.parametrize(
     ("name", "without"),
     marked([("wide draft", "plain"), ("narrow draft", "plain padded")], SLOW_ENGINES),
 )
-def test_a_broken_walk_changes_tokens(name: str, without: str, engine: Serve) -> None:
-    plain = by_request(SAMPLE, engine(without)["sample"])
-    assert mismatches(SAMPLE, engine(name)["wrong_child"], plain)
+def test_a_broken_walk_changes_tokens(name: str, without: str, target: Target) -> None:
+    assert target.differing(name, "wrong_child", without)
 
 
 COUNTS = (
@@ -150,31 +131,31 @@ COUNTS = (
     ),
 )
 def test_the_target_accepts_what_it_accepts_of_an_unpadded_pair(
-    name: str, of_one_size: str, engine: Serve
+    name: str, of_one_size: str, target: Target
 ) -> None:
-    found, wanted = (engine(each)["exact"].metrics for each in (name, of_one_size))
+    found, wanted = (target.served(each)["exact"].metrics for each in (name, of_one_size))
     assert {each: found[each] for each in COUNTS} == {each: wanted[each] for each in COUNTS}
     assert found[COUNTS[0]] > 300
 
 
 @pytest.mark.slow
-def test_another_draft_is_accepted_less(engine: Serve) -> None:
+def test_another_draft_is_accepted_less(target: Target) -> None:
     """Control: the counts tell of the draft's logits."""
-    sound, broken = (engine("pair")[run] for run in ("exact", "broken"))
+    sound, broken = (target.served("pair")[run] for run in ("exact", "broken"))
     assert accepted_per_step(broken) < 0.95 * accepted_per_step(sound)
 
 
-def test_tokens_beyond_the_drafts_embedding_were_read(engine: Serve) -> None:
-    outputs = engine("plain padded")["beyond"].outputs
+def test_tokens_beyond_the_drafts_embedding_were_read(target: Target) -> None:
+    outputs = target.served("plain padded")["beyond"].outputs
     beyond = [token for output in outputs for token in output.tokens[0] if token >= TOKENS]
     assert len(beyond) > 50
-    assert engine("narrow draft")["beyond"].metrics[COUNTS[0]] > 0
+    assert target.served("narrow draft")["beyond"].metrics[COUNTS[0]] > 0
 
 
 @pytest.mark.slow
-def test_a_drawn_rule_gives_the_same_tokens_again_and_accepts(engine: Serve) -> None:
-    result = engine("drawn")["again"]
-    greedy = by_request(DRAWN["greedy"], engine("drawn")["greedy"])
+def test_a_drawn_rule_gives_the_same_tokens_again_and_accepts(target: Target) -> None:
+    result = target.served("drawn")["again"]
+    greedy = by_request(DRAWN["greedy"], target.served("drawn")["greedy"])
     found = by_request(SAMPLE, result)
     assert all(found[key].tokens == output.tokens for key, output in greedy.items())
     assert result.metrics[COUNTS[0]] > 100
