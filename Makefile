@@ -11,6 +11,9 @@ help: ## Shows the targets.
 demo: .venv/engine ## Completes code with and without the tree, and draws a tree.
 	@$(BIN)/dyntree demo $(ARGS)
 
+# The test files with one of these marks, unless ARGS may name some: others take long to collect.
+marked = $(if $(ARGS),,$(shell grep -rlE "mark\.($(1))\b" tests --include="test_*.py"))
+
 FAST := not e2e and not gpu and not monitoring and not slow
 
 test: .venv/installed ## Checks style and types and runs the tests, but for those marked slow.
@@ -23,10 +26,11 @@ test-fast: .venv/installed ## Runs the tests that start no engine.
 	$(BIN)/pytest -m "$(FAST)" -n auto --maxprocesses 4 $(ARGS)
 
 test-e2e: .venv/installed ## Runs the tests that start engines, but for those marked slow.
-	$(BIN)/pytest -m "(e2e or gpu or monitoring) and not quiet and not slow" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest $(call marked,e2e|gpu|monitoring) -n 2 --dist loadfile \
+		-m "(e2e or gpu or monitoring) and not quiet and not slow" $(ARGS)
 
 test-quiet: .venv/installed ## Runs the tests that measure time, which need the machine for themselves.
-	$(BIN)/pytest -m quiet $(ARGS)
+	$(BIN)/pytest $(call marked,quiet) -m quiet $(ARGS)
 
 test-slow: .venv/installed ## Runs the tests marked slow.
 	$(BIN)/pytest -m slow -n 2 --dist loadfile $(ARGS)
