@@ -92,6 +92,7 @@ def test_sequences_with_seeds_beyond_int64_differ(served: Served) -> None:
         assert len({tuple(tokens) for tokens in output.tokens}) == 3
 
 
+@pytest.mark.slow
 def test_a_difference_is_shown_with_its_margin(differing: Differing) -> None:
     assert "margin" in differing("fixed", sabotage.NAMES[0])
 
