@@ -39,7 +39,7 @@ SERVED: Mapping[str, frozenset[str]] = {
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
     "cpu": SERVED["cpu"] | {"shared_cache", "states", "mla", "mrope"},
-    "cuda": SERVED["triton"] | {"states", "mla"},
+    "cuda": SERVED["triton"] | {"states", "mla", "mrope"},
 }
 """What is served on each type of device: features of attention, which also the kernel must serve
 that runs all forwards which no other kernel is chosen for; and other kinds of layers, by the names

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import image_engine
 import pytest
 import workload
 from comparison import accepted_per_step, by_request, mismatches
@@ -23,6 +24,8 @@ from latent_targets import latent_target
 from random_engines import FLOAT32_DELTA_NET, REQUESTS
 from random_targets import random_target
 from slow import marked
+from vision_targets import CONFIGS as VISION
+from vision_targets import vision_target
 
 pytestmark = pytest.mark.e2e
 
@@ -34,15 +37,18 @@ LIMITS = {
     "num_gpu_blocks_override": 64,
 }
 OF_STATES = {"enable_prefix_caching": False}
+OF_TEXT = {"language_model_only": True}
 TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ("draft", {"block_size": 16}, {}),
     "deepseek_v3": ("module", {"block_size": 16}, {}),
     "nemotron_h": ("look-up", OF_STATES, {}),
     "lfm2": ("look-up", OF_STATES, {}),
     "qwen3_next": ("module", OF_STATES, FLOAT32_DELTA_NET),
+    "qwen2_5_vl": ("look-up", OF_TEXT, {}),
+    "qwen3_5": ("module", OF_STATES | OF_TEXT, FLOAT32_DELTA_NET),
 }
 """By model types: what drafts, arguments of both engines, and of the one without trees."""
-SLOW = ("deepseek_v3", "lfm2", "qwen3_next")
+SLOW = ("deepseek_v3", "lfm2", "qwen3_next", "qwen2_5_vl", "qwen3_5")
 
 
 def _requests(**params: Any) -> list[Request]:
@@ -61,14 +67,17 @@ RUNS = {
 }
 """By what drafts. The draft is the target itself, which guesses tokens of the whole vocabulary; the
 accepted nodes of its trees have others between them."""
+CONTROLS = {
+    "latent": ("without_kv_move", "wrong_ancestor_bit"),
+    "states": ("commit_dropped", "commit_to_a_neighbour"),
+    "positions": ("without_kv_move", "rows_in_place_of_depths"),
+}
 BROKEN = [
     (kind, name)
-    for kind in TARGETS
-    for name in (
-        ("without_kv_move", "wrong_ancestor_bit")
-        if kind in LATENT
-        else ("commit_dropped", "commit_to_a_neighbour")
-    )
+    for kind, (_, common, _) in TARGETS.items()
+    for name in CONTROLS[
+        "latent" if kind in LATENT else "positions" if common is OF_TEXT else "states"
+    ]
 ]
 
 
@@ -99,13 +108,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
     @cache
     def of_kind(kind: str) -> Served:
         source, common, of_plain = TARGETS[kind]
-        make = latent_target if kind in LATENT else random_target
+        make = (
+            latent_target if kind in LATENT else vision_target if kind in VISION else random_target
+        )
         model = str(make(tmp_path_factory.mktemp("targets") / kind, kind))
         # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
         options: dict[str, Any] = {"custom_ops": ["-rotary_embedding"]}
         common = LIMITS | common | {"model": model, "compilation_config": options}
         run = RUNS[source]
-        plain = serve(workload.without_tree() | common | of_plain, {"": run}, threads=1)[""]
+        without = workload.without_tree() | common | of_plain
+        serve_plainly = image_engine.serve if kind in VISION else partial(serve, threads=1)
+        plain = serve_plainly(without, {"": run})[""]
         trees = _engine(source, model)
         nodes = trees["speculative_config"]["num_speculative_tokens"]
         sizes = [requests * (nodes + 1) for requests in (1, 2, 4)]

@@ -38,8 +38,6 @@ def test_a_cache_in_e4m3_is_admitted(quantised: VllmConfig, device: str) -> None
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("parallel_config.tensor_parallel_size", 2, "kv_cache_dtype, tensor_parallel_size="),
-        ("parallel_config.pipeline_parallel_size", 2, "kv_cache_dtype, pipeline_parallel_size="),
         ("model_config.dtype", torch.float16, "kv_cache_dtype, dtype="),
         ("lora_config", object(), "kv_cache_dtype, enable_lora="),
         ("cache_config.kv_cache_dtype_skip_layers", ["0"], "kv_cache_dtype_skip_layers="),

@@ -29,8 +29,6 @@ def test_windows_are_admitted_in_target_and_draft(windowed: VllmConfig) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("parallel_config.tensor_parallel_size", 2, "tensor_parallel_size=(64, 2)"),
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size=(64, 2)"),
         ("model_config.dtype", torch.float16, "dtype=(64, 'float16')"),
         ("lora_config", object(), "enable_lora=(64, True)"),
     ],
