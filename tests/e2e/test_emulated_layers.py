@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import image_engine
@@ -20,7 +21,7 @@ from comparison import accepted_per_step, by_request, mismatches
 from emulated_engine import Emulated, serve_emulated
 from engine_process import Request, Result, Run, serve
 from latent_targets import CONFIGS as LATENT
-from latent_targets import latent_target
+from latent_targets import latent_head, latent_target
 from random_engines import FLOAT32_DELTA_NET, REQUESTS
 from random_targets import random_target
 from slow import marked
@@ -40,6 +41,7 @@ OF_STATES = {"enable_prefix_caching": False}
 OF_TEXT = {"language_model_only": True}
 TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ("draft", {"block_size": 16}, {}),
+    "deepseek_v2 with a head": ("EAGLE-3", {"block_size": 16}, {}),
     "deepseek_v3": ("module", {"block_size": 16}, {}),
     "nemotron_h": ("look-up", OF_STATES, {}),
     "lfm2": ("look-up", OF_STATES, {}),
@@ -47,8 +49,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("look-up", OF_TEXT, {}),
     "qwen3_5": ("module", OF_STATES | OF_TEXT, FLOAT32_DELTA_NET),
 }
-"""By model types: what drafts, arguments of both engines, and of the one without trees."""
-SLOW = ("deepseek_v3", "lfm2", "qwen3_next", "qwen2_5_vl", "qwen3_5")
+"""By model types, with a remark: what drafts, arguments of both engines, and of the one without trees."""
+SLOW = {*TARGETS} - {"nemotron_h"}
 
 
 def _requests(**params: Any) -> list[Request]:
@@ -61,9 +63,10 @@ def _requests(**params: Any) -> list[Request]:
 
 FEW = Run(_requests(max_tokens=7))
 RUNS = {
-    "draft": Run(_requests(max_tokens=12, allowed_token_ids=None)),
+    "draft": Run(_requests(max_tokens=30, allowed_token_ids=None)),
     "look-up": FEW,
     "module": FEW,
+    "EAGLE-3": FEW,
 }
 """By what drafts. The draft is the target itself, which guesses tokens of the whole vocabulary; the
 accepted nodes of its trees have others between them."""
@@ -76,7 +79,7 @@ BROKEN = [
     (kind, name)
     for kind, (_, common, _) in TARGETS.items()
     for name in CONTROLS[
-        "latent" if kind in LATENT else "positions" if common is OF_TEXT else "states"
+        "latent" if kind.startswith("deepseek") else "positions" if common is OF_TEXT else "states"
     ]
 ]
 
@@ -99,15 +102,19 @@ def _engine(source: str, model: str) -> dict[str, Any]:
         return workload.without_draft(NODES, "ngram_gpu", budget="fixed")
     if source == "module":
         return workload.with_head(model, "mtp", NODES, lookup="off", budget="fixed")
-    trees = workload.tree(6, growth="expansion", expansion=[2, 2], lookup="off")
+    if source == "EAGLE-3":
+        head = latent_head(Path(model).with_name("head"), Path(model))
+        return workload.with_head(head, nodes=NODES, lookup="off", budget="fixed")
+    trees = workload.tree(6, max_depth=2, width=3, children=3, lookup="off")
     return trees | {"speculative_config": {**trees["speculative_config"], "model": model}}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
     @cache
-    def of_kind(kind: str) -> Served:
-        source, common, of_plain = TARGETS[kind]
+    def of_kind(name: str) -> Served:
+        source, common, of_plain = TARGETS[name]
+        kind = name.split()[0]
         make = (
             latent_target if kind in LATENT else vision_target if kind in VISION else random_target
         )
@@ -125,7 +132,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         graphs = options | {"mode": 0, "cudagraph_capture_sizes": sizes}
         trees |= common | {"enforce_eager": False, "compilation_config": graphs}
         runs = {"sound": run, "again": run}
-        runs |= {name: replace(run, sabotage=name) for of, name in BROKEN if of == kind}
+        runs |= {each: replace(run, sabotage=each) for of, each in BROKEN if of == name}
         return Served(run, plain, serve_emulated(trees, runs))
 
     return of_kind
