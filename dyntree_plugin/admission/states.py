@@ -44,7 +44,7 @@ _REFUSALS = (
 _ON_A_CPU = (_RECURRENT.other_than(TARGETS),)
 _ON_CUDA = (
     _RECURRENT.other_than(TARGETS_ON_CUDA),
-    *_RECURRENT.uncompared("tensor_parallel_size", "pipeline_parallel_size"),
+    *_RECURRENT.uncompared("pipeline_parallel_size"),
 )
 
 

@@ -49,7 +49,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("look-up", OF_TEXT, {}),
     "qwen3_5": ("module", OF_STATES | OF_TEXT, FLOAT32_DELTA_NET),
 }
-"""By model types, with a remark: what drafts, arguments of both engines, and of the one without trees."""
+"""By model types, with a remark: what drafts, arguments of both engines, and of the one without
+trees."""
 SLOW = {*TARGETS} - {"nemotron_h"}
 
 

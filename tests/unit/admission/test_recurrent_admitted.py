@@ -45,13 +45,11 @@ def test_compared_targets_are_admitted_on_a_cpu_without_a_prefix_cache(
     check.refuse_unserved(_piped(alone), DynTreeOptions(), "cpu", WORKERS)
 
 
-def test_on_cuda_other_targets_and_several_ranks_are_refused(admitted: VllmConfig) -> None:
+def test_on_cuda_other_targets_and_pipelines_are_refused(admitted: VllmConfig) -> None:
     config = changed(_without_prefix_cache(admitted), "parallel_config.worker_cls", "auto")
     for architecture in states.TARGETS_ON_CUDA:
         check.refuse_unserved(_hybrid(config, architecture), DynTreeOptions(), "cuda", WORKERS)
-    ranks = changed(_hybrid(config), "parallel_config.tensor_parallel_size", 2)
     for refused, named in (
-        (ranks, "tensor_parallel_size=(True, 2)"),
         (_hybrid(config, "FalconH1ForCausalLM"), "architecture=(True, 'FalconH1ForCausalLM')"),
         (_piped(_hybrid(config)), "pipeline_parallel_size=(True, 2)"),
     ):
