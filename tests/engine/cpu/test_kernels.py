@@ -108,5 +108,5 @@ def test_the_comparison_notices_a_broken_block(
     vllm_cpu_runner.install()
     stock = getattr(rejection, name)
     monkeypatch.setattr(rejection, name, lambda *given: torch.zeros_like(stock(*given)))
-    case = "block_verification[far]"
+    case = "block_verification[overconfident]"
     assert differences(interpreted[case], cases.CASES[case](), cases.TOLERANCES[case])
