@@ -204,7 +204,7 @@ def test_the_drafting_between_two_outputs_is_no_cost_of_rows(
     """It is the step's own, or that of the trees that the step verified."""
     now, seen = [0.0], list[tuple[int, float]]()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    cost: Any = SimpleNamespace(observe=lambda rows, took: seen.append((rows, took)))
+    cost: Any = SimpleNamespace(observe=lambda rows, took, _: seen.append((rows, took)))
     buckets = NodeBuckets(SIZES, FORWARDS, synchronous=synchronous)
     buckets.measured(cost)
     for _ in range(2):
