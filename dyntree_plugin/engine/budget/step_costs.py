@@ -158,10 +158,9 @@ def _of_position(runner: TimedRunner, agree: Agree, context: int, reading: float
     if rows < 2 or context < 1:
         return 0.0
 
-    def run(length: int) -> Seconds:
-        return agree(_forward(runner, rows, uniform_decode=True, context_len=length))
-
-    timed = _Timed(run, agree)
+    timed = _Timed(
+        lambda length: agree(_forward(runner, rows, uniform_decode=True, context_len=length)), agree
+    )
     more = timed(context, REPETITIONS) - timed(0, REPETITIONS)
     return max(more / context - reading, 0.0) / (rows - 1)
 
