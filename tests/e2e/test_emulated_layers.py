@@ -68,9 +68,10 @@ RUNS = {
     "look-up": FEW,
     "module": FEW,
     "EAGLE-3": FEW,
+    "qwen2_5_vl": Run(_requests(max_tokens=32)),
 }
-"""By what drafts. The draft is the target itself, which guesses tokens of the whole vocabulary; the
-accepted nodes of its trees have others between them."""
+"""By what drafts, or by the target. The draft is the target itself, which guesses tokens of the
+whole vocabulary; the accepted nodes of its trees have others between them."""
 CONTROLS = {
     "latent": ("without_kv_move", "wrong_ancestor_bit"),
     "states": ("commit_dropped", "commit_to_a_neighbour"),
@@ -123,7 +124,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
         # vLLM's operator for a CPU rotates heads of other tokens where a model gives it three axes.
         options: dict[str, Any] = {"custom_ops": ["-rotary_embedding"]}
         common = LIMITS | common | {"model": model, "compilation_config": options}
-        run = RUNS[source]
+        run = RUNS[kind if kind in RUNS else source]
         without = workload.without_tree() | common | of_plain
         serve_plainly = image_engine.serve if kind in VISION else partial(serve, threads=1)
         plain = serve_plainly(without, {"": run})[""]
