@@ -63,5 +63,11 @@ class _PooledBranches:
     def __init__(self, branches: Sequence[Branches]) -> None:
         self._branches = branches
 
-    def extend(self, *nodes: torch.Tensor) -> torch.Tensor:
-        return mixture([each.extend(*nodes) for each in self._branches])
+    def extend(
+        self,
+        tokens: torch.Tensor,
+        depths: torch.Tensor,
+        ancestors: torch.Tensor,
+        valid: torch.Tensor,
+    ) -> torch.Tensor:
+        return mixture([b.extend(tokens, depths, ancestors, valid) for b in self._branches])

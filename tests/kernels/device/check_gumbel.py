@@ -22,11 +22,18 @@ def on_device(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def best_tokens(
-    *rows: torch.Tensor | int, coupled: bool = True
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    count: int,
+    *,
+    coupled: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best tokens of whole rows and the logs of their softmax, from those of blocks."""
-    *_, count = rows
-    tokens, scores, sums = gumbel.rank_blocks(*rows, coupled=coupled)  # type: ignore[arg-type]
+    tokens, scores, sums = gumbel.rank_blocks(
+        logits, temperatures, seeds, positions, count, coupled=coupled
+    )
     best = scores.flatten(1).topk(count, dim=1)
     total = sums.logsumexp(1, keepdim=True)
     log_probs = torch.where(total.isfinite(), best.values - total, float("-inf"))
