@@ -22,13 +22,27 @@ def _target(config: VllmConfig, architecture: str) -> VllmConfig:
 
 
 @pytest.mark.parametrize("architecture", mrope.TARGETS)
-def test_compared_targets_are_admitted_on_a_cpu_and_none_is_on_cuda(
-    admitted: VllmConfig, architecture: str
+@pytest.mark.parametrize(("device", "worker"), [("cpu", None), ("cuda", "auto")])
+def test_compared_targets_are_admitted(
+    admitted: VllmConfig, architecture: str, device: str, worker: str | None
 ) -> None:
     target = _target(admitted, architecture)
-    check.refuse_unserved(target, DynTreeOptions(), "cpu", WORKERS)
-    with pytest.raises(check.Refused, match="target model: uses_mrope=True"):
-        check.refuse_unserved(target, DynTreeOptions(), "cuda", WORKERS)
+    if worker is not None:
+        target = changed(target, "parallel_config.worker_cls", worker)
+    check.refuse_unserved(target, DynTreeOptions(), device, WORKERS)
+
+
+def test_a_head_may_have_several_components_and_a_draft_model_may_not(
+    admitted: VllmConfig,
+) -> None:
+    both = changed(
+        _target(admitted, mrope.TARGETS[0]),
+        "speculative_config.draft_model_config.uses_mrope",
+        True,
+    )
+    head = changed(both, "speculative_config.method", "mtp")
+    check.refuse_unserved(head, DynTreeOptions(), "cpu", WORKERS)
+    assert "draft model: uses_mrope=True is not supported" in refusal_of(both)
 
 
 @pytest.mark.parametrize(
