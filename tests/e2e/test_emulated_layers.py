@@ -72,18 +72,14 @@ RUNS = {
 }
 """By what drafts, or by the target. The draft is the target itself, which guesses tokens of the
 whole vocabulary; the accepted nodes of its trees have others between them."""
-CONTROLS = {
-    "latent": ("without_kv_move", "wrong_ancestor_bit"),
-    "states": ("commit_dropped", "commit_to_a_neighbour"),
-    "positions": ("without_kv_move", "rows_in_place_of_depths"),
+_MOVES, _COMMITS = ("without_kv_move",), ("commit_dropped", "commit_to_a_neighbour")
+CONTROLS = dict.fromkeys(TARGETS, _COMMITS) | {
+    "deepseek_v2": (*_MOVES, "wrong_ancestor_bit"),
+    "deepseek_v2 with a head": _MOVES,
+    "deepseek_v3": (),  # The module of so small a target guesses too little for a control.
+    "qwen2_5_vl": (*_MOVES, "rows_in_place_of_depths"),
 }
-BROKEN = [
-    (kind, name)
-    for kind, (_, common, _) in TARGETS.items()
-    for name in CONTROLS[
-        "latent" if kind.startswith("deepseek") else "positions" if common is OF_TEXT else "states"
-    ]
-]
+BROKEN = [(target, name) for target, names in CONTROLS.items() for name in names]
 
 
 @dataclass(frozen=True)
