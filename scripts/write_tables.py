@@ -280,6 +280,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_gpu": lambda: _speed("serve-gpu-1b-h200"),
     "tokens_offload": lambda: _tokens_per_step("tokens-offload"),
     "serve_look_up": lambda: _speed("serve-llama-1b-look-up"),
+    "serve_recurrent": lambda: _speed("serve-granite-h-1b"),
     "gpu_states": gpu_states.table,
 }
 
