@@ -150,8 +150,16 @@ def schedule_pipeline(vllm_config: VllmConfig) -> None:
 
 
 def choose_scheduler(vllm_config: VllmConfig) -> None:
-    """Set the scheduler that counts trees. Call it after vLLM has decided on async scheduling."""
+    """Set the scheduler that counts trees. Call it after vLLM has decided on async scheduling.
+
+    Where vLLM reads prompts whole, it raises the tokens of a batch after it has set those of a step
+    with drafts. A prompt that exceeds these would wait for ever, so they are raised, too.
+    """
     scheduler = vllm_config.scheduler_config
+    scheduled = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    longest = vllm_config.model_config.max_model_len
+    if not scheduler.enable_chunked_prefill and scheduled < longest:
+        scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
     name = "AsyncTreeScheduler" if scheduler.async_scheduling else "TreeScheduler"
     scheduler.scheduler_cls = f"dyntree_plugin.engine.scheduler.{name}"
 

@@ -11,6 +11,7 @@ import torch
 from configurations import changed, refusal_of
 
 from dyntree_plugin.admission import check
+from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS
 from dyntree_plugin.options.options import DynTreeOptions
 
@@ -71,3 +72,19 @@ def test_what_was_not_compared_is_refused(
     latent: VllmConfig, path: str, value: Any, named: str
 ) -> None:
     assert f"use_mla, {named} is not supported" in refusal_of(changed(latent, path, value))
+
+
+@pytest.mark.parametrize(("in_chunks", "scheduled"), [(True, 48), (False, 2048)])
+def test_a_prompt_that_is_read_whole_has_room_in_a_step(
+    admitted: VllmConfig, in_chunks: bool, scheduled: int
+) -> None:
+    """vLLM raises the tokens of a batch for latent attention on a CPU, after those of a step."""
+    config = admitted
+    for name, value in (
+        ("enable_chunked_prefill", in_chunks),
+        ("max_num_batched_tokens", 2048),
+        ("max_num_scheduled_tokens", 48),
+    ):
+        config = changed(config, f"scheduler_config.{name}", value)
+    configuration.choose_scheduler(config)
+    assert config.scheduler_config.max_num_scheduled_tokens == scheduled
