@@ -23,8 +23,8 @@ TARGETS_ON_CUDA = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
-"""Those that were compared on an emulated CUDA device; of the last, experts and states were compared
-in the two targets before it."""
+"""Those that were compared on an emulated CUDA device, or whose layers were: the last has the
+experts of Qwen3-Next."""
 
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
