@@ -59,11 +59,5 @@ CUDA_REFUSALS = (
         lambda found: found[0] and found[1] == "float32",
         "vLLM's kernels of latent attention on CUDA take 16-bit types; set --dtype to bfloat16",
     ),
-    Refusal(
-        "speculative_config.use_gemma4_mtp",
-        lambda c: c.speculative_config and c.speculative_config.use_gemma4_mtp(),
-        bool,
-        "trees of a head that reads the target's KV cache are grown on a CPU alone; use look-up",
-    ),
 )
 """Checks of ``VllmConfig`` on CUDA."""

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's names of the quantised KV caches that trees read: float8_e4m3fn with scales."""
 
-_ON_A_CPU = "trees pass such layers on a CPU alone; use a model without"
 OTHER_CACHE = f"trees read {' and '.join(KV_CACHE_DTYPES)} and the model's type; leave it at 'auto'"
 
 ADVICE: Mapping[str, str] = {
-    "shared_cache": _ON_A_CPU,
     "chunk": "tree attention has no chunks; use a model without them",
     "alibi": "tree attention has no bias by distance; use a model without it",
     "query_scale": "tree attention has no quantised queries there; leave kv_cache_dtype at 'auto'",
@@ -38,7 +36,7 @@ SERVED: Mapping[str, frozenset[str]] = {
 """The features that each kernel of tree attention serves."""
 
 SERVED_ON: Mapping[str, frozenset[str]] = {
-    "cpu": SERVED["cpu"] | {"shared_cache", "states", "mla", "mrope"},
+    "cpu": SERVED["cpu"] | {"states", "mla", "mrope"},
     "cuda": SERVED["triton"] | {"states", "mla", "mrope"},
 }
 """What is served on each type of device: features of attention, which also the kernel must serve

@@ -1,5 +1,5 @@
-"""Recurrent layers and latent attention in the CUDA engine, emulated on a CPU: the tokens are those
-without trees.
+"""Recurrent layers, latent attention and shared caches in the CUDA engine, emulated on a CPU: the
+tokens are those without trees.
 
 emulated/__init__.py says what is emulated, and what that cannot show. Rows outside of trees run
 what an engine for CPUs runs, since vLLM's kernels of CUDA are no part of this test: those of Gated
@@ -23,7 +23,7 @@ from engine_process import Request, Result, Run, serve
 from latent_targets import CONFIGS as LATENT
 from latent_targets import latent_head, latent_target
 from random_engines import FLOAT32_DELTA_NET, REQUESTS
-from random_targets import random_target
+from random_targets import gemma4_assistant, random_target
 from slow import marked
 from vision_targets import CONFIGS as VISION
 from vision_targets import vision_target
@@ -48,6 +48,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_next": ("module", OF_STATES, FLOAT32_DELTA_NET),
     "qwen2_5_vl": ("look-up", OF_TEXT, {}),
     "qwen3_5": ("module", OF_STATES | OF_TEXT, FLOAT32_DELTA_NET),
+    "gemma4_text": ("assistant", {}, {}),
 }
 """By model types, with a remark: what drafts, arguments of both engines, and of the one without
 trees."""
@@ -68,6 +69,7 @@ RUNS = {
     "look-up": FEW,
     "module": FEW,
     "EAGLE-3": FEW,
+    "assistant": Run(_requests(max_tokens=24)),
     "qwen2_5_vl": Run(_requests(max_tokens=32)),
 }
 """By what drafts, or by the target. The draft is the target itself, which guesses tokens of the
@@ -78,6 +80,7 @@ CONTROLS = dict.fromkeys(TARGETS, _COMMITS) | {
     "deepseek_v2 with a head": _MOVES,
     "deepseek_v3": (),  # The module of so small a target guesses too little for a control.
     "qwen2_5_vl": (*_MOVES, "rows_in_place_of_depths"),
+    "gemma4_text": _MOVES,
 }
 BROKEN = [(target, name) for target, names in CONTROLS.items() for name in names]
 
@@ -100,6 +103,9 @@ def _engine(source: str, model: str) -> dict[str, Any]:
         return workload.without_draft(NODES, "ngram_gpu", budget="fixed")
     if source == "module":
         return workload.with_head(model, "mtp", NODES, lookup="off", budget="fixed")
+    if source == "assistant":
+        module = gemma4_assistant(Path(model).with_name("module"))
+        return workload.with_head(module, "gemma4_mtp", NODES, lookup="off", budget="fixed")
     if source == "EAGLE-3":
         head = latent_head(Path(model).with_name("head"), Path(model))
         return workload.with_head(head, nodes=NODES, lookup="off", budget="fixed")

@@ -55,10 +55,8 @@ class AttentionKind:
         named = {
             "chunk": f"attention_chunk_size={features.chunk}",
             "alibi": "ALiBi",
-            "shared_cache": "the KV cache of another layer",
         }
-        shared = {"shared_cache"} if layer.kv_sharing_target_layer_name is not None else set()
-        for each in sorted((features.beyond | shared) - self._served):
+        for each in sorted(features.beyond - self._served):
             yield f"{named.get(each, each)} is not supported: {ADVICE[each]}"
         if layer.kv_cache_dtype not in (*UNQUANTISED, *KV_CACHE_DTYPES):
             yield f"kv_cache_dtype={layer.kv_cache_dtype!r} is not supported: {OTHER_CACHE}"

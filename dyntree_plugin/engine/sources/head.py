@@ -162,7 +162,8 @@ class ContextHead(TargetHead):
 
     def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
         """Run the head over filled rows; return the logits of all of them, [R * width, V]."""
-        roots = self._memory.root_positions[:requests, None] + self.shift
+        # While graphs are captured, roots stand at 0.
+        roots = (self._memory.root_positions[:requests, None] + self.shift).clamp(min=0)
         rows.positions.view(requests, -1).copy_(roots.expand(requests, len(rows.ids) // requests))
         return super().forward(rows, requests, first)
 
