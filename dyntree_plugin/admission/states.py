@@ -37,7 +37,7 @@ _REFUSALS = (
     ),
     *_RECURRENT.uncompared(
         *("dtype", "quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-        *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora", "kv_cache_dtype"),
+        *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"),
     ),
     Refusal(
         "use_replayssm",

@@ -140,6 +140,20 @@ def _recurrent(model: Path, kind: str) -> Engines:
     }
 
 
+def _recurrent_in_fp8(model: Path, kind: str) -> Engines:
+    """Recurrent layers beside quantised caches, whose scales are 1."""
+    engines = {
+        name: (arguments | {"kv_cache_dtype": "fp8"}, runs)
+        for name, (arguments, runs) in _recurrent(model, kind).items()
+    }
+    broken = _broken(RUN, ["commit_dropped", sabotage_of_caches.move_without_a_byte])
+    unquantised = engines["plain in bfloat16"][0] | {"kv_cache_dtype": "auto"}
+    return engines | {
+        "draft": (engines["draft"][0], _sound(RUN) | broken),
+        "unquantised": (unquantised, _sound(RUN)),
+    }
+
+
 def _latent(model: Path, kind: str) -> Engines:
     """The draft is the target itself. "dense" reads no latent cache."""
     of, names = {"model": str(model)}, [*workload.sabotage.NAMES[:3], "without_rope_part"]
@@ -147,9 +161,8 @@ def _latent(model: Path, kind: str) -> Engines:
     draft = workload.tree(NODES, lookup="off") | of
     draft["speculative_config"] = draft["speculative_config"] | of
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of
-    module = workload.with_head(model, "mtp", NODES, budget="fixed", lookup="off")
+    options = {"nodes": NODES, "budget": "fixed", "lookup": "off"}
     eagle = latent_head(model.with_name(f"{kind} head"), model)
-    head = workload.with_head(eagle, nodes=NODES, budget="fixed", lookup="off") | of
     # Blocks have 16 positions, which vLLM's kernel for CPUs asks for.
     few = look_up | {"num_gpu_blocks_override": 40}
     return {
@@ -157,8 +170,8 @@ def _latent(model: Path, kind: str) -> Engines:
         "dense": (plain, _sound(RUN)),
         "draft": (draft, _sound(RUN) | _broken(RUN, names) | {"again": RUN}),
         "look-up": (few, _sound(RUN) | {"aborted": ABORTED, "again": RUN}),
-        "module": (module, _sound(RUN, "again")),
-        "EAGLE-3": (head, _sound(RUN, "again")),
+        "module": (workload.with_head(model, "mtp", **options), _sound(RUN, "again")),
+        "EAGLE-3": (workload.with_head(eagle, **options) | of, _sound(RUN, "again")),
         "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
         **_split(draft, RUN),
         **_in_half(plain, draft, ["without_kv_move"]),
@@ -185,11 +198,20 @@ def _quantised(model: Path, kind: str) -> Engines:
     }
 
 
-def _with_scales(folder: Path, kind: str) -> Path:
-    """A target with windows in every second layer."""
+def _needs_avx512() -> None:
     if not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM quantises caches with AVX-512 alone")
+
+
+def _with_scales(folder: Path, kind: str) -> Path:
+    """A target with windows in every second layer."""
+    _needs_avx512()
     return with_cache_scales(folder, "gemma3_text", 0.02, 0.05)
+
+
+def _nemotron_h(folder: Path, kind: str) -> Path:
+    _needs_avx512()
+    return random_target(folder, "nemotron_h")
 
 
 @dataclass(frozen=True)
@@ -221,6 +243,7 @@ KINDS = {
     "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("EAGLE-3", *_OF_RANKS), latent_target),
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
     "quantised cache": Kind(_quantised, ("draft",), _SPLIT, _with_scales),
+    "states and quantised cache": Kind(_recurrent_in_fp8, ("draft",), ("head",), _nemotron_h),
 }
 SLOW = [(kind, engine) for kind, of in KINDS.items() for engine in of.slow]
 TREES = [(kind, engine) for kind, of in KINDS.items() for engine in of.trees] + SLOW

@@ -45,7 +45,6 @@ def test_a_cache_in_e4m3_is_admitted(quantised: VllmConfig, device: str) -> None
         ("speculative_config.use_gemma4_mtp", lambda: True, "kv_cache_dtype, use_gemma4_mtp="),
         ("model_config.use_mla", True, "use_mla, kv_cache_dtype="),
         ("model_config.uses_mrope", True, "uses_mrope, kv_cache_dtype="),
-        ("model_config.is_hybrid", True, "is_hybrid, kv_cache_dtype="),
     ],
 )
 def test_what_was_not_compared_is_refused(
