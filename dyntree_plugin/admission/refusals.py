@@ -80,13 +80,13 @@ SPECULATION_REFUSALS = (
         "rejection_sample_method",
         lambda s: s.rejection_sample_method,
         lambda method: method != "standard",
-        "a tree is verified by matching the target's samples; leave it at 'standard'",
+        "leave it at 'standard', and set dyntree.exactness=distribution to verify drafts as blocks",
     ),
     Refusal(
         "draft_sample_method",
         lambda s: s.draft_sample_method,
         lambda method: method != "greedy",
-        "dyntree.coupling decides how candidates are ranked; leave it at 'greedy'",
+        "leave it at 'greedy', and set dyntree.exactness=distribution to draw drafts",
     ),
     Refusal(
         "kv_cache_dtype",

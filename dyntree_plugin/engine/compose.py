@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 
-from dyntree_kernels.contracts import GrowthSettings, StepGrowth
+from dyntree_kernels.contracts import Drawing, GrowthSettings, StepGrowth
 from dyntree_plugin.engine.papers.chain_growth import ChainGrowth
-from dyntree_plugin.engine.papers.chain_samples import ChainSamples, ChainWalk
+from dyntree_plugin.engine.papers.chain_samples import ChainSamples, SamplesWalk, TreeSamples
 from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.papers.logit_rows import WalkedRows
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
@@ -23,6 +23,7 @@ from dyntree_plugin.engine.step.sampled_walk import SampledWalk, TreeWalk
 from dyntree_plugin.engine.step.source import NodeSource
 from dyntree_plugin.engine.step.trees import TreeStore
 from dyntree_plugin.tree.children import ChildPicker
+from dyntree_plugin.tree.noise import DRAFT, stream
 from dyntree_plugin.tree.source import TrieSource
 from dyntree_plugin.tree.value import AcceptanceEstimate
 
@@ -87,7 +88,7 @@ class Composer:
         if growth is None:
             pick = ChildPicker(plan, self.ops.perturb, self.estimate)
             growth = TensorGrowth(trees, pick, memory, self.draws)
-        if plan.chains and self.draws is not None:
+        if plan.draws and self.draws is not None and not self.draws.trees:
             growth = ChainGrowth(growth, self.draws, self.ops.perturb, memory)
         return growth
 
@@ -97,8 +98,10 @@ class Composer:
         walk = SampledWalk(trees, ops.walk)
         if self.draws is None:
             return walk
-        if trees.plan.chains:
-            return ChainWalk(ChainSamples(trees, self.draws, ops.decide_blocks), walk)
+        if self.draws.trees and ops.decide_trees is not None:
+            return SamplesWalk(TreeSamples(trees, self.draws, ops.decide_trees), walk)
+        if trees.plan.draws:
+            return SamplesWalk(ChainSamples(trees, self.draws, ops.decide_blocks), walk)
         return DrawnWalk(trees, self.draws, WalkedRows(trees, buffers, ops.perturb))
 
     def _compiled(self, memory: GrowthMemory) -> StepGrowth | None:
@@ -121,5 +124,16 @@ class Composer:
                 grafts=plan.shape.grafts,
                 max_depth=plan.shape.max_depth,
                 shift=plan.shape.shift,
+                drawing=self._drawing(),
             )
         )
+
+    def _drawing(self) -> Drawing | None:
+        """Return where drawn trees say how they were drawn; None without such trees."""
+        if self.draws is None or not self.draws.trees:
+            return None
+
+        def seeds(of_requests: torch.Tensor, expansions: torch.Tensor) -> torch.Tensor:
+            return stream(of_requests, DRAFT, expansions)
+
+        return Drawing(self.draws.laws, self.draws.origins, seeds)

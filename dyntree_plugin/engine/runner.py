@@ -98,7 +98,10 @@ class TreeRunnerMixin(TreeStage):
         # One more, for the trees' spare slot.
         self.chained = torch.full((self.max_num_reqs + 1,), self._chains, device=device)
         self.grammars = self.make_grammars()
-        draws = DrawStore(self.max_num_reqs, plan, vocabulary, device) if plan.reads_laws else None
+        trees = plan.drawn_trees and self.ops.decide_trees is not None
+        draws = None
+        if plan.reads_laws:
+            draws = DrawStore(self.max_num_reqs, plan, vocabulary, device, trees=trees)
         self.compose = Composer(
             trees=self.trees,
             draws=draws,
@@ -203,9 +206,9 @@ class TreeRunnerMixin(TreeStage):
         )
         return output
 
-    def drawn_chains(self, slots: list[int]) -> np.ndarray | None:
-        """Return which requests have drawn chains, bool [R]; None if none can have one."""
-        return self._sampling_states().temperature.np[slots] > 0 if self.trees.plan.chains else None
+    def drawn(self, slots: list[int]) -> np.ndarray | None:
+        """Return which requests have drawn chains or trees, bool [R]; None if none can have one."""
+        return self._sampling_states().temperature.np[slots] > 0 if self.trees.plan.draws else None
 
     def shutdown(self) -> None:
         """Release the KV cache of the further drafts, too, which vLLM does not know."""

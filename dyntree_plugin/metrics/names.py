@@ -16,7 +16,7 @@ CONFIG_LABELS = (
     *(field.name for field in dataclasses.fields(TreeShape) if field.name != "grafts"),
     "lookup",
     "calibration",
-    "block_chains",
+    "exactness",
     "budget",
 )
 """The plugin's version, and the options."""

@@ -28,7 +28,7 @@ from dyntree_plugin.options.shape import (
     shape_of,
 )
 from dyntree_plugin.options.text import allowed, specs
-from dyntree_plugin.tree.shape import Budget, Sampling, TreeShape
+from dyntree_plugin.tree.shape import LEAST_DRAWN_TREE, Budget, Exactness, Sampling, TreeShape
 
 if TYPE_CHECKING:
     from dyntree_plugin.tree.plan import TreePlan
@@ -129,14 +129,16 @@ class DynTreeOptions(BaseModel):
         "score, and value nodes by that; off values them by the draft's probability. The output is "
         "the same either way.",
     )
-    block_chains: Switch = Field(
-        default="off",
-        description="For growth topk: a request at a temperature above 0 gets a chain that is "
-        "drawn from the draft and verified as a block. If few nodes are verified, this emits more "
-        "tokens per step than a tree. The output is then another sample of the same distribution; "
-        "which sample may depend on other options, such as lookup. Greedy requests get trees. The "
-        "draft's distributions are stored (max_forwards times the vocabulary, in fp32, per request "
-        "slot).",
+    exactness: Exactness = Field(
+        default="tokens",
+        description="What output at a temperature above 0 has in common with that without "
+        "speculation: its tokens, or its distribution alone. distribution is for growth topk: such "
+        f"a request gets a chain that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more "
+        "nodes on a CPU, a drawn tree. Both emit more tokens per step. Which sample of the "
+        "distribution is emitted may depend on other options, such as lookup. Greedy requests get "
+        "the same tokens either way. The draft's distributions are stored (of a chain "
+        "max_forwards times the vocabulary, of a tree about width times as much, in fp32, per "
+        "request slot).",
     )
     min_value: float | None = Field(
         default=None,
@@ -221,7 +223,7 @@ class DynTreeOptions(BaseModel):
             raise ValueError(f"must be {' or '.join(known)}")
         return value
 
-    @field_validator("coupling", "calibration", "block_chains", "lookup", mode="before")
+    @field_validator("coupling", "calibration", "lookup", mode="before")
     @classmethod
     def _switch_from_bool(cls, value: object) -> object:
         # YAML reads a bare `on` or `off` in a --config file as a boolean.
@@ -321,7 +323,7 @@ class DynTreeOptions(BaseModel):
                     f"{given} with max_forwards={self.max_forwards} and lookup=off: leave it out"
                 )
         if self._asked_for("coupling") and not plan.coupled:
-            other = "block_chains=on" if plan.chains else f"rule={plan.rule}"
+            other = "exactness=distribution" if plan.draws else f"rule={plan.rule}"
             yield (
                 f"{NAMESPACE}.coupling='on' has no effect with {other}, which assumes that "
                 "children and the target's draws are independent: leave it out, or use match"
@@ -373,8 +375,7 @@ class DynTreeOptions(BaseModel):
             # Some growths stop before max_depth, whatever the draft says.
             shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
         rule = self.rule or default_rule(growing.sampling)
-        calibration, chains = self.calibration == "on", self.block_chains == "on"
-        return TreePlan(shape, growth, rule, calibration, budget, chains)
+        return TreePlan(shape, growth, rule, self.calibration == "on", budget, self.exactness)
 
 
 def _nearly_ours(key: str) -> bool:

@@ -81,7 +81,7 @@ def shape_of(
 
 
 def _check_block(given: Mapping[str, Any]) -> None:
-    for name, only in (("growth", "topk"), ("block_chains", "off")):
+    for name, only in (("growth", "topk"), ("exactness", "tokens")):
         if given[name] != only:
             raise ValueError(f"{name}={given[name]} does not go with a block draft: use {only}")
 

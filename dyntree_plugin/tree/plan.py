@@ -9,7 +9,7 @@ from typing import Any
 from dyntree_plugin.tree.growth.base import GrowthConfig, GrowthPlan
 from dyntree_plugin.tree.pairs import check_pair
 from dyntree_plugin.tree.registry import GROWTHS, RULES, plan_growth
-from dyntree_plugin.tree.shape import Budget, TreeShape
+from dyntree_plugin.tree.shape import LEAST_DRAWN_TREE, Budget, Exactness, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class TreePlan:
     """The form, growth and verification of an engine's trees.
 
     With ``calibration``, node values are learned from what the target accepts. ``budget`` says
-    whether trees are cut to the nodes whose verification pays. With ``chains``, a request at a
-    temperature above 0 gets one chain that is drawn from the draft and verified as a block.
+    whether trees are cut to the nodes whose verification pays. With ``exactness`` distribution, a
+    request at a temperature above 0 gets a chain or a tree that is drawn from the draft.
 
     Raises:
         ValueError: if the growth does not fit the shape, the rule is biased with the growth, or
@@ -30,7 +30,7 @@ class TreePlan:
     rule: str
     calibration: bool
     budget: Budget = "fixed"
-    chains: bool = False
+    exactness: Exactness = "tokens"
 
     def __post_init__(self) -> None:
         check_pair(self.growth.name, self.growing.sampling, self.rule)
@@ -45,19 +45,19 @@ class TreePlan:
                 f"budget=adaptive is for growth={fitting}, not {self.growth.name}: other trees do "
                 "not stand in the order of their nodes' values; use budget=fixed"
             )
-        if self.chains:
-            self._check_chains()
+        if self.draws:
+            self._check_drawn()
 
-    def _check_chains(self) -> None:
+    def _check_drawn(self) -> None:
         if not self.has_draft:
             raise ValueError(
-                "block_chains=on draws from a draft, and look-up alone has none; use a draft "
-                "model or block_chains=off"
+                "exactness=distribution draws from a draft, and look-up alone has none; use a "
+                "draft model or exactness=tokens"
             )
         if self.growth.name != "topk" or self.rule != "match":
             raise ValueError(
-                f"block_chains=on is for growth=topk with rule=match, not growth="
-                f"{self.growth.name} with rule={self.rule}; use block_chains=off"
+                f"exactness=distribution is for growth=topk with rule=match, not growth="
+                f"{self.growth.name} with rule={self.rule}; leave it out"
             )
 
     def with_tries_of(self, most: int) -> TreePlan:
@@ -90,20 +90,30 @@ class TreePlan:
         return RULES[self.rule].drawn is not None
 
     @property
+    def draws(self) -> bool:
+        """Whether requests at a temperature above 0 get what is drawn from the draft."""
+        return self.exactness == "distribution"
+
+    @property
+    def drawn_trees(self) -> bool:
+        """Whether they get trees, on a device that draws them, and not chains."""
+        return self.draws and self.shape.node_budget >= LEAST_DRAWN_TREE
+
+    @property
     def chain_depth(self) -> int:
         """The most tokens of a drawn chain; 0 if none is drawn."""
-        return self.shape.forwards if self.chains else 0
+        return self.shape.forwards if self.draws else 0
 
     @property
     def reads_laws(self) -> bool:
         """Whether verification reads the target's distributions, and not its draws alone."""
-        return self.reads_draws or self.chains
+        return self.reads_draws or self.draws
 
     @property
     def coupled(self) -> bool:
         """Whether candidates are ranked with the target sampler's noise. They never are under a
-        rule that needs them to be independent of the target's draws, and nor are chains."""
-        return self.shape.coupling and not self.reads_draws and not self.chains
+        rule that needs them to be independent of the target's draws, and nor is what is drawn."""
+        return self.shape.coupling and not self.reads_draws and not self.draws
 
     @property
     def calibrated(self) -> bool:
@@ -136,7 +146,7 @@ class TreePlan:
             "lookup": self.shape.grafts > 0,
             "coupling": self.coupled,
             "calibration": self.calibrated,
-            "block_chains": self.chains,
+            "exactness": self.exactness,
             "budget": self.budget,
             **({spec.parameter: own} if spec.parameter and own is not None else {}),
         }

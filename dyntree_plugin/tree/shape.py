@@ -11,6 +11,14 @@ Sampling = Literal["best", "without_replacement", "with_replacement"]
 Budget = Literal["adaptive", "fixed"]
 """Whether a step verifies as many nodes as pay, or every node that was grown."""
 
+Exactness = Literal["tokens", "distribution"]
+"""Whether output is that of the same engine without trees, or has its distribution."""
+
+
+LEAST_DRAWN_TREE = 32
+"""Least node budget of drawn trees. With 4 to 16 nodes a drawn chain emits as much or more, and
+with 32 and 64 the tree emits 1.05 to 1.22 times as much (docs/papers.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:

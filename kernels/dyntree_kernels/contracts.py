@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -101,6 +101,24 @@ class OfRequests(NamedTuple):
             room[: len(each)].copy_(each)
 
 
+class Drawing(NamedTuple):
+    """How growth draws trees for requests at a temperature above 0, and where it says so.
+
+    The children of an expansion are drawn from the draft's distribution without replacement.
+    Whether a node is kept depends on what was known before its draw: nodes have their values by
+    then, and a node is worth less than its parent and its elder siblings.
+
+    ``laws`` float32 [slots, E, V] gets the draft's distribution of every expansion. ``origins``
+    int64 [slots, N] gets the expansion that each node was drawn in. ``seeds`` returns the seeds of
+    the noise of expansions int64 [E, 1], int64 [E, R], from those of R requests. The position of
+    the noise is the root's.
+    """
+
+    laws: torch.Tensor
+    origins: torch.Tensor
+    seeds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class GrowthSettings(NamedTuple):
     """Arguments of a `StepGrowth`.
 
@@ -111,7 +129,7 @@ class GrowthSettings(NamedTuple):
     learned. Growth writes to ``rows`` and ``trees``. ``grafts``: nodes of a trie, 0 for no tries.
     ``max_depth``: depth of the deepest node. ``shift``: 0, or -1 if rows stand one position before
     their tokens and read the outputs of their parents' rows. Then no forward expands both a node
-    and its child.
+    and its child. ``drawing``: None if no tree is drawn.
     """
 
     of_requests: OfRequests
@@ -127,6 +145,7 @@ class GrowthSettings(NamedTuple):
     grafts: int
     max_depth: int
     shift: int = 0
+    drawing: Drawing | None = None
 
 
 def expansions_of(widths: Sequence[int], forwards: int) -> tuple[int, int]:

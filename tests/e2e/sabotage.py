@@ -189,8 +189,16 @@ def always_accepted(runner: Any) -> Iterator[None]:
     """Make rules for drawn children accept every child whose chance is above 0."""
     from dyntree_plugin.engine.papers import chain_samples, walk
 
-    drawn_too = mock.patch.object(walk, "uniform", torch.zeros_like)
-    with drawn_too, mock.patch.object(chain_samples, "uniform", torch.zeros_like):
+    trees = chain_samples.DrawnTrees
+
+    def offered_less(laws: torch.Tensor, *others: Any) -> Any:
+        return trees(1e-6 * laws, *others)
+
+    with (
+        mock.patch.object(walk, "uniform", torch.zeros_like),
+        mock.patch.object(chain_samples, "uniform", torch.zeros_like),
+        mock.patch.object(chain_samples, "DrawnTrees", offered_less),
+    ):
         yield
 
 

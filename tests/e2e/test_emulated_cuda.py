@@ -135,7 +135,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         if name == "head":
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
             return {**engine, **LIMITS, "model": target}
-        chains = {"budget": "fixed", "block_chains": "on"}
+        chains = {"budget": "fixed", "exactness": "distribution"}
         own = {"chains": chains, "windows": {"budget": "fixed"}}.get(name, {"budget": name})
         engine = workload.with_options(NODES, **own, **TREE)
         speculation = {**engine["speculative_config"], "model": draft}

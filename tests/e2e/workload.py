@@ -362,24 +362,24 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
 SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS}
 """Engines whose tokens are those without trees."""
 
+_NOT_AGAIN = {name: run for name, run in DRAWN_RUNS.items() if name != "again"}
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
     "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
-    "block chains": (tree(8, block_chains="on"), DRAWN_RUNS),
-    "adaptive block chains": (
-        with_options(8, "draft", node_budget=8, block_chains="on"),
-        {name: run for name, run in DRAWN_RUNS.items() if name != "again"},
-    ),
+    "block chains": (tree(8, exactness="distribution"), DRAWN_RUNS),
+    "drawn trees": (tree(32, exactness="distribution", calibration="off"), DRAWN_RUNS),
+    "adaptive block chains": (with_options(8, exactness="distribution"), _NOT_AGAIN),
+    "adaptive drawn trees": (with_options(32, exactness="distribution"), _NOT_AGAIN),
 }
-"""Engines with the papers' rules or block chains. Their output follows the target's law, but has
-other tokens."""
+"""Engines with the papers' rules, or with chains or trees that are drawn. Their output follows the
+target's law, but has other tokens."""
 
 SLOW_ENGINES = {
     *("every prompt", "draft alone", "uncoupled", "chain", "wide", "tight twin"),
     *("look-up in tensors", "adaptive look-up", "tight look-up", "head in tensors"),
     *("pool", "merged"),
     *("head alone", "adaptive head", "tight head", *OF_GROWTHS),
-    *("dyspec", "expansion", "adaptive block chains"),
+    *("dyspec", "expansion", "adaptive block chains", "drawn trees", "adaptive drawn trees"),
 }
 """Each differs from an engine that `make test` runs in a setting that the tests without engines
 cover, or in the number of requests. `make test-slow` runs them."""

@@ -10,7 +10,7 @@ import torch
 from random_tries import random_trie
 
 from dyntree_kernels.ancestors import unpack_bits
-from dyntree_kernels.contracts import GrowthSettings, OfRequests, RowBuffers, StepGrowth
+from dyntree_kernels.contracts import Drawing, GrowthSettings, OfRequests, RowBuffers, StepGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.tries import Trie
 from dyntree_plugin.engine.papers.tensor_growth import TensorGrowth
@@ -36,7 +36,11 @@ Kind = Callable[[GrowthSettings], StepGrowth]
 
 
 def growth_of(
-    kind: Kind | None, trees: TreeStore, memory: GrowthMemory, estimate: AcceptanceEstimate
+    kind: Kind | None,
+    trees: TreeStore,
+    memory: GrowthMemory,
+    estimate: AcceptanceEstimate,
+    drawing: Drawing | None = None,
 ) -> Any:
     """Return a growth of ``kind`` that writes to ``trees`` and ``memory``; None: on tensors."""
     plan, shape = trees.plan, trees.plan.shape
@@ -56,6 +60,7 @@ def growth_of(
         grafts=shape.grafts,
         max_depth=shape.max_depth,
         shift=shape.shift,
+        drawing=drawing,
     )
     return kind(settings)
 

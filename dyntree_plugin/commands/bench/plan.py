@@ -26,7 +26,7 @@ _SHOWN = (
     "children",
     "coupling",
     "calibration",
-    "block_chains",
+    "exactness",
     "rule",
 )
 

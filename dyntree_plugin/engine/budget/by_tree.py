@@ -29,8 +29,9 @@ class TreeBudget:
     engines of one rank.
     """
 
-    def __init__(self, chain_depth: int = 0) -> None:
-        """``chain_depth``: the most tokens of a drawn chain; 0 if there are only trees."""
+    def __init__(self, chain_depth: int = 0, *, trees: bool = False) -> None:
+        """``chain_depth``: the most tokens of a drawn chain; 0 if nothing is drawn. ``trees``:
+        whether trees are drawn instead."""
         self._cost: RowCost | None = None
         self._forward = FIRST_FORWARD_SECONDS
         self._outside = FIRST_OUTSIDE_SECONDS
@@ -44,7 +45,11 @@ class TreeBudget:
         self._ended: float | None = None
         self._context = 0.0
         self._decode_next = np.zeros(0, dtype=bool)
-        self._limits = ChainLimits(chain_depth)
+        self._limits = ChainLimits(chain_depth, trees=trees)
+        self._drawn_trees = trees
+        # Mean gain of each draft forward, by size of the batch and number of the forward.
+        self._gains: dict[tuple[int, int], float] = {}
+        self._asked = 0
 
     def measured(self, cost: RowCost) -> None:
         """Use the costs that were measured at start-up. Before, every tree is kept whole."""
@@ -61,7 +66,7 @@ class TreeBudget:
         Args:
             values: float32 [R, N], as in `TokenTree`; they must not rise within a tree.
             counts: int64 [R], nodes of each tree.
-            drawn: bool [R], which trees are drawn chains; None if none is.
+            drawn: bool [R], which of them were drawn; None if none can be.
         """
         decoding, self._room = self._decode_next, None
         if self._cost is None or not decoding.any():
@@ -84,7 +89,11 @@ class TreeBudget:
         self._usual[kind] = usual = seen if usual is None else usual + STEP * (seen - usual)
         self._rate = len(chances) * usual[0] / usual[1]
         self._row_seconds = _next_row_seconds(int(verified.sum()) + len(verified), curve)
-        if chains.all() and (limits := self._limits.of(len(chances), curve, self._rate)):
+        if (
+            not self._drawn_trees
+            and chains.all()
+            and (limits := self._limits.of(len(chances), curve, self._rate))
+        ):
             self._row_seconds, self._room = limits.least / self._rate, limits.nodes
         kept = counts.clone()
         kept[torch.from_numpy(decoding)] = torch.from_numpy(verified)
@@ -95,14 +104,31 @@ class TreeBudget:
         if self._rate is None:
             return True
         chances = frontier.exp().numpy()  # sync: host memory on the CPU
+        if self._drawn_trees:
+            return self._usually_pays(chances)
         if self._room is not None:
             self._room -= int((chances > 0).sum())
             if self._room <= 0:
                 return False
         return draft_pays(chances, self._row_seconds, self._forward, self._rate)
 
+    def _usually_pays(self, chances: np.ndarray) -> bool:
+        """Return whether this forward pays on average, by earlier steps alone.
+
+        What was drawn decides how much this one would gain. If it decided also whether to go on,
+        it would decide which of the nodes that were drawn before are kept.
+        """
+        rate = self._rate or 0.0
+        kind = len(chances).bit_length(), self._asked
+        self._asked += 1
+        gain = float(np.maximum(chances - rate * self._row_seconds, 0.0).sum())
+        usual = self._gains.get(kind)
+        self._gains[kind] = gain if usual is None else usual + STEP * (gain - usual)
+        return usual is None or usual > rate * self._forward
+
     def observe(self, batch: InputBatch, forwards: int, stage_seconds: dict[str, float]) -> None:
         """Learn from a step with ``forwards`` of the draft, if all of its requests decoded."""
+        self._asked = 0
         requests = slice(batch.num_reqs)
         computed = batch.num_computed_tokens_np[requests] + batch.num_scheduled_tokens[requests]
         self._decode_next = computed >= batch.prefill_len_np[requests]

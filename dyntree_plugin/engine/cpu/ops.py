@@ -8,6 +8,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dyntree_kernels.contracts import GrowthSettings, StepGrowth
+from dyntree_kernels.cpu.drawn import decide_trees
 from dyntree_kernels.cpu.growth import CompiledGrowth
 from dyntree_kernels.cpu.gumbel import perturbed_logits
 from dyntree_kernels.cpu.learn import learn
@@ -34,6 +35,7 @@ class CPUOps:
     paths = KERNELS
     kinds = KINDS
     decide_blocks = staticmethod(partial(decide, perturb=perturbed_logits))
+    decide_trees = staticmethod(decide_trees)
     send = staticmethod(at_hand)
 
     def __init__(self, budget: TreeBudget | None = None) -> None:

@@ -26,7 +26,7 @@ from dyntree_plugin.admission.node_limit import node_limit
 from dyntree_plugin.admission.request_limits import WORD_TOKENS_ON_CPU
 from dyntree_plugin.engine.attention.features import element_type, features_of
 from dyntree_plugin.engine.budget.by_tree import TreeBudget
-from dyntree_plugin.engine.configuration import sizes_single_trees
+from dyntree_plugin.engine.configuration import sizes_single_trees, tree_plan
 from dyntree_plugin.engine.cpu.ops import CPUOps
 from dyntree_plugin.engine.earlier_stage import EarlierStage
 from dyntree_plugin.engine.grammar.compiling import GrammarCompiler
@@ -56,7 +56,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
 
     def make_ops(self) -> TreeOps:
         if sizes_single_trees(self.vllm_config, "cpu"):
-            self._budget = TreeBudget(self.plan.chain_depth)
+            self._budget = TreeBudget(self.plan.chain_depth, trees=self.plan.drawn_trees)
         nodes = self.num_speculative_steps
         self._node_limits = torch.full((self.max_num_reqs,), nodes, dtype=torch.int64)
         return CPUOps(self._budget)
@@ -107,7 +107,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         if self._budget is not None:
             beyond = torch.arange(self.trees.shape.node_budget) >= self._node_limits[slots, None]
             values = self.trees.values[slots].masked_fill(beyond, NO_VALUE)
-            counts = self._budget.cut(values, counts, self.drawn_chains(index))
+            counts = self._budget.cut(values, counts, self.drawn(index))
             self.trees.admit(slots, counts)
         offered = counts.tolist()  # sync: host memory on the CPU
         cut = [ids[:count] for ids, count in zip(drafts.draft_token_ids, offered, strict=True)]
@@ -125,7 +125,9 @@ def _warm_up(vllm_config: Any) -> None:
     layers = get_layers_from_vllm_config(vllm_config, Attention).values()
     beyond = any(features_of(layer).beyond - SCALES for layer in layers)
     of_caches = [element_type(layer.kv_cache_torch_dtype) for layer in layers]
-    warm_up(vllm_config.model_config.dtype, of_caches, beyond=beyond)
+    plan = tree_plan(vllm_config)
+    draws = plan is not None and plan.drawn_trees
+    warm_up(vllm_config.model_config.dtype, of_caches, beyond=beyond, draws=draws)
 
 
 def _least_of_ranks(numbers: list[int]) -> list[int]:

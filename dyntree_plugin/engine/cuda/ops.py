@@ -35,6 +35,7 @@ class CUDAOps:
     paths = KERNELS
     kinds = KINDS
     decide_blocks = staticmethod(decide)
+    decide_trees = None
 
     def __init__(self, send: Send) -> None:
         self.clock: Clock = EventClock()

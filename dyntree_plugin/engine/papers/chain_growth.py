@@ -27,7 +27,7 @@ class ChainGrowth(StepGrowth):
         self._draws = draws
         self._perturb = perturb
         self._of_requests = memory.of_requests
-        places, seeds = draws.chain_laws.shape[1], memory.of_requests.seeds
+        places, seeds = draws.laws.shape[1], memory.of_requests.seeds
         self._places = torch.arange(places, device=seeds.device)
         # For each place in a chain; kernels read rows without gaps.
         self._seeds = seeds.new_zeros(places, len(seeds))

@@ -1,16 +1,18 @@
-"""Verification where requests at a temperature above 0 have drawn chains, and others trees.
+"""Verification where requests at a temperature above 0 have drawn chains or trees.
 
-A chain's verification becomes samples: the tokens that it accepts and the one after them stand
-where the target's samples do, and the node after them is forbidden. So one walk serves chains and
-trees.
+What is accepted of them becomes samples: the accepted tokens and the one after them stand where the
+target's samples do, and the nodes after them are forbidden. So one walk serves all requests.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from dyntree_kernels.blocks import DecideBlocks, DrawnChains
 from dyntree_kernels.contracts import BatchRows, Walked
+from dyntree_kernels.drawn import DecideTrees, DrawnTrees
 from dyntree_plugin.engine.papers.draw_store import DrawStore
 from dyntree_plugin.engine.step.requests import Requests
 from dyntree_plugin.engine.step.sampled_walk import TreeWalk
@@ -21,8 +23,8 @@ from dyntree_plugin.tree.noise import ACCEPT, BONUS, stream, uniform
 from dyntree_plugin.tree.papers.drawn import draw
 
 
-class ChainWalk:
-    """A `TreeWalk` of chains, and of trees for greedy requests."""
+class SamplesWalk:
+    """A `TreeWalk` of what was drawn, and of trees for greedy requests."""
 
     reads_logits = True
 
@@ -42,7 +44,7 @@ class ChainSamples:
     def __init__(self, trees: TreeStore, draws: DrawStore, decide: DecideBlocks) -> None:
         self._trees = trees
         self._draws = draws
-        self._decide = decide
+        self._decide: Any = decide
 
     def __call__(self, requests: Requests, rows: BatchRows, logits: torch.Tensor) -> BatchRows:
         """Return the rows of R requests with these samples, for the walk.
@@ -58,9 +60,32 @@ class ChainSamples:
             forbidden = rows.forbidden.clone()
         rows = rows._replace(sampled=rows.sampled.clone(), forbidden=forbidden)
         noise = stream(requests.seeds, ACCEPT), stream(requests.seeds, BONUS)
-        chains = DrawnChains(self._draws.chain_laws, self._trees.counts, *noise)
-        self._decide(rows, logits, chains)
+        self._decide(rows, logits, self._drawn(*noise))
         return rows
+
+    def _drawn(self, accepting: torch.Tensor, emitting: torch.Tensor) -> Any:
+        return DrawnChains(self._draws.laws, self._trees.counts, accepting, emitting)
+
+
+class TreeSamples(ChainSamples):
+    """Turns what is accepted of drawn trees into samples of the target."""
+
+    def __init__(self, trees: TreeStore, draws: DrawStore, decide: DecideTrees) -> None:
+        self._trees = trees
+        self._draws = draws
+        self._decide = decide
+
+    def _drawn(self, accepting: torch.Tensor, emitting: torch.Tensor) -> Any:
+        trees, draws = self._trees, self._draws
+        return DrawnTrees(
+            draws.laws,
+            trees.counts,
+            accepting,
+            emitting,
+            trees.parents,
+            draws.origins,
+            trees.shape.max_depth,
+        )
 
 
 def decide(rows: BatchRows, logits: torch.Tensor, chains: DrawnChains, perturb: Perturb) -> None:

@@ -1,4 +1,4 @@
-"""What rules that read draws know of the trees at each slot, beside the trees themselves."""
+"""What is known of the draws of the trees and chains at each slot, beside the trees themselves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,30 @@ class DrawStore:
     """The draws of trees and of chains, by request slot. The last slot is for padding requests."""
 
     def __init__(
-        self, num_slots: int, plan: TreePlan, vocabulary: int, device: torch.device
+        self,
+        num_slots: int,
+        plan: TreePlan,
+        vocabulary: int,
+        device: torch.device,
+        *,
+        trees: bool = False,
     ) -> None:
-        """``vocabulary``: entries of the draft's distributions."""
+        """``vocabulary``: entries of the draft's distributions. ``trees``: whether requests at a
+        temperature above 0 have drawn trees, and not chains."""
         slots = num_slots + 1
         rows = plan.shape.node_budget + 1 if plan.reads_draws else 0
         self._draws = torch.full(
             (slots, rows, plan.growing.children), -1, dtype=torch.int64, device=device
         )
         self._log_draft = torch.zeros(slots, rows, vocabulary, device=device)
-        self.chain_laws = torch.zeros(slots, plan.chain_depth, vocabulary, device=device)
-        """Distributions that chains' tokens were drawn from, float32 [slots, D, V]. Places after
-        the last draft forward hold those of an earlier step."""
+        places = 1 + sum(plan.growing.widths) if trees else plan.chain_depth
+        self.laws = torch.zeros(slots, places, vocabulary, device=device)
+        """Distributions that tokens were drawn from, float32 [slots, places, V]: by place in a
+        chain, or by expansion of a tree. Places that a step does not reach hold earlier ones."""
+        self.trees = trees
+        nodes = plan.shape.node_budget if trees else 0
+        self.origins = torch.zeros(slots, nodes, dtype=torch.int64, device=device)
+        """Expansions that the nodes of drawn trees were drawn in, int64 [slots, N]."""
 
     def put(self, slots: torch.Tensor, draws: Draws) -> None:
         """Store how the trees of R requests at ``slots`` int64 [R] were drawn."""
@@ -40,4 +52,4 @@ class DrawStore:
     def put_chain_law(self, slots: torch.Tensor, place: int, law: torch.Tensor) -> None:
         """Store what the tokens at one ``place`` of the chains at ``slots`` int64 [R] were drawn
         from: the draft's distributions ``law`` float32 [R, V]."""
-        self.chain_laws[slots, place] = law
+        self.laws[slots, place] = law

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from dyntree_kernels.blocks import DecideBlocks
     from dyntree_kernels.contracts import GrowthSettings, StepGrowth, Walk, Walked
+    from dyntree_kernels.drawn import DecideTrees
     from dyntree_kernels.learning import Learn
     from dyntree_kernels.paths import PathKernels
     from dyntree_kernels.tries import LookUp
@@ -59,6 +60,11 @@ class TreeOps(Protocol):
 
     @property
     def decide_blocks(self) -> DecideBlocks: ...
+
+    @property
+    def decide_trees(self) -> DecideTrees | None:
+        """None on a device that draws chains alone."""
+        ...
 
     @property
     def clock(self) -> Clock: ...

@@ -1,9 +1,11 @@
-"""Choose how many tokens of drawn chains a step verifies.
+"""Choose how many nodes of drawn chains and trees a step verifies.
 
 Whether a chain ends must be decided before its next token is drawn (`tree.block`). So chains are
 cut level by level, by the chances of that level and by limits from earlier batches of the same
-size. Their nodes are sorted by chance and averaged over the batches. The limits are the number of
-nodes that makes the most tokens beyond what the step's time is worth, and the chance of the last.
+size. Trees are cut to their most valuable nodes by such limits: what a node draws changes the
+values of nodes of less value alone. The nodes of batches are sorted by chance and averaged. The
+limits are the number of nodes that makes the most tokens beyond what the step's time is worth, and
+the chance of the last.
 """
 
 from __future__ import annotations
@@ -49,12 +51,24 @@ def level_counts(chances: np.ndarray, limits: Limits) -> np.ndarray:
     return counts
 
 
+def valued_counts(chances: np.ndarray, limits: Limits) -> np.ndarray:
+    """Return how many nodes of each tree to verify, int64 [R]; arguments as for `level_counts`.
+
+    ``chances``: [R, N], which fall from one node of a tree to the next.
+    """
+    flat = chances.ravel()
+    best = np.argsort(-flat, kind="stable")[: limits.nodes]
+    best = best[(flat[best] >= limits.least) & (flat[best] > 0)]
+    return np.bincount(best // chances.shape[1], minlength=len(chances))
+
+
 class ChainLimits:
     """Learns the limits for each number of requests."""
 
-    def __init__(self, depth: int) -> None:
-        """``depth``: the most tokens of a chain."""
+    def __init__(self, depth: int, *, trees: bool = False) -> None:
+        """``depth``: the most tokens of a chain. ``trees``: whether trees are drawn instead."""
         self._depth = depth
+        self._trees = trees
         self._mean: dict[int, np.ndarray] = {}
         self._ratio = FIRST_RATIO
 
@@ -81,11 +95,11 @@ class ChainLimits:
         row_seconds: np.ndarray,
         rate: float | None,
     ) -> np.ndarray:
-        """Return how many nodes of each chain to verify, int64 [R]; 0 for trees. Then learn.
+        """Return how many nodes to verify of what was drawn, int64 [R]; 0 of others. Then learn.
 
         Args:
             chances: [R, N], of trees and chains, as ``values`` of `best_cut`.
-            chains: bool [R], which of them are chains.
+            chains: bool [R], which of them were drawn.
             row_seconds: as in `of`.
             rate: as in `of`.
         """
@@ -93,13 +107,16 @@ class ChainLimits:
         if chains.any():
             room = len(row_seconds) - 1 - len(chances)
             limits = self.of(len(chances), row_seconds, rate) or Limits(0.0, room)
-            counts[chains] = level_counts(chances[chains], limits)
+            counts[chains] = (valued_counts if self._trees else level_counts)(
+                chances[chains], limits
+            )
             self._observe(chances, chains)
         return counts
 
     def _observe(self, chances: np.ndarray, chains: np.ndarray) -> None:
         chances = chances.copy()
-        chances[chains] = self._whole(chances[chains])
+        if not self._trees:
+            chances[chains] = self._whole(chances[chains])
         ordered = np.sort(chances, axis=None)[::-1]
         mean = self._mean.setdefault(len(chances), ordered.copy())
         mean += STEP * (ordered - mean)

@@ -129,7 +129,7 @@ def _estimate(best, logsumexp, weights, features, edges):
 @compiled(parallel=True, nogil=True, error_model="numpy")
 def pick_children(
     logits, step, vocab, noisy, temperatures, classes, seeds, chained, positions, weights,
-    expansions, nodes, grafts, bases, tokens, edges, features,
+    expansions, nodes, grafts, bases, tokens, edges, features, drawn,
 ):  # fmt: skip
     """Find the best children of the rows, and the log of their estimated acceptance probability.
 
@@ -143,6 +143,7 @@ def pick_children(
     nodes [R, E]: candidates that expansions run on. grafts: `GraftArrays`, judged.
     bases [R, E]: -inf for rows to skip.
     tokens, edges [R, E, K] and features [R, E, K, 2 or 0] are written.
+    drawn: whether the children of rows at a temperature above 0 are drawn, and left out here.
 
     If a row's scores contain a NaN or are all -inf, it has no children: their edges are -inf.
     """
@@ -153,13 +154,15 @@ def pick_children(
         r, e = row // width, start + row % width
         if bases[r, e] == _NONE:
             continue
+        kind = note_kind(grafts, r, e, nodes[r, e])
+        if drawn and temperatures[r] > _ZERO:
+            continue
         best, found = np.empty(kept, np.float32), np.empty(kept, np.int64)
         logsumexp = best_scores(
             logits[row * step : row * step + vocab], temperatures[r], noisy, seeds[r],
             positions[r, e], best, found,
         )  # fmt: skip
         tokens[r, e] = found[:children]
-        kind = note_kind(grafts, r, e, nodes[r, e])
         if not math.isfinite(logsumexp):
             edges[r, e] = _NONE
         elif weights.shape[0] > 0:

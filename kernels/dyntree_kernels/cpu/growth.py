@@ -20,6 +20,7 @@ import torch
 
 from dyntree_kernels.contracts import (
     KINDS,
+    Drawing,
     GrowthSettings,
     OfRequests,
     RowBuffers,
@@ -30,6 +31,7 @@ from dyntree_kernels.contracts import (
 from dyntree_kernels.cpu.candidates import keep
 from dyntree_kernels.cpu.children import pick_children
 from dyntree_kernels.cpu.compiled import compiled
+from dyntree_kernels.cpu.drawn import draw_children
 from dyntree_kernels.cpu.grafts import GraftArrays, take
 from dyntree_kernels.cpu.layout import flat
 from dyntree_kernels.cpu.simd import as_numpy
@@ -216,6 +218,7 @@ class CompiledGrowth(StepGrowth):
         expansions = 1 + sum(settings.widths)
         candidates = settings.grafts + children * expansions
         self._widths, self._coupled = settings.widths, settings.coupled
+        self._children = children
         self._longest, self._max_depth = settings.longest, settings.max_depth
         self._shift = settings.shift
         least = math.log(settings.least) if settings.least > 0 else -math.inf
@@ -247,11 +250,17 @@ class CompiledGrowth(StepGrowth):
         # Expansions whose children will be picked next, and those whose children were picked last.
         self._new = self._picked = (0, 1)
         self._of_requests = tuple(each.numpy() for each in settings.of_requests)
+        self._drawing = settings.drawing
+        self._told = np.zeros_like(self.edges)
         self._first(requests)
 
     def start(self, requests: int) -> None:
         self.resume(requests, 0)
         self._positions[:requests, 0] = self._roots
+        if self._drawing is not None:
+            expansions = torch.arange(self.edges.shape[1])[:, None]
+            seeds = torch.from_numpy(self._request_inputs[2])
+            self._seeds = self._drawing.seeds(seeds, expansions).numpy()
         self._picked = (0, 0)
         self._grafts.edges[:requests] = _NONE
 
@@ -261,9 +270,12 @@ class CompiledGrowth(StepGrowth):
             raise ValueError(f"trie.tokens {tuple(trie.tokens.shape)} must be {[requests, size]}")
         self._expanded[:requests] = False
         self.edges[:requests, 0] = _NONE  # no pick may follow
+        temperatures, classes, seeds, chained = self._request_inputs
+        if self._drawing is not None:  # a trie's nodes are no draws
+            chained = chained | (temperatures > 0)
         take(
-            self._grafts, *(part.numpy() for part in trie), self._roots, *self._request_inputs,
-            self._weights, self._coupled, np.minimum(self._levels, self._max_depth),
+            self._grafts, *(part.numpy() for part in trie), self._roots, temperatures, classes,
+            seeds, chained, self._weights, self._coupled, np.minimum(self._levels, self._max_depth),
         )  # fmt: skip
 
     def resume(self, requests: int, forwards: int) -> None:
@@ -287,12 +299,25 @@ class CompiledGrowth(StepGrowth):
         pick_children(
             as_numpy(flat(logits)), logits.stride(0), vocab, self._coupled, *self._request_inputs,
             self._positions, self._weights, (first, last - first), self._nodes, self._grafts,
-            self._bases, self.tokens, self.edges, self.features,
+            self._bases, self.tokens, self.edges, self.features, self._drawing is not None,
         )  # fmt: skip
+        if self._drawing is not None:
+            self._draw(logits, self._drawing.laws)
         if firsts is not None:
             given = firsts.numpy()
             np.copyto(self.tokens[: len(given), first, 0], given, where=given >= 0)
         self._picked = self._new
+
+    def _draw(self, logits: torch.Tensor, laws: torch.Tensor) -> None:
+        """Draw the children of rows at a temperature above 0."""
+        temperatures, classes, _, chained = self._request_inputs
+        draw_children(
+            as_numpy(flat(logits)), logits.stride(0), logits.shape[1],
+            (self._new[0], self._new[1] - self._new[0]), temperatures, classes, self._seeds,
+            chained, self._roots, self._weights, self._nodes, self._grafts.tokens.shape[1],
+            self._bases, self._slots, laws.numpy(), self.tokens, self.edges, self.features,
+            self._told,
+        )  # fmt: skip
 
     def expand(self, ancestor_bits: torch.Tensor) -> int:
         added, last = self._picked, self._new[1]
@@ -318,11 +343,14 @@ class CompiledGrowth(StepGrowth):
             self.features, self._grafts, self._became, self._shift, self._slots, tokens.numpy(),
             *self._trees,
         )  # fmt: skip
+        if self._drawing is not None:
+            origins = (self._best[: len(tokens)] - self._grafts.tokens.shape[1]) // self._children
+            self._drawing.origins.numpy()[self._slots] = origins
         return tokens
 
 
-def warm_up(dtype: torch.dtype) -> None:
-    """Compile growth from logits of `dtype`, or load it from disk."""
+def warm_up(dtype: torch.dtype, *, draws: bool = False) -> None:
+    """Compile growth from logits of `dtype`, or load it from disk; ``draws``: as `Drawing`, too."""
     slot, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     bits = torch.zeros(1, 1, dtype=torch.int32)
     of_requests = OfRequests.room(1, slot.device)
@@ -336,6 +364,7 @@ def warm_up(dtype: torch.dtype) -> None:
             one.clone(),
         ),
         grafts=1, max_depth=2,
+        drawing=Drawing(torch.zeros(1, 2, 2), one.clone(), torch.add) if draws else None,
     )  # fmt: skip
     growth = CompiledGrowth(settings)
     of_requests.temperatures.fill_(1)

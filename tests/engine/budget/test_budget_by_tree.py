@@ -206,3 +206,29 @@ def test_the_runner_offers_the_scheduler_the_nodes_that_pay(of_trees: bool, offe
     assert found is not None
     assert found.draft_token_ids == [list(range(offered))]
     assert int(runner.trees.admitted[1]) == offered
+
+
+def pays_after(found: TreeBudget, *frontiers: float) -> list[bool]:
+    """Return whether forwards over one node of these values pay, each in a step of its own."""
+    answers = []
+    for chance in frontiers:
+        found.observe(batch(3), 1, {"target": 0.05, "draft": 1e-2})
+        cut(found, values(0.9, 0.5), drawn=[True])
+        answers.append(found.drafting_pays(torch.tensor([[chance]]).log()))
+    return answers
+
+
+def test_drawn_trees_are_drafted_as_long_as_that_paid_in_earlier_steps() -> None:
+    """Whether a step goes on may not depend on what it drew. Control: of other trees it does."""
+
+    def drawn() -> TreeBudget:
+        found = TreeBudget(NODES, trees=True)
+        found.observe(batch(1), 1, {"target": 0.05})
+        found.measured(RowCost((1, 9), FLAT, 40, 0.0))
+        return found
+
+    rich, poor = [0.9] * 30, [1e-4] * 60
+    for last in (0.9, 1e-4):
+        assert pays_after(drawn(), *rich, last)[-1]
+        assert not pays_after(drawn(), *rich, *poor, last)[-1]
+    assert pays_after(budget(FLAT), *rich, 1e-4)[-2:] == [True, False]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -25,6 +25,7 @@ from dyntree_kernels.blocks import DecideBlocks  # noqa: E402
 from dyntree_kernels.contracts import (  # noqa: E402
     BatchRows,
     OfRequests,
+    StepGrowth,
     Walked,
     room_for,
 )
@@ -32,7 +33,7 @@ from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_kernels.cpu.gumbel import perturbed_logits  # noqa: E402
 from dyntree_kernels.cpu.walk import walk  # noqa: E402
 from dyntree_plugin.engine.papers.chain_growth import ChainGrowth  # noqa: E402
-from dyntree_plugin.engine.papers.chain_samples import ChainSamples, ChainWalk, decide  # noqa: E402
+from dyntree_plugin.engine.papers.chain_samples import ChainSamples, SamplesWalk, decide  # noqa: E402
 from dyntree_plugin.engine.papers.draw_store import DrawStore  # noqa: E402
 from dyntree_plugin.engine.step.requests import COLUMNS, Requests  # noqa: E402
 from dyntree_plugin.engine.step.sampled_walk import SampledWalk  # noqa: E402
@@ -53,7 +54,7 @@ PLAN = TreePlan(
     "match",
     calibration=True,
     budget="adaptive",
-    chains=True,
+    exactness="distribution",
 )
 SURELY_BIASED, UNSUSPICIOUS = 1e-6, 0.01
 
@@ -78,30 +79,36 @@ class Engine:
     compiled: bool = True
     ends: bool = False
     peeks: bool = False
+    plan: TreePlan = PLAN
+    cut: ClassVar[Any] = staticmethod(level_counts)
 
     def __post_init__(self) -> None:
         count = len(self.temperatures)
         self.seeds = torch.arange(count) * 7919 + 3
         self.estimate = AcceptanceEstimate("cpu")
-        self.trees = TreeStore(count, PLAN, VOCABULARY, torch.device("cpu"))
-        rows, columns = count * PLAN.shape.width, count * PLAN.scratch_slots
+        self.trees = TreeStore(count, self.plan, VOCABULARY, torch.device("cpu"))
+        rows, columns = count * self.plan.shape.width, count * self.plan.scratch_slots
         self.memory = memory_of(count, rows, columns, last=500)
-        self.draws = DrawStore(count, PLAN, VOCABULARY, torch.device("cpu"))
-        kind = CompiledGrowth if self.compiled else None
-        growth = growth_of(kind, self.trees, self.memory, self.estimate)
-        self.growth = ChainGrowth(growth, self.draws, perturbed_logits, self.memory)
-        nodes = PLAN.shape.node_budget
+        self.draw(count)
+        nodes = self.plan.shape.node_budget
         self.buffers = SimpleNamespace(
             input_ids=torch.zeros(count * (nodes + 1), dtype=torch.int32),
             positions=torch.zeros(count * (nodes + 1), dtype=torch.int64),
             seq_lens=torch.full((count,), 1000, dtype=torch.int32),
         )
+
+    def draw(self, count: int) -> None:
+        """Make what draws for ``count`` requests, and what verifies that."""
+        self.draws = DrawStore(count, self.plan, VOCABULARY, torch.device("cpu"))
+        kind = CompiledGrowth if self.compiled else None
+        growth = growth_of(kind, self.trees, self.memory, self.estimate)
+        self.growth: StepGrowth = ChainGrowth(growth, self.draws, perturbed_logits, self.memory)
         decided = partial(decide, perturb=perturbed_logits)
         self.samples = ChainSamples(self.trees, self.draws, decided)
 
     def grow(self, last: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
         """Return the tokens of the trees below the tokens ``last`` at positions ``roots``."""
-        count, width = len(last), PLAN.shape.width
+        count, width = len(last), self.plan.shape.width
         classes = temperature_class(self.temperatures)
         free = torch.zeros(count, dtype=torch.bool)
         far = torch.full_like(roots, 500)
@@ -111,7 +118,7 @@ class Engine:
         )
         self.growth.start(count)
         self.growth.pick(DRAFT[last])
-        for _ in PLAN.growing.widths:
+        for _ in self.plan.growing.widths:
             self.growth.expand(torch.zeros(count * width, 1, dtype=torch.int32))
             self.growth.pick(DRAFT[self.memory.rows.ids[: count * width].long()])
         return self.growth.finish()
@@ -124,7 +131,7 @@ class Engine:
         if self.ends:
             chances = self.trees.values[:count].exp().numpy()
             # A batch of its own for every two requests: a level of one tells of the other.
-            pairs = [level_counts(pair, Limits(0.2, 5)) for pair in chances.reshape(-1, 2, nodes)]
+            pairs = [self.cut(pair, Limits(0.2, 5)) for pair in chances.reshape(-1, 2, nodes)]
             room = torch.from_numpy(np.concatenate(pairs))
         if self.peeks:
             room = torch.where(tokens[:, 1] == 0, 1, room)
@@ -140,7 +147,7 @@ class Engine:
         return walked.tokens, walked.emitted.long()
 
     def walk(self, requests: Requests, sampled: torch.Tensor, processed: torch.Tensor) -> Walked:
-        buffers, shape = self.buffers, PLAN.shape
+        buffers, shape = self.buffers, self.plan.shape
         arrays = (sampled, buffers.input_ids, buffers.positions, buffers.seq_lens, None)
         rows = self.samples(requests, BatchRows(requests.packed, *arrays), processed)
         sizes = (shape.node_budget, shape.max_depth, sampled.device)
@@ -149,12 +156,12 @@ class Engine:
         return walked
 
     def _of_rows(self, of_requests: torch.Tensor) -> torch.Tensor:
-        return of_requests.repeat_interleave(PLAN.shape.node_budget + 1)
+        return of_requests.repeat_interleave(self.plan.shape.node_budget + 1)
 
     def _requests(self, room: torch.Tensor) -> Requests:
         count = len(room)
         packed = torch.zeros(count, COLUMNS, dtype=torch.int64)
-        first = torch.arange(count) * (PLAN.shape.node_budget + 1)
+        first = torch.arange(count) * (self.plan.shape.node_budget + 1)
         columns = (torch.arange(count), first, room, first)
         packed[:, : len(columns)] = torch.stack(columns, dim=1)
         packed[:, 5] = self.temperatures.view(torch.int32).long()
@@ -168,7 +175,7 @@ class Engine:
         texts = torch.zeros(count, LENGTH + 1, dtype=torch.int64)  # the last column is of no text
         while int((roots - FIRST).min()) < LENGTH:
             tokens, emitted = self.step(last, roots)
-            places = torch.arange(DEPTH + 1)
+            places = torch.arange(self.plan.shape.max_depth + 1)
             at = (roots - FIRST)[:, None] + places
             at = torch.where(places < emitted[:, None], at, LENGTH).clamp(max=LENGTH)
             texts.scatter_(1, at, tokens)
@@ -302,7 +309,7 @@ def test_stored_distributions_are_those_that_the_tokens_were_drawn_from() -> Non
     count = 20_000
     engine = Engine(torch.full((count,), 0.5))
     tokens = engine.grow(torch.zeros(count).long(), torch.full((count,), FIRST))
-    laws = engine.draws.chain_laws[:count]
+    laws = engine.draws.laws[:count]
     wanted = (DRAFT / 0.5).softmax(dim=1)
     torch.testing.assert_close(laws[:, 0], wanted[:1].expand(count, -1))
     torch.testing.assert_close(laws[:, 1], wanted[tokens[:, 0]])
@@ -314,7 +321,7 @@ def verifier_of(engine: Engine, decide: DecideBlocks) -> TreeVerifier:
     ops: Any = SimpleNamespace(walk=walk, perturb=perturbed_logits, decide_blocks=decide)
     buffers: Any = SimpleNamespace(**vars(engine.buffers), device=torch.device("cpu"))
     nothing: Any = None
-    walk_of_chains = ChainWalk(
+    walk_of_chains = SamplesWalk(
         ChainSamples(engine.trees, engine.draws, decide), SampledWalk(engine.trees, walk)
     )
     return TreeVerifier(

@@ -71,7 +71,10 @@ def test_the_block_limits_the_depth_and_not_the_nodes(
     [
         ({"max_depth": 6}, "max_depth=6 cannot be reached with num_speculative_tokens=5"),
         ({"growth": "chain"}, "growth=chain does not go with a block draft: use topk"),
-        ({"block_chains": "on"}, "block_chains=on does not go with a block draft: use off"),
+        (
+            {"exactness": "distribution"},
+            "exactness=distribution does not go with a block draft: use tokens",
+        ),
         ({"max_forwards": 2}, "max_forwards=2 has no effect with a block draft"),
     ],
 )

@@ -117,8 +117,8 @@ def test_every_growth_can_be_asked_for_and_gets_a_rule_that_is_exact(growth: str
         ),
         ({"max_forwards": 17}, "dyntree.max_forwards=17 cannot be reached with node_budget=16"),
         (
-            {"growth": "chain", "block_chains": "on"},
-            "dyntree.block_chains=on is for growth=topk with rule=match, not growth=chain",
+            {"growth": "chain", "exactness": "distribution"},
+            "dyntree.exactness=distribution is for growth=topk with rule=match, not growth=chain",
         ),
     ],
 )
@@ -135,16 +135,16 @@ def test_candidates_are_coupled_with_the_target_under_match_alone() -> None:
     assert DynTreeOptions.parse(drawn | {"rule": "match"}).resolve(4).coupled
     assert not DynTreeOptions.parse(drawn).resolve(4).coupled
     assert not DynTreeOptions.parse({"coupling": "off"}).resolve(4).coupled
-    assert not DynTreeOptions.parse({"block_chains": "on"}).resolve(4).coupled
+    assert not DynTreeOptions.parse({"exactness": "distribution"}).resolve(4).coupled
 
 
-def test_block_chains_need_a_draft_and_leave_the_rest_as_it_is() -> None:
-    options = DynTreeOptions.parse({"block_chains": "on"})
+def test_a_distribution_needs_a_draft_and_leaves_the_rest_as_it_is() -> None:
+    options = DynTreeOptions.parse({"exactness": "distribution"})
     plan, without = options.resolve(16), DynTreeOptions().resolve(16)
     assert (plan.shape, plan.growth, plan.rule) == (without.shape, without.growth, without.rule)
     assert (plan.budget, plan.chain_depth, without.chain_depth) == ("adaptive", 16, 0)
-    assert plan.in_force()["block_chains"] is True
-    with pytest.raises(ValueError, match=r"block_chains=on draws from a draft, and look-up"):
+    assert plan.in_force()["exactness"] == "distribution"
+    with pytest.raises(ValueError, match=r"exactness=distribution draws from a draft, and look-up"):
         options.resolve(16, draft=False)
 
 
@@ -160,7 +160,7 @@ SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
         ({**SEQUOIA, "children": 9, "max_depth": 3}, ["children=9"]),
         ({"growth": "dyspec", "coupling": "on"}, ["coupling='on'"]),
         ({"growth": "dyspec", "calibration": True}, ["calibration='on'"]),
-        ({"block_chains": "on", "coupling": "on"}, ["coupling='on'"]),
+        ({"exactness": "distribution", "coupling": "on"}, ["coupling='on'"]),
         ({"growth": "dyspec", "rule": "match", "coupling": "on"}, []),
         ({"growth": "dyspec", "max_forwards": 3}, ["max_forwards=3"]),
         ({"max_depth": 9, "max_forwards": 3, "lookup": "off"}, ["max_depth=9"]),

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyntree_plugin.tree.budget.chains import ChainLimits, Limits, level_counts
+from dyntree_plugin.tree.budget.chains import (
+    ChainLimits,
+    Limits,
+    level_counts,
+    valued_counts,
+)
 from dyntree_plugin.tree.budget.choice import best_cut
 
 CHAINS = np.array([[0.9, 0.8, 0.7, 0.6], [0.5, 0.4, 0.3, 0.0], [0.95, 0.1, 0.05, 0.01]])
@@ -33,6 +38,24 @@ def test_whether_a_token_is_verified_depends_on_no_later_level(seed: int) -> Non
         other[:, level:] = np.minimum(made.random((5, 6 - level)), chances[:, level - 1 : level])
         again = level_counts(other, limits)
         assert (np.minimum(again, level) == np.minimum(counts, level)).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whether_a_node_of_a_drawn_tree_is_verified_depends_on_no_node_of_less_value(
+    seed: int,
+) -> None:
+    """What a node draws changes the values of such nodes."""
+    made = np.random.default_rng(seed)
+    chances = -np.sort(-made.random((5, 6)), axis=1)
+    limits = Limits(float(made.random() * 0.5), int(made.integers(1, 30)))
+    counts = valued_counts(chances, limits)
+    assert 0 < counts.sum() <= limits.nodes
+    assert (chances[np.arange(6) < counts[:, None]] >= limits.least).all()
+    for value in chances.ravel():
+        other = np.where(chances < value, -np.sort(-value * made.random((5, 6))), chances)
+        again = np.arange(6) < valued_counts(other, limits)[:, None]
+        before = np.arange(6) < counts[:, None]
+        assert (again == before)[chances >= value].all()
 
 
 def test_trees_are_cut_by_what_follows() -> None:
