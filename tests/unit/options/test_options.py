@@ -144,6 +144,12 @@ def test_a_distribution_needs_a_draft_and_leaves_the_rest_as_it_is() -> None:
     assert (plan.shape, plan.growth, plan.rule) == (without.shape, without.growth, without.rule)
     assert (plan.budget, plan.chain_depth, without.chain_depth) == ("adaptive", 16, 0)
     assert plan.in_force()["exactness"] == "distribution"
+    tokens = DynTreeOptions().resolve(32)
+    assert [each.drawn_trees for each in (options.resolve(32), plan, tokens)] == [
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(ValueError, match=r"exactness=distribution draws from a draft, and look-up"):
         options.resolve(16, draft=False)
 
