@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from dyntree_plugin.admission.refusals import Refusal, dtype_of
@@ -44,7 +43,7 @@ def _root_of_dflash_proposes(speculation: Any) -> bool:
     return speculation.method == "dflash" and bool(own.get("sample_from_anchor"))
 
 
-_REFUSALS = (
+BLOCK_REFUSALS = (
     _BLOCK.refusal(
         "target's is_hybrid, use_mla, uses_mrope, sliding_window",
         lambda c: (
@@ -62,6 +61,7 @@ _REFUSALS = (
         "kv_transfer_config", "kv_cache_dtype",
     ),
 )  # fmt: skip
+"""Checks of ``VllmConfig``."""
 
 BLOCK_DRAFT_REFUSALS = (
     Refusal(
@@ -100,28 +100,23 @@ BLOCK_DRAFT_REFUSALS = (
 """Checks of a ``SpeculativeConfig`` with a block draft."""
 
 
-def block_advice(vllm_config: Any) -> str | None:
+def block_advice(vllm_config: Any, device_type: str) -> str | None:
     """Say what was not compared of an admitted configuration with a block draft; None for others.
 
     The draft does not decide the output.
     """
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
-    compared = dtype_of(model) == "float32" and model.enforce_eager
-    if compared or speculation.method not in BLOCKS:
+    if speculation.method not in BLOCKS:
+        return None
+    if device_type == "cuda":
+        return (
+            "Trees of a block draft have run on an emulated device alone, and are unproven on a "
+            "GPU."
+        )
+    if dtype_of(model) == "float32" and model.enforce_eager:
         return None
     return (
         "Trees of a block draft were compared with decoding without trees in float32 with "
         f"--enforce-eager alone, and not with dtype={dtype_of(model)}, enforce_eager="
         f"{model.enforce_eager}."
-    )
-
-
-def block_refusals(device_type: str) -> Iterator[Refusal]:
-    """Yield the checks of ``VllmConfig`` for a device."""
-    yield from _REFUSALS
-    yield _BLOCK.refusal(
-        "device",
-        lambda c: device_type,
-        lambda device: device != "cpu",
-        "trees of block drafts grow on a CPU alone yet; use a head of the target or a draft model",
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dyntree_kernels.features import KV_CACHE_DTYPES
 from dyntree_plugin.admission import offloading, vocabularies
 from dyntree_plugin.admission.attention_kernels import kernel_refusals
-from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, block_refusals
+from dyntree_plugin.admission.blocks import BLOCK_DRAFT_REFUSALS, BLOCK_REFUSALS
 from dyntree_plugin.admission.connectors import CONNECTOR_REFUSALS
 from dyntree_plugin.admission.cuda_backends import CUDA_REFUSALS, cuda_backends
 from dyntree_plugin.admission.heads import HEAD_REFUSALS
@@ -172,9 +172,8 @@ def _refusals(
         )
     of_device = {"cpu": CPU_REFUSALS, "cuda": CUDA_REFUSALS}.get(device_type, ())
     of_targets = (*state_refusals(device_type), *LATENT_REFUSALS, *MROPE_REFUSALS, *WINDOW_REFUSALS)
-    tables = (*ENGINE_REFUSALS, *of_targets, *QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS)
-    yield from _found((*tables, *of_device), vllm_config)
-    yield from _found(block_refusals(device_type), vllm_config)
+    of_options = (*QUANTISED_CACHE_REFUSALS, *CONNECTOR_REFUSALS, *BLOCK_REFUSALS)
+    yield from _found((*ENGINE_REFUSALS, *of_targets, *of_options, *of_device), vllm_config)
     yield from _found(model_refusals(device_type), vllm_config.model_config, "target model: ")
     yield from kernel_refusals(vllm_config, options, device_type)
     if reason := _too_many_children(vllm_config.model_config, options):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -50,16 +49,17 @@ class BlockSpeculator(TreeProposals, DraftModelSpeculator):
     ) -> nn.Module:
         """Load the draft, which shares the target's embedding and output layer if it has none.
 
-        For the draft ``num_speculative_tokens`` is the length of its block.
+        For the draft ``num_speculative_tokens`` is the length of its block. vLLM gives block drafts
+        a backend of attention of its own choice unless one is named, which may carry no trees.
         """
         copied = copy.copy(self.vllm_config)
         copied.speculative_config = copy.copy(self.speculative_config)
         copied.speculative_config.num_speculative_tokens = self.length
+        if copied.speculative_config.attention_backend is None:
+            of_target = self.vllm_config.attention_config.backend
+            copied.speculative_config.attention_backend = of_target
         load = load_dspark_model if self.method == "dspark" else load_dflash_model
-        found: Any = load(target_model, copied)
-        if self.device.type == "cpu":
-            found.model._normalize_context_k = _by_layer(found.model)
-        return cast(nn.Module, found)
+        return load(target_model, copied)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -76,7 +76,10 @@ class BlockSpeculator(TreeProposals, DraftModelSpeculator):
         ids, positions = batch.input_ids[:rows], batch.positions[:rows]
         states = self.combine(torch.cat([layer[:rows] for layer in hidden], dim=-1))
         self.keep(states, positions, None)
-        self.compute_draft_logits(self.run(ids, positions, None, None)[: batch.num_reqs], 0)
+        found = self.run(ids, positions, None, None)
+        width = self.most_logits_of_a_request(most_logits)
+        at = torch.arange(batch.num_reqs * width, device=found.device) % rows
+        self.compute_draft_logits(found[at], 0)
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn the target's hidden states into the draft's; see `LoadedBlock`."""
@@ -109,18 +112,3 @@ class BlockSpeculator(TreeProposals, DraftModelSpeculator):
         with forward_context(self.vllm_config, len(ids), metadata, slots):
             found: torch.Tensor = self.model(input_ids=ids, positions=positions, inputs_embeds=None)
         return found
-
-
-def _by_layer(model: Any) -> Any:
-    """Return what normalizes keys [layers, N, heads, size], each layer with its own weights.
-
-    vLLM's kernel for CPUs takes the first layer's weights for all of them.
-    """
-
-    def normalize(keys: torch.Tensor) -> torch.Tensor:
-        found = torch.empty_like(keys)
-        for out, given, weight in zip(found, keys, model._k_norm_weights, strict=True):
-            ops.rms_norm(out, given, weight, model._rms_norm_eps)
-        return found
-
-    return normalize

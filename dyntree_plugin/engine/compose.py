@@ -68,7 +68,7 @@ class Composer:
             max_depth=plan.shape.max_depth,
             chained=self.chained,
             pays=self.ops.pays,
-            at_once=plan.shape.block > 0,
+            block=plan.shape.block,
         )
         # Rules that read draws know the distribution of the draws, which must stay the draft's.
         ranked = source is not None and not plan.reads_draws

@@ -115,7 +115,8 @@ class TreeProposals(BaseSpeculator):
         # A CPU's cache has the size that the user sets.
         if not most_logits or self.draft_tokens.device.type == "cpu":
             return 1
-        return max(self.compose.trees.plan.growing.widths, default=1)
+        plan = self.compose.trees.plan
+        return plan.shape.block + max(plan.growing.widths, default=1)
 
 
 class TreeSpeculator(TreeProposals, StandaloneARSpeculator):

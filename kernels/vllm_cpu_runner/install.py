@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _MODULES = (
+    "block_drafting",
     "block_tables",
     "block_verification",
     "constraints",
@@ -47,6 +48,7 @@ def install() -> None:
     # This import starts numba's threads. It must precede vLLM's binding of threads, because it
     # would overwrite their number.
     importlib.import_module("dyntree_kernels.cpu.threads")
+    from vllm_cpu_runner.block_drafting import normalize_by_layer
     from vllm_cpu_runner.refused import REFUSED
     from vllm_cpu_runner.registry import IMPLEMENTATIONS, RUNNER, check_arguments, refuse
 
@@ -63,6 +65,7 @@ def install() -> None:
                 pending[RUNNER + kernel] = refuse(kernel, feature)
     if pending:
         dispatcher.register_kernels(pending)
+        normalize_by_layer()
         logger.info("Replaced %d Triton kernels of the V2 model runner.", len(pending))
 
 

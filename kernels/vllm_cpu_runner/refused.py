@@ -30,8 +30,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         _MTP + "_shift_input_ids_kernel",
         _MTP + "_shift_input_embeds_kernel",
     ),
-    "a DFlash drafter": (
-        "spec_decode.dflash.speculator._prepare_dflash_inputs_kernel",
+    "a DFlash2 drafter": (
         "spec_decode.dflash2.speculator._selector_walk_kernel",
         "spec_decode.dflash2.speculator._cache_draft_logits_kernel",
     ),

@@ -1,4 +1,4 @@
-"""A small draft model and a small head for tests of drafting, without vLLM."""
+"""A small draft model, head and block draft for tests of drafting, without vLLM."""
 
 from __future__ import annotations
 
@@ -103,6 +103,31 @@ class Head(Draft):
         columns = [*fraction(states).split(1, dim=1)]
         made = fraction(own + product(columns, self.head[:, :HIDDEN]))
         return made, made + 0.25
+
+
+class Block(Head):
+    """A block draft; see `LoadedBlock`.
+
+    Its output depends on what a forward is given, and on the state that was kept before each row.
+    """
+
+    mask_token, causal, root_proposes = VOCAB - 1, False, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(100 * (MOST + 1) + 1, HIDDEN)  # the last row stands for no slot
+
+    def keep(self, states: torch.Tensor, positions: torch.Tensor, slots: Any) -> None:
+        self.cache[slots[0]] = fraction(states + positions[:, None] / 7)
+
+    def run(  # type: ignore[override]
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any
+    ) -> torch.Tensor:
+        before = self.cache[slots[0] - 1]
+        return fraction(self._run_model(ids, positions, metadata, slots, None) + before)
+
+    def bias(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head[tokens % HIDDEN]
 
 
 def fraction(values: torch.Tensor) -> torch.Tensor:

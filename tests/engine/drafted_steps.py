@@ -1,4 +1,4 @@
-"""Steps of drafting over a small draft model or head, with their own trees, captured or eager.
+"""Steps of drafting over a small draft of any kind, with their own trees, captured or eager.
 
 A graph is replaced by a call that runs again, as in `replays`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Draft, Head
+from draft_model import HIDDEN, LONGEST, MOST, VOCAB, Block, Draft, Head
 from growth_steps import STORED, growth_of
 from replays import graph
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,6 +26,7 @@ install()  # must run before the runner's modules are imported
 from dyntree_kernels.cpu.growth import CompiledGrowth  # noqa: E402
 from dyntree_plugin.engine.cpu.ops import CPUOps  # noqa: E402
 from dyntree_plugin.engine.cuda.captured import CapturedDrafting, CapturedStages  # noqa: E402
+from dyntree_plugin.engine.sources.block import BlockDraft  # noqa: E402
 from dyntree_plugin.engine.sources.draft_models import DraftModels  # noqa: E402
 from dyntree_plugin.engine.sources.head import HeadStates, TargetHead  # noqa: E402
 from dyntree_plugin.engine.sources.look_up import TextLookUp  # noqa: E402
@@ -72,12 +73,15 @@ class Drafting:
         estimate.weights += torch.linspace(0, 1, 3)
         chained = torch.arange(MOST + 1) == 3
         shape, widths = plan.shape, plan.growing.widths
-        depth, most_rows = shape.max_depth, max((*widths, shape.max_depth + 1))
+        depth = shape.max_depth
         buckets = node_buckets(shape.node_budget)
         self.numbers = numbers or sorted({1 + min(size, depth) for size in buckets})
-        first, *self.further = models or [Head() if shape.head else Draft()]
+        first, *self.further = models or [
+            (Block if shape.block else Head if shape.head else Draft)()
+        ]
         self.model: Any = first
-        self.memory = RowMemory(self.model, most_rows, plan.scratch_slots, shape.shift)
+        shift = -1 if shape.block else shape.shift
+        self.memory = RowMemory(self.model, plan.most_rows, plan.scratch_slots, shift)
         self.writer = (writer or ops.row_writer)(self.memory)
         self.source = source = self._source()
         self.texts = Texts()
@@ -95,6 +99,7 @@ class Drafting:
             max_depth=max(1, sum(widths)),
             chained=chained,
             pays=ops.pays,
+            block=shape.block,
         )
         self.graphs = CapturedStages(lambda _: self.drafting, lambda: nullcontext(graph))
         self.drafter = Drafter(
@@ -107,6 +112,13 @@ class Drafting:
                 self.graphs.capture()
 
     def _source(self) -> NodeSource:
+        if length := self.plan.shape.block:
+            given = torch.zeros(MOST * (self.plan.shape.max_depth + 1), HIDDEN)
+            block = BlockDraft(
+                self.model, self.model, self.memory, self.writer, length=length, given=given
+            )
+            self.roots = (block._root_ids,)
+            return block
         if not self.plan.shape.head:
             apart = self.plan.growing.roots > 1
             models = DraftModels(
@@ -124,7 +136,8 @@ class Drafting:
     def read_prompts(self, roots: torch.Tensor, g: torch.Generator) -> None:
         """Do as a batch with prompts does, whose rows are read without a graph."""
         for each in self.roots:
-            each[: len(roots)] = torch.randn(len(roots), HIDDEN, generator=g)
+            read = 9 * torch.randn(len(roots), *each.shape[1:], generator=g)
+            each[: len(roots)] = read if each.is_floating_point() else read.abs()
         self.memory.root_positions[: len(roots)] = roots
 
     def player(self, requests: torch.Tensor) -> Any:
@@ -177,7 +190,7 @@ def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
     """Return the tokens of a step's trees, and all stored trees."""
     slots = BATCHES[number % len(BATCHES)]
     g = torch.Generator().manual_seed(number)
-    requests, most = len(slots), (1, 2, 5)[number % 3]
+    requests, most = len(slots), min((1, 2, 5)[number % 3], drafting.numbers[-1])
     roots = torch.randint(10, LONGEST - 9, (requests,), generator=g)
     roots[0] = LONGEST - 4  # little room is left after it
     counts = torch.randint(1, most + 1, (requests,), generator=g).int()
@@ -202,7 +215,7 @@ def step(drafting: Drafting, number: int, forwards: int) -> list[torch.Tensor]:
 
 def differing(made: list[Drafting], steps: int = 24) -> list[tuple[int, int]]:
     """Return the steps, and their numbers of forwards, whose trees differ."""
-    every = 1 + len(made[0].plan.growing.widths)
+    every = 1 + made[0].plan.further_forwards
     numbers = [(at, (at * 5 + at // 4) % every) for at in range(steps)]
     assert steps < 12 or {f for _, f in numbers} == {*range(every)}
     found = []

@@ -26,6 +26,7 @@ SOURCES = sorted(
 OURS = (
     "self.step.", "step.", "self._record.", "record.", "self._counts.", "counts.",
     "self.speculator.", "self.rejection_sampler.", "self.model_runner.", "copied.",
+    "self._stages.", "self._draft.",
 )  # fmt: skip
 """Prefixes of fields of our own objects."""
 SETTINGS = (

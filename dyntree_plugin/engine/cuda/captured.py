@@ -164,7 +164,7 @@ class CapturedVerification:
 
 class CapturedDrafting:
     """The stages of drafting, each a graph; all growth is one if it cannot be resumed, or if there
-    is no draft model, so that every step has the same stages."""
+    is no draft model or a block draft, so that every step has the same stages."""
 
     def __init__(
         self,
@@ -206,13 +206,14 @@ class CapturedDrafting:
         self.logits: CapturedLogits | None = None
         self.forwards: list[RequestGraphs] = []
         self.finish: list[RequestGraphs] = []
-        if not stages.resumable or not stages.has_draft:
+        if not stages.resumable or not stages.has_draft or stages.block:
             self.whole = graphs(self._run_whole)
-            return
-        self.root = graphs(self._run_root)
-        self.forwards = [graphs(partial(self._run_forward, number)) for number in every]
-        self.finish = [graphs(partial(self._run_finish, n)) for n in range(len(every) + 1)]
-        self.logits = CapturedLogits(stages, packed, sizes, self.requests, vocabulary)
+        else:
+            self.root = graphs(self._run_root)
+            self.forwards = [graphs(partial(self._run_forward, number)) for number in every]
+            self.finish = [graphs(partial(self._run_finish, n)) for n in range(len(every) + 1)]
+        if stages.resumable and stages.has_draft:
+            self.logits = CapturedLogits(stages, packed, sizes, self.requests, vocabulary)
 
     @property
     def fewest_forwards(self) -> int:
@@ -327,6 +328,7 @@ class RankedReplay:
         self, drafting: CapturedDrafting, logits: CapturedLogits, packed: torch.Tensor, rank: Rank
     ) -> None:
         self._replay = Replay(drafting, packed)
+        self._of_block = drafting.whole is not None
         self._logits = logits
         self._requests = drafting.requests(drafting.packed.buffer[: len(packed)])
         self._rank = rank
@@ -343,4 +345,4 @@ class RankedReplay:
         return True
 
     def finish(self, forwards: int) -> torch.Tensor:
-        return self._replay.finish_grown(forwards)
+        return self._logits.finish() if self._of_block else self._replay.finish_grown(forwards)

@@ -21,7 +21,10 @@ MOST_BYTES = 1 << 27
 
 
 class CapturedLogits:
-    """The root and every forward up to their logits, each a graph. All share memory for those."""
+    """The root and every forward up to their logits, each a graph. All share memory for those.
+
+    A block draft has no graph but the root's, whose logits serve all forwards: they look them up.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class CapturedLogits:
         self._packed = packed.buffer
         self._requests_of = requests
         self._widths = (1, *stages.widths)
-        most = MOST_BYTES // (4 * vocabulary * max(self._widths))
+        most = MOST_BYTES // (4 * vocabulary * max(*self._widths, stages.block))
         sizes = [size for size in sizes if size <= most]
         self._room = torch.full(
             (max(sizes, default=0) * max(self._widths), vocabulary), -torch.inf,
@@ -61,10 +64,9 @@ class CapturedLogits:
     def root(self, requests: Requests, rank: Rank) -> None:
         """Replay the root for the requests that were filled in last, and pick its children."""
         count = len(requests.packed)
-        self._root.replay(count)
+        self._stages.kept = self._root.replay(count)
         self._stages.resume(requests, 0)
-        logits = self._room[:count]
-        self._stages.pick(requests, logits, self._stages.root_paths(logits), rank)
+        self._stages.pick_roots(requests, self._room[:count], rank)
 
     def forward(self, requests: Requests, number: int, rank: Rank) -> None:
         """Do the same with a forward, which comes after so many others."""
@@ -75,11 +77,19 @@ class CapturedLogits:
         paths = Paths(tokens.flatten(0, 1), lengths.flatten())
         self._stages.pick(requests, logits, paths, rank)
 
+    def finish(self) -> torch.Tensor:
+        """Store the trees of a block draft."""
+        return self._stages.finish()
+
     def compile(self) -> None:
         """Pick all children once: kernels that choose them run without a graph."""
         if not self._root.sizes:
             return
         requests = self._requests_of(self._packed[:1])
+        if self._stages.block:
+            self.root(requests, lambda logits, *_: logits.float())
+            self.finish()
+            return
         for forwards, width in enumerate(self._widths):
             self._stages.resume(requests, forwards)
             self._stages.pick(requests, self._room[:width], None, None)
@@ -89,7 +99,7 @@ class CapturedLogits:
         if logits is None:
             raise RuntimeError("without a draft model there are no logits to rank")
         self._keep(logits)
-        return ()
+        return self._stages.kept
 
     def _run_forward(self, number: int, packed: torch.Tensor) -> Tensors:
         requests = self._requests_of(packed)

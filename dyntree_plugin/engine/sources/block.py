@@ -91,7 +91,7 @@ class BlockDraft:
         self._given = given
         self._root_ids = torch.zeros(memory.requests, dtype=torch.int32, device=memory.device)
         self._width = length if block.root_proposes else 1 + length
-        self._logits = torch.empty(0)
+        self.kept: tuple[torch.Tensor, ...] = ()
 
     def receive(self, step: CatchUp) -> None:
         """Copy the target's states before the emitted tokens: of the root and the accepted path."""
@@ -115,8 +115,9 @@ class BlockDraft:
         rows = self._rows(requests)
         hidden = self._block.run(rows.ids, rows.positions, rows.metadata, rows.slots_by_layer)
         proposing = hidden.view(requests, self._width, -1)[:, self._width - self._length :]
-        self._logits = self._block.compute_draft_logits(proposing.flatten(0, 1), 0)
-        return self._after(self._root_ids[:requests], self._logits[:: self._length])
+        logits = self._block.compute_draft_logits(proposing.flatten(0, 1), 0)
+        self.kept = (logits.view(requests, self._length, -1),)
+        return self._after(self._root_ids[:requests], self.kept[0][:, 0])
 
     def forward(self, rows: TreeRows, requests: int, first: int) -> torch.Tensor:
         """Return the logits of the position after each node, [R * width, V]."""
@@ -124,7 +125,8 @@ class BlockDraft:
         depths = rows.positions.view(requests, -1) - roots
         blocks = torch.arange(requests, device=depths.device)[:, None] * self._length
         at = blocks + depths.clamp(min=0, max=self._length - 1)
-        return self._after(rows.ids, self._logits.index_select(0, at.flatten()))
+        logits = self.kept[0].flatten(0, 1)
+        return self._after(rows.ids, logits.index_select(0, at.flatten()))
 
     def _after(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         bias = self._block.bias(tokens)
@@ -140,7 +142,9 @@ class BlockDraft:
         places = memory.root_positions[:requests, None] + torch.arange(width, device=memory.device)
         real = places <= memory.last_position
         positions = places.clamp(max=memory.last_position)
-        index = memory.of_requests.slots[:requests]
+        # Attention skips what only fills a batch up, and vLLM gives it no slots.
+        filling = memory.ctx_lens[:requests] < 0
+        index = memory.of_requests.slots[:requests].masked_fill(filling, PAD_SLOT)
         slots = memory.slots_of(index, positions, memory.slots)
         rows = memory.tree_rows(requests, width, columns=width)
         ids = rows.ids.view(requests, width)

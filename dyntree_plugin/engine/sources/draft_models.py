@@ -91,6 +91,7 @@ class DraftModels:
     """
 
     shift = 0
+    kept: tuple[torch.Tensor, ...] = ()
 
     def __init__(
         self,

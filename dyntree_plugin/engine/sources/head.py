@@ -80,6 +80,7 @@ class TargetHead:
     """The `NodeSource` that runs a head of the target."""
 
     shift = -1
+    kept: tuple[torch.Tensor, ...] = ()
 
     def __init__(
         self,

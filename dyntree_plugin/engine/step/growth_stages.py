@@ -40,7 +40,7 @@ class DraftStages:
         max_depth: int,
         chained: torch.Tensor,
         pays: Callable[[StepGrowth], bool],
-        at_once: bool = False,
+        block: int = 0,
     ) -> None:
         """Compose the sources of candidates with a growth.
 
@@ -48,8 +48,9 @@ class DraftStages:
         the ``writer`` of its rows; None without one. ``tries``: candidates that need no forward;
         None without any. ``widths``: nodes of a request in each forward. ``max_depth``: of the
         deepest node. ``chained`` bool [slots + 1]: requests whose trees are chains; the last entry
-        is for padding. ``pays``: as in `TreeOps`. ``at_once``: the root's forward of
-        ``source`` gives all logits, so that whole trees grow with it, and others are not counted.
+        is for padding. ``pays``: as in `TreeOps`. ``block``: positions whose logits the root's
+        forward of ``source`` gives, so that whole trees grow with it, and others are not counted; 0
+        for other sources.
 
         Raises:
             ValueError: if there is no source at all.
@@ -57,8 +58,8 @@ class DraftStages:
         if source is None and tries is None:
             raise ValueError("growth needs a draft model or tries")
         self._widths = tuple(widths)
-        self.widths = () if at_once else self._widths
-        self._at_once = at_once
+        self.widths = () if block else self._widths
+        self.block = block
         self._growth = growth
         self._of_requests = of_requests
         self._source = source
@@ -99,10 +100,7 @@ class DraftStages:
         """Start the trees; ``rank``: None to rank the draft's logits as they are."""
         logits = self.root_logits(requests)
         if logits is not None:
-            self.pick(requests, logits, self.root_paths(logits), rank)
-            if self._at_once:
-                numbers = range(len(self._widths))
-                all(self.forward(requests, number, rank) for number in numbers)
+            self.pick_roots(requests, logits, rank)
 
     def root_logits(self, requests: Requests) -> torch.Tensor | None:
         """Start the trees, and return the draft's logits after the roots; None without a draft."""
@@ -116,9 +114,23 @@ class DraftStages:
             self._growth.graft(self._tries.trie(requests.index))
         return None if self._source is None else self._source.root_logits(len(requests.packed))
 
-    def root_paths(self, logits: torch.Tensor) -> Paths:
-        """Return the paths of the roots with these logits, which are empty."""
-        return self._paths.of_roots(len(logits))
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What `root_logits` has left for the forwards after it, with R entries each."""
+        return self._draft.kept
+
+    @kept.setter
+    def kept(self, kept: tuple[torch.Tensor, ...]) -> None:
+        self._draft.kept = kept
+
+    def pick_roots(
+        self, requests: Requests, logits: torch.Tensor, rank: Rank | None = None
+    ) -> None:
+        """Take the roots' children; below them, all that a block draft has; ``rank`` as in
+        `root`."""
+        self.pick(requests, logits, self._paths.of_roots(len(logits)), rank)
+        if self.block:
+            all(self.forward(requests, number, rank) for number in range(len(self._widths)))
 
     def forward(self, requests: Requests, number: int, rank: Rank | None = None) -> bool:
         """Run the next forward, unless no node is left or it does not pay; ``rank`` as in `root`.
@@ -128,7 +140,7 @@ class DraftStages:
         rows = self._rows(requests, number)
         if self._growth.expand(rows.ancestor_bits) == 0:
             return False
-        if not (self._at_once or self._pays(self._growth)):
+        if not (self.block or self._pays(self._growth)):
             return False
         logits = self._draft.forward(rows, *self._shape(requests, number))
         paths = None if rank is None else self._paths_of(requests, number, rows)

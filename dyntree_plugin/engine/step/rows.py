@@ -231,7 +231,7 @@ class TensorRows:
             after = roots[:, None] + 1 + torch.arange(memory.scratch, device=memory.device)
             positions = after.clamp(max=memory.last_position) + memory.shift
             memory.slots_of(requests.index, positions, memory.scratch_slots)
-            self._see(roots, memory.scratch)
+        self._see(roots, memory.scratch)
 
     def rows(self, requests: int, width: int) -> TreeRows:
         return self._memory.forward_rows(requests, width)

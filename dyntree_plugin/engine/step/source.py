@@ -18,6 +18,10 @@ class NodeSource(Protocol):
     Its state between two calls lies at fixed addresses, so that each call can be a graph.
     """
 
+    kept: tuple[torch.Tensor, ...]
+    """What `root_logits` leaves for `forward`, with R entries each, where that is not in memory of
+    the source; a graph keeps it."""
+
     @property
     def shift(self) -> int:
         """Position of a row, less that of its token: 0, or -1 for a source that reads the target's

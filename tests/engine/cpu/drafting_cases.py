@@ -105,6 +105,41 @@ def rejection_sampling(variant: str) -> Results:
     return out
 
 
+@case(True, False)
+def block_inputs(root_proposes: bool) -> Results:
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import prepare_dflash_inputs
+
+    steps, most = 3, 5
+    buffers = SimpleNamespace(
+        input_ids=random_ids(9, 24), positions=torch.full((24,), -7),
+        query_start_loc=int32(*[-7] * 6), seq_lens=int32(*[-7] * 5),
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        num_reqs=3,
+        num_scheduled_tokens=STARTS.diff().numpy(),
+        # The last request ends where the longest text does.
+        positions=torch.cat([torch.arange(18, 21), torch.arange(4, 11), torch.arange(26, 28)]),
+        query_start_loc=STARTS,
+        idx_mapping=REQUESTS,
+    )
+    out = {
+        "slots": torch.full((24,), -7), "context at": torch.full((14,), -7),
+        "context slots": torch.full((14,), -7),
+        "indices": torch.full((15,), -7), "sampled at": torch.full((15,), -7),
+        "owners": torch.full((15,), -7), "temperatures": torch.full((4,), -7.0),
+        "seeds": torch.full((4,), -7),
+    }  # fmt: skip
+    # A rejected draft, a chunk that the prompt goes on after, and a block beyond the table.
+    tables = int32(*range(3, 24)).view(3, 7)
+    tables[0, 4] = 0
+    prepare_dflash_inputs(
+        buffers, *out.values(), batch, int32(2, 0, 1), int32(1, 0, 0), torch.randint(99, (4, 1)),
+        random_ids(99, 4), TEMPERATURES, SEEDS, tables, 4, 0, 1, 1, 98,
+        steps if root_proposes else 1 + steps, steps, most, 24, 30, root_proposes,
+    )  # fmt: skip
+    return out | vars(buffers)
+
+
 def _target_dependent_buffers() -> SimpleNamespace:
     return SimpleNamespace(
         input_ids=random_ids(9, 20),

@@ -21,6 +21,9 @@ from dyntree_plugin.tree.plan import TreePlan
 PLAN = DynTreeOptions(max_depth=4, width=2, children=3, budget="adaptive", lookup="off").resolve(7)
 OF_BOTH = DynTreeOptions(max_depth=6, max_forwards=4, width=2, children=3).resolve(7)
 OF_HEAD = DynTreeOptions(max_depth=4, width=2, children=3, lookup="off").resolve(7, head=True)
+OF_BLOCK = DynTreeOptions(max_depth=4, width=2, children=3, node_budget=7, lookup="off").resolve(
+    5, block=True
+)
 
 
 class Ranking:
@@ -51,7 +54,9 @@ def draftings(monkeypatch: pytest.MonkeyPatch) -> Make:
     return makes(monkeypatch, PLAN)
 
 
-@pytest.mark.parametrize("plan", [PLAN, OF_BOTH, OF_HEAD], ids=["draft", "both", "head"])
+@pytest.mark.parametrize(
+    "plan", [PLAN, OF_BOTH, OF_HEAD, OF_BLOCK], ids=["draft", "both", "head", "block"]
+)
 def test_ranked_graphs_grow_the_trees_of_eager_drafting(draftings: Make, plan: TreePlan) -> None:
     """Control: without ranking, the graphs grow other trees."""
     rankings = Ranking(spared=1), Ranking(spared=1)

@@ -94,7 +94,7 @@ class Drafting:
             max_depth=LENGTH,
             chained=torch.zeros(MOST + 1, dtype=torch.bool),
             pays=lambda _: False,
-            at_once=True,
+            block=LENGTH,
         )
         self.drafter = Drafter(
             self.stages, CPUOps(), NoGraphs(), max_depth=LENGTH, spare=self.trees.spare
@@ -178,21 +178,23 @@ def test_a_block_is_the_root_and_masks_that_see_each_other(causal: bool) -> None
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_vllm_builds_the_draft_for_its_block_and_not_for_the_trees_nodes(
+def test_vllm_builds_the_draft_for_its_block_and_the_targets_attention(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
+    seen: list[Any] = []
 
     def load(target: nn.Module, config: Any) -> nn.Module:
-        seen.append(config.speculative_config.num_speculative_tokens)
+        seen.extend(vars(config.speculative_config).values())
         return target
 
     monkeypatch.setattr(block_speculator, f"load_{method}_model", load)
     made: Any = object.__new__(block_speculator.BlockSpeculator)
-    speculation = SimpleNamespace(num_speculative_tokens=16)
+    speculation = SimpleNamespace(num_speculative_tokens=16, attention_backend=None)
     made.speculative_config, made.method, made.length = speculation, method, LENGTH
-    made.vllm_config = SimpleNamespace(speculative_config=speculation)
+    made.vllm_config = SimpleNamespace(
+        speculative_config=speculation, attention_config=SimpleNamespace(backend="the target's")
+    )
     made.device = torch.device("meta")
     made.load_draft_model(nn.Module(), set())
-    assert seen == [LENGTH]
+    assert seen == [LENGTH, "the target's"]
     assert speculation.num_speculative_tokens == 16

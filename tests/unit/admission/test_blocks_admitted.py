@@ -11,11 +11,14 @@ import torch
 from configurations import Build, changed, refusal_of
 
 from dyntree_plugin.admission import check
+from dyntree_plugin.admission.blocks import block_advice
 from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS, plan_in_force
 from dyntree_plugin.options.options import DynTreeOptions
 
 LENGTH = 5
+EAGER = "model_config.enforce_eager"
+HALF = "model_config.dtype", torch.bfloat16
 Arguments = Callable[..., dict[str, Any]]
 
 
@@ -141,8 +144,11 @@ def test_dspark_is_admitted_without_a_choice_of_candidates(build: Build, block: 
         build(**block("dspark", **of_qwen3, dspark_draft_topk=8))
 
 
-def test_cuda_is_refused_by_name(build: Build, block: Arguments) -> None:
+def test_on_cuda_trees_are_admitted_and_called_unproven(build: Build, block: Arguments) -> None:
     admitted = changed(build(**block()), "scheduler_config.scheduler_cls", None)
     on_cuda = changed(admitted, "parallel_config.worker_cls", "auto")
-    with pytest.raises(check.Refused, match=r"method, device=\('dflash', 'cuda'\)"):
-        check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
+    check.refuse_unserved(on_cuda, DynTreeOptions(), "cuda", WORKERS)
+    assert "unproven on a GPU" in (block_advice(on_cuda, "cuda") or "")
+    exact = changed(changed(admitted, "model_config.dtype", torch.float32), EAGER, True)
+    assert block_advice(exact, "cpu") is None
+    assert "bfloat16" in (block_advice(changed(exact, *HALF), "cpu") or "")
