@@ -114,7 +114,7 @@ def _is_configuration_error(error: Exception) -> bool:
 
 @app.command()
 def pair() -> None:
-    """Print the paths of the embedded target, its two drafts and its EAGLE-3 head as JSON."""
+    """Print the paths of the embedded target and of what drafts for it as JSON."""
     from dyntree_plugin import pair as embedded
 
     typer.echo(json.dumps({name: str(path) for name, path in embedded.paths().items()}))

@@ -83,7 +83,8 @@ class PlainBlock(PlainHead):
         context = self._norm(torch.cat(states, dim=-1) @ self._weight("fc").T, "hidden_norm")
         kept = len(context) - stale
         first = 0 if "markov_rank" in self._config else 1  # row that gives the first token
-        block = torch.tensor([text[-1]] + [own["mask_token_id"]] * (LENGTH - 1 + first))
+        masks = self._config.get("block_size", LENGTH + first) - 1
+        block = torch.tensor([text[-1]] + [own["mask_token_id"]] * masks)
         rows = self.target.model.embed_tokens(block)
         for number in range(LAYERS):
             name = f"layers.{number}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.pair import evaluate, train
-from dyntree_plugin.pair import corpus, models
+from dyntree_plugin.pair import corpus, models, provenance
 
 EVALUATION_PROMPTS = 48
 
@@ -54,7 +55,7 @@ def build(
     agreement = evaluate.agreement(
         target, draft, tokenizer, corpus.held_out_prompts(prompts, root=root)
     )
-    provenance = {
+    said = {
         "corpus": describe(sources, tokens, root),
         "held_out": list(corpus.HELD_OUT),
         "recipe": asdict(recipe),
@@ -66,8 +67,53 @@ def build(
         "wall_minutes": round((time.monotonic() - started) / 60, 1),
         "command": "python -m benchmarks.pair",
     }
-    (output / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
-    return provenance
+    (output / "provenance.json").write_text(json.dumps(said, indent=2) + "\n")
+    return said
+
+
+def add_draft(
+    pair: Path,
+    name: str,
+    recipe: Any,
+    make: Callable[..., torch.nn.Module],
+    judge: Callable[..., Any],
+    *,
+    root: Path | None,
+    checkpoints: Path | None,
+    prompts: int,
+) -> dict[str, Any]:
+    """Make a draft `name` that reads the states of `pair`/target; add it to provenance.json.
+
+    `recipe` has a recipe of its `text`. `make` trains, stores and loads the draft; it takes the
+    target, the tokens, the rows that the target has written, the recipe and the file of the
+    checkpoint. `judge` is as `evaluate.head_agreement`. Returns the new entry of provenance.json.
+    """
+    started = time.monotonic()
+    target = models.load(pair / "target")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "target")
+    sources = corpus.training_sources(root)
+    tokens = train.tokenize(sources, tokenizer)
+    checkpoint = None
+    if checkpoints is not None:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        checkpoint = checkpoints / f"{name}.ckpt"
+    written = train.write_rows(target, tokens, recipe.text)
+    draft = make(target, tokens, written, recipe, checkpoint)
+    agreement = judge(target, draft, tokenizer, corpus.held_out_prompts(prompts, root=root))
+    of_text = asdict(recipe.text)
+    names = ("length", "library_share", "written_rows", "written_share", "seed")
+    entry = {
+        "corpus": describe(sources, tokens, root),
+        "recipe": asdict(recipe) | {"text": {each: of_text[each] for each in names}},
+        "parameters": models.parameter_count(draft),
+        "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
+        "threads": torch.get_num_threads(),
+        "wall_minutes": round((time.monotonic() - started) / 60, 1),
+        "command": "python -m benchmarks.pair",
+    }
+    said = provenance(pair) | {name: entry}
+    (pair / "provenance.json").write_text(json.dumps(said, indent=2) + "\n")
+    return entry
 
 
 def describe(

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.pair.block import Block
 from benchmarks.pair.train import token_stream
 from dyntree_plugin.pair.models import continue_rows
 from dyntree_plugin.tune.eagle import Head, read_target
@@ -39,11 +40,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class HeadAgreement:
-    """Of a head with the target, on greedy continuations that the target wrote.
+    """Of a head or a block draft with the target, on greedy continuations that the target wrote.
 
-    `top1_by_step` are the shares of greedy tokens that are the head's first choice as the first,
+    `top1_by_step` are the shares of greedy tokens that are the draft's first choice as the first,
     second, ... token of a chain, behind the same text. `in_vocabulary` is the share of those that
-    the head can draft at all. `chain_accepted` is that of `Agreement`.
+    the draft can draft at all. `chain_accepted` is that of `Agreement`.
     """
 
     top1_by_step: tuple[float, ...]
@@ -143,6 +144,39 @@ def head_agreement(
     total = len(prompts) * tokens
     by_step = tuple((hits / total).tolist())
     return HeadAgreement(by_step, known / total, chain, (total - taken) / taken)
+
+
+@torch.no_grad()
+def block_agreement(
+    target: LlamaForCausalLM,
+    block: Block,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    *,
+    tokens: int = 64,
+    chain: int = 4,
+) -> HeadAgreement:
+    """Do as `head_agreement` with a block draft, whose steps are the positions of its block."""
+    length = block.config.block_size - 1
+    hits = torch.zeros(length)
+    taken = 0
+    for prompt in prompts:
+        ids = torch.tensor(tokenizer(prompt)["input_ids"])[None]
+        start = ids.shape[1]
+        row = continue_rows(target, ids, start + tokens, torch.zeros(1, 1), torch.Generator())
+        states, _, _ = read_target(target, row, block.streams)
+        roots = torch.arange(start - length, start + tokens - 1)
+        best = block(states, row, roots)[0].argmax(-1)
+        text = row[0, start:]
+        # The token after a root by k + 1 is that of position k of its block.
+        firsts = [length - 1 - k for k in range(length)]
+        match = torch.stack(
+            [best[first : first + tokens, k] == text for k, first in enumerate(firsts)]
+        )
+        hits += match.sum(-1)
+        taken += steps_of_chains(match[:chain].tolist())
+    total = len(prompts) * tokens
+    return HeadAgreement(tuple((hits / total).tolist()), 1.0, chain, (total - taken) / taken)
 
 
 def chain_steps(match: Sequence[bool], chain: int) -> int:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import log_softmax
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from benchmarks.pair import evaluate, train
-from benchmarks.pair.build import EVALUATION_PROMPTS, describe
-from dyntree_plugin.pair import corpus, models, provenance
+from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft
+from dyntree_plugin.pair import models
 from dyntree_plugin.tune import head as tune
 from dyntree_plugin.tune.eagle import (
     Head,
@@ -63,36 +61,15 @@ def add_head(
 
     `root` and `checkpoints` are those of `build`. Returns the new entry of provenance.json.
     """
-    started = time.monotonic()
-    target = models.load(pair / "target")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "target")
-    sources = corpus.training_sources(root)
-    tokens = train.tokenize(sources, tokenizer)
-    checkpoint = None
-    if checkpoints is not None:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        checkpoint = checkpoints / f"{NAME}.ckpt"
-    written = train.write_rows(target, tokens, recipe.text)
-    save_head(train_head(target, tokens, written, recipe, checkpoint), pair / NAME)
-    head = load_head(pair / NAME)
 
-    agreement = evaluate.head_agreement(
-        target, head, tokenizer, corpus.held_out_prompts(prompts, root=root)
-    )
-    of_text = asdict(recipe.text)
-    names = ("length", "library_share", "written_rows", "written_share", "seed")
-    entry = {
-        "corpus": describe(sources, tokens, root),
-        "recipe": asdict(recipe) | {"text": {name: of_text[name] for name in names}},
-        "parameters": models.parameter_count(head),
-        "agreement_on_held_out_prompts": asdict(agreement) | {"prompts": prompts},
-        "threads": torch.get_num_threads(),
-        "wall_minutes": round((time.monotonic() - started) / 60, 1),
-        "command": "python -m benchmarks.pair",
-    }
-    said = provenance(pair) | {NAME: entry}
-    (pair / "provenance.json").write_text(json.dumps(said, indent=2) + "\n")
-    return entry
+    def make(*given: Any) -> Head:
+        save_head(train_head(*given), pair / NAME)
+        return load_head(pair / NAME)
+
+    return add_draft(
+        pair, NAME, recipe, make, evaluate.head_agreement,
+        root=root, checkpoints=checkpoints, prompts=prompts,
+    )  # fmt: skip
 
 
 def train_head(

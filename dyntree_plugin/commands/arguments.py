@@ -15,14 +15,15 @@ from dyntree_plugin.options.options import MOST_NODES
 
 Target = Annotated[str | None, shared("--target", show_default="the embedded one")]
 Draft = Annotated[str | None, shared("--draft", show_default="the embedded one")]
-Method = Literal["draft_model", "eagle3", "eagle", "mtp"]
-"""vLLM's names of the kinds of drafts: a model, or a head that reads the target's hidden states.
-With mtp the head is part of the target."""
+Method = Literal["draft_model", "eagle3", "eagle", "mtp", "dflash"]
+"""vLLM's names of the kinds of drafts: a model, a head that reads the target's hidden states, or a
+block draft. With mtp the head is part of the target."""
 KINDS: Mapping[Method, str] = {
     "draft_model": "draft",
     "eagle3": "EAGLE-3 head",
     "eagle": "EAGLE head",
     "mtp": "MTP head",
+    "dflash": "DFlash draft",
 }
 """The names of the kinds in texts."""
 DraftMethod = Annotated[Method, shared("--method")]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyntree_plugin.commands.arguments import DtypeName, Method, drafter
 from dyntree_plugin.commands.render import Detokenise
+from dyntree_plugin.options.methods import BLOCKS
 from dyntree_plugin.options.options import NAMESPACE
 
 if TYPE_CHECKING:
@@ -63,6 +64,37 @@ def stay_in_this_process() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
+def drafts_of(
+    method: Method, draft: str | None, nodes: int, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return vLLM's ``speculative_config`` and the dyntree options of trees of so many ``nodes``.
+
+    ``draft``: None if it is part of the target.
+    """
+    model = {} if draft is None else {"model": draft}
+    if method not in BLOCKS or draft is None:
+        return {"method": method, **model, "num_speculative_tokens": nodes}, dict(options)
+    length = {"num_speculative_tokens": block_length(draft)}
+    return {"method": method, **model, **length}, {"node_budget": nodes, **options}
+
+
+def block_length(draft: str) -> int:
+    """Return how many tokens a DFlash draft was trained to propose: its block less the root.
+
+    Raises:
+        ValueError: if its configuration does not say that.
+    """
+    from transformers import AutoConfig
+
+    size = getattr(AutoConfig.from_pretrained(draft), "block_size", None)
+    if not isinstance(size, int) or size < 2:
+        raise ValueError(
+            f"--draft {draft!r}: block_size={size} in its config.json must be the rows of a block, "
+            "at least 2"
+        )
+    return size - 1
+
+
 @contextmanager
 def engine(arguments: Mapping[str, Any]) -> Iterator[LLM]:
     """Start an engine, and shut it down at the end."""
@@ -87,15 +119,11 @@ def without_trees(settings: Settings) -> dict[str, Any]:
 
 def with_trees(settings: Settings) -> dict[str, Any]:
     """Return the arguments of ``LLM`` for target and draft."""
-    speculation: dict[str, Any] = {
-        "method": settings.method,
-        "num_speculative_tokens": settings.nodes,
-    }
-    if settings.draft is not None:
-        speculation["model"] = settings.draft
+    given = settings.method, settings.draft, settings.nodes, settings.options
+    speculation, options = drafts_of(*given)
     return _shared_arguments(settings) | {
         "speculative_config": speculation,
-        "additional_config": {NAMESPACE: dict(settings.options)},
+        "additional_config": {NAMESPACE: options},
     }
 
 

@@ -27,15 +27,18 @@ NAMES: Mapping[str, Name] = {
     "--draft": Name("MODEL", "The target's draft: a folder or a name of a model, or of a head."),
     "--method": Name(
         "METHOD",
-        "Kind of the draft: a draft_model, or a head that reads the target's hidden states (eagle3 "
-        "or eagle). With mtp the head is part of the target; leave --draft out.",
+        "Kind of the draft: a draft_model, a head that reads the target's hidden states (eagle3 or "
+        "eagle), or a block draft (dflash). With mtp the head is part of the target; leave --draft "
+        "out.",
     ),
     "--dtype": Name(
         "TYPE",
         "Type of the models' weights and arithmetic: float32, bfloat16, float16, or auto for "
         "vLLM's choice.",
     ),
-    "--nodes": Name("N", "Most nodes per tree, as num_speculative_tokens."),
+    "--nodes": Name(
+        "N", "Most nodes per tree, as num_speculative_tokens, or with dflash as node_budget."
+    ),
     "--dyntree": Name("JSON", "The dyntree options, as for `dyntree serve`."),
     "--engine-arguments": Name("JSON", "More arguments of vLLM's LLM()."),
     "--prompts": Name("SOURCE", "Where the prompts come from."),

@@ -1,7 +1,7 @@
 """A tiny target and drafts that ship with dyntree, for demonstrations, benchmarks and tests.
 
-The target and two drafts are Llamas, and "eagle3" is an EAGLE-3 head of the target, all trained on
-the Python standard library; `weights/provenance.json` says how.
+The target and two drafts are Llamas, "eagle3" is an EAGLE-3 head of the target and "dflash" a block
+draft for it. All were trained on the Python standard library; `weights/provenance.json` says how.
 Importing this package loads no model library.
 """
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-_MODELS = ("target", "draft", "second_draft", "eagle3")
+_MODELS = ("target", "draft", "second_draft", "eagle3", "dflash")
 
 
 def packaged_directory() -> Path:
@@ -33,9 +33,9 @@ def packaged_directory() -> Path:
 
 
 def paths(root: Path | None = None) -> dict[str, Path]:
-    """Return the folders of "target", "draft", "second_draft" and "eagle3", shipped or at `root`.
+    """Return the folders of the target and of what drafts for it, by name, shipped or at `root`.
 
-    Another pair may lack the last two; then the result lacks them, too.
+    Another pair may lack all but "target" and "draft"; then the result lacks them, too.
 
     Raises FileNotFoundError if `root` holds no complete pair.
     """

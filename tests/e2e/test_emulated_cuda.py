@@ -23,6 +23,8 @@ from features import PHRASES
 from slow import marked
 from workload import ask, long
 
+from dyntree_plugin import pair
+
 pytestmark = pytest.mark.e2e
 
 NODES, SEQUENCES = 8, 4
@@ -47,7 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
     # vLLM's own profiling is enough warm-up.
     "adaptive": {"compilation_config": {"mode": 0}, "kernel_config": {"enable_jit_warmup": False}},
 }
-OWN["head"] = OWN["chains"] = OWN["windows"] = OWN["fixed"]
+OWN["head"] = OWN["chains"] = OWN["windows"] = OWN["block"] = OWN["fixed"]
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": NODES + 2,
@@ -91,18 +93,22 @@ RUNS = {
 OF_HEAD = {"noisy": Run(NOISY, batch=3)}
 CHAINS = {"drawn": Run([*BROKEN, *NOISY, *MIXED[:5]], batch=3)}
 WINDOWED = {"windowed": Run([*MIXED[:4], *COPIES])}
+BLOCKS = {"blocks": Run([*MIXED[:4], *BROKEN])}
+"""Of the embedded target, whose block draft drafts. Some parameters change logits."""
 EMULATED = {
     "fixed": RUNS,
     "adaptive": {"mixed": Run(MIXED[:5])},
     "head": OF_HEAD,
     "chains": CHAINS,
     "windows": WINDOWED,
+    "block": BLOCKS | {"states_lost": Run(BLOCKS["blocks"].requests, sabotage="states_lost")},
 }
-SLOW_ENGINES = {"adaptive", "head", "windows"}
+SLOW_ENGINES = {"adaptive", "head", "windows", "block"}
 ON_CPU = {
     # On CUDA drafts follow no grammar.
     "fixed": {"mixed": Run(MIXED, sabotage="unfollowed")},
     "chains": CHAINS,
+    "block": BLOCKS,
     "head": OF_HEAD | {"without states": Run(NOISY, batch=3, sabotage="states_not_received")},
 }
 
@@ -126,12 +132,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
     every = Run([*MIXED, *BROKEN, *COPIES, *NOISY])
 
     @cache
-    def plain(windows: bool) -> Outputs:
-        engine = {**workload.without_tree(model=pairs[windows][0]), **LIMITS}
+    def plain(target: str) -> Outputs:
+        engine = {**workload.without_tree(model=target), **LIMITS}
         return by_request(every, serve(engine, {"every": every}, 1)["every"])
 
+    def pair_of(name: str) -> tuple[str, str]:
+        if name == "block":
+            return str(pair.paths()["target"]), str(pair.paths()["dflash"])
+        return pairs[name == "windows"]
+
     def trees(name: str) -> dict[str, Any]:
-        target, draft = pairs[name == "windows"]
+        target, draft = pair_of(name)
+        if name == "block":
+            return workload.with_block(draft, length=7, budget="fixed", **TREE) | LIMITS
         if name == "head":
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
             return {**engine, **LIMITS, "model": target}
@@ -145,7 +158,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
         return {**trees(name), "enforce_eager": False, **OWN[name]}
 
     return Served(
-        lambda name: plain(name == "windows"),
+        lambda name: plain(pair_of(name)[0]),
         cache(lambda name: serve(trees(name), ON_CPU[name], 1)),
         cache(lambda name: serve_emulated(as_on_cuda(name), EMULATED[name])),
     )
@@ -209,6 +222,17 @@ def test_a_heads_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
     assert accepted(runs.on_cpu("head")["without states"]) < 0.8 * found
 
 
+@pytest.mark.slow
+def test_a_block_drafts_trees_are_accepted_as_on_the_cpu(runs: Served) -> None:
+    emulated = runs.emulated("block")
+    found = accepted(emulated["blocks"].result)
+    assert found == pytest.approx(accepted(runs.on_cpu("block")["blocks"]), rel=0.1)
+    # Control: a draft that does not know the target's states guesses less.
+    assert accepted(emulated["states_lost"].result) < 0.8 * found
+    lost = emulated["states_lost"].result
+    assert mismatches(BLOCKS["blocks"], lost, runs.plain("block")) == []
+
+
 def test_structured_output_is_drafted_with_trees(runs: Served) -> None:
     metrics = runs.emulated("fixed")["mixed"].result.metrics
     assert metrics["vllm:dyntree_grammar_seconds_count"] > 0
@@ -222,7 +246,7 @@ def test_an_adaptive_budget_verifies_trees(runs: Served) -> None:
 @pytest.mark.parametrize(
     ("budget", "name"),
     marked(
-        [("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy")],
+        [("fixed", "three"), ("adaptive", "mixed"), ("head", "noisy"), ("block", "blocks")],
         SLOW_ENGINES,
     ),
 )

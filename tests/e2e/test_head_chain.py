@@ -1,8 +1,7 @@
-"""A tree without branches, drafted by a head, is vLLM's own chain of that head."""
+"""A tree without branches, drafted by a head or a block draft, is vLLM's own chain of it."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,14 +22,20 @@ OPTIONS: dict[str, Any] = {
     "max_depth": TOKENS,
     "children": 1,
     "width": 1,
-    "budget": "fixed",
-    "lookup": "off",
 }
 
 
-def chain(head: Path) -> dict[str, Any]:
-    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": TOKENS}
+def chain(method: str) -> dict[str, Any]:
+    model = str(pair.paths()[method])
+    speculation = {"method": method, "model": model, "num_speculative_tokens": TOKENS}
     return workload.without_tree(speculative_config=speculation)
+
+
+def tree(method: str, nodes: int, **options: Any) -> dict[str, Any]:
+    model, options = pair.paths()[method], {"budget": "fixed", "lookup": "off"} | options
+    if method == "dflash":
+        return workload.with_block(model, length=TOKENS, node_budget=nodes, **options)
+    return workload.with_head(model, method, nodes, **options)
 
 
 def accepted(result: Result) -> dict[str, float]:
@@ -42,16 +47,15 @@ def accepted(result: Result) -> dict[str, float]:
     }
 
 
-def test_it_accepts_what_vllms_chain_accepts() -> None:
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_it_accepts_what_vllms_chain_accepts(method: str) -> None:
     """At temperature 0. Control: with branches it accepts more."""
-    head = pair.paths()["eagle3"]
-    stock = serve(chain(head), RUNS, threads=1)
-    ours = serve(workload.with_head(head, nodes=TOKENS, **OPTIONS), RUNS, threads=1)
+    stock = serve(chain(method), RUNS, threads=1)
+    ours = serve(tree(method, TOKENS, **OPTIONS), RUNS, threads=1)
     for name in RUNS:
         assert accepted(ours[name]) == accepted(stock[name])
         assert [o and o.tokens for o in ours[name].outputs] == [
             o and o.tokens for o in stock[name].outputs
         ]
-    branching = workload.with_head(head, nodes=16, budget="fixed", lookup="off")
-    more = serve(branching, {"alone": RUNS["alone"]}, threads=1)["alone"]
+    more = serve(tree(method, 16), {"alone": RUNS["alone"]}, threads=1)["alone"]
     assert accepted_per_step(more) > accepted_per_step(stock["alone"]) > 1

@@ -30,7 +30,7 @@ def test_the_version_names_both_packages() -> None:
 
 
 def test_the_pair_is_printed_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("target", "draft", "second_draft", "eagle3")
+    names = ("target", "draft", "second_draft", "eagle3", "dflash")
     monkeypatch.setattr(pair, "paths", lambda: {name: Path("/weights", name) for name in names})
     done = runner.invoke(cli.app, ["pair"])
     assert json.loads(done.output) == {name: f"/weights/{name}" for name in names}

@@ -10,6 +10,7 @@ from typing import Any
 from dyntree_plugin.commands.arguments import Method
 from dyntree_plugin.commands.bench.chains import Chains, listed
 from dyntree_plugin.commands.bench.results import Cell
+from dyntree_plugin.commands.engine import drafts_of
 from dyntree_plugin.commands.loads.runs import Engine, Kind
 from dyntree_plugin.options.options import NAMESPACE, DynTreeOptions
 
@@ -63,6 +64,11 @@ class Models:
         speculation = {"method": self.method, **model, "num_speculative_tokens": tokens}
         return {"speculative_config": {**speculation, **options}}
 
+    def trees(self, nodes: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of ``LLM`` for trees of so many nodes with these dyntree options."""
+        speculation, of_trees = drafts_of(self.method, self.draft, nodes, options)
+        return {"speculative_config": speculation, "additional_config": {NAMESPACE: of_trees}}
+
 
 def engines(
     models: Models,
@@ -107,7 +113,7 @@ def engines(
             name,
             "static tree" if is_static(options) else "dynamic tree",
             nodes,
-            models.speculation(nodes) | {"additional_config": {NAMESPACE: dict(options)}},
+            models.trees(nodes, options),
         )
         for name, (nodes, options) in trees.items()
     ]

@@ -55,6 +55,18 @@ def padding_is_alive(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
+def states_lost(runner: Any) -> Iterator[None]:
+    """Let a block draft keep zeros for the target's hidden states. Output must not change."""
+    from dyntree_plugin.engine.sources.block import BlockDraft
+
+    def receive(block: Any, step: Any) -> None:
+        block._given.zero_()
+
+    with mock.patch.object(BlockDraft, "receive", receive):
+        yield
+
+
+@contextmanager
 def commit_dropped(runner: Any) -> Iterator[None]:
     """As in sabotage_of_states."""
     with verified_eagerly(runner), sabotage_of_states.commit_dropped(runner):

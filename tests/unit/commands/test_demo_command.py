@@ -130,6 +130,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         (["--method", "eagle", "--target", "T", "--draft", "H"],
          {"method": "eagle", "model": "H"}, "head   H"),
         (["--method", "mtp", "--target", "T"], {"method": "mtp"}, "head   the target holds it"),
+        (["--method", "dflash"],
+         {"method": "dflash", "model": "/pair/dflash", "num_speculative_tokens": 7},
+         "draft  /pair/dflash"),
     ],
 )  # fmt: skip
 def test_the_method_says_what_drafts(
@@ -140,11 +143,12 @@ def test_the_method_says_what_drafts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    names = ("target", "draft", "eagle3")
+    names = ("target", "draft", "eagle3", "dflash")
     monkeypatch.setattr(pair, "paths", lambda: {name: Path("/pair") / name for name in names})
+    monkeypatch.setattr("dyntree_plugin.commands.engine.block_length", lambda draft: 7)
     status("demo", "--num-prompts", "1", "--nodes", "8", *arguments)
     (settings,) = compared
-    wanted = speculation | {"num_speculative_tokens": 8}
+    wanted = {"num_speculative_tokens": 8} | speculation
     assert with_trees(settings)["speculative_config"] == wanted
     shown = capsys.readouterr().out
     assert heading in shown

@@ -179,7 +179,7 @@ def completed(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "values"),
     [
-        (("demo", "--method", ""), ["draft_model", "eagle3", "eagle", "mtp"]),
+        (("demo", "--method", ""), ["draft_model", "eagle3", "eagle", "mtp", "dflash"]),
         (("tune", "--dtype", "b"), ["bfloat16"]),
         (("show", "--format", ""), ["terminal", "dot", "html"]),
         (("bench", "serve", "--endpoint", "c"), ["completions", "chat"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,19 @@ def test_chains_and_trees_draft_with_the_method(method: Method) -> None:
     for name in ("look-up tree of 4", "n-gram of 3"):
         assert found[name]["method"] == "ngram"
         assert "model" not in found[name]
+
+
+def test_a_block_draft_has_its_length_and_trees_their_nodes(tmp_path: Path) -> None:
+    draft = str(pair.paths()["dflash"])
+    models = Models("T", draft, method="dflash")
+    trees = {"tree": (64, {"node_budget": 64, "max_depth": 4})}
+    (_, tree) = plan.engines(models, [CELL], 9, chains={}, trees=trees)
+    speculation = tree.arguments["speculative_config"]
+    assert speculation == {"method": "dflash", "model": draft, "num_speculative_tokens": 7}
+    assert tree.arguments["additional_config"]["dyntree"] == {"node_budget": 64, "max_depth": 4}
+    shutil.copytree(pair.paths()["target"], tmp_path, dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"block_size=None in its config\.json"):
+        Models("T", str(tmp_path), method="dflash").trees(8, {})
 
 
 def test_a_target_that_holds_its_head_names_no_draft() -> None:

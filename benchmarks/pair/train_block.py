@@ -1,0 +1,106 @@
+"""A DFlash draft for a stored target, trained on blocks at random places of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import kl_div, log_softmax
+from transformers import LlamaForCausalLM
+
+from benchmarks.pair import evaluate, train
+from benchmarks.pair.block import Block, block_config, load_block, new_block, save_block
+from benchmarks.pair.build import EVALUATION_PROMPTS, add_draft
+from dyntree_plugin.pair import models
+from dyntree_plugin.tune.eagle import OfTarget, read_target
+from dyntree_plugin.tune.optimize import Batch, Schedule
+
+NAME = "dflash"
+
+BLOCK = models.Shape(hidden=256, intermediate=416, layers=2, heads=8, kv_heads=4)
+
+
+@dataclass(frozen=True)
+class BlockRecipe:
+    """Everything that determines a block draft, given the target and the corpus.
+
+    Of `text`, the row length, the shares, the written rows and the seed count. `roots`: blocks of
+    a row. A position weighs `decay` times the one before.
+    """
+
+    text: train.Recipe = field(
+        default_factory=lambda: train.Recipe(written_rows=1024, written_share=0.5, seed=30)
+    )
+    block: models.Shape = BLOCK
+    layers: tuple[int, ...] = (1, 3, 5)
+    block_size: int = 8
+    roots: int = 20
+    decay: float = 0.8
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=850, peak=5e-3, decay=0.4))
+
+
+def add_block(
+    pair: Path,
+    recipe: BlockRecipe,
+    *,
+    root: Path | None = None,
+    checkpoints: Path | None = None,
+    prompts: int = EVALUATION_PROMPTS,
+) -> dict[str, Any]:
+    """Train `pair`/dflash for `pair`/target, and add it to the pair's provenance.json.
+
+    `root` and `checkpoints` are those of `build`. Returns the new entry of provenance.json.
+    """
+
+    def make(*given: Any) -> Block:
+        save_block(train_block(*given), pair / NAME)
+        return load_block(pair / NAME, given[0].get_input_embeddings().weight)
+
+    return add_draft(
+        pair, NAME, recipe, make, evaluate.block_agreement,
+        root=root, checkpoints=checkpoints, prompts=prompts,
+    )  # fmt: skip
+
+
+def train_block(
+    target: LlamaForCausalLM,
+    tokens: train.Tokens,
+    written: torch.Tensor,
+    recipe: BlockRecipe,
+    checkpoint: Path | None = None,
+) -> Block:
+    """The draft, in fp32. `written` and `checkpoint` are those of `train.distil_draft`."""
+    teacher, of_target = models.in_dtype(target, torch.bfloat16), OfTarget.of(target)
+    config = block_config(target.config, recipe.block, recipe.layers, recipe.block_size)
+    block = new_block(config, of_target.embedding, of_target.norm, recipe.text.seed + 2)
+
+    def loss(block: Block, batch: Batch) -> tuple[torch.Tensor, float]:
+        text = batch["rows"][:, :-1]
+        # The places depend on the text alone, so that a run that is resumed has the same.
+        generator = torch.Generator().manual_seed(int(text.sum()))
+        places = 1 + torch.randperm(text.shape[1] - recipe.block_size, generator=generator)
+        weight = text.numel()
+        mean = block_loss(block, teacher, text, places[: recipe.roots], recipe.decay)
+        return weight * mean, weight
+
+    rows = train.read_rows(tokens, written, recipe.text)
+    return train.train(block, rows, loss, recipe.schedule, NAME, checkpoint)
+
+
+def block_loss(
+    block: Block, teacher: LlamaForCausalLM, text: torch.Tensor, roots: torch.Tensor, decay: float
+) -> torch.Tensor:
+    """Mean divergence, in nats, of the draft from the target over the positions of the blocks.
+
+    The target reads the text between the root and a position, which the draft does not know: it
+    learns the mean of what the target says over such texts.
+    """
+    states, _, logits = read_target(teacher, text, block.streams)
+    found = log_softmax(block(states, text, roots).float(), -1)
+    ahead = torch.arange(found.shape[2])
+    wanted = log_softmax(logits.float(), -1)[:, roots[:, None] + ahead]
+    loss = kl_div(found, wanted, log_target=True, reduction="none").sum(-1).mean((0, 1))
+    weights = decay**ahead
+    return (loss * weights).sum() / weights.sum()

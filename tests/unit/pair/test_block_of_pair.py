@@ -1,0 +1,129 @@
+"""The embedded block draft: what trains it computes what vLLM reads of it, and it follows the
+target."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from blocks import PlainBlock
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.pair import block as dflash
+from benchmarks.pair import evaluate, train, train_block
+from benchmarks.pair.build import build
+from dyntree_plugin import pair
+from dyntree_plugin.pair import corpus, models
+from dyntree_plugin.tune.eagle import OfTarget, read_target
+
+TEXT = torch.randint(1024, (1, 40), generator=torch.Generator().manual_seed(3))
+ROOTS = torch.tensor([5, 30, 6])
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return models.load(pair.paths()["target"])
+
+
+@pytest.fixture(scope="module")
+def block(target: LlamaForCausalLM) -> dflash.Block:
+    embedding = target.get_input_embeddings().weight
+    return dflash.load_block(pair.paths()["dflash"], embedding)
+
+
+@torch.inference_mode()
+def test_blocks_of_a_batch_are_what_each_is_alone(
+    target: LlamaForCausalLM, block: dflash.Block
+) -> None:
+    """Control: without the last token of its context a block says something else."""
+    states, _, _ = read_target(target, TEXT, block.streams)
+    found = block(states, TEXT, ROOTS)[0]
+    alone = PlainBlock(pair.paths()["dflash"])
+    assert found.shape[1] == block.config.block_size - 1
+    for number, root in enumerate(ROOTS.tolist()):
+        text = TEXT[0, : root + 1].tolist()
+        for depth in (0, 3, found.shape[1] - 1):
+            wanted = alone.logits(text, [0] * depth)
+            assert torch.allclose(found[number, depth], wanted, atol=1e-3)
+            stale = alone.logits(text, [0] * depth, stale=1)
+            assert (found[number, depth] - stale).abs().max() > 0.01
+
+
+def test_the_shipped_block_draft_follows_the_target(
+    target: LlamaForCausalLM, block: dflash.Block
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair.paths()["target"])
+    prompts = corpus.held_out_prompts(12, seed=1)
+    found = evaluate.block_agreement(target, block, tokenizer, prompts, tokens=32)
+    assert found.chain_accepted > 1
+    assert found.top1_by_step[0] > 0.6
+    assert found.top1_by_step[-1] < found.top1_by_step[0]
+    # Control: a draft of random weights drafts nothing.
+    lost = dflash.Block(block.config, block.embedding)
+    assert evaluate.block_agreement(target, lost, tokenizer, prompts[:2]).chain_accepted < 0.2
+
+
+def test_it_is_small() -> None:
+    assert (pair.paths()["dflash"] / "model.safetensors").stat().st_size < 2.5e6
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "named"), [((0, 3), 256, r"layers=\(0, 3\)"), ((1,), 128, "hidden=256")]
+)
+def test_a_draft_that_fits_no_target_is_refused(
+    layers: tuple[int, ...], hidden: int, named: str, target: LlamaForCausalLM
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        dflash.block_config(target.config, replace(train_block.BLOCK, hidden=hidden), layers, 8)
+
+
+def test_a_toy_block_draft_is_added_to_a_pair(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    (library / "test").mkdir(parents=True)
+    for name in ("abc.py", "keyword.py", "copy.py"):
+        shutil.copy(corpus.library_root() / name, library / name)
+        shutil.copy(corpus.library_root() / name, library / "test" / name)
+    for source in corpus.held_out_sources():
+        (library / source.name).write_text(source.text[:4000], encoding="utf-8")
+    schedule = train.Schedule(steps=6, peak=5e-3, rows=2, warmup=1)
+    shape = models.Shape(hidden=32, intermediate=32, layers=2, heads=1, kv_heads=1)
+    text = train.Recipe(
+        vocabulary=300,
+        length=16,
+        target=shape,
+        draft=shape,
+        target_schedule=schedule,
+        draft_schedule=schedule,
+        written_rows=5,
+    )
+    folder = tmp_path / "pair"
+    first = build(folder, text, root=library, prompts=1)
+    recipe = train_block.BlockRecipe(
+        text=text, block=shape, layers=(1,), block_size=4, roots=3, schedule=schedule
+    )
+    said = train_block.add_block(folder, recipe, root=library, prompts=1)
+    made = models.load(folder / "target")
+    block = dflash.load_block(pair.paths(folder)["dflash"], made.get_input_embeddings().weight)
+    assert models.parameter_count(block) == said["parameters"]
+    assert len(said["agreement_on_held_out_prompts"]["top1_by_step"]) == 3
+    assert pair.provenance(folder) == json.loads(json.dumps(first | {"dflash": said}))
+
+
+def test_training_draws_the_draft_to_the_target(target: LlamaForCausalLM) -> None:
+    recipe = train_block.BlockRecipe()
+    of_target = OfTarget.of(target)
+    config = dflash.block_config(target.config, recipe.block, recipe.layers, recipe.block_size)
+    block = dflash.new_block(config, of_target.embedding, of_target.norm, seed=1)
+    optimizer = torch.optim.AdamW(block.parameters(), 3e-3)
+    losses = []
+    for _ in range(12):
+        loss = train_block.block_loss(block, target, TEXT, ROOTS, recipe.decay)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
