@@ -111,23 +111,18 @@ def _of_sources() -> str:
     return "\n".join(lines)
 
 
-def _tokens_per_step(name: str, chain: str = "") -> str:
-    """Compare engines by their tokens per step alone, and with the chain that has the most.
-
-    ``chain``: the name of an engine that is compared with instead.
-    """
+def _tokens_per_step(name: str) -> str:
+    """Compare engines by their tokens per step alone, and with the chain that has the most."""
     result = read(RESULTS / f"{name}.json")
     cells = list(dict.fromkeys(series.cell for series in result.series))
-    over = "× chain" if chain else "× best chain"
-    lines = ["| | " + " | ".join(f"temperature {c.temperature:g} | {over}" for c in cells)]
+    lines = ["| | " + " | ".join(f"temperature {c.temperature:g} | × best chain" for c in cells)]
     lines[0] += " |"
     lines.append("|---|" + "---:|" * (2 * len(cells)))
     for engine in result.engines:
         line = f"| {engine.name} |"
         for cell in cells:
             found = {row.series.engine: row.tokens_per_step or 0.0 for row in rows(result, cell)}
-            chains = [chain] if chain else [e.name for e in result.engines if e.kind == "chain"]
-            best = max(found.get(each, 0.0) for each in chains)
+            best = max(found.get(e.name, 0.0) for e in result.engines if e.kind == "chain")
             own = found.get(engine.name)
             line += " – | – |" if own is None else f" {own:.2f} | {own / best:.2f} |"
         lines.append(line)

@@ -2,7 +2,7 @@
 
 It trains what FOLDER lacks: a target and a draft, for half an hour on two idle cores, then a second
 draft for the same target, for ten minutes, an EAGLE-3 head of it, for twenty-five, and a DFlash
-draft. Called again for the same folder, it resumes.
+draft, for fifteen. Called again for the same folder, it resumes.
 """
 
 import sys
