@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from dyntree_plugin.engine.compose import Composer
+from dyntree_plugin.engine.configuration import without_mark
 from dyntree_plugin.engine.head_speculator import forward_context
 from dyntree_plugin.engine.offloading import on_device
 from dyntree_plugin.engine.sources.block import BlockDraft
@@ -53,11 +54,11 @@ class BlockSpeculator(TreeProposals, DraftModelSpeculator):
         a backend of attention of its own choice unless one is named, which may carry no trees.
         """
         copied = copy.copy(self.vllm_config)
+        copied.attention_config = without_mark(copied.attention_config)
         copied.speculative_config = copy.copy(self.speculative_config)
         copied.speculative_config.num_speculative_tokens = self.length
         if copied.speculative_config.attention_backend is None:
-            of_target = self.vllm_config.attention_config.backend
-            copied.speculative_config.attention_backend = of_target
+            copied.speculative_config.attention_backend = copied.attention_config.backend
         load = load_dspark_model if self.method == "dspark" else load_dflash_model
         return load(target_model, copied)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +218,13 @@ def mark_as_chosen(attention_config: AttentionConfig) -> None:
 def chosen_backend(attention_config: AttentionConfig) -> AttentionBackendEnum | None:
     """Return the attention backend if `mark_as_chosen` was called; None if a user named one."""
     return attention_config.backend if _CHOSEN in vars(attention_config) else None
+
+
+def without_mark(attention_config: AttentionConfig) -> AttentionConfig:
+    """Return a copy without what `mark_as_chosen` wrote, which vLLM's ``replace`` refuses."""
+    copied = copy.copy(attention_config)
+    vars(copied).pop(_CHOSEN, None)
+    return copied
 
 
 def scratch_slots(speculative_config: Any) -> int:

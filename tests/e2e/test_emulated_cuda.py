@@ -144,7 +144,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Served:
     def trees(name: str) -> dict[str, Any]:
         target, draft = pair_of(name)
         if name == "block":
-            return workload.with_block(draft, length=7, budget="fixed", **TREE) | LIMITS
+            return (
+                workload.with_block(draft, length=7, budget="fixed", lookup="off", **TREE) | LIMITS
+            )
         if name == "head":
             engine = workload.with_head(head, nodes=NODES, budget="fixed", **TREE)
             return {**engine, **LIMITS, "model": target}
