@@ -82,12 +82,17 @@ class Commit(NamedTuple):
 
     ``slots`` int64 [R]: the requests' states, all different. ``paths`` int64 [R, D]: accepted rows
     from the root down, -1 after the last; none for a request whose state stays as it is.
-    ``lengths`` int64 [R]: their numbers.
+    ``lengths`` int64 [R]: their numbers. ``ends`` int64 [R]: after so many rows of its path a
+    request completes a block of the KV cache, if the path is as long; 0 or less if it cannot.
+    ``end_slots`` int64 [R]: slots that then get the state after these rows, which a prefix cache
+    may give to other requests.
     """
 
     slots: torch.Tensor
     paths: torch.Tensor
     lengths: torch.Tensor
+    ends: torch.Tensor
+    end_slots: torch.Tensor
 
     def taps(self, entries: int) -> torch.Tensor:
         """Return the last inputs on each path, as `inputs` expects them: int64 [R, entries]."""

@@ -100,7 +100,7 @@ def commit_of_the_latest_forward(runner: Any) -> Iterator[None]:
     def advance(self: Any, commit: Any, number: int) -> None:
         (own, _), (raw, gates) = dict(self._read)[number], self._read[-1][1]
         rows = torch.arange(len(own)) % len(raw)
-        commit(self.layer, raw[rows], gates[rows])
+        commit(self.layer, raw[rows], gates[rows], self.kv_cache)
 
     with mock.patch.object(OnCPU, "advance", advance):
         yield

@@ -65,7 +65,7 @@ POINTERS = {
     **dict.fromkeys(("IDS", "ROW_BITS", "EMITTED", "REJECTED"), "*i32"),
     "REPORT": "*fp64",
     **dict.fromkeys(("CHAINED", "CHAINED_AT", "FORBIDDEN", "MAPPED"), "*i1"),
-    **dict.fromkeys(("STRIDES", "LAST", "ENDS"), "*i64"),
+    **dict.fromkeys(("STRIDES", "LAST", "ENDS", "END_SLOTS"), "*i64"),
     "TABLES": "*u64",
     "SIZES": "*i32",
     **dict.fromkeys(("KINDS", "STORED_KINDS"), "*i8"),

@@ -18,6 +18,8 @@ from dyntree_kernels.recurrence import Commit, tree_chunk
 FLOAT, HALF = torch.float32, torch.bfloat16
 LAYERS = [(kind, dtype) for kind in KINDS for dtype in (FLOAT, HALF)]
 SLOTS = 7
+END_SLOTS = [2, 3, 5]
+"""Of three requests, where the states at the ends of their blocks are kept."""
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -76,6 +78,7 @@ def run_steps(
     """Commit steps of random paths, altered; return the largest difference of any state or
     history to decoding the paths."""
     g, slots = generator(3), [4, 1, 6]
+    of_slots = [each for each in (made.layer.history, made.states) if each.numel()]
     kept = made.copies()
     right = made.copies()
     for step in range(steps):
@@ -88,14 +91,23 @@ def run_steps(
             own[1] = []  # such as a prompt's chunk
         paths = [[9 * r + row for row in path] for r, path in enumerate(own)]
         padded = torch.tensor([path + [-1] * (9 - len(path)) for path in paths])
-        commit = Commit(torch.tensor(slots), padded, torch.tensor([len(path) for path in paths]))
+        lengths = torch.tensor([len(path) for path in paths])
+        ends = [(step + r) % 6 - 1 for r in range(len(slots))]
+        commit = Commit(
+            torch.tensor(slots), padded, lengths, torch.tensor(ends), torch.tensor(END_SLOTS)
+        )
         altered = alter(commit, parents)
         made.restore(kept)
         if altered is not None:
-            PathCommit(altered)(made.layer, raw, gates)
+            PathCommit(altered)(made.layer, raw, gates, of_slots)
         kept = made.copies()
         made.restore(right)
-        for slot, path in zip(slots, paths, strict=True):
+        for slot, path, end, end_slot in zip(slots, paths, ends, END_SLOTS, strict=True):
+            if 0 < end <= len(path):
+                by_decoding(made, path[:end], slot, raw, gates)
+                for each in of_slots:
+                    each[end_slot] = each[slot]
+                path = path[end:]
             if path:
                 by_decoding(made, path, slot, raw, gates)
         right = made.copies()
@@ -134,6 +146,8 @@ BROKEN: dict[str, Callable[[Commit, list[list[int]]], Commit | None]] = {
     "twice": doubled,
     "of a sibling": of_a_sibling,
     "the root alone": lambda commit, _: commit._replace(lengths=commit.lengths.clamp(max=1)),
+    "no end of a block": lambda commit, _: commit._replace(ends=0 * commit.ends),
+    "ends of blocks a row late": lambda commit, _: commit._replace(ends=commit.ends + 1),
     "into a neighbour's slot": lambda commit, _: commit._replace(slots=commit.slots.roll(1)),
 }
 

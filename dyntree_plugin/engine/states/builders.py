@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from dyntree_kernels.cpu.tree_layers import TreeForward
 from dyntree_kernels.recurrence import TreeStates
@@ -45,12 +46,15 @@ class WithDrafts:
         # vLLM's speculation has a state for each draft.
         self.use_spec_decode, self.num_spec_tokens = False, 0
         self.supports_update_block_table = False
+        # vLLM would fill it with slots of the whole batch, of which `rest` is a part.
+        vars(self).pop("mamba_aligned_state_indices", None)
+        self._spec, self._cache_mode = spec, vllm_config.cache_config.mamba_cache_mode
         requests = vllm_config.scheduler_config.max_num_seqs
         self._forwards = 0
-        # The slots are dense, as kernels read them.
-        self.kept = torch.full((2, requests), NOT_KEPT, device=device).T
-        """Of each request of the batch [requests, 2], the slot of the state that an accepted path
-        will advance, and the number of the forward."""
+        # A column is dense, as kernels read it.
+        self.kept = torch.full((4, requests), NOT_KEPT, device=device).T
+        """Of each request of the batch [requests, 4], the slot of the state that an accepted path
+        will advance, the number of the forward, and `ends` and `end_slots` as in `Commit`."""
         layers = vllm_config.compilation_config.static_forward_context
         self._layers = [layers[name] for name in names]
 
@@ -74,7 +78,7 @@ class WithDrafts:
         others = without_first(common, drafted, rows) if rows < every else None
         rest = others and build(common_prefix_len, others)
         self._forwards += 1
-        self.kept[:drafted, 0] = common.block_table_tensor[:drafted, 0]
+        self._place(common, drafted)
         self.kept[:, 1] = self._forwards
         self._clear(common, drafted)
         trees = self.trees_of(common, drafted, rows, tree_mask)
@@ -86,6 +90,24 @@ class WithDrafts:
         """Return what the device's kernels read of the first ``drafted`` requests, which have
         ``rows`` rows; `kept` has their slots."""
         raise NotImplementedError
+
+    def _place(self, common: CommonAttentionMetadata, requests: int) -> None:
+        """Note the slots of the first ``requests``.
+
+        With a prefix cache, vLLM has moved a request's state to the block of its last row. A path
+        may end before that block begins, and passes the end of one block at most.
+        """
+        table, lengths = common.block_table_tensor[:requests], common.seq_lens[:requests]
+        slots = mamba_get_block_table_tensor(table, lengths, self._spec, self._cache_mode)
+        self.kept[:requests, 0] = slots[:, 0]
+        if self._cache_mode == "align":
+            size = self._spec.block_size
+            computed = lengths - torch.diff(common.query_start_loc[: requests + 1])
+            block = computed.clamp(min=0) // size
+            crosses = block < (lengths - 1) // size
+            ends = torch.where(crosses, (block + 1) * size - computed, NOT_KEPT)
+            self.kept[:requests, 2] = ends
+            self.kept[:requests, 3] = table.gather(1, block[:, None].long())[:, 0]
 
     def _clear(self, common: CommonAttentionMetadata, drafted: int) -> None:
         """Clear the states of requests of which nothing is computed yet.

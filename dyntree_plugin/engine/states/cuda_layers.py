@@ -51,7 +51,7 @@ class WithDraftsOnCUDA(WithDrafts):
         if common.max_query_len == 1:
             return self.build(0, common)
         requests, rows = common.num_reqs, common.num_actual_tokens
-        self.kept[:requests, 0] = common.block_table_tensor[:, 0]
+        self._place(common, requests)
         return Drafted(NOT_KEPT, rows, self._rows_of(common, requests, rows), None)
 
     def trees_of(
@@ -155,7 +155,7 @@ class OnCUDA(WithStates):
         if len(self._mixed):
             self.recur(trees, self._mixed, self._gates, torch.empty_like(self.outputs(self._mixed)))
         nothing = torch.zeros(1, self._columns, dtype=torch.int64, device=device)
-        self.advance(Commit(slots, nothing, slots))
+        self.advance(Commit(slots, nothing, slots, slots, slots))
 
 
 class TreeMambaMixer2(OnCUDA, Mamba2Rows, MambaMixer2):

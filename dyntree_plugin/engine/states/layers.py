@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import vllm._custom_ops as ops
@@ -31,6 +31,11 @@ class OnCPU(WithStates):
     """
 
     builder = WithDraftsOnCPU
+    # vLLM's operator for prompts of Mamba-2 on a CPU returns the states at their ends alone.
+    within_prompts: ClassVar = {
+        "num_prefill_checkpoint_blocks": 0,
+        "prefill_checkpoint_alignment": None,
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,11 +61,10 @@ class OnCPU(WithStates):
         forward = int(number)  # sync: host memory
         if forward < 0:
             return None
-        real = commit.lengths > 0
-        return PathCommit(Commit(*(each[real] for each in commit))), forward  # sync: host memory
+        return PathCommit(commit), forward  # sync: host memory
 
     def advance(self, commit: PathCommit, number: int) -> None:
-        commit(self.layer, *dict(self._read)[number])
+        commit(self.layer, *dict(self._read)[number], self.kv_cache)
 
     def convolve(self, windows: torch.Tensor, weight: Any, bias: Any, activation: Any) -> Any:
         """Convolve inputs [M, width, C] to [M, C], as vLLM's decoding does."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -31,6 +31,9 @@ class WithStates:
     """vLLM's backend of the layer."""
     builder: type
     """What precedes the backend's builder on the device."""
+    within_prompts: ClassVar[Mapping[str, Any]] = {}
+    """What the KV cache's specification says of states that a prompt's forward keeps before its
+    end, if the device differs from vLLM's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,7 +41,8 @@ class WithStates:
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
-        return None if spec is None else replace(spec, num_speculative_blocks=0)
+        own = self.within_prompts
+        return None if spec is None else replace(spec, num_speculative_blocks=0, **own)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         backend: type[AttentionBackend] = with_drafts(self.stock, self.builder)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,9 +45,47 @@ class TreeForward:
 
 
 class PathCommit:
-    """Advances recurrent layers along the accepted paths of a step."""
+    """Advances recurrent layers along the accepted paths of a step.
+
+    A path that completes a block of the KV cache is taken in two parts, and the states between them
+    are copied.
+    """
 
     def __init__(self, accepted: Commit) -> None:
+        ends, lengths = accepted.ends, accepted.lengths
+        split = (ends > 0) & (ends <= lengths)
+        self._parts = [_Part(accepted)]
+        self._copied, self._copies = accepted.slots[split], accepted.end_slots[split]
+        if len(self._copied):
+            taken = torch.where(split, ends, 0)
+            columns = torch.arange(accepted.paths.shape[1]) + taken[:, None]
+            after = accepted.paths.gather(1, columns.clamp(max=accepted.paths.shape[1] - 1))
+            first = accepted._replace(lengths=torch.where(split, ends, lengths))
+            rest = accepted._replace(paths=after, lengths=(lengths - taken) * split)
+            self._parts = [_Part(each) for each in (first, rest)]
+
+    def __call__(
+        self, layer: Layer, raw: torch.Tensor, gates: torch.Tensor, states: Iterable[Any]
+    ) -> None:
+        """Advance a layer.
+
+        Args:
+            layer: the layer.
+            raw, gates: [T, C] and [T, G], what its forward got.
+            states: all that the layer keeps, the history included; each [slots, ...].
+        """
+        self._parts[0](layer, raw, gates)
+        for each in states if len(self._copied) else ():
+            each[self._copies] = each[self._copied]
+        for part in self._parts[1:]:
+            part(layer, raw, gates)
+
+
+class _Part:
+    """Advances recurrent layers along paths, whatever blocks they complete."""
+
+    def __init__(self, accepted: Commit) -> None:
+        accepted = Commit(*(each[accepted.lengths > 0] for each in accepted))
         self._accepted = accepted
         lengths = accepted.lengths
         taken = torch.arange(accepted.paths.shape[1]) < lengths[:, None]
@@ -62,7 +100,6 @@ class PathCommit:
         self._steps = [(depths == depth).nonzero().flatten() for depth in range(deepest)]
 
     def __call__(self, layer: Layer, raw: torch.Tensor, gates: torch.Tensor) -> None:
-        """Advance a layer. ``raw`` [T, C] and ``gates`` [T, G] are what its forward got."""
         entries, slots = layer.history.shape[1], self._accepted.slots
         if layer.advance is not None:
             own = raw[self._rows]

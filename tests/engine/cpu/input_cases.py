@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import torch
 from case_table import (
     COMPUTED,
@@ -172,6 +175,57 @@ def accepted_of_recurrent_layers(variant: str) -> Results:
     sampled = 3 if variant == "number" else int32(0, 5, 2, 7)
     state.postprocess_state(int64(3, -1, 0), sampled)
     return {"accepted": state.num_accepted_tokens_gpu}
+
+
+@case(25, 17)
+def states_between_blocks(computed: int) -> Results:
+    """A state moves to the next block before the forward, and after it to the end of a block: of
+    the same one, or of the one before."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
+
+    states = window, last = torch.randn(9, 4, 5), torch.randn(9, 2, 6)
+    tables = [torch.stack([torch.randperm(8)[:5] + 1 for _ in range(4)]).int() for _ in range(2)]
+    of_tables, of_states = (int64(*(each.data_ptr() for each in x)) for x in (tables, states))
+    context = MambaSpecDecodeGPUContext(
+        state_base_addrs=of_states,
+        state_block_strides=int64(80, 48),
+        state_elem_sizes=int32(4, 4),
+        state_inner_sizes=int64(5, 12),
+        state_conv_widths=int32(4, 0),
+        state_group_indices=int32(1, 0),
+        state_dim_row_count=int32(0, 0),
+        state_dim_row_stride=int64(0, 0),
+        block_size=8,
+        num_states=2,
+        mamba_group_ids=[0, 1],
+        num_groups=2,
+        num_accepted_tokens_out=int32(0, 0, 0, 0),
+        block_table_ptrs=of_tables,
+        aligned_index_block_table_ptrs=of_tables,
+        block_table_stride_req=5,
+        is_initialized=True,
+    )
+    state = object.__new__(MambaHybridModelState)
+    state.num_accepted_tokens_gpu, state.recoverssm = int32(1, 9, 1, 3), None
+    state._align_mode, state._mamba_ctx, state._mamba_group_ids = True, context, [0, 1]
+    state._mamba_spec = MambaSpec(block_size=8, shapes=(), dtypes=())
+    state._mamba_state_idx_gpu = int32(-1, 9, 0, 1)
+    state._mamba_src_col_gpu, state._mamba_src_off_gpu = int32(7, 7, 7, 7), int32(7, 7, 7, 7)
+    batch = SimpleNamespace(num_reqs=3, idx_mapping=REQUESTS, query_start_loc=STARTS)
+    none: Any = None
+    state.preprocess_state(cast("Any", batch), (), none, COMPUTED)
+    before = {
+        "column": state._mamba_state_idx_gpu.clone(),
+        "reset": state.num_accepted_tokens_gpu.clone(),
+        "window before": window.clone(),
+        "last before": last.clone(),
+    }
+    advanced = int32(7, 0, 8, computed)
+    state.postprocess_state(REQUESTS, int32(3, 1, 1), advanced)
+    after = {"accepted": state.num_accepted_tokens_gpu, "window": window, "last": last}
+    return before | after
 
 
 @case()

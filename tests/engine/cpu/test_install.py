@@ -14,11 +14,18 @@ from vllm.triton_utils import dispatcher
 
 import vllm_cpu_runner
 from dyntree_plugin import openmp
+from vllm_cpu_runner.recurrent import STATES
 from vllm_cpu_runner.refused import REFUSED
 from vllm_cpu_runner.registry import IMPLEMENTATIONS, RUNNER
 
 ROOT = Path(__file__).parents[3]
-BEYOND_RUNNER = {"vllm.v1.worker.utils._zero_kv_blocks_kernel"}
+BEYOND_RUNNER = {
+    "vllm.v1.worker.utils._zero_kv_blocks_kernel",
+    *(STATES + name for name in (
+        "preprocess_mamba_align_fused_kernel", "precopy_mamba_align_fused_kernel",
+        "postprocess_mamba_fused_kernel",
+    )),
+}  # fmt: skip
 """Kernels that the runner launches from other packages."""
 REFUSED_KERNELS = {RUNNER + kernel for kernels in REFUSED.values() for kernel in kernels}
 

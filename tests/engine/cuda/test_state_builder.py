@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from dyntree_kernels.ancestors import pack_bits
 from dyntree_plugin.engine.attention.metadata import TreeMask
@@ -40,16 +41,21 @@ def states() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def builder(states: tuple[torch.Tensor, ...]) -> Builder:
+    return builder_of(states, None, "none")
+
+
+def builder_of(states: tuple[torch.Tensor, ...], spec: Any, cache_mode: str) -> Builder:
     speculation: Any = SimpleNamespace(method="draft_model", num_speculative_tokens=NODES)
     mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
     config: Any = SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+        cache_config=SimpleNamespace(mamba_cache_mode=cache_mode),
         compilation_config=SimpleNamespace(
             static_forward_context={"layer": SimpleNamespace(kv_cache=states)}
         ),
     )
-    return Builder(None, ["layer"], config, torch.device("cpu"))
+    return Builder(spec, ["layer"], config, torch.device("cpu"))
 
 
 def batch(*rows: int, padding: int = 0, computed: int = 20) -> CommonAttentionMetadata:
@@ -92,18 +98,41 @@ def test_a_replayed_graph_reads_the_trees_of_this_step_and_no_padding(builder: B
     assert captured.trees.ancestor_bits[: 2 * COLUMNS, 0].tolist() == [1, 3, 5, 9] * 2
 
 
+@pytest.mark.parametrize(
+    ("computed", "slots", "ends"),
+    [
+        (20, [5, 50], [NOT_KEPT] * 2),  # block 1 holds all rows
+        (22, [6, 60], [2, 2]),  # the third and the fourth row are in block 2
+        (23, [6, 60], [1, 1]),
+        (24, [6, 60], [NOT_KEPT] * 2),
+    ],
+)
+def test_a_cached_block_gets_the_state_of_its_end(
+    states: tuple[torch.Tensor, ...], computed: int, slots: list[int], ends: list[int]
+) -> None:
+    spec = MambaSpec(block_size=12, shapes=(), dtypes=(), mamba_cache_mode="align")
+    builder = builder_of(states, spec, "align")
+    table = torch.tensor([[4, 5, 6], [40, 50, 60]], dtype=torch.int32)
+    common = batch(COLUMNS, COLUMNS, computed=computed).replace(block_table_tensor=table)
+    metadata = builder.build(0, common, tree_mask=mask(2))
+    assert metadata.trees.slots.tolist() == slots
+    assert builder.kept[:2, 2].tolist() == ends
+    crossing = ends[0] != NOT_KEPT
+    assert not crossing or builder.kept[:2, 3].tolist() == [5, 50]
+
+
 def test_rows_without_drafts_are_a_batch_of_vllms(builder: Builder) -> None:
     metadata = builder.build(0, batch(COLUMNS, 3, 1, 7), tree_mask=mask(1, has_plain=True))
     assert (metadata.rows, metadata.rest) == (COLUMNS, "stock")
     assert builder.built[0].query_start_loc_cpu.tolist() == [0, 3, 4, 11]
-    assert builder.kept.tolist() == [[5, 1], *[[NOT_KEPT, 1]] * 3]
+    assert builder.kept[:, :2].tolist() == [[5, 1], *[[NOT_KEPT, 1]] * 3]
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (1, 7)])
 def test_without_drafts_nothing_is_kept(builder: Builder, rows: tuple[int, ...]) -> None:
     builder.build(0, batch(COLUMNS), tree_mask=mask(1))
     assert builder.build(0, batch(*rows)) == "stock"
-    assert builder.kept.tolist() == [[NOT_KEPT, NOT_KEPT]] * 4
+    assert builder.kept.eq(NOT_KEPT).all()
 
 
 @pytest.mark.parametrize(("computed", "kept"), [(0, 0.0), (20, 1.0)])

@@ -47,7 +47,8 @@ def _after_two_forwards(*, last: bool) -> tuple[Convolution, list[torch.Tensor]]
 
 
 def _commit(slot: int, path: list[int]) -> PathCommit:
-    return PathCommit(Commit(torch.tensor([slot]), torch.tensor([path]), torch.tensor([len(path)])))
+    slots, lengths = torch.tensor([slot]), torch.tensor([len(path)])
+    return PathCommit(Commit(slots, torch.tensor([path]), lengths, 0 * slots, slots))
 
 
 def test_a_path_advances_a_state_by_what_its_own_forward_read() -> None:

@@ -200,13 +200,16 @@ def test_keys_that_are_alike_and_strong_gates_stay_accurate(strong: bool) -> Non
 
 PATHS = [[0, 1], [0, 7], [], [0, 1, 2, 3]]
 """Accepted rows of each request of the first batch."""
+ENDS, END_SLOTS = [1, 3, 1, 4], [4, 6, 6, 0]
+"""After so many of them a block ends, in the first path and with the last one."""
 
 
 def accepted(rows: TreeRows) -> Commit:
     first = rows.starts[:-1].long()
     padded = torch.tensor([path + [-1] * (4 - len(path)) for path in PATHS]).to(DEVICE)
     paths = torch.where(padded >= 0, padded + first[:, None], -1)
-    return Commit(rows.slots, paths, torch.tensor([*map(len, PATHS)]).to(DEVICE))
+    given = [*map(len, PATHS)], ENDS, END_SLOTS
+    return Commit(rows.slots, paths, *(torch.tensor(each).to(DEVICE) for each in given))
 
 
 @LAYERS
@@ -220,12 +223,15 @@ def test_a_commit_takes_states_along_the_accepted_path(kind: Any, dtype: torch.d
         _, state, k, chunk = layer.expected(at, slot, given.seen[r].to(DEVICE))
         here = Chunk(*chunk)
         wanted[slot] = committed(state, torch.tensor(path), k, here) if path else state
+        if ENDS[r] <= len(path):
+            wanted[END_SLOTS[r]] = committed(state, torch.tensor(path[: ENDS[r]]), k, here)
     before = layer.states.clone()
     layer.advance(accepted(given.rows))
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
     for slot, right in wanted.items():
         torch.testing.assert_close(layer.state(slot).double(), right, **close)
-    for slot in {0, 4, 6, 5}:
+    assert {*wanted} == {0, 1, 2, 3, 4, 5}
+    for slot in (5, 6):
         assert torch.equal(layer.states[slot], before[slot])
 
 
@@ -255,6 +261,9 @@ def test_histories_end_with_the_inputs_of_the_path() -> None:
     commit = accepted(given.rows)
     right = history.clone()
     right[commit.slots] = inputs(commit.taps(3), raw, history, commit.slots)
+    ended = Commit(*(each[[0, 3]] for each in commit))
+    until = ended._replace(lengths=ended.ends)
+    right[ended.end_slots] = inputs(until.taps(3), raw, history, ended.slots)
     keep_history(commit, history, raw)
     assert torch.equal(history, right)
 
@@ -280,9 +289,8 @@ def test_many_steps_of_random_paths_are_the_recurrence(kind: Any) -> None:
             exact.states[3] = state
             _, _, k, chunk = exact.expected(slice(0, 9), 3, given.seen[0].to(DEVICE))
         state = committed(state, torch.tensor(path), k, chunk)
-        layer.advance(
-            Commit(follow, torch.tensor([path]).to(DEVICE), torch.tensor([len(path)]).to(DEVICE))
-        )
+        length = torch.tensor([len(path)]).to(DEVICE)
+        layer.advance(Commit(follow, torch.tensor([path]).to(DEVICE), length, 0 * follow, follow))
     torch.testing.assert_close(run.state(3).double(), state, rtol=1e-3, atol=1e-3)
 
 

@@ -20,6 +20,7 @@ pytest.importorskip("vllm.v1.worker.cpu.shm", exc_type=ImportError)  # patches t
 from state_layers import HEADS, PREFIX, SIZE, delta_net, mamba2
 from tree_shapes import random_tree
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from dyntree_kernels.ancestors import ancestor_bits
 from dyntree_plugin.engine.attention.metadata import TreeMask
@@ -32,6 +33,7 @@ from dyntree_plugin.options.options import DynTreeOptions
 
 NODES, REQUESTS = 6, 3
 COLUMNS = NODES + 1
+END_SLOT = 3
 PATHS = [[0, 2], [], [1]]
 """The accepted nodes of each request; below, every tree begins with two children of the root."""
 
@@ -63,9 +65,12 @@ def device(layer: Any, builder: type) -> Device:
     config = SimpleNamespace(
         speculative_config=speculation,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
+        cache_config=SimpleNamespace(mamba_cache_mode="align"),
         compilation_config=SimpleNamespace(static_forward_context={PREFIX: layer}),
     )
-    return Device(layer, builder(None, [PREFIX], config, torch.device("cpu")))
+    # The path of the first request ends in the next block.
+    spec = MambaSpec(block_size=22, shapes=(), dtypes=(), mamba_cache_mode="align")
+    return Device(layer, builder(spec, [PREFIX], config, torch.device("cpu")))
 
 
 def batch() -> CommonAttentionMetadata:
@@ -74,7 +79,7 @@ def batch() -> CommonAttentionMetadata:
     return CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=REQUESTS,
         num_actual_tokens=REQUESTS * COLUMNS, max_query_len=COLUMNS, max_seq_len=64,
-        block_table_tensor=torch.tensor([[4], [1], [7]], dtype=torch.int32),
+        block_table_tensor=torch.tensor([[END_SLOT, 4], [2, 1], [5, 7]], dtype=torch.int32),
         slot_mapping=torch.zeros(REQUESTS * COLUMNS), seq_lens_cpu_upper_bound=lengths,
     )  # fmt: skip
 
@@ -147,6 +152,7 @@ def made(name: str, make: Any) -> tuple[Device, Device]:
 def test_steps_give_the_outputs_and_the_states_of_a_cpu(name: str, make: Any, run: Any) -> None:
     cpu, cuda = made(name, make)
     cuda.layer.warm_up()
+    unused = cuda.layer.kv_cache[0][END_SLOT].clone()
     for seed in range(3):
         outputs = [step(each, seed, run) for each in (cpu, cuda)]
         torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
@@ -154,6 +160,7 @@ def test_steps_give_the_outputs_and_the_states_of_a_cpu(name: str, make: Any, ru
     states = states.transpose(2, 3) if name == "TreeGatedDeltaNet" else states
     torch.testing.assert_close(history, cpu.layer.kv_cache[0])
     torch.testing.assert_close(states, cpu.layer.kv_cache[1], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(history[END_SLOT], unused)
 
 
 @KINDS
