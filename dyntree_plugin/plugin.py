@@ -82,6 +82,7 @@ def configure_scheduler(vllm_config: VllmConfig, device_type: str) -> None:
     configuration.schedule_pipeline(vllm_config)
     if vllm_config.parallel_config.worker_cls in configuration.WORKERS.values():
         configuration.choose_scheduler(vllm_config)
+        configuration.widen_blocks(vllm_config)
         configuration.size_trees_by_step(vllm_config, device_type)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from dyntree_plugin.admission.refusals import Refusal
 from dyntree_plugin.admission.uncompared import Targets
 
@@ -26,17 +29,15 @@ TARGETS_ON_CUDA = (
 """Those that were compared on an emulated CUDA device, or whose layers were: the last has the
 experts of Qwen3-Next."""
 
+WITH_PREFIX_CACHE = ("NemotronHForCausalLM", "Lfm2ForCausalLM")
+"""Those whose tokens were compared with a prefix cache, on a CPU."""
+
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)
 
 _REFUSALS = (
-    _RECURRENT.refusal(
-        "enable_prefix_caching",
-        lambda c: c.cache_config.enable_prefix_caching,
-        bool,
-        "prefixes of recurrent states are not cached with trees; use --no-enable-prefix-caching",
-    ),
     *_RECURRENT.uncompared(
         *("dtype", "quantization", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+        "prefix_match_unit",
         *("VLLM_SSM_CONV_STATE_LAYOUT", "enable_lora"),
     ),
     Refusal(
@@ -46,13 +47,41 @@ _REFUSALS = (
         "an accepted path advances whole states; leave --use-replayssm out",
     ),
 )
-_ON_A_CPU = (_RECURRENT.other_than(TARGETS),)
+_ON_A_CPU = (
+    _RECURRENT.other_than(TARGETS),
+    _RECURRENT.refusal(
+        "enable_prefix_caching, architecture",
+        lambda c: (c.cache_config.enable_prefix_caching, c.model_config.architecture),
+        lambda found: found[0] and found[1] not in WITH_PREFIX_CACHE,
+        "not compared yet with decoding without trees; use --no-enable-prefix-caching",
+    ),
+    _RECURRENT.refusal(
+        "enable_prefix_caching, pipeline_parallel_size",
+        lambda c: (c.cache_config.enable_prefix_caching, c.parallel_config.pipeline_parallel_size),
+        lambda found: found[0] and found[1] > 1,
+        "an earlier stage advances a state after the next step has begun, and that step may give "
+        "the state to another request; use --no-enable-prefix-caching",
+    ),
+)
 _ON_CUDA = (
     _RECURRENT.other_than(TARGETS_ON_CUDA),
-    *_RECURRENT.uncompared("pipeline_parallel_size"),
+    *_RECURRENT.uncompared("pipeline_parallel_size", "enable_prefix_caching"),
 )
 
 
 def state_refusals(device_type: str) -> tuple[Refusal, ...]:
     """Return checks of ``VllmConfig``."""
     return (*_REFUSALS, *(_ON_CUDA if device_type == "cuda" else _ON_A_CPU))
+
+
+def tree_exceeds_block(vllm_config: Any, node_budget: int) -> Iterator[str]:
+    """Refuse blocks that a user has made smaller than a tree, where prefixes of recurrent targets
+    are cached: a path may then complete two blocks, and vLLM has room for the state of one."""
+    cache = vllm_config.cache_config
+    cached = vllm_config.model_config.is_hybrid and cache.enable_prefix_caching
+    if cached and cache.user_specified_block_size and cache.block_size <= node_budget:
+        yield (
+            f"block_size={cache.block_size} is too small: with recurrent layers and a prefix cache "
+            f"a block holds a tree of dyntree.node_budget + 1 = {node_budget + 1} tokens; leave it "
+            "out, raise it, or use --no-enable-prefix-caching"
+        )

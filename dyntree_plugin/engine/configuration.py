@@ -30,6 +30,9 @@ CHAIN_WORKER = "dyntree_plugin.engine.cuda.worker.ChainGPUWorker"
 """Worker class for ``worker_cls`` that runs vLLM's chains on CUDA, with the draft on the device.
 Trees are compared with it where the target's weights are offloaded."""
 
+WIDE_BLOCK = 32
+"""vLLM's attention on a CPU and on CUDA takes blocks of such multiples."""
+
 _MARK = "_dyntree_plan"
 _FURTHER = "_dyntree_further_drafts"
 _CHOSEN = "_dyntree_chose_backend"
@@ -163,6 +166,26 @@ def choose_scheduler(vllm_config: VllmConfig) -> None:
         scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
     name = "AsyncTreeScheduler" if scheduler.async_scheduling else "TreeScheduler"
     scheduler.scheduler_cls = f"dyntree_plugin.engine.scheduler.{name}"
+
+
+def widen_blocks(vllm_config: VllmConfig) -> None:
+    """Let a block of the KV cache hold a tree, where prefixes of recurrent targets are cached.
+
+    A path then completes one block at most; vLLM has no room for the states at the ends of two.
+    """
+    from vllm.logger import init_logger
+
+    plan, cache = tree_plan(vllm_config), vllm_config.cache_config
+    if plan is None or cache.mamba_cache_mode != "align":
+        return
+    rows = plan.shape.node_budget + 1
+    if cache.block_size < rows:
+        cache.block_size = -(-rows // WIDE_BLOCK) * WIDE_BLOCK
+        cache.user_specified_block_size = True  # Otherwise vLLM chooses again, by attention alone.
+        init_logger("vllm.dyntree").info(
+            "Blocks of the KV cache have %d tokens, since one must hold a tree of %d.",
+            *(cache.block_size, rows),
+        )
 
 
 def size_trees_by_step(vllm_config: VllmConfig, device_type: str) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from dyntree_plugin.admission.node_limit import node_limit
@@ -218,7 +218,21 @@ class TreeCounting(Scheduler):
 
 
 class TreeScheduler(TreeCounting):
-    """Schedules synchronously."""
+    """Schedules synchronously.
+
+    vLLM's synchronous scheduler frees the blocks that the last tokens have passed before it caches
+    full ones. Those of recurrent states must be cached first, as its asynchronous scheduler does.
+    """
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        running = request.status == RequestStatus.RUNNING
+        found = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if running and self.need_mamba_block_aligned_split:
+            known = min(request.num_computed_tokens, request.num_tokens)
+            self.kv_cache_manager.cache_blocks(request, known)
+        return found
 
 
 class AsyncTreeScheduler(TreeCounting, AsyncScheduler):

@@ -21,6 +21,7 @@ from dyntree_plugin.engine.budget.by_schedule import FORWARDS
 from dyntree_plugin.engine.configuration import tree_plan
 from dyntree_plugin.engine.layer_kinds import Keeper, LayerGroup, keepers
 from dyntree_plugin.engine.pipeline.relay import TreeRelay
+from dyntree_plugin.engine.states.committer import OneStatePerRequest
 from dyntree_plugin.engine.step.ops import TreeOps
 from dyntree_plugin.engine.step.place import WithTreePositions, place_nodes
 from dyntree_plugin.engine.step.records import Step
@@ -80,6 +81,9 @@ class TreeStage(AdapterRows):
         self.model_state.prepare_attn = WithTreeMask(  # type: ignore[method-assign]
             self.model_state.prepare_attn, self._take_mask, self.clock, self._draft_layers
         )
+        if self.vllm_config.cache_config.mamba_cache_mode == "align":
+            # vLLM offers no other hook between the two that copy states between blocks.
+            self.model_state.recoverssm = OneStatePerRequest()  # type: ignore[attr-defined]
         if self._uses_mrope:
             self.model_state.prepare_inputs = WithTreePositions(  # type: ignore[method-assign]
                 self.model_state.prepare_inputs, self._take_shift

@@ -52,7 +52,7 @@ def _copy_states(
         token = inner[state] * sizes[state]
         first = bases[state] + table[source if window else source + skipped] * steps[state]
         first += skipped * token if window else 0
-        size = (widths[state] - skipped) * token if window else token
+        size = max(widths[state] - skipped, 0) * token if window else token
         into = _bytes(bases[state] + table[target] * steps[state], size)
         into[:] = _bytes(first, size).copy()
 

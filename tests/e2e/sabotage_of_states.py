@@ -106,7 +106,29 @@ def commit_of_the_latest_forward(runner: Any) -> Iterator[None]:
         yield
 
 
-BROKEN = (
+@contextmanager
+def end_of_block_dropped(runner: Any) -> Iterator[None]:
+    """Leave the prefix cache without the state where a block ends within an accepted path."""
+    with _committing(lambda commit: commit._replace(ends=0 * commit.ends)):
+        yield
+
+
+@contextmanager
+def block_after_the_last_draft(runner: Any) -> Iterator[None]:
+    """Let vLLM take the state from the slots of drafts, of which a tree has none."""
+    with mock.patch.object(runner.model_state.recoverssm, "commit_step"):
+        yield
+
+
+@contextmanager
+def states_left_behind(runner: Any) -> Iterator[None]:
+    """Let a request begin a block without the state of the block before."""
+    with mock.patch.object(runner.model_state._mamba_ctx, "run_fused_precopy"):
+        yield
+
+
+OF_BLOCKS = (end_of_block_dropped, block_after_the_last_draft, states_left_behind)
+OF_COMMITS = (
     commit_dropped,
     commit_doubled,
     commit_of_a_sibling,
@@ -114,3 +136,4 @@ BROKEN = (
     tree_as_chain,
     convolved_with_a_sibling,
 )
+BROKEN = (*OF_COMMITS, *OF_BLOCKS)

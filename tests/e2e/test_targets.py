@@ -4,7 +4,7 @@ trees."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,18 @@ LONG = Run(
     ]
 )
 LONG_ABORTED = Run(LONG.requests, abort_after={n: 2 + n % 5 for n in range(0, 24, 2)})
+CONTINUED = Run(
+    [
+        replace(
+            long(number, ("greedy", "full")[number % 2], 123 + number % 4, max_tokens=40, **FEW),
+            turns=3,
+        )
+        for number in range(9)
+    ],
+    batch=3,
+)
+"""Conversations. Blocks of states have 32 or 64 tokens: a turn decodes past the end of one, which
+the next turn finds in the prefix cache."""
 TIGHT = {
     "max_model_len": 256,
     "max_num_batched_tokens": 48,
@@ -124,10 +136,29 @@ def _recurrent(model: Path, kind: str) -> Engines:
     staged = _broken(RUN, ["commit_dropped", "commit_of_the_latest_forward"])
     aborted = {"aborted": ABORTED, "again": RUN}
     in_float32 = FLOAT32_DELTA_NET if kind == "qwen3_next" else {}
+    # By default vLLM keeps the states of prompts alone.
+    cached = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None}
+    few = cached | {
+        "num_gpu_blocks_override": 40 if kind == "nemotron_h" else 32,
+        "max_num_batched_tokens": 160,
+    }
+    of_blocks = {
+        each.__name__: replace(CONTINUED, sabotage=each.__name__)
+        # The two inputs that a short convolution keeps change too little.
+        for each in sabotage_of_states.OF_BLOCKS[kind == "lfm2" :]
+    }
+    turns = {"continued": CONTINUED}
     return {
-        "plain": (plain | in_float32, _sound(RUN)),
-        "draft": (draft, _sound(RUN) | _broken(RUN, sabotage_of_states.BROKEN) | {"again": RUN}),
+        "plain": (plain | in_float32, {"sound": RUN, "long": LONG} | turns),
+        "draft": (
+            draft,
+            _sound(RUN) | _broken(RUN, sabotage_of_states.OF_COMMITS) | {"again": RUN},
+        ),
         "look-up": (look_up, _sound(RUN) | aborted),
+        "prefix cache": (
+            look_up | few | {"max_num_seqs": 16},
+            {"sound": LONG} | of_blocks | turns | {"aborted": LONG_ABORTED, "again": LONG},
+        ),
         "head": (head, _sound(RUN)),
         "EAGLE-3": (
             workload.with_head(eagle, nodes=NODES, budget="fixed") | common,
@@ -235,8 +266,8 @@ KINDS = {
     "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group")),
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
-    "nemotron_h": Kind(_recurrent, ("draft",), ("look-up", "head", *_OF_RANKS)),
-    "lfm2": Kind(_recurrent, ("draft", "look-up"), _OF_RANKS),
+    "nemotron_h": Kind(_recurrent, ("draft", "prefix cache"), ("look-up", "head", *_OF_RANKS)),
+    "lfm2": Kind(_recurrent, ("draft", "look-up"), ("prefix cache", *_OF_RANKS)),
     "qwen3_next": Kind(_recurrent, ("draft", "head"), ("look-up", "EAGLE-3", *_OF_RANKS)),
     "falcon_h1": Kind(_recurrent, slow=("look-up",)),
     "granitemoehybrid": Kind(_recurrent, slow=("look-up",)),
@@ -250,7 +281,7 @@ TREES = [(kind, engine) for kind, of in KINDS.items() for engine in of.trees] + 
 CONTROLLED = [
     (kind, engine)
     for kind, engine in TREES
-    if engine in ("draft", "two stages")
+    if engine in ("draft", "prefix cache", "two stages")
     or (kind, engine) == ("gemma4_text", "look-up")
     or (engine == "two ranks" and KINDS[kind].engines is not _recurrent)
 ]
@@ -260,6 +291,7 @@ ACCEPTED["deepseek_v2", "EAGLE-3"] = 0.3
 PREEMPTED = [
     *((kind, "look-up") for kind in ("gemma2", "gpt_oss", "gemma3_text", "deepseek_v2")),
     *(("gemma4_text", engine) for engine in ("look-up", "module")),
+    *((kind, "prefix cache") for kind in ("nemotron_h", "lfm2")),
 ]
 HALVES = [kind for kind, of in KINDS.items() if "draft" in of.trees + of.slow]
 VARIABLES: Mapping[str, Mapping[str, str]] = {"dense": {"VLLM_MLA_DISABLE": "1"}}
@@ -292,6 +324,9 @@ def test_no_token_differs(kind: str, engine: str, target: Targets) -> None:
     assert accepted_per_step(results["sound"]) > ACCEPTED.get((kind, engine), 0.5)
     if (kind, engine) in PREEMPTED:
         assert results["sound"].metrics["vllm:num_preemptions_total"] > 0
+    if engine == "prefix cache":
+        found = {output.cached for output in results["continued"].outputs if output}
+        assert found == {192}
     if engine == "draft" and KINDS[kind].engines is _windows:
         assert results["again"].metrics["vllm:prefix_cache_hits_total"] > 0
 

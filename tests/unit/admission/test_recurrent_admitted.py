@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING
 
 import pytest
-from configurations import changed, refusal_of
+from configurations import WIDTH, changed, refusal_of
 from vllm.config import LoRAConfig
 
 from dyntree_plugin.admission import check, states
+from dyntree_plugin.engine import configuration
 from dyntree_plugin.engine.configuration import WORKERS
 from dyntree_plugin.options.options import DynTreeOptions
 
@@ -32,17 +34,45 @@ def _without_prefix_cache(config: VllmConfig) -> VllmConfig:
 
 
 @pytest.mark.parametrize("architecture", states.TARGETS)
-def test_compared_targets_are_admitted_on_a_cpu_without_a_prefix_cache(
-    admitted: VllmConfig, architecture: str
-) -> None:
+def test_compared_targets_are_admitted_on_a_cpu(admitted: VllmConfig, architecture: str) -> None:
     hybrid = _hybrid(admitted, architecture)
     reason = refusal_of(changed(hybrid, "cache_config.use_replayssm", True))
     assert "use_replayssm=True is not supported" in reason
-    assert "enable_prefix_caching=(True, True) is not supported" in reason
-    assert "use --no-enable-prefix-caching" in reason
-    alone = _without_prefix_cache(hybrid)
-    check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
-    check.refuse_unserved(_piped(alone), DynTreeOptions(), "cpu", WORKERS)
+    if architecture in states.WITH_PREFIX_CACHE:
+        check.refuse_unserved(hybrid, DynTreeOptions(), "cpu", WORKERS)
+    else:
+        assert f"architecture=(True, (True, {architecture!r})) is not" in refusal_of(hybrid)
+    piped = _piped(hybrid)
+    assert "use --no-enable-prefix-caching" in refusal_of(piped)
+    check.refuse_unserved(_without_prefix_cache(piped), DynTreeOptions(), "cpu", WORKERS)
+
+
+@pytest.mark.parametrize(("size", "served"), [(WIDTH, False), (WIDTH + 1, True)])
+def test_a_cached_block_that_a_user_has_sized_holds_a_tree(
+    admitted: VllmConfig, size: int, served: bool
+) -> None:
+    sized = changed(admitted, "cache_config.block_size", size)
+    sized.cache_config.user_specified_block_size = True
+    if not served:
+        reason = refusal_of(_hybrid(sized))
+        assert f"block_size={size} is too small" in reason
+        assert f"dyntree.node_budget + 1 = {WIDTH + 1} tokens" in reason
+    for each in (sized, _without_prefix_cache(_hybrid(sized)), *[_hybrid(sized)] * served):
+        check.refuse_unserved(each, DynTreeOptions(), "cpu", WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("cache_mode", "size", "wanted"), [("align", 16, 32), ("align", 17, 17), ("none", 16, 16)]
+)
+def test_other_cached_blocks_are_made_as_long_as_a_tree(
+    admitted: VllmConfig, cache_mode: str, size: int, wanted: int
+) -> None:
+    config = changed(admitted, "cache_config.mamba_cache_mode", cache_mode)
+    config.cache_config.block_size = size
+    speculation = copy.copy(config.speculative_config)
+    configuration.mark_as_tree(speculation, DynTreeOptions().plan_for(speculation))
+    configuration.widen_blocks(changed(config, "speculative_config", speculation))
+    assert config.cache_config.block_size == wanted
 
 
 def test_on_cuda_other_targets_and_pipelines_are_refused(admitted: VllmConfig) -> None:
@@ -52,6 +82,10 @@ def test_on_cuda_other_targets_and_pipelines_are_refused(admitted: VllmConfig) -
     for refused, named in (
         (_hybrid(config, "FalconH1ForCausalLM"), "architecture=(True, 'FalconH1ForCausalLM')"),
         (_piped(_hybrid(config)), "pipeline_parallel_size=(True, 2)"),
+        (
+            changed(_hybrid(config), "cache_config.enable_prefix_caching", True),
+            "enable_prefix_caching=(True, True)",
+        ),
     ):
         with pytest.raises(check.Refused, match=re.escape(f"is_hybrid, {named}")):
             check.refuse_unserved(refused, DynTreeOptions(), "cuda", WORKERS)
@@ -65,22 +99,23 @@ def test_on_cuda_other_targets_and_pipelines_are_refused(admitted: VllmConfig) -
         ("model_config.quantization", "awq", "quantization=(True, 'awq')"),
         ("cache_config.mamba_cache_dtype", "float32", "mamba_cache_dtype=(True, 'float32')"),
         ("cache_config.mamba_ssm_cache_dtype", "float16", "mamba_ssm_cache_dtype=(True, "),
+        ("cache_config.prefix_match_unit", 4, "prefix_match_unit=(True, 4)"),
         ("lora_config", LoRAConfig(), "enable_lora=(True, True)"),
     ],
 )
 def test_what_was_not_compared_is_refused_for_recurrent_targets_alone(
     admitted: VllmConfig, option: str, value: object, named: str
 ) -> None:
-    alone = changed(_without_prefix_cache(admitted), option, value)
+    alone = changed(admitted, option, value)
     check.refuse_unserved(alone, DynTreeOptions(), "cpu", WORKERS)
-    reason = refusal_of(changed(_hybrid(_without_prefix_cache(admitted)), option, value))
+    reason = refusal_of(changed(_hybrid(admitted), option, value))
     assert f"is_hybrid, {named}" in reason
 
 
 def test_another_layout_of_convolutions_is_refused(
     admitted: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hybrid = _without_prefix_cache(_hybrid(admitted))
+    hybrid = _hybrid(admitted)
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
     check.refuse_unserved(hybrid, DynTreeOptions(), "cpu", WORKERS)
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
