@@ -115,7 +115,8 @@ def test_a_history_ends_with_the_inputs_of_the_path(entries: int) -> None:
     rows, history = torch.randn(20, 2), torch.randn(4, entries, 2)
     paths = [[4, 6, 9, 19], [3], [], [0, 1]]
     padded = torch.tensor([path + [-1] * (4 - len(path)) for path in paths])
-    commit = Commit(torch.tensor([2, 0, 3, 1]), padded, torch.tensor([4, 1, 0, 2]))
+    slots, none = torch.tensor([2, 0, 3, 1]), torch.zeros(4).long()
+    commit = Commit(slots, padded, torch.tensor([4, 1, 0, 2]), none, none)
     found = inputs(commit.taps(entries), rows, history, commit.slots)
     for request, path in enumerate(paths):
         before = history[commit.slots[request]]
