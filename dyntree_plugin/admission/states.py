@@ -29,7 +29,13 @@ TARGETS_ON_CUDA = (
 """Those that were compared on an emulated CUDA device, or whose layers were: the last has the
 experts of Qwen3-Next."""
 
-WITH_PREFIX_CACHE = ("NemotronHForCausalLM", "Lfm2ForCausalLM")
+WITH_PREFIX_CACHE = (
+    "NemotronHForCausalLM",
+    "FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "Lfm2ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 """Those whose tokens were compared with a prefix cache, on a CPU."""
 
 _RECURRENT = Targets("is_hybrid", lambda m: m.is_hybrid)

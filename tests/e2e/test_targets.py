@@ -164,7 +164,11 @@ def _recurrent(model: Path, kind: str) -> Engines:
             workload.with_head(eagle, nodes=NODES, budget="fixed") | common,
             _sound(RUN),
         ),
-        "two ranks": (draft, _sound(RUN)),
+        **{
+            f"cached {name}": (arguments | cached, _sound(LONG, "again") | turns)
+            for name, arguments in (("draft", draft), ("look-up", look_up), ("head", head))
+        },
+        "two ranks": (draft | cached, _sound(LONG) | turns),
         "two stages": (piped, _sound(RUN) | staged | aborted),
         "compiled": (draft | {"enforce_eager": False}, _sound(RUN)),
         **_in_half(plain, draft, ["commit_dropped"], mamba_ssm_cache_dtype="bfloat16"),
@@ -266,15 +270,23 @@ KINDS = {
     "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group")),
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
-    "nemotron_h": Kind(_recurrent, ("draft", "prefix cache"), ("look-up", "head", *_OF_RANKS)),
-    "lfm2": Kind(_recurrent, ("draft", "look-up"), ("prefix cache", *_OF_RANKS)),
-    "qwen3_next": Kind(_recurrent, ("draft", "head"), ("look-up", "EAGLE-3", *_OF_RANKS)),
-    "falcon_h1": Kind(_recurrent, slow=("look-up",)),
-    "granitemoehybrid": Kind(_recurrent, slow=("look-up",)),
+    "nemotron_h": Kind(
+        _recurrent,
+        ("draft", "prefix cache"),
+        ("cached draft", "cached head", "look-up", "head", *_OF_RANKS),
+    ),
+    "lfm2": Kind(_recurrent, ("draft", "look-up"), ("cached draft", "prefix cache", *_OF_RANKS)),
+    "qwen3_next": Kind(
+        _recurrent, ("draft", "head"), ("cached draft", "look-up", "EAGLE-3", *_OF_RANKS)
+    ),
+    "falcon_h1": Kind(_recurrent, slow=("look-up", "cached look-up")),
+    "granitemoehybrid": Kind(_recurrent, slow=("look-up", "cached look-up")),
     "deepseek_v2": Kind(_latent, ("draft", "look-up"), ("EAGLE-3", *_OF_RANKS), latent_target),
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
     "quantised cache": Kind(_quantised, ("draft",), _SPLIT, _with_scales),
-    "states and quantised cache": Kind(_recurrent_in_fp8, ("draft",), ("head",), _nemotron_h),
+    "states and quantised cache": Kind(
+        _recurrent_in_fp8, ("draft",), ("head", "cached draft"), _nemotron_h
+    ),
 }
 SLOW = [(kind, engine) for kind, of in KINDS.items() for engine in of.slow]
 TREES = [(kind, engine) for kind, of in KINDS.items() for engine in of.trees] + SLOW
@@ -327,6 +339,8 @@ def test_no_token_differs(kind: str, engine: str, target: Targets) -> None:
     if engine == "prefix cache":
         found = {output.cached for output in results["continued"].outputs if output}
         assert found == {192}
+    if engine.startswith("cached") or (engine, KINDS[kind].engines) == ("two ranks", _recurrent):
+        assert all(output.cached for output in results["continued"].outputs if output)
     if engine == "draft" and KINDS[kind].engines is _windows:
         assert results["again"].metrics["vllm:prefix_cache_hits_total"] > 0
 
