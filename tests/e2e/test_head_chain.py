@@ -38,22 +38,21 @@ def tree(method: str, nodes: int, **options: Any) -> dict[str, Any]:
     return workload.with_head(model, method, nodes, **options)
 
 
-def accepted(result: Result) -> dict[str, float]:
-    """Return vLLM's own counts: drafts, and accepted tokens by their position in the draft."""
-    return {
-        name: value
-        for name, value in result.metrics.items()
-        if name.startswith(("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted"))
-    }
+def accepted(result: Result) -> list[float]:
+    """Return the share of drafts of which the token at each position is accepted."""
+    drafts = result.metrics["vllm:spec_decode_num_drafts_total"]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=%d}"
+    return [result.metrics[name % position] / drafts for position in range(TOKENS)]
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_it_accepts_what_vllms_chain_accepts(method: str) -> None:
-    """At temperature 0. Control: with branches it accepts more."""
+    """At temperature 0. Shares differ by the ends of requests: trees have none for the last token,
+    and count what was delivered. Control: with branches they accept more."""
     stock = serve(chain(method), RUNS, threads=1)
     ours = serve(tree(method, TOKENS, **OPTIONS), RUNS, threads=1)
     for name in RUNS:
-        assert accepted(ours[name]) == accepted(stock[name])
+        assert accepted(ours[name]) == pytest.approx(accepted(stock[name]), abs=0.05)
         assert [o and o.tokens for o in ours[name].outputs] == [
             o and o.tokens for o in stock[name].outputs
         ]

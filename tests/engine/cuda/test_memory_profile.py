@@ -46,7 +46,8 @@ def test_the_widest_forward_of_every_draft_is_profiled(
         seen.append((name, len(hidden)))
         return torch.zeros(len(hidden), 9)
 
-    plan = SimpleNamespace(growing=SimpleNamespace(widths=WIDTHS))
+    growing, shape = SimpleNamespace(widths=WIDTHS), SimpleNamespace(block=0)
+    plan = SimpleNamespace(growing=growing, shape=shape)
     speculator = draft(
         "first",
         draft_tokens=SimpleNamespace(device=SimpleNamespace(type=device)),
@@ -70,7 +71,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> HeadSpeculator:
         vars(speculator).update(max_num_reqs=REQUESTS, hidden_size=HIDDEN, dtype=torch.bfloat16)
 
     monkeypatch.setattr(DraftModelSpeculator, "__init__", made)
-    growing, shape = SimpleNamespace(widths=WIDTHS), SimpleNamespace(max_depth=5)
+    growing, shape = SimpleNamespace(widths=WIDTHS), SimpleNamespace(max_depth=5, block=0)
     plan = SimpleNamespace(growing=growing, shape=shape, scratch_slots=sum(WIDTHS))
     compose: Any = SimpleNamespace(trees=SimpleNamespace(plan=plan))
     config: Any = None

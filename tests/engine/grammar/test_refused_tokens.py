@@ -69,6 +69,7 @@ def ended(
     manager.enable_in_reasoning, manager.reasoner_cls = False, LastMarker if thinks else None
     scheduler: Any = object.__new__(kind)
     scheduler.max_model_len = 99
+    scheduler.need_mamba_block_aligned_split = False
     scheduler.kv_cache_manager = SimpleNamespace(cache_blocks=lambda *of: None)
     scheduler._grammars = TreeGrammars(manager)
     # Nothing is counted.

@@ -124,7 +124,7 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
     assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
 
 
-REPLACED = {"an n-gram drafter", "a DFlash drafter", "a drafter with several MTP modules"}
+REPLACED = {"an n-gram drafter", "a DFlash2 drafter", "a drafter with several MTP modules"}
 """Features whose kernels no engine with trees calls."""
 OF_RECURRENT_TARGETS = {"KDA with a prefix cache"}
 """Features that are refused by vLLM's options for recurrent targets, or by a layer's class."""
