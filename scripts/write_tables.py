@@ -268,6 +268,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_block_chains_64": lambda: _speed("serve-llama-1b-block-chains-64"),
     "serve_head": lambda: _tokens_per_step("tokens-eagle3"),
     "serve_head_drawn": lambda: _tokens_per_step("tokens-eagle3-drawn"),
+    "tokens_drawn": lambda: _tokens_per_step("tokens-drawn"),
     "serve_block_draft": lambda: _tokens_per_step("tokens-dflash"),
     "serve_head_1b": lambda: _speed("serve-llama-1b-eagle3"),
     "recipes": _recipes,
