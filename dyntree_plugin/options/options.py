@@ -134,11 +134,11 @@ class DynTreeOptions(BaseModel):
         description="What output at a temperature above 0 has in common with that without "
         "speculation: its tokens, or its distribution alone. distribution is for growth topk: such "
         f"a request gets a chain that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more "
-        "nodes on a CPU, a drawn tree. Both emit more tokens per step. Which sample of the "
-        "distribution is emitted may depend on other options, such as lookup. Greedy requests get "
-        "the same tokens either way. The draft's distributions are stored (of a chain "
-        "max_forwards times the vocabulary, of a tree about width times as much, in fp32, per "
-        "request slot).",
+        "nodes on a CPU, a drawn tree. At temperature 1 both emitted more tokens per step than "
+        "trees of the same size. Which sample of the distribution is emitted may depend on other "
+        "options, such as lookup. Greedy requests get the same tokens either way. The draft's "
+        "distributions are stored (of a chain max_forwards times the vocabulary, of a tree about "
+        "width times as much, in fp32, per request slot).",
     )
     min_value: float | None = Field(
         default=None,

@@ -38,21 +38,22 @@ def tree(method: str, nodes: int, **options: Any) -> dict[str, Any]:
     return workload.with_head(model, method, nodes, **options)
 
 
-def accepted(result: Result) -> list[float]:
-    """Return the share of drafts of which the token at each position is accepted."""
-    drafts = result.metrics["vllm:spec_decode_num_drafts_total"]
+def counts(result: Result) -> list[float]:
+    """Return the number of drafts, and of those whose token at each position is accepted."""
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=%d}"
-    return [result.metrics[name % position] / drafts for position in range(TOKENS)]
+    names = ["vllm:spec_decode_num_drafts_total", *(name % at for at in range(TOKENS))]
+    return [result.metrics[each] for each in names]
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_it_accepts_what_vllms_chain_accepts(method: str) -> None:
-    """At temperature 0. Shares differ by the ends of requests: trees have none for the last token,
-    and count what was delivered. Control: with branches they accept more."""
+    """At temperature 0. A request's last step may count in the chain alone: trees have none for the
+    last token, and count what was delivered. Control: with branches they accept more."""
     stock = serve(chain(method), RUNS, threads=1)
     ours = serve(tree(method, TOKENS, **OPTIONS), RUNS, threads=1)
     for name in RUNS:
-        assert accepted(ours[name]) == pytest.approx(accepted(stock[name]), abs=0.05)
+        pairs = zip(counts(stock[name]), counts(ours[name]), strict=True)
+        assert all(0 <= of_chain - own <= len(RUNS[name].requests) for of_chain, own in pairs)
         assert [o and o.tokens for o in ours[name].outputs] == [
             o and o.tokens for o in stock[name].outputs
         ]

@@ -92,7 +92,7 @@ def _usual_logit(k, entropy, left):
 @compiled(parallel=True, nogil=True, error_model="numpy")
 def draw_children(
     logits, step, vocab, expansions, temperatures, classes, seeds, chained, positions, weights,
-    nodes, grafted, bases, slots, laws, tokens, edges, features, told,
+    nodes, grafted, bases, slots, laws, tokens, edges, features, changes,
 ):  # fmt: skip
     """Draw the children of rows at a temperature above 0 as `Drawing` asks.
 
@@ -100,8 +100,8 @@ def draw_children(
 
     seeds [E, R]: of the noise of every expansion. positions [R]: of the noise.
     grafted: nodes of a trie. slots [R]: where `laws` [slots, E, V] gets the distributions.
-    told [R, E, K]: by how much a child's token changes the log of its chance; written, and read for
-    the child that an expansion runs on.
+    changes [R, E, K]: by how much a child's token changes the log of its chance; written, and read
+    for the child that an expansion runs on.
 
     A child's edge is known before its token: it follows from the distribution, from how much of it
     the elder siblings have taken, and from the token above. Its features have the token, too: how
@@ -127,14 +127,14 @@ def draw_children(
         above, left, edge = 0.0, 1.0, 0.0
         if e > 0:
             node = nodes[r, e] - grafted
-            above = told[r, node // children, node % children]
+            above = changes[r, node // children, node % children]
         for k in range(1 if chained[r] else children):
             if best[k] == _NONE or left < _LEAST_LEFT:
                 break
             known[0], known[1] = _usual_logit(k, entropy, left), 0.0
             before = log_probability(of_class, known)
             known[1] = clamp(entropy + math.log(law[found[k]] / left), -8.0, 4.0)
-            told[r, e, k] = log_probability(of_class, known) - before
+            changes[r, e, k] = log_probability(of_class, known) - before
             if weights.shape[0] > 0:
                 features[r, e, k] = known
             edge = min(above + before, edge - _STEP)

@@ -251,7 +251,7 @@ class CompiledGrowth(StepGrowth):
         self._new = self._picked = (0, 1)
         self._of_requests = tuple(each.numpy() for each in settings.of_requests)
         self._drawing = settings.drawing
-        self._told = np.zeros_like(self.edges)
+        self._changes = np.zeros_like(self.edges)
         self._first(requests)
 
     def start(self, requests: int) -> None:
@@ -316,7 +316,7 @@ class CompiledGrowth(StepGrowth):
             (self._new[0], self._new[1] - self._new[0]), temperatures, classes, self._seeds,
             chained, self._roots, self._weights, self._nodes, self._grafts.tokens.shape[1],
             self._bases, self._slots, laws.numpy(), self.tokens, self.edges, self.features,
-            self._told,
+            self._changes,
         )  # fmt: skip
 
     def expand(self, ancestor_bits: torch.Tensor) -> int:
