@@ -58,7 +58,14 @@ def commit_of_a_sibling(runner: Any) -> Iterator[None]:
 @contextmanager
 def commit_to_a_neighbour(runner: Any) -> Iterator[None]:
     """Advance the state of another request of the batch."""
-    with _committing(lambda commit: commit._replace(slots=commit.slots.roll(1))):
+
+    def change(commit: Any) -> Any:
+        # Other requests may have no slot, and vLLM's operator writes to any.
+        slots, real = commit.slots.clone(), commit.lengths > 0
+        slots[real] = slots[real].roll(1)
+        return commit._replace(slots=slots)
+
+    with _committing(change):
         yield
 
 
