@@ -65,6 +65,7 @@ def admit(vllm_config: VllmConfig, options: DynTreeOptions, device_type: str) ->
     if device_type == "cuda":
         plan = plan.with_tries_of(MOST_ON_CUDA)
     speculation = cast("SpeculativeConfig", speculation)
+    _log_exactness(speculation, plan)
     configuration.mark_as_tree(speculation, plan)
     configuration.attach_further_drafts(speculation, further)
     vllm_config.parallel_config.worker_cls = workers[device_type]
@@ -99,6 +100,22 @@ def _choose_attention(vllm_config: VllmConfig) -> None:
         capability = current_platform.get_device_capability()
         attention.backend = AttentionBackendEnum[check.cuda_backend(vllm_config, capability)]
         configuration.mark_as_chosen(attention)
+
+
+def _log_exactness(speculation: SpeculativeConfig, plan: TreePlan) -> None:
+    """Say what trees make of vLLM's options for chains that are drawn from the draft."""
+    from vllm.logger import init_logger
+
+    from dyntree_plugin.options.methods import draws_chains
+
+    if draws_chains(speculation):
+        init_logger("vllm.dyntree").info(
+            "draft_sample_method=%s and rejection_sample_method=%s are for vLLM's chains; of trees "
+            "exactness=%s is in force.",
+            speculation.draft_sample_method,
+            speculation.rejection_sample_method,
+            plan.exactness,
+        )
 
 
 def _log(vllm_config: VllmConfig, plan: TreePlan, device_type: str) -> None:

@@ -79,14 +79,8 @@ SPECULATION_REFUSALS = (
     Refusal(
         "rejection_sample_method",
         lambda s: s.rejection_sample_method,
-        lambda method: method != "standard",
-        "leave it at 'standard', and set dyntree.exactness=distribution to verify drafts as blocks",
-    ),
-    Refusal(
-        "draft_sample_method",
-        lambda s: s.draft_sample_method,
-        lambda method: method != "greedy",
-        "leave it at 'greedy', and set dyntree.exactness=distribution to draw drafts",
+        lambda method: method not in ("standard", "block"),
+        "leave it at 'standard'",
     ),
     Refusal(
         "kv_cache_dtype",

@@ -85,6 +85,9 @@ def mark_as_tree(speculative_config: SpeculativeConfig, plan: TreePlan) -> None:
     process.
     """
     speculative_config.num_speculative_tokens = plan.shape.node_budget
+    # vLLM would keep the distributions of its own chains.
+    speculative_config.draft_sample_method = "greedy"
+    speculative_config.rejection_sample_method = "standard"
     vars(speculative_config)[_MARK] = plan
 
 

@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from dyntree_plugin.options.methods import BLOCKS, HEADS, WITHOUT_DRAFT
+from dyntree_plugin.options.methods import BLOCKS, DRAWN, HEADS, WITHOUT_DRAFT, draws_chains
 from dyntree_plugin.options.shape import (
     ADAPTIVE_FORWARDS,
     BLOCK_NODES,
@@ -129,16 +129,16 @@ class DynTreeOptions(BaseModel):
         "score, and value nodes by that; off values them by the draft's probability. The output is "
         "the same either way.",
     )
-    exactness: Exactness = Field(
-        default="tokens",
+    exactness: Exactness | None = Field(
+        default=None,
         description="What output at a temperature above 0 has in common with that without "
         "speculation: its tokens, or its distribution alone. distribution is for growth topk: such "
         f"a request gets a chain that is drawn from the draft, or, with {LEAST_DRAWN_TREE} or more "
         "nodes on a CPU, a drawn tree. At temperature 1 both emitted more tokens per step than "
-        "trees of the same size. Which sample of the distribution is emitted may depend on other "
-        "options, such as lookup. Greedy requests get the same tokens either way. The draft's "
+        "trees of the same size. Greedy requests get the same tokens either way. The draft's "
         "distributions are stored (of a chain max_forwards times the vocabulary, of a tree about "
         "width times as much, in fp32, per request slot).",
+        json_schema_extra={"derived": f"tokens, or with {DRAWN} distribution where it is served"},
     )
     min_value: float | None = Field(
         default=None,
@@ -271,7 +271,10 @@ class DynTreeOptions(BaseModel):
         """Do as `resolve` for an engine with this ``SpeculativeConfig`` of vLLM's."""
         draft, head = speculation.method not in WITHOUT_DRAFT, speculation.method in HEADS
         block = speculation.method in BLOCKS
-        return self.resolve(speculation.num_speculative_tokens, draft=draft, head=head, block=block)
+        plan = self.resolve(speculation.num_speculative_tokens, draft=draft, head=head, block=block)
+        if self.exactness is None and plan.may_draw and draws_chains(speculation):
+            return dataclasses.replace(plan, exactness="distribution")
+        return plan
 
     def resolve(
         self, slots: int, *, draft: bool = True, head: bool = False, block: bool = False
@@ -363,7 +366,6 @@ class DynTreeOptions(BaseModel):
         return getattr(self, parameter) if parameter else None
 
     def _plan(self, shape: TreeShape, budget: Budget) -> TreePlan:
-        # These load torch, which a vLLM without dyntree options does not need.
         from dyntree_plugin.tree.growth import GrowthConfig
         from dyntree_plugin.tree.pairs import default_rule
         from dyntree_plugin.tree.plan import TreePlan
@@ -371,11 +373,10 @@ class DynTreeOptions(BaseModel):
 
         growth = GrowthConfig(self.growth, self._growth_parameter(), self.sampling)
         growing = plan_growth(growth, shape)
-        if not shape.grafts:
-            # Some growths stop before max_depth, whatever the draft says.
+        if not shape.grafts:  # Some growths stop before max_depth, whatever the draft says.
             shape = dataclasses.replace(shape, max_depth=len(growing.widths) + 1)
-        rule = self.rule or default_rule(growing.sampling)
-        return TreePlan(shape, growth, rule, self.calibration == "on", budget, self.exactness)
+        rule, exactness = self.rule or default_rule(growing.sampling), self.exactness or "tokens"
+        return TreePlan(shape, growth, rule, self.calibration == "on", budget, exactness)
 
 
 def _nearly_ours(key: str) -> bool:

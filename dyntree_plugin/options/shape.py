@@ -82,7 +82,7 @@ def shape_of(
 
 def _check_block(given: Mapping[str, Any]) -> None:
     for name, only in (("growth", "topk"), ("exactness", "tokens")):
-        if given[name] != only:
+        if given[name] not in (None, only):
             raise ValueError(f"{name}={given[name]} does not go with a block draft: use {only}")
 
 

@@ -90,6 +90,12 @@ class TreePlan:
         return RULES[self.rule].drawn is not None
 
     @property
+    def may_draw(self) -> bool:
+        """Whether exactness distribution goes with the plan."""
+        served = (self.growth.name, self.rule) == ("topk", "match")
+        return served and self.has_draft and not self.shape.block
+
+    @property
     def draws(self) -> bool:
         """Whether requests at a temperature above 0 get what is drawn from the draft."""
         return self.exactness == "distribution"

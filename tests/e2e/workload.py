@@ -357,22 +357,22 @@ HEADS: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     ),
     **OF_GROWTHS,
 }
-"""Engines with the embedded EAGLE-3 head, the last ones with its growths."""
+"""Engines with the embedded EAGLE-3 head."""
 
 SAME_TOKENS = {**ENGINES, **LOOK_UP, **POOLS, **HEADS}
 """Engines whose tokens are those without trees."""
 
 _NOT_AGAIN = {name: run for name, run in DRAWN_RUNS.items() if name != "again"}
+(_OF_VLLM := with_options(8))["speculative_config"]["draft_sample_method"] = "probabilistic"
 DRAWN: Mapping[str, tuple[dict[str, Any], dict[str, Run]]] = {
     "dyspec": (tree(growth="dyspec"), DRAWN_RUNS),
     "expansion": (tree(growth="expansion", expansion=[2, 2, 1]), DRAWN_RUNS),
     "block chains": (tree(8, exactness="distribution"), DRAWN_RUNS),
     "drawn trees": (tree(32, exactness="distribution", calibration="off"), DRAWN_RUNS),
-    "adaptive block chains": (with_options(8, exactness="distribution"), _NOT_AGAIN),
+    "adaptive block chains": (_OF_VLLM, _NOT_AGAIN),
     "adaptive drawn trees": (with_options(32, exactness="distribution"), _NOT_AGAIN),
 }
-"""Engines with the papers' rules, or with chains or trees that are drawn. Their output follows the
-target's law, but has other tokens."""
+"""Output has the target's distribution, but other tokens."""
 
 SLOW_ENGINES = {
     *("every prompt", "draft alone", "uncoupled", "chain", "wide", "tight twin"),

@@ -28,13 +28,13 @@ def with_all(config: VllmConfig, changes: Mapping[str, Any]) -> VllmConfig:
 def test_reasons_of_all_kinds_are_given_at_once(admitted: VllmConfig, method: str) -> None:
     of_speculation = {
         "speculative_config.method": method,
-        "speculative_config.draft_sample_method": "probabilistic",
+        "speculative_config.enable_adaptive_verification": True,
         "speculative_config.parallel_drafting": True,
         "speculative_config.draft_model_config.use_mla": True,
     }
     reason = refusal_of(with_all(admitted, CHANGES | of_speculation), node_budget=17)
     budget = "dyntree.node_budget=17 exceeds num_speculative_tokens=16"
-    for named in (*NAMED, budget, "draft_sample_method='probabilistic'"):
+    for named in (*NAMED, budget, "enable_adaptive_verification=True"):
         assert named in reason
     served = method == "draft_model"
     assert (f"speculative_config.method={method!r} is not supported" in reason) != served

@@ -46,8 +46,7 @@ SPECULATION: dict[str, tuple[str, Any]] = {
     "parallel_drafting": ("parallel_drafting", True),
     "num_speculative_tokens_per_batch_size": ("num_speculative_tokens_per_batch_size", [(1, 4, 8)]),
     "enable_adaptive_verification": ("enable_adaptive_verification", True),
-    "rejection_sample_method": ("rejection_sample_method", "block"),
-    "draft_sample_method": ("draft_sample_method", "probabilistic"),
+    "rejection_sample_method": ("rejection_sample_method", "synthetic"),
     "kv_cache_dtype": ("kv_cache_dtype", "fp8"),
     "draft_tensor_parallel_size (draft, target)": ("draft_tensor_parallel_size", 2),
     "max_model_len (target, draft)": ("draft_model_config.max_model_len", 128),
@@ -122,6 +121,20 @@ def test_every_refusal_of_the_tables_is_tested() -> None:
     of_speculation = (*refusals.SPECULATION_REFUSALS, *refusals.DRAFT_REFUSALS)
     assert {r.option for r in of_speculation} == SPECULATION.keys()
     assert {r.option for r in refusals.MODEL_REFUSALS} == MODEL.keys()
+
+
+def test_what_vllm_keeps_of_its_own_drawn_chains_is_left_out(
+    build: Build, logged: Callable[[], str]
+) -> None:
+    drawn = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
+    config = build(speculative=drawn)
+    plan, speculation = tree_plan(config), config.speculative_config
+    assert plan is not None
+    assert speculation is not None
+    assert plan.exactness == "distribution"
+    assert speculation.draft_sample_method == "greedy"
+    assert speculation.rejection_sample_method == "standard"
+    assert "draft_sample_method=probabilistic" in logged()
 
 
 REPLACED = {"an n-gram drafter", "a DFlash2 drafter", "a drafter with several MTP modules"}

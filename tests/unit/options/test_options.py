@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -152,6 +153,28 @@ def test_a_distribution_needs_a_draft_and_leaves_the_rest_as_it_is() -> None:
     ]
     with pytest.raises(ValueError, match=r"exactness=distribution draws from a draft, and look-up"):
         options.resolve(16, draft=False)
+
+
+@pytest.mark.parametrize(
+    ("given_options", "of_vllm", "exactness"),
+    [
+        ({}, {}, "tokens"),
+        ({}, {"draft_sample_method": "probabilistic"}, "distribution"),
+        ({}, {"rejection_sample_method": "block"}, "distribution"),
+        ({"exactness": "tokens"}, {"draft_sample_method": "probabilistic"}, "tokens"),
+        ({"rule": "match", "growth": "chain"}, {"rejection_sample_method": "block"}, "tokens"),
+        ({}, {"method": "ngram_gpu", "rejection_sample_method": "block"}, "tokens"),
+        ({}, {"method": "dspark", "draft_sample_method": "probabilistic"}, "tokens"),
+    ],
+)
+def test_who_asks_vllm_for_the_distribution_gets_it_where_it_is_served(
+    given_options: dict[str, object], of_vllm: dict[str, str], exactness: str
+) -> None:
+    usual = {"method": "draft_model", "num_speculative_tokens": 16}
+    chains = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}
+    speculation = SimpleNamespace(**usual | chains | of_vllm)
+    plan = DynTreeOptions.parse(given_options).plan_for(speculation)
+    assert plan.exactness == exactness
 
 
 SEQUOIA = {"growth": "sequoia", "acceptance": [0.5]}
