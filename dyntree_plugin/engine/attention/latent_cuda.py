@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -47,7 +48,21 @@ class TreeTritonMLAMetadataBuilder(LatentTreeBuilder, TritonMLAMetadataBuilder):
 
 
 class TreeTritonMLAImpl(LatentTreeImpl, TritonMLAImpl):
-    pass
+    _vllm_config: Any
+
+    def reserve_workspace(self) -> None:
+        """Reserve what vLLM's kernel needs for decodes of one row, as it does without speculation.
+
+        For decodes of as many rows as a tree it would take gigabytes. vLLM calls it since 0.33.
+        """
+        stock: Any = super()
+        config = self._vllm_config
+        self._vllm_config = copied = copy.copy(config)
+        copied.speculative_config = None
+        try:
+            stock.reserve_workspace()
+        finally:
+            self._vllm_config = config
 
 
 class TreeTritonMLABackend(TritonMLABackend):

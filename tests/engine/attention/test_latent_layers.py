@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.kernels import AttentionRows
@@ -26,6 +27,7 @@ from dyntree_plugin.engine.attention.latent_cpu import (
     TreeCPUMLAImpl,
     TreeCPUMLAMetadataBuilder,
 )
+from dyntree_plugin.engine.attention.latent_cuda import TreeTritonMLAImpl
 from dyntree_plugin.engine.attention.metadata import TreeMask
 from dyntree_plugin.engine.cpu.kinds import KINDS
 from dyntree_plugin.engine.layer_kinds import Accepted, LayerGroup, keepers
@@ -189,3 +191,24 @@ def test_a_path_moves_in_the_cache_of_every_layer() -> None:
         expected = old.clone()
         expected[[31, 50, 51]] = old[[50, 51, 53]]
         assert memory.view(-1, 48).equal(expected)
+
+
+def test_vllms_kernel_gets_a_workspace_for_one_row_of_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = []
+
+    def reserve(impl: Any) -> None:
+        speculation = impl._vllm_config.speculative_config
+        rows.append(1 if speculation is None else 1 + speculation.num_speculative_tokens)
+
+    monkeypatch.setattr(TritonMLAImpl, "reserve_workspace", reserve, raising=False)
+    impl: Any = object.__new__(TreeTritonMLAImpl)
+    config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=16))
+    impl._vllm_config = config
+    impl.reserve_workspace()
+    assert rows == [1]
+    assert impl._vllm_config is config
+    assert config.speculative_config is not None
+    reserve(impl)
+    assert rows == [1, 17]
