@@ -32,7 +32,7 @@ from dyntree_plugin.admission.refusals import (
     kv_cache_dtype,
     model_refusals,
 )
-from dyntree_plugin.admission.states import state_refusals, tree_exceeds_block
+from dyntree_plugin.admission.states import state_refusals, tree_refusals
 from dyntree_plugin.admission.versions import platform_refusal, version_refusal
 from dyntree_plugin.admission.windows import WINDOW_REFUSALS
 from dyntree_plugin.options.methods import BLOCKS, HEADS, OF_TARGET, WITH_DRAFT, WITHOUT_DRAFT
@@ -212,7 +212,7 @@ def _speculation_refusals(
         return
     yield from options.without_effect(plan)
     yield from _tree_exceeds_step(vllm_config, plan.shape.node_budget)
-    yield from tree_exceeds_block(vllm_config, plan.shape.node_budget)
+    yield from tree_refusals(vllm_config, plan.shape.node_budget, device_type)
     if device_type == "cuda" and not plan.has_draft:
         yield from _tree_exceeds_trie(plan.shape.node_budget)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from dyntree_kernels.features import MOST_RECURRENT_ROWS
 from dyntree_plugin.admission.refusals import Refusal
 from dyntree_plugin.admission.uncompared import Targets
 
@@ -80,12 +81,23 @@ def state_refusals(device_type: str) -> tuple[Refusal, ...]:
     return (*_REFUSALS, *(_ON_CUDA if device_type == "cuda" else _ON_A_CPU))
 
 
-def tree_exceeds_block(vllm_config: Any, node_budget: int) -> Iterator[str]:
-    """Refuse blocks that a user has made smaller than a tree, where prefixes of recurrent targets
-    are cached: a path may then complete two blocks, and vLLM has room for the state of one."""
+def tree_refusals(vllm_config: Any, node_budget: int, device_type: str) -> Iterator[str]:
+    """Refuse trees that are too large for the recurrent layers of a target.
+
+    On CUDA these limit the rows. A path of a tree that is larger than a block may complete two
+    blocks, and a prefix cache has room for the state of one; only a user makes blocks that small.
+    """
+    if not vllm_config.model_config.is_hybrid:
+        return
+    if device_type == "cuda" and node_budget >= MOST_RECURRENT_ROWS:
+        yield (
+            f"node_budget={node_budget} is too large: on CUDA trees of at most "
+            f"{MOST_RECURRENT_ROWS - 1} nodes pass recurrent layers; lower num_speculative_tokens "
+            "or dyntree.node_budget to that"
+        )
     cache = vllm_config.cache_config
-    cached = vllm_config.model_config.is_hybrid and cache.enable_prefix_caching
-    if cached and cache.user_specified_block_size and cache.block_size <= node_budget:
+    sized = cache.enable_prefix_caching and cache.user_specified_block_size
+    if sized and cache.block_size <= node_budget:
         yield (
             f"block_size={cache.block_size} is too small: with recurrent layers and a prefix cache "
             f"a block holds a tree of dyntree.node_budget + 1 = {node_budget + 1} tokens; leave it "

@@ -17,6 +17,10 @@ KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 
 OTHER_CACHE = f"trees read {' and '.join(KV_CACHE_DTYPES)} and the model's type; leave it at 'auto'"
 
+MOST_RECURRENT_ROWS = 128
+"""The most rows of a tree, its root included, that pass recurrent layers on CUDA: a tile holds all
+of them, and for twice as many it takes 289 KiB of shared memory, where GPUs have at most 227."""
+
 ADVICE: Mapping[str, str] = {
     "chunk": "tree attention has no chunks; use a model without them",
     "alibi": "tree attention has no bias by distance; use a model without it",

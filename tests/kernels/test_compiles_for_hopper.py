@@ -35,6 +35,7 @@ from dyntree_kernels.cuda import (  # noqa: E402
     stored,
     walk,
 )
+from dyntree_kernels.features import MOST_RECURRENT_ROWS  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(
@@ -373,6 +374,17 @@ def test_trees_pass_recurrent_layers_without_spills(nodes: int, capability: int)
         used = compiled(kernel, warps_of, capability=capability, NODES=nodes, **constants)
         assert used["stack"] == 0, (kernel, used)
         assert used["shared"] <= 227 * 1024, (kernel, used)
+
+
+@pytest.mark.parametrize(
+    "rows", [MOST_RECURRENT_ROWS, pytest.param(2 * MOST_RECURRENT_ROWS, marks=pytest.mark.slow)]
+)
+def test_no_larger_tree_than_is_admitted_passes_recurrent_layers(rows: int) -> None:
+    space = {"GROUP": 16, "P": 64, "WIDTH": 128, "BP": 32, "BK": 16}
+    used = compiled(recurrence._space_trees, 8, NODES=rows, **space)
+    # GPUs of capability 8.6 have 99 KiB, and the largest ones 227.
+    fits = rows == MOST_RECURRENT_ROWS
+    assert (used["shared"] <= 99 * 1024) if fits else (used["shared"] > 227 * 1024), used
 
 
 @CAPABILITIES

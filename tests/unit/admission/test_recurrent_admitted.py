@@ -75,6 +75,22 @@ def test_other_cached_blocks_are_made_as_long_as_a_tree(
     assert config.cache_config.block_size == wanted
 
 
+@pytest.mark.parametrize(
+    ("nodes", "device", "served"), [(127, "cuda", True), (128, "cuda", False), (128, "cpu", True)]
+)
+def test_on_cuda_the_layers_limit_the_nodes(
+    admitted: VllmConfig, nodes: int, device: str, served: bool
+) -> None:
+    config = changed(admitted, "parallel_config.worker_cls", "auto")
+    config = changed(config, "speculative_config.num_speculative_tokens", nodes)
+    hybrid = _without_prefix_cache(_hybrid(config))
+    for each in (config, *[hybrid] * served):
+        check.refuse_unserved(each, DynTreeOptions(), device, WORKERS)
+    if not served:
+        with pytest.raises(check.Refused, match="node_budget=128 is too large: on CUDA trees of"):
+            check.refuse_unserved(hybrid, DynTreeOptions(), device, WORKERS)
+
+
 def test_on_cuda_other_targets_and_pipelines_are_refused(admitted: VllmConfig) -> None:
     config = changed(_without_prefix_cache(admitted), "parallel_config.worker_cls", "auto")
     for architecture in states.TARGETS_ON_CUDA:
