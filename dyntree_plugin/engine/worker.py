@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ class TreeWorkerMixin:
     kinds: ClassVar[Sequence[LayerKind]]
     """The kinds of layers that trees can pass."""
     _kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    _computed: Sequence[tuple[torch.nn.Module, str, torch.Tensor]] = ()
     _lost = False
     _weight_update_is_draft: bool
 
@@ -95,10 +96,16 @@ class TreeWorkerMixin:
                 f"start_draft_weight_update is not supported with dyntree.drafts={names}: it "
                 "updates the first draft alone; leave dyntree.drafts out"
             )
+        self._computed = [each for draft in self._drafts() for each in _computed(draft)]
         super().start_draft_weight_update()  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()  # type: ignore[misc]
+        for module, name, tensor in self._computed:
+            # Captured graphs read it where it was before.
+            tensor.data.copy_(getattr(module, name))
+            setattr(module, name, tensor)
+        self._computed = ()
         self.model_runner.weights_replaced(DRAFT if self._weight_update_is_draft else TARGET)
 
     def supports_draft_weight_updates(self) -> bool:
@@ -135,4 +142,14 @@ class TreeWorkerMixin:
 
 
 def _weights(model: torch.nn.Module) -> chain[torch.Tensor]:
-    return chain(model.parameters(), model.buffers())
+    computed = (tensor for _, _, tensor in _computed(model))
+    return chain(model.parameters(), model.buffers(), computed)
+
+
+def _computed(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """Yield what modules have computed of their weights, with where it is: block drafts join the
+    projections of all layers."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and name != "kv_cache":
+                yield module, name, value

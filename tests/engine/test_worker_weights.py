@@ -22,6 +22,12 @@ class Model(torch.nn.Module):
         self.embedding = embedding or torch.nn.Embedding(5, 3)
         self.layer = torch.nn.Linear(3, 2)
         self.register_buffer("angles", torch.rand(4), persistent=False)
+        self.kv_cache = torch.zeros(2)
+        self.compute()
+
+    def compute(self) -> None:
+        """Do as block drafts of vLLM, which join projections when their weights are loaded."""
+        self.joined = torch.cat([self.layer.weight.data, self.layer.weight.data])
 
 
 class StockWorker:
@@ -43,6 +49,8 @@ class StockWorker:
         if level == 2:
             for each in worker_module._weights(torch.nn.ModuleList(self.models)):
                 each.data.fill_(torch.nan)
+            for model in self.models:
+                model.joined.fill_(torch.nan)
 
     def wake_up(self, tags: list[str] | None = None) -> None: ...
 
@@ -91,6 +99,7 @@ def test_every_draft_has_its_weights_again_after_level_2_of_sleep() -> None:
     worker.wake_up(["weights"])
     for model, kept in zip(models[1:], before[1:], strict=True):
         assert all(map(torch.equal, weights(model), kept))
+        assert torch.equal(model.joined[:2], model.layer.weight)
     assert all(each.isnan().all() for each in weights(models[0]))
     # What a later update brought must stay.
     models[1].layer.weight.data.fill_(7)
@@ -119,6 +128,19 @@ def test_an_update_of_one_of_several_drafts_is_refused() -> None:
     assert alone.supports_draft_weight_updates()
     alone.start_draft_weight_update()
     assert alone.updated == ["draft"]
+
+
+def test_what_an_updated_draft_has_computed_stays_where_captured_graphs_read_it() -> None:
+    models = [Model(), Model()]
+    worker = Worker(models, further=())
+    joined = models[1].joined
+    worker.start_draft_weight_update()
+    models[1].layer.weight.data.fill_(7)
+    models[1].compute()
+    assert models[1].joined is not joined
+    worker.finish_weight_update()
+    assert models[1].joined is joined
+    assert (joined == 7).all()
 
 
 def test_the_runner_hears_whose_weights_were_replaced_once_they_are() -> None:
