@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
@@ -120,7 +121,7 @@ class WithDrafts:
         lengths = torch.diff(common.query_start_loc_cpu[: drafted + 1])
         fresh = (bounds[:drafted] == lengths).nonzero().flatten()  # sync: host memory
         if len(fresh):
-            slots = self.kept[fresh.to(self.kept.device), 0]
+            slots = self.kept[async_tensor_h2d(fresh, device=self.kept.device), 0]
             for layer in self._layers:
                 for state in layer.kv_cache:
                     state[slots] = 0

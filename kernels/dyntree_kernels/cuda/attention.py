@@ -131,7 +131,7 @@ def _tree_attention(
     share = tl.cdiv(tiles, SPLITS)
     lo = split * share
     hi = tl.minimum(lo + share, tiles)
-    keys = KV + head * s_head
+    keys = KV + head.to(tl.int64) * s_head  # heads may be the outermost dimension
     table = TABLE + request.to(tl.int64) * s_table
     column = tl.arange(0, BN)
 

@@ -19,7 +19,7 @@ def _move(
     LAYERS, PATH, ROOTS, SLOTS, depth, words, s_path, s_block, s_slot, s_head,
     PAGE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)  # may be the outermost dimension
     request = tl.program_id(1)
     cache = tl.multiple_of(tl.load(LAYERS + tl.program_id(2)), ALIGN).to(tl.pointer_type(tl.int32))
     below = SLOTS + tl.load(ROOTS + request) + 1
