@@ -193,12 +193,20 @@ def changed_copy(source: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def add_module(file: Path, layer: str, joins: str, norms: tuple[str, ...], of_norms: float) -> None:
+def add_module(
+    file: Path,
+    layer: str,
+    joins: str,
+    norms: tuple[str, ...],
+    of_norms: float,
+    prefix: str = "mtp.",
+    block: str = "layers.0.",
+) -> None:
     """Add a module that joins by half of the embedding and the hidden state."""
     stored, size = load_file(file), _COMMON["hidden_size"]
-    own = {f"layers.0.{name.removeprefix(layer)}": weight.clone()
+    own = {f"{block}{name.removeprefix(layer)}": weight.clone()
            for name, weight in stored.items() if name.startswith(layer)}  # fmt: skip
     own[f"{joins}.weight"] = torch.eye(size).repeat(1, 2) / 2
     own |= {f"{name}.weight": torch.full((size,), of_norms) for name in norms}
-    stored |= {f"mtp.{name}": weight for name, weight in own.items()}
+    stored |= {f"{prefix}{name}": weight for name, weight in own.items()}
     save_file(stored, file, metadata={"format": "pt"})

@@ -12,12 +12,33 @@ from typing import Any
 import heads
 import torch
 from random_targets import MODULES, add_module
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from dyntree_plugin import pair
 
 IMAGE, VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
 """What stands for an image and for a video in a prompt."""
+GLM_IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
+GLM_VIDEO = "<|begin_of_video|><|video|><|end_of_video|>"
+"""What stands for them in a prompt of GLM-OCR."""
+_TOKENS = {
+    "vision_start_token_id": "vision_start",
+    "vision_end_token_id": "vision_end",
+    "image_token_id": "image_pad",
+    "video_token_id": "video_pad",
+}
+_GLM_TOKENS = {
+    "image_start_token_id": "begin_of_image",
+    "image_end_token_id": "end_of_image",
+    "video_start_token_id": "begin_of_video",
+    "video_end_token_id": "end_of_video",
+    "image_token_id": "image",
+    "video_token_id": "video",
+}
+_GLM_MODULE = (
+    "eh_proj", ("enorm", "hnorm", "shared_head.norm"), 1.0, "model.language_model.layers.2.", "",
+)  # fmt: skip
 PATCH, MERGE = 14, 2
 
 _TEXT: dict[str, Any] = {
@@ -53,6 +74,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 CONFIGS["qwen3_5_moe"] = CONFIGS["qwen3_5"]
+CONFIGS["intern_s2_preview"] = CONFIGS["qwen3_5"]
+CONFIGS["qwen3_vl_moe"] = CONFIGS["qwen3_vl"]
+CONFIGS["glm_ocr"] = (_ROPE | {"partial_rotary_factor": 1.0}, {})
 """Rotary parameters, and what the vision configuration has besides, by vLLM's model types."""
 _DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -63,12 +87,15 @@ _DELTA_NET: dict[str, Any] = {
     "mtp_num_hidden_layers": 1,
 }
 
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_TEXTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": _EXPERTS | {"norm_topk_prob": True},
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 32},
+    "glm_ocr": {"num_nextn_predict_layers": 1},
 }
+_TEXTS["intern_s2_preview"] = _TEXTS["qwen3_5_moe"]
+"""What the text's configuration has besides."""
 
 _VIDEOS = """
 import torch
@@ -97,48 +124,82 @@ class Videos(BaseVideoProcessor):
 processing_utils.transformers_module.VideoProcessorMixin = BaseVideoProcessor
 """
 
+_INTERN = """
+from transformers import Qwen3_5MoeConfig
+
+class InternS2(Qwen3_5MoeConfig):
+    model_type = "intern_s2_preview"
+"""
+_OF_INTERN = {
+    "architectures": ["InternS2PreviewForConditionalGeneration"],
+    "model_type": "intern_s2_preview",
+    "auto_map": {"AutoConfig": "intern.InternS2"},
+}
+
 
 def vision_target(folder: Path, kind: str, seed: int = 0) -> Path:
     """Write a target of a `CONFIGS` key, and return its folder."""
     source = pair.paths()["target"]
+    glm, intern = kind == "glm_ocr", kind == "intern_s2_preview"
     tokenizer = AutoTokenizer.from_pretrained(source)
-    names = ("vision_start", "vision_end", "image_pad", "video_pad")
-    tokens = [f"<|{name}|>" for name in names]
+    of_config = _GLM_TOKENS if glm else _TOKENS
+    tokens = [f"<|{name}|>" for name in of_config.values()]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
-    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(tokens), strict=True))
+    ids = dict(zip(of_config, tokenizer.convert_tokens_to_ids(tokens), strict=True))
     rope, vision = CONFIGS[kind]
     end = {"bos_token_id": 0, "eos_token_id": 0}
-    own = _DELTA_NET if kind.startswith("qwen3_5") else {}
-    own = own | (_EXPERTS if kind.endswith("moe") else {})
+    own = _TEXTS.get(kind, {}) | end
     config = AutoConfig.for_model(
-        kind,
-        text_config=_TEXT | own | end | {"rope_parameters": rope, "vocab_size": len(tokenizer)},
+        "qwen3_5_moe" if intern else kind,
+        text_config=_TEXT | own | {"rope_parameters": rope, "vocab_size": len(tokenizer)},
         vision_config=_VISION | vision,
-        vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=ids["vision_end"],
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
+        **ids,
         **end,
     )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    if own:
-        last = "model.language_model.layers.1."
-        add_module(folder / "model.safetensors", last, *MODULES["qwen3_next"][1:])
+    weights = folder / "model.safetensors"
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(weights)
+    elif own != end:
+        module = _GLM_MODULE if glm else MODULES["qwen3_next"][1:]
+        add_module(weights, "model.language_model.layers.1.", *module)
+    if intern:
+        (folder / "intern.py").write_text(_INTERN)
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | _OF_INTERN))
     tokenizer.save_pretrained(folder)
+    processor = {"glm_ocr": "Glm46VProcessor", "intern_s2_preview": "Qwen3VLProcessor"}.get(kind)
+    _write_processors(folder, "Glm46V" if glm else "Qwen2VL", processor)
+    return folder
+
+
+def _write_processors(folder: Path, of_images: str, processor: str | None) -> None:
+    """Write what reads images and videos; ``processor``: its class, if vLLM's class names none."""
     images = {
-        "image_processor_type": "Qwen2VLImageProcessorPil",
+        "image_processor_type": f"{of_images}ImageProcessorPil",
+        "processor_class": processor,
         "patch_size": PATCH,
         "merge_size": MERGE,
         "temporal_patch_size": 2,
         "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 16 * (PATCH * MERGE) ** 2},
     }
-    videos = {"auto_map": {"AutoVideoProcessor": "videos.Videos"}}
+    videos = {"auto_map": {"AutoVideoProcessor": "videos.Videos"}, "size": images["size"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     (folder / "videos.py").write_text(_VIDEOS)
-    return folder
+
+
+def _transpose_experts(file: Path) -> None:
+    """Store experts as published: inputs [H] before outputs."""
+    stored = load_file(file)
+    stored |= {
+        name: weight.transpose(1, 2).contiguous()
+        for name, weight in stored.items()
+        if ".mlp.experts." in name
+    }
+    save_file(stored, file, metadata={"format": "pt"})
 
 
 def head_of(folder: Path, target: Path) -> Path:

@@ -7,8 +7,11 @@ from dyntree_plugin.admission.uncompared import Targets
 TARGETS = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
 )
 """Architectures whose tokens were compared with those of engines without speculation."""
 

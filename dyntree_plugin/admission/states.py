@@ -17,6 +17,7 @@ TARGETS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
 )
 """Architectures whose tokens were compared with those of engines without speculation."""
 
@@ -26,8 +27,9 @@ TARGETS_ON_CUDA = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
 )
-"""Those that were compared on an emulated CUDA device, or whose layers were: the last has the
+"""Those that were compared on an emulated CUDA device, or whose layers were: the last two have the
 experts of Qwen3-Next."""
 
 WITH_PREFIX_CACHE = (

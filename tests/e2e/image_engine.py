@@ -13,8 +13,11 @@ from engine_process import Result, Run, answered, main, result_of
 CLASSES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "GlmOcrForConditionalGeneration": "glm_ocr",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "InternS2PreviewForConditionalGeneration": "interns2_preview",
     "Qwen3_5MTP": "qwen3_5_mtp",
     "Qwen3_5MoeMTP": "qwen3_5_mtp",
 }

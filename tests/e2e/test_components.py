@@ -4,6 +4,7 @@ without trees, with images in the prompts and without."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from engine_process import Request, Result, Run
 from features import PROMPTS, SEEDS
 from image_engine import serve
 from random_engines import FLOAT32_DELTA_NET
-from vision_targets import IMAGE, VIDEO, head_of, vision_target
+from vision_targets import GLM_IMAGE, GLM_VIDEO, IMAGE, VIDEO, head_of, vision_target
 
 pytestmark = pytest.mark.e2e
 
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "intern_s2_preview")
 NODES = 8
 FEW = [300, 301, 302]
 """Random weights repeat nothing. Of so few tokens, look-up and a draft guess many."""
@@ -60,9 +62,17 @@ Served = Callable[[str, str], Mapping[str, Result]]
 """Gives an engine's results by run, given the kind of target and the engine's name."""
 
 
+def _of_glm(run: Run) -> Run:
+    requests = [
+        replace(each, prompt=str(each.prompt).replace(IMAGE, GLM_IMAGE).replace(VIDEO, GLM_VIDEO))
+        for each in run.requests
+    ]
+    return replace(run, requests=requests)
+
+
 def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str, Run]]:
     """Arguments and runs."""
-    twice, recurrent = {"sound": RUN, "again": RUN}, kind.startswith("qwen3_5")
+    twice, recurrent = {"sound": RUN, "again": RUN}, kind in RECURRENT
     in_float32 = FLOAT32_DELTA_NET if recurrent else {}
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | TIGHT
     arguments, runs = {
@@ -81,6 +91,8 @@ def _engine(name: str, model: Path, kind: str) -> tuple[dict[str, Any], dict[str
     }[name]()  # fmt: skip
     images = {"trust_remote_code": True, "limit_mm_per_prompt": {"image": 2, "video": 1}}
     caching = {"enable_prefix_caching": False} if recurrent else {}
+    if kind == "glm_ocr":
+        runs = {run: _of_glm(of) for run, of in runs.items()}
     return arguments | images | caching | {"model": str(model)}, runs
 
 
@@ -97,11 +109,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         ("qwen2_5_vl", "draft"),
         ("qwen2_5_vl", "look-up"),
         pytest.param("qwen3_vl", "head", marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, name, marks=pytest.mark.slow)
+            for kind, last in (("glm_ocr", "module"), ("qwen3_vl_moe", "head"))
+            for name in ("draft", "look-up", last)
+        ),
         ("qwen3_5", "module"),
         pytest.param("qwen3_5", "look-up", marks=pytest.mark.slow),
         pytest.param("qwen3_5", "head", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "look-up", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "module", marks=pytest.mark.slow),
+        pytest.param("intern_s2_preview", "look-up", marks=pytest.mark.slow),
+        pytest.param("intern_s2_preview", "module", marks=pytest.mark.slow),
     ],
 )
 def test_no_token_differs(kind: str, name: str, served: Served) -> None:
@@ -111,15 +130,23 @@ def test_no_token_differs(kind: str, name: str, served: Served) -> None:
         assert not found, explain(found)
     metrics = results["sound"].metrics
     assert accepted_per_step(results["sound"]) > 0.5
-    # A block of Qwen3.5 has room for a whole request.
-    preempted = name != "draft" and not kind.startswith("qwen3_5")
+    # A block of a recurrent target has room for a whole request.
+    preempted = name != "draft" and kind not in RECURRENT
     assert (metrics["vllm:num_preemptions_total"] > 0) == preempted
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2_5_vl",
+        pytest.param("glm_ocr", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("broken", BROKEN)
-def test_tokens_differ_if_positions_are_wrong(broken: str, served: Served) -> None:
-    plain = by_request(RUN, served("qwen2_5_vl", "plain")["sound"])
-    result = served("qwen2_5_vl", "draft")[broken]
+def test_tokens_differ_if_positions_are_wrong(kind: str, broken: str, served: Served) -> None:
+    plain = by_request(RUN, served(kind, "plain")["sound"])
+    result = served(kind, "draft")[broken]
     found = [request for request, *_ in mismatches(BROKEN[broken], result, plain)]
     assert any(request.images for request in found)
     assert any(not request.images for request in found) == (broken != "without_delta")
