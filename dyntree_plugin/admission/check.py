@@ -69,9 +69,12 @@ class Refused(ValueError):
 def cuda_backend(vllm_config: VllmConfig, capability: Any) -> str:
     """Return the attention backend for trees on CUDA if the user names none.
 
-    Of two, the first one reads quantised caches on Hopper alone, and no float32.
+    Of two, the first one reads quantised caches on Hopper alone, and no float32. Of those for
+    latent attention, the first one runs on every GPU.
     """
     backends = cuda_backends(vllm_config.model_config)
+    if vllm_config.model_config.use_mla:
+        return backends[0]
     unread = kv_cache_dtype(vllm_config) in KV_CACHE_DTYPES and capability and capability.major != 9
     return backends[-1 if unread or dtype_of(vllm_config.model_config) == "float32" else 0]
 

@@ -10,8 +10,9 @@ from dyntree_plugin.admission.refusals import Refusal, dtype_of
 CUDA_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 """vLLM's attention backends on CUDA that serve trees. The first one needs 16-bit types."""
 
-LATENT_CUDA_BACKENDS = ("TRITON_MLA",)
-"""Those for multi-head latent attention; they need 16-bit types."""
+LATENT_CUDA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
+"""Those for multi-head latent attention; they need 16-bit types. The first one runs on every GPU,
+the others on Hopper."""
 
 
 def cuda_backends(model_config: Any) -> tuple[str, ...]:

@@ -28,7 +28,15 @@ CUDA = [
         for backend in ("Flash", "Triton")
         for part in PARTS
     ],
-    *[f"attention.latent_cuda.TreeTritonMLA{part}" for part in PARTS],
+    *[
+        f"attention.{module}.Tree{backend}MLA{part}"
+        for module, backend in (
+            ("latent_cuda", "Triton"),
+            ("latent_cuda", "Flash"),
+            ("latent_flash_attn", "FlashAttn"),
+        )
+        for part in PARTS
+    ],
     *[f"states.cuda_layers.Tree{layer}" for layer in RECURRENT],
 ]
 CPU = [

@@ -1,4 +1,8 @@
-"""vLLM's latent attention in Triton with trees."""
+"""vLLM's latent attention on CUDA with trees.
+
+The kernel of trees reads the cache, which all of these backends write alike. They differ in what
+runs batches of one row per request, and in sizes of blocks.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,11 @@ from typing import Any, ClassVar
 import torch
 from vllm import envs
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
+from vllm.v1.attention.backends.mla.flashmla import (
+    FlashMLABackend,
+    FlashMLAImpl,
+    FlashMLAMetadataBuilder,
+)
 from vllm.v1.attention.backends.mla.triton_mla import (
     TritonMLABackend,
     TritonMLAImpl,
@@ -24,9 +33,15 @@ from dyntree_plugin.engine.attention.latent_layers import (
 from dyntree_plugin.engine.layer_kinds import Move
 
 
-class TreeTritonMLAMetadataBuilder(LatentTreeBuilder, TritonMLAMetadataBuilder):
-    # vLLM's kernel gets decodes of one row, so it needs no workspace for others.
+class LatentTritonBuilder(LatentTreeBuilder):
+    """Precedes a builder of metadata on CUDA."""
+
+    # vLLM's kernel gets decodes of one row, so it needs no workspace for others, and what has more
+    # rows than a tree is a prompt.
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.SINGLE_ONLY
+    reorder_batch_threshold: Any = 1
+    num_heads: int
+    mla_dims: Any
 
     def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(spec, names, vllm_config, device)
@@ -45,6 +60,10 @@ class TreeTritonMLAMetadataBuilder(LatentTreeBuilder, TritonMLAMetadataBuilder):
     def warm_up(self, kv_cache: torch.Tensor, dtype: torch.dtype, table: torch.Tensor) -> None:
         """Compile kernels; the arguments are those of `LatentTrees.warm_up`."""
         self._kernel.warm_up(kv_cache, dtype, table, self._buffers)
+
+
+class TreeTritonMLAMetadataBuilder(LatentTritonBuilder, TritonMLAMetadataBuilder):
+    pass
 
 
 class TreeTritonMLAImpl(LatentTreeImpl, TritonMLAImpl):
@@ -73,6 +92,24 @@ class TreeTritonMLABackend(TritonMLABackend):
     @staticmethod
     def get_builder_cls() -> type[TreeTritonMLAMetadataBuilder]:
         return TreeTritonMLAMetadataBuilder
+
+
+class TreeFlashMLAMetadataBuilder(LatentTritonBuilder, FlashMLAMetadataBuilder):
+    pass
+
+
+class TreeFlashMLAImpl(LatentTreeImpl, FlashMLAImpl):  # type: ignore[misc]
+    pass
+
+
+class TreeFlashMLABackend(FlashMLABackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeFlashMLAImpl]:
+        return TreeFlashMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeFlashMLAMetadataBuilder]:
+        return TreeFlashMLAMetadataBuilder
 
 
 def latent_mover(layers: Sequence[Any]) -> Move:

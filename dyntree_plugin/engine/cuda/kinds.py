@@ -21,7 +21,11 @@ KINDS: tuple[LayerKind, ...] = (
     ),
     LatentKind(
         "cuda",
-        {"TRITON_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend"},
+        {
+            "TRITON_MLA": f"{_ATTENTION}.latent_cuda.TreeTritonMLABackend",
+            "FLASHMLA": f"{_ATTENTION}.latent_cuda.TreeFlashMLABackend",
+            "FLASH_ATTN_MLA": f"{_ATTENTION}.latent_flash_attn.TreeFlashAttnMLABackend",
+        },
         f"{_ATTENTION}.latent_cuda.latent_mover",
     ),
     StateKind(

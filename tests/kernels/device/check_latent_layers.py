@@ -18,18 +18,27 @@ pytest.importorskip("vllm.v1.worker.cpu.shm", exc_type=ImportError)  # patches t
 from attention_inputs import tree_mask
 from latent_inputs import LatentCase, make_latent_case
 from tree_shapes import chain
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import fa_utils
 
 from dyntree_plugin.engine.attention.buffers import MaskBuffers
 from dyntree_plugin.engine.attention.kernels import LatentTrees
 from dyntree_plugin.engine.attention.latent_cuda import (
-    TreeTritonMLAImpl,
-    TreeTritonMLAMetadataBuilder,
+    LatentTritonBuilder,
+    TreeFlashMLABackend,
+    TreeTritonMLABackend,
     latent_mover,
 )
 from dyntree_plugin.engine.attention.metadata import TreeMask
 
+with pytest.MonkeyPatch.context() as patched:  # vLLM has these on CUDA alone
+    for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
+        patched.setattr(fa_utils, name, None, raising=False)
+    from dyntree_plugin.engine.attention.latent_flash_attn import TreeFlashAttnMLABackend
+
 FORK = [-1, 0, 0, 2]
+BACKENDS = (TreeTritonMLABackend, TreeFlashMLABackend, TreeFlashAttnMLABackend)
 
 
 @pytest.fixture
@@ -41,11 +50,18 @@ def case() -> LatentCase:
     return made
 
 
-@pytest.fixture
-def builder() -> TreeTritonMLAMetadataBuilder:
-    made = object.__new__(TreeTritonMLAMetadataBuilder)
-    made._buffers, made._captured = MaskBuffers(8, 64, 4, torch.device("cpu")), set()
+def builder_of(backend: Any) -> LatentTritonBuilder:
+    made: Any = object.__new__(backend.get_builder_cls())
+    made.device = torch.device("cpu")
+    made._buffers, made._captured = MaskBuffers(8, 64, 4, made.device), set()
     made._kernel = LatentTrees(4, 32, 4, processors=2, one_split=False)
+    made.model_config = SimpleNamespace(dtype=torch.float32, get_head_size=lambda: 576)
+    made._prefill_backend = SimpleNamespace(prepare_metadata=lambda metadata: None)
+    made.chunked_prefill_workspace = torch.empty(64, 48)
+    made.chunked_prefill_workspace_size, made.page_size = 64, 16
+    made.dcp_world_size, made.dcp_manager, made.use_pcp = 1, None, False
+    made.dcp_local_block_size, made.dcp_virtual_block_size = 1, 1
+    made.q_data_type, made.metadata_cls = torch.float32, MLACommonMetadata
     return made
 
 
@@ -59,31 +75,49 @@ def batch_of(case: LatentCase) -> CommonAttentionMetadata:
     )  # fmt: skip
 
 
-def attended(case: LatentCase, metadata: Any) -> torch.Tensor:
-    impl: Any = object.__new__(TreeTritonMLAImpl)
+def attended(case: LatentCase, backend: Any, metadata: Any) -> torch.Tensor:
+    impl: Any = object.__new__(backend.get_impl_cls())
     impl.kv_lora_rank, impl.scale = 32, case.features.scale
     out, _ = impl.forward_mqa(case.q.split([32, 16], -1), case.cache, metadata, None)
     return out
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wrong", [False, True])
-def test_rows_see_what_they_should(
-    case: LatentCase, builder: TreeTritonMLAMetadataBuilder, wrong: bool
-) -> None:
+def test_rows_see_what_they_should(case: LatentCase, backend: Any, wrong: bool) -> None:
     bits = case.bits.clone()
     bits[4:] = 0  # of no meaning for chains
     bits[3] ^= 2 * wrong
     mask = TreeMask(torch.tensor([20, -1, -1]).int(), bits, has_plain=True, drafted=2)
-    metadata = builder.build(0, batch_of(case), tree_mask=mask)
+    metadata = builder_of(backend).build(0, batch_of(case), tree_mask=mask)
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 9)
-    found, right = attended(case, metadata).double(), case.expected()
+    found, right = attended(case, backend, metadata).double(), case.expected()
     assert torch.allclose(found, right, rtol=1e-5, atol=1e-5) != wrong
 
 
-def test_it_is_compiled_for_batches_of_any_size(
-    case: LatentCase, builder: TreeTritonMLAMetadataBuilder
-) -> None:
-    builder.warm_up(case.cache, torch.float32, case.block_table)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("threshold", [1, 128])
+def test_what_has_more_rows_than_a_tree_is_a_prompt(backend: Any, threshold: int) -> None:
+    """Control: with the threshold of FlashMLA's builder, the stock code takes it for a decode."""
+    starts, builder = torch.tensor([0, 4, 10], dtype=torch.int32), builder_of(backend)
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([24, 6], dtype=torch.int32), num_reqs=2, num_actual_tokens=10,
+        max_query_len=6, max_seq_len=64, block_table_tensor=torch.zeros(2, 4, dtype=torch.int32),
+        slot_mapping=torch.zeros(10), seq_lens_cpu_upper_bound=torch.tensor([24, 6]),
+        is_prefilling=torch.tensor([False, True]),
+    )  # fmt: skip
+    if threshold > 1:
+        builder.reorder_batch_threshold = threshold
+        builder._build_decode = lambda **given: None  # type: ignore[attr-defined]
+    found = builder.build(0, batch)
+    assert (found.num_decodes, found.num_decode_tokens) == (1, 4)
+    assert found.num_prefills == (threshold == 1)
+    assert (found.prefill is not None) == (threshold == 1)
+
+
+def test_it_is_compiled_for_batches_of_any_size(case: LatentCase) -> None:
+    builder_of(TreeTritonMLABackend).warm_up(case.cache, torch.float32, case.block_table)
 
 
 def test_paths_move_in_the_caches_of_all_layers() -> None:

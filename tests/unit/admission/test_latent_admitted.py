@@ -43,11 +43,14 @@ def test_latent_attention_is_admitted_in_targets_and_their_drafts(latent: VllmCo
     assert check.cuda_backend(half, None) == "TRITON_MLA"
 
 
-def test_on_cuda_another_backend_is_refused(latent: VllmConfig) -> None:
+def test_on_cuda_some_backends_are_admitted_and_others_refused(latent: VllmConfig) -> None:
     for option in ("attention_config.backend", "speculative_config.attention_backend"):
-        named = changed(in_half(latent), option, SimpleNamespace(name="FLASHMLA"))
-        with pytest.raises(check.Refused, match=r"attention_backend='FLASHMLA' .* on TRITON_MLA"):
+        for name in ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"):
+            named = changed(in_half(latent), option, SimpleNamespace(name=name))
             check.refuse_unserved(named, DynTreeOptions(), "cuda", WORKERS)
+        other = changed(in_half(latent), option, SimpleNamespace(name="CUTLASS_MLA"))
+        with pytest.raises(check.Refused, match=r"attention_backend='CUTLASS_MLA' .* TRITON_MLA"):
+            check.refuse_unserved(other, DynTreeOptions(), "cuda", WORKERS)
 
 
 def test_a_draft_with_other_attention_than_its_target_is_refused(latent: VllmConfig) -> None:
