@@ -194,8 +194,10 @@ REASONS = {
     "DeepseekV4Attention": "sparse attention",
     "MiniMaxM3SparseAttention": "sparse attention",
     "use_mla, kv_cache_dtype": "FP8 cache",
-    "method, target's is_hybrid, use_mla, uses_mrope, sliding_window": "block draft",
-    "method, kv_cache_dtype": "block draft",
+    "method, target's use_mla, uses_mrope": "block draft",
+    "draft's architectures": "class of block draft",
+    "draft's windows": "block draft with windows",
+    "draft's quantization": "quantised block draft",
     "num_nextn_predict_layers, architecture": "several modules",
     "keys and values of different sizes": "keys and values of different sizes",
     "QwenGatedDeltaNetAttention": "Gated DeltaNet",
@@ -228,7 +230,10 @@ def _served(outcome: dict[str, Any], first: str) -> str:
         return "served"
     names = (each.removeprefix("speculative_config.") for each in outcome["refused"])
     words = ", ".join(dict.fromkeys(REASONS.get(name, f"`{name}`") for name in names))
-    return f"refused: {words}" if outcome["served"] is None else f"look-up alone; refused: {words}"
+    method = {None: "", "ngram_gpu": "look-up alone; "}.get(
+        outcome["served"], f"`{outcome['served']}` alone; "
+    )
+    return f"{method}refused: {words}"
 
 
 def _counted(groups: list[dict[str, Any]], device: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ TARGET_LAYERS = (0, 2, 4)
 RANK = 8
 
 
-def random_block(folder: Path, seed: int = 0, *, of_parent: bool = False, **config: Any) -> Path:
+def random_block(
+    folder: Path,
+    seed: int = 0,
+    *,
+    of_parent: bool = False,
+    model: Path | None = None,
+    layers: tuple[int, ...] = TARGET_LAYERS,
+) -> Path:
     """Write a DFlash draft of random weights, or a DSpark draft; return its folder.
 
-    Its embedding and its output layer are the target's. ``of_parent``: logits depend on the token
-    before, too, and the root proposes the first token, as in DSpark.
+    Its embedding and its output layer are the target's: the one in the folder ``model``, or the
+    embedded one. ``layers``: those of the target whose states it reads. ``of_parent``: logits
+    depend on the token before, too, and the root proposes the first token, as in DSpark.
     """
-    target = target_config()
+    target = json.loads((model / "config.json").read_text()) if model else target_config()
     hidden, inner, size = target["hidden_size"], target["intermediate_size"], target["head_dim"]
     queries, keys = (target[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
     generator = torch.Generator().manual_seed(seed)
@@ -31,7 +40,7 @@ def random_block(folder: Path, seed: int = 0, *, of_parent: bool = False, **conf
     def norm(size: int) -> torch.Tensor:
         return 0.5 + 2 * torch.rand(size, generator=generator)
 
-    weights = {"fc.weight": draw(hidden, len(TARGET_LAYERS) * hidden)}
+    weights = {"fc.weight": draw(hidden, len(layers) * hidden)}
     weights |= {f"{name}.weight": norm(hidden) for name in ("hidden_norm", "norm")}
     for number in range(LAYERS):
         of_layer = {
@@ -48,12 +57,15 @@ def random_block(folder: Path, seed: int = 0, *, of_parent: bool = False, **conf
             "post_attention_layernorm": norm(hidden),
         }
         weights |= {f"layers.{number}.{name}.weight": each for name, each in of_layer.items()}
-    own = {
+    kept = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "max_position_embeddings")
+    counts = ("num_attention_heads", "num_key_value_heads")
+    own: dict[str, Any] = {name: target[name] for name in (*kept, *counts)}
+    own |= {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": LAYERS,
         "attention_bias": False,
-        "dflash_config": {"mask_token_id": 3, "target_layer_ids": [*TARGET_LAYERS]},
+        "dflash_config": {"mask_token_id": 3, "target_layer_ids": [*layers]},
     }
     if of_parent:
         own |= {"architectures": ["DSparkDraftModel"], "markov_rank": RANK}
@@ -61,7 +73,7 @@ def random_block(folder: Path, seed: int = 0, *, of_parent: bool = False, **conf
             f"markov_head.markov_w{number}.weight": 4 * draw(target["vocab_size"], RANK)
             for number in (1, 2)
         }
-    return write_head(folder, weights, own | config, dtype=torch.float32)
+    return write_head(folder, weights, own, dtype=torch.float32)
 
 
 class PlainBlock(PlainHead):

@@ -45,20 +45,15 @@ def _root_of_dflash_proposes(speculation: Any) -> bool:
 
 BLOCK_REFUSALS = (
     _BLOCK.refusal(
-        "target's is_hybrid, use_mla, uses_mrope, sliding_window",
-        lambda c: (
-            c.model_config.is_hybrid,
-            c.model_config.use_mla,
-            c.model_config.uses_mrope,
-            c.model_config.get_sliding_window(),
-        ),
+        "target's use_mla, uses_mrope",
+        lambda c: (c.model_config.use_mla, c.model_config.uses_mrope),
         any,
-        "a block draft was not compared yet on such targets; use a target with full multi-head "
-        "attention and single positions, or another draft",
+        "a block draft was not compared yet on such targets; use a target without latent attention "
+        "and M-RoPE, or another draft",
     ),
     *_BLOCK.uncompared(
         "tensor_parallel_size", "pipeline_parallel_size", "dtype", "enable_lora",
-        "kv_transfer_config", "kv_cache_dtype",
+        "kv_transfer_config",
     ),
 )  # fmt: skip
 """Checks of ``VllmConfig``."""

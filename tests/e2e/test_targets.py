@@ -15,6 +15,7 @@ import sabotage_of_states
 import sabotage_of_windows
 import torch
 import workload
+from blocks import random_block
 from comparison import accepted_per_step
 from engine_process import Run
 from features import long
@@ -87,6 +88,13 @@ def _split(trees: dict[str, Any], run: Run) -> Engines:
     return {"two ranks": (trees, ranks), "two stages": (trees, stages)}
 
 
+def _block(model: Path, method: str) -> dict[str, Any]:
+    folder, of_parent = model.with_name(f"{model.name} {method}"), method == "dspark"
+    block = random_block(folder, model=model, layers=(0, 1, 2), of_parent=of_parent)
+    options = {"node_budget": NODES, "budget": "fixed", "lookup": "off"}
+    return workload.with_block(block, method, **options) | {"model": str(model)}
+
+
 def _windows(model: Path, kind: str) -> Engines:
     of = {"model": str(model)}
     plain, draft = workload.without_tree() | of, workload.tree(NODES) | of
@@ -96,9 +104,12 @@ def _windows(model: Path, kind: str) -> Engines:
     broken = _broken(LONG, [*of_windows, *own, "without_kv_move"])
     nan = {"null_block_of_nan": Run(LONG.requests, sabotage="null_block_of_nan")}
     look_up = workload.without_draft(NODES, "ngram_gpu", budget="fixed") | of | TIGHT
+    moved = _broken(LONG, ["without_window", "edge_by_row", "without_kv_move"])
+    blocks = {"num_gpu_blocks_override": 24}
     return {
         "plain": (plain, _sound(LONG)),
         "draft": (draft, _sound(LONG, "again") | broken | nan),
+        "block": (_block(model, "dflash") | TIGHT | blocks, _sound(LONG, "again") | moved | nan),
         "look-up": (look_up, _sound(LONG, "again")),
         "one group": (draft | {"disable_hybrid_kv_cache_manager": True}, _sound(LONG)),
         **_split(draft, LONG),
@@ -163,6 +174,10 @@ def _recurrent(model: Path, kind: str) -> Engines:
         "EAGLE-3": (
             workload.with_head(eagle, nodes=NODES, budget="fixed") | common,
             _sound(RUN),
+        ),
+        "block": (
+            _block(model, "dspark" if kind == "nemotron_h" else "dflash") | common | tight,
+            _sound(RUN) | _broken(RUN, ["commit_dropped", "without_kv_move"]) | aborted,
         ),
         **{
             f"cached {name}": (arguments | cached, _sound(LONG, "again") | turns)
@@ -266,18 +281,18 @@ _SPLIT = ("two ranks", "two stages")
 _OF_RANKS = (*_SPLIT, "compiled")
 KINDS = {
     "gemma2": Kind(_windows, ("draft", "look-up", "one group"), _SPLIT),
-    "gpt_oss": Kind(_windows, ("draft", "look-up"), ("one group", *_SPLIT)),
+    "gpt_oss": Kind(_windows, ("draft", "look-up", "block"), ("one group", *_SPLIT)),
     "gemma3_text": Kind(_windows, slow=("draft", "look-up", "one group")),
     "mistral": Kind(_windows, slow=("draft", "look-up", "one group")),
     "gemma4_text": Kind(_shared_caches, ("look-up", "module")),
     "nemotron_h": Kind(
         _recurrent,
         ("draft", "prefix cache"),
-        ("cached draft", "cached head", "look-up", "head", *_OF_RANKS),
+        ("block", "cached draft", "cached head", "look-up", "head", *_OF_RANKS),
     ),
     "lfm2": Kind(_recurrent, ("draft", "look-up"), ("cached draft", "prefix cache", *_OF_RANKS)),
     "qwen3_next": Kind(
-        _recurrent, ("draft", "head"), ("cached draft", "look-up", "EAGLE-3", *_OF_RANKS)
+        _recurrent, ("draft", "head"), ("block", "cached draft", "look-up", "EAGLE-3", *_OF_RANKS)
     ),
     "falcon_h1": Kind(_recurrent, slow=("look-up", "cached look-up")),
     "granitemoehybrid": Kind(_recurrent, slow=("look-up", "cached look-up")),
@@ -285,7 +300,7 @@ KINDS = {
     "deepseek_v3": Kind(_latent, ("module",), (), latent_target),
     "quantised cache": Kind(_quantised, ("draft",), _SPLIT, _with_scales),
     "states and quantised cache": Kind(
-        _recurrent_in_fp8, ("draft",), ("head", "cached draft"), _nemotron_h
+        _recurrent_in_fp8, ("draft",), ("block", "head", "cached draft"), _nemotron_h
     ),
 }
 SLOW = [(kind, engine) for kind, of in KINDS.items() for engine in of.slow]
@@ -293,12 +308,12 @@ TREES = [(kind, engine) for kind, of in KINDS.items() for engine in of.trees] + 
 CONTROLLED = [
     (kind, engine)
     for kind, engine in TREES
-    if engine in ("draft", "prefix cache", "two stages")
+    if engine in ("draft", "block", "prefix cache", "two stages")
     or (kind, engine) == ("gemma4_text", "look-up")
     or (engine == "two ranks" and KINDS[kind].engines is not _recurrent)
 ]
 ACCEPTED = {("deepseek_v2", engine): 3 for engine in ("draft", *_OF_RANKS)}
-ACCEPTED["deepseek_v2", "EAGLE-3"] = 0.3
+ACCEPTED["deepseek_v2", "EAGLE-3"] = ACCEPTED["nemotron_h", "block"] = 0.3
 """Nodes that more are accepted of in a step, if that is not 0.5."""
 PREEMPTED = [
     *((kind, "look-up") for kind in ("gemma2", "gpt_oss", "gemma3_text", "deepseek_v2")),

@@ -126,8 +126,8 @@ UNCOMPARED: list[tuple[str, Any, str]] = [
         SimpleNamespace(kv_connector=None),
         "kv_transfer_config=('dflash', True)",
     ),
-    ("model_config.is_hybrid", True, "('dflash', (True, False, False, None))"),
-    ("model_config.hf_text_config.sliding_window", 64, "('dflash', (False, False, False, 64))"),
+    ("model_config.use_mla", True, "('dflash', (True, False))"),
+    ("model_config.uses_mrope", True, "('dflash', (False, True))"),
 ]
 
 

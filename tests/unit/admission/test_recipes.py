@@ -30,7 +30,7 @@ RECIPES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[3] / "scripts" / "recipes.json").read_text()
 )
 LOOK_UP = "ngram_gpu"
-OF_TEXT = ("sliding_window", "index_topk", "num_nextn_predict_layers")
+OF_TEXT = ("sliding_window", "index_topk", "num_nextn_predict_layers", "layer_types")
 """What admission reads from the file of a model, and not from what vLLM makes of it."""
 WITH_FLAGS = {
     "is_hybrid": ("cache_config.enable_prefix_caching", False),
